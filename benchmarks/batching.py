@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.children import ROOT
 from benchmarks.result import commit, machine
-from shoal.serve.batching.batcher import Batcher, TooLate
+from shoal.serve.batching.batcher import Batcher, DeadlineExceeded
 from shoal.serve.batching.simulate import ClassicServer, ForwardTime, ScheduleServer, SimulatedLoad, drive, poisson
 
 MEASURED = [(1, 0.0205), (32, 0.036)]
@@ -98,7 +98,7 @@ async def open_loop(submit: Submit, arrivals: Sequence[float]) -> np.ndarray:
     async def one(number: int, due_s: float) -> None:
         try:
             await submit(due_s)
-        except TooLate:
+        except DeadlineExceeded:
             return
         latencies[number] = time.monotonic() - due_s
 

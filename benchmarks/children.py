@@ -25,7 +25,7 @@ from typing import Any, Self
 import psutil
 
 from benchmarks.talk import parse
-from shoal.cluster.processes import MARKER, end_processes, members
+from shoal.cluster.processes import CLUSTER_ID_VARIABLE, end_processes, find_cluster_processes
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = ROOT / ".venv-peers"
@@ -59,7 +59,7 @@ class Child:
         self._goodbye_s = goodbye_s
         self._log_path = folder / f"{self._marker[:8]}.log"
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**os.environ, "PYTHONPATH": path, **(env or {}), MARKER: self._marker}
+        environment = {**os.environ, "PYTHONPATH": path, **(env or {}), CLUSTER_ID_VARIABLE: self._marker}
         with self._log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 list(words), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment, cwd=ROOT,
@@ -109,7 +109,7 @@ class Child:
     def cpu_s(self) -> float:
         """Processor seconds that the child and its living descendants have used."""
         total = 0.0
-        for process in members(self._marker, self._ray_folder):
+        for process in find_cluster_processes(self._marker, self._ray_folder):
             with contextlib.suppress(psutil.Error):
                 total += sum(process.cpu_times()[:2])
         return total
@@ -125,7 +125,7 @@ class Child:
     def processes(self, word: str = "") -> list[psutil.Process]:
         """The child and its living descendants, or those whose command line has `word`."""
         found = []
-        for process in members(self._marker, self._ray_folder):
+        for process in find_cluster_processes(self._marker, self._ray_folder):
             with contextlib.suppress(psutil.Error):
                 if word in " ".join(process.cmdline()):
                     found.append(process)

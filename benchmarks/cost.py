@@ -25,8 +25,8 @@ import shoal.runs
 from benchmarks.children import ROOT
 from benchmarks.result import Row, options, spread, write
 from shoal.cost import MEASURED
-from shoal.cost.cost_table import BY_NAME, off, shown
-from shoal.cost.step_profiler import MOST_MORE, TIMED, WARM
+from shoal.cost.cost_table import QUANTITY_BY_NAME, format_quantity, relative_error
+from shoal.cost.step_profiler import MAX_MORE, NUM_TIMED, NUM_WARM_UP
 
 RECIPES = ("lenet", "transformer", "forecaster", "tabular")
 PLANS = ("single", "ddp", "fsdp", "tensor", "pipeline")
@@ -34,7 +34,10 @@ LARGE = ("args.width=256", "args.depth=4", "args.heads=8", "batch_size=64")  # c
 OF_PIPELINE = 3
 BAR = 0.10
 TIMEOUT_S = 300.0
-SHORT, ALL = WARM + TIMED + 1, WARM + TIMED + 1 + MOST_MORE  # steps that a probe looks at, of long ones and of short
+SHORT, ALL = (
+    NUM_WARM_UP + NUM_TIMED + 1,
+    NUM_WARM_UP + NUM_TIMED + 1 + MAX_MORE,
+)  # steps that a probe looks at, of long ones and of short
 JUDGED = {"memory_peak": "memory", "flops_step": "FLOPs", "sent_bytes": "bytes sent", "bubble": "pipeline bubble"}
 _PINNED = """
 from shoal.train.launch.overrides import recipe_of
@@ -151,8 +154,11 @@ def _medians(pairs: list[dict[str, list[float]]]) -> dict[str, list[float]]:
 def _line(name: str, values: dict[str, list[float]]) -> str:
     words = []
     for quantity, (said, was) in values.items():
-        unit = BY_NAME[quantity].unit
-        words.append(f"{quantity} {shown(said, unit)} / {shown(was, unit)} ({off(said, was):+.1%})")
+        unit = QUANTITY_BY_NAME[quantity].unit
+        words.append(
+            f"{quantity} {format_quantity(said, unit)} / {format_quantity(was, unit)} "
+            f"({relative_error(said, was):+.1%})"
+        )
     return f"{name}: {', '.join(words)}"
 
 
@@ -163,7 +169,7 @@ def _judged(quantity: str, table: dict[str, dict[str, list[float]]]) -> dict[str
 
 def _row(label: str, judged: dict[str, list[float]], bar: float | None) -> Row:
     """The worst case of one quantity; all cases are in the runs."""
-    misses = [abs(off(*both)) for both in judged.values()]
+    misses = [abs(relative_error(*both)) for both in judged.values()]
     runs = {"ours": spread(misses), "cases": judged}
     note = f"the worst of {len(judged)} recipes and plans; [predicted, measured] of each are in `cost.json`"
     name = f"predicted {label}: how far from measured"

@@ -136,7 +136,7 @@ def ours(file: Path, width: int, steps: int) -> tuple[float, float]:
     )
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
-        Trainer(spec, Images(str(file), width), World.alone("cpu"), Path(folder), journal=clock).run()
+        Trainer(spec, Images(str(file), width), World.single("cpu"), Path(folder), journal=clock).run()
     return statistics.median(clock.rates[2:]), statistics.median(clock.waits[2:])
 
 

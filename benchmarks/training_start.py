@@ -50,7 +50,7 @@ def peer(folder: Path) -> tuple[float, float]:
     job = jobs.submit(cluster, [OUR_PYTHON, str(ROOT / "benchmarks/ours/first_step.py"), str(file)])
     status = job.wait(TIMEOUT_S)
     if not file.exists():
-        sys.exit(f"the peer's job ended as {status}:\n{job.logs()[-2000:]}")
+        sys.exit(f"the peer's job ended as {status}:\n{job.read_logs()[-2000:]}")
     said = json.loads(file.read_text())
     return said["first_step"] - began_s, said["first_step"] - said["fit"]
 

@@ -26,7 +26,7 @@ from torch.utils.data import TensorDataset
 
 from shoal.data import Data
 from shoal.data.formats import Idx
-from shoal.models.lenet import MEAN, SPREAD, LeNet, normalise
+from shoal.models.lenet import MEAN, STD, LeNet, normalise
 from shoal.train import Task, TrainSpec
 
 INSTALLED = "/usr/share/datasets/fashion-mnist"
@@ -61,7 +61,7 @@ class FashionTask(Task):
     def inputs(self, batch: Any) -> tuple[Tensor, ...]:
         """Bytes [B, 28, 28] become floats [B, 1, 28, 28] here, where the batch is on the device already."""
         images = batch[0].unsqueeze(1).float()
-        return ((images - MEAN) / SPREAD if self.normalise else images,)
+        return ((images - MEAN) / STD if self.normalise else images,)
 
     def preprocess(self, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         """The same of what an endpoint is asked: pixels of 0 to 255."""

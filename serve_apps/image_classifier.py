@@ -14,12 +14,12 @@ from pathlib import Path
 
 from shoal.cluster.job_main import job_main
 from shoal.flows.serving import serve_models
-from shoal.flows.serving_spec import ServingSpec, check, from_file
+from shoal.flows.serving_spec import ServingSpec, check, load_serving_spec
 
 
 def spec() -> ServingSpec:
     """The recipe: what the YAML file says."""
-    return from_file(Path(__file__).with_suffix(".yaml"))
+    return load_serving_spec(Path(__file__).with_suffix(".yaml"))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from torch import nn
 
 from shoal.cluster.job_main import job_main
 from shoal.flows.serving import serve_models
-from shoal.flows.serving_spec import ServingSpec, check, from_file
+from shoal.flows.serving_spec import ServingSpec, check, load_serving_spec
 from shoal.models.syntax_tree import NO_NODE, TreeLSTM, flatten
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
 from shoal.weights import WeightSnapshot
@@ -103,7 +103,7 @@ def train(steps: int = STEPS) -> ModelVersion:
 
 def spec() -> ServingSpec:
     """The recipe: what the YAML file says."""
-    return from_file(Path(__file__).with_suffix(".yaml"))
+    return load_serving_spec(Path(__file__).with_suffix(".yaml"))
 
 
 if __name__ == "__main__":

@@ -187,12 +187,12 @@ def shoal_home(
 def cluster(shared_home: Path) -> Iterator[EmbeddedCluster]:
     """One cluster for the whole session, with this process attached to it; at the end nothing of it is left."""
     from leftovers import assert_nothing_left, listening_ports
-    from shoal.cluster.embedded_cluster import start
+    from shoal.cluster.embedded_cluster import start_cluster
     from shoal_program import logs
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHOAL_HOME", str(shared_home))
-        with start(num_cpus=8) as started:
+        with start_cluster(num_cpus=8) as started:
             assert started.temp_dir is not None
             patch.setitem(logs, "the cluster", started.temp_dir / "head.log")
             for name, value in started.environment.items():

@@ -224,7 +224,9 @@ def _drive(spec: dict[str, Any], answer_s: str) -> None:
     from shoal.cluster import embedded_cluster
 
     environment = {"RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": answer_s}
-    with embedded_cluster.start(num_cpus=4, object_store_memory_bytes=STORE_BYTES, environment=environment) as cluster:
+    with embedded_cluster.start_cluster(
+        num_cpus=4, object_store_memory_bytes=STORE_BYTES, environment=environment
+    ) as cluster:
         os.environ.update(cluster.environment)  # before anything imports Ray
         import ray
 
@@ -251,7 +253,7 @@ class _Served:
         from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
         from shoal.serve.on_ray.deployment import deploy
         from shoal.serve.spec.endpoint import EndpointSpec
-        from shoal.serve.spec.model_source import LiveModel, ServedModel, registered
+        from shoal.serve.spec.model_source import EndpointModel, LiveModel, model_from_ref
         from shoal.weights.ray_weight_store import RayWeightPublisher, RayWeightSource, start_weight_store
 
         self._store = start_weight_store("test")
@@ -264,7 +266,10 @@ class _Served:
         for version in range(1, NUM_REGISTERED + 1):
             aliases = ("champion",) if version == 1 else ()
             self._registry.register("steps", _constant(version), model=factory, signature=signature, aliases=aliases)
-        models = [ServedModel("linear", LiveModel(factory, signature, self._source)), registered("steps@champion")]
+        models = [
+            EndpointModel("linear", LiveModel(factory, signature, self._source)),
+            model_from_ref("steps@champion"),
+        ]
         self.endpoint = deploy(EndpointSpec.parse({"name": "linear", "num_cpus": 0.1, **spec}), models)
 
     def publish(self, version: int) -> float:

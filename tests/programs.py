@@ -152,10 +152,10 @@ def _rank(
     os.environ.update(environment | ENVIRONMENT)
     torch.set_num_threads(1)
     try:
-        world: World = World.alone("cpu")
+        world: World = World.single("cpu")
         if size > 1:
             dist.init_process_group("gloo", f"file://{store}", timedelta(seconds=60), size, rank)
-            world = World.joined("cpu", rank)
+            world = World.from_process_group("cpu", rank)
             world.barrier()  # nobody leaves before all are connected
         answer = pickle.dumps((True, program(world, *args)))
     except Exception:  # noqa: BLE001 - the top of a process, which passes it on

@@ -65,6 +65,6 @@ def serving(folder: Path | None = None, **spec: object) -> Iterator[Parts]:
     finally:
         parts.store.close()  # wakes the gateway's thread that waits for weights
         parts.gateway.close()
-        totals = parts.ledger.totals()
+        totals = parts.ledger.get_totals()
         parts.ledger.close()
-        assert totals.balanced, totals
+        assert totals.is_balanced, totals

@@ -29,11 +29,11 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from shoal.cluster.processes import MARKER, end_cluster, folder_of
+from shoal.cluster.processes import CLUSTER_ID_VARIABLE, end_cluster, get_cluster_folder
 from waiting import wait_for, wait_until_none
 
 if TYPE_CHECKING:
-    from shoal.cluster.jobs import Job
+    from shoal.cluster.jobs import JobHandle
 
 ROOT = Path(__file__).parents[1]
 MARK = "TESTS_PROGRAM"
@@ -172,13 +172,13 @@ def shoal_command(*words: str, timeout_s: float = STATE_S + END_S) -> tuple[int,
 
 
 @contextmanager
-def ended(job: Job) -> Iterator[None]:
+def ended(job: JobHandle) -> Iterator[None]:
     """When the block fails, the job ends with it, and what it has said goes with the error."""
     try:
         yield
     except BaseException as error:
-        error.add_note(f"the job has said:\n{job.logs()[-LAST_CHARACTERS:]}")
-        job.end(END_S)
+        error.add_note(f"the job has said:\n{job.read_logs()[-LAST_CHARACTERS:]}")
+        job.stop_quietly(END_S)
         raise
 
 
@@ -216,11 +216,11 @@ def end_marked(mark: str, clusters: Collection[str] = ()) -> None:
         known.update(_clusters_of(found))
         for cluster_id in known:
             with suppress(FileNotFoundError):  # its head ends it, too, when its owner is gone
-                end_cluster(cluster_id, folder_of(cluster_id), grace_s=0.5)
+                end_cluster(cluster_id, get_cluster_folder(cluster_id), grace_s=0.5)
         for process in found:
             with suppress(psutil.Error):
                 process.kill()
-        return [*found, *(folder for folder in map(folder_of, known) if folder.exists())]
+        return [*found, *(folder for folder in map(get_cluster_folder, known) if folder.exists())]
 
     wait_until_none(left, KILLED_S, "killed processes")
 
@@ -229,5 +229,5 @@ def _clusters_of(processes: Collection[psutil.Process]) -> set[str]:
     found = set()
     for process in processes:
         with suppress(psutil.Error):
-            found.add(process.environ().get(MARKER, ""))
+            found.add(process.environ().get(CLUSTER_ID_VARIABLE, ""))
     return found - {""}

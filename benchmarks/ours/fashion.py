@@ -24,13 +24,13 @@ from torch import nn
 
 from benchmarks.talk import say
 from shoal.data.formats import Idx
-from shoal.gc_freeze import loading
+from shoal.gc_freeze import freeze_loaded_objects
 from shoal.models.lenet import LeNet
 from shoal.parallel import World
 from shoal.train import TrainSpec
-from shoal.train.launch.overrides import recipe_of
+from shoal.train.launch.overrides import load_recipe
 from shoal.train.loop.trainer import Trainer
-from shoal.train.optim.lr_schedule import learning_rate_at, momentum_at, total_steps_of
+from shoal.train.optim.lr_schedule import compute_learning_rate, compute_momentum, resolve_total_steps
 from shoal.train.reporting.time_to_accuracy import TRAINING_S
 from shoal.train.task import make_task
 
@@ -94,14 +94,17 @@ def plain(spec: TrainSpec, seed: int, memory_format: torch.memory_format) -> Non
     (images, labels), (test_images, test_labels) = tensors("train"), tensors("t10k")
     optimizer = torch.optim.Adam(model.parameters(), spec.optimizer.learning_rate, fused=True)
     steps_per_epoch = len(images) // spec.batch_size
-    total = total_steps_of(spec, steps_per_epoch)
+    total = resolve_total_steps(spec, steps_per_epoch)
     every = round(steps_per_epoch * spec.evaluate.every_epochs)
     rows: list[tuple[int, float, float]] = []
     step, paused_s, began_s = 0, 0.0, time.perf_counter()
     while not rows or (rows[-1][2] < TARGET and step < (total or 0)):
         order = torch.randperm(len(images))
         for start in range(0, steps_per_epoch * spec.batch_size, spec.batch_size):
-            factor, momentum = learning_rate_at(step, spec.schedule, total), momentum_at(step, spec.schedule, total)
+            factor, momentum = (
+                compute_learning_rate(step, spec.schedule, total),
+                compute_momentum(step, spec.schedule, total),
+            )
             for group in optimizer.param_groups:
                 group["lr"] = spec.optimizer.learning_rate * factor
                 group["betas"] = (momentum or group["betas"][0], group["betas"][1])
@@ -128,9 +131,9 @@ def main(side: str, seed: int, threads: int, words: list[str]) -> None:
     """Train once."""
     torch.set_num_threads(threads)
     changes = [f"seed={seed}", f"threads={threads}", "evaluate.every_epochs=0.25", *words]
-    spec = recipe_of(TASK).override(changes)
+    spec = load_recipe(TASK).override(changes)
     if side == "trainer":
-        with loading():  # as `python -m shoal.train` does
+        with freeze_loaded_objects():  # as `python -m shoal.train` does
             importlib.import_module("torch._dynamo")
         trainer(spec)
     else:

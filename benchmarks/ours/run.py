@@ -57,9 +57,9 @@ class RayEngine:
     """Workers on an embedded cluster of its own, as `shoal run` starts them."""
 
     def __init__(self, spec: RLSpec, experience: ExperienceSpec, setting: dict[str, Any], closing: ExitStack) -> None:
-        from shoal.cluster.embedded_cluster import start
+        from shoal.cluster.embedded_cluster import start_cluster
 
-        cluster = closing.enter_context(start())
+        cluster = closing.enter_context(start_cluster())
         os.environ.update(cluster.environment)  # before anything imports Ray
         import ray
 
@@ -73,13 +73,13 @@ class RayEngine:
         self._workers = ActorLearnerWorkers(spec, experience, run)
         closing.callback(self._workers.close)
         closing.callback(self._workers.close_gateway, finished=True)
-        self.address = self._workers.gateway_address()
+        self.address = self._workers.wait_for_gateway()
 
     def stats(self) -> dict[str, Any]:
         return self._workers.stats()[0] or {}
 
     def published(self) -> list[tuple[int, float]]:
-        return [(one.version, one.published_at) for one in self._workers.published()]
+        return [(one.version, one.published_at) for one in self._workers.take_published()]
 
 
 ENGINES: dict[str, type[LocalEngine] | type[RayEngine]] = {"local": LocalEngine, "ray": RayEngine}

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from benchmarks.talk import say
 from shoal.models.decoder import Decoder
 from shoal.parallel import ParallelSpec, World
-from shoal.parallel.pipeline.model import Pipelined, build_pipeline
-from shoal.parallel.pipeline.simulate import predict
-from shoal.parallel.pipeline.stages import Clock
+from shoal.parallel.pipeline.model import PipelineModel, build_pipeline
+from shoal.parallel.pipeline.simulate import simulate_step
+from shoal.parallel.pipeline.stages import StageClock
 
 BATCH, MICRO_BATCHES, LENGTH, VOCABULARY = 128, 16, 64, 256
 WIDTH, DEPTH, HEADS = 192, 8, 4
@@ -61,8 +61,8 @@ def main(schedule: str, num_blocks: int) -> None:
     tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     batch, task = (tokens[:, :-1], tokens[:, 1:]), NextToken()
     spec = ParallelSpec.model_validate({"pipeline": 2, "schedule": schedule, "micro_batches": MICRO_BATCHES})
-    pipeline = build_pipeline(model(), task, spec, spec.degrees(2), world, batch, seed=0)
-    assert isinstance(pipeline, Pipelined)
+    pipeline = build_pipeline(model(), task, spec, spec.resolve_dims(2), world, batch, seed=0)
+    assert isinstance(pipeline, PipelineModel)
     optimizer = torch.optim.Adam([parameter for _, parameter in pipeline.named_parameters()], fused=True)
     alone = model()
     by_hand = torch.optim.Adam(alone.parameters(), fused=True)
@@ -87,18 +87,18 @@ def main(schedule: str, num_blocks: int) -> None:
     times = [_of_a_micro_batch(each, num_blocks) for each in world.gather(pipeline.clock)]
     forward_s, backward_s = ({**times[0][kind], **times[1][kind]} for kind in (0, 1))
     stages = range(len(forward_s))
-    expected = predict(
+    expected = simulate_step(
         spec.schedule, 2, MICRO_BATCHES, [forward_s[each] for each in stages], [backward_s[each] for each in stages]
     )
-    idle_share = pipeline.idle_share()
+    idle_share = pipeline.measure_idle_share()
     if world.is_first:
-        cuts = [cut.module for cut in pipeline.layout.cuts]
+        cuts = [cut.module for cut in pipeline.partition.split_points]
         found = {"ours": ours_s[WARM_BLOCKS:], "peer": peer_s[WARM_BLOCKS:], "cuts": cuts}
         say(**found, idle_share=idle_share, predicted_idle_share=expected.idle_share)
     world.close()
 
 
-def _of_a_micro_batch(clock: Clock, num_blocks: int) -> tuple[dict[int, float], dict[int, float]]:
+def _of_a_micro_batch(clock: StageClock, num_blocks: int) -> tuple[dict[int, float], dict[int, float]]:
     """Seconds forward and backward, by stage."""
     times = STEPS * num_blocks * MICRO_BATCHES
     return (

@@ -16,14 +16,14 @@ from contextlib import ExitStack
 from typing import Any
 
 from benchmarks.talk import commands, say
-from shoal.cluster.embedded_cluster import start
+from shoal.cluster.embedded_cluster import start_cluster
 
 NAME = "model"
 
 
 def main(workload: str, settings: dict[str, Any]) -> None:
     with ExitStack() as closing:
-        cluster = closing.enter_context(start())
+        cluster = closing.enter_context(start_cluster())
         os.environ.update(cluster.environment)  # before anything imports Ray
         serve_until_told(workload, settings, closing)
 
@@ -38,7 +38,7 @@ def serve_until_told(workload: str, settings: dict[str, Any], closing: ExitStack
     from shoal.rl.learner import model_arrays
     from shoal.serve.on_ray.deployment import deploy
     from shoal.serve.spec.endpoint import EndpointSpec
-    from shoal.serve.spec.model_source import LiveModel, ServedModel
+    from shoal.serve.spec.model_source import EndpointModel, LiveModel
     from shoal.weights import WeightSnapshot
     from shoal.weights.ray_weight_store import RayWeightPublisher, RayWeightSource, start_weight_store
 
@@ -57,7 +57,7 @@ def serve_until_told(workload: str, settings: dict[str, Any], closing: ExitStack
     factory = ModelFactory(factory=f"{load.module.__module__}:{load.module.__name__}")
     options = {"max_batch_size": load.max_batch, **settings.pop("model", {})}
     spec = EndpointSpec.parse({"name": NAME, "model": options, **settings})
-    model = ServedModel(NAME, LiveModel(factory, signature, RayWeightSource(store)))
+    model = EndpointModel(NAME, LiveModel(factory, signature, RayWeightSource(store)))
     endpoint = deploy(spec, [model])
     closing.callback(endpoint.close)
     say(url=f"{endpoint.url}/v2/models/{NAME}/infer", grpc=endpoint.grpc, model=NAME)

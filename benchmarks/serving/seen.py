@@ -19,7 +19,7 @@ from benchmarks.result import Row, compare, options, write
 from shoal.registry.manifest import Signature, TensorSignature
 from shoal.serve.http.app import RestApp
 from shoal.serve.messages.inference import InferCall, Prediction
-from shoal.serve.protocol.access import Access
+from shoal.serve.protocol.access import AccessControl
 from shoal.serve.protocol.tracing import TracedArrays, Tracer
 from shoal.serve.spec.api_key import ApiKey
 from shoal.serve.spec.model_options import ModelOptions
@@ -61,7 +61,7 @@ def measure(variant: str, folder: Path, num_requests: int) -> float:
         tracer = Tracer(f"file:{folder}?ratio=0", "endpoint", "replica")
         headers += [TRACEPARENT] if variant == TRACED else []
     host: Any = Echo()
-    app = RestApp(host, Access(None, keys), tracer=tracer)
+    app = RestApp(host, AccessControl(None, keys), tracer=tracer)
     statuses: set[int] = set()
 
     async def receive() -> dict[str, Any]:

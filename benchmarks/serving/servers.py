@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.children import OUR_PYTHON, PEERS_PYTHON, Child
 from benchmarks.serving.drive import BINARY_HEADER, BINARY_TYPE, JSON_TYPE, Target, http_request
 from benchmarks.serving.workloads import WORKLOADS, Forward, body_of, examples, head_bytes
-from shoal.cluster.ports import free_port
+from shoal.cluster.ports import find_free_port
 
 START_TIMEOUT_S = 120.0
 TOLERANCE = 1e-4
@@ -60,7 +60,7 @@ def server_of(name: str, workload: str, folder: Path, **settings: Any) -> Iterat
             said = child.answer(START_TIMEOUT_S)
             yield _checked(Server(name, workload, child, said["url"], said))
         return
-    port, ray_folder = free_port(), folder / f"ray-{os.urandom(3).hex()}"
+    port, ray_folder = find_free_port(), folder / f"ray-{os.urandom(3).hex()}"
     words, path = [f"benchmarks.peers.{name.lower().replace(' ', '_')}_server", str(port)], "/infer"
     if name == MOSEC:
         words[1:], path = ["--address", "127.0.0.1", "--port", str(port)], "/inference"

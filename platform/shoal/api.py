@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from shoal.actor import ActorClient
     from shoal.client import Client
     from shoal.runs import Run
-    from shoal.serve.on_ray.deployment import Endpoint
+    from shoal.serve.on_ray.deployment import DeployedEndpoint
     from shoal.train import Task, TrainSpec
-    from shoal.train.reporting.result import Outcome
+    from shoal.train.reporting.result import TrainResult
 
 
 def fit(
@@ -29,7 +29,7 @@ def fit(
     register: bool = True,
     say: Callable[[str], None] | None = print,
     **fields: Any,
-) -> Outcome:
+) -> TrainResult:
     """Train a Task to the end, and put its network into the registry.
 
     task:     a Task class (also one that is defined in a notebook); a word, as `shoal run train task=...` takes it:
@@ -55,11 +55,11 @@ def fit(
 
         result = shoal.fit(Line, stop={"epochs": 20})
     """
-    from shoal.train.launch.local import train_here
+    from shoal.train.launch.local import fit_locally
 
     spec = _train_spec(task, fields)
     if spec.workers == 1:
-        return train_here(spec, registers=register, predicts=False, say=say)
+        return fit_locally(spec, registers=register, predicts=False, say=say)
     from shoal.flows.training import JOB, train_on_cluster
 
     _attachment.acquire()
@@ -70,17 +70,17 @@ def fit(
 
 
 def _train_spec(task: type[Task] | str | TrainSpec, fields: Mapping[str, Any]) -> TrainSpec:
-    from shoal.train.launch.overrides import recipe_of
+    from shoal.train.launch.overrides import load_recipe
     from shoal.train.spec import TrainSpec
     from shoal.train.task import Task
-    from shoal.train.task_source import word_of_task
+    from shoal.train.task_source import get_task_path
 
     if isinstance(task, TrainSpec):
         base = task
     elif isinstance(task, str):
-        base = recipe_of(task)
+        base = load_recipe(task)
     elif isinstance(task, type) and issubclass(task, Task):
-        base = TrainSpec(task=word_of_task(task), name=task.__name__.lower())
+        base = TrainSpec(task=get_task_path(task), name=task.__name__.lower())
     else:
         raise ConfigError("task", repr(task), "is no Task class, word or TrainSpec", "give the class, not an instance")
     return base.update(fields)
@@ -93,7 +93,7 @@ class ServedEndpoint:
     token: what it asks callers for
     """
 
-    def __init__(self, endpoint: Endpoint, token: str, closing: ExitStack) -> None:
+    def __init__(self, endpoint: DeployedEndpoint, token: str, closing: ExitStack) -> None:
         self.name, self.url, self.token = endpoint.name, endpoint.url, token
         self._closing = closing
 
@@ -127,14 +127,14 @@ def serve(*models: str, **fields: Any) -> ServedEndpoint:
     """
     from shoal.flows.serving import record_endpoint
     from shoal.flows.serving_spec import ServingSpec
-    from shoal.home import access_token
+    from shoal.home import load_access_token
 
     spec = ServingSpec.parse({"models": list(models), "endpoint": fields} if fields else {"models": list(models)})
     with ExitStack() as closing:
         _attachment.acquire()
         closing.callback(_attachment.release)
         endpoint = closing.enter_context(record_endpoint(spec))
-        return ServedEndpoint(endpoint, access_token(), closing.pop_all())
+        return ServedEndpoint(endpoint, load_access_token(), closing.pop_all())
 
 
 def connect(address: str, *, token: str | None = None, **options: Any) -> ActorClient:
@@ -147,9 +147,9 @@ def connect(address: str, *, token: str | None = None, **options: Any) -> ActorC
     Raises Refused, ConnectionLost. `shoal.actor.play(environment, client)` is the ready loop around it.
     """
     from shoal.actor import ActorClient
-    from shoal.home import access_token
+    from shoal.home import load_access_token
 
-    client = ActorClient(address, access_token() if token is None else token, **options)
+    client = ActorClient(address, load_access_token() if token is None else token, **options)
     client.connect()
     return client
 
@@ -171,14 +171,14 @@ class _Attachment:
     def acquire(self) -> None:
         """Raises ClusterError."""
         from shoal.cluster.attach import find_cluster
-        from shoal.cluster.embedded_cluster import start
+        from shoal.cluster.embedded_cluster import start_cluster
         from shoal.cluster.job_main import connect, disconnect, is_connected
 
         if self._num_users == 0:
             if is_connected():
                 raise ClusterError("this process is connected to a Ray of its own: call ray.shutdown() first")
             with ExitStack() as closing:
-                cluster = find_cluster() or closing.enter_context(start())
+                cluster = find_cluster() or closing.enter_context(start_cluster())
                 os.environ.update(cluster.environment)
                 connect()
                 closing.callback(disconnect)

@@ -24,7 +24,7 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
             yield from tensors_of(value)
 
 
-def num_samples(batch: Any) -> int:
+def count_samples(batch: Any) -> int:
     """The samples of `batch`: the first tensor's dimension 0; 0 where there is no tensor."""
     while not isinstance(batch, Tensor):
         if isinstance(batch, Mapping):
@@ -48,6 +48,6 @@ def map_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
     return batch
 
 
-def moved(batch: Any, device: torch.device) -> Any:
+def move_to_device(batch: Any, device: torch.device) -> Any:
     """`batch` on `device`."""
     return map_tensors(batch, lambda tensor: tensor.to(device))

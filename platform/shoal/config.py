@@ -68,7 +68,7 @@ else:
             try:
                 return super().__call__(*args, **values)
             except ValidationError as error:
-                raise _config_error(cls, error) from None
+                raise _to_config_error(cls, error) from None
 
     class _Model(BaseModel, metaclass=_Meta):
         """Complains as much when it is made by a call as when it is parsed."""
@@ -91,12 +91,12 @@ class Spec(_Model):
         try:
             return cls.model_validate(dict(values))
         except ValidationError as error:
-            raise _config_error(cls, error) from None
+            raise _to_config_error(cls, error) from None
 
     @classmethod
     def from_yaml(cls, source: str | Path) -> Self:
         """Read a YAML file (`Path`) or text (`str`). Raises ConfigError."""
-        return cls.parse(_mapping(source))
+        return cls.parse(_load_mapping(source))
 
     @classmethod
     def from_record(cls, text: str, words: Iterable[str]) -> Self:
@@ -104,19 +104,19 @@ class Spec(_Model):
 
         Secrets are masked there: those that it had must be among the words.
         """
-        values = _mapping(text)
-        _apply(values, cls, words)
+        values = _load_mapping(text)
+        _apply_overrides(values, cls, words)
         try:
             return cls.parse(values)
         except ConfigError as error:
-            for path in _masked(values):
+            for path in _find_masked_paths(values):
                 if f"{error.field}.".startswith(f"{path}."):
                     problem = "is a secret, which no record holds"
                     raise ConfigError(path, MASKED, problem, f"give it again, as in {path}=...") from None
             raise
 
     @classmethod
-    def from_word(cls, word: str, before: Mapping[str, Any]) -> object:
+    def from_override(cls, word: str, before: Mapping[str, Any]) -> object:
         """What a field of this type becomes that an `override` sets to one word, and that was `before` until then."""
         return word
 
@@ -130,7 +130,7 @@ class Spec(_Model):
         Raises ConfigError for a word without `=`, an unknown field, or a value that does not fit.
         """
         values = self.model_dump()
-        _apply(values, type(self), words)
+        _apply_overrides(values, type(self), words)
         return type(self).parse(values)
 
     def update(self, fields: Mapping[str, Any]) -> Self:
@@ -145,7 +145,7 @@ def merge(base: Any, changes: Any) -> Any:
     return {**base, **{name: merge(base.get(name), each) for name, each in changes.items()}}
 
 
-def read_yaml(text: str) -> Any:
+def parse_yaml(text: str) -> Any:
     """What a spec's file or a word says. Raises yaml.YAMLError."""
     try:
         return yaml.load(text, _Loader)
@@ -153,34 +153,34 @@ def read_yaml(text: str) -> Any:
         raise MarkedYAMLError(problem=str(error)) from error
 
 
-def word_of(path: str, value: str | list[str]) -> str:
+def format_override(path: str, value: str | list[str]) -> str:
     """The word that sets the field at `path` to this value, whatever YAML would take it for."""
     try:
-        is_plain = read_yaml(value) == value if isinstance(value, str) else False
+        is_plain = parse_yaml(value) == value if isinstance(value, str) else False
     except yaml.YAMLError:
         is_plain = False
     return f"{path}={value if is_plain else json.dumps(value, ensure_ascii=False)}"
 
 
-def last_value(words: Iterable[str], path: str) -> str:
+def last_override(words: Iterable[str], path: str) -> str:
     """The text that the last word for `path` sets it to; empty when there is none. Raises ConfigError."""
     written = [text for name, _, text in (word.partition("=") for word in words) if name == path]
-    value = _read(path, written[-1]) if written else ""
+    value = _parse_value(path, written[-1]) if written else ""
     return value if isinstance(value, str) else written[-1]
 
 
-def _read(path: str, text: str) -> object:
+def _parse_value(path: str, text: str) -> object:
     try:
-        return read_yaml(text)
+        return parse_yaml(text)
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", None) or "a character that has no place in it"
         raise ConfigError(path, "...", f"is not YAML: {problem}", "put it in quotes") from None  # it may be a secret
 
 
-def _mapping(source: str | Path) -> dict[str, Any]:
+def _load_mapping(source: str | Path) -> dict[str, Any]:
     text = source.read_text() if isinstance(source, Path) else source
     try:
-        loaded = read_yaml(text) or {}
+        loaded = parse_yaml(text) or {}
     except yaml.YAMLError as error:
         raise ConfigError("yaml", str(source)[:80], f"is not YAML ({error})") from None
     if not isinstance(loaded, dict):
@@ -188,55 +188,57 @@ def _mapping(source: str | Path) -> dict[str, Any]:
     return loaded
 
 
-def _masked(value: object, path: str = "") -> Iterator[str]:
+def _find_masked_paths(value: object, path: str = "") -> Iterator[str]:
     """The paths under which there are masked secrets, as far as a word can reach: of a list, the whole."""
     if isinstance(value, dict):
         for name, each in value.items():
-            yield from _masked(each, f"{path}.{name}" if path else str(name))
-    elif value == MASKED or (isinstance(value, list) and any(any(True for _ in _masked(each)) for each in value)):
+            yield from _find_masked_paths(each, f"{path}.{name}" if path else str(name))
+    elif value == MASKED or (
+        isinstance(value, list) and any(any(True for _ in _find_masked_paths(each)) for each in value)
+    ):
         yield path
 
 
 @dataclass(frozen=True)
-class _Entries:
+class _SpecMapping:
     """What owns the entries of a `dict[str, Spec]`: any name, and a Spec under each."""
 
     spec: type[BaseModel]
 
 
-_Owner: TypeAlias = type[BaseModel] | _Entries | None  # None: a plain mapping, of which nothing is known
+_Owner: TypeAlias = type[BaseModel] | _SpecMapping | None  # None: a plain mapping, of which nothing is known
 
 
-def _apply(values: dict[str, Any], spec: type[BaseModel], words: Iterable[str]) -> None:
+def _apply_overrides(values: dict[str, Any], spec: type[BaseModel], words: Iterable[str]) -> None:
     for word in words:
         path, separator, text = word.partition("=")
         if not separator or not path:
             raise ConfigError("override", word, "is not of the form a.b=c", "for example learner.lr=0.001")
-        _set(values, spec, path, _read(path, text) if text else "")
+        _set_field(values, spec, path, _parse_value(path, text) if text else "")
 
 
-def _set(values: dict[str, Any], spec: type[BaseModel], path: str, value: object) -> None:
+def _set_field(values: dict[str, Any], spec: type[BaseModel], path: str, value: object) -> None:
     *parents, leaf = path.split(".")
     node: Any = values
     owner: _Owner = spec
     for name in parents:
         _require_field(owner, name, path, value)
         node.setdefault(name, {})  # an entry of which nothing is said yet, or a field of one
-        owner = _owner_within(owner, name)
+        owner = _find_field_owner(owner, name)
         if isinstance(owner, type) and not isinstance(node[name], dict):  # None, or a word that stands for a whole spec
-            node[name] = _expanded(owner, node[name], path)
+            node[name] = _expand_spec(owner, node[name], path)
         node = node[name]
         if not isinstance(node, dict):
             raise ConfigError(path, value, f"{name!r} has no fields of its own")
     _require_field(owner, leaf, path, value)
-    inner = _owner_within(owner, leaf)
+    inner = _find_field_owner(owner, leaf)
     before = node.get(leaf)  # None for a new entry
     if isinstance(inner, type) and issubclass(inner, Spec) and isinstance(value, str) and isinstance(before, dict):
-        value = inner.from_word(value, before)
+        value = inner.from_override(value, before)
     node[leaf] = value
 
 
-def _expanded(owner: type[BaseModel], value: object, path: str) -> dict[str, Any]:
+def _expand_spec(owner: type[BaseModel], value: object, path: str) -> dict[str, Any]:
     """The fields of what is not written field by field: of a word such as `ddp`, or of an optional spec not yet given.
 
     Fields that have no default stay open, for the words that follow.
@@ -247,7 +249,7 @@ def _expanded(owner: type[BaseModel], value: object, path: str) -> dict[str, Any
     try:
         return owner.model_validate(value).model_dump()
     except ValidationError as error:
-        raise _config_error(owner, error) from None
+        raise _to_config_error(owner, error) from None
 
 
 def _require_field(owner: _Owner, name: str, path: str, value: object) -> None:
@@ -255,9 +257,9 @@ def _require_field(owner: _Owner, name: str, path: str, value: object) -> None:
         raise ConfigError(path, value, "no such field", _suggest(name, owner))
 
 
-def _owner_within(owner: _Owner, name: str) -> _Owner:
+def _find_field_owner(owner: _Owner, name: str) -> _Owner:
     """What owns the fields below the field `name`, also through `X | None`."""
-    if isinstance(owner, _Entries):
+    if isinstance(owner, _SpecMapping):
         return owner.spec
     if owner is None:
         return None
@@ -266,12 +268,12 @@ def _owner_within(owner: _Owner, name: str) -> _Owner:
     is_mapping = get_origin(annotation) is dict
     for candidate in (annotation, *inner):
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return _Entries(candidate) if is_mapping else candidate
+            return _SpecMapping(candidate) if is_mapping else candidate
     return None
 
 
 def _suggest(name: str, owner: type[BaseModel]) -> str:
-    if inner := [path for path in _paths(owner) if path.endswith(f".{name}")]:
+    if inner := [path for path in _list_nested_paths(owner) if path.endswith(f".{name}")]:
         return f"did you mean {' or '.join(map(repr, inner))}?"
     close = difflib.get_close_matches(name, owner.model_fields, n=1)
     if close:
@@ -279,37 +281,37 @@ def _suggest(name: str, owner: type[BaseModel]) -> str:
     return f"fields are: {', '.join(owner.model_fields)}"
 
 
-def _paths(owner: type[BaseModel]) -> Iterator[str]:
+def _list_nested_paths(owner: type[BaseModel]) -> Iterator[str]:
     """The fields of a spec's parts, with their way from here."""
     for name, field in owner.model_fields.items():
         if isinstance(part := field.annotation, type) and issubclass(part, BaseModel):
-            yield from (f"{name}.{path}" for path in (*part.model_fields, *_paths(part)))
+            yield from (f"{name}.{path}" for path in (*part.model_fields, *_list_nested_paths(part)))
 
 
-def _config_error(spec: type[BaseModel], error: ValidationError) -> ConfigError:
+def _to_config_error(spec: type[BaseModel], error: ValidationError) -> ConfigError:
     first = error.errors(include_url=False)[0]
     field = ".".join(str(part) for part in first["loc"]) or spec.__name__
     annotation: Any = spec
     for part in (
         first["loc"][:-1] if first["type"] == "missing" else first["loc"]
     ):  # then its input is what surrounds it
-        annotation = _within(annotation, part)
-    value = _without_secrets(annotation, first["input"])
+        annotation = _find_nested_type(annotation, part)
+    value = _mask_secrets(annotation, first["input"])
     remedy = ""
     if first["type"] == "extra_forbidden":
         owner: _Owner = spec
         for part in first["loc"][:-1]:
-            is_known = isinstance(owner, _Entries) or (owner is not None and part in owner.model_fields)
-            owner = _owner_within(owner, str(part)) if is_known else None
+            is_known = isinstance(owner, _SpecMapping) or (owner is not None and part in owner.model_fields)
+            owner = _find_field_owner(owner, str(part)) if is_known else None
         remedy = _suggest(str(first["loc"][-1]), owner) if isinstance(owner, type) else ""
         return ConfigError(field, value, "no such field", remedy)
     problem = str(first["ctx"]["error"]) if first["type"] == "value_error" else first["msg"]  # in our own words
     return ConfigError(field, value, problem, remedy)
 
 
-def _within(annotation: Any, part: int | str) -> Any:
+def _find_nested_type(annotation: Any, part: int | str) -> Any:
     """The type of what lies under `part` in a value of the type `annotation`; None when that is not known."""
-    spec = _spec_in(annotation)
+    spec = _find_spec_type(annotation)
     if spec is None:
         return next(iter(get_args(annotation)), None)
     if get_origin(annotation) in (dict, list):
@@ -317,19 +319,19 @@ def _within(annotation: Any, part: int | str) -> Any:
     return spec.model_fields[part].annotation if isinstance(part, str) and part in spec.model_fields else None
 
 
-def _spec_in(annotation: Any) -> type[BaseModel] | None:
+def _find_spec_type(annotation: Any) -> type[BaseModel] | None:
     candidates = (annotation, *get_args(annotation))
     return next((each for each in candidates if isinstance(each, type) and issubclass(each, BaseModel)), None)
 
 
-def _without_secrets(annotation: Any, value: Any) -> Any:
+def _mask_secrets(annotation: Any, value: Any) -> Any:
     """A value as a complaint may repeat it."""
-    spec = _spec_in(annotation)
+    spec = _find_spec_type(annotation)
     if isinstance(value, Mapping):
         of = spec if get_origin(annotation) is list else annotation  # one where a list of them was wanted
-        return {name: _without_secrets(_within(of, name), each) for name, each in value.items()}
+        return {name: _mask_secrets(_find_nested_type(of, name), each) for name, each in value.items()}
     if isinstance(value, list):
-        return [_without_secrets(_within(annotation, index), each) for index, each in enumerate(value)]
+        return [_mask_secrets(_find_nested_type(annotation, index), each) for index, each in enumerate(value)]
     fields = spec.model_fields.values() if spec is not None else ()
     types = (annotation, *get_args(annotation), *(field.annotation for field in fields))
     is_secret = any(SecretStr in (each, *get_args(each)) for each in types)

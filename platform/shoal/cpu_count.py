@@ -12,13 +12,13 @@ from pathlib import Path
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
-def usable_cores(control_group: Path = CONTROL_GROUP) -> int:
+def count_usable_cores(control_group: Path = CONTROL_GROUP) -> int:
     """Those that this process is bound to, and no more than its control group's time is worth; at least 1."""
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, math.floor(min(bound, _granted(control_group))))
+    return max(1, math.floor(min(bound, _read_cpu_quota(control_group))))
 
 
-def _granted(control_group: Path) -> float:
+def _read_cpu_quota(control_group: Path) -> float:
     """Seconds of processors for each second, by the files of version 2 of control groups, else 1."""
     for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
         files = [control_group / name for name in names]

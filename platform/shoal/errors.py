@@ -30,7 +30,7 @@ Owned by nobody, imported by everybody, imports nothing.
 
 from __future__ import annotations
 
-SHOWN_LENGTH = 160
+MAX_SHOWN_LENGTH = 160
 
 
 class ShoalError(Exception):
@@ -42,7 +42,7 @@ class ConfigError(ShoalError, ValueError):
 
     def __init__(self, field: str, value: object, problem: str, remedy: str = "") -> None:
         self.field, self.value, self.problem, self.remedy = field, value, problem, remedy
-        is_shown = isinstance(value, str) or len(repr(value)) <= SHOWN_LENGTH
+        is_shown = isinstance(value, str) or len(repr(value)) <= MAX_SHOWN_LENGTH
         message = f"{field} = {value!r}: {problem}" if is_shown else f"{field}: {problem}"
         super().__init__(f"{message}. {remedy}" if remedy else message)
 
@@ -129,7 +129,7 @@ class NotFinite(TrainError):
     def __init__(self, what: str, step: int, indices: list[int] | None, checkpoint: str | None) -> None:
         self.what, self.step, self.indices, self.checkpoint = what, step, indices, checkpoint
         where = f"the last good checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint yet"
-        shown = "" if indices is None else f", samples {_shortened(indices)}"
+        shown = "" if indices is None else f", samples {_format_indices(indices)}"
         remedy = "lower optimizer.learning_rate, set clip_norm, or look at these samples"
         super().__init__(f"{what} is not finite in step {step}{shown}; {where}. {remedy}")
 
@@ -176,6 +176,6 @@ class ClusterError(ShoalError):
     """Ray could not be started, reached or stopped. The message says what to do."""
 
 
-def _shortened(indices: list[int], most: int = 16) -> str:
+def _format_indices(indices: list[int], most: int = 16) -> str:
     rest = f" and {len(indices) - most} more" if len(indices) > most else ""
     return ", ".join(str(index) for index in indices[:most]) + rest

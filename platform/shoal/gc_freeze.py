@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def loading() -> Iterator[None]:
+def freeze_loaded_objects() -> Iterator[None]:
     """What there is at the end stays until the process ends, and Python's collector never looks through it.
 
     torch and its compiler make half a million objects; left to itself, the collector goes through them again and again

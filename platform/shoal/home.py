@@ -30,7 +30,7 @@ _LOCK_POLL_S = 0.01
 def home() -> Path:
     """The folder of everything durable; created, private to the user, when it does not exist. Raises ConfigError."""
     try:
-        folder = _folder()
+        folder = _resolve_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except (OSError, RuntimeError) as error:  # a file, a place that is another's, or the home of nobody
         value = os.environ.get("SHOAL_HOME") or "~/.shoal"
@@ -38,30 +38,30 @@ def home() -> Path:
     return folder
 
 
-def access_token() -> str:
+def load_access_token() -> str:
     """The token that gateways and endpoints ask for: `$SHOAL_TOKEN`, else `$SHOAL_HOME/token`, made when absent.
 
     Raises ConfigError when the file is empty, or cannot be made, and for what no header can carry.
     """
-    token = _said_token() or _token_file("token")
-    require_header("SHOAL_TOKEN", token)
+    token = _read_token_variable() or _load_token_file("token")
+    require_header_safe("SHOAL_TOKEN", token)
     return token
 
 
-def require_header(field: str, token: str) -> None:
+def require_header_safe(field: str, token: str) -> None:
     """Raises ConfigError, which does not show the token, when no header can carry it."""
     if not token.isascii() or not token.isprintable() or " " in token:
         remedy = "choose printable ASCII without blanks, as `openssl rand -hex 24` makes it"
         raise ConfigError(field, "***", "cannot be carried by a header", remedy)
 
 
-def existing_token() -> str:
-    """Like `access_token`, for actors, who must have been told: makes nothing, and is "" when there is none.
+def read_existing_token() -> str:
+    """Like `load_access_token`, for actors, who must have been told: makes nothing, and is "" when there is none.
 
     Raises ConfigError when there is one that cannot be read.
     """
     try:
-        return _said_token() or (_folder() / "token").read_text().strip()
+        return _read_token_variable() or (_resolve_folder() / "token").read_text().strip()
     except (FileNotFoundError, NotADirectoryError, RuntimeError):  # the last: whose home nobody knows
         return ""
     except OSError as error:
@@ -70,12 +70,12 @@ def existing_token() -> str:
 
 def ray_token_path() -> Path:
     """The file with the token of the embedded Ray; made when absent. Raises ConfigError when it is empty."""
-    _token_file("ray-token")
+    _load_token_file("ray-token")
     return home() / "ray-token"
 
 
 @contextmanager
-def exclusive(path: Path, timeout_s: float) -> Iterator[None]:
+def file_lock(path: Path, timeout_s: float) -> Iterator[None]:
     """Hold the lock that is the file at `path`; a killed holder lets go by dying.
 
     Raises TimeoutError when another process, or another holder in this one, does not let go of it within `timeout_s`.
@@ -96,16 +96,16 @@ def exclusive(path: Path, timeout_s: float) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _said_token() -> str:
+def _read_token_variable() -> str:
     """Files and secrets of others often end with a new line, which is no part of it."""
     return os.environ.get("SHOAL_TOKEN", "").strip()
 
 
-def _folder() -> Path:
+def _resolve_folder() -> Path:
     return Path(os.environ.get("SHOAL_HOME") or Path.home() / ".shoal").expanduser().resolve()
 
 
-def _token_file(name: str) -> str:
+def _load_token_file(name: str) -> str:
     path = home() / name
     try:
         if not path.exists():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 
-ELSEWHERE = "192.0.2.1"  # of RFC 5737: nobody's, and so beyond every network that this machine is in
+EXTERNAL_PROBE_HOST = "192.0.2.1"  # of RFC 5737: nobody's, and so beyond every network that this machine is in
 _ANY_PORT = 9
 
 
@@ -17,7 +17,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def address_towards(host: str) -> str | None:
+def find_local_address(host: str) -> str | None:
     """The address by which `host` sees this one; None when there is no way there. Sends nothing: it asks the routing
     table."""
     try:

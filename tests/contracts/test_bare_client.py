@@ -54,7 +54,7 @@ def joined(
 
 
 def book(parts: Parts) -> dict[str, Any]:
-    return parts.ledger.totals().to_dict()
+    return parts.ledger.get_totals().to_dict()
 
 
 def statuses(client: BareClient) -> list[str]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from click.testing import CliRunner
 
-from shoal.cli import VERBS, cli, main
+from shoal.cli import COMMANDS, cli, main
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", COMMANDS)
 def test_help_of_every_verb_has_an_example(verb: str, capfd: pytest.CaptureFixture[str]) -> None:
     result = CliRunner().invoke(cli, [verb, "--help"])
     text = result.output + capfd.readouterr().out
@@ -19,7 +19,7 @@ def test_help_of_every_verb_has_an_example(verb: str, capfd: pytest.CaptureFixtu
 
 def test_the_program_without_words_lists_its_verbs() -> None:
     result = CliRunner().invoke(cli, ["--help"])
-    assert all(verb in result.output for verb in VERBS)
+    assert all(verb in result.output for verb in COMMANDS)
 
 
 def test_a_mistake_is_one_line_with_a_remedy(

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from shoal.cluster.host_environment import PORTS, host_environment
+from shoal.cluster.host_environment import PORTS, build_host_environment
 from shoal.cluster.ingress.serve_environment import serve_environment
 
 ROOT = Path(__file__).parents[2]
@@ -73,7 +73,7 @@ def test_every_host_gets_the_environment_of_serve_before_ray_starts(config: dict
         start = config[role][-1]
         assert start.startswith(f". {file};")
         assert start.index(file) < start.index("ray start")
-    ours, serves = host_environment(folder), serve_environment(folder)
+    ours, serves = build_host_environment(folder), serve_environment(folder)
     different = {name for name in serves if ours.get(name) != serves[name]}
     assert different == set(PORTS)
     assert ours["RAY_AUTH_MODE"] == "token"

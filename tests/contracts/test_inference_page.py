@@ -16,9 +16,9 @@ import pytest
 from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.served_here import TOKEN, served
 from shoal.open_inference.datatypes import DATATYPES
-from shoal.serve.controller.change_request import Change
+from shoal.serve.controller.change_request import ChangeRequest
 from shoal.serve.http.openapi import REFUSALS, document
-from shoal.serve.http.routes import ADMINISTRATORS, find
+from shoal.serve.http.routes import ADMIN_ACTIONS, match_route
 from shoal.serve.messages.inference import Arrays
 
 PAGE = (Path(__file__).parents[2] / "docs" / "inference-protocol.md").read_text()
@@ -72,9 +72,9 @@ def test_every_path_is_on_the_page() -> None:
     assert set(names("path")) == described
     for cell, _ in rows("path"):
         method, path = re.findall(r"`(\w+) ([^`]+)`", cell)[0]
-        target = find(path.format(model="m", version="1"))
+        target = match_route(path.format(model="m", version="1"))
         assert target is not None
-        assert (target.method, target.action in ADMINISTRATORS) == (method, cell.endswith("*"))
+        assert (target.method, target.action in ADMIN_ACTIONS) == (method, cell.endswith("*"))
 
 
 def test_every_status_is_on_the_page() -> None:
@@ -90,4 +90,4 @@ def test_every_datatype_and_header_is_on_the_page() -> None:
 
 
 def test_every_change_is_on_the_page() -> None:
-    assert set(names("action")) == set(get_args(get_type_hints(Change)["action"]))
+    assert set(names("action")) == set(get_args(get_type_hints(ChangeRequest)["action"]))

@@ -15,7 +15,14 @@ from schemathesis.checks import CHECKS, CheckFunction, load_all_checks
 from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.served_here import TOKEN, served
 from shoal.serve.http.openapi import TEMPLATES, document
-from shoal.serve.http.routes import FIXED, OF_MODEL, OF_REPOSITORY, OPEN, Action, find
+from shoal.serve.http.routes import (
+    FIXED_ROUTES,
+    MODEL_ROUTES,
+    REPOSITORY_ROUTES,
+    UNAUTHENTICATED_ACTIONS,
+    RouteAction,
+    match_route,
+)
 
 KEY = {"Authorization": f"Bearer {TOKEN}"}
 OPERATIONS = {
@@ -41,13 +48,13 @@ def test_the_document_is_valid(schema: Any) -> None:
 
 
 def test_every_path_is_described() -> None:
-    assert set(TEMPLATES.values()) == set(Action)
+    assert set(TEMPLATES.values()) == set(RouteAction)
     for template, action in TEMPLATES.items():
-        target = find(template.format(model="m", version="7"))
+        target = match_route(template.format(model="m", version="7"))
         assert target is not None
         assert (target.action, [target.method.lower()]) == (action, list(document()["paths"][template]))
-    num_of_models = 2 * len(OF_MODEL)  # with a version and without
-    assert len(TEMPLATES) == len(FIXED) + num_of_models + len(OF_REPOSITORY)
+    num_of_models = 2 * len(MODEL_ROUTES)  # with a version and without
+    assert len(TEMPLATES) == len(FIXED_ROUTES) + num_of_models + len(REPOSITORY_ROUTES)
 
 
 def checks(template: str) -> list[CheckFunction]:
@@ -60,7 +67,8 @@ CASES = [
     pytest.param(operation, mode, id=f"{mode.value} {operation}")
     for operation, (template, _) in OPERATIONS.items()
     for mode in schemathesis.GenerationMode
-    if mode is schemathesis.GenerationMode.POSITIVE or TEMPLATES[template] not in OPEN  # nothing could be wrong there
+    if mode is schemathesis.GenerationMode.POSITIVE
+    or TEMPLATES[template] not in UNAUTHENTICATED_ACTIONS  # nothing could be wrong there
 ]
 
 

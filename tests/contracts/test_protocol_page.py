@@ -27,13 +27,13 @@ from shoal.wire import (
     PROTOCOL_VERSION,
     DropReason,
     ExperienceSpec,
-    Limits,
+    MessageLimits,
     PolicySpec,
     Segment,
     SegmentMessage,
     TensorHeader,
     TensorSpec,
-    Weights,
+    WeightsMessage,
     Welcome,
     decode,
     encode,
@@ -173,8 +173,8 @@ def test_versions_limits_and_defaults() -> None:
     settings = GatewaySpec()
     assert f"version {PROTOCOL_VERSION}\n" in PAGE
     limits = {row[0]: row[1] for row in table("Limits")}
-    assert limits["header"] == f"{Limits().max_header_bytes} bytes"
-    assert limits["frames of a message, with the header"] == str(Limits().max_frames)
+    assert limits["header"] == f"{MessageLimits().max_header_bytes} bytes"
+    assert limits["frames of a message, with the header"] == str(MessageLimits().max_frames)
     assert f"({settings.max_message_bytes} unless" in limits["message, all frames together"]
     words = " ".join(section("Limits").split())
     assert f"`heartbeat_s` {settings.heartbeat_s}, `timeout_s` {settings.timeout_s}" in words
@@ -210,7 +210,7 @@ def test_the_example_has_every_message_of_a_first_exchange() -> None:
 @pytest.mark.parametrize("kind", EXAMPLES)
 def test_the_bytes_of_the_example_are_those_that_the_code_writes(kind: str) -> None:
     header = example(kind)[0]
-    message = decode(example(kind), Limits())
+    message = decode(example(kind), MessageLimits())
     assert isinstance(message, KINDS[kind])
     if isinstance(message, Welcome):  # a whole number among low and high was decoded as a float: take what is sent
         message = msgspec.structs.replace(message, spec=cart_pole())
@@ -239,7 +239,7 @@ def test_the_notes_beside_the_bytes_tell_the_truth(kind: str) -> None:
 
 def test_the_segment_of_the_example_fits_its_welcome_and_is_written_the_same() -> None:
     frames = example("segment")
-    message, welcome = decode(frames, Limits()), decode(example("welcome"), Limits())
+    message, welcome = decode(frames, MessageLimits()), decode(example("welcome"), MessageLimits())
     assert isinstance(message, SegmentMessage)
     assert isinstance(welcome, Welcome)
     segment = unpack_segment(message, frames[1:], welcome.spec)
@@ -249,8 +249,8 @@ def test_the_segment_of_the_example_fits_its_welcome_and_is_written_the_same() -
 
 def test_the_weights_of_the_example_give_the_log_probability_of_its_segment() -> None:
     frames, segment = example("weights"), example("segment")
-    message = decode(frames, Limits())
-    assert isinstance(message, Weights)
+    message = decode(frames, MessageLimits())
+    assert isinstance(message, WeightsMessage)
     assert bare_client.hashlib.sha256(frames[1]).hexdigest() == message.sha256
     by_hand = bare_client.parse_safetensors(frames[1])
     for name, array in decode_tensors(frames[1]).items():

@@ -18,7 +18,7 @@ import uvicorn
 
 from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.haproxy_process import UNCHECKED, HaproxyProcess
-from shoal.cluster.ports import free_port
+from shoal.cluster.ports import find_free_port
 from shoal.errors import InferenceError
 from shoal.open_inference.datatypes import DATATYPES
 from shoal.serve.grpc.over_http1 import GrpcOverHttp1
@@ -26,8 +26,8 @@ from shoal.serve.grpc.service import InferenceServicer
 from shoal.serve.http import fast_path
 from shoal.serve.http.app import RestApp
 from shoal.serve.messages.inference import Arrays
-from shoal.serve.protocol.access import Access
-from shoal.serve.protocol.limits import Limits
+from shoal.serve.protocol.access import AccessControl
+from shoal.serve.protocol.limits import RequestLimits
 from shoal.serve.spec.api_key import ApiKey
 from shoal.serve.spec.model_options import ModelOptions
 
@@ -72,16 +72,16 @@ def _added(inputs: Arrays) -> dict[str, np.ndarray]:
 
 async def main() -> None:
     models = host()
-    access = Access(TOKEN, [ApiKey(name="narrow", key="narrow-key", models=["pair"])])  # type: ignore[arg-type]
+    access = AccessControl(TOKEN, [ApiKey(name="narrow", key="narrow-key", models=["pair"])])  # type: ignore[arg-type]
     servicer = InferenceServicer(models, access)
-    limits = Limits(max_body_bytes=MAX_BODY_BYTES)
+    limits = RequestLimits(max_body_bytes=MAX_BODY_BYTES)
     app = GrpcOverHttp1(servicer, RestApp(models, access, limits=limits), limits)
-    fast_path.install(app)
+    fast_path.install_application(app)
     with socket.create_server((HOST, 0)) as listener, tempfile.TemporaryDirectory(prefix="x.") as folder:
         http_server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", ws="none"))
         serving = asyncio.create_task(http_server.serve(sockets=[listener]))
         http_port = listener.getsockname()[1]
-        proxy = await asyncio.to_thread(HaproxyProcess, Path(folder), http_port, free_port(), UNCHECKED)
+        proxy = await asyncio.to_thread(HaproxyProcess, Path(folder), http_port, find_free_port(), UNCHECKED)
         reached = {"http": http_port, "proxy": proxy.port, "grpc": proxy.grpc_port}
         sys.stdout.write(json.dumps(reached) + "\n")
         sys.stdout.flush()

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import shoal.runs
-from shoal.cluster.processes import members
+from shoal.cluster.processes import find_cluster_processes
 from shoal.flows.policy_evaluation import InferenceConnection, wait_for_version
 from shoal.models.actor_critic import ActorCritic
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
@@ -60,7 +60,7 @@ def _left_folders(home: Path) -> set[str]:
     for path in Path("/tmp").iterdir():
         mark = path / "cluster-id"
         with suppress(OSError):  # it has just ended
-            in_use = path.name.startswith("shoal-") and mark.exists() and members(mark.read_text(), path)
+            in_use = path.name.startswith("shoal-") and mark.exists() and find_cluster_processes(mark.read_text(), path)
             if path.name.startswith(("shoal-", "haproxy")) and not in_use and not _is_of_another(path, home):
                 found.add(path.name)
     return found

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 import shoal.runs
-from shoal.cluster.jobs import Job
-from shoal.home import access_token
+from shoal.cluster.jobs import JobHandle
+from shoal.home import load_access_token
 from shoal_program import ROOT, STATE_S, Program, ended
 
 if TYPE_CHECKING:
@@ -31,10 +31,10 @@ def test_ray_job_submit_runs_the_same_job(cluster: EmbeddedCluster, shared_home:
     }
     submit = ["ray", "job", "submit", "--submission-id", SUBMISSION, "--"]
     words = ["python", str(ROOT / "jobs" / "actor_learner.py"), "target_return=40", "endpoint.name=submitted"]
-    with ended(Job(cluster, SUBMISSION)), ExitStack() as stack:
+    with ended(JobHandle(cluster, SUBMISSION)), ExitStack() as stack:
         submitted = stack.enter_context(Program([*submit, *words], environment, tmp_path))
         command = submitted.wait_for_line(r"python (-m shoal.actor --connect \S+ --env \S+)")[1]
-        actor_environment = {**os.environ, "SHOAL_TOKEN": access_token()}
+        actor_environment = {**os.environ, "SHOAL_TOKEN": load_access_token()}
         actor = stack.enter_context(Program([sys.executable, *command.split()], actor_environment))
         assert submitted.wait(STATE_S) == 0
         assert actor.wait() == 0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cluster.processes import MARKER, folder_of
+from shoal.cluster.processes import CLUSTER_ID_VARIABLE, get_cluster_folder
 from shoal_program import MARK, ROOT, Program, end_marked, last_words, logs, processes_with
 from waiting import wait_for
 
@@ -74,13 +74,13 @@ def test_of_a_test_that_forgets_its_program_none_stays() -> None:
 
 def test_a_cluster_ends_with_its_program(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster_id = uuid.uuid4().hex
-    monkeypatch.setenv(MARKER, cluster_id)
-    folder = folder_of(cluster_id)
+    monkeypatch.setenv(CLUSTER_ID_VARIABLE, cluster_id)
+    folder = get_cluster_folder(cluster_id)
     folder.mkdir()
     (folder / "cluster-id").write_text(cluster_id)
     with pytest.raises(ValueError):
         fail(python(CLUSTER))
-    assert processes_with(MARKER, cluster_id) == []
+    assert processes_with(CLUSTER_ID_VARIABLE, cluster_id) == []
     assert not folder.exists()
 
 

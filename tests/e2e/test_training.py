@@ -20,10 +20,10 @@ from programs import run_ranks
 from ray_data_task import NUM_SAMPLES
 from shoal.cluster import jobs
 from shoal.errors import RunError
-from shoal.home import access_token
+from shoal.home import load_access_token
 from shoal.parallel import World
 from shoal.runs import Run, Status
-from shoal.train.launch.overrides import spec_from_words
+from shoal.train.launch.overrides import spec_from_overrides
 from shoal.train.spec import TrainSpec
 from shoal_program import END_S, ROOT, Program, commands_with, ended, shoal_command, shoal_program
 from train_task import Toy
@@ -77,11 +77,11 @@ def losses_of(run: Run) -> dict[int, float]:
 def losses_of_a_rank(world: World, folder: Path, spec: TrainSpec) -> dict[int, float]:
     """The program of a rank that nothing disturbs."""
     from shoal.train.loop.trainer import Trainer
-    from shoal.train.reporting.event_log import Silent
+    from shoal.train.reporting.event_log import NullLog
 
     losses: dict[int, float] = {}
 
-    class Journal(Silent):
+    class Journal(NullLog):
         def log(self, step: int, values: Any) -> None:
             losses.update({step: values["train/loss"]} if "train/loss" in values else {})
 
@@ -142,7 +142,7 @@ def test_a_run_outlives_ctrl_c_and_the_death_of_everything(own_home: Path, tmp_p
     finished = shoal.runs.load(run_id)
     assert (finished.id, finished.status, finished.incarnation) == (stopped.id, Status.FINISHED, 3)
     assert at <= finished.last_events(since_resumed=True)["restored"]["step"] <= at + 4
-    spec = spec_from_words([word for word in WORDS if not word.startswith("task=")])
+    spec = spec_from_overrides([word for word in WORDS if not word.startswith("task=")])
     undisturbed = run_ranks(losses_of_a_rank, 2, tmp_path / "undisturbed", spec)[0]
     assert losses_of(finished) == undisturbed  # to the bit: two ranks, in three lives
 
@@ -151,7 +151,7 @@ def _go_on_here(run_id: str) -> str:
     """As `shoal run train resume=...` does it, on the cluster that is up already."""
     from shoal.flows.training import run_training
 
-    return run_training(spec_from_words([f"resume={run_id}", "args.fault="]), "train")
+    return run_training(spec_from_overrides([f"resume={run_id}", "args.fault="]), "train")
 
 
 def test_ray_job_submit_trains_and_ray_job_stop_saves(cluster: EmbeddedCluster, tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_ray_job_submit_trains_and_ray_job_stop_saves(cluster: EmbeddedCluster, 
             return program.said
 
     ray_job(*submit, "python", str(ROOT / "jobs" / "train.py"), *words)
-    with ended(jobs.Job(cluster, run_id)):
+    with ended(jobs.JobHandle(cluster, run_id)):
         wait_for(
             lambda: (run := newest()) is not None and run.id == run_id and at_step(2)(), STATE_S, "the second step"
         )
@@ -192,7 +192,9 @@ def test_a_dataset_of_ray_data_trains_and_is_read_once_an_epoch(cluster: Embedde
 
     task = f"task={ROOT / 'tests' / 'ray_data_task.py'}:Lines"
     words = ["workers=1", "batch_size=16", "stop.epochs=2", "optimizer.learning_rate=0.1", "log_every_steps=1"]
-    run = shoal.runs.load(run_training(spec_from_words([task, *words, f"args.notes={tmp_path / 'notes'}"]), "train"))
+    run = shoal.runs.load(
+        run_training(spec_from_overrides([task, *words, f"args.notes={tmp_path / 'notes'}"]), "train")
+    )
     taken = [json.loads(line) for line in (tmp_path / "notes").read_text().splitlines()]
     per_epoch = NUM_SAMPLES // 16  # what follows after two epochs is the prediction of the cost, made at the end
     for epoch in (taken[:per_epoch], taken[per_epoch : 2 * per_epoch]):
@@ -243,7 +245,7 @@ def _asked(program: Program, features: torch.Tensor) -> list[float]:
     """What the endpoint, once it says where it is, answers over HTTP."""
     found = program.wait_for_line(r"at http://(\S+)/v2/models/toy-served")
     values = {"name": "input", "datatype": "FP32", "shape": [2, 8], "data": features.flatten().tolist()}
-    headers = {"Authorization": f"Bearer {access_token()}"}
+    headers = {"Authorization": f"Bearer {load_access_token()}"}
     connection = http.client.HTTPConnection(found[1], timeout=END_S)
 
     def answer() -> list[float]:

@@ -100,7 +100,7 @@ def share(batch: tuple[Tensor, ...], rank: int, size: int) -> tuple[Tensor, ...]
 
 
 def build(model: str | Factory, spec: ParallelSpec, world: World, learnable: Any = None) -> ParallelModel:
-    degrees = spec.degrees(world.size)
+    degrees = spec.resolve_dims(world.size)
     example = share(global_batch(0), 0, degrees.data)
     return parallelize(make(model), learnable or Tokens(), spec, degrees, world, example, SEED)
 
@@ -124,16 +124,16 @@ def trained(
     for step in range(num_steps):
         batch = share(global_batch(step), parallel.data_rank, parallel.num_data_ranks)
         loss = parallel.train_step(batch, step)
-        losses.append(float(parallel.total(loss) / parallel.num_data_ranks))
+        losses.append(float(parallel.sum_over_data_ranks(loss) / parallel.num_data_ranks))
         if step == 0:
             first = whole_gradients(parallel.named_parameters())
-        norm = parallel.clip(0.5)
+        norm = parallel.clip_gradients(0.5)
         optimizer.step()
-        parallel.optimizer_stepped()
+        parallel.on_optimizer_step()
     parallel.check_buffers()
     batch = share(global_batch(99), parallel.data_rank, parallel.num_data_ranks)
     sums = parallel.evaluate(batch, len(batch[1]))
-    totals = parallel.total(torch.stack([sums["loss"], sums["accuracy"]])) / BATCH
+    totals = parallel.sum_over_data_ranks(torch.stack([sums["loss"], sums["accuracy"]])) / BATCH
     weights = parallel.full_weights()
     parallel.close()
     return {"losses": losses, "gradients": first, "norm": norm, "evaluation": totals, "weights": weights}

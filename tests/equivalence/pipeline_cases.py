@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shoal.parallel.comm.world import World
-from shoal.parallel.pipeline.model import Pipelined, build_pipeline
+from shoal.parallel.pipeline.model import PipelineModel, build_pipeline
 from shoal.parallel.spec import ParallelSpec, ScheduleName
-from shoal.parallel.spmd.base import Single
+from shoal.parallel.spmd.base import SingleProcessModel
 
 EPS = 1e-3  # of Adam: rounding errors where a gradient is zero (a bias before batch norm) are not to become steps
 NUM_SAMPLES, MICRO_BATCHES, STEPS, SEED = 16, 4, 3, 11
@@ -158,10 +158,10 @@ class Difference:
 
 def build(
     world: World, model: str, schedule: ScheduleName, learnable: Any = None, data: int = 1, **more: Any
-) -> tuple[Pipelined, nn.Module, Any]:
+) -> tuple[PipelineModel, nn.Module, Any]:
     """The pipeline, the same model whole, and this rank's share of the batch."""
     spec = ParallelSpec(data=data, pipeline=None, schedule=schedule, micro_batches=MICRO_BATCHES, **more)
-    degrees = spec.degrees(world.size)
+    degrees = spec.resolve_dims(world.size)
     at, each = degrees.coordinates(world.rank).data, NUM_SAMPLES // data
     share = tuple(tensor[at * each : (at + 1) * each] for tensor in batch_of(model))
     if isinstance(learnable, Named):
@@ -170,7 +170,7 @@ def build(
     whole = MODELS[model]()
     torch.manual_seed(0)
     pipeline = build_pipeline(MODELS[model](), learnable or Learnable(), spec, degrees, world, share, SEED)
-    assert isinstance(pipeline, Pipelined)
+    assert isinstance(pipeline, PipelineModel)
     return pipeline, whole, share
 
 
@@ -182,18 +182,18 @@ def compare(
     pipeline, whole, share = build(world, model, schedule, learnable, **more)
     parts = MICRO_BATCHES * more.get("accumulate", 1)
     alike = ParallelSpec(accumulate=parts, precision=more.get("precision", "fp32"))
-    single = Single(whole, learnable, alike, World.alone("cpu"), SEED)
+    single = SingleProcessModel(whole, learnable, alike, World.single("cpu"), SEED)
     batch: Any = batch_of(model)
     if isinstance(learnable, Named):
         batch = {"tokens": batch[0], "targets": batch[1]}
-    found = Difference(cuts=[cut.module for cut in pipeline.layout.cuts])
+    found = Difference(cuts=[cut.module for cut in pipeline.partition.split_points])
     mine = torch.optim.AdamW([parameter for _, parameter in pipeline.named_parameters()], lr=1e-2, eps=EPS)
     theirs = torch.optim.AdamW(whole.parameters(), lr=1e-2, eps=EPS)
     expected = dict(whole.named_parameters())
     for step in range(STEPS):
         loss = pipeline.train_step(share, step)
         reference = single.train_step(batch, step)
-        loss = pipeline.total(loss[None])[0] / pipeline.num_data_ranks
+        loss = pipeline.sum_over_data_ranks(loss[None])[0] / pipeline.num_data_ranks
         found.loss = max(found.loss, abs(float(loss - reference)))
         for name, parameter in pipeline.named_parameters():
             if (parameter.grad is None) != (expected[name].grad is None):
@@ -202,8 +202,8 @@ def compare(
                 reference = expected[name].grad
                 difference = float((full(parameter.grad) - reference).abs().max() / (1.0 + reference.abs().max()))
                 found.gradient = max(found.gradient, difference)
-        norm = single.clip(0.5)
-        found.norm = max(found.norm, float((pipeline.clip(0.5) - norm).abs() / norm))
+        norm = single.clip_gradients(0.5)
+        found.norm = max(found.norm, float((pipeline.clip_gradients(0.5) - norm).abs() / norm))
         mine.step()
         theirs.step()
         if step == 0 and not isinstance(learnable, Named):
@@ -222,13 +222,13 @@ def compare(
     return found
 
 
-def _evaluate_odd(pipeline: Pipelined, single: Single, model: str, found: Difference) -> None:
+def _evaluate_odd(pipeline: PipelineModel, single: SingleProcessModel, model: str, found: Difference) -> None:
     """Seven samples: all of them, or five and two, or none, as there are data ranks."""
     odd = batch_of(model, 7)
     shares = [(0, 7)] if pipeline.num_data_ranks == 1 else [(0, 5), (5, 7), (0, 0), (0, 0)]
     begin, end = shares[pipeline.data_rank]
     sums = pipeline.evaluate(tuple(each[begin : max(end, 1)] for each in odd), end - begin)
-    totals = pipeline.total(torch.stack(list(sums.values())))
+    totals = pipeline.sum_over_data_ranks(torch.stack(list(sums.values())))
     for (name, expected), value in zip(single.evaluate(odd, 7).items(), totals.tolist(), strict=True):
         found.evaluated = max(found.evaluated, abs(float(expected) - value))
         found.strange += [] if name in sums else [name]
@@ -242,7 +242,7 @@ def _difference(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     )
 
 
-def _copies_that_differ(world: World, pipeline: Pipelined) -> list[str]:
+def _copies_that_differ(world: World, pipeline: PipelineModel) -> list[str]:
     """Parameters of which two ranks hold copies that are not equal bit for bit."""
     everyone: list[Any] = [None] * world.size
     dist.all_gather_object(everyone, {name: full(value).detach() for name, value in pipeline.named_parameters()})

@@ -76,7 +76,7 @@ def _in_turn(world: World, spec: ParallelSpec) -> dict[str, Tensor | None]:
 
 def test_a_shard_that_only_an_early_micro_step_uses_keeps_its_gradient() -> None:
     plan = ParallelSpec(accumulate=2)
-    expected = _in_turn(World.alone("cpu"), plan)
+    expected = _in_turn(World.single("cpu"), plan)
     assert all(gradient is not None for gradient in expected.values())
     for found in run_ranks(_in_turn, 2, plan.model_copy(update={"shard": True})):
         torch.testing.assert_close(found, expected)
@@ -92,7 +92,7 @@ def _half_odd() -> tuple[Tensor, Tensor]:
 def _skipped(world: World, plan: dict[str, Any]) -> dict[str, Tensor | None] | str:
     spec = ParallelSpec.parse(plan)
     example = share(tuple(torch.ones_like(tensor) for tensor in global_batch(0)), 0, world.size)
-    parallel = parallelize(make(Skipping), Tokens(), spec, spec.degrees(world.size), world, example, SEED)
+    parallel = parallelize(make(Skipping), Tokens(), spec, spec.resolve_dims(world.size), world, example, SEED)
     batch = _half_odd() if spec.dynamic else tuple(torch.zeros_like(tensor) for tensor in global_batch(0))
     try:
         parallel.train_step(share(batch, parallel.data_rank, parallel.num_data_ranks), 0)
@@ -114,7 +114,7 @@ def _behaviour(world: World) -> dict[str, Any]:
         number = 5 if world.rank == 0 else 0  # a last batch of five: the second share is a filler
         few = tuple(tensor[: max(number, 1)] for tensor in batch)
         sums = parallel.evaluate(few, number)
-        found[f"evaluated {plan}"] = float(parallel.total(sums["loss"]) / 5)
+        found[f"evaluated {plan}"] = float(parallel.sum_over_data_ranks(sums["loss"]) / 5)
     torch.manual_seed(world.rank)
     found["unalike"] = _refusal(nn.Linear(3, 3), {"shard": True}, world)
     torch.manual_seed(0)
@@ -129,7 +129,7 @@ def _notes(world: World, plan: dict[str, Any]) -> dict[str, str | None]:
     model, spec = make("transformer"), ParallelSpec.parse(plan)
     for name, parameter in model.named_parameters():
         parameter.note = name  # type: ignore[attr-defined]
-    degrees = spec.degrees(world.size)
+    degrees = spec.resolve_dims(world.size)
     parallel = parallelize(model, Tokens(), spec, degrees, world, share(global_batch(0), 0, degrees.data), SEED)
     found = {name: getattr(each, "note", None) for name, each in parallel.named_parameters()}
     parallel.close()
@@ -139,7 +139,7 @@ def _notes(world: World, plan: dict[str, Any]) -> dict[str, str | None]:
 def _refusal(model: nn.Module, plan: dict[str, Any], world: World) -> str:
     spec = ParallelSpec.parse(plan)
     try:
-        parallelize(model, Tokens(), spec, spec.degrees(world.size), world, (torch.ones(4, 3), torch.ones(4)))
+        parallelize(model, Tokens(), spec, spec.resolve_dims(world.size), world, (torch.ones(4, 3), torch.ones(4)))
     except PlanError as error:
         return str(error)
     return ""
@@ -157,9 +157,9 @@ def test_parameters_keep_what_is_noted_on_them(size: int, plan: dict[str, Any]) 
 
 def test_behaviour() -> None:
     ranks = run_ranks(_behaviour, 2)
-    expected = _skipped(World.alone("cpu"), {"dynamic": True})
+    expected = _skipped(World.single("cpu"), {"dynamic": True})
     assert isinstance(expected, dict)
-    alone = build("mixture", ParallelSpec(), World.alone("cpu"))
+    alone = build("mixture", ParallelSpec(), World.single("cpu"))
     alone.train_step(global_batch(0), 0)
     few = tuple(tensor[:5] for tensor in global_batch(0))
     loss = float(alone.evaluate(few, 5)["loss"] / 5)
@@ -198,7 +198,7 @@ def _certain() -> nn.Module:
 
 
 def test_compiled_plans() -> None:
-    expected = trained(_certain, ParallelSpec(), World.alone("cpu"))["losses"]
+    expected = trained(_certain, ParallelSpec(), World.single("cpu"))["losses"]
     for losses in (*run_ranks(_compiled, 1)[0], *run_ranks(_compiled, 2)[0]):
         torch.testing.assert_close(losses, expected, rtol=2e-4, atol=2e-5)
 
@@ -208,7 +208,7 @@ def ways(world: World) -> list[bool]:
     found = []
     for spec in (ParallelSpec(), ParallelSpec(backend="gloo")):
         model: Any = build("mixture", spec, world)
-        found.append(model._on_host is not None)
+        found.append(model._shm_all_reduce is not None)
         model.close()
     return found
 

@@ -60,7 +60,7 @@ def _trained(world: World) -> list[dict[str, Any]]:
 
 def test_under_every_plan_it_is_as_without() -> None:
     expected = {
-        accumulate: trained(network, ParallelSpec(accumulate=accumulate), World.alone("cpu")) for accumulate in (1, 2)
+        accumulate: trained(network, ParallelSpec(accumulate=accumulate), World.single("cpu")) for accumulate in (1, 2)
     }
     ranks = run_ranks(_trained, 2)
     for found in ranks:
@@ -82,7 +82,7 @@ def test_what_convolutions_give_lies_channels_last_also_where_their_images_have_
 
 def _as_they_lie(channels_last: bool) -> list[bool]:
     """Of each convolution and the pooling: whether what it gives lies channels last. Parameters never do."""
-    parallel = build(network, ParallelSpec(channels_last=channels_last), World.alone("cpu"))
+    parallel = build(network, ParallelSpec(channels_last=channels_last), World.single("cpu"))
     [model] = parallel.modules
     seen: list[bool] = []
     for layer in model.children():
@@ -96,7 +96,7 @@ def _as_they_lie(channels_last: bool) -> list[bool]:
 def test_a_single_image_stays_as_it_is() -> None:
     layer = nn.Sequential(nn.Conv2d(1, 2, 3))
     parallel = build(
-        lambda: nn.Sequential(AsImages(), layer, nn.Flatten()), ParallelSpec(channels_last=True), World.alone("cpu")
+        lambda: nn.Sequential(AsImages(), layer, nn.Flatten()), ParallelSpec(channels_last=True), World.single("cpu")
     )
     image = torch.randn(1, 5, 5)
     torch.testing.assert_close(parallel.modules[0][1](image), layer(image[None])[0])
@@ -104,4 +104,4 @@ def test_a_single_image_stays_as_it_is() -> None:
 
 def test_a_model_without_convolutions_is_refused() -> None:
     with pytest.raises(PlanError, match=r"parallel.channels_last = True: Linear has no convolution of two dimensions"):
-        build(lambda: nn.Linear(1, 1), ParallelSpec(channels_last=True), World.alone("cpu"))
+        build(lambda: nn.Linear(1, 1), ParallelSpec(channels_last=True), World.single("cpu"))

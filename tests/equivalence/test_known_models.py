@@ -76,6 +76,6 @@ def _all(world: World) -> list[dict[str, Any]]:
 def test_they_train_under_every_plan() -> None:
     ranks = run_ranks(_all, 2)
     for index, (model, _) in enumerate(CASES):
-        expected = trained(model, ParallelSpec(), World.alone("cpu"), learnable=LastLogits())
+        expected = trained(model, ParallelSpec(), World.single("cpu"), learnable=LastLogits())
         for found in (rank[index] for rank in ranks):
             assert_equal(found, expected, **FP32)

@@ -36,7 +36,7 @@ def _stepped(world: World, plan: dict[str, Any], batch: list[Tensor]) -> dict[st
     norms = nn.BatchNorm1d(8, eps=1.0), nn.BatchNorm1d(3, eps=1.0)  # of two samples, a small eps leaves but their signs
     model = nn.Sequential(nn.Linear(6, 8), norms[0], nn.Tanh(), nn.Linear(8, 3), norms[1])
     spec = ParallelSpec.parse(plan)
-    degrees = spec.degrees(world.size)
+    degrees = spec.resolve_dims(world.size)
     at, each = degrees.coordinates(world.rank).data, len(batch[0]) // degrees.data
     share = tuple(tensor[at * each : (at + 1) * each] for tensor in batch)
     parallel = parallelize(model, Cut(), spec, degrees, world, share, SEED)
@@ -60,7 +60,7 @@ def four_ranks() -> list[dict[str, Any]]:
 def test_one_sample_a_rank_is_trained_as_in_one_process(four_ranks: list[dict[str, Any]], plan: str) -> None:
     """Tolerance 1e-5: fp32 sums over four samples, in another order."""
     is_parted = plan == "pipeline"  # in two, which micro-batches are
-    expected = _stepped(World.alone("cpu"), {"accumulate": 2 if is_parted else 1}, _batch())
+    expected = _stepped(World.single("cpu"), {"accumulate": 2 if is_parted else 1}, _batch())
     for rank in four_ranks:
         for kind, values in rank[plan].items():
             assert values

@@ -16,11 +16,11 @@ from pipeline_cases import MODELS, VOCABULARY, WIDTH, Learnable, Named, Transfor
 
 from programs import RanksFailed, run_ranks
 from shoal.errors import PlanError, SpecMismatch
-from shoal.parallel.pipeline.schedules import CLASSES
+from shoal.parallel.pipeline.schedules import SCHEDULE_CLASSES
 
 TOLERANCE, WEIGHT_TOLERANCE = 1e-5, 1e-4
 CASES: dict[str, dict[str, Any]] = {
-    **{schedule: {"model": "transformer", "schedule": schedule} for schedule in CLASSES},
+    **{schedule: {"model": "transformer", "schedule": schedule} for schedule in SCHEDULE_CLASSES},
     "accumulate": {"model": "transformer", "schedule": "1f1b", "accumulate": 2},
     "cnn": {"model": "cnn", "schedule": "1f1b"},
     "cnn-zbv": {"model": "cnn", "schedule": "zbv"},
@@ -96,7 +96,7 @@ def states(world: Any) -> dict[str, Any]:
         "optimizer": sorted(settings),
         "memory": sum(parameter.untyped_storage().nbytes() for parameter in pipeline.modules[0].parameters()),
         "waited": pipeline.communication_s,
-        "idle": pipeline.idle_share(),
+        "idle": pipeline.measure_idle_share(),
     }
 
 

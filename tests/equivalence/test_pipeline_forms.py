@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from programs import run_ranks
 from shoal.parallel import ParallelSpec, World
 from shoal.parallel.build import parallelize
-from shoal.parallel.pipeline.stages import Schedules, form_of
+from shoal.parallel.pipeline.stages import ScheduleCache, shape_key
 
 CPU = torch.device("cpu")
 LENGTHS = [(5, 5), (5, 3), (4, 5), (3, 4), (2, 2), (5, 3)]  # of the samples of each data rank, by step
@@ -38,9 +38,9 @@ def _stepped(world: World, shard: bool) -> list[dict[str, Tensor | None]]:
     """The gradients of each step. Three schedules are kept, of four that there are."""
     from shoal.parallel.pipeline import stages
 
-    stages.NUM_KEPT = 3
+    stages.MAX_SCHEDULES = 3
     spec = ParallelSpec.parse({"data": 2, "pipeline": 2, "micro_batches": 2, "shard": shard})
-    degrees = spec.degrees(world.size)
+    degrees = spec.resolve_dims(world.size)
     at = degrees.coordinates(world.rank).data
     parallel = parallelize(_model(), Cut(), spec, degrees, world, _share(0, at), SEED)
     found = []
@@ -68,12 +68,12 @@ def test_shapes_may_change_and_differ_between_data_ranks(shard: bool) -> None:
 
 
 def test_the_newest_schedules_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.parallel.pipeline.stages.NUM_KEPT", 2)
-    kept, forms = Schedules(None, CPU), [form_of((torch.zeros(2, length), torch.zeros(2))) for length in range(3)]
+    monkeypatch.setattr("shoal.parallel.pipeline.stages.MAX_SCHEDULES", 2)
+    kept, forms = ScheduleCache(None, CPU), [shape_key((torch.zeros(2, length), torch.zeros(2))) for length in range(3)]
     for number, form in enumerate(forms[:2]):
-        assert kept.must_try(form)
-        kept.keep(form, number, {})
+        assert kept.is_missing(form)
+        kept.put(form, number, {})
     assert kept.get(forms[0]) == (0, {})
-    kept.keep(forms[2], 2, {})
+    kept.put(forms[2], 2, {})
     assert [form in kept for form in forms] == [True, False, True]  # that of the second was not used for longest
-    assert not kept.must_try(forms[0])
+    assert not kept.is_missing(forms[0])

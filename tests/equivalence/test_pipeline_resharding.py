@@ -50,8 +50,8 @@ def links(world: World, name: str, folder: str, chain: list[tuple[int, dict[str,
             parallel.load_model_state(state["model"])
             parallel.load_optimizer_state(optimizer, state["optimizer"])
         batch = share(global_batch(step), parallel.data_rank, parallel.num_data_ranks)
-        losses.append(float(parallel.total(parallel.train_step(batch, step)) / parallel.num_data_ranks))
-        parallel.clip(0.5)
+        losses.append(float(parallel.sum_over_data_ranks(parallel.train_step(batch, step)) / parallel.num_data_ranks))
+        parallel.clip_gradients(0.5)
         optimizer.step()
         state = {"model": parallel.model_state(), "optimizer": parallel.optimizer_state(optimizer)}
         dcp.save(state, checkpoint_id=f"{folder}/{step}", no_dist=size == 1)
@@ -67,6 +67,6 @@ def test_a_run_goes_on_under_other_plans(tmp_path: Path, chain: list[tuple[int, 
     found = run_ranks(all_links, chain[0][0], str(tmp_path), chain)
     (rest,) = run_ranks(all_links, 1, str(tmp_path), chain)
     for name in rest:
-        expected = trained(name, ParallelSpec(accumulate=4), World.alone("cpu"), len(chain))["losses"]
+        expected = trained(name, ParallelSpec(accumulate=4), World.single("cpu"), len(chain))["losses"]
         for losses in found:
             torch.testing.assert_close(losses[name] + rest[name], expected, rtol=2e-4, atol=2e-5)

@@ -25,7 +25,7 @@ def _compare(size: int, plans: list[dict[str, Any]], models: list[str]) -> None:
     ranks = run_ranks(_all, size, cases)
     for index, (name, plan) in enumerate(cases):
         alone = {key: plan[key] for key in ("accumulate", "precision") if key in plan}
-        expected = trained(name, ParallelSpec.parse(alone), World.alone("cpu"))
+        expected = trained(name, ParallelSpec.parse(alone), World.single("cpu"))
         for rank in range(size):
             assert_equal(ranks[rank][index], expected, **(BF16 if "precision" in plan else FP32))
 
@@ -75,7 +75,7 @@ def _in_place(world: World) -> list[dict[str, Any]]:
 def test_what_split_layers_give_may_be_changed_in_place() -> None:
     ranks = run_ranks(_in_place, 2)
     for index, accumulate in enumerate((1, 2)):
-        expected = trained(InPlace, ParallelSpec(accumulate=accumulate), World.alone("cpu"))
+        expected = trained(InPlace, ParallelSpec(accumulate=accumulate), World.single("cpu"))
         for found in ranks:
             assert_equal(found[index], expected, **FP32)
 
@@ -85,7 +85,7 @@ def _between(world: World) -> dict[str, Any]:
 
 
 def test_what_learns_between_two_layers_learns_as_in_one_process() -> None:
-    expected = trained(Between, ParallelSpec(), World.alone("cpu"))
+    expected = trained(Between, ParallelSpec(), World.single("cpu"))
     for found in run_ranks(_between, 2):
         assert_equal(found, expected, **FP32)
 

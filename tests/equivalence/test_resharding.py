@@ -37,8 +37,8 @@ def _links(world: World, name: str, folder: str, first: int) -> list[float]:
             parallel.load_optimizer_state(optimizer, state["optimizer"])
         optimizer.param_groups[0]["lr"] = 0.02 if not step else optimizer.param_groups[0]["lr"]
         batch = share(global_batch(step), parallel.data_rank, parallel.num_data_ranks)
-        losses.append(float(parallel.total(parallel.train_step(batch, step)) / parallel.num_data_ranks))
-        parallel.clip(0.5)
+        losses.append(float(parallel.sum_over_data_ranks(parallel.train_step(batch, step)) / parallel.num_data_ranks))
+        parallel.clip_gradients(0.5)
         optimizer.step()
         state = {"model": parallel.model_state(), "optimizer": parallel.optimizer_state(optimizer)}
         dcp.save(state, checkpoint_id=f"{folder}/{step}", no_dist=world.size == 1)
@@ -51,5 +51,5 @@ def test_each_plan_goes_on_from_the_one_before(tmp_path: Path) -> None:
         losses = run_ranks(_links, 2, name, folder, 0)[0]
         losses += run_ranks(_links, 4, name, folder, 3)[0]
         losses += run_ranks(_links, 1, name, folder, 5)[0]
-        expected = trained(name, ParallelSpec(), World.alone("cpu"), len(CHAIN))["losses"]
+        expected = trained(name, ParallelSpec(), World.single("cpu"), len(CHAIN))["losses"]
         torch.testing.assert_close(losses, expected, rtol=2e-4, atol=2e-5)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from programs import run_ranks
 from shoal.parallel import ParallelSpec, World
 from shoal.parallel.comm import collective_timer
-from shoal.parallel.comm.collective_timer import Waiting
+from shoal.parallel.comm.collective_timer import CollectiveTimer
 from waiting import wait_for
 
 GLOO = {"backend": "gloo"}  # sums through memory, which keep their own time, are left out
@@ -87,8 +87,8 @@ def helped_by_a_thread(world: World, folder: Path) -> float:
     else:
         wait_for((folder / "go").exists, 30, "a word of rank 0")
     total = functional.all_reduce(torch.ones(1), "sum", dist.group.WORLD)
-    waiting_s = Waiting(world.device)
-    with waiting_s.counted():
+    waiting_s = CollectiveTimer(world.device)
+    with waiting_s.time_collectives():
         waits.set()
         assert total.wait().item() == 2
     return waiting_s.waited_s
@@ -99,11 +99,11 @@ def test_other_threads_go_on_while_a_rank_waits(tmp_path: Path) -> None:
 
 
 def test_a_device_that_waits_by_itself_is_not_known() -> None:
-    on_device, on_host = Waiting(torch.device("cuda")), Waiting(torch.device("cpu"))
+    on_device, on_host = CollectiveTimer(torch.device("cuda")), CollectiveTimer(torch.device("cpu"))
     wait = dist.Work.wait
-    with on_device.counted():
+    with on_device.time_collectives():
         assert dist.Work.wait is wait
-    with pytest.raises(RuntimeError), on_host.counted():
+    with pytest.raises(RuntimeError), on_host.time_collectives():
         raise RuntimeError
     assert dist.Work.wait is wait
     assert on_device.waited_s != on_device.waited_s

@@ -57,7 +57,7 @@ class Loop:
         self._ending.__exit__(*raised)
 
     def start_actor(self, actor_id: str) -> Program:
-        address = self.workers.gateway_address()
+        address = self.workers.wait_for_gateway()
         words = [sys.executable, "-m", "shoal.actor", "--connect", address, "--env", "CartPole-v1"]
         environment = {**os.environ, "SHOAL_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
         actor = self._ending.enter_context(Program([*words, "--actor-id", actor_id], environment))
@@ -147,7 +147,7 @@ def test_an_actor_that_is_killed_returns_as_a_new_incarnation(loop: Loop) -> Non
     actors = loop.gateway()["actors"]
     assert len(actors) == 1
     assert actors[0]["incarnation"] > old
-    kinds = [kind for _, kind, _ in loop.workers.events()]
+    kinds = [kind for _, kind, _ in loop.workers.take_events()]
     assert kinds.count("actor_restarted") == 1  # it may have been lost, and joined again, in between
     assert kinds.count("actor_joined") >= 2
     assert_balanced(loop.close())

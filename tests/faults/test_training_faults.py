@@ -155,18 +155,18 @@ def test_a_killed_worker_is_replaced_and_the_run_goes_on_to_the_bit(
 def test_the_death_of_ray_trains_controller_is_a_loss_of_workers(
     cluster: EmbeddedCluster, tmp_path: Path, undisturbed: dict[int, float]
 ) -> None:
-    from shoal.cluster.capacity import wait_for_free
+    from shoal.cluster.capacity import wait_for_resource
     from shoal.flows.training import run_training
 
     def kill() -> None:
         wait_for(lambda: (tmp_path / "failed").exists(), STATE_S, "the step to wait at")
         os.kill(the_only(cluster, "TrainController"), signal.SIGKILL)
 
-    free = wait_for_free("CPU", 8.0, STATE_S)
+    free = wait_for_resource("CPU", 8.0, STATE_S)
     with Meanwhile(kill):
         run_id = run_training(spec_of(tmp_path, fault="wait", fault_step=7), "train")
     assert_went_on(shoal.runs.load(run_id), tmp_path, undisturbed)
-    assert wait_for_free("CPU", free, STATE_S) == free, "the place of the first group is given up"
+    assert wait_for_resource("CPU", free, STATE_S) == free, "the place of the first group is given up"
 
 
 def test_the_death_of_the_mailbox_is_a_loss_of_workers(

@@ -50,11 +50,11 @@ def consume(parts: Parts, stopping: threading.Event) -> None:
     while not stopping.is_set():
         batch = parts.queue.take("learner", BatchRequest(16, 16, 8, 0.05))
         if batch is not None:
-            parts.queue.settle(batch.lease_id, [None] * len(batch.lengths))
+            parts.queue.acknowledge(batch.lease_id, [None] * len(batch.lengths))
 
 
 def plays_on(parts: Parts) -> None:
-    account = parts.ledger.account(("player", 1))
+    account = parts.ledger.get_account(("player", 1))
     before = account.consumed
     wait_for(lambda: account.consumed > before + 20, what="a player that is served")
 
@@ -75,14 +75,14 @@ def disturbed(**spec: object) -> Iterator[Parts]:
             player.stopping.set()
             player.join(timeout=60)
             learner.join(timeout=60)
-        account = parts.ledger.account(("player", 1))
+        account = parts.ledger.get_account(("player", 1))
         assert player.drained
         assert player.client.reconnects == 0
         assert player.client.acknowledged == {"accepted": player.num_sent, "dropped": 0, "duplicate": 0}
         assert account.received == player.num_sent
-        assert account.balanced
+        assert account.is_balanced
         assert not account.dropped
-        assert all(account.balanced for account in parts.ledger.accounts().values())
+        assert all(account.is_balanced for account in parts.ledger.get_accounts().values())
 
 
 class RawDealer:
@@ -124,7 +124,7 @@ def test_an_actor_that_sends_noise_gets_an_answer_to_everything_and_disturbs_nob
     with disturbed() as parts, closing(RawDealer(parts)) as noisy:
         noisy.hello("noisy")
         for burst in range(120):
-            expected = parts.ledger.account(("noisy", 1)).next_seq
+            expected = parts.ledger.get_account(("noisy", 1)).next_seq
             valid = [frames_of(segment(3), expected + offset) for offset in range(4)]
             valid += [[encode(message)] for message in (Ping(burst), Pull(1), Credit(5))]
             for frames in damaged_messages(valid, 50, seed=burst):
@@ -132,7 +132,7 @@ def test_an_actor_that_sends_noise_gets_an_answer_to_everything_and_disturbs_nob
             answers += noisy.until_pong(10**9 + burst)
         errors = Counter(answer["code"] for answer in answers if answer["kind"] == "error")
         acks = Counter(answer["status"] for answer in answers if answer["kind"] == "ack")
-        account = parts.ledger.account(("noisy", 1))
+        account = parts.ledger.get_account(("noisy", 1))
         assert errors == parts.gateway.stats()["protocol_errors"]
         assert {"malformed", "unknown_kind", "sequence_gap"} <= errors.keys()
         assert acks["accepted"] + acks["dropped"] == account.received
@@ -153,7 +153,7 @@ def test_a_stranger_that_sends_noise_gets_errors_and_nothing_else() -> None:
             errors[str(answer["code"])] += 1
         assert errors == parts.gateway.stats()["protocol_errors"]
         assert {"bad_token", "hello_required", "malformed", "unknown_kind"} <= errors.keys()
-        assert parts.ledger.accounts().keys() == {("player", 1)}, "a stranger opens no account"
+        assert parts.ledger.get_accounts().keys() == {("player", 1)}, "a stranger opens no account"
 
 
 def test_noise_that_nobody_reads_the_answers_to() -> None:

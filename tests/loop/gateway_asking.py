@@ -6,7 +6,7 @@ import zmq
 
 from rl_setting import TOKEN, Parts
 from shoal.actor import ActorClient
-from shoal.wire import Limits, Segment, decode, encode, pack_segment
+from shoal.wire import MessageLimits, Segment, decode, encode, pack_segment
 from shoal.wire.messages import Ack, Hello, Message, Welcome
 
 
@@ -30,7 +30,7 @@ class Raw:
     def hear(self, kind: type, timeout_s: float = 60.0) -> Message:
         """The next message of this kind; others are passed over."""
         while self.socket.poll(int(timeout_s * 1000)):
-            message = decode(self.socket.recv_multipart(), Limits())
+            message = decode(self.socket.recv_multipart(), MessageLimits())
             if isinstance(message, kind):
                 return message
         raise AssertionError(f"no {kind.__name__} within {timeout_s} s")
@@ -39,7 +39,7 @@ class Raw:
         """What else has been said, until nothing is for a while."""
         heard = []
         while self.socket.poll(int(quiet_s * 1000)):
-            heard.append(decode(self.socket.recv_multipart(), Limits()))
+            heard.append(decode(self.socket.recv_multipart(), MessageLimits()))
         return heard
 
     def enter(self, actor_id: str = "raw", incarnation: int = 1) -> Welcome:

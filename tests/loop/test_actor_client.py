@@ -50,11 +50,11 @@ def test_two_clients_of_one_process_do_not_end_each_other() -> None:
 
 def test_a_reconnect_into_a_full_queue_waits_for_room_and_drops_nothing() -> None:
     with serving(queue_capacity=2) as parts, client(parts, "slow") as slow:
-        slow._post(Bye("its session ends, as after a time-out"))
+        slow._send_message(Bye("its session ends, as after a time-out"))
         wait_for(lambda: not parts.gateway.stats()["actors"][0]["connected"])
         for _ in range(2):
-            slow._outbox.add(PackedSegment.of(segment()))
-        slow._send_kept()  # answered with hello_required
+            slow._outbox.add(PackedSegment.from_segment(segment()))
+        slow._send_pending()  # answered with hello_required
         with client(parts, "busy") as busy:
             for _ in range(2):
                 busy.send(segment())
@@ -82,7 +82,7 @@ def test_another_run_on_the_same_port_is_joined_and_told() -> None:
                 assert actor.wait_for_weights()[0] == 1
                 actor.send(segment())
                 assert actor.drain(60)
-                assert other.ledger.totals().received == 1
+                assert other.ledger.get_totals().received == 1
                 assert actor.reconnects < 10
 
 
@@ -102,8 +102,8 @@ def test_who_connects_again_after_a_run_has_ended_plays_for_the_next_one(run_id:
                 actor.send(segment(), timeout_s=0.1)
             assert actor.drain(60)
             posted: list[object] = []
-            post = actor._post
-            actor._post = lambda message: (posted.append(message), post(message))[1]  # type: ignore[method-assign]
+            post = actor._send_message
+            actor._send_message = lambda message: (posted.append(message), post(message))[1]  # type: ignore[method-assign]
             wait_for(lambda: Ping() in posted)  # by its keeper: nothing else is done
 
 
@@ -125,7 +125,7 @@ def test_the_ready_loop_begins_anew_with_another_run() -> None:
             other.gateway._run_id = "run-2"
             assert play(Endless(), actor, max_steps=64) == 64
             assert actor.drain(60)
-            assert other.ledger.totals().queued > 0
+            assert other.ledger.get_totals().queued > 0
 
 
 def test_the_ready_loop_waits_for_a_busy_learner_as_long_as_the_gateway_answers(
@@ -205,7 +205,7 @@ def test_what_is_sent_again_is_what_was_sent_though_its_arrays_hold_the_next_ste
             actor.send(segment(rewards=rewards))  # lost on its way
             actor._send_frames = real  # type: ignore[method-assign]
             rewards[:] = 7.0
-            actor._lost = True
+            actor._is_session_lost = True
         assert actor.drain(60)
         batch = parts.queue.take("learner", BatchRequest(8, 8, 1, 60))
         assert batch is not None
@@ -232,14 +232,14 @@ def test_a_gap_is_mended_even_when_other_messages_follow_the_error() -> None:
             actor.send(segment())  # lost on its way
             actor._send_frames = real  # type: ignore[method-assign]
             actor.send(segment())
-            actor._post(Ping(1))
+            actor._send_message(Ping(1))
             wait_for(lambda: parts.gateway.stats()["protocol_errors"].get("sequence_gap"))
         assert actor.drain(60)
         assert actor.acknowledged["accepted"] == 2
 
 
 def test_a_kind_that_this_client_does_not_know_is_ignored() -> None:
-    ActorClient("tcp://127.0.0.1:1", TOKEN, "one")._handle([msgpack.packb({"kind": "telepathy"})])
+    ActorClient("tcp://127.0.0.1:1", TOKEN, "one")._handle_message([msgpack.packb({"kind": "telepathy"})])
 
 
 def test_a_gateway_that_refuses_over_and_over_is_asked_ever_more_slowly() -> None:
@@ -248,7 +248,7 @@ def test_a_gateway_that_refuses_over_and_over_is_asked_ever_more_slowly() -> Non
     with serving() as parts, client(parts, first_pause_s=first_pause_s) as actor:
         began = time.monotonic()
         for _ in range(num_refusals):
-            actor._lost = True
+            actor._is_session_lost = True
             actor.newer_weights(0)
         assert actor.reconnects == num_refusals
         # Without an acknowledgement in between, each pause is twice the one before.
@@ -299,7 +299,7 @@ def deserted(folder: Path | None = None) -> Iterator[tuple[ActorClient, int]]:
         actor.connect()
         actor.wait_for_weights()
         port = parts.gateway.port
-    actor._outbox.add(PackedSegment.of(segment()))
+    actor._outbox.add(PackedSegment.from_segment(segment()))
     began = time.monotonic()
     try:
         yield actor, port
@@ -317,8 +317,8 @@ def test_close_does_not_look_for_a_gateway_that_is_gone() -> None:
 
 def test_close_does_not_look_for_a_gateway_that_fell_silent() -> None:
     with deserted() as (actor, _):
-        actor._lost = False
-        actor._heard_at -= 1000
+        actor._is_session_lost = False
+        actor._last_received_at -= 1000
         actor.close(0.2)
         assert actor.num_unacknowledged == 1
 
@@ -336,7 +336,7 @@ def test_close_ends_the_search_of_another_thread() -> None:
         with actor._lock:
             thread = threading.Thread(target=look)
             thread.start()
-        wait_for(lambda: actor._lost)
+        wait_for(lambda: actor._is_session_lost)
         actor.close(0.2)
         thread.join(SOON_S)
         assert isinstance(ended[0], Closed)

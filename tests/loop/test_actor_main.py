@@ -15,8 +15,8 @@ import pytest
 
 from rl_setting import EXPERIENCE, TOKEN, Parts, serving
 from shoal.actor.__main__ import main
-from shoal.actor.connection import command_of, options_of
-from shoal.home import existing_token
+from shoal.actor.connection import format_actor_command, format_actor_options
+from shoal.home import read_existing_token
 from shoal_program import Program
 
 WORDS = ("--connect", "tcp://127.0.0.1:1", "--env", "CartPole-v1", "--timeout-s", "0.1")
@@ -41,12 +41,12 @@ def test_an_actor_never_invents_a_token(home: Path, capsys: pytest.CaptureFixtur
 
 
 def test_the_token_is_the_variable_or_else_the_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert existing_token() == ""
+    assert read_existing_token() == ""
     home.mkdir()
     (home / "token").write_text("of the file\n")
-    assert existing_token() == "of the file"
+    assert read_existing_token() == "of the file"
     monkeypatch.setenv("SHOAL_TOKEN", "of the variable")
-    assert existing_token() == "of the variable"
+    assert read_existing_token() == "of the variable"
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_an_actor_that_gets_no_answer_says_that_it_goes_on_trying(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SHOAL_TOKEN", TOKEN)
-    monkeypatch.setattr("shoal.actor.__main__.SILENCE_S", 0.01)
+    monkeypatch.setattr("shoal.actor.__main__.CONNECT_NOTICE_S", 0.01)
     assert main([*WORDS, "--timeout-s", "0.5"]) == 1
     trying, gave_up = capsys.readouterr().err.splitlines()
     assert trying == "no gateway answers at tcp://127.0.0.1:1 yet: trying for 0.5 s"
@@ -139,7 +139,7 @@ def test_an_actor_does_not_play_along_when_a_run_of_another_game_takes_the_addre
             try:
                 program.wait_for_line(r"acts with Discrete\(2\), and this run with Discrete\(3\)")
                 assert program.wait() == 1
-                assert other.ledger.totals().received == 0
+                assert other.ledger.get_totals().received == 0
             finally:
                 other.gateway.close()
                 other.ledger.close()
@@ -154,8 +154,8 @@ def test_a_number_that_means_nothing_is_refused(words: tuple[str, str], capsys: 
 
 def test_what_starts_an_actor_can_be_typed_whatever_the_key_is() -> None:
     key = "-E-0l>*!]6?#(O1TIwV3V]vutCf@ei??-7rgip2n"
-    command = command_of("tcp://10.0.0.7:5555", "mygame:My-v0", key)
-    assert shlex.split(command)[3:] == options_of("tcp://10.0.0.7:5555", "mygame:My-v0", key)
-    assert options_of("tcp://10.0.0.7:5555", "mygame:My-v0", "")[-1] == "mygame:My-v0"
+    command = format_actor_command("tcp://10.0.0.7:5555", "mygame:My-v0", key)
+    assert shlex.split(command)[3:] == format_actor_options("tcp://10.0.0.7:5555", "mygame:My-v0", key)
+    assert format_actor_options("tcp://10.0.0.7:5555", "mygame:My-v0", "")[-1] == "mygame:My-v0"
     typed = subprocess.run(["bash", "-c", f"echo {command}"], capture_output=True, text=True, check=True).stdout
     assert f"--server-key={key}" in typed

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from rl_setting import EXPERIENCE
-from shoal.actor.environment import first_observation, make_environment, require_fit
+from shoal.actor.environment import get_first_observation, make_environment, require_matching_spaces
 from shoal.errors import ConfigError
-from shoal.flows.rl_policy import look_at_environment
+from shoal.flows.rl_policy import inspect_environment
 from shoal.rl.spec import RLSpec
 
 GAMES = """
@@ -73,8 +73,8 @@ def test_a_job_finds_the_modules_of_the_folder_that_it_is_run_in(tmp_path: Path)
 
 def test_one_that_cannot_begin_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"env = 'F': raised OSError: no joystick \(some_games\.py:13\)"):
-        first_observation(make_environment("some_games:Faultreset-v0"), "F")
-    assert first_observation(make_environment("some_games:Fault-v0"), "F").shape == (4,)
+        get_first_observation(make_environment("some_games:Faultreset-v0"), "F")
+    assert get_first_observation(make_environment("some_games:Fault-v0"), "F").shape == (4,)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:gymnasium")  # it warns of both, and goes on
@@ -82,8 +82,8 @@ def test_one_that_cannot_begin_is_refused() -> None:
 def test_one_that_begins_with_what_no_actor_could_send_is_refused(fault: str, shape: str) -> None:
     said = rf"begins with what is not in its observation_space: {shape}, expected \(4,\)\. .* reset returns"
     with pytest.raises(ConfigError, match=said):
-        look_at_environment(RLSpec(env=f"some_games:Fault{fault}-v0"))
-    look_at_environment(RLSpec(env="some_games:Fault-v0"))
+        inspect_environment(RLSpec(env=f"some_games:Fault{fault}-v0"))
+    inspect_environment(RLSpec(env="some_games:Fault-v0"))
 
 
 def test_another_game_than_the_run_learns_is_refused() -> None:
@@ -92,12 +92,12 @@ def test_another_game_than_the_run_learns_is_refused() -> None:
     game = make_environment("some_games:Fault-v0").unwrapped
     count, shape = int(EXPERIENCE.action.high or 0) + 1, EXPERIENCE.observation.shape
     game.action_space, game.observation_space = Discrete(count), Box(-1, 1, shape, np.float32)
-    require_fit(game, "F", EXPERIENCE)
+    require_matching_spaces(game, "F", EXPERIENCE)
     for actions in (Discrete(count + 1), Discrete(count, start=1), Box(-1, 1, (1,))):
         game.action_space = actions
         with pytest.raises(ConfigError, match=rf"acts with .*, and this run with Discrete\({count}\)"):
-            require_fit(game, "F", EXPERIENCE)
+            require_matching_spaces(game, "F", EXPERIENCE)
     game.action_space = Discrete(count)
     other = msgspec.structs.replace(EXPERIENCE.observation, shape=(*shape, 2))
     with pytest.raises(ConfigError, match="observes Box"):
-        require_fit(game, "F", msgspec.structs.replace(EXPERIENCE, observation=other))
+        require_matching_spaces(game, "F", msgspec.structs.replace(EXPERIENCE, observation=other))

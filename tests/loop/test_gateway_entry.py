@@ -11,10 +11,10 @@ from rl_setting import EXPERIENCE, TOKEN, Parts, segment, serving
 from shoal.actor import ActorClient
 from shoal.errors import ConfigError, ConnectionLost, Refused
 from shoal.rl.gateway.gateway import Gateway
-from shoal.rl.gateway.zmq_listener import UNREAD_MESSAGES, listen
+from shoal.rl.gateway.zmq_listener import MAX_UNREAD_MESSAGES, bind_router
 from shoal.rl.spec import GatewaySpec
 from shoal.wire import pack_segment
-from shoal.wire.messages import Error, Hello
+from shoal.wire.messages import ErrorMessage, Hello
 from waiting import wait_for
 
 
@@ -50,9 +50,9 @@ def test_a_flood_of_wrong_tokens_is_counted_and_leaves_the_other_events_alone() 
 
 def test_a_connection_may_have_only_a_few_messages_waiting() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket, _ = listen(context, GatewaySpec())
+    socket, _ = bind_router(context, GatewaySpec())
     try:
-        assert socket.getsockopt(zmq.RCVHWM) == UNREAD_MESSAGES <= 16
+        assert socket.getsockopt(zmq.RCVHWM) == MAX_UNREAD_MESSAGES <= 16
     finally:
         socket.close()
         context.term()
@@ -61,8 +61,8 @@ def test_a_connection_may_have_only_a_few_messages_waiting() -> None:
 def test_a_wrong_protocol_version_is_refused() -> None:
     with serving() as parts, Raw(parts) as raw:
         raw.say(Hello(99, TOKEN, "one", 1))
-        error = raw.hear(Error)
-        assert isinstance(error, Error)
+        error = raw.hear(ErrorMessage)
+        assert isinstance(error, ErrorMessage)
         assert (error.code, error.fatal) == ("bad_version", True)
         assert "protocol 1" in error.message
 
@@ -71,18 +71,18 @@ def test_a_wrong_protocol_version_is_refused() -> None:
 def test_a_hello_out_of_range_is_refused(actor_id: str, incarnation: int) -> None:
     with serving() as parts, Raw(parts) as raw:
         raw.say(Hello(1, TOKEN, actor_id, incarnation))
-        error = raw.hear(Error)
-        assert isinstance(error, Error)
+        error = raw.hear(ErrorMessage)
+        assert isinstance(error, ErrorMessage)
         assert error.code == "malformed"
 
 
 def test_nothing_is_accepted_before_hello() -> None:
     with serving() as parts, Raw(parts) as raw:
         raw.socket.send_multipart(pack_segment(segment(), 0))
-        error = raw.hear(Error)
-        assert isinstance(error, Error)
+        error = raw.hear(ErrorMessage)
+        assert isinstance(error, ErrorMessage)
         assert error.code == "hello_required"
-        assert parts.ledger.totals().received == 0
+        assert parts.ledger.get_totals().received == 0
 
 
 def test_a_new_incarnation_takes_over_and_the_old_one_is_told() -> None:
@@ -90,16 +90,16 @@ def test_a_new_incarnation_takes_over_and_the_old_one_is_told() -> None:
         old.enter("twin", 5)
         old.send(0, segment())
         assert new.enter("twin", 6).next_seq == 0
-        error = old.hear(Error)
-        assert isinstance(error, Error)
+        error = old.hear(ErrorMessage)
+        assert isinstance(error, ErrorMessage)
         assert (error.code, error.fatal) == ("superseded", True)
         with Raw(parts) as late:
             late.say(Hello(1, TOKEN, "twin", 5))
-            error = late.hear(Error)
-            assert isinstance(error, Error)
+            error = late.hear(ErrorMessage)
+            assert isinstance(error, ErrorMessage)
             assert error.code == "stale_incarnation"
-        assert parts.ledger.account(("twin", 5)).received == 1
-        assert parts.ledger.account(("twin", 6)).received == 0
+        assert parts.ledger.get_account(("twin", 5)).received == 1
+        assert parts.ledger.get_account(("twin", 6)).received == 0
 
 
 def test_the_same_incarnation_comes_back_where_it_was() -> None:

@@ -16,7 +16,7 @@ from loop.gateway_asking import Raw, client
 from rl_setting import TOKEN, Parts, segment, serving, weights
 from shoal.errors import ConfigError, LedgerUnwritable
 from shoal.rl.experience.segment_ledger import Ledger
-from shoal.rl.gateway.zmq_listener import listen
+from shoal.rl.gateway.zmq_listener import bind_router
 from shoal.rl.spec import GatewaySpec
 from shoal.wire import pack_segment
 from shoal.wire.messages import Bye, Hello
@@ -38,7 +38,7 @@ def test_a_gateway_that_died_is_found_where_it_was_and_gets_what_it_did_not_ackn
             assert second.gateway.port == port
             sender.join(60)
             assert actor.drain(60)
-            account = second.ledger.account((actor.actor_id, actor.incarnation))
+            account = second.ledger.get_account((actor.actor_id, actor.incarnation))
             assert (account.received, account.queued) == (5, 2)
             assert account.dropped == {"shutdown": 3}
             assert actor.reconnects >= 1
@@ -109,7 +109,7 @@ def test_a_gateway_waits_for_weights_that_a_store_on_its_way_back_does_not_have_
 
 def test_connections_to_peers_that_vanished_are_given_up() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket, _ = listen(context, GatewaySpec())
+    socket, _ = bind_router(context, GatewaySpec())
     assert [socket.getsockopt(option) for option in (zmq.TCP_KEEPALIVE, zmq.TCP_KEEPALIVE_IDLE)] == [1, 60]
     context.destroy(linger=0)
 
@@ -133,10 +133,10 @@ def test_a_disk_that_is_full_for_a_while_holds_up_actors_and_costs_nothing(tmp_p
         parts.ledger.commit = commit  # type: ignore[method-assign]
         assert actor.drain(60)
         assert actor.reconnects == 0
-        assert parts.ledger.account((actor.actor_id, actor.incarnation)).received == 2
+        assert parts.ledger.get_account((actor.actor_id, actor.incarnation)).received == 2
         kinds = [kind for _, kind, _ in parts.gateway.take_events()]
         assert kinds == ["actor_joined", "ledger_unwritable", "ledger_writable"]
-        assert parts.gateway.alive
+        assert parts.gateway.is_alive
         actor.close()
 
 
@@ -153,7 +153,7 @@ def test_a_ledger_that_somebody_else_holds_for_a_while_holds_up_acknowledgements
             assert not actor.drain(parts.gateway.spec.timeout_s + 2.0)
         assert actor.drain(60)
         assert actor.reconnects == 0
-        assert parts.ledger.account((actor.actor_id, actor.incarnation)).received == 2
+        assert parts.ledger.get_account((actor.actor_id, actor.incarnation)).received == 2
         kinds = [kind for _, kind, _ in parts.gateway.take_events()]
         assert kinds == ["actor_joined", "ledger_unwritable", "ledger_writable"]
 
@@ -169,7 +169,7 @@ def test_a_gateway_that_closes_while_the_disk_is_full_tells_nobody_what_is_not_w
 
         parts.ledger.commit = refuse  # type: ignore[method-assign]
         raw.socket.send_multipart(pack_segment(segment(), 1))
-        wait_for(lambda: parts.ledger.account(("one", 1)).received == 2)
+        wait_for(lambda: parts.ledger.get_account(("one", 1)).received == 2)
         again.say(Hello(1, TOKEN, "one", 1))
         wait_for(lambda: [kind for _, kind, _ in parts.gateway.take_events()].count("actor_left"))
         with pytest.raises(LedgerUnwritable):

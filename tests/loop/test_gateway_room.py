@@ -9,8 +9,8 @@ from rl_setting import TOKEN, Parts, segment, serving, weights
 from shoal.errors import ConnectionLost
 from shoal.rl.experience.queue import BatchRequest
 from shoal.rl.gateway import sessions
-from shoal.rl.gateway.flow_control import share_credit
-from shoal.wire import Limits, decode, encode
+from shoal.rl.gateway.flow_control import grant_credit
+from shoal.wire import MessageLimits, decode, encode
 from shoal.wire.messages import Hello, Welcome
 from waiting import wait_for
 
@@ -34,16 +34,16 @@ def test_many_actors_that_come_at_once_share_the_credit_once(monkeypatch: pytest
 
     def share(open_credit: dict[bytes, int], *words: int) -> dict[bytes, int]:
         shared.append(len(open_credit))
-        return share_credit(open_credit, *words)
+        return grant_credit(open_credit, *words)
 
-    monkeypatch.setattr(sessions, "share_credit", share)
+    monkeypatch.setattr(sessions, "grant_credit", share)
     parts, said = Parts(), []
-    parts.gateway._latest = parts.store.latest()
-    monkeypatch.setattr(parts.gateway, "_send_all", lambda: said.extend(parts.gateway._answers.take(True)))
+    parts.gateway._latest_weights = parts.store.latest()
+    monkeypatch.setattr(parts.gateway, "_send_all", lambda: said.extend(parts.gateway._send_queue.take(True)))
     for number in range(40):
-        parts.gateway._handle(bytes([number]), [encode(Hello(1, TOKEN, f"actor-{number}", 1))])
-    parts.gateway._answer_round()
-    welcomes = [decode([*answer.frames], Limits()) for answer in said]
+        parts.gateway._handle_message(bytes([number]), [encode(Hello(1, TOKEN, f"actor-{number}", 1))])
+    parts.gateway._send_round()
+    welcomes = [decode([*answer.frames], MessageLimits()) for answer in said]
     assert (len(welcomes), shared) == (40, [40])
     assert {type(welcome) for welcome in welcomes} == {Welcome}
     assert {welcome.send_limit for welcome in welcomes if isinstance(welcome, Welcome)} == {1}
@@ -56,7 +56,7 @@ def test_what_is_sent_beyond_the_limit_is_dropped_and_counted() -> None:
         raw.enter()
         statuses = [raw.send(seq, segment()).status for seq in range(3)]
         assert statuses == ["accepted", "accepted", "dropped"]
-        assert parts.ledger.account(("raw", 1)).dropped == {"over_credit": 1}
+        assert parts.ledger.get_account(("raw", 1)).dropped == {"over_credit": 1}
 
 
 def test_an_actor_that_waits_for_room_gets_credit_when_another_leaves() -> None:

@@ -10,7 +10,7 @@ import pytest
 from loop.gateway_asking import Raw
 from rl_setting import segment, serving, weights
 from shoal.wire import DropReason, Segment, pack_segment
-from shoal.wire.messages import Ack, Error, Ping, Pong, SegmentMessage
+from shoal.wire.messages import Ack, ErrorMessage, Ping, Pong, SegmentMessage
 from waiting import wait_for
 
 BAD: dict[str, tuple[Callable[[], Segment], DropReason, str]] = {
@@ -50,7 +50,7 @@ def test_a_bad_segment_is_dropped_with_its_reason_and_the_next_good_one_accepted
         assert (ack.status, ack.reason) == ("dropped", reason.value)
         assert words in ack.detail
         assert raw.send(1, segment()).status == "accepted"
-        account = parts.ledger.account(("raw", 1))
+        account = parts.ledger.get_account(("raw", 1))
         assert account.dropped == {reason.value: 1}
         assert (account.received, account.queued) == (2, 1)
 
@@ -84,7 +84,7 @@ def test_a_duplicate_is_acknowledged_and_trained_on_once() -> None:
     with serving() as parts, Raw(parts) as raw:
         raw.enter()
         assert [raw.send(0, segment()).status for _ in range(3)] == ["accepted", "duplicate", "duplicate"]
-        account = parts.ledger.account(("raw", 1))
+        account = parts.ledger.get_account(("raw", 1))
         assert (account.received, account.queued, account.duplicates) == (1, 1, 2)
 
 
@@ -93,21 +93,21 @@ def test_segments_are_counted_from_0() -> None:
         raw.enter()
         raw.send(0, segment())
         raw.socket.send_multipart(pack_segment(segment(), -1))
-        error = raw.hear(Error)
-        assert isinstance(error, Error)
+        error = raw.hear(ErrorMessage)
+        assert isinstance(error, ErrorMessage)
         assert error.code == "malformed"
-        assert parts.ledger.account(("raw", 1)).received == 1
+        assert parts.ledger.get_account(("raw", 1)).received == 1
 
 
 def test_a_gap_in_the_sequence_is_refused_with_the_number_that_was_expected() -> None:
     with serving() as parts, Raw(parts) as raw:
         raw.enter()
         raw.socket.send_multipart(pack_segment(segment(), 3))
-        error = raw.hear(Error)
-        assert isinstance(error, Error)
+        error = raw.hear(ErrorMessage)
+        assert isinstance(error, ErrorMessage)
         assert error.code == "sequence_gap"
         assert "0 was expected" in error.message
-        assert parts.ledger.totals().received == 0
+        assert parts.ledger.get_totals().received == 0
 
 
 def test_experience_that_is_too_old_is_dropped_at_admission() -> None:
@@ -128,8 +128,8 @@ def test_unknown_kinds_are_answered_and_the_session_goes_on() -> None:
     with serving() as parts, Raw(parts) as raw:
         raw.enter()
         raw.socket.send(b"\x81\xa4kind\xa6teapot")
-        error = raw.hear(Error)
-        assert isinstance(error, Error)
+        error = raw.hear(ErrorMessage)
+        assert isinstance(error, ErrorMessage)
         assert (error.code, error.fatal) == ("unknown_kind", False)
         raw.say(SegmentMessage(0, ()))
         ack = raw.hear(Ack)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shoal.models.actor_critic import ActorCritic
-from shoal.rl.algorithms.impala.algorithm import NonFiniteLoss, batch_of, update
+from shoal.rl.algorithms.impala.algorithm import NonFiniteLoss, build_batch, update
 from shoal.rl.algorithms.impala.config import ImpalaConfig
 
 
@@ -17,7 +17,7 @@ def test_an_update_that_is_not_finite_leaves_the_weights_as_they_were() -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     rewards = np.array([0, 1, np.inf, 0, 1], np.float32)
     observations, actions, log_probabilities = np.ones((6, 4)), np.zeros(5, np.int64), np.full(5, -1.0, np.float32)
-    batch = batch_of(observations, actions, rewards, log_probabilities, np.array([5]), np.array([False]))
+    batch = build_batch(observations, actions, rewards, log_probabilities, np.array([5]), np.array([False]))
     with pytest.raises(NonFiniteLoss, match="learning_rate"):
         update(model, optimizer, batch, ImpalaConfig())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -30,7 +30,7 @@ def test_updates_learn_a_bandit() -> None:
     random = np.random.default_rng(0)
     for _ in range(60):
         actions = random.integers(0, 2, 64)
-        batch = batch_of(
+        batch = build_batch(
             np.ones((128, 4)), actions, actions.astype(np.float32), np.full(64, np.log(0.5), np.float32),
             np.ones(64, np.int64), np.ones(64, bool),
         )  # fmt: skip

@@ -48,7 +48,7 @@ class Bench:
         self.learner = Learner(spec(*words), EXPERIENCE, self.queue, self.store, folder, used_version)
 
     def put(self, value: Segment) -> None:
-        assert self.queue.put(A, self.queue.ledger.account(A).next_seq, value)
+        assert self.queue.put(A, self.queue.ledger.get_account(A).next_seq, value)
 
 
 def random_segment(random: np.random.Generator, version: int) -> Segment:
@@ -76,7 +76,7 @@ def test_a_learner_publishes_at_once_and_after_every_update(tmp_path: Path) -> N
     )
     assert [published.version for published in bench.learner.take_published()] == [1, 2]
     assert not bench.learner.step()  # nothing is left
-    assert bench.queue.ledger.account(A).consumed == 2
+    assert bench.queue.ledger.get_account(A).consumed == 2
 
 
 def test_nothing_older_than_the_lag_reaches_an_update(tmp_path: Path) -> None:
@@ -89,9 +89,9 @@ def test_nothing_older_than_the_lag_reaches_an_update(tmp_path: Path) -> None:
     assert bench.learner.step()  # versions 6 and 7: a batch has at least 16 steps
     assert bench.learner.step()
     assert [sorted(set(versions.tolist())) for versions in seen] == [[7], [10]]
-    account = bench.queue.ledger.account(A)
+    account = bench.queue.ledger.get_account(A)
     assert (account.consumed, account.dropped) == (2, {"stale_consumption": 1})
-    assert account.balanced
+    assert account.is_balanced
 
 
 def test_a_batch_of_nothing_but_old_experience_changes_nothing(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_one_batch_of_nonsense_is_dropped_with_a_reason_and_learning_goes_on(tmp
     bench.put(segment(16, rewards=np.full(16, 1e38, np.float32)))
     assert bench.learner.step()
     assert bench.learner.snapshot().payload == before
-    assert bench.queue.ledger.account(A).dropped == {"non_finite": 1}
+    assert bench.queue.ledger.get_account(A).dropped == {"non_finite": 1}
     bench.put(segment(16, rewards=np.zeros(16, np.float32)))
     assert bench.learner.step()
     assert bench.learner.updates == 1
@@ -193,10 +193,10 @@ def test_an_actor_that_sends_nonsense_all_the_time_does_not_keep_the_others_from
     for number in range(5):
         bench.put(segment(8, version=number + 1))
         bad = segment(8, version=number + 1, rewards=np.full(8, 1e38, np.float32))
-        assert bench.queue.put(("bad", 1), ledger.account(("bad", 1)).next_seq, bad)
+        assert bench.queue.put(("bad", 1), ledger.get_account(("bad", 1)).next_seq, bad)
         assert bench.learner.step()
     assert bench.learner.updates == 5
-    assert (ledger.account(A).consumed, ledger.account(("bad", 1)).dropped) == (5, {"non_finite": 5})
+    assert (ledger.get_account(A).consumed, ledger.get_account(("bad", 1)).dropped) == (5, {"non_finite": 5})
 
 
 def test_each_segment_of_a_batch_is_dropped_for_its_own_reason(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_each_segment_of_a_batch_is_dropped_for_its_own_reason(tmp_path: Path) -
     bench.put(segment(8, version=9, rewards=np.full(8, 1e38, np.float32)))
     bench.put(segment(8, version=9))
     assert bench.learner.step()
-    account = bench.queue.ledger.account(A)
+    account = bench.queue.ledger.get_account(A)
     assert (account.consumed, account.dropped) == (1, {"stale_consumption": 1, "non_finite": 1})
 
 
@@ -224,7 +224,7 @@ def test_a_loss_that_stays_not_finite_ends_the_run_with_the_last_good_state_save
         bench.learner.run()
     again = Bench(tmp_path).learner
     assert (again.restored_updates, again.snapshot().payload) == (1, before)
-    assert bench.queue.ledger.account(A).dropped == {"non_finite": 3}
+    assert bench.queue.ledger.get_account(A).dropped == {"non_finite": 3}
 
 
 def test_one_actors_nonsense_does_not_end_a_run_that_learns_from_others_now_and_then(tmp_path: Path) -> None:
@@ -236,8 +236,8 @@ def test_one_actors_nonsense_does_not_end_a_run_that_learns_from_others_now_and_
             assert bench.learner.step()
         bench.put(segment(16, version=1))
         assert bench.learner.step()
-    assert bench.queue.ledger.account(A).dropped == {"non_finite": 10}
-    assert bench.queue.ledger.account(A).consumed == 2
+    assert bench.queue.ledger.get_account(A).dropped == {"non_finite": 10}
+    assert bench.queue.ledger.get_account(A).consumed == 2
 
 
 def test_a_learner_without_experience_does_not_save_the_same_again_and_again(
@@ -306,8 +306,8 @@ def test_a_batch_of_one_step_can_be_learnt_from_with_normalised_advantages(tmp_p
 def test_stop_publishes_and_saves_what_was_learnt_last(tmp_path: Path) -> None:
     bench = Bench(tmp_path, "learner.publish_interval_s=1000")
     bench.put(segment(16))
-    original = bench.queue.settle
-    bench.queue.settle = lambda *words: (bench.learner.stop(), original(*words))[1]  # type: ignore[method-assign]
+    original = bench.queue.acknowledge
+    bench.queue.acknowledge = lambda *words: (bench.learner.stop(), original(*words))[1]  # type: ignore[method-assign]
     bench.learner.run()
     assert bench.store.version == 2
     latest = bench.store.latest()
@@ -323,13 +323,13 @@ def test_a_learner_whose_lease_was_revoked_stops(tmp_path: Path) -> None:
 
     def taken_over(*arguments: object) -> object:
         batch = original(*arguments)  # type: ignore[arg-type]
-        bench.queue.ledger.end_open_leases("another learner")
+        bench.queue.ledger.revoke_open_leases("another learner")
         return batch
 
     bench.queue.take = taken_over  # type: ignore[method-assign, assignment]
     with pytest.raises(Closed, match="another life"):
         bench.learner.run()
-    assert bench.queue.ledger.account(A).dropped == {"learner_crash": 1}
+    assert bench.queue.ledger.get_account(A).dropped == {"learner_crash": 1}
 
 
 def test_a_learner_that_was_superseded_leaves_versions_and_checkpoints_to_the_one_that_took_over(
@@ -341,13 +341,13 @@ def test_a_learner_that_was_superseded_leaves_versions_and_checkpoints_to_the_on
         first.put(segment(16))
     assert first.learner.step()
     second = Learner(spec(), EXPERIENCE, first.queue, first.store, tmp_path, first.store.version)
-    original = first.queue.settle
+    original = first.queue.acknowledge
 
     def taken_over(*words: object) -> bool:
-        first.queue.ledger.end_open_leases(second.consumer)
+        first.queue.ledger.revoke_open_leases(second.consumer)
         return original(*words)  # type: ignore[arg-type]
 
-    first.queue.settle = taken_over  # type: ignore[method-assign, assignment]
+    first.queue.acknowledge = taken_over  # type: ignore[method-assign, assignment]
     with pytest.raises(Closed, match="another life"):
         first.learner.run()
     assert first.store.version == second.version == 2
@@ -385,7 +385,7 @@ def test_a_learner_waits_for_a_ledger_that_cannot_be_written(tmp_path: Path, mon
     for _ in range(4):
         bench.put(segment(8))
     with monkeypatch.context() as full:
-        full.setattr(bench.queue, "settle", refuse)
+        full.setattr(bench.queue, "acknowledge", refuse)
         learning = threading.Thread(target=bench.learner.run)
         learning.start()
         wait_for(lambda: refusals >= 3)
@@ -394,7 +394,7 @@ def test_a_learner_waits_for_a_ledger_that_cannot_be_written(tmp_path: Path, mon
         bench.learner.resume()
         refusals = 0
         wait_for(lambda: refusals >= 3)
-    wait_for(lambda: bench.queue.ledger.totals().consumed == 4)
+    wait_for(lambda: bench.queue.ledger.get_totals().consumed == 4)
     bench.learner.stop()
     learning.join(60)
     assert bench.learner.updates == 2
@@ -421,7 +421,7 @@ def test_a_learner_that_waits_long_for_a_whole_batch_is_stopped_and_paused_at_on
 def test_a_smaller_batch_is_taken_when_the_time_for_a_whole_one_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(learner_module, "LOOK_S", 0.01)
+    monkeypatch.setattr(learner_module, "POLL_S", 0.01)
     bench = Bench(tmp_path, "learner.take_timeout_s=0.1")
     bench.put(segment(8))
     looks = 0
@@ -468,7 +468,7 @@ def test_a_paused_learner_holds_its_weights_and_goes_on_where_it_was(tmp_path: P
     assert held.payload == latest.payload  # what is held has been published, whatever publish_interval_s says
     bench.put(segment(16))
     assert bench.learner.pause().payload == held.payload
-    assert bench.queue.ledger.account(A).queued == 1
+    assert bench.queue.ledger.get_account(A).queued == 1
     bench.learner.resume()
     wait_for(lambda: bench.learner.updates == 2)
     bench.learner.stop()

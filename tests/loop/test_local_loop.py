@@ -85,8 +85,8 @@ def test_the_books_balance_while_the_run_goes_on_and_after_it(tmp_path: Path) ->
             assert loop.gateway.stats()["segments"]["balanced"]
         wait_for(lambda: loop.learner.stats()["updates"] > 3, timeout_s=120)
         loop.close()
-        totals = loop.ledger.totals()
-        assert totals.balanced
+        totals = loop.ledger.get_totals()
+        assert totals.is_balanced
         assert totals.queued == 0
         assert totals.consumed == loop.learner.counts["consumed"]
     thread.join(60)

@@ -28,15 +28,15 @@ class FakeFlow:
     """What a trial needs of its flow; `outcome` is what playing brings."""
 
     def __init__(self, outcome: Evaluation | ShoalError, time_is_up: bool = False) -> None:
-        from shoal.flows.actor_learner import _Flow
+        from shoal.flows.actor_learner import _ActorLearnerRun
 
         self.spec = SimpleNamespace(target_return=475.0)
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.recorder = SimpleNamespace(event=lambda kind, **details: self.events.append((kind, details)))
         self._outcome, self._is_up = outcome, time_is_up
         self._note = self.recorder.event
-        self._was_not_tried = lambda *words: _Flow._was_not_tried(self, *words)  # type: ignore[arg-type]
-        self.passes: Callable[[], bool] = lambda: _Flow._passes(self, SNAPSHOT)  # type: ignore[arg-type]
+        self._was_not_tried = lambda *words: _ActorLearnerRun._was_not_tried(self, *words)  # type: ignore[arg-type]
+        self.passes: Callable[[], bool] = lambda: _ActorLearnerRun._passes(self, SNAPSHOT)  # type: ignore[arg-type]
 
     def _play(self, snapshot: WeightSnapshot, seed: int) -> Evaluation:
         if isinstance(self._outcome, ShoalError):
@@ -93,7 +93,7 @@ def test_episodes_are_played_in_pieces_of_what_the_endpoint_takes_at_once(monkey
     flow: Any = SimpleNamespace(
         spec=spec, token="", _endpoint=SimpleNamespace(url="http://h"), _first_observation=np.zeros(4, np.float32)
     )
-    assert len(actor_learner._Flow._play(flow, SNAPSHOT, seed=1).returns) == 5
+    assert len(actor_learner._ActorLearnerRun._play(flow, SNAPSHOT, seed=1).returns) == 5
     assert max(num_rows) == 2
 
 
@@ -113,14 +113,14 @@ def test_a_run_that_is_stopped_while_it_starts_settles_before_ray_kills_its_job(
         close_gateway=lambda finished, timeout_s: not_there(timeout_s),
     )
     flow: Any = SimpleNamespace(_workers=workers, _endpoint=None, _listening={})
-    actor_learner._Flow.settle(flow)
-    assert clock.now == actor_learner.SETTLE_S < 15.0
+    actor_learner._ActorLearnerRun.shut_down(flow)
+    assert clock.now == actor_learner.SHUTDOWN_TIMEOUT_S < 15.0
 
 
 def sent_nothing_valid(monkeypatch: pytest.MonkeyPatch, record: Callable[..., None]) -> Any:
     """The flow of a run whose actors send what is dropped; `record` stands for each word to the record."""
     from shoal.flows import actor_learner
-    from shoal.flows.rl_metrics import LoopMetrics, Thinning
+    from shoal.flows.rl_metrics import ActorLearnerMetrics, HistorySampler
 
     monkeypatch.setattr(actor_learner, "record_changes", lambda *_: None)
     stats: dict[str, Any] = {
@@ -129,15 +129,15 @@ def sent_nothing_valid(monkeypatch: pytest.MonkeyPatch, record: Callable[..., No
         "actors": [{"actor_id": "a", "connected": True, "lag": 0, "steps": 0, "invalid": {"non_finite": 7682}}],
         "segments": {"received": 7682, "consumed": 0, "queued": 0, "dropped": {"non_finite": 7682}},
     }  # fmt: skip
-    flow: Any = object.__new__(actor_learner._Flow)
+    flow: Any = object.__new__(actor_learner._ActorLearnerRun)
     flow.spec = SimpleNamespace(env="CartPole-v1", max_wall_s=0.0, target_return=475.0)
     flow.recorder = SimpleNamespace(id="one", log=record, log_group=record, event=record, endpoint=record)
     flow._workers = SimpleNamespace(stats=lambda: (stats, {}), events=list, published=list)
     flow._endpoint = SimpleNamespace(stats=list)
-    flow._listening, flow._pids = {"gateway": ("gateway", "tcp://h:1")}, {}
+    flow._addresses, flow._pids = {"gateway": ("gateway", "tcp://h:1")}, {}
     flow._gateway_stats, flow._learner_stats = {}, {}
     flow._learning_since, flow._printed_at, flow._tried_at, flow._solved = None, 0.0, 0, False
-    flow._metrics, flow._thinning = LoopMetrics(), Thinning(0.0)
+    flow._metrics, flow._history_sampler = ActorLearnerMetrics(), HistorySampler(0.0)
     flow._server_key = ""
     return flow
 
@@ -152,7 +152,7 @@ def test_a_run_that_is_sent_nothing_valid_shows_what_is_dropped_and_ends_when_it
     assert logged[1] == {"a": 0.0}
     assert "| dropped 7,682" in capsys.readouterr().out
     with pytest.raises(RunError, match=r"every segment was dropped \(non_finite 7,682\): mend the actors"):
-        flow._require_hope()
+        flow._require_reachable_target()
 
 
 def test_a_record_that_cannot_be_written_for_now_does_not_end_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,7 @@ def test_a_record_that_cannot_be_written_for_now_does_not_end_the_loop(monkeypat
     flow._gateway_stats |= {"address": "tcp://h:2", "solved_s": 1.0, "solved_steps": 9}  # it comes back elsewhere
     flow._poll()
     assert not flow._trial_is_due()
-    assert flow._listening["gateway"] == ("gateway", "tcp://h:2")
+    assert flow._addresses["gateway"] == ("gateway", "tcp://h:2")
     assert not flow._was_not_tried(SNAPSHOT, "no replica")
 
 
@@ -201,10 +201,10 @@ def test_why_the_learner_did_not_start_is_said_and_not_what_followed_from_it(mon
     traceback = f"ray::LearnerWorker.__init__()\n  File ...\nshoal.errors.SpecMismatch: {mismatch}"
     died = ActorDiedError(RayTaskError("LearnerWorker.__init__", traceback, mismatch, "", 1, ""))
     with pytest.raises(ClusterError, match=r"^the learner did not start: \S*SpecMismatch: hidden = \[128\]"):
-        workers(monkeypatch, died, "tcp://here").gateway_address()
+        workers(monkeypatch, died, "tcp://here").wait_for_gateway()
     with pytest.raises(ClusterError, match="the gateway did not start in time"):
-        workers(monkeypatch, {}, GetTimeoutError("later")).gateway_address()
-    assert workers(monkeypatch, {}, "tcp://here").gateway_address() == "tcp://here"
+        workers(monkeypatch, {}, GetTimeoutError("later")).wait_for_gateway()
+    assert workers(monkeypatch, {}, "tcp://here").wait_for_gateway() == "tcp://here"
 
 
 def test_a_store_that_is_on_its_way_back_is_asked_again_for_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,8 +216,8 @@ def test_a_store_that_is_on_its_way_back_is_asked_again_for_its_version(monkeypa
     monkeypatch.setattr(ray, "get", fake_get)
     monkeypatch.setattr(ray_weight_store, "RETRY_S", 0.0)
     away = ActorUnavailableError("restarting", b"x" * 16)
-    assert ray_weight_store.used_version(FakeWorker([away, away, 5])) == 5  # type: ignore[arg-type]
-    assert ray_weight_store.used_version(FakeWorker(away), timeout_s=0.0) == 0  # type: ignore[arg-type]
+    assert ray_weight_store.get_stored_version(FakeWorker([away, away, 5])) == 5  # type: ignore[arg-type]
+    assert ray_weight_store.get_stored_version(FakeWorker(away), timeout_s=0.0) == 0  # type: ignore[arg-type]
 
 
 def test_whatever_keeps_the_store_from_answering_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

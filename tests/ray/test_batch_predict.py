@@ -63,7 +63,7 @@ def test_paths_and_columns_are_taken_as_they_were_typed(tmp_path: Path, monkeypa
 
     handed: list[str] = []
     monkeypatch.setattr(verb, "check", lambda spec: None)
-    monkeypatch.setattr(verb, "end_as_by_ctrl_c", lambda: None)
+    monkeypatch.setattr(verb, "interrupt_on_termination", lambda: None)
     monkeypatch.setattr(verb, "_run", lambda fields, *_: handed.extend(fields))
     source, output = tmp_path / "a: b #1.csv", tmp_path / "{on}"
     words = ["1e3", str(source), str(output), "--columns", "x=it's, 1", "--keep", "on, 2,no]", "--workers", "2"]
@@ -100,7 +100,7 @@ def test_a_column_is_the_one_of_its_name_in_every_file_of_a_folder(
     answers: list[float] = []
 
     def predict_files(job: ray_batch_predict.BatchJob, files: list[Path], *_: object) -> int:
-        predictor = TablePredictor(job.source.package(job.version), job.options, said=job.said)
+        predictor = TablePredictor(job.source.load_package(job.version), job.options, said=job.said)
         answers.extend(predictor(read(file))["y"][0].as_py() for file in files)
         return 2
 
@@ -164,7 +164,7 @@ def test_a_model_that_ends_its_process_ends_the_prediction(
 def test_a_prediction_that_fails_leaves_its_places_while_its_error_is_kept(
     cluster: EmbeddedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shoal.cluster.capacity import wait_for_free
+    from shoal.cluster.capacity import wait_for_resource
     from shoal.serve.on_ray import batch_predict as ray_batch_predict
 
     class Wrong:
@@ -175,10 +175,10 @@ def test_a_prediction_that_fails_leaves_its_places_while_its_error_is_kept(
 
     monkeypatch.setattr(ray_batch_predict, "PredictWorker", Wrong)
     pyarrow.parquet.write_table(pa.table({"x": [1, 2, 3]}), tmp_path / "in.parquet")
-    free = wait_for_free("CPU", 8.0, 10.0)
+    free = wait_for_resource("CPU", 8.0, 10.0)
     with pytest.raises(RunError, match="is no picture") as raised:
         ray_batch_predict.predict_files(None, [tmp_path / "in.parquet"], tmp_path / "out", 1)  # type: ignore[arg-type]
-    assert wait_for_free("CPU", free, 10.0) == free
+    assert wait_for_resource("CPU", free, 10.0) == free
     assert raised.value.__context__ is None
 
 
@@ -192,7 +192,7 @@ def test_places_of_what_has_just_ended_are_waited_for(tmp_path: Path, monkeypatc
 def test_where_no_place_becomes_free_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from shoal.serve.on_ray import batch_predict as ray_batch_predict
 
-    monkeypatch.setattr(ray_batch_predict, "ROOM_S", 0.1)
+    monkeypatch.setattr(ray_batch_predict, "CAPACITY_WAIT_S", 0.1)
     with pytest.raises(ClusterError, match=r"1 workers need 0\.75 CPUs free: wait for what runs"):
         predicted(tmp_path, monkeypatch, write_rows, lambda: {"CPU": 0.5})
     assert folders(tmp_path) == []

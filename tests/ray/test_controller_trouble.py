@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.errors import ConnectionLost, InferenceError
-from shoal.serve.controller.config import ControllerSetting
+from shoal.serve.controller.config import ControllerConfig
 from shoal.serve.messages.replica_report import ReplicaReport
 
 
@@ -26,10 +26,10 @@ class FailingMethod:
 
 
 def test_what_fails_in_the_controller_stops_no_replica_and_is_told_to_people(tmp_path: Path) -> None:
-    from shoal.serve.on_ray.controller_actor import RayController
+    from shoal.serve.on_ray.controller_actor import RayControllerClient
 
     full, no = FailingMethod(OSError("the disk is full")), FailingMethod(InferenceError(409, "no"))
-    controller = RayController(ControllerSetting("e", "1", (), tmp_path, str(tmp_path), {}))
+    controller = RayControllerClient(ControllerConfig("e", "1", (), tmp_path, str(tmp_path), {}))
     controller._handle = SimpleNamespace(report=full, status=full, administer=no)
     with pytest.raises(ConnectionLost, match=r"the controller of 'e' failed: .*the disk is full"):
         asyncio.run(controller.report(ReplicaReport("r1")))

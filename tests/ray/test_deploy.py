@@ -17,9 +17,9 @@ from shoal.cluster.embedded_cluster import EmbeddedCluster
 from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError
 from shoal.home import home
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
-from shoal.serve.controller.config import ControllerSetting, kept_endpoint
+from shoal.serve.controller.config import ControllerConfig, parse_actor_name
 from shoal.serve.spec.endpoint import EndpointSpec
-from shoal.serve.spec.model_source import LiveModel, ServedModel, registered
+from shoal.serve.spec.model_source import EndpointModel, LiveModel, model_from_ref
 from shoal.weights import WeightSnapshot, WeightStore
 from shoal_program import Program
 from waiting import wait_for
@@ -37,7 +37,7 @@ sys.stdin.read()
 LIVING, GONE = "01000000", "02000000"
 TENSOR = TensorSignature(name="x", datatype="FP32", shape=[-1, 1])
 SIGNATURE = Signature(inputs=[TENSOR], outputs=[TENSOR])
-MODEL = ServedModel("m", LiveModel(ModelFactory(factory="torch.nn:Identity"), SIGNATURE, WeightStore()))
+MODEL = EndpointModel("m", LiveModel(ModelFactory(factory="torch.nn:Identity"), SIGNATURE, WeightStore()))
 
 
 class FakeServe:
@@ -88,8 +88,8 @@ def faked(serve: FakeServe, actors: tuple[str, ...] = ()) -> Iterator[None]:
     from shoal.serve.on_ray import deployment, ownership, removal
 
     class Controller:
-        def __init__(self, setting: ControllerSetting) -> None:
-            assert kept_endpoint(setting.actor) == (setting.name, LIVING)
+        def __init__(self, setting: ControllerConfig) -> None:
+            assert parse_actor_name(setting.actor_name) == (setting.name, LIVING)
 
         def make(self) -> None:
             serve.done.append("make")
@@ -100,13 +100,13 @@ def faked(serve: FakeServe, actors: tuple[str, ...] = ()) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (deployment, removal):
             patch.setattr(module, "serve", serve)
-        patch.setattr(deployment, "RayController", Controller)
-        patch.setattr(deployment, "application", lambda *arguments: None)
-        patch.setattr(deployment, "this_driver", lambda: LIVING)
+        patch.setattr(deployment, "RayControllerClient", Controller)
+        patch.setattr(deployment, "build_application", lambda *arguments: None)
+        patch.setattr(deployment, "get_driver_id", lambda: LIVING)
         patch.setattr(ownership, "living_drivers", lambda: {LIVING})
         patch.setattr(ownership, "_controllers", lambda: list(actors))
-        patch.setattr(removal, "has_serve", serve.has_serve)
-        patch.setattr(removal, "end_controller", lambda actor: serve.done.append(f"end {actor}"))
+        patch.setattr(removal, "is_serve_running", serve.has_serve)
+        patch.setattr(removal, "stop_controller", lambda actor: serve.done.append(f"end {actor}"))
         yield
 
 
@@ -195,7 +195,7 @@ def test_a_serve_that_is_ending_is_waited_for_and_one_that_stays_is_named(monkey
         assert ending.done == ["make", "start", "run"]
     stays = FakeServe()
     stays.is_there = True
-    monkeypatch.setattr(removal, "END_S", 0.0)
+    monkeypatch.setattr(removal, "SHUTDOWN_TIMEOUT_S", 0.0)
     with pytest.raises(ClusterError, match=r"Serve runs on this cluster \(without an application\)"):
         deploy(stays)
     assert stays.done == []
@@ -213,9 +213,9 @@ def test_an_endpoint_that_another_driver_makes_meanwhile_stays() -> None:
 
     with faked(serve), pytest.MonkeyPatch.context() as patch:
         patch.setattr(ownership, "_controllers", lambda: list(actors))
-        patch.setattr(removal, "has_serve", has_serve)
+        patch.setattr(removal, "is_serve_running", has_serve)
         with pytest.raises(ClusterError, match=r"Serve runs on this cluster \(new\)"):
-            removal.remove_abandoned()
+            removal.remove_abandoned_endpoint()
     assert serve.done == []
 
 
@@ -246,13 +246,13 @@ def test_an_endpoint_whose_driver_was_killed_makes_room_on_a_cluster(cluster: Em
     with Program([sys.executable, "-c", DRIVER], stdin=subprocess.PIPE) as driver:
         left = driver.wait_for_line("^http://.*")[0]
         with pytest.raises(ClusterError, match="close that endpoint first"):
-            deployment.deploy(EndpointSpec(name="next", num_cpus=0.1), [registered("left@1")])
+            deployment.deploy(EndpointSpec(name="next", num_cpus=0.1), [model_from_ref("left@1")])
         drivers = ownership.living_drivers() - before
         driver.process.kill()
         driver.wait()
     assert drivers
     wait_for(lambda: not drivers & ownership.living_drivers(), STATE_TIMEOUT_S, "Ray to notice the driver's end")
-    endpoint = deployment.deploy(EndpointSpec(name="next", num_cpus=0.1), [registered("left@1")])
+    endpoint = deployment.deploy(EndpointSpec(name="next", num_cpus=0.1), [model_from_ref("left@1")])
     with closing(endpoint):
         assert [each.name.partition("-")[0] for each in (home() / "endpoints").glob("*.json")] == ["next"]
         with Client(endpoint.url) as client:
@@ -299,7 +299,7 @@ def test_an_endpoint_is_closed_also_when_its_record_cannot_be_written(monkeypatc
     )
     for name in ("check", "require_code", "require_cpus"):
         monkeypatch.setattr(serving, name, lambda *asked: None)
-    monkeypatch.setattr(serving, "registered", lambda ref: MODEL)
+    monkeypatch.setattr(serving, "model_from_ref", lambda ref: MODEL)
     monkeypatch.setattr("shoal.serve.on_ray.deployment.deploy", lambda spec, models: endpoint)
     monkeypatch.setattr("shoal.runs.create", create)
     with pytest.raises(RunError, match="the record is locked"):
@@ -328,7 +328,7 @@ def test_an_endpoint_that_the_cluster_has_no_room_for_names_its_own_fields(monke
 
     for name in ("check", "require_code"):
         monkeypatch.setattr(serving, name, lambda spec: None)
-    monkeypatch.setattr(serving, "registered", lambda ref: MODEL)
+    monkeypatch.setattr(serving, "model_from_ref", lambda ref: MODEL)
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 2.0})
     with pytest.raises(ConfigError) as caught:
         serving.serve_models(ServingSpec(models=["m@1"]).override(["endpoint.num_cpus=100"]), "serve")

@@ -26,10 +26,10 @@ from shoal.cluster import embedded_cluster, jobs
 from shoal.cluster.attach import find_cluster
 from shoal.cluster.cluster_handle import ClusterHandle
 from shoal.cluster.embedded_cluster import EmbeddedCluster
-from shoal.cluster.ports import held_ports
-from shoal.cluster.processes import MARKER, remove_folder
+from shoal.cluster.ports import reserve_ports
+from shoal.cluster.processes import CLUSTER_ID_VARIABLE, remove_folder
 from shoal.errors import ClusterError, RunError
-from shoal.home import access_token, home
+from shoal.home import home, load_access_token
 from shoal_program import MARK, Program, end_marked, ended, processes_with
 from waiting import wait_for, wait_until_none
 
@@ -41,13 +41,13 @@ pytestmark = pytest.mark.timeout(1500)
 def folders(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The temporary folders of the clusters that the test starts."""
     made: list[Path] = []
-    folder_of = embedded_cluster.folder_of
+    folder_of = embedded_cluster.get_cluster_folder
 
     def record(cluster_id: str) -> Path:
         made.append(folder_of(cluster_id))
         return made[-1]
 
-    monkeypatch.setattr(embedded_cluster, "folder_of", record)
+    monkeypatch.setattr(embedded_cluster, "get_cluster_folder", record)
     return made
 
 
@@ -58,7 +58,7 @@ def interrupted(at_line: int) -> bool:
 
     def trace(frame: FrameType, event: str, _: object) -> Callable[..., object] | None:
         nonlocal countdown
-        if frame.f_code is not embedded_cluster.start.__code__:
+        if frame.f_code is not embedded_cluster.start_cluster.__code__:
             return None
         if event == "line" and (countdown := countdown - 1) == -1:
             sys.settrace(None)  # what follows the interruption is not interrupted again
@@ -68,7 +68,7 @@ def interrupted(at_line: int) -> bool:
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        embedded_cluster.start()
+        embedded_cluster.start_cluster()
     except (KeyboardInterrupt, LookupError) as ended:
         return isinstance(ended, KeyboardInterrupt)
     finally:
@@ -165,7 +165,7 @@ def test_a_job_runs_with_our_python_in_the_given_folder(cluster: EmbeddedCluster
     pieces = "".join(job.follow(timeout_s=400))
     assert job.wait(timeout_s=400) is jobs.JobStatus.SUCCEEDED
     assert f"said {sys.prefix} two words blue blue" in pieces
-    assert job.logs() == pieces
+    assert job.read_logs() == pieces
     assert jobs.list_jobs(cluster)[0].submission_id == job.submission_id
 
 
@@ -180,7 +180,7 @@ def test_a_job_that_is_uploaded_brings_its_folder_and_the_whole_package(
     for place in (tmp_path / "runs/one", home() / "runs/one", home() / "registry/net/1"):
         place.mkdir(parents=True)
         (place / "checkpoint").write_text("large")
-    access_token()
+    load_access_token()
     (tmp_path / "job.py").write_text(
         "import json, os, pathlib, shoal.runs\n"
         "package = pathlib.Path(shoal.runs.__file__).parents[1]\n"
@@ -189,8 +189,8 @@ def test_a_job_that_is_uploaded_brings_its_folder_and_the_whole_package(
         "print(json.dumps([str(package), files, sorted(os.listdir('.')), os.environ['COLOUR']]))\n"
     )
     job = jobs.submit(elsewhere, ["python", "job.py"], env={"COLOUR": "blue"}, working_dir=tmp_path)
-    assert job.wait(timeout_s=400) is jobs.JobStatus.SUCCEEDED, job.logs()
-    place, files, beside, colour = json.loads(job.logs().splitlines()[-1])
+    assert job.wait(timeout_s=400) is jobs.JobStatus.SUCCEEDED, job.read_logs()
+    place, files, beside, colour = json.loads(job.read_logs().splitlines()[-1])
     assert place != str(package)
     assert files == expected
     assert (beside, colour) == (["job.py"], "blue")
@@ -201,7 +201,7 @@ def test_a_failed_job_says_its_last_lines(cluster: EmbeddedCluster) -> None:
     with pytest.raises(RunError, match=r"(?s)failed.*\nthe disk is full"):
         job.wait(timeout_s=400)
     with pytest.raises(RunError, match="knows no jobs/none"):
-        jobs.Job(cluster, "none").status()
+        jobs.JobHandle(cluster, "none").status()
 
 
 def test_a_stopped_job_gets_to_say_good_bye(cluster: EmbeddedCluster, tmp_path: Path) -> None:
@@ -213,11 +213,11 @@ def test_a_stopped_job_gets_to_say_good_bye(cluster: EmbeddedCluster, tmp_path: 
     )
     job = jobs.submit(cluster, ["python", "job.py"], working_dir=tmp_path)
     with ended(job):
-        wait_for(lambda: "ready" in job.logs(), STATE_S, "first line")
+        wait_for(lambda: "ready" in job.read_logs(), STATE_S, "first line")
         with pytest.raises(ClusterError, match="still RUNNING after"):
             job.wait(timeout_s=0.1)
         assert job.stop(STATE_S) is jobs.JobStatus.STOPPED
-    assert job.logs().endswith("saved\n")
+    assert job.read_logs().endswith("saved\n")
 
 
 def test_a_client_with_the_environment_finds_the_cluster(
@@ -242,14 +242,14 @@ def test_two_clusters_at_once_stop_leaves_nothing_and_spares_the_other(cluster: 
 
     ray_files = Path("/tmp/ray")
     before = sorted(ray_files.rglob("*")) if ray_files.exists() else None
-    with embedded_cluster.start(num_cpus=1) as second:
+    with embedded_cluster.start_cluster(num_cpus=1) as second:
         assert second.dashboard_url != cluster.dashboard_url
         assert second.temp_dir is not None
         # With several Rays on the machine a job finds its own in this file; without it Ray takes any of them.
         assert (second.temp_dir / "ray/ray_current_cluster").read_text() == second.address
         job = jobs.submit(second, ["python", "-c", "import ray; ray.init(); print(ray.cluster_resources()['CPU'])"])
         assert job.wait(timeout_s=400) is jobs.JobStatus.SUCCEEDED
-        assert "\n1.0\n" in job.logs()
+        assert "\n1.0\n" in job.read_logs()
         assert ray.get(known_nodes.remote()) == 1, "so does a worker: who waits there for an actor's death hears of it"
         ports, pids = listening_ports(second.pids()), second.pids()
         assert len(ports) > 6
@@ -272,11 +272,11 @@ def test_stop_ends_processes_that_ignore_sigterm_or_fork_twice(tmp_path: Path) -
         "print('pid', os.getpid(), flush=True)\n"
         "time.sleep(600)\n"
     )
-    with embedded_cluster.start(num_cpus=1) as stubborn:
+    with embedded_cluster.start_cluster(num_cpus=1) as stubborn:
         job = jobs.submit(stubborn, ["python", "stubborn.py"], working_dir=tmp_path)
-        wait_for(lambda: job.logs().count("pid ") == 2, STATE_S, "two processes")
+        wait_for(lambda: job.read_logs().count("pid ") == 2, STATE_S, "two processes")
         ports = listening_ports(stubborn.pids())
-        pids = [int(line.split()[1]) for line in job.logs().splitlines() if line.startswith("pid ")]
+        pids = [int(line.split()[1]) for line in job.read_logs().splitlines() if line.startswith("pid ")]
         assert set(pids) <= set(stubborn.pids())
     assert_nothing_left(stubborn, ports)
     assert still_alive(pids) == []
@@ -298,7 +298,7 @@ def test_an_interrupted_start_leaves_nothing(folders: list[Path]) -> None:
 
     def start() -> None:
         try:
-            embedded_cluster.start(environment={MARK: mark}).stop()
+            embedded_cluster.start_cluster(environment={MARK: mark}).stop()
         finally:
             with turn:
                 over.set()
@@ -314,36 +314,36 @@ def test_an_interrupted_start_leaves_nothing(folders: list[Path]) -> None:
 def test_a_start_that_fails_says_why_and_leaves_nothing(folders: list[Path]) -> None:
     mark = uuid.uuid4().hex
     with pytest.raises(ClusterError, match=r"^Ray could not start: .*object.store"):
-        embedded_cluster.start(object_store_memory_bytes=1, environment={MARK: mark}).stop()
+        embedded_cluster.start_cluster(object_store_memory_bytes=1, environment={MARK: mark}).stop()
     with pytest.raises(ClusterError, match=r"not ready within 0\.01 s"):
-        embedded_cluster.start(timeout_s=0.01, environment={MARK: mark}).stop()
+        embedded_cluster.start_cluster(timeout_s=0.01, environment={MARK: mark}).stop()
     assert processes_with(MARK, mark) == []
     assert [folder.exists() for folder in folders] == [False, False]
 
 
 def test_of_a_part_of_ray_that_has_ended_the_last_words_are_those_that_tell_something(tmp_path: Path) -> None:
-    from shoal.cluster.ray_head import last_words
+    from shoal.cluster.ray_head import summarize_logs
 
-    assert last_words(tmp_path, "raylet") == "it said nothing"
+    assert summarize_logs(tmp_path, "raylet") == "it said nothing"
     (tmp_path / "raylet.err").write_text("[2026-11-23 04:15:48,161 E 1 1] (raylet) main.cc:5: no agent\n\n")
     (tmp_path / "raylet.out").write_text("[2026-11-23 04:15:48,162 I 1 1] (raylet) stats.h:176: has shutdown.\n")
     (tmp_path / "dashboard.log").write_text("no module\n2026-11-23 04:15:48,162\tINFO head.py:1 -- ends\n")
-    assert last_words(tmp_path, "dashboard") == "no module"
+    assert summarize_logs(tmp_path, "dashboard") == "no module"
     (tmp_path / "gcs_server.err").write_text("another\n")
-    assert last_words(tmp_path, "raylet") == "[2026-11-23 04:15:48,161 E 1 1] (raylet) main.cc:5: no agent"
+    assert summarize_logs(tmp_path, "raylet") == "[2026-11-23 04:15:48,161 E 1 1] (raylet) main.cc:5: no agent"
     (tmp_path / "raylet.err").write_text("dashboard_agent failed\n")
     (tmp_path / "dashboard_agent.log").write_text(
         "2026-11-23 04:15:48,162\tINFO agent.py:1 -- begins\nOSError: taken\n"
     )
-    assert last_words(tmp_path, "raylet") == "dashboard_agent failed / dashboard_agent: OSError: taken"
+    assert summarize_logs(tmp_path, "raylet") == "dashboard_agent failed / dashboard_agent: OSError: taken"
 
 
 def test_what_an_agent_told_is_nothing_while_ray_replaces_its_file(tmp_path: Path) -> None:
-    from shoal.cluster.ray_head import told_port
+    from shoal.cluster.ray_head import read_port_file
 
-    assert told_port(tmp_path / "port") == ""
+    assert read_port_file(tmp_path / "port") == ""
     (tmp_path / "port").write_text("52365\n")
-    assert told_port(tmp_path / "port") == "52365"
+    assert read_port_file(tmp_path / "port") == "52365"
 
 
 def test_a_port_that_somebody_has_taken_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,13 +352,13 @@ def test_a_port_that_somebody_has_taken_is_said(monkeypatch: pytest.MonkeyPatch)
 
         @contextmanager
         def one_of_them_is_taken(count: int) -> Iterator[list[int]]:
-            with held_ports(count) as ports:
+            with reserve_ports(count) as ports:
                 names = ["metrics", *embedded_cluster._PORTS]
                 yield [taken if name == "metrics_agent_port" else port for name, port in zip(names, ports, strict=True)]
 
-        monkeypatch.setattr(embedded_cluster, "held_ports", one_of_them_is_taken)
+        monkeypatch.setattr(embedded_cluster, "reserve_ports", one_of_them_is_taken)
         with pytest.raises(ClusterError, match=f"raylet ended: .*dashboard_agent: .*{taken}"):
-            embedded_cluster.start()
+            embedded_cluster.start_cluster()
 
 
 OWNER = """
@@ -385,7 +385,7 @@ def test_agents_that_are_slow_to_start_are_waited_for(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(SLOW_AGENTS.format(seconds=20))
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     begun_s = time.monotonic()
-    with embedded_cluster.start(environment={"PYTHONPATH": path}) as cluster:
+    with embedded_cluster.start_cluster(environment={"PYTHONPATH": path}) as cluster:
         assert time.monotonic() - begun_s > 20, "it was ready before its agents were"
         jobs.submit(cluster, [sys.executable, "-c", "print('done')"]).wait(timeout_s=400)
 
@@ -394,15 +394,15 @@ def test_agents_that_are_slow_to_start_are_waited_for(tmp_path: Path) -> None:
 def test_the_cluster_ends_when_its_owner_is_killed(mode: str) -> None:
     with Program([sys.executable, "-c", OWNER, mode]) as owner:
         cluster_id, temp_dir = json.loads(owner.wait_for_line(r"^\[.*\]$")[0])
-        assert len(processes_with(MARKER, cluster_id)) > 5
+        assert len(processes_with(CLUSTER_ID_VARIABLE, cluster_id)) > 5
         owner.process.kill()
-        wait_until_none(lambda: processes_with(MARKER, cluster_id), STATE_S, "processes of the cluster")
+        wait_until_none(lambda: processes_with(CLUSTER_ID_VARIABLE, cluster_id), STATE_S, "processes of the cluster")
         wait_for(lambda: not Path(temp_dir).exists(), STATE_S, "end of its folder")
         end_marked(owner.mark)  # the fork
 
 
 def test_the_head_killed_is_noticed_and_stop_finds_the_rest() -> None:
-    with embedded_cluster.start(num_cpus=1) as wounded:
+    with embedded_cluster.start_cluster(num_cpus=1) as wounded:
         ports = listening_ports(wounded.pids())
         assert wounded.head_pid is not None
         os.kill(wounded.head_pid, signal.SIGKILL)
@@ -411,7 +411,7 @@ def test_the_head_killed_is_noticed_and_stop_finds_the_rest() -> None:
 
 
 def test_the_head_that_is_asked_to_end_ends_the_cluster() -> None:
-    with embedded_cluster.start(num_cpus=1) as asked:
+    with embedded_cluster.start_cluster(num_cpus=1) as asked:
         ports = listening_ports(asked.pids())
         assert asked.head_pid is not None
         os.kill(asked.head_pid, signal.SIGTERM)
@@ -420,7 +420,7 @@ def test_the_head_that_is_asked_to_end_ends_the_cluster() -> None:
 
 
 def test_the_head_ends_the_rest_when_a_part_of_ray_dies() -> None:
-    with embedded_cluster.start(num_cpus=1) as wounded:
+    with embedded_cluster.start_cluster(num_cpus=1) as wounded:
         (raylet,) = pids_of(wounded, "raylet/raylet")
         os.kill(raylet, signal.SIGKILL)
         wait_for(lambda: not wounded.is_alive(), STATE_S, "end of the head")

@@ -19,8 +19,8 @@ import psutil
 import pytest
 
 from shoal.cluster.forking import fork_client
-from shoal.cluster.forking.fork_client import ADDRESS_VARIABLE, Request, ask, worker_of
-from shoal.cluster.forking.fork_server import fits
+from shoal.cluster.forking.fork_client import ADDRESS_VARIABLE, WorkerRequest, parse_worker_request, request_fork
+from shoal.cluster.forking.fork_server import can_fork
 from waiting import wait_for
 
 # A worker's script, as Ray's is: it says what it finds, then imports torch when Ray would have told it its processors.
@@ -232,10 +232,10 @@ def test_the_server_ends_with_the_head_and_the_worker_stays(tmp_path: Path) -> N
             worker.kill()
 
 
-def request(**changes: Any) -> Request:
-    worker = worker_of(["/ray/default_worker.py", "--language=PYTHON"], dict(os.environ))
+def request(**changes: Any) -> WorkerRequest:
+    worker = parse_worker_request(["/ray/default_worker.py", "--language=PYTHON"], dict(os.environ))
     assert worker is not None
-    return Request(**(worker | changes))
+    return WorkerRequest(**(worker | changes))
 
 
 @pytest.mark.parametrize(
@@ -243,8 +243,8 @@ def request(**changes: Any) -> Request:
     ["OMP_NUM_THREADS", "PYTHONHASHSEED", "LD_PRELOAD", "MKL_DYNAMIC", "TORCH_LOGS", "PYTORCH_JIT", "TZ", "LC_ALL"],
 )
 def test_who_would_have_read_something_else_as_it_began_is_not_forked(name: str) -> None:
-    assert fits(request())
-    assert not fits(request(environment=os.environ | {name: "1234"}))
+    assert can_fork(request())
+    assert not can_fork(request(environment=os.environ | {name: "1234"}))
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_who_would_import_something_else_is_not_forked(tmp_path: Path, file: str
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).touch()
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    assert fits(request(environment=os.environ | {"PYTHONPATH": path})) == is_forked
+    assert can_fork(request(environment=os.environ | {"PYTHONPATH": path})) == is_forked
 
 
 @pytest.mark.parametrize(
@@ -269,14 +269,16 @@ def test_who_would_import_something_else_is_not_forked(tmp_path: Path, file: str
 )
 def test_what_ray_does_to_start_some_workers_is_left_to_ray(context: dict[str, object]) -> None:
     words = ["/ray/default_worker.py", "--language=PYTHON", "--node-id=1"]
-    plain = worker_of([*words, "--serialized-runtime-env-context=" + json.dumps({"env_vars": {"A": "1"}})], {"B": "2"})
+    plain = parse_worker_request(
+        [*words, "--serialized-runtime-env-context=" + json.dumps({"env_vars": {"A": "1"}})], {"B": "2"}
+    )
     assert plain is not None
     assert plain["command"] == ["/ray/default_worker.py", "--node-id=1"]
     assert plain["environment"] == {"A": "1", "B": "2"}
-    assert worker_of([*words, "--serialized-runtime-env-context=" + json.dumps(context)], {}) is None
-    assert worker_of(["/ray/cpp/default_worker", "--language=CPP"], {}) is None
+    assert parse_worker_request([*words, "--serialized-runtime-env-context=" + json.dumps(context)], {}) is None
+    assert parse_worker_request(["/ray/cpp/default_worker", "--language=CPP"], {}) is None
 
 
 def test_nobody_who_forks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert not ask("fork.sock", request())
+    assert not request_fork("fork.sock", request())

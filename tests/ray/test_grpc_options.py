@@ -15,7 +15,7 @@ def test_every_process_that_gets_the_options_listens_on_loopback(monkeypatch: py
     from shoal.serve.on_ray import grpc_options as ray_grpc
 
     called: list[bool] = []
-    monkeypatch.setattr(ray_grpc, "listen_where_asked", lambda: called.append(True))
+    monkeypatch.setattr(ray_grpc, "patch_bind_addresses", lambda: called.append(True))
     options: Any = ray_grpc.grpc_options(5)
     for hops in (1, 2):
         options = cloudpickle.loads(cloudpickle.dumps(set_proxy_default_grpc_options(options)))

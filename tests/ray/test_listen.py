@@ -15,9 +15,9 @@ def test_on_loopback_when_ray_does(monkeypatch: pytest.MonkeyPatch, node: str, e
     import ray
     from ray.serve._private import default_impl, replica
 
-    from shoal.cluster.ports import free_port
+    from shoal.cluster.ports import find_free_port
     from shoal.serve.on_ray import bind_address
-    from shoal.serve.on_ray.bind_address import listen_where_asked
+    from shoal.serve.on_ray.bind_address import patch_bind_addresses
 
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: node)
     monkeypatch.setattr(bind_address, "_is_head", lambda host: True)
@@ -25,7 +25,7 @@ def test_on_loopback_when_ray_does(monkeypatch: pytest.MonkeyPatch, node: str, e
         monkeypatch.setattr(module, name, getattr(module, name))  # so that it is put back
 
     async def listening() -> set[str]:
-        server, ports = grpc.aio.server(), {free_port()}
+        server, ports = grpc.aio.server(), {find_free_port()}
         default_impl.add_grpc_address(server, f"[::]:{min(ports)}")
         ports.add(replica.add_port_to_grpc_server(server, "[::]:0"))
         await server.start()
@@ -35,8 +35,8 @@ def test_on_loopback_when_ray_does(monkeypatch: pytest.MonkeyPatch, node: str, e
         assert {address.port for address in found} == ports
         return {address.ip for address in found}
 
-    listen_where_asked()
-    listen_where_asked()
+    patch_bind_addresses()
+    patch_bind_addresses()
     assert asyncio.run(listening()) == expected
 
 
@@ -67,7 +67,7 @@ def test_http_where_haproxy_asks_it(
     monkeypatch.setattr(
         replica, "start_asgi_http_server", lambda app, options, **others: started.append((options.host, options.port))
     )
-    bind_address.listen_where_asked()
-    bind_address.listen_where_asked()
+    bind_address.patch_bind_addresses()
+    bind_address.patch_bind_addresses()
     replica.start_asgi_http_server(None, HTTPOptions(host=chosen, port=30001), event_loop=None)
     assert started == [(expected, 30001)]

@@ -50,7 +50,7 @@ def test_counters_grow_by_what_is_new_and_gauges_are_as_they_are(monkeypatch: py
         assert value("nv_inference_count", model="m", version="1") == 4
         assert value("shoal_requests_total", model="m", version="", status="429") == 2
         assert value("shoal_queued_rows", model="m") == 7
-    statistics.request(1, 200, 0.01, rows=3)
+    statistics.count_request(1, 200, 0.01, rows=3)
     metrics.publish(report(statistics))
     assert value("nv_inference_count", model="m", version="1") == 7
     assert {name for name, _ in values} == {name for name, metric in METRICS.items() if metric.kind != "histogram"}

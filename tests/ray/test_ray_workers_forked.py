@@ -13,10 +13,10 @@ import psutil
 import pytest
 import ray
 
-from shoal.cluster.embedded_cluster import FORK_VARIABLE, EmbeddedCluster, _may_fork
+from shoal.cluster.embedded_cluster import FORK_VARIABLE, EmbeddedCluster, _can_fork
 from waiting import wait_for
 
-pytestmark = pytest.mark.skipif(not _may_fork(), reason="workers are not forked on this machine")
+pytestmark = pytest.mark.skipif(not _can_fork(), reason="workers are not forked on this machine")
 
 
 @ray.remote(num_cpus=1)
@@ -119,4 +119,4 @@ def test_without_a_fork_server_workers_live_on_and_ray_starts_others() -> None:
 
 def test_a_variable_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FORK_VARIABLE, "0")
-    assert not _may_fork()
+    assert not _can_fork()

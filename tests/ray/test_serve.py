@@ -317,7 +317,7 @@ def test_an_endpoint_that_cannot_start_says_why_and_leaves_nothing(cluster: Embe
     from ray import serve
 
     from shoal.serve.on_ray.deployment import deploy
-    from shoal.serve.spec.model_source import LiveModel, ServedModel
+    from shoal.serve.spec.model_source import EndpointModel, LiveModel
     from shoal.weights.ray_weight_store import RayWeightSource, start_weight_store
 
     tensor = TensorSignature(name="x", datatype="FP32", shape=[-1, 1])
@@ -325,5 +325,5 @@ def test_an_endpoint_that_cannot_start_says_why_and_leaves_nothing(cluster: Embe
     source = RayWeightSource(start_weight_store("unborn"))
     model = LiveModel(factory, Signature(inputs=[tensor], outputs=[tensor]), source)
     with pytest.raises(ClusterError, match="NoSuchModule"):
-        deploy(EndpointSpec(name="unborn", num_cpus=0.1), [ServedModel("unborn", model)])
+        deploy(EndpointSpec(name="unborn", num_cpus=0.1), [EndpointModel("unborn", model)])
     assert not serve.status().applications

@@ -18,7 +18,7 @@ from shoal.home import home
 from shoal.registry import Registry
 from shoal.runs import Run, Status
 from shoal.runs.record import recorder
-from shoal.train.reporting.result import Outcome
+from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
 from shoal.weights import WeightSnapshot
 
@@ -36,7 +36,7 @@ class FakeFit:
     Of each attempt, `script` has what rank 0 says, and the Outcome or the error with which it ends.
     """
 
-    script: list[tuple[list[Said], Outcome | Exception]]
+    script: list[tuple[list[Said], TrainResult | Exception]]
     made: list[FakeFit]
     on_poll: Callable[[], None]
 
@@ -57,7 +57,7 @@ class FakeFit:
     def refuse(self, why: str) -> None:
         self.refusal, self._said = why, self._said[-2:]
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> TrainResult:
         if isinstance(self._end, Exception):
             raise self._end
         return self._end
@@ -83,8 +83,8 @@ def fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[FakeFit]:
     import ray
 
     made = type("Fit", (FakeFit,), {"script": [], "made": [], "on_poll": staticmethod(lambda: None)})
-    monkeypatch.setattr("shoal.train.launch.ray_train.Fit", made)
-    monkeypatch.setattr("shoal.flows.training.Group", FakeGroup)
+    monkeypatch.setattr("shoal.train.launch.ray_train.RayTrainAttempt", made)
+    monkeypatch.setattr("shoal.flows.training.WorkerPlacement", FakeGroup)
     monkeypatch.setattr(FakeGroup, "states", ())
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0})
     monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 4.0})
@@ -97,12 +97,12 @@ def spec_of(**changes: Any) -> TrainSpec:
     return TrainSpec.parse({**base, **changes})
 
 
-def ended(tmp_path: Path) -> Outcome:
+def ended(tmp_path: Path) -> TrainResult:
     import numpy as np
 
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(WeightSnapshot.of(1, {"0.weight": np.zeros((1, 1), np.float32)}).payload)
-    return Outcome("r", "steps", "9 steps", 9, 9, 1.0, {"loss": 0.5}, weights)
+    return TrainResult("r", "steps", "9 steps", 9, 9, 1.0, {"loss": 0.5}, weights)
 
 
 def run(spec: TrainSpec) -> Run:
@@ -180,7 +180,7 @@ def test_an_interruption_lets_the_workers_save(fit: type[FakeFit]) -> None:
             signal.raise_signal(signal.SIGTERM)
 
     fit.on_poll = staticmethod(interrupt)
-    stopped = Outcome("r", "interrupted", "interrupted at step 3", 3, 3, 1.0)
+    stopped = TrainResult("r", "interrupted", "interrupted at step 3", 3, 3, 1.0)
     fit.script = [([logged(1), logged(2), logged(3)], stopped)]
     with pytest.raises(KeyboardInterrupt):
         run(spec_of())
@@ -194,7 +194,7 @@ def test_an_interruption_lets_the_workers_save(fit: type[FakeFit]) -> None:
 def test_workers_that_do_not_end_are_left(fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch) -> None:
     from shoal.flows import training
 
-    monkeypatch.setattr(training, "STOP_S", 0.0)
+    monkeypatch.setattr(training, "STOP_TIMEOUT_S", 0.0)
     polls = iter(range(100))
 
     def interrupt() -> None:
@@ -219,13 +219,13 @@ def test_workers_that_die_while_they_save_are_not_replaced(fit: type[FakeFit]) -
 
 
 def test_a_resumed_run_is_the_same_run(fit: type[FakeFit], tmp_path: Path) -> None:
-    from shoal.train.launch.overrides import spec_from_words
+    from shoal.train.launch.overrides import spec_from_overrides
 
     fit.script = [([logged(1)], NotFinite("the loss", 7, None, None)), ([logged(8)], ended(tmp_path))]
     with pytest.raises(NotFinite):
         run(spec_of())
     first = shoal.runs.load("latest")
-    again = run(spec_from_words([f"resume={first.id}", "clip_norm=1.0"]))
+    again = run(spec_from_overrides([f"resume={first.id}", "clip_norm=1.0"]))
     assert (again.id, again.status, again.incarnation) == (first.id, Status.FINISHED, 2)
     assert fit.made[1].setting.folder == fit.made[0].setting.folder
     assert (fit.made[1].setting.spec.clip_norm, fit.made[1].setting.spec.batch_size) == (1.0, 32)
@@ -236,7 +236,7 @@ def test_a_run_that_another_process_has_resumed_is_left_to_it(
 ) -> None:
     from shoal.flows import training
 
-    monkeypatch.setattr(training, "BEAT_S", 0.0)
+    monkeypatch.setattr(training, "HEARTBEAT_S", 0.0)
     polls = iter(range(100))
 
     def take_over() -> None:
@@ -268,7 +268,7 @@ def test_more_workers_than_the_cluster_has(fit: type[FakeFit], monkeypatch: pyte
     with pytest.raises(PlanError, match="start a cluster with GPUs"):
         run(spec_of(device="cuda"))
     monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 1.0})
-    monkeypatch.setattr(training, "ROOM_S", 0.0)
+    monkeypatch.setattr(training, "CAPACITY_WAIT_S", 0.0)
     with pytest.raises(ClusterError, match="1 of 4 are free"):
         run(spec_of())
     assert not fit.made
@@ -285,7 +285,7 @@ def test_a_job_looks_at_its_task_once(monkeypatch: pytest.MonkeyPatch) -> None:
         run(spec, job)
 
     monkeypatch.setattr(training, "job_main", as_job)
-    monkeypatch.setattr(training, "check", lambda spec: looked_at.append(spec) or "what is known")
+    monkeypatch.setattr(training, "validate_run", lambda spec: looked_at.append(spec) or "what is known")
     monkeypatch.setattr(training, "run_training", lambda *given: ran.append(given) or "run")
     training.train_main()
     assert looked_at == [spec]
@@ -295,11 +295,11 @@ def test_a_job_looks_at_its_task_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_place_that_becomes_free_is_waited_for(fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
-    from shoal.train.launch.ray_capacity import require_room
+    from shoal.train.launch.ray_capacity import require_capacity
 
     free = iter([{"CPU": 1.0}, {}, {"CPU": 2.0}])
     monkeypatch.setattr(ray, "available_resources", lambda: next(free))
-    require_room(spec_of(), 30)
+    require_capacity(spec_of(), 30)
     assert next(free, None) is None
 
 
@@ -307,7 +307,7 @@ def _on_a_smaller_cluster(fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch) -
     """Once the first group is lost, and every look counts."""
     import ray
 
-    monkeypatch.setattr("shoal.flows.training.BEAT_S", 0.0)
+    monkeypatch.setattr("shoal.flows.training.HEARTBEAT_S", 0.0)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 1.0 if len(fit.made) == 2 else 4.0})
 
 
@@ -323,7 +323,7 @@ def test_a_group_that_no_host_has_room_for_is_told_of_once(
 
 def test_a_group_that_no_host_has_room_for_is_given_up(fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch) -> None:
     _on_a_smaller_cluster(fit, monkeypatch)
-    monkeypatch.setattr("shoal.flows.training.WAIT_S", 0.0)
+    monkeypatch.setattr("shoal.flows.training.SHORTAGE_TIMEOUT_S", 0.0)
     fit.script = [([logged(1)], RankLost("its host")), ([[], [], [], []], RankLost("never asked"))]
     with pytest.raises(
         ClusterError, match=r"2 workers have no room on the hosts that are left: go on with resume=.* workers=1"
@@ -338,8 +338,10 @@ def _beside_what_runs(monkeypatch: pytest.MonkeyPatch, *states: str) -> None:
 
     from shoal.flows import training
 
-    monkeypatch.setattr(training, "BEAT_S", 0.0)
-    monkeypatch.setattr(training, "PLACES", dataclasses.replace(training.PLACES, told_after_s=0.0))
+    monkeypatch.setattr(training, "HEARTBEAT_S", 0.0)
+    monkeypatch.setattr(
+        training, "OCCUPIED_CAPACITY", dataclasses.replace(training.OCCUPIED_CAPACITY, report_after_s=0.0)
+    )
     monkeypatch.setattr(FakeGroup, "states", states)
     free = iter([{"CPU": 4.0}])
     monkeypatch.setattr(ray, "available_resources", lambda: next(free, {"CPU": 1.0}))
@@ -361,9 +363,11 @@ def test_a_group_that_soon_has_its_room_is_not_told_of(
 ) -> None:
     from shoal.flows import training
 
-    told_after_s = training.PLACES.told_after_s
+    report_after_s = training.OCCUPIED_CAPACITY.report_after_s
     _beside_what_runs(monkeypatch, "PENDING", "PENDING", "CREATED")
-    monkeypatch.setattr(training, "PLACES", dataclasses.replace(training.PLACES, told_after_s=told_after_s))
+    monkeypatch.setattr(
+        training, "OCCUPIED_CAPACITY", dataclasses.replace(training.OCCUPIED_CAPACITY, report_after_s=report_after_s)
+    )
     fit.script = [([[], [], [], logged(2), []], ended(tmp_path))]
     assert "room_taken" not in run(spec_of()).events()["kind"].tolist()
 
@@ -372,7 +376,7 @@ def test_a_group_whose_room_something_else_has_taken_is_given_up(
     fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _beside_what_runs(monkeypatch, "PENDING")
-    monkeypatch.setattr("shoal.flows.training.WAIT_S", 0.0)
+    monkeypatch.setattr("shoal.flows.training.SHORTAGE_TIMEOUT_S", 0.0)
     fit.script = [([[], [], []], RankLost("never asked"))]
     with pytest.raises(
         ClusterError, match=r"2 workers have no room beside what runs: go on with resume=.* that has ended.* workers=1"
@@ -384,10 +388,10 @@ def test_a_group_whose_room_something_else_has_taken_is_given_up(
 def test_workers_get_gpus_where_there_are_enough(fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
-    from shoal.train.launch.ray_capacity import placed
+    from shoal.train.launch.ray_capacity import resolve_device
 
-    assert placed(spec_of()).device == "cpu"
+    assert resolve_device(spec_of()).device == "cpu"
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0, "GPU": 2.0})
-    assert placed(spec_of()).device == "cuda"
-    assert placed(spec_of(workers=4)).device == "cpu"
-    assert placed(spec_of(device="cpu")).device == "cpu"
+    assert resolve_device(spec_of()).device == "cuda"
+    assert resolve_device(spec_of(workers=4)).device == "cpu"
+    assert resolve_device(spec_of(device="cpu")).device == "cpu"

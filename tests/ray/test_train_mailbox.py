@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from shoal.errors import NotFinite, RankLost, RunError
-from shoal.train.reporting.result import Outcome
+from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
 from waiting import wait_for
 
-ENDED = Outcome("r", "steps", "9 steps", 9, 9, 1.0)
-INTERRUPTED = Outcome("r", "interrupted", "interrupted at step 3", 3, 3, 1.0)
+ENDED = TrainResult("r", "steps", "9 steps", 9, 9, 1.0)
+INTERRUPTED = TrainResult("r", "interrupted", "interrupted at step 3", 3, 3, 1.0)
 
 
 class Handle:
@@ -54,7 +54,7 @@ class FakeTrainer:
 
     def __init__(self) -> None:
         self.let_go = threading.Event()
-        self.end: Outcome | Exception = ENDED
+        self.end: TrainResult | Exception = ENDED
 
     def fit(self) -> SimpleNamespace:
         assert self.let_go.wait(120)
@@ -70,7 +70,7 @@ def handle(monkeypatch: pytest.MonkeyPatch) -> Handle:
     from shoal.runs import ray_event_channel
 
     monkeypatch.setattr(ray, "get", lambda call, timeout: call())
-    monkeypatch.setattr(ray_event_channel, "DELIVERY_S", 0.001)
+    monkeypatch.setattr(ray_event_channel, "DELIVERY_INTERVAL_S", 0.001)
     return Handle()
 
 
@@ -86,7 +86,7 @@ def fit(handle: Handle, trainer: FakeTrainer, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(ray_train, "start_mailbox", lambda: handle)
     monkeypatch.setattr(ray_train, "TorchTrainer", lambda *args, **kwargs: trainer)
     spec = TrainSpec.parse({"task": "Toy", "stop": {"steps": 9}})
-    return ray_train.Fit(ray_train.Setting(spec, "r", Path("r"), Path.cwd()))
+    return ray_train.RayTrainAttempt(ray_train.WorkerSetup(spec, "r", Path("r"), Path.cwd()))
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_ranks_with_a_device_speak_on_their_host_too(
     monkeypatch.setattr(ray_train, "TorchTrainer", lambda *args, **kwargs: told.update(kwargs) or trainer)
     words = {"task": "Toy", "stop": {"steps": 9}, "workers": 2, "device": device, "parallel": {"backend": named}}
     trainer.let_go.set()
-    heard(ray_train.Fit(ray_train.Setting(TrainSpec.parse(words), "r", Path("r"), Path.cwd())))
+    heard(ray_train.RayTrainAttempt(ray_train.WorkerSetup(TrainSpec.parse(words), "r", Path("r"), Path.cwd())))
     assert told["torch_config"].backend == backend
     assert backend is None or _is_backend_nccl(backend) == (device == "cuda")  # for which Ray sets what NCCL needs
 
@@ -121,12 +121,14 @@ def test_a_task_that_ends_the_program_has_failed_and_no_worker_was_lost(
     from shoal.train.launch import ray_train
 
     monkeypatch.setattr(ray_train, "get_context", lambda: SimpleNamespace(get_world_rank=int, get_local_rank=int))
-    monkeypatch.setattr(ray_train.World, "joined", lambda *_: sys.exit("no data"))  # whatever is first of a Trainer's
+    monkeypatch.setattr(
+        ray_train.World, "from_process_group", lambda *_: sys.exit("no data")
+    )  # whatever is first of a Trainer's
     spec = TrainSpec.parse({"task": "Toy", "stop": {"steps": 9}})
-    setting = ray_train.Setting(spec, "r", Path("r"), Path.cwd())
+    setting = ray_train.WorkerSetup(spec, "r", Path("r"), Path.cwd())
     with pytest.raises(SystemExit):
-        ray_train._train({"setting": setting, "mailbox": handle})
-    _, (error,) = handle.mailbox.take(0)
+        ray_train._run_worker({"setting": setting, "mailbox": handle})
+    _, (error,) = handle.mailbox.poll(0)
     assert str(error).endswith("SystemExit: no data")
 
 
@@ -144,27 +146,27 @@ def heard(fit: Any) -> list[Any]:
 
 
 def test_a_mailbox_that_does_not_answer_stops_nobody_and_loses_nothing(handle: Handle) -> None:
-    from shoal.runs.ray_event_channel import Posted
+    from shoal.runs.ray_event_channel import RayLog
 
     handle.troubles = ["late", "unheard", "late"]
-    posted = Posted(handle)
+    posted = RayLog(handle)
     for step in range(100):
         posted.log(step, {"loss": 1.0})
     wait_for(lambda: not handle.troubles, 120, "three calls without an answer")
-    posted.event("stopped", reason="steps")
+    posted.record_event("stopped", reason="steps")
     posted.close()
-    messages, _ = handle.mailbox.take(0)
+    messages, _ = handle.mailbox.poll(0)
     assert [content[0] for _, content in messages] == [*range(100), "stopped"]
-    assert not posted.stop_asked.is_set()
+    assert not posted.stop_requested.is_set()
 
 
 def test_who_is_refused_hears_it_before_a_checkpoint_and_is_to_end(handle: Handle) -> None:
-    from shoal.runs.ray_event_channel import Posted
+    from shoal.runs.ray_event_channel import RayLog
 
-    posted = Posted(handle)
+    posted = RayLog(handle)
     posted.flush()
-    handle.mailbox.refuse("run 'r' was resumed by another process")
-    assert posted.stop_asked.wait(120)
+    handle.mailbox.abort("run 'r' was resumed by another process")
+    assert posted.stop_requested.wait(120)
     with pytest.raises(RunError, match="run 'r' was resumed by another process"):
         posted.flush()
     posted.close()
@@ -173,13 +175,13 @@ def test_who_is_refused_hears_it_before_a_checkpoint_and_is_to_end(handle: Handl
 def test_what_is_flushed_is_in_the_mailbox(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
     from shoal.runs import ray_event_channel
 
-    monkeypatch.setattr(ray_event_channel, "DELIVERY_S", 3600.0)
-    posted = ray_event_channel.Posted(handle)
+    monkeypatch.setattr(ray_event_channel, "DELIVERY_INTERVAL_S", 3600.0)
+    posted = ray_event_channel.RayLog(handle)
     posted.flush()  # of nothing
     for step in range(3):
         posted.log(step, {"loss": 1.0})
         posted.flush()
-        messages, _ = handle.mailbox.take(0)
+        messages, _ = handle.mailbox.poll(0)
         assert [content[0] for _, content in messages] == list(range(step + 1))
     posted.close()
     posted.flush()
@@ -189,34 +191,34 @@ def test_a_flush_asks_again_and_not_for_ever(handle: Handle, monkeypatch: pytest
     from shoal.runs import ray_event_channel
 
     handle.troubles = ["unheard", "late", "unheard"]
-    posted = ray_event_channel.Posted(handle)
+    posted = ray_event_channel.RayLog(handle)
     posted.log(0, {"loss": 1.0})
     posted.flush()
-    assert len(handle.mailbox.take(0)[0]) == 1
-    monkeypatch.setattr(ray_event_channel, "FLUSH_S", 0.01)
+    assert len(handle.mailbox.poll(0)[0]) == 1
+    monkeypatch.setattr(ray_event_channel, "FLUSH_TIMEOUT_S", 0.01)
     handle.troubles = ["unheard"] * 100_000  # more than there is time for
     posted.log(1, {"loss": 1.0})
     posted.flush()
     handle.troubles = []
     posted.close()
-    assert len(handle.mailbox.take(0)[0]) == 2
+    assert len(handle.mailbox.poll(0)[0]) == 2
 
 
 def test_rank_0_hears_that_it_is_asked_to_stop(handle: Handle) -> None:
-    from shoal.runs.ray_event_channel import Posted
+    from shoal.runs.ray_event_channel import RayLog
 
-    posted = Posted(handle)
-    handle.mailbox.stop()
-    assert posted.stop_asked.wait(120)
+    posted = RayLog(handle)
+    handle.mailbox.request_stop()
+    assert posted.stop_requested.wait(120)
     posted.close()
 
 
 def test_the_death_of_the_mailbox_lets_rank_0_save_and_end(handle: Handle) -> None:
-    from shoal.runs.ray_event_channel import Posted
+    from shoal.runs.ray_event_channel import RayLog
 
     handle.troubles = ["late", "dead"]
-    posted = Posted(handle)
-    assert posted.stop_asked.wait(120)
+    posted = RayLog(handle)
+    assert posted.stop_requested.wait(120)
     posted.close()
 
 
@@ -255,7 +257,7 @@ def test_what_is_known_already_counts_more_than_the_death_of_the_mailbox(
         from ray.train import TrainingFailedError
 
         trainer.end = TrainingFailedError("a worker has raised")
-        handle.mailbox.fail(error)
+        handle.mailbox.report_failure(error)
         fit.poll(0.001)
     handle.troubles = ["dead"]
     trainer.let_go.set()

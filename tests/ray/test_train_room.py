@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shoal.cluster.embedded_cluster import EmbeddedCluster
-from shoal.train.launch.ray_capacity import Group, free_places, workers_that_fit
+from shoal.train.launch.ray_capacity import WorkerPlacement, count_free_workers, count_workers_that_fit
 from shoal.train.spec import TrainSpec
 from waiting import wait_for
 
@@ -28,23 +28,23 @@ def test_a_group_is_seen_while_it_waits_and_once_it_has_a_place(cluster: Embedde
 
     spec = TrainSpec.parse({"task": "tests/train_task.py:Toy", "workers": 2})
     controller = Controller.remote()
-    assert workers_that_fit(spec) == ray.cluster_resources()["CPU"]
-    wait_for(lambda: free_places(spec) > 1, STATE_S, "room on the cluster that all tests share")
-    made = [placement_group([{"CPU": free_places(spec) - 1}])]
+    assert count_workers_that_fit(spec) == ray.cluster_resources()["CPU"]
+    wait_for(lambda: count_free_workers(spec) > 1, STATE_S, "room on the cluster that all tests share")
+    made = [placement_group([{"CPU": count_free_workers(spec) - 1}])]
     try:
         assert made[0].wait(STATE_S)
-        wait_for(lambda: free_places(spec) == 1, STATE_S, "one place that is free")
-        group = Group()
-        assert group.state() == ""
+        wait_for(lambda: count_free_workers(spec) == 1, STATE_S, "one place that is free")
+        group = WorkerPlacement()
+        assert group.get_state() == ""
         made.append(ray.get(controller.make.remote()))
-        wait_for(lambda: group.state() == "PENDING", STATE_S, "a group that waits")
+        wait_for(lambda: group.get_state() == "PENDING", STATE_S, "a group that waits")
         remove_placement_group(made[1])
-        wait_for(lambda: group.state() == "", STATE_S, "a group that was given up")
+        wait_for(lambda: group.get_state() == "", STATE_S, "a group that was given up")
         made.append(ray.get(controller.make.remote()))
-        wait_for(lambda: group.state() == "PENDING", STATE_S, "the next, which waits")
+        wait_for(lambda: group.get_state() == "PENDING", STATE_S, "the next, which waits")
         remove_placement_group(made[0])
-        wait_for(lambda: group.state() == "CREATED", STATE_S, "a group with its place")
-        assert Group().state() == ""
+        wait_for(lambda: group.get_state() == "CREATED", STATE_S, "a group with its place")
+        assert WorkerPlacement().get_state() == ""
     finally:
         for each in made:
             remove_placement_group(each)

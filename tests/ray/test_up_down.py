@@ -15,9 +15,9 @@ import pytest
 
 from leftovers import listening_ports
 from shoal.cluster import jobs
-from shoal.cluster.attach import find_cluster, started_by_up
-from shoal.cluster.cluster_handle import load
-from shoal.cluster.processes import members
+from shoal.cluster.attach import find_cluster, find_running_cluster
+from shoal.cluster.cluster_handle import load_handle
+from shoal.cluster.processes import find_cluster_processes
 from shoal_program import STATE_S, Program, end_marked
 from waiting import wait_for
 
@@ -57,7 +57,7 @@ def test_up_status_down(shell: Shell) -> None:
     assert "`shoal up` starts one" in shell.run("shoal status")
     assert shell.run("shoal down") == "No cluster is up.\n"
     shell.run("shoal up --cpus 3")
-    handle = started_by_up()
+    handle = find_running_cluster()
     assert handle is not None
     assert handle.cluster_id is not None
     assert handle.temp_dir is not None
@@ -75,17 +75,17 @@ def test_up_status_down(shell: Shell) -> None:
     assert [job["status"] for job in shown["jobs"]] == ["SUCCEEDED"]
     assert f"RAY_ADDRESS={handle.dashboard_url}" in shell.run("shoal status")
 
-    ports = listening_ports([process.pid for process in members(handle.cluster_id, handle.temp_dir)])
+    ports = listening_ports([process.pid for process in find_cluster_processes(handle.cluster_id, handle.temp_dir)])
     assert ports
     assert shell.run("shoal down") == "The cluster is down.\n"
-    assert members(handle.cluster_id, handle.temp_dir) == []
+    assert find_cluster_processes(handle.cluster_id, handle.temp_dir) == []
     assert not handle.temp_dir.exists()
     assert not (shell.home / "cluster.json").exists()
 
 
 def test_down_lets_jobs_save_what_they_have(shell: Shell) -> None:
     shell.run("shoal up --cpus 1")
-    handle = started_by_up()
+    handle = find_running_cluster()
     assert handle is not None
     saved = shell.home / "saved"
     (shell.home / "job.py").write_text(
@@ -95,21 +95,21 @@ def test_down_lets_jobs_save_what_they_have(shell: Shell) -> None:
         "time.sleep(600)\n"
     )
     job = jobs.submit(handle, ["python", "job.py"], working_dir=shell.home)
-    wait_for(lambda: "ready" in job.logs(), STATE_S, "first line")
+    wait_for(lambda: "ready" in job.read_logs(), STATE_S, "first line")
     assert shell.run("shoal down") == f"stopping job {job.submission_id} ...\nThe cluster is down.\n"
     assert saved.exists()
 
 
 def test_down_removes_what_a_dead_cluster_left(shell: Shell) -> None:
     shell.run("shoal up --cpus 1")
-    handle = load(shell.home / "cluster.json")
+    handle = load_handle(shell.home / "cluster.json")
     assert handle is not None
     assert handle.cluster_id is not None
     assert handle.temp_dir is not None
     assert handle.head_pid is not None
     os.kill(handle.head_pid, signal.SIGKILL)
-    wait_for(lambda: started_by_up() is None, STATE_S, "news of the death")
+    wait_for(lambda: find_running_cluster() is None, STATE_S, "news of the death")
     assert "`shoal up` starts one" in shell.run("shoal status")
     assert shell.run("shoal down") == "The cluster had died; what was left of it is removed.\n"
-    assert members(handle.cluster_id, handle.temp_dir) == []
+    assert find_cluster_processes(handle.cluster_id, handle.temp_dir) == []
     assert not handle.temp_dir.exists()

@@ -10,8 +10,8 @@ from typing import Any
 
 from serving.fake_host import FakeHost
 from shoal.serve.http.app import RestApp
-from shoal.serve.protocol.access import Access
-from shoal.serve.protocol.limits import Limits
+from shoal.serve.protocol.access import AccessControl
+from shoal.serve.protocol.limits import RequestLimits
 from shoal.serve.spec.api_key import ApiKey
 
 
@@ -121,8 +121,8 @@ def client(
     host: FakeHost | None = None, *, token: str | None = None, keys: Sequence[ApiKey] = (), **settings: Any
 ) -> Client:
     """A client of the models of `host`; `settings` are RestApp's, or of its Limits."""
-    limits = {name: settings.pop(name) for name in list(settings) if name in Limits.__dataclass_fields__}
-    return Client(RestApp(host or FakeHost(), Access(token, keys), limits=Limits(**limits), **settings))
+    limits = {name: settings.pop(name) for name in list(settings) if name in RequestLimits.__dataclass_fields__}
+    return Client(RestApp(host or FakeHost(), AccessControl(token, keys), limits=RequestLimits(**limits), **settings))
 
 
 def refused(reply: Reply, status: int, *words: str) -> None:

@@ -1,4 +1,4 @@
-"""A host of models without models: fulfils `ModelHost`, remembers what it was asked, and fails on request.
+"""A host of models without models: fulfils `ModelManagerProtocol`, remembers what it was asked, and fails on request.
 
     from serving.fake_host import FakeHost, FakeModel, tensors
 
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from shoal.errors import InferenceError
-from shoal.open_inference.datatypes import NUMPY
+from shoal.open_inference.datatypes import NUMPY_DTYPES
 from shoal.open_inference.messages import BatchStatistics, InferenceStatistics, VersionStatistics
 from shoal.registry.manifest import Signature, TensorSignature
 from shoal.serve.messages.inference import Arrays, InferCall, Prediction, RepositoryEntry
@@ -38,7 +38,7 @@ def _on_the_loop_s(deadline_s: float | None) -> float | None:
 
 
 class FakeModel:
-    """Fulfils `HostedModel`. Gives its inputs back, or what `compute` makes of them.
+    """Fulfils `ServedModelProtocol`. Gives its inputs back, or what `compute` makes of them.
 
     calls: every call that came, in order
     error: raised instead of an answer, when set
@@ -104,7 +104,7 @@ class FakeModel:
         assert set(arrays) == {spec.name for spec in specs}
         for spec in specs:
             array = arrays[spec.name]
-            assert array.dtype == NUMPY[spec.datatype], (spec, array.dtype)
+            assert array.dtype == NUMPY_DTYPES[spec.datatype], (spec, array.dtype)
             assert len(array) == num_rows > 0, (spec, array.shape)
             assert array.ndim == len(spec.shape), (spec, array.shape)
             assert all(want in (-1, have) for have, want in zip(array.shape, spec.shape, strict=True)), array.shape
@@ -129,7 +129,7 @@ class FakeModel:
 
 
 class FakeHost:
-    """Fulfils `ModelHost`. `shelf`: models that could be loaded; `changes`: what `administer` was asked, in order."""
+    """Fulfils `ModelManagerProtocol`. `shelf`: models that could be loaded; `changes`: of `administer`, in order."""
 
     def __init__(self, *models: FakeModel, shelf: tuple[FakeModel, ...] = ()) -> None:
         models = models or (FakeModel(),)

@@ -20,16 +20,16 @@ from serving.grpc_replica import TIMEOUT_S
 from serving.grpc_replica import served as replica
 from serving.haproxy_process import UNCHECKED, HaproxyProcess
 from session_end import at_session_end
-from shoal.cluster.ports import free_port
+from shoal.cluster.ports import find_free_port
 from shoal.open_inference import inference_pb2 as pb
 from shoal.serve.grpc.methods import METHODS, SERVICE
-from shoal.serve.protocol.access import Access
+from shoal.serve.protocol.access import AccessControl
 
 Ask = Callable[..., Any]
 
 
 @asynccontextmanager
-async def served(host: FakeHost, access: Access | None = None) -> AsyncIterator[Ask]:
+async def served(host: FakeHost, access: AccessControl | None = None) -> AsyncIterator[Ask]:
     """`ask(method, request, metadata=..., timeout=...)` is a call through HAProxy; those without streams are awaited.
 
     An asynchronous iterator of requests is sent as a stream, whatever the method takes.
@@ -55,8 +55,8 @@ async def served(host: FakeHost, access: Access | None = None) -> AsyncIterator[
 def before_a_replica() -> tuple[HaproxyProcess, int]:
     """HAProxy, and the port of the replica's HTTP server that it asks; until the session ends."""
     folder = at_session_end.enter_context(tempfile.TemporaryDirectory(prefix="x."))
-    http_port = free_port()
-    return at_session_end.enter_context(HaproxyProcess(Path(folder), http_port, free_port(), UNCHECKED)), http_port
+    http_port = find_free_port()
+    return at_session_end.enter_context(HaproxyProcess(Path(folder), http_port, find_free_port(), UNCHECKED)), http_port
 
 
 def run(test: Awaitable[None]) -> None:

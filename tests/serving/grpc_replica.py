@@ -14,22 +14,22 @@ from shoal.serve.grpc.over_http1 import GrpcOverHttp1
 from shoal.serve.grpc.service import InferenceServicer
 from shoal.serve.http import fast_path
 from shoal.serve.http.app import RestApp
-from shoal.serve.protocol.access import Access
-from shoal.serve.protocol.limits import Limits
+from shoal.serve.protocol.access import AccessControl
+from shoal.serve.protocol.limits import RequestLimits
 
 TIMEOUT_S = 60.0
-LIMITS = Limits(max_body_bytes=1 << 20)
+LIMITS = RequestLimits(max_body_bytes=1 << 20)
 
 
 @asynccontextmanager
 async def served(
-    host: FakeHost, http_port: int, directly: bool, access: Access | None = None, limits: Limits = LIMITS
+    host: FakeHost, http_port: int, directly: bool, access: AccessControl | None = None, limits: RequestLimits = LIMITS
 ) -> AsyncIterator[uvicorn.Server]:
     """directly: whether the replica's server asks our application, or Serve's, which asks ours"""
-    access = access or Access(None, [])
+    access = access or AccessControl(None, [])
     app = GrpcOverHttp1(InferenceServicer(host, access), RestApp(host, access, limits=limits), limits)
     before = uvicorn.config.HTTP_PROTOCOLS["auto"]
-    fast_path.install(app if directly else None)
+    fast_path.install_application(app if directly else None)
     with socket.create_server(("127.0.0.1", http_port)) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", ws="none"))
         serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -10,7 +10,7 @@ from serving.faulty_models import ASKED, RAISE, SIGNATURE, moody
 from serving.replica_set import Asked, ReplicaSet, ask, tally, until
 from shoal.registry import ModelFactory
 from shoal.serve.replica.replica import EndpointReplica
-from shoal.serve.spec.model_source import LiveModel, ServedModel
+from shoal.serve.spec.model_source import EndpointModel, LiveModel
 from shoal.weights import WeightSnapshot, WeightStore
 
 MOODY = ModelFactory(factory="serving.faulty_models:Moody")
@@ -20,7 +20,7 @@ class LiveSet(ReplicaSet):
     """`store` is the run's."""
 
     def __init__(self, store: WeightStore, **spec: Any) -> None:
-        super().__init__(ServedModel("moody", LiveModel(MOODY, SIGNATURE, store)), **spec)
+        super().__init__(EndpointModel("moody", LiveModel(MOODY, SIGNATURE, store)), **spec)
         self.store = store
 
     async def publish(self, snapshot: WeightSnapshot) -> None:

@@ -24,15 +24,15 @@ import numpy as np
 from shoal.errors import ConnectionLost
 from shoal.home import home
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
-from shoal.serve.controller.admin_api import Administration
+from shoal.serve.controller.admin_api import AdminApi
 from shoal.serve.controller.controller import EndpointController
 from shoal.serve.controller.state import Deployment, StateFile
-from shoal.serve.controller.status import StatusBook
+from shoal.serve.controller.status import StatusReporter
 from shoal.serve.messages.desired_state import EndpointPlan
 from shoal.serve.messages.replica_report import ReplicaReport
 from shoal.serve.replica.replica import EndpointReplica
 from shoal.serve.spec.endpoint import EndpointSpec
-from shoal.serve.spec.model_source import LiveModel, RegisteredModel, ServedModel
+from shoal.serve.spec.model_source import EndpointModel, LiveModel, RegisteredModel
 from shoal.weights import WeightSnapshot
 
 DEADLINE_S = 60.0
@@ -113,7 +113,9 @@ async def infer(
 class ReplicaSet:
     """See the module's docstring. `models`: as for `deploy`."""
 
-    def __init__(self, *models: ServedModel, lease_s: float = 20.0, stage_timeout_s: float = 60.0, **spec: Any) -> None:
+    def __init__(
+        self, *models: EndpointModel, lease_s: float = 20.0, stage_timeout_s: float = 60.0, **spec: Any
+    ) -> None:
         self.spec = EndpointSpec.parse({"name": "endpoint", **spec})
         self.models = models
         self.lease_s, self.stage_timeout_s = lease_s, stage_timeout_s
@@ -149,10 +151,10 @@ class ReplicaSet:
             lease_s=self.lease_s,
             stage_timeout_s=self.stage_timeout_s,
         )
-        self.administration = Administration(
+        self.administration = AdminApi(
             self.controller, str(Registry().root), {"": self.spec.model.model_dump(mode="json")}
         )
-        self.status = StatusBook(self.controller)
+        self.status = StatusReporter(self.controller)
 
     async def start(self, num_replicas: int = 1) -> list[EndpointReplica]:
         """Add replicas, and wait until they are ready as Serve would."""
@@ -170,12 +172,12 @@ class ReplicaSet:
     async def kill(self, name: str) -> None:
         """The controller hears nothing of it any more, and its lease is over, unlike those of the others."""
         self.dead.add(name)
-        self.controller._heard_s[name] = -math.inf
+        self.controller._last_seen_s[name] = -math.inf
         await self.replicas.pop(name).close()
 
     def versions(self, model: str = "linear") -> list[int]:
         """The stable version of every replica."""
-        return [replica.host.model(model).version for replica in self.replicas.values()]
+        return [replica.manager.get_model(model).version for replica in self.replicas.values()]
 
     def kinds(self) -> list[str]:
         """Of every event."""
@@ -185,7 +187,7 @@ class ReplicaSet:
         return str(self.controller.state.models[model].rollout.phase)
 
     async def administer(self, **change: Any) -> dict[str, Any]:
-        return self.status.model(await self.administration.administer(change, "tester"))
+        return self.status.describe_model(await self.administration.administer(change, "tester"))
 
     async def _tick(self) -> None:
         while True:
@@ -224,7 +226,7 @@ class LocalController:
 
     async def administer(self, change: Mapping[str, Any], by: str) -> dict[str, Any]:
         self._controller()
-        return self._set.status.model(await self._set.administration.administer(change, by))
+        return self._set.status.describe_model(await self._set.administration.administer(change, by))
 
     async def load(self, name: str, parameters: Mapping[str, Any], by: str) -> None:
         self._controller()
@@ -236,7 +238,7 @@ class LocalController:
 
     async def status(self) -> dict[str, Any]:
         self._controller()
-        return self._set.status.endpoint()
+        return self._set.status.describe_endpoint()
 
 
 async def tally(

@@ -12,7 +12,7 @@ import uvicorn
 
 from serving.fake_host import FakeHost
 from shoal.serve.http.app import RestApp
-from shoal.serve.protocol.access import Access
+from shoal.serve.protocol.access import AccessControl
 from waiting import wait_for
 
 TOKEN = "a-token"
@@ -36,7 +36,7 @@ class Counting:
 @contextmanager
 def served(host: FakeHost, token: str | None = TOKEN) -> Iterator[tuple[str, Counting]]:
     """The address of an endpoint of `host`, and what reached it; until the end of the block."""
-    app = Counting(RestApp(host, Access(token, [])))
+    app = Counting(RestApp(host, AccessControl(token, [])))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", ws="none"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)

@@ -12,7 +12,7 @@ import pytest
 from shoal.errors import DataError, RunError
 from shoal.flows.batch_predict import BatchPredictSpec, check
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
-from shoal.serve.tables.batch_output import has_rows, incoming_for, num_rows, publish, require_all_rows
+from shoal.serve.tables.batch_output import count_rows, has_rows, make_incoming_path, publish_output, verify_row_count
 from shoal.weights import WeightSnapshot
 
 
@@ -24,7 +24,7 @@ def written(folder: Path, rows: int) -> Path:
 
 
 def test_two_predictions_into_one_folder_write_to_two(tmp_path: Path) -> None:
-    one, other = incoming_for(tmp_path / "out"), incoming_for(tmp_path / "out")
+    one, other = make_incoming_path(tmp_path / "out"), make_incoming_path(tmp_path / "out")
     assert one != other
     assert {one.parent, other.parent} == {tmp_path}
     assert one.name.startswith(".incoming-out-")
@@ -33,11 +33,11 @@ def test_two_predictions_into_one_folder_write_to_two(tmp_path: Path) -> None:
 def test_it_has_a_row_for_each_row_of_the_input(tmp_path: Path) -> None:
     pyarrow.csv.write_csv(pa.table({"x": [1, 2, 3]}), tmp_path / "a.csv")
     pyarrow.parquet.write_table(pa.table({"x": [1, 2, 3]}), tmp_path / "a.parquet")
-    assert num_rows([tmp_path / "a.csv", tmp_path / "a.csv"]) == num_rows([tmp_path / "a.parquet"] * 2) == 6
-    incoming = written(incoming_for(tmp_path / "out"), 3)
-    assert require_all_rows(incoming, [tmp_path / "a.csv"] * 2) == 6
+    assert count_rows([tmp_path / "a.csv", tmp_path / "a.csv"]) == count_rows([tmp_path / "a.parquet"] * 2) == 6
+    incoming = written(make_incoming_path(tmp_path / "out"), 3)
+    assert verify_row_count(incoming, [tmp_path / "a.csv"] * 2) == 6
     with pytest.raises(RunError, match="6 rows were written for 3 of the input"):
-        require_all_rows(incoming, [tmp_path / "a.csv"])
+        verify_row_count(incoming, [tmp_path / "a.csv"])
 
 
 def test_a_table_without_rows_is_known_before_anything_is_computed(tmp_path: Path) -> None:
@@ -53,19 +53,19 @@ def test_rows_are_counted_whatever_their_columns_turn_out_to_be(tmp_path: Path) 
     """Of the first megabyte the reader concludes what the rest has to be."""
     lines = [f"{number},\n" for number in range(200_000)]
     (tmp_path / "a.csv").write_text("id,note\n" + "".join(lines) + "A-77,late\n")
-    assert num_rows([tmp_path / "a.csv"]) == 200_001
+    assert count_rows([tmp_path / "a.csv"]) == 200_001
 
 
 def test_what_cannot_have_its_name_is_kept(tmp_path: Path) -> None:
-    incoming = written(incoming_for(tmp_path / "out"), 3)
+    incoming = written(make_incoming_path(tmp_path / "out"), 3)
     first = written(tmp_path / "out", 1)
     with pytest.raises(RunError, match=f"out cannot be made .*: all rows are in {incoming}, rename that folder"):
-        publish(incoming, tmp_path / "out")
-    assert num_rows([*incoming.glob("*.parquet")]) == 6
-    assert num_rows([*first.glob("*.parquet")]) == 2
-    publish(incoming, tmp_path / "other")
+        publish_output(incoming, tmp_path / "out")
+    assert count_rows([*incoming.glob("*.parquet")]) == 6
+    assert count_rows([*first.glob("*.parquet")]) == 2
+    publish_output(incoming, tmp_path / "other")
     assert not incoming.exists()
-    assert num_rows([*(tmp_path / "other").glob("*.parquet")]) == 6
+    assert count_rows([*(tmp_path / "other").glob("*.parquet")]) == 6
 
 
 @pytest.mark.parametrize("end", ["parquet", "csv"])

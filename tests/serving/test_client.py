@@ -16,18 +16,18 @@ import torch
 from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.served_here import TOKEN, Counting, served
 from shoal.client import AsyncClient, Client
-from shoal.client.retry import Conversation, Patience, Reply, Request
+from shoal.client.retry import EndpointRequest, Reply, RetryPolicy, RetrySteps
 from shoal.errors import Closed, ConfigError, ConnectionLost, InferenceError
-from shoal.open_inference.datatypes import NUMPY, bf16_bits
+from shoal.open_inference.datatypes import NUMPY_DTYPES, bf16_bits
 from shoal.serve.controller.admin_api import LOAD_TIMEOUT_S
-from shoal.serve.controller.change_request import Change
+from shoal.serve.controller.change_request import ChangeRequest
 
 ROWS = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 
 @pytest.fixture(scope="module")
 def host() -> FakeHost:
-    every = {name.lower(): (name, [-1, 2]) for name in NUMPY}
+    every = {name.lower(): (name, [-1, 2]) for name in NUMPY_DTYPES}
     return FakeHost(
         FakeModel("m", tensors(x=("FP32", [-1, 3])), versions=(6, 7)),
         FakeModel("two", tensors(a=("FP32", [-1, 2]), b=("INT64", [-1]))),
@@ -57,7 +57,7 @@ def test_arrays_come_back_with_the_version_that_made_them(client: Client) -> Non
 
 def test_every_datatype_goes_there_and_back(client: Client) -> None:
     sent: dict[str, np.ndarray] = {}
-    for name, dtype in NUMPY.items():
+    for name, dtype in NUMPY_DTYPES.items():
         if name == "BYTES":
             sent["bytes"] = np.array([["a", "ß"]], dtype=object)
         else:
@@ -119,7 +119,7 @@ def test_bf16_bits_are_taken_as_they_are(client: Client, host: FakeHost) -> None
     model = host.models_by_name["every"]
     model.error = InferenceError(409, "seen")
     try:
-        sent = {name.lower(): np.zeros((1, 2), dtype) for name, dtype in NUMPY.items() if name != "BYTES"}
+        sent = {name.lower(): np.zeros((1, 2), dtype) for name, dtype in NUMPY_DTYPES.items() if name != "BYTES"}
         sent |= {"bf16": bf16_bits(np.array([[1.5, 2.5]], np.float32)), "bytes": np.array([[b"", b""]], object)}
         with pytest.raises(InferenceError, match="seen"):
             client.infer("every", sent)
@@ -377,9 +377,9 @@ def test_a_change_is_sent_once(payload: bytes, change: Callable[[Client | AsyncC
 @pytest.mark.parametrize(
     ("change", "endpoint_s"),
     [
-        (lambda client: client.rollout("promote", "m"), Change("promote", "m").timeout_s),
+        (lambda client: client.rollout("promote", "m"), ChangeRequest("promote", "m").timeout_s),
         (lambda client: client.rollout("promote", "m", timeout_s=600), 600.0),
-        (lambda client: client.unload("m"), Change("delete", "m").timeout_s),
+        (lambda client: client.unload("m"), ChangeRequest("delete", "m").timeout_s),
         (lambda client: client.load("m"), LOAD_TIMEOUT_S),
     ],
 )
@@ -390,12 +390,12 @@ def test_a_change_is_waited_for_until_the_endpoint_has_given_it_up(
     """Whose words say what has not come to be, and that it goes on."""
     waited_s = []
 
-    def converse(request: Request, patience: Patience) -> Conversation:
+    def converse(request: EndpointRequest, patience: RetryPolicy) -> RetrySteps:
         waited_s.append(patience.timeout_s)
         return Reply(200, {}, b'{"name": "m"}')
         yield
 
-    monkeypatch.setattr("shoal.client.client.converse", converse)
+    monkeypatch.setattr("shoal.client.client.request_with_retries", converse)
     asked = change(client_type("http://127.0.0.1:1"))
     if asyncio.iscoroutine(asked):
         asyncio.run(asked)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.client import AsyncClient, Client
-from shoal.client.address import proxy_for
+from shoal.client.address import find_proxy
 from shoal.errors import ConfigError, ConnectionLost
 
 PROXY = "http://127.0.0.1:1"  # where nobody listens
@@ -45,7 +45,7 @@ def test_a_proxy_is_asked_for_hosts_elsewhere_that_need_one(
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", PROXY.removeprefix("http://"))
     monkeypatch.setenv("NO_PROXY", no_proxy)
-    assert proxy_for(url) == found
+    assert find_proxy(url) == found
     Client(url).close()
 
 

@@ -44,7 +44,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sizes.append(len(tensor))
         return replay, outputs
 
-    monkeypatch.setattr(cuda_graphs, "captured", eager)
+    monkeypatch.setattr(cuda_graphs, "capture_graph", eager)
     return sizes
 
 

@@ -11,7 +11,7 @@ import pytest
 from serving.replica_set import ReplicaSet, infer, register, until
 from serving.test_replica_rollout import everywhere, rollout
 from shoal.errors import InferenceError
-from shoal.serve.replica.served_model import Hosted
+from shoal.serve.replica.served_model import ServedModel
 from shoal.serve.spec.model_options import GuardOptions
 from shoal.serve.spec.model_source import RegisteredModel
 
@@ -22,7 +22,7 @@ async def test_a_replica_that_missed_a_deletion_serves_a_model_as_it_was_deploye
     await endpoint.administer(action="deploy", model="other")
     cut_off = endpoint.replicas["r3"]
     endpoint.dead.add("r3")  # for longer than its lease, and back when all is done
-    endpoint.controller._heard_s["r3"] = -math.inf
+    endpoint.controller._last_seen_s["r3"] = -math.inf
     cut_off._follower._apply = lambda plan: None  # also for what it has asked before
     await until(lambda: list(endpoint.controller.reports) == ["r1", "r2"])
     await endpoint.administer(action="delete", model="other")
@@ -40,12 +40,14 @@ async def test_what_still_answers_of_a_model_that_was_deleted_is_not_taken_for_t
 ) -> None:
     register("other")
     await endpoint.administer(action="deploy", model="other")
-    release, load = threading.Event(), RegisteredModel.package
+    release, load = threading.Event(), RegisteredModel.load_package
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Hosted, "is_idle", property(lambda hosted: release.is_set()))
+        patch.setattr(ServedModel, "is_idle", property(lambda hosted: release.is_set()))
         with pytest.raises(InferenceError, match="still answering"):
             await endpoint.administer(action="delete", model="other", timeout_s=0.2)
-        patch.setattr(RegisteredModel, "package", lambda source, version: release.wait(60) and load(source, version))
+        patch.setattr(
+            RegisteredModel, "load_package", lambda source, version: release.wait(60) and load(source, version)
+        )
         deploying = asyncio.create_task(endpoint.administer(action="deploy", model="other", timeout_s=0.5))
         with pytest.raises(InferenceError, match="was not ready after"):  # since no replica has it
             await deploying

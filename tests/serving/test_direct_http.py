@@ -67,7 +67,7 @@ class Running:
 
     def __init__(self) -> None:
         self.echo = Echo()
-        fast_path.install(self.echo)
+        fast_path.install_application(self.echo)
         self.server = uvicorn.Server(
             uvicorn.Config(served, port=0, lifespan="off", log_level="critical", timeout_keep_alive=60)
         )
@@ -201,7 +201,7 @@ def test_who_was_refused_does_not_stay_by_sending_on(
     running: Running, monkeypatch: pytest.MonkeyPatch, closes: bytes
 ) -> None:
     """A byte at a time, of a body that nobody reads, keeps every timeout of inactivity quiet."""
-    monkeypatch.setattr(fast_path, "UNREAD_S", 0.2)
+    monkeypatch.setattr(fast_path, "UNREAD_BODY_TIMEOUT_S", 0.2)
     with running.line() as line:
         line.sendall(b"POST /refuse HTTP/1.1\r\nhost: x\r\n" + closes + b"content-length: 100000000\r\n\r\n")
         assert line.recv(65536).startswith(b"HTTP/1.1 200 OK")
@@ -218,7 +218,7 @@ def test_who_was_refused_does_not_stay_by_sending_on(
 
 
 def test_who_was_refused_and_asks_again_is_answered(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast_path, "UNREAD_S", 0.2)
+    monkeypatch.setattr(fast_path, "UNREAD_BODY_TIMEOUT_S", 0.2)
     with running.line() as line:
         line.sendall(b"POST /refuse HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\n\r\n")
         assert line.recv(65536).startswith(b"HTTP/1.1 200 OK")

@@ -21,15 +21,15 @@ from shoal.errors import ShoalError
 from shoal.registry import Registry
 from shoal.serve.messages.inference import InferCall
 from shoal.serve.replica.replica import EndpointReplica
-from shoal.serve.replica.served_model import TIMERS_S
-from shoal.serve.spec.model_source import registered
+from shoal.serve.replica.served_model import TIMER_TOLERANCE_S
+from shoal.serve.spec.model_source import model_from_ref
 
 
 @asynccontextmanager
 async def replica_of(hold: Path | str = "", **spec: Any) -> AsyncIterator[EndpointReplica]:
     """One replica with the faulty model, version 1."""
     Registry().register("faulty", weights(1), model=factory(str(hold)), signature=SIGNATURE)
-    async with ReplicaSet(registered("faulty"), **spec) as endpoint:
+    async with ReplicaSet(model_from_ref("faulty"), **spec) as endpoint:
         [replica] = await endpoint.start()
         yield replica
 
@@ -82,11 +82,11 @@ def test_a_model_that_hangs_is_late_for_all_and_then_unhealthy(tmp_path: Path) -
             assert [answer.status for answer in (*behind, await hanging)] == [504] * 4
             with pytest.raises(ShoalError, match="hang_s"):
                 replica.check_health()
-            assert replica.host.report().computing_s > 0.1
+            assert replica.manager.report().computing_s > 0.1
             hold.unlink()  # it comes to itself: what is late is not delivered, what is new is answered
             assert (await infer(replica, (FINE, 2.0))).status == 200
             replica.check_health()
-            await until(lambda: replica.host.report().computing_s == 0.0)
+            await until(lambda: replica.manager.report().computing_s == 0.0)
 
     asyncio.run(body())
 
@@ -97,9 +97,9 @@ def test_a_call_that_nobody_waits_for_any_more_is_counted(tmp_path: Path) -> Non
 
     async def body() -> None:
         async with replica_of(hold) as replica:
-            model = replica.host.model("faulty")
+            model = replica.manager.get_model("faulty")
             traces = []
-            for left_s in (3600.0, TIMERS_S / 2):  # the protocol's timer may be the first that goes off
+            for left_s in (3600.0, TIMER_TOLERANCE_S / 2):  # the protocol's timer may be the first that goes off
                 inputs = {"x": np.array([[HANG, 1.0]], np.float32)}
                 traces.append(SimpleNamespace(submitted_ns=0, cancelled_as=499))
                 call = InferCall(inputs, 1, deadline_s=time.monotonic() + left_s, trace=cast(Any, traces[-1]))
@@ -108,7 +108,7 @@ def test_a_call_that_nobody_waits_for_any_more_is_counted(tmp_path: Path) -> Non
                 asked.cancel()
                 await asyncio.wait([asked])
             assert model.counts.snapshot()["refused"] == {"499": 1, "504": 1}
-            assert [trace.cancelled_as for trace in traces] == [499, 504]
+            assert [trace.cancelled_status for trace in traces] == [499, 504]
             hold.unlink()
 
     asyncio.run(body())

@@ -15,11 +15,11 @@ from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.grpc_asking import raw, refused, run, served
 from shoal.errors import Closed, InferenceError
 from shoal.open_inference import inference_pb2 as pb
-from shoal.open_inference.datatypes import DATATYPES, NUMPY
+from shoal.open_inference.datatypes import DATATYPES, NUMPY_DTYPES
 from shoal.serve.grpc.codec import FIELDS
-from shoal.serve.grpc.methods import METHODS, NOT_SERVED, OPEN
+from shoal.serve.grpc.methods import METHODS, UNAUTHENTICATED_METHODS, UNSUPPORTED_METHODS
 from shoal.serve.messages.inference import Arrays
-from shoal.serve.protocol.access import Access
+from shoal.serve.protocol.access import AccessControl
 from shoal.serve.spec.api_key import ApiKey
 from shoal.serve.spec.model_options import ModelOptions
 
@@ -31,7 +31,7 @@ def typed_values(datatype: str) -> list[Any]:
         return [True, False, True, True]
     if datatype == "BYTES":
         return [b"", b"\xff\x00", b"plain", b"x" * 300]
-    dtype = NUMPY[datatype]
+    dtype = NUMPY_DTYPES[datatype]
     if dtype.kind == "f":
         return [0.0, -0.5, 1e-30, 3e38]
     info = np.iinfo(dtype)
@@ -161,7 +161,7 @@ def test_metadata_becomes_the_terms_of_the_call() -> None:
     async def test() -> None:
         model = FakeModel("m", versions=(1, 2))
         key = ApiKey(name="tenant", key="k")  # type: ignore[arg-type]
-        async with served(FakeHost(model), Access(None, [key])) as ask:
+        async with served(FakeHost(model), AccessControl(None, [key])) as ask:
             metadata = {
                 "authorization": "Bearer k",
                 "shoal-sticky": "s",
@@ -248,7 +248,7 @@ def test_an_error_has_the_status_for_it(error: Exception, code: grpc.StatusCode)
 def test_without_a_key_only_the_server_s_health_is_told() -> None:
     async def test() -> None:
         host = FakeHost()
-        async with served(host, Access("secret", [])) as ask:
+        async with served(host, AccessControl("secret", [])) as ask:
             for name, method in METHODS.items():
                 if name in ("ServerLive", "ServerReady"):
                     assert await ask(name)
@@ -271,11 +271,11 @@ class Silence(AsyncIterator[Any]):
 
 
 def test_nothing_is_read_of_a_call_that_shows_no_key_or_is_not_served() -> None:
-    wanted = dict.fromkeys(METHODS.keys() - OPEN, grpc.StatusCode.UNAUTHENTICATED)
-    wanted |= dict.fromkeys(NOT_SERVED, grpc.StatusCode.UNIMPLEMENTED)
+    wanted = dict.fromkeys(METHODS.keys() - UNAUTHENTICATED_METHODS, grpc.StatusCode.UNAUTHENTICATED)
+    wanted |= dict.fromkeys(UNSUPPORTED_METHODS, grpc.StatusCode.UNIMPLEMENTED)
 
     async def test() -> None:
-        async with served(FakeHost(), Access("secret", [])) as ask:
+        async with served(FakeHost(), AccessControl("secret", [])) as ask:
             for name, code in wanted.items():
                 error = await refused(anext(aiter(ask(name, Silence(), metadata=(("authorization", "Bearer no"),)))))
                 assert error.code() is code, name
@@ -287,7 +287,7 @@ def test_who_may_see_some_models_sees_no_others() -> None:
     async def test() -> None:
         host = FakeHost(FakeModel("mine"), FakeModel("theirs"))
         key = ApiKey(name="some", key="k", models=["mine"])  # type: ignore[arg-type]
-        async with served(host, Access("secret", [key])) as ask:
+        async with served(host, AccessControl("secret", [key])) as ask:
             metadata = (("authorization", "Bearer k"),)
             statistics = await ask("ModelStatistics", metadata=metadata)
             assert {each.name for each in statistics.model_stats} == {"mine"}

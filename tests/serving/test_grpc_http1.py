@@ -17,12 +17,12 @@ from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.grpc_asking import request, until
 from serving.grpc_replica import LIMITS, TIMEOUT_S, exchange, served
 from serving.haproxy_process import UNCHECKED, HaproxyProcess
-from shoal.cluster.ports import free_port
+from shoal.cluster.ports import find_free_port
 from shoal.errors import InferenceError
 from shoal.open_inference import inference_pb2 as pb
 from shoal.serve.grpc.methods import METHODS, SERVICE
-from shoal.serve.protocol.access import Access
-from shoal.serve.protocol.limits import Limits
+from shoal.serve.protocol.access import AccessControl
+from shoal.serve.protocol.limits import RequestLimits
 
 PATH = f"/{SERVICE}/ModelInfer"
 Ask = Callable[..., Any]
@@ -30,7 +30,7 @@ Ask = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def http_port() -> int:
-    return free_port()
+    return find_free_port()
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def proxy(http_port: int) -> Iterator[HaproxyProcess]:
     """Before the port of a replica's HTTP server, and before no gRPC server at all."""
     with (
         tempfile.TemporaryDirectory(prefix="x.") as folder,
-        HaproxyProcess(Path(folder), http_port, free_port(), UNCHECKED) as started,
+        HaproxyProcess(Path(folder), http_port, find_free_port(), UNCHECKED) as started,
     ):
         yield started
 
@@ -100,9 +100,9 @@ def test_a_large_call_is_answered_whole(proxy: HaproxyProcess, http_port: int, d
 def test_a_compressed_call_is_unpacked_beside_the_loop(
     proxy: HaproxyProcess, http_port: int, directly: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decompress, threads = Limits.decompress, list[threading.Thread]()
+    decompress, threads = RequestLimits.decompress, list[threading.Thread]()
 
-    def watched(limits: Limits, body: bytes, encoding: bytes) -> bytes:
+    def watched(limits: RequestLimits, body: bytes, encoding: bytes) -> bytes:
         threads.append(threading.current_thread())
         return decompress(limits, body, encoding)
 
@@ -111,7 +111,7 @@ def test_a_compressed_call_is_unpacked_beside_the_loop(
         assert len(threads) == 1
         assert threading.current_thread() not in threads
 
-    monkeypatch.setattr(Limits, "decompress", watched)
+    monkeypatch.setattr(RequestLimits, "decompress", watched)
     run(FakeHost(), proxy, http_port, directly, test)
 
 
@@ -220,7 +220,7 @@ def test_a_wrong_call_is_refused(http_port: int, directly: bool) -> None:
 
 def test_nothing_is_read_of_a_call_without_a_key(http_port: int, directly: bool) -> None:
     async def test() -> None:
-        async with served(FakeHost(), http_port, directly, Access("a-token", [])):
+        async with served(FakeHost(), http_port, directly, AccessControl("a-token", [])):
             for header, status in (("", 16), ("authorization: Bearer other", 16), (f"x: {'x' * 9000}", 8)):
                 reader, writer = await asyncio.open_connection("127.0.0.1", http_port)
                 head = [POST, "host: x", "connection: close", "content-length: 5000", *filter(None, [header]), "", ""]

@@ -21,14 +21,14 @@ from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.grpc_asking import raw, request, until
 from serving.grpc_replica import LIMITS, TIMEOUT_S, served
 from serving.haproxy_process import UNCHECKED, HaproxyProcess
-from shoal.cluster.ports import free_port
+from shoal.cluster.ports import find_free_port
 from shoal.errors import InferenceError
 from shoal.open_inference import inference_pb2 as pb
 from shoal.serve.grpc.methods import METHODS, SERVICE
 from shoal.serve.grpc.service import STREAM_WINDOW
 from shoal.serve.messages.inference import Arrays, InferCall, Prediction
-from shoal.serve.protocol.access import Access
-from shoal.serve.protocol.limits import Limits
+from shoal.serve.protocol.access import AccessControl
+from shoal.serve.protocol.limits import RequestLimits
 
 PATH = f"/{SERVICE}/ModelStreamInfer"
 POST = f"POST {PATH} HTTP/1.1"
@@ -40,7 +40,7 @@ Test = Callable[[Stream], Awaitable[None]]
 
 @pytest.fixture(scope="module")
 def http_port() -> int:
-    return free_port()
+    return find_free_port()
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def proxy(http_port: int) -> Iterator[HaproxyProcess]:
     )
     with (
         tempfile.TemporaryDirectory(prefix="x.") as folder,
-        HaproxyProcess(Path(folder), http_port, free_port(), UNCHECKED + impatient) as started,
+        HaproxyProcess(Path(folder), http_port, find_free_port(), UNCHECKED + impatient) as started,
     ):
         yield started
 
@@ -66,7 +66,7 @@ def directly(request: pytest.FixtureRequest) -> bool:
 def run(proxy: HaproxyProcess, http_port: int, directly: bool) -> Callable[..., None]:
     """`run(host, test)` awaits `test(stream)`; `stream(requests, ...)` is a call through HAProxy."""
 
-    def run(host: FakeHost, test: Test, access: Access | None = None, limits: Limits = LIMITS) -> None:
+    def run(host: FakeHost, test: Test, access: AccessControl | None = None, limits: RequestLimits = LIMITS) -> None:
         async def main() -> None:
             address = f"127.0.0.1:{proxy.grpc_port}"
             async with served(host, http_port, directly, access, limits), grpc.aio.insecure_channel(address) as channel:
@@ -236,7 +236,7 @@ def test_nobody_without_a_key_is_read(run: Callable[..., None]) -> None:
         error = await refused(call)
         assert error.code() is grpc.StatusCode.UNAUTHENTICATED
 
-    run(FakeHost(), test, access=Access("a-token", []))
+    run(FakeHost(), test, access=AccessControl("a-token", []))
 
 
 async def written(call: Any, num_requests: int) -> None:

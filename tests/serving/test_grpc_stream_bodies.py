@@ -10,7 +10,7 @@ import pytest
 
 from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.grpc_replica import LIMITS, TIMEOUT_S, exchange, served
-from shoal.cluster.ports import free_port
+from shoal.cluster.ports import find_free_port
 from shoal.open_inference import inference_pb2 as pb
 from shoal.serve.grpc.methods import SERVICE
 from shoal.serve.grpc.service import STREAM_WINDOW
@@ -20,7 +20,7 @@ POST = f"POST /{SERVICE}/ModelStreamInfer HTTP/1.1"
 
 @pytest.fixture(scope="module")
 def http_port() -> int:
-    return free_port()
+    return find_free_port()
 
 
 @pytest.fixture(params=["directly", "through Serve"])

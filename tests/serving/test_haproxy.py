@@ -21,7 +21,7 @@ from serving.fake_replica import FakeReplica
 from serving.haproxy_process import UNCHECKED, HaproxyProcess
 from shoal.cluster.ingress import haproxy_config
 from shoal.cluster.ingress.serve_environment import BUFFER_BYTES
-from shoal.cluster.ports import free_port
+from shoal.cluster.ports import find_free_port
 from waiting import wait_for
 
 # Shorter than an endpoint's, so that the tests need not wait long for what must happen after them.
@@ -94,7 +94,7 @@ def replica() -> Iterator[FakeReplica]:
 def proxy(replica: FakeReplica) -> Iterator[Proxy]:
     with (
         tempfile.TemporaryDirectory(prefix="x.") as folder,  # pytest's own are too long for unix sockets
-        Proxy(Path(folder), replica.port, grpc_replica_port=free_port()) as started,
+        Proxy(Path(folder), replica.port, grpc_replica_port=find_free_port()) as started,
     ):
         yield started
 
@@ -114,7 +114,7 @@ def lonely_proxy() -> Iterator[Proxy]:
     """Before a replica that is not there, and before no application for gRPC."""
     with (
         tempfile.TemporaryDirectory(prefix="x.") as folder,
-        Proxy(Path(folder), free_port(), grpc_replica_port=0) as started,
+        Proxy(Path(folder), find_free_port(), grpc_replica_port=0) as started,
     ):
         yield started
 

@@ -14,7 +14,7 @@ import pytest
 from serving.fake_replica import FakeReplica
 from serving.haproxy_process import UNCHECKED, HaproxyProcess
 from shoal.cluster.ingress import haproxy_config
-from shoal.cluster.ports import free_port
+from shoal.cluster.ports import find_free_port
 from shoal.serve.controller.admin_api import LOAD_TIMEOUT_S
 from shoal.serve.controller.change_request import MAX_TIMEOUT_S
 
@@ -39,7 +39,7 @@ def replica() -> Iterator[FakeReplica]:
 def proxy(replica: FakeReplica) -> Iterator[HaproxyProcess]:
     with (
         tempfile.TemporaryDirectory(prefix="x.") as folder,  # pytest's own are too long for unix sockets
-        HaproxyProcess(Path(folder), replica.port, free_port(), UNCHECKED) as started,
+        HaproxyProcess(Path(folder), replica.port, find_free_port(), UNCHECKED) as started,
     ):
         yield started
 
@@ -49,7 +49,7 @@ def hurried_proxy(replica: FakeReplica) -> Iterator[HaproxyProcess]:
     """Waits `SERVER_S` for a replica, instead of a minute."""
     with tempfile.TemporaryDirectory(prefix="x.") as folder:
         edits = f"{UNCHECKED}; s/server 60s/server {SERVER_S * 1000:.0f}ms/"
-        with HaproxyProcess(Path(folder), replica.port, free_port(), edits) as started:
+        with HaproxyProcess(Path(folder), replica.port, find_free_port(), edits) as started:
             yield started
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 from serving.replica_set import Asked, ReplicaSet, ask, infer, register, until
 from shoal.serve.replica.replica import EndpointReplica
-from shoal.serve.spec.model_source import registered
+from shoal.serve.spec.model_source import model_from_ref
 
 TOKEN, ADA = "t0ken", "key-of-ada"
 BURST, NUM_REPLICAS = 8, 2
@@ -22,7 +22,7 @@ def test_who_may_do_what() -> None:
     register(aliases=("champion",))
 
     async def body() -> None:
-        async with ReplicaSet(registered("linear@champion"), token=TOKEN, keys=KEYS) as endpoint:
+        async with ReplicaSet(model_from_ref("linear@champion"), token=TOKEN, keys=KEYS) as endpoint:
             [replica] = await endpoint.start()
             assert (await ask(replica, "GET", "/v2/health/ready")).status == 200
             nobody = await infer(replica)
@@ -40,7 +40,7 @@ def test_replicas_share_a_rate() -> None:
     register(aliases=("champion",))
 
     async def body() -> None:
-        async with ReplicaSet(registered("linear@champion"), token=TOKEN, keys=KEYS) as endpoint:
+        async with ReplicaSet(model_from_ref("linear@champion"), token=TOKEN, keys=KEYS) as endpoint:
             replicas = await endpoint.start(NUM_REPLICAS)
             await until(lambda: all(len(each._follower.peers) == NUM_REPLICAS - 1 for each in replicas))
             for replica in replicas:

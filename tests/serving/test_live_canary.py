@@ -11,7 +11,7 @@ import pytest
 from serving.faulty_models import RAISE, moody
 from serving.live_set import LiveSet, everywhere, infer, live
 from serving.replica_set import ask, tally, until
-from shoal.cli.display.serve_display import plain_lines, shares
+from shoal.cli.display.serve_display import format_plain_lines, format_shares
 from shoal.client.endpoint_status import EndpointStatus, ModelStatus
 from shoal.errors import InferenceError
 from shoal.serve.controller.canary_guard import MAX_LOST_REPLICAS
@@ -164,8 +164,8 @@ async def test_status_says_who_has_which_share(endpoint: LiveSet) -> None:
     await beside(endpoint, 2)
     about = "pinned at version 1 of a run, beside its newest"
     # One replica reports before the other: until then the candidate has half of its share.
-    await until(lambda: shares(seen(endpoint)) == f"90% by 1 (stable), 10% by 2 (candidate), {about}")
-    lines = plain_lines(EndpointStatus("endpoint", models=[seen(endpoint)]), "http://here")[1:]
+    await until(lambda: format_shares(seen(endpoint)) == f"90% by 1 (stable), 10% by 2 (candidate), {about}")
+    lines = format_plain_lines(EndpointStatus("endpoint", models=[seen(endpoint)]), "http://here")[1:]
     assert [line.partition(",")[0] for line in lines] == ["moody@1 stable: share 90%", "moody@2 candidate: share 10%"]
 
 

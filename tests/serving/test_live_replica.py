@@ -11,14 +11,14 @@ import pytest
 from serving.replica_set import LINEAR, SIGNATURE, ReplicaSet, constant, register, until
 from shoal.errors import ShoalError
 from shoal.serve.model.predictor import Predictor
-from shoal.serve.replica.loader import Stager
-from shoal.serve.spec.model_source import LiveModel, ServedModel, registered
+from shoal.serve.replica.loader import VersionLoader
+from shoal.serve.spec.model_source import EndpointModel, LiveModel, model_from_ref
 from shoal.weights import WeightSnapshot, WeightStore
 
 
 def test_a_replica_that_hangs_while_it_takes_weights_of_its_run_is_not_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
     release, load = threading.Event(), Predictor.load
-    monkeypatch.setattr("shoal.serve.replica.model_manager.HANGING_S", 0.05)
+    monkeypatch.setattr("shoal.serve.replica.model_manager.MAX_STAGING_S", 0.05)
 
     def hangs(predictor: Predictor, snapshot: WeightSnapshot) -> Any:
         if snapshot.version == 2:
@@ -30,7 +30,7 @@ def test_a_replica_that_hangs_while_it_takes_weights_of_its_run_is_not_healthy(m
     async def body() -> None:
         store = WeightStore()
         store.publish(constant(1))
-        async with ReplicaSet(ServedModel("live", LiveModel(LINEAR, SIGNATURE, store))) as endpoint:
+        async with ReplicaSet(EndpointModel("live", LiveModel(LINEAR, SIGNATURE, store))) as endpoint:
             [replica] = await endpoint.start()
             replica.check_health()
             store.publish(constant(2))
@@ -48,19 +48,19 @@ def test_a_replica_that_hangs_while_it_takes_weights_of_its_run_is_not_healthy(m
 
 def test_a_live_model_that_is_deleted_while_it_is_built_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
-    build = Stager.build
+    build = VersionLoader.build_predictor
 
-    async def slowly(stager: Stager, *args: Any) -> Any:
+    async def slowly(stager: VersionLoader, *args: Any) -> Any:
         await asyncio.to_thread(release.wait, 10)
         return await build(stager, *args)
 
     async def body() -> None:
         store = WeightStore()
         store.publish(constant(1))
-        monkeypatch.setattr(Stager, "build", slowly)
+        monkeypatch.setattr(VersionLoader, "build_predictor", slowly)
         register()
-        live = ServedModel("live", LiveModel(LINEAR, SIGNATURE, store))
-        async with ReplicaSet(registered("linear@1"), live) as endpoint:
+        live = EndpointModel("live", LiveModel(LINEAR, SIGNATURE, store))
+        async with ReplicaSet(model_from_ref("linear@1"), live) as endpoint:
             replica = endpoint.add()
             starting = asyncio.create_task(replica.start(10.0))
             await until(lambda: "live" in replica.host._plans)

@@ -12,12 +12,12 @@ import pytest
 from serving.faulty_models import NAN, RAISE, SHAPE, SLOW, moody
 from serving.live_set import LiveSet, everywhere, infer, live
 from serving.replica_set import ask, until
-from shoal.cli.display.serve_display import plain_lines, shares
+from shoal.cli.display.serve_display import format_plain_lines, format_shares
 from shoal.client.endpoint_status import EndpointStatus
 from shoal.errors import InferenceError
 from shoal.serve.batching.batcher import BatchReport
 from shoal.serve.controller import live_control
-from shoal.serve.messages.replica_report import MAX_LEFT
+from shoal.serve.messages.replica_report import MAX_REJECTED_VERSIONS
 from shoal.serve.replica.replica import START_POLL_S
 from shoal.serve.spec.model_options import GuardOptions
 from shoal.weights import WeightSnapshot
@@ -120,7 +120,7 @@ async def test_a_run_that_publishes_nothing_but_bad_weights_does_not_flood_the_r
         assert await everywhere(endpoint, 1) == {1}
     await until(lambda: endpoint.controller.state.models["moody"].live.left[-1] == 39)
     assert endpoint.entries() == [("rollback", 1, 2, "guard")]
-    assert len(endpoint.controller.state.models["moody"].live.left) <= MAX_LEFT
+    assert len(endpoint.controller.state.models["moody"].live.left) <= MAX_REJECTED_VERSIONS
     endpoint.controller.state.models["moody"].live.recorded_at -= live_control.RECORD_S
     await until(lambda: len(endpoint.entries()) == 2)
     assert endpoint.entries()[1] == ("rollback", 1, 39, "guard")
@@ -276,7 +276,7 @@ async def test_a_version_goes_by_what_a_user_measures(endpoint: LiveSet) -> None
 @live()
 async def test_status_says_what_it_follows_what_is_held_and_what_was_left(endpoint: LiveSet) -> None:
     def seen() -> list[str]:
-        return plain_lines(EndpointStatus.from_json(json_of(endpoint.status.endpoint())), "http://here")[1:]
+        return format_plain_lines(EndpointStatus.from_json(json_of(endpoint.status.endpoint())), "http://here")[1:]
 
     await endpoint.publish(moody(2))
     await until(lambda: len(seen()) == 2)
@@ -287,7 +287,7 @@ async def test_status_says_what_it_follows_what_is_held_and_what_was_left(endpoi
     await until(lambda: [line.partition(":")[0] for line in seen()] == ["moody@1 stable"])
     assert seen()[0].endswith("pinned at version 1 of a run")
     model = EndpointStatus.from_json(json_of(endpoint.status.endpoint())).models[0]
-    assert shares(model) == "100% by 1 (stable), pinned at version 1 of a run"
+    assert format_shares(model) == "100% by 1 (stable), pinned at version 1 of a run"
     await endpoint.administer(action="promote", model="moody")
     await endpoint.publish(moody(3, RAISE))
     assert await everywhere(endpoint) <= {1, 2}

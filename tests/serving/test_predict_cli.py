@@ -64,7 +64,7 @@ def _recorded(url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iter
     monkeypatch.setenv("SHOAL_TOKEN", TOKEN)
     monkeypatch.chdir(tmp_path)
     with shoal.runs.create("serve", "") as recorder:
-        recorder.endpoint("shop", "inference", url, "ready")
+        recorder.record_endpoint("shop", "inference", url, "ready")
         yield
 
 
@@ -440,9 +440,9 @@ def test_an_endpoint_that_is_full_is_tried_again_and_then_says_so(host: FakeHost
 
 
 def test_whole_numbers_are_shown_whole() -> None:
-    from shoal.cli.commands.predict import _told
+    from shoal.cli.commands.predict import _format_value
 
-    assert _told(np.int64(1234567890123)) == "1234567890123"
-    assert _told(np.array([123456, 7])) == "123456 7"
-    assert _told(np.float32(0.123456)) == "0.1235"
-    assert _told(np.True_) == "True"
+    assert _format_value(np.int64(1234567890123)) == "1234567890123"
+    assert _format_value(np.array([123456, 7])) == "123456 7"
+    assert _format_value(np.float32(0.123456)) == "0.1235"
+    assert _format_value(np.True_) == "True"

@@ -19,7 +19,7 @@ from shoal.errors import ConfigError, WeightsError
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.serve.model import predictor as predictor_module
 from shoal.serve.model.formats.module import ModuleTemplate
-from shoal.serve.model.formats.template import Setting
+from shoal.serve.model.formats.template import TemplateConfig
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
@@ -186,7 +186,7 @@ def test_a_module_is_refused_where_its_weights_would_not_be_those_of_the_version
     with pytest.raises(ConfigError, match="compile = True: is not for a module that keeps its weights in a list"):
         predictor("Listed", [-1, 3], [-1, 2], compile=True)
     signature = Signature(inputs=[TensorSignature(name="x", datatype="FP32", shape=[-1, 3])], outputs=[])
-    setting = Setting(signature, ModelOptions(cuda_graphs=True), device="cpu", torch_threads=1)
+    setting = TemplateConfig(signature, ModelOptions(cuda_graphs=True), device="cpu", torch_threads=1)
     with pytest.raises(ConfigError, match="cuda_graphs = True: is not for a module that functions within it hold"):
         ModuleTemplate(ModelFactory(factory=f"{__name__}:Enclosed"), setting)
 
@@ -232,7 +232,7 @@ def test_a_preprocessing_that_writes_in_place_writes_to_what_is_its_own() -> Non
 def test_behind_a_preprocessing_rows_of_one_size_are_timed(shape: list[int], is_known: bool) -> None:
     subject = predictor("torch.nn:Identity", shape, preprocess=f"{__name__}:reversed_view")
     subject.load(WeightSnapshot.of(1, {}))
-    assert bool(subject.measured) == is_known
+    assert bool(subject.warm_up_times) == is_known
 
 
 def test_a_preprocessing_may_give_a_view_that_runs_backwards() -> None:
@@ -261,7 +261,7 @@ def test_graphs_for_inputs_of_any_length_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"cuda_graphs = True: needs a graph for each size of 'x'"):
         ModuleTemplate(
             ModelFactory(factory="torch.nn:Identity"),
-            Setting(SIGNATURE, ModelOptions(cuda_graphs=True), device="cpu", torch_threads=1),
+            TemplateConfig(SIGNATURE, ModelOptions(cuda_graphs=True), device="cpu", torch_threads=1),
         )
 
 

@@ -99,7 +99,7 @@ def predictor(kind: Format, signature: Signature, **options: object) -> Predicto
 def test_an_exported_program_says_what_it_takes_and_answers_as_its_module() -> None:
     module = TwoInputs()
     payload = exported_payload(module)
-    signature = exported.signature_of(payload, "file")
+    signature = exported.read_signature(payload, "file")
     assert [(each.name, each.datatype, each.shape) for each in signature.inputs] == [
         ("left", "FP32", [-1, 3]),
         ("right", "FP32", [-1, 3]),
@@ -128,7 +128,7 @@ def test_an_exported_program_says_what_it_takes_and_answers_as_its_module() -> N
 def test_outputs_have_the_keys_of_the_dict_that_a_program_gives(keys: list[str], names: list[str]) -> None:
     module = Named(*keys)
     payload = exported_payload(module)
-    signature = exported.signature_of(payload, "file")
+    signature = exported.read_signature(payload, "file")
     assert [(each.name, each.shape) for each in signature.outputs] == [(names[0], [-1, 2]), (names[1], [-1])]
     model = predictor("torch_export", signature).load(WeightSnapshot.from_payload(7, payload))
     (answer,) = model.predict_batch([{"left": X, "right": X}])
@@ -147,7 +147,7 @@ def saved(module: nn.Module, *arguments: object, dynamic_shapes: object) -> byte
 def test_what_is_no_tensor_is_neither_input_nor_output(compiled: bool) -> None:
     left, right = torch.rand(4, 3), torch.rand(4, 3)
     payload = saved(Among(), left, 2, None, right, dynamic_shapes=({0: BATCH}, None, None, {0: BATCH}))
-    signature = exported.signature_of(payload, "file")
+    signature = exported.read_signature(payload, "file")
     assert [each.name for each in signature.inputs] == ["left", "right"]
     assert [each.name for each in signature.outputs] == ["sum", "product"]
     model = predictor("torch_export", signature, compile=compiled).load(WeightSnapshot.from_payload(1, payload))
@@ -159,7 +159,7 @@ def test_what_is_no_tensor_is_neither_input_nor_output(compiled: bool) -> None:
 def test_a_tensor_beside_none_is_the_output() -> None:
     module = Attention()
     payload = saved(module, torch.rand(4, 3), dynamic_shapes=({0: BATCH},))
-    signature = exported.signature_of(payload, "file")
+    signature = exported.read_signature(payload, "file")
     assert [each.name for each in signature.outputs] == ["output"]
     model = predictor("torch_export", signature).load(WeightSnapshot.from_payload(1, payload))
     expected = module(torch.from_numpy(X))[0].detach().numpy()
@@ -168,7 +168,7 @@ def test_a_tensor_beside_none_is_the_output() -> None:
 
 def test_versions_of_a_program_live_side_by_side() -> None:
     first, second = TwoInputs(), TwoInputs()
-    signature = exported.signature_of(exported_payload(first), "file")
+    signature = exported.read_signature(exported_payload(first), "file")
     subject = predictor("torch_export", signature)
     models = [
         subject.load(WeightSnapshot.from_payload(version, exported_payload(module)))
@@ -180,7 +180,7 @@ def test_versions_of_a_program_live_side_by_side() -> None:
 
 
 def test_an_onnx_file_says_what_it_takes_and_answers() -> None:
-    signature = onnx_format.signature_of(onnx_payload(), "file")
+    signature = onnx_format.read_signature(onnx_payload(), "file")
     assert [(each.name, each.datatype, each.shape) for each in (*signature.inputs, *signature.outputs)] == [
         ("x", "FP32", [-1, 3]),
         ("y", "FP32", [-1, 3]),
@@ -201,7 +201,9 @@ def test_strings_go_through_an_onnx_file_as_text() -> None:
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
     payload = bytes(model.SerializeToString())
-    loaded = predictor("onnx", onnx_format.signature_of(payload, "file")).load(WeightSnapshot.from_payload(1, payload))
+    loaded = predictor("onnx", onnx_format.read_signature(payload, "file")).load(
+        WeightSnapshot.from_payload(1, payload)
+    )
     words = [[b"plain", "é".encode()]]
     assert loaded.predict_batch([{"x": np.array(words, object)}])[0]["y"].tolist() == words
     with pytest.raises(InferenceError, match="input 'x': expected text in UTF-8") as caught:
@@ -211,7 +213,7 @@ def test_strings_go_through_an_onnx_file_as_text() -> None:
 
 @pytest.mark.parametrize("kind", ["torch_export", "onnx"])
 def test_a_file_that_is_none_of_its_format_is_refused(kind: Format, caplog: pytest.LogCaptureFixture) -> None:
-    signature = onnx_format.signature_of(onnx_payload(), "file")
+    signature = onnx_format.read_signature(onnx_payload(), "file")
     with pytest.raises(WeightsError, match=r"version 3 is not an? "):
         predictor(kind, signature).load(WeightSnapshot.from_payload(3, b"nonsense"))
     assert not caplog.records  # what torch says of it is in the error
@@ -219,9 +221,9 @@ def test_a_file_that_is_none_of_its_format_is_refused(kind: Format, caplog: pyte
 
 def test_a_fixed_batch_is_refused_with_what_to_do() -> None:
     with pytest.raises(ConfigError, match=r"'left', the batch, is fixed: \[4, 3\]\. export with dynamic_shapes"):
-        exported.signature_of(exported_payload(TwoInputs(), dynamic=False), "model.pt2")
+        exported.read_signature(exported_payload(TwoInputs(), dynamic=False), "model.pt2")
     with pytest.raises(ConfigError, match=r"'x', the batch, is fixed: \[4, 3\]\. export it with a dynamic"):
-        onnx_format.signature_of(onnx_payload(batch=4), "model.onnx")
+        onnx_format.read_signature(onnx_payload(batch=4), "model.onnx")
 
 
 @pytest.mark.parametrize(
@@ -234,12 +236,12 @@ def test_a_fixed_batch_is_refused_with_what_to_do() -> None:
 )
 def test_an_option_that_a_format_lacks_is_refused(kind: Format, options: dict[str, object], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        predictor(kind, onnx_format.signature_of(onnx_payload(), "file"), **options)
+        predictor(kind, onnx_format.read_signature(onnx_payload(), "file"), **options)
 
 
 def test_a_program_goes_through_the_registry_and_follows_its_alias(shoal_home: Path) -> None:
     registry = Registry()
-    signature = onnx_format.signature_of(onnx_payload(), "file")
+    signature = onnx_format.read_signature(onnx_payload(), "file")
     for version in (1, 2):
         snapshot = WeightSnapshot.from_payload(1, onnx_payload(float(version)))
         registry.register("scaled", snapshot, model=ModelFactory(format="onnx"), signature=signature)

@@ -16,7 +16,7 @@ from shoal.models.decoder import Decoder
 from shoal.registry import ModelFactory, Signature, TensorSignature
 from shoal.serve.model import device, kernels, precision
 from shoal.serve.model.predictor import LoadedModel, Predictor
-from shoal.serve.model.warm_up import measure
+from shoal.serve.model.warm_up import time_warm_forwards
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
 
@@ -73,7 +73,7 @@ def test_a_narrow_precision_answers_nearly_the_same(name: str, tolerance: float)
 
 
 def test_many_rows_go_to_the_library_that_is_faster_and_nothing_else_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(kernels, "is_onednn_faster", lambda: True)
     torch.manual_seed(0)
     module = Encoder().eval()
     shape = [tensor("x", 3, 128)]
@@ -98,7 +98,7 @@ def test_many_rows_go_to_the_library_that_is_faster_and_nothing_else_changes(mon
 
 def test_int8_changes_large_linear_layers_and_answers_each_row_by_itself() -> None:
     module = Wide()
-    changed = precision.Precision("int8", module)
+    changed = precision.PrecisionConverter("int8", module)
     kinds = {name: type(layer).__name__ for name, layer in module.named_children()}
     assert kinds == {"conv": "Conv1d", "large": "Int8Linear", "norm": "LayerNorm", "small": "Linear"}
     assert changed.convert(Wide().state_dict())["large.units"].dtype == torch.int8
@@ -159,7 +159,7 @@ def test_a_compiled_model_is_not_compiled_again_for_new_weights_or_sizes() -> No
     assert counters["stats"]["unique_graphs"] > 0
     graphs = counters["stats"]["unique_graphs"]
     models += [subject.load(snapshot(module, 2)) for module in modules[1:]]
-    forward_thread = ThreadPoolExecutor(1, initializer=subject.enter_thread)  # loading has a thread of its own
+    forward_thread = ThreadPoolExecutor(1, initializer=subject.set_torch_threads)  # loading has a thread of its own
     for rows, length in ((1, 16), (2, 16), (3, 5), (8, 40)):
         request = {
             "x": GENERATOR.standard_normal((rows, length), np.float32),
@@ -204,7 +204,7 @@ def tokens(*lengths: int, num_rows: int = 1) -> list[dict[str, np.ndarray]]:
 def test_padded_requests_share_a_batch_and_get_their_own_lengths_back() -> None:
     subject = predictor("Tokens", TOKENS, TOKEN_OUTPUTS, ragged="pad", pad_value=-1)
     requests = [*tokens(2), *tokens(5, num_rows=2), *tokens(4)]
-    assert {subject.bucket(request) for request in requests} == {None}
+    assert {subject.compute_bucket(request) for request in requests} == {None}
     answers = subject.load(WeightSnapshot.of(1, {})).predict_batch(requests)
     assert [answer["y"].tolist() for answer in answers] == [
         [[0, 2]],
@@ -218,8 +218,11 @@ def test_padded_requests_share_a_batch_and_get_their_own_lengths_back() -> None:
 def test_bucketed_requests_share_a_batch_when_their_shapes_are_equal() -> None:
     subject = predictor("Tokens", TOKENS, TOKEN_OUTPUTS)
     two, also_two, three = tokens(2, 2, 3)
-    assert subject.bucket(two) == subject.bucket(also_two) != subject.bucket(three)
-    assert predictor("torch.nn:Identity", [tensor("x", 4)], [tensor("y", 4)]).bucket({"x": np.ones((1, 4))}) is None
+    assert subject.compute_bucket(two) == subject.compute_bucket(also_two) != subject.compute_bucket(three)
+    assert (
+        predictor("torch.nn:Identity", [tensor("x", 4)], [tensor("y", 4)]).compute_bucket({"x": np.ones((1, 4))})
+        is None
+    )
 
 
 def test_a_padded_transformer_answers_as_if_each_request_came_alone() -> None:
@@ -336,11 +339,11 @@ def test_every_datatype_that_torch_lacks_or_numpy_lacks_passes_through(compiled:
 
 def test_the_device_is_the_faster_one() -> None:
     times = {"cpu": {1: 1e-4, 64: 2e-3}, "cuda": {1: 3e-4, 64: 4e-4}}
-    assert device.fastest(times) == (
+    assert device.select_fastest(times) == (
         "cuda",
         "cuda is the fastest: cpu 0.1 ms for 1, 2 ms for 64; cuda 0.3 ms for 1, 0.4 ms for 64 rows",
     )
-    assert device.fastest({"cpu": {1: 1e-4}, "cuda": {1: 2e-4}})[0] == "cpu"
+    assert device.select_fastest({"cpu": {1: 1e-4}, "cuda": {1: 2e-4}})[0] == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -379,14 +382,14 @@ class SlowAtFirst(nn.Module):
 
 
 def test_a_first_forward_is_no_measure_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "__defaults__", (lambda: SlowAtFirst.now_s,))
+    monkeypatch.setattr(time_warm_forwards, "__defaults__", (lambda: SlowAtFirst.now_s,))
     subject = predictor("SlowAtFirst", [tensor("x", 2)], [tensor("y", 2)], max_batch_size=4)
-    assert subject.measured == []
+    assert subject.warm_up_times == []
     subject.load(snapshot(nn.Identity()))
     expected = [(1, 0.001), (2, 0.002), (4, 0.004)]
-    assert subject.measured == [(rows, pytest.approx(seconds)) for rows, seconds in expected]
+    assert subject.warm_up_times == [(rows, pytest.approx(seconds)) for rows, seconds in expected]
     subject.load(snapshot(nn.Identity(), 2))
-    assert len(subject.measured) == 3
+    assert len(subject.warm_up_times) == 3
 
 
 @pytest.mark.parametrize("inputs", [[tensor("x", -1)], [tensor("x", 2)]])
@@ -394,4 +397,4 @@ def test_nothing_is_learned_from_an_example_that_may_not_be_typical(inputs: list
     options = {"warm_up": inputs[0].shape == [-1, -1]}
     subject = predictor("torch.nn:Identity", inputs, [tensor("y", *inputs[0].shape[1:])], **options)
     subject.load(snapshot(nn.Identity()))
-    assert subject.measured == []
+    assert subject.warm_up_times == []

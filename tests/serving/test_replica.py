@@ -9,14 +9,14 @@ from pydantic import SecretStr
 
 from serving.replica_set import LINEAR, SIGNATURE, ReplicaSet, constant, infer, register, until
 from shoal.errors import ConfigError, ShoalError
-from shoal.serve.spec.model_source import LiveModel, ServedModel, registered
+from shoal.serve.spec.model_source import EndpointModel, LiveModel, model_from_ref
 from shoal.weights import WeightStore
 
 
 def test_a_replica_follows_weights_while_it_answers() -> None:
     async def body() -> None:
         store = WeightStore()
-        async with ReplicaSet(ServedModel("linear", LiveModel(LINEAR, SIGNATURE, store))) as endpoint:
+        async with ReplicaSet(EndpointModel("linear", LiveModel(LINEAR, SIGNATURE, store))) as endpoint:
             [replica] = await endpoint.start()
             assert (await infer(replica)).status == 503
             for version in (1, 2, 5):
@@ -45,8 +45,8 @@ def test_how_long_forwards_take_is_known_before_the_first_request(is_live: bool)
 
     async def body() -> None:
         store = WeightStore()
-        live = ServedModel("linear", LiveModel(LINEAR, SIGNATURE, store))
-        async with ReplicaSet(live if is_live else registered("linear@champion")) as endpoint:
+        live = EndpointModel("linear", LiveModel(LINEAR, SIGNATURE, store))
+        async with ReplicaSet(live if is_live else model_from_ref("linear@champion")) as endpoint:
             [replica] = await endpoint.start()
             if is_live:
                 assert replica.report().models["linear"].latency == ()
@@ -64,7 +64,7 @@ def test_a_registered_model_is_there_when_the_replica_is() -> None:
     register(aliases=("champion",))
 
     async def body() -> None:
-        async with ReplicaSet(registered("linear@champion")) as endpoint:
+        async with ReplicaSet(model_from_ref("linear@champion")) as endpoint:
             replicas = await endpoint.start(2)
             for replica in replicas:
                 assert replica.host.ready
@@ -78,7 +78,7 @@ def test_a_token_that_became_empty_opens_the_endpoint_to_nobody() -> None:
     register(aliases=("champion",))
 
     async def body() -> None:
-        async with ReplicaSet(registered("linear@champion")) as endpoint:
+        async with ReplicaSet(model_from_ref("linear@champion")) as endpoint:
             endpoint.spec = endpoint.spec.model_copy(update={"token": SecretStr("")})
             with pytest.raises(ConfigError, match="token = '': is empty"):
                 await endpoint.start()

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from serving.replica_set import ReplicaSet, infer, register, until
-from shoal.serve.replica.loader import Built, Staged, Stager
-from shoal.serve.spec.model_source import registered
+from shoal.serve.replica.loader import BuiltModel, StagedVersion, VersionLoader
+from shoal.serve.spec.model_source import model_from_ref
 
 
 def weights_of(endpoint: ReplicaSet, version: int) -> weakref.ref[Any]:
@@ -32,7 +32,7 @@ def test_versions_that_are_left_are_forgotten_and_so_is_a_model_that_is_deleted(
         register(aliases=["champion"])
 
     async def body() -> None:
-        async with ReplicaSet(registered("linear@1")) as endpoint:
+        async with ReplicaSet(model_from_ref("linear@1")) as endpoint:
             [replica] = await endpoint.start()
             await endpoint.administer(action="canary", model="linear", version=2, percent=10)
             tried = weights_of(endpoint, 2)
@@ -59,16 +59,18 @@ def test_a_replica_that_starts_during_a_canary_measures_the_candidate_by_the_sta
         register(aliases=["champion"])
     staged: list[tuple[int, bool, bool]] = []
 
-    class Watched(Stager):
-        async def stage(self, source: Any, version: int, options: Any, signature: Any, last: Built | None) -> Staged:
+    class Watched(VersionLoader):
+        async def load_version(
+            self, source: Any, version: int, options: Any, signature: Any, last: BuiltModel | None
+        ) -> StagedVersion:
             staged.append((version, signature is not None, last is not None))
-            return await super().stage(source, version, options, signature, last)
+            return await super().load_version(source, version, options, signature, last)
 
     async def body() -> None:
-        async with ReplicaSet(registered("linear@1")) as endpoint:
+        async with ReplicaSet(model_from_ref("linear@1")) as endpoint:
             await endpoint.start()
             await endpoint.administer(action="canary", model="linear", version=2, percent=10)
-            monkeypatch.setattr("shoal.serve.replica.model_manager.Stager", Watched)
+            monkeypatch.setattr("shoal.serve.replica.model_manager.VersionLoader", Watched)
             [late] = await endpoint.start()
             await until(lambda: late.host.model("linear").versions == [1, 2])
             assert staged == [(1, False, False), (2, True, True)]

@@ -16,7 +16,7 @@ from serving.replica_set import LINEAR, SIGNATURE, Asked, ReplicaSet, ask, const
 from shoal.errors import InferenceError, ShoalError
 from shoal.registry import Registry, Signature, TensorSignature
 from shoal.serve.spec.model_options import GuardOptions, ModelOptions
-from shoal.serve.spec.model_source import LiveModel, RegisteredModel, ServedModel, registered
+from shoal.serve.spec.model_source import EndpointModel, LiveModel, RegisteredModel, model_from_ref
 from shoal.weights import WeightStore
 
 TWICE = Signature(inputs=SIGNATURE.inputs, outputs=[TensorSignature(name="z", datatype="FP32", shape=[-1, 2])])
@@ -31,7 +31,7 @@ def rollout(*versions: int, ref: str = "linear@1", replicas: int = 3, **options:
                 register(aliases=("champion",) if version == versions[0] else ())
 
             async def run() -> None:
-                async with ReplicaSet(registered(ref), model=options) as endpoint:
+                async with ReplicaSet(model_from_ref(ref), model=options) as endpoint:
                     await endpoint.start(replicas)
                     await body(endpoint)
 
@@ -341,7 +341,7 @@ def test_what_cannot_be_done_is_refused_in_words(status: int, word: str, change:
 def test_each_model_is_served_as_it_says() -> None:
     register("linear")
     register("other")
-    models = registered("linear@1"), registered("other@1", ModelOptions(max_batch_size=2))
+    models = model_from_ref("linear@1"), model_from_ref("other@1", ModelOptions(max_batch_size=2))
 
     async def body() -> None:
         async with ReplicaSet(*models) as endpoint:
@@ -357,7 +357,7 @@ def test_a_live_model_has_no_other_versions_to_choose_from() -> None:
     store.publish(constant(4))
 
     async def body() -> None:
-        async with ReplicaSet(ServedModel("linear", LiveModel(LINEAR, SIGNATURE, store))) as endpoint:
+        async with ReplicaSet(EndpointModel("linear", LiveModel(LINEAR, SIGNATURE, store))) as endpoint:
             [replica] = await endpoint.start()
             assert (replica.host.ready, replica.host.model("linear").versions) == (True, [4])
             for change in (
@@ -386,11 +386,11 @@ def test_a_replica_that_hangs_while_it_stages_is_not_healthy(monkeypatch: pytest
     release = threading.Event()
 
     async def body() -> None:
-        async with ReplicaSet(registered("linear@1"), stage_timeout_s=2.0) as endpoint:
+        async with ReplicaSet(model_from_ref("linear@1"), stage_timeout_s=2.0) as endpoint:
             [replica] = await endpoint.start()
-            monkeypatch.setattr("shoal.serve.replica.model_manager.HANGING_S", 0.05)
+            monkeypatch.setattr("shoal.serve.replica.model_manager.MAX_STAGING_S", 0.05)
             replica.check_health()
-            monkeypatch.setattr(RegisteredModel, "package", lambda source, version: release.wait(60))
+            monkeypatch.setattr(RegisteredModel, "load_package", lambda source, version: release.wait(60))
             with pytest.raises(InferenceError, match="had not staged version 2 after"):
                 await endpoint.administer(action="deploy", model="linear", version=2)
             with pytest.raises(ShoalError, match="has been loading for"):

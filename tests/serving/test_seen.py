@@ -14,10 +14,10 @@ from serving.replica_set import LINEAR, SIGNATURE, ReplicaSet, ask, constant, in
 from shoal.errors import InferenceError
 from shoal.open_inference import inference_pb2 as pb
 from shoal.serve.grpc.service import Invocation
-from shoal.serve.messages.auth_failures import Refused
+from shoal.serve.messages.auth_failures import AuthFailure
 from shoal.serve.protocol.prometheus import CONTENT_TYPE
 from shoal.serve.replica.replica import EndpointReplica
-from shoal.serve.spec.model_source import LiveModel, ServedModel, registered
+from shoal.serve.spec.model_source import EndpointModel, LiveModel, model_from_ref
 from shoal.weights import WeightStore
 
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -48,7 +48,7 @@ def test_a_scrape_of_any_replica_sees_all_of_them() -> None:
     register(aliases=("champion",))
 
     async def body() -> None:
-        async with ReplicaSet(registered("linear@champion")) as endpoint:
+        async with ReplicaSet(model_from_ref("linear@champion")) as endpoint:
             first, second = await endpoint.start(2)
             for replica, rows in ((first, 1), (second, 2), (second, 3)):
                 await infer(replica, rows=rows)
@@ -75,7 +75,7 @@ def test_a_traced_request_is_followed_from_the_ingress_to_the_forward(tmp_path: 
     register(aliases=("champion",))
 
     async def body() -> None:
-        async with ReplicaSet(registered("linear@champion"), trace=f"file:{tmp_path}/traces?ratio=0") as endpoint:
+        async with ReplicaSet(model_from_ref("linear@champion"), trace=f"file:{tmp_path}/traces?ratio=0") as endpoint:
             [replica] = await endpoint.start()
             await infer(replica, rows=2, traceparent=CALLER)
             await infer(replica)
@@ -105,16 +105,16 @@ def test_a_replica_reports_whom_it_refused_over_both_protocols() -> None:
     register(aliases=("champion",))
 
     async def body() -> None:
-        async with ReplicaSet(registered("linear@champion"), token="the-token") as endpoint:
+        async with ReplicaSet(model_from_ref("linear@champion"), token="the-token") as endpoint:
             [replica] = await endpoint.start()
             assert (await infer(replica, shoal_from="10.0.0.7")).status == 401
             assert (await ask(replica, "GET", "/no-such-path", headers={"shoal-from": "10.0.0.8"})).status == 401
-            assert replica.report().refused == (Refused("", 401, 2, "10.0.0.8"),)
+            assert replica.report().refused == (AuthFailure("", 401, 2, "10.0.0.8"),)
             metadata = {b"shoal-from": b"10.0.0.9", b"authorization": b"Bearer another"}
             request = pb.ModelInferRequest(model_name="linear").SerializeToString()
             with pytest.raises(InferenceError):
-                await replica.servicer().model_infer(request, Invocation(metadata))
-            assert replica.report().refused == (Refused("", 401, 3, "10.0.0.9", "linear"),)
+                await replica.make_servicer().model_infer(request, Invocation(metadata))
+            assert replica.report().refused == (AuthFailure("", 401, 3, "10.0.0.9", "linear"),)
 
     asyncio.run(body())
 
@@ -122,7 +122,7 @@ def test_a_replica_reports_whom_it_refused_over_both_protocols() -> None:
 def test_a_live_model_has_one_series() -> None:
     async def body() -> None:
         store = WeightStore()
-        async with ReplicaSet(ServedModel("linear", LiveModel(LINEAR, SIGNATURE, store))) as endpoint:
+        async with ReplicaSet(EndpointModel("linear", LiveModel(LINEAR, SIGNATURE, store))) as endpoint:
             [replica] = await endpoint.start()
             for version in range(1, 6):
                 store.publish(constant(version))

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from shoal.errors import ConfigError, RegistryError
-from shoal.flows.serving_spec import check, from_file
-from shoal.models.lenet import MEAN, SPREAD, normalise, probabilities
+from shoal.flows.serving_spec import check, load_serving_spec
+from shoal.models.lenet import MEAN, STD, normalise, probabilities
 from shoal.registry import Registry
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.spec.model_source import ModelPackage, RegisteredModel
@@ -41,7 +41,7 @@ def trees(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 def test_pixels_become_what_the_recipe_trains_on_and_logits_probabilities() -> None:
     pixels = np.array([[0.0, 73.0, 255.0]], np.float32)
     normal = normalise({"input": pixels})["input"]
-    np.testing.assert_allclose(normal, (pixels - MEAN) / SPREAD, rtol=1e-6)
+    np.testing.assert_allclose(normal, (pixels - MEAN) / STD, rtol=1e-6)
     assert normal.dtype == np.float32
     logits = np.array([[1.0, 2.0, 1000.0], [0.0, 0.0, 0.0]], np.float32)
     expected = torch.softmax(torch.from_numpy(logits), 1).numpy()
@@ -58,12 +58,12 @@ def test_formulas_are_trees(trees: ModuleType) -> None:
 
 
 def test_a_tree_lstm_learns_what_formulas_are_worth_and_is_served_as_its_file_says(trees: ModuleType) -> None:
-    spec = from_file(APPS / "syntax_tree.yaml")
+    spec = load_serving_spec(APPS / "syntax_tree.yaml")
     with pytest.raises(RegistryError, match="there is no model 'syntax'"):
         check(spec)
     trees.train(steps=80)
     check(spec)
-    package: ModelPackage = RegisteredModel("syntax", str(Registry().root)).package(1)
+    package: ModelPackage = RegisteredModel("syntax", str(Registry().root)).load_package(1)
     predictor: Any = Predictor(package.factory, package.signature, spec.endpoint.options("syntax"))
     assert package.snapshot is not None
     formulas = [trees.formula(random.Random(seed), 3) for seed in range(60)]
@@ -76,7 +76,7 @@ def test_a_tree_lstm_learns_what_formulas_are_worth_and_is_served_as_its_file_sa
 def test_a_file_that_is_no_text_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "shop.yaml").write_bytes(b"models: [m]  # f\xfcr alle\n")
     with pytest.raises(ConfigError, match=r"file = .*shop.yaml.*cannot be read .*give a YAML file"):
-        from_file(tmp_path / "shop.yaml")
+        load_serving_spec(tmp_path / "shop.yaml")
 
 
 @pytest.mark.parametrize("name", ["image_classifier", "live_policy", "syntax_tree"])

@@ -82,8 +82,8 @@ def recorded(url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The endpoint in the run record, as `shop`, and the token."""
     monkeypatch.setenv("SHOAL_TOKEN", TOKEN)
     with shoal.runs.create("serve", "", "the-run") as recorder:
-        recorder.endpoint("shop", "inference", url, "ready")
-        recorder.endpoint("gateway", "gateway", "tcp://127.0.0.1:1", "ready")
+        recorder.record_endpoint("shop", "inference", url, "ready")
+        recorder.record_endpoint("gateway", "gateway", "tcp://127.0.0.1:1", "ready")
         yield url
 
 
@@ -122,14 +122,14 @@ def test_status_without_a_terminal_is_a_line_for_each_version(recorded: str) -> 
 
 def test_status_counts_the_replicas_that_are_missing_and_the_hosts() -> None:
     there = [ReplicaStatus(f"r-{number}", number, 7, host=f"node-{number % 2}") for number in range(3)]
-    line, *_ = serve_display.plain_lines(EndpointStatus("shop", num_replicas=4, replicas=there), "http://h")
+    line, *_ = serve_display.format_plain_lines(EndpointStatus("shop", num_replicas=4, replicas=there), "http://h")
     assert line.endswith("replicas 3 of 4 ready on 2 hosts")
 
 
 @pytest.mark.parametrize(("source", "followed"), [("m@champion", True), ("m@3", False), ("m", False)])
 def test_only_what_can_move_is_said_to_be_followed(source: str, followed: bool) -> None:
     status = EndpointStatus("shop", models=[ModelStatus("m", source=source, stable=3, versions=[VersionStatus(3)])])
-    assert ("follows" in serve_display.plain_lines(status, "")[1]) is followed
+    assert ("follows" in serve_display.format_plain_lines(status, "")[1]) is followed
     assert ("follows" in drawn(status, 80)) is followed
 
 
@@ -199,7 +199,9 @@ def test_the_picture_has_its_address_as_it_is() -> None:
 
 def test_an_endpoint_that_says_little_is_shown_too() -> None:
     status = EndpointStatus("shop", models=[ModelStatus("m", versions=[VersionStatus(1)])])
-    assert serve_display.plain_lines(status, "")[1].startswith("m@1 loaded: share 0%, requests/s 0.0, p50 -, p99 -")
+    assert serve_display.format_plain_lines(status, "")[1].startswith(
+        "m@1 loaded: share 0%, requests/s 0.0, p50 -, p99 -"
+    )
     assert "1 loaded" in drawn(status, 80)
 
 
@@ -310,15 +312,15 @@ def test_what_cannot_be_is_said_with_a_remedy(recorded: str, words: list[str], m
 def test_without_an_endpoint_it_says_how_to_have_one() -> None:
     assert "no endpoint is up: `shoal serve deploy MODEL` starts one" in complaint("serve", "status")
     with shoal.runs.create("serve", "") as recorder:
-        recorder.endpoint("gone", "inference", "http://127.0.0.1:1", "closed")
+        recorder.record_endpoint("gone", "inference", "http://127.0.0.1:1", "closed")
         assert "no endpoint is up" in complaint("serve", "status")
-        recorder.endpoint("left", "inference", "http://127.0.0.1:1", "ready")
+        recorder.record_endpoint("left", "inference", "http://127.0.0.1:1", "ready")
     assert "no endpoint is up" in complaint("serve", "status")  # whoever kept it up is no more
 
 
 def test_of_several_endpoints_one_must_be_named(recorded: str) -> None:
     with shoal.runs.create("serve", "") as recorder:
-        recorder.endpoint("other", "inference", "http://127.0.0.1:1", "ready")
+        recorder.record_endpoint("other", "inference", "http://127.0.0.1:1", "ready")
         assert "several endpoints are up: say --endpoint NAME" in complaint("serve", "promote", "fashion")
         assert lines("serve", "promote", "fashion", "--endpoint", "shop")
 
@@ -366,7 +368,7 @@ def test_what_stays_on_this_machine_goes_through_no_proxy(monkeypatch: pytest.Mo
     monkeypatch.setenv("HTTP_PROXY", "http://proxy.example:3128")
     urls = ("http://127.0.0.2:8000", "http://[::1]:8000", "http://localhost:1", "http://h.example:8000")
     expected = [None, None, None, "http://proxy.example:3128"]
-    assert [transport._settings(url, "", 1)["proxy"] for url in urls] == expected
+    assert [transport._build_httpx_options(url, "", 1)["proxy"] for url in urls] == expected
 
 
 def test_a_load_is_simulated_from_what_was_measured(recorded: str) -> None:

@@ -89,7 +89,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeCluster:
     monkeypatch.setattr(serve_deploy, "find_cluster", lambda address: ClusterHandle(URL, URL, "token", {}))
     for name, stand_in in {"submit": fake.submit, "Job": fake.job, "list_jobs": fake.infos}.items():
         monkeypatch.setattr(serve_deploy, name, stand_in)
-    monkeypatch.setattr(serve_deploy, "end_as_by_ctrl_c", lambda: None)
+    monkeypatch.setattr(serve_deploy, "interrupt_on_termination", lambda: None)
     monkeypatch.setattr(job_output, "ignore_further_interrupts", lambda: None)
     monkeypatch.chdir(tmp_path)
     return fake

@@ -21,9 +21,9 @@ from shoal.cli.support import job_output
 from shoal.cluster.cluster_handle import ClusterHandle
 from shoal.cluster.jobs import JobInfo, JobStatus
 from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError
-from shoal.flows.serving_spec import ServingSpec, require_code, spec_from_words
+from shoal.flows.serving_spec import ServingSpec, require_importable, spec_from_overrides
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
-from shoal.runs.record.provenance import apart, joined
+from shoal.runs.record.provenance import restore_secrets, split_secrets
 from shoal.weights import WeightSnapshot
 
 CLUSTER = ClusterHandle("127.0.0.1:6379", "http://127.0.0.1:8265", "token", {}, temp_dir=Path("/tmp/none"))
@@ -98,9 +98,9 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
     fake = FakeCluster()
     monkeypatch.setattr(serve_deploy, "find_cluster", lambda address: CLUSTER)
     monkeypatch.setattr(serve_deploy, "submit", fake.submit)
-    monkeypatch.setattr(serve_deploy, "Job", fake.job)
+    monkeypatch.setattr(serve_deploy, "JobHandle", fake.job)
     monkeypatch.setattr(serve_deploy, "list_jobs", fake.infos)
-    monkeypatch.setattr(serve_deploy, "end_as_by_ctrl_c", lambda: None)
+    monkeypatch.setattr(serve_deploy, "interrupt_on_termination", lambda: None)
     monkeypatch.setattr(job_output, "ignore_further_interrupts", lambda: None)
     tensors = {"weight": np.zeros((1, 1), np.float32), "bias": np.zeros(1, np.float32)}
     tensor = [TensorSignature(name="x", datatype="FP32", shape=[-1, 1])]
@@ -130,9 +130,9 @@ def becomes_ready(recorders: list[Any], name: str = "fashion") -> Callable[[Fake
     def begin(job: FakeJob) -> None:
         recorder = shoal.runs.create("serve", "", job.submission_id)
         recorders.append(recorder)
-        recorder.endpoint(name, "inference", "http://127.0.0.1:8000", "starting")
-        recorder.endpoint(f"{name}/grpc", "grpc", "127.0.0.1:9000", "ready")
-        job.on_look = lambda: recorder.endpoint(name, "inference", "http://127.0.0.1:8000", "ready")
+        recorder.record_endpoint(name, "inference", "http://127.0.0.1:8000", "starting")
+        recorder.record_endpoint(f"{name}/grpc", "grpc", "127.0.0.1:9000", "ready")
+        job.on_look = lambda: recorder.record_endpoint(name, "inference", "http://127.0.0.1:8000", "ready")
 
     return begin
 
@@ -152,8 +152,8 @@ def test_deploy_submits_what_was_typed_and_returns_when_it_is_ready(
     assert entrypoint[1:3] == ["-m", "shoal.flows.serving"]
     assert "hush" not in " ".join(entrypoint)  # which `shoal status` and the dashboard show
     monkeypatch.setenv("SHOAL_SECRET_WORDS", cluster.environments[0]["SHOAL_SECRET_WORDS"])
-    fields = joined(entrypoint[3:])
-    spec = spec_from_words(fields).override(fields)
+    fields = restore_secrets(entrypoint[3:])
+    spec = spec_from_overrides(fields).override(fields)
     assert [key.key.get_secret_value() for key in spec.endpoint.keys] == ["hush-hush-hush-hush"]
     assert spec.models == ["fashion@champion", "tabular@1"]
     assert (spec.endpoint.num_replicas, spec.endpoint.options("fashion").deadline_s) == (2, 0.1)
@@ -176,7 +176,7 @@ def test_a_deployment_that_is_given_up_leaves_no_job_behind(cluster: FakeCluster
 
 
 def test_the_job_reads_the_words_that_its_command_line_does_not_show(cluster: FakeCluster) -> None:
-    shown, variables = apart(["models=fashion", "endpoint.keys=[{name: ada, key: a blank is refused}]"])
+    shown, variables = split_secrets(["models=fashion", "endpoint.keys=[{name: ada, key: a blank is refused}]"])
     checked = subprocess.run(
         [sys.executable, "-m", serve_deploy.MODULE, *shown, "--check"],
         env={**os.environ, **variables},
@@ -192,7 +192,7 @@ def test_a_file_goes_along_by_its_place(cluster: FakeCluster, recorders: list[An
     (tmp_path / "shop.yaml").write_text("models: [fashion]\nendpoint: {name: shop, max_body_bytes: 5}\n")
     assert shoal_program("deploy", str(tmp_path / "shop.yaml"), "endpoint.port=80").exit_code == 0
     words = cluster.entrypoints[0][3:]
-    spec = spec_from_words(words).override(words)
+    spec = spec_from_overrides(words).override(words)
     assert (spec.endpoint.name, spec.endpoint.max_body_bytes, spec.endpoint.port) == ("shop", 5, 80)
     assert spec.file == str(tmp_path / "shop.yaml")
 
@@ -244,7 +244,7 @@ def test_names_and_places_are_taken_as_they_were_typed(
     file.write_text("models: [fashion]\n")
     assert shoal_program("deploy", str(file), "--name", "007").exit_code == 0
     words = cluster.entrypoints[0][3:]
-    spec = spec_from_words(words).override(words)
+    spec = spec_from_overrides(words).override(words)
     assert (spec.endpoint.name, spec.models, spec.file) == ("007", ["fashion"], str(file))
 
 
@@ -370,9 +370,9 @@ def test_a_hook_that_is_not_there_is_told_by_its_field(
         model=ModelFactory(factory="mine:clean"),
         signature=signature(("x", "FP32", [-1, 1])),
     )
-    require_code(spec)
+    require_importable(spec)
     with pytest.raises(ConfigError) as caught:
-        require_code(spec.override(words))
+        require_importable(spec.override(words))
     assert message in str(caught.value)
 
 
@@ -389,4 +389,4 @@ def test_a_class_that_is_not_there_is_told_before_a_replica_starts() -> None:
         signature=signature(("x", "FP32", [-1, 1])),
     )
     with pytest.raises(ConfigError, match=r"gone@1: model.factory = 'nowhere.to.be:Found': cannot be imported"):
-        require_code(ServingSpec(models=["gone"]))
+        require_importable(ServingSpec(models=["gone"]))

@@ -15,7 +15,7 @@ import shoal.runs
 from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.served_here import TOKEN, served
 from shoal.client.endpoint_status import EndpointStatus, ModelStatus, RolloutEvent, VersionStatus
-from shoal.flows.serving_spec import check, from_file
+from shoal.flows.serving_spec import check, load_serving_spec
 from shoal.registry import Registry
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_options import ModelOptions
@@ -53,7 +53,7 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     )
     host = Host(double)
     with served(host) as (url, _), shoal.runs.create("serve", "") as recorder:
-        recorder.endpoint("mine", "inference", url, "ready")
+        recorder.record_endpoint("mine", "inference", url, "ready")
         yield host
 
 
@@ -73,7 +73,7 @@ def test_the_yaml_of_the_page_is_a_spec(tmp_path: Path) -> None:
     exec(compile(blocks("python")[0], str(PAGE), "exec"), {})
     (text,) = blocks("yaml")
     (tmp_path / "shop.yaml").write_text(text)
-    spec = from_file(tmp_path / "shop.yaml")
+    spec = load_serving_spec(tmp_path / "shop.yaml")
     check(spec)
     assert (spec.models, spec.endpoint.name, spec.endpoint.model.deadline_s) == (["mine@champion"], "shop", 0.5)
     assert spec.endpoint.keys[0].models == ["mine"]
@@ -81,7 +81,7 @@ def test_the_yaml_of_the_page_is_a_spec(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted(APPS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_apps_files_are_specs(path: Path) -> None:
-    spec = from_file(path)
+    spec = load_serving_spec(path)
     assert spec.models
     assert spec.endpoint.name != EndpointSpec(name="x").name
 

@@ -16,24 +16,24 @@ from serving.live_set import MOODY, infer
 from serving.replica_set import ReplicaSet
 from serving.replica_set import until as until_there
 from shoal.errors import InferenceError
-from shoal.open_inference.datatypes import NUMPY, bf16_bits
+from shoal.open_inference.datatypes import NUMPY_DTYPES, bf16_bits
 from shoal.registry import Registry
 from shoal.serve.batching.batcher import Batcher
 from shoal.serve.messages.inference import Arrays, InferCall
 from shoal.serve.messages.metrics_snapshot import VersionSnapshot
 from shoal.serve.replica.model_statistics import ModelStatistics
 from shoal.serve.replica.replica import EndpointReplica
-from shoal.serve.replica.shadow import Answer, Shadow
+from shoal.serve.replica.shadow import ShadowTraffic, _VersionedOutputs
 from shoal.serve.replica.version_router import Track
 from shoal.serve.spec.model_options import GuardOptions, ModelOptions
-from shoal.serve.spec.model_source import registered
+from shoal.serve.spec.model_source import model_from_ref
 
 TOLERANCE = 0.01
-Forward = Callable[[Hashable, Sequence[Arrays]], list[Answer]]
+Forward = Callable[[Hashable, Sequence[Arrays]], list[_VersionedOutputs]]
 
 
 def array(datatype: str, values: Sequence[object]) -> np.ndarray:
-    return bf16_bits(np.array(values, np.float32)) if datatype == "BF16" else np.array(values, NUMPY[datatype])
+    return bf16_bits(np.array(values, np.float32)) if datatype == "BF16" else np.array(values, NUMPY_DTYPES[datatype])
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def array(datatype: str, values: Sequence[object]) -> np.ndarray:
 def test_answers_differ_by_more_than_the_tolerance(
     datatype: str, stable: list[object], candidate: list[object], differs: bool
 ) -> None:
-    def forward(group: Hashable, requests: Sequence[Arrays]) -> list[Answer]:
+    def forward(group: Hashable, requests: Sequence[Arrays]) -> list[_VersionedOutputs]:
         return [({"y": array(datatype, candidate)}, 2) for _ in requests]
 
     version = shadowed(forward, array(datatype, stable), datatype)
@@ -68,7 +68,7 @@ def test_answers_differ_by_more_than_the_tolerance(
     ],
 )
 def test_a_failure_is_an_error_and_a_refusal_another_answer(error: Exception, failed: bool) -> None:
-    def forward(group: Hashable, requests: Sequence[Arrays]) -> list[Answer]:
+    def forward(group: Hashable, requests: Sequence[Arrays]) -> list[_VersionedOutputs]:
         raise error
 
     version = shadowed(forward, array("FP32", [1.0]))
@@ -79,12 +79,12 @@ def shadowed(forward: Forward, answer: np.ndarray, datatype: str = "FP32") -> Ve
     """What is counted of version 2 when `forward` is put beside an answer of the stable version."""
 
     async def body() -> VersionSnapshot:
-        batcher: Batcher[Arrays, Answer] = Batcher()
+        batcher: Batcher[Arrays, _VersionedOutputs] = Batcher()
         counts = ModelStatistics("m")
         options = ModelOptions(guard=GuardOptions(tolerance=TOLERANCE))
-        shadow = Shadow("m", batcher, forward, options, counts, {"y": datatype}, lambda report: None)
-        shadow.set(Track(SimpleNamespace(version=2)), 100.0)  # type: ignore[arg-type]
-        shadow.consider(InferCall({}, 1), {"y": answer}, None)
+        shadow = ShadowTraffic("m", batcher, forward, options, counts, {"y": datatype}, lambda report: None)
+        shadow.set_candidate(Track(SimpleNamespace(version=2)), 100.0)  # type: ignore[arg-type]
+        shadow.sample_call(InferCall({}, 1), {"y": answer}, None)
         await until(lambda: "2" in counts.snapshot()["versions"])
         shadow.close()
         batcher.close()
@@ -98,27 +98,27 @@ def test_answers_of_before_a_promotion_are_not_held_against_the_next_candidate()
     entered, gate = threading.Event(), threading.Event()
 
     async def body() -> None:
-        batcher: Batcher[Arrays, Answer] = Batcher()
+        batcher: Batcher[Arrays, _VersionedOutputs] = Batcher()
         counts = ModelStatistics("m")
         track = Track(SimpleNamespace(version=2))  # type: ignore[arg-type]
 
-        def forward(group: Hashable, requests: Sequence[Arrays]) -> list[Answer]:
+        def forward(group: Hashable, requests: Sequence[Arrays]) -> list[_VersionedOutputs]:
             entered.set()
             assert gate.wait(DEADLINE_S)
             assert track.loaded is not None
             return [({"y": array("FP32", [track.loaded.version])}, track.loaded.version) for _ in requests]
 
-        shadow = Shadow("m", batcher, forward, ModelOptions(), counts, {"y": "FP32"}, lambda report: None)
-        shadow.set(track, 100.0)
-        shadow.consider(InferCall({}, 1), {"y": array("FP32", [1.0])}, "in hand")
+        shadow = ShadowTraffic("m", batcher, forward, ModelOptions(), counts, {"y": "FP32"}, lambda report: None)
+        shadow.set_candidate(track, 100.0)
+        shadow.sample_call(InferCall({}, 1), {"y": array("FP32", [1.0])}, "in hand")
         await until(entered.is_set)
-        shadow.consider(InferCall({}, 1), {"y": array("FP32", [1.0])}, "waits")
+        shadow.sample_call(InferCall({}, 1), {"y": array("FP32", [1.0])}, "waits")
         await asyncio.sleep(0)
-        shadow.set(None, 0.0)
+        shadow.set_candidate(None, 0.0)
         track.loaded = SimpleNamespace(version=3)  # type: ignore[assignment]
-        shadow.set(track, 100.0)
+        shadow.set_candidate(track, 100.0)
         gate.set()
-        shadow.consider(InferCall({}, 1), {"y": array("FP32", [3.0])}, "new")
+        shadow.sample_call(InferCall({}, 1), {"y": array("FP32", [3.0])}, "new")
         await until(lambda: "3" in counts.snapshot()["versions"] and not shadow._tasks)
         version = counts.snapshot()["versions"]["3"]
         assert (version["compared"], version["disagreed"]) == (1, 0)
@@ -134,7 +134,7 @@ def test_a_shadow_that_is_slow_is_rolled_back(monkeypatch: pytest.MonkeyPatch) -
         Registry().register("moody", moody(version, mood), model=MOODY, signature=SIGNATURE)
 
     async def body() -> None:
-        async with ReplicaSet(registered("moody@1"), model={"guard": {"min_requests": 20}}) as endpoint:
+        async with ReplicaSet(model_from_ref("moody@1"), model={"guard": {"min_requests": 20}}) as endpoint:
             [replica] = await endpoint.start()
             await endpoint.administer(action="shadow", model="moody", version=2, percent=100)
             for number in range(1, 25):  # one by one: forwards are compared where they have as many rows
@@ -156,7 +156,7 @@ def test_a_shadow_that_fails_is_shown_and_rolled_back() -> None:
     guard = {"min_requests": 20, "max_error_rate": 0.1}
 
     async def body() -> None:
-        async with ReplicaSet(registered("moody@1"), model={"guard": guard}) as endpoint:
+        async with ReplicaSet(model_from_ref("moody@1"), model={"guard": guard}) as endpoint:
             [replica] = await endpoint.start()
             await endpoint.administer(action="shadow", model="moody", version=2, percent=100)
             for _ in range(5):
@@ -174,7 +174,7 @@ def test_a_shadow_that_fails_is_shown_and_rolled_back() -> None:
 
 
 def compared(replica: EndpointReplica) -> int:
-    versions = replica.host.model("moody").counts.snapshot()["versions"]
+    versions = replica.manager.get_model("moody").counts.snapshot()["versions"]
     return versions["2"]["compared"] if "2" in versions else 0
 
 

@@ -14,12 +14,12 @@ import uvicorn
 
 from serving.fake_host import FakeHost
 from shoal.serve.http.app import RestApp
-from shoal.serve.protocol.access import Access
-from shoal.serve.protocol.limits import Limits
+from shoal.serve.protocol.access import AccessControl
+from shoal.serve.protocol.limits import RequestLimits
 from waiting import wait_for
 
 ANSWER_S = 60.0
-LIMITS = Limits(max_body_bytes=1 << 20, body_grace_s=1.5, min_body_bytes_per_s=1 << 20)
+LIMITS = RequestLimits(max_body_bytes=1 << 20, body_grace_s=1.5, min_body_bytes_per_s=1 << 20)
 ROW = b'{"inputs": [{"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [1, 2, 3]}]}'
 
 
@@ -36,7 +36,7 @@ class Server:
 
     def _run(self) -> None:
         async def serve() -> None:
-            app = RestApp(FakeHost(), Access(None, []), limits=LIMITS)
+            app = RestApp(FakeHost(), AccessControl(None, []), limits=LIMITS)
             config = uvicorn.Config(app, log_level="error", lifespan="off", access_log=False)
             self._server = uvicorn.Server(config)
             await self._server.serve([self._socket])

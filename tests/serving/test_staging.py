@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from serving.fake_host import tensors
 from shoal.registry import ModelFactory, Signature
-from shoal.serve.replica.loader import Staged, Stager, StagingFailed
+from shoal.serve.replica.loader import StagedVersion, StagingError, VersionLoader
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.model_source import ModelPackage
 from shoal.weights import WeightSnapshot
@@ -36,7 +36,7 @@ class Sum(nn.Module):
         return x.sum(1, keepdim=True) * (torch.nan if self.fault == "nan" else 1.0)
 
 
-def staged(faults: list[str]) -> Staged:
+def staged(faults: list[str]) -> StagedVersion:
     """The last of versions that were staged one after the other, each with such a fault."""
     packages = [
         ModelPackage(
@@ -48,28 +48,28 @@ def staged(faults: list[str]) -> Staged:
     ]
     source = SimpleNamespace(name="m", package=lambda version: packages[version - 1])
 
-    async def body(stager: Stager) -> Staged:
-        last: Staged | None = None
+    async def body(stager: VersionLoader) -> StagedVersion:
+        last: StagedVersion | None = None
         for version in range(1, len(packages) + 1):
             before = last.built if last is not None else None
-            last = await stager.stage(source, version, ModelOptions(max_batch_size=4), SIGNATURE, before)  # type: ignore[arg-type]
+            last = await stager.load_version(source, version, ModelOptions(max_batch_size=4), SIGNATURE, before)  # type: ignore[arg-type]
         assert last is not None
         return last
 
-    with closing(Stager(1)) as stager:
+    with closing(VersionLoader(1)) as stager:
         return asyncio.run(body(stager))
 
 
 @pytest.mark.parametrize(("fault", "reason"), [("raises", "version is bad"), ("nan", "output 'y' is not finite")])
 def test_a_version_built_in_another_way_must_answer_what_the_one_before_it_did(fault: str, reason: str) -> None:
-    with pytest.raises(StagingFailed, match=f"version 2 cannot answer an example: .*{reason}"):
+    with pytest.raises(StagingError, match=f"version 2 cannot answer an example: .*{reason}"):
         staged(["", fault])
 
 
 def test_what_a_model_says_that_no_file_could_hold_is_told_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
     """The controller writes it down: a file name in no encoding, say, or all that a model was given."""
     caplog.set_level(logging.CRITICAL + 1, "shoal.serve.replica.loader")  # xdist could not send what is logged
-    with pytest.raises(StagingFailed, match="cannot read") as caught:
+    with pytest.raises(StagingError, match="cannot read") as caught:
         staged(["", "cannot read caf\udce9.txt" + 100_000 * "!"])
     assert len(str(caught.value).encode()) < 3000
 

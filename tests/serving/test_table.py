@@ -12,13 +12,21 @@ import pytest
 import torch
 
 from shoal.errors import ConfigError, DataError, InferenceError
-from shoal.open_inference.datatypes import NUMPY
+from shoal.open_inference.datatypes import NUMPY_DTYPES
 from shoal.open_inference.messages import TensorMetadata
 from shoal.registry.manifest import ModelFactory, Signature, TensorSignature
-from shoal.serve.model.padding_cost import Lengths
+from shoal.serve.model.padding_cost import PaddingCostModel
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.model_source import ModelPackage
-from shoal.serve.tables.table import alike, choose_columns, column_of, column_type, csv_types, inputs_of, parse_columns
+from shoal.serve.tables.table import (
+    build_inputs,
+    choose_columns,
+    column_type,
+    infer_csv_types,
+    parse_columns,
+    split_by_length,
+    to_column,
+)
 from shoal.serve.tables.table_predictor import TablePredictor
 from shoal.weights import WeightSnapshot
 
@@ -31,7 +39,7 @@ TABLE = pa.table(
 
 def inputs(table: pa.Table, spec: TensorMetadata, *words: str) -> np.ndarray:
     chosen = choose_columns([spec], table.column_names, parse_columns(words, [spec]))
-    return inputs_of(table, [spec], chosen)[spec.name]
+    return build_inputs(table, [spec], chosen)[spec.name]
 
 
 def test_a_column_of_lists_is_the_input_of_its_name() -> None:
@@ -46,7 +54,7 @@ def test_a_column_of_tensors_is_one_of_lists(shape: list[int], order: tuple[int,
     spec = TensorMetadata("x", "FP32", shape)
     expected = arrays.reshape(2, 6) if len(shape) == 2 else arrays
     np.testing.assert_array_equal(inputs(table, spec), expected)
-    (alone,) = alike(table.slice(1), [spec], {"x": ["x"]})
+    (alone,) = split_by_length(table.slice(1), [spec], {"x": ["x"]})
     np.testing.assert_array_equal(inputs(alone, spec), expected[1:])
 
 
@@ -80,15 +88,18 @@ def test_only_columns_that_are_numbers_to_the_model_are_read_as_numbers() -> Non
     text = TensorMetadata("text", "BYTES", [-1])
     seen = pa.schema({"id": pa.int64(), "a": pa.float64(), "text": pa.int64(), "b": pa.float64()})
     chosen = choose_columns([X, text], seen.names, parse_columns(["x=a,b"], [X, text]))
-    assert csv_types([X, text], chosen, seen) == {"id": pa.string(), "text": pa.string()}
-    assert [*csv_types([X, text], {"x": ["a", "b"], "text": ["a"]}, seen)] == ["id", "a", "text"]
+    assert infer_csv_types([X, text], chosen, seen) == {"id": pa.string(), "text": pa.string()}
+    assert [*infer_csv_types([X, text], {"x": ["a", "b"], "text": ["a"]}, seen)] == ["id", "a", "text"]
 
 
 def test_fractions_may_be_whole_or_missing_in_the_beginning_of_a_file() -> None:
     seen = pa.schema({"a": pa.int64(), "b": pa.null(), "c": pa.string()})
-    assert csv_types([X], {"x": ["a", "b"]}, seen) == {"c": pa.string(), "a": pa.float64(), "b": pa.float64()}
-    assert csv_types([X], {"x": ["a", "c"]}, seen) == {"b": pa.string(), "a": pa.float64()}  # c is complained of by row
-    assert csv_types([X, FLAG], {"x": ["a", "b"], "flag": ["a"]}, seen) == {"c": pa.string(), "b": pa.float64()}
+    assert infer_csv_types([X], {"x": ["a", "b"]}, seen) == {"c": pa.string(), "a": pa.float64(), "b": pa.float64()}
+    assert infer_csv_types([X], {"x": ["a", "c"]}, seen) == {
+        "b": pa.string(),
+        "a": pa.float64(),
+    }  # c is complained of by row
+    assert infer_csv_types([X, FLAG], {"x": ["a", "b"], "flag": ["a"]}, seen) == {"c": pa.string(), "b": pa.float64()}
 
 
 def test_pictures_are_flat_columns_too() -> None:
@@ -120,7 +131,7 @@ def test_a_table_is_cut_where_its_lists_change_their_lengths() -> None:
 
     def cut(spec: TensorMetadata, column: list[Any], kind: pa.DataType | None = None) -> list[list[Any]]:
         table = pa.table({spec.name: pa.array(column, kind)}).slice(1)
-        return [part[spec.name].to_pylist() for part in alike(table, [spec], {spec.name: [spec.name]})]
+        return [part[spec.name].to_pylist() for part in split_by_length(table, [spec], {spec.name: [spec.name]})]
 
     assert cut(wide, [[9], [1, 2], [3, 4], [5], [6]]) == [[[1, 2], [3, 4]], [[5], [6]]]
     assert cut(wide, [[9], [1], [], []]) == [[[1]], [[], []]]
@@ -211,7 +222,7 @@ def test_a_value_that_the_input_cannot_hold_is_refused(datatype: str, values: li
 )
 def test_a_value_becomes_what_the_input_holds(datatype: str, values: Any, expected: list[float]) -> None:
     found = inputs(pa.table({"x": values}), TensorMetadata("x", datatype, [-1]))
-    assert (found.tolist(), found.dtype) == (expected, NUMPY[datatype])
+    assert (found.tolist(), found.dtype) == (expected, NUMPY_DTYPES[datatype])
 
 
 @pytest.mark.parametrize(
@@ -226,14 +237,14 @@ def test_a_value_becomes_what_the_input_holds(datatype: str, values: Any, expect
     ],
 )
 def test_outputs_are_numbers_or_lists(shape: list[int], array: np.ndarray, column: list[Any]) -> None:
-    made = column_of(TensorMetadata("y", "FP32", shape), array)
+    made = to_column(TensorMetadata("y", "FP32", shape), array)
     assert made.to_pylist() == column
     assert made.type == column_type(TensorMetadata("y", "FP32", shape))
 
 
 def test_bf16_outputs_are_floats_and_bytes_stay_bytes() -> None:
-    assert column_of(TensorMetadata("y", "BF16", [-1]), np.array([0x3FC0], np.uint16)).to_pylist() == [1.5]
-    assert column_of(TensorMetadata("y", "BYTES", [-1]), np.array([b"a"], object)).to_pylist() == [b"a"]
+    assert to_column(TensorMetadata("y", "BF16", [-1]), np.array([0x3FC0], np.uint16)).to_pylist() == [1.5]
+    assert to_column(TensorMetadata("y", "BYTES", [-1]), np.array([b"a"], object)).to_pylist() == [b"a"]
 
 
 class Total(torch.nn.Module):
@@ -340,7 +351,9 @@ class Tripled(torch.nn.Module):
 def test_rows_of_different_lengths_share_batches_as_the_options_say(
     monkeypatch: pytest.MonkeyPatch, ragged: Any, batches: list[float]
 ) -> None:
-    monkeypatch.setattr(Lengths, "parts", lambda _, requests: [[*range(len(requests))]])  # whatever forwards take
+    monkeypatch.setattr(
+        PaddingCostModel, "split_batch", lambda _, requests: [[*range(len(requests))]]
+    )  # whatever forwards take
     signature = Signature(
         inputs=[TensorSignature(name="x", datatype="FP32", shape=[-1, -1])],
         outputs=[

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.serve.model.warm_up import MEASURE_S, batch_sizes, measure
+from shoal.serve.model.warm_up import MAX_MEASURE_S, batch_sizes, time_warm_forwards
 
 
 def test_warm_up_sizes_are_powers_of_two_and_the_largest_batch() -> None:
@@ -23,7 +23,7 @@ class Machine:
         self.now_s += self._seconds.pop(0)
 
     def measured(self, *sizes: int) -> list[tuple[int, float]]:
-        return measure(self.forward, sizes, lambda: self.now_s)
+        return time_warm_forwards(self.forward, sizes, lambda: self.now_s)
 
 
 def test_what_else_the_machine_does_is_not_measured() -> None:
@@ -33,6 +33,6 @@ def test_what_else_the_machine_does_is_not_measured() -> None:
 
 
 def test_a_slow_model_is_measured_as_far_as_the_time_reaches() -> None:
-    machine = Machine(0.4 * MEASURE_S, 0.4 * MEASURE_S, 5.0, 7.0)
-    assert machine.measured(1, 2, 4) == [(1, pytest.approx(0.4 * MEASURE_S)), (2, pytest.approx(5.0))]
+    machine = Machine(0.4 * MAX_MEASURE_S, 0.4 * MAX_MEASURE_S, 5.0, 7.0)
+    assert machine.measured(1, 2, 4) == [(1, pytest.approx(0.4 * MAX_MEASURE_S)), (2, pytest.approx(5.0))]
     assert machine.sizes == [1, 1, 2]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.checkpoint import Checkpointer, Found, directory
-from shoal.checkpoint.staging_buffer import Staging
+from shoal.checkpoint.staging_buffer import StagingBuffer
 
 
 def state_of(number: float, width: int = 5) -> dict[str, Any]:
@@ -75,10 +75,10 @@ class Copying:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go = threading.Event()
-        real = Staging.finish
+        real = StagingBuffer.finish_copy
 
-        def held(staging: Staging) -> None:
+        def held(staging: StagingBuffer) -> None:
             self.go.wait(10.0)
             real(staging)
 
-        monkeypatch.setattr(Staging, "finish", held)
+        monkeypatch.setattr(StagingBuffer, "finish_copy", held)

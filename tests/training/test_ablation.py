@@ -13,9 +13,9 @@ from click.testing import CliRunner
 
 from shoal.cli import cli
 from shoal.errors import ConfigError, NotFinite
-from shoal.train.reporting.result import Outcome
+from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
-from shoal.train.tune.ablation import PARAMETERS, Measured, ablate, main_metric, variants_of, worths
+from shoal.train.tune.ablation import PARAMETERS, AblationRun, ablate, build_variants, choose_metric, summarise_variants
 
 TASK = """
 import torch
@@ -64,16 +64,16 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainSpec:
 
 
 def test_the_variants_are_the_whole_and_each_part_or_what_is_named(spec: TrainSpec) -> None:
-    every = variants_of(spec, [], [])
+    every = build_variants(spec, [], [])
     assert [(each.name, each.spec.args) for each in every] == [
         ("whole", {}),
         ("depth", {"depth": 0}),
         ("bias", {"bias": False}),
     ]
-    named = variants_of(spec, ["bias"], ["sgd=optimizer.name=sgd", "sgd=args.depth=2"])
+    named = build_variants(spec, ["bias"], ["sgd=optimizer.name=sgd", "sgd=args.depth=2"])
     assert [each.name for each in named] == ["whole", "bias", "sgd"]
     assert (named[2].spec.optimizer.name, named[2].spec.args) == ("sgd", {"depth": 2})
-    assert [each.name for each in variants_of(spec, [], ["small=args.depth=0"])] == ["whole", "small"]
+    assert [each.name for each in build_variants(spec, [], ["small=args.depth=0"])] == ["whole", "small"]
 
 
 @pytest.mark.parametrize(
@@ -90,30 +90,30 @@ def test_what_cannot_be_compared_is_refused(
     spec: TrainSpec, parts: list[str], changes: list[str], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        variants_of(spec, parts, changes)
+        build_variants(spec, parts, changes)
 
 
 def test_a_variant_that_cannot_be_trained_is_named_before_anything_is(spec: TrainSpec) -> None:
-    def never(spec: TrainSpec) -> Outcome:
+    def never(spec: TrainSpec) -> TrainResult:
         raise AssertionError
 
     with pytest.raises(ConfigError, match=r"takes no such argument.*in 'deep'"):
-        ablate(variants_of(spec, [], ["deep=args={wide: 3}"]), 1, never)
+        ablate(build_variants(spec, [], ["deep=args={wide: 3}"]), 1, never)
 
 
 def test_every_variant_has_every_seed_and_what_diverges_is_a_result(spec: TrainSpec) -> None:
     seen: list[tuple[int, object]] = []
 
-    def train(each: TrainSpec) -> Outcome:
+    def train(each: TrainSpec) -> TrainResult:
         seen.append((each.seed, each.args.get("bias", True)))
         if not each.args.get("bias", True) and each.seed == 6:
             raise NotFinite("the loss", 3, None, None)
-        return Outcome("none", "steps", "", 0, 0, 1.0, {"accuracy": 0.5 + each.seed / 10})
+        return TrainResult("none", "steps", "", 0, 0, 1.0, {"accuracy": 0.5 + each.seed / 10})
 
-    measured = ablate(variants_of(spec, ["bias"], []), 2, train_recorded(train))
+    measured = ablate(build_variants(spec, ["bias"], []), 2, train_recorded(train))
     assert seen == [(5, True), (5, False), (6, True), (6, False)]
     assert measured[3].failure.startswith("NotFinite: the loss is not finite in step 3")
-    whole, without = worths(measured)
+    whole, without = summarise_variants(measured)
     assert whole.values["accuracy"].num == 2
     assert without.differences["accuracy"].num == 1
     assert without.failures == (measured[3].failure,)
@@ -124,10 +124,10 @@ def train_recorded(train: object) -> object:
     """With a run record of its own for each, as `ablate` looks the times up there."""
     import shoal.runs
 
-    def recorded(spec: TrainSpec) -> Outcome:
-        outcome: Outcome = train(spec)  # type: ignore[operator]
+    def recorded(spec: TrainSpec) -> TrainResult:
+        outcome: TrainResult = train(spec)  # type: ignore[operator]
         with shoal.runs.create("ablate", "{}") as recorder:
-            return Outcome(recorder.id, outcome.reason, "", 0, 0, 1.0, outcome.metrics)
+            return TrainResult(recorder.id, outcome.reason, "", 0, 0, 1.0, outcome.metrics)
 
     return recorded
 
@@ -135,11 +135,11 @@ def train_recorded(train: object) -> object:
 def test_differences_are_taken_between_runs_of_one_seed() -> None:
     accuracy = {"whole": [0.9, 0.7, 0.8], "part": [0.85, 0.66, 0.74]}
     measured = [
-        Measured(name, seed, {"accuracy": value})
+        AblationRun(name, seed, {"accuracy": value})
         for name, values in accuracy.items()
         for seed, value in enumerate(values)
     ]
-    whole, part = worths(measured)
+    whole, part = summarise_variants(measured)
     pairs = np.subtract(accuracy["part"], accuracy["whole"])
     assert part.differences["accuracy"].mean == pytest.approx(pairs.mean())
     assert part.differences["accuracy"].deviation == pytest.approx(pairs.std(ddof=1))
@@ -149,22 +149,22 @@ def test_differences_are_taken_between_runs_of_one_seed() -> None:
 
 def test_the_metric_that_is_judged_by(spec: TrainSpec) -> None:
     names = ["loss", "f1", "accuracy"]
-    assert main_metric(names, spec) == "f1"
-    assert main_metric(names, spec.override(["stop.target=accuracy>=1"])) == "accuracy"
-    assert main_metric(names, spec, "loss") == "loss"
+    assert choose_metric(names, spec) == "f1"
+    assert choose_metric(names, spec.override(["stop.target=accuracy>=1"])) == "accuracy"
+    assert choose_metric(names, spec, "loss") == "loss"
     with pytest.raises(ConfigError, match="there is loss, f1, accuracy"):
-        main_metric(names, spec, "recall")
+        choose_metric(names, spec, "recall")
     with pytest.raises(ConfigError, match=r"give Data\(validation="):
-        main_metric([], spec)
+        choose_metric([], spec)
 
 
 def test_a_metric_that_there_is_not_is_refused_before_anything_is_trained(
     spec: TrainSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def never(*_: object, **__: object) -> Outcome:
+    def never(*_: object, **__: object) -> TrainResult:
         raise AssertionError
 
-    monkeypatch.setattr("shoal.cli.commands.ablate.train_here", never)
+    monkeypatch.setattr("shoal.cli.commands.ablate.fit_locally", never)
     done = CliRunner().invoke(cli, ["ablate", spec.task, "batch_size=8", "stop.steps=3", "--metric", "mean_eror"])
     assert isinstance(done.exception, ConfigError)
     assert (done.exception.field, done.exception.remedy) == ("--metric", "there is loss, mean_error")
@@ -173,10 +173,10 @@ def test_a_metric_that_there_is_not_is_refused_before_anything_is_trained(
 def test_runs_that_all_fail_are_written_and_shown(
     spec: TrainSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def diverge(spec: TrainSpec, job: str, *, registers: bool, renews: bool) -> Outcome:
+    def diverge(spec: TrainSpec, job: str, *, registers: bool, renews: bool) -> TrainResult:
         raise NotFinite("the loss", 3, None, None)
 
-    monkeypatch.setattr("shoal.cli.commands.ablate.train_here", diverge)
+    monkeypatch.setattr("shoal.cli.commands.ablate.fit_locally", diverge)
     words = [spec.task, "threads=1", "batch_size=8", "stop.steps=3", "--part", "bias", "--seeds", "1"]
     done = CliRunner().invoke(cli, ["ablate", *words, "--out", str(tmp_path / "out")], env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output
@@ -190,7 +190,9 @@ def test_runs_that_all_fail_are_written_and_shown(
 def test_shoal_ablate_trains_every_variant_and_writes_what_it_found(
     spec: TrainSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.runs.report_at_end", lambda run_id: None)  # half a second each, and looked at elsewhere
+    monkeypatch.setattr(
+        "shoal.runs.write_report_at_end", lambda run_id: None
+    )  # half a second each, and looked at elsewhere
     words = [spec.task, "threads=1", "batch_size=8", "stop.steps=3", "--part", "depth", "--seeds", "1"]
     done = CliRunner().invoke(cli, ["ablate", *words, "--out", str(tmp_path / "out")], env={"COLUMNS": "80"})
     assert done.exit_code == 0, done.output
@@ -215,7 +217,7 @@ def test_shoal_ablate_trains_every_variant_and_writes_what_it_found(
 def test_what_a_task_prints_is_no_part_of_the_json(
     spec: TrainSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.runs.report_at_end", lambda run_id: None)
+    monkeypatch.setattr("shoal.runs.write_report_at_end", lambda run_id: None)
     task = spec.task.replace(":Line", ":Loud")
     words = ["threads=1", "batch_size=8", "stop.steps=3", "--part", "depth", "--seeds", "1", "--json"]
     done = CliRunner().invoke(cli, ["ablate", task, *words, "--out", str(tmp_path / "out")])
@@ -227,13 +229,13 @@ def test_what_a_task_prints_is_no_part_of_the_json(
 def test_what_is_found_is_printed_before_files_are_written(
     spec: TrainSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def diverge(spec: TrainSpec, job: str, *, registers: bool, renews: bool) -> Outcome:
+    def diverge(spec: TrainSpec, job: str, *, registers: bool, renews: bool) -> TrainResult:
         if (tmp_path / "out").is_dir():
             (tmp_path / "out").rmdir()
         (tmp_path / "out").touch()  # in the place of the folder
         raise NotFinite("the loss", 3, None, None)
 
-    monkeypatch.setattr("shoal.cli.commands.ablate.train_here", diverge)
+    monkeypatch.setattr("shoal.cli.commands.ablate.fit_locally", diverge)
     words = [spec.task, "threads=1", "batch_size=8", "stop.steps=3", "--part", "bias", "--seeds", "1", "--json"]
     done = CliRunner().invoke(cli, ["ablate", *words, "--out", str(tmp_path / "out")])
     assert isinstance(done.exception, ConfigError)

@@ -24,7 +24,7 @@ from shoal.parallel import World
 from shoal.runs import Run, Status
 from shoal.train.__main__ import main
 from shoal.train.launch import local as alone
-from shoal.train.launch.local import train_here
+from shoal.train.launch.local import fit_locally
 from shoal.train.spec import TrainSpec
 from train_task import Toy
 from waiting import wait_for
@@ -85,7 +85,7 @@ def losses_of(run: Run) -> dict[int, float]:
 def test_alone_to_the_end_with_ctrl_c_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    undisturbed = shoal.runs.load(train_here(TrainSpec().override(WORDS)).run_id)
+    undisturbed = shoal.runs.load(fit_locally(TrainSpec().override(WORDS)).run_id)
     running = program(*WORDS, "args.step_s=0.1")
     wait_for(lambda: newest() != undisturbed and has_come_to(2), 60, "the second step")
     said = interrupt(running)
@@ -153,7 +153,7 @@ def test_ranks_that_are_started_again_go_on_with_no_run_of_another_torchrun(
 
     def run_of(*words: str, restarts: int) -> str:
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
-        return train_here(TrainSpec().override([*WORDS, *words]), registers=False).run_id
+        return fit_locally(TrainSpec().override([*WORDS, *words]), registers=False).run_id
 
     def fail(folder: Path) -> str:
         folder.mkdir()
@@ -167,18 +167,18 @@ def test_ranks_that_are_started_again_go_on_with_no_run_of_another_torchrun(
     failed = fail(tmp_path / "one")
     assert run_of(restarts=1) == failed
     failed = fail(tmp_path / "other")
-    monkeypatch.setattr(alone, "_launched_at", lambda: time.time() + 3600.0)
+    monkeypatch.setattr(alone, "_get_launch_time", lambda: time.time() + 3600.0)
     assert run_of(restarts=1) != failed
 
 
 def losses_of_a_rank(world: World, folder: Path, spec: TrainSpec) -> dict[int, float]:
     """The program of a rank that nothing disturbs."""
     from shoal.train.loop.trainer import Trainer
-    from shoal.train.reporting.event_log import Silent
+    from shoal.train.reporting.event_log import NullLog
 
     losses: dict[int, float] = {}
 
-    class Journal(Silent):
+    class Journal(NullLog):
         def log(self, step: int, values: Any) -> None:
             if "train/loss" in values:
                 losses[step] = values["train/loss"]

@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import shoal.runs
-from shoal.train.optim.ema import Average
-from shoal.train.reporting.event_log import Recorded, Silent
-from shoal.train.reporting.histograms import histogram_of, write_histograms
+from shoal.train.optim.ema import WeightAverage
+from shoal.train.reporting.event_log import NullLog, RecordLog
+from shoal.train.reporting.histograms import compute_histogram, write_histograms
 
 
 class _Whole:
@@ -50,14 +50,14 @@ def _disturb(module: nn.Module) -> None:
 
 def test_it_is_the_average_that_the_formula_says() -> None:
     module = nn.Linear(3, 2)
-    average = Average(_Whole(module), decay=0.2)  # type: ignore[arg-type]
+    average = WeightAverage(_Whole(module), decay=0.2)  # type: ignore[arg-type]
     expected = module.weight.detach().numpy().astype(np.float64)
     for decay in (1 / 10, 2 / 11, 0.2, 0.2):  # it begins low
         _disturb(module)
         average.update()
         expected = decay * expected + (1 - decay) * module.weight.detach().numpy()
     live = module.weight.detach().clone()
-    with average.applied():
+    with average.apply():
         np.testing.assert_allclose(module.weight.detach().numpy(), expected, rtol=1e-6)  # float32
     assert torch.equal(module.weight, live)
 
@@ -65,19 +65,19 @@ def test_it_is_the_average_that_the_formula_says() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_of_half_precision_are_averaged_although_a_step_is_less_than_they_can_hold(dtype: torch.dtype) -> None:
     module, decay, num_steps = nn.Linear(3, 2, dtype=dtype), 0.999, 3000
-    average = Average(_Whole(module), decay)  # type: ignore[arg-type]
+    average = WeightAverage(_Whole(module), decay)  # type: ignore[arg-type]
     nn.init.ones_(module.weight)
-    average.begin_anew()
+    average.reset()
     average.num_updates = 9 * num_steps  # past the low beginning
     nn.init.constant_(module.weight, 1.5)
     for step in range(num_steps):
         average.update()
         if step % 100 == 0:
-            with average.applied():  # rounds the weights, and not the averages
+            with average.apply():  # rounds the weights, and not the averages
                 pass
     assert (module.weight == 1.5).all()
     expected = 1.5 - 0.5 * decay**num_steps
-    with average.applied():
+    with average.apply():
         assert module.weight[0, 0].item() == pytest.approx(expected, rel=2**-8)  # of bfloat16's eight bits
     assert (module.weight == 1.5).all()
     torch.testing.assert_close(average.state_dict()["weights"]["weight"], torch.full((2, 3), expected))
@@ -86,23 +86,23 @@ def test_weights_of_half_precision_are_averaged_although_a_step_is_less_than_the
 def test_complex_weights_are_averaged_too() -> None:
     module = nn.Module()
     module.turn = nn.Parameter(torch.tensor([1 + 2j]))
-    average = Average(_Whole(module), decay=0.05)  # type: ignore[arg-type]
+    average = WeightAverage(_Whole(module), decay=0.05)  # type: ignore[arg-type]
     with torch.no_grad():
         module.turn.fill_(3 - 2j)
     average.update()
-    with average.applied():
+    with average.apply():
         torch.testing.assert_close(module.turn.detach(), torch.tensor([0.05 * (1 + 2j) + 0.95 * (3 - 2j)]))
 
 
 def test_the_weights_come_back_to_the_bit_also_after_an_error_and_buffers_stay() -> None:
     module = _network()
-    average = Average(_Whole(module), decay=0.9)  # type: ignore[arg-type]
+    average = WeightAverage(_Whole(module), decay=0.9)  # type: ignore[arg-type]
     _disturb(module)
     module(torch.randn(8, 3))
     before = {name: value.clone() for name, value in module.state_dict().items()}
 
     def fail_within() -> None:
-        with average.applied():
+        with average.apply():
             assert not torch.equal(module[0].weight, before["0.weight"])
             assert torch.equal(module[1].running_mean, before["1.running_mean"])
             raise ValueError
@@ -113,7 +113,7 @@ def test_the_weights_come_back_to_the_bit_also_after_an_error_and_buffers_stay()
 
 
 def test_a_checkpoint_of_it_goes_on_alike() -> None:
-    first, second = (Average(_Whole(_network()), decay=0.5) for _ in range(2))  # type: ignore[arg-type]
+    first, second = (WeightAverage(_Whole(_network()), decay=0.5) for _ in range(2))  # type: ignore[arg-type]
     for average, num_steps in ((first, 3), (second, 1)):
         torch.manual_seed(1)
         for _ in range(num_steps):
@@ -133,7 +133,7 @@ def test_a_checkpoint_of_it_goes_on_alike() -> None:
 def test_sharded_weights_are_averaged_in_their_shards(mesh: Any) -> None:
     plain, sharded = _network(), _network()
     fully_shard(sharded, mesh=mesh)
-    averages = [Average(_Whole(module), decay=0.9) for module in (plain, sharded)]  # type: ignore[arg-type]
+    averages = [WeightAverage(_Whole(module), decay=0.9) for module in (plain, sharded)]  # type: ignore[arg-type]
     inputs = torch.randn(8, 3)
     for module, average in zip((plain, sharded), averages, strict=True):
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -148,7 +148,7 @@ def test_sharded_weights_are_averaged_in_their_shards(mesh: Any) -> None:
         module.eval()
         with torch.no_grad():
             live = module(inputs)  # FSDP keeps the root's whole weights after this
-            with average.applied():
+            with average.apply():
                 outputs.append(module(inputs))
             assert torch.equal(module(inputs), live)
         assert not torch.allclose(outputs[-1], live)
@@ -157,15 +157,15 @@ def test_sharded_weights_are_averaged_in_their_shards(mesh: Any) -> None:
 
 def test_a_histogram_counts_every_finite_value_once() -> None:
     values = torch.cat([torch.randn(1000), torch.tensor([float("nan"), float("inf")])])
-    found = histogram_of(values, 32)
+    found = compute_histogram(values, 32)
     assert found is not None
     counts, edges = found
     expected, _ = np.histogram(values[:1000].numpy(), bins=edges)
     assert counts.sum() == 1000
     assert np.abs(counts - expected).sum() <= 2  # a value on an edge may fall on either side
-    assert histogram_of(torch.tensor([float("nan")])) is None
-    assert histogram_of(torch.zeros(0)) is None
-    constant = histogram_of(torch.full((7,), 3.0))
+    assert compute_histogram(torch.tensor([float("nan")])) is None
+    assert compute_histogram(torch.zeros(0)) is None
+    constant = compute_histogram(torch.full((7,), 3.0))
     assert constant is not None
     assert constant[0].sum() == 7
 
@@ -175,19 +175,19 @@ def test_a_histogram_of_complex_values_has_both_parts_and_of_a_sparse_gradient_i
     table(torch.tensor([3, 3, 7])).sum().backward()
     assert table.weight.grad is not None
     for values, expected in ((torch.tensor([1 - 1j, 3 + 2j]), 4), (table.weight.grad, 4)):
-        found = histogram_of(values)
+        found = compute_histogram(values)
         assert found is not None
         assert found[0].sum() == expected
-    found = histogram_of(torch.tensor([1 - 1j, 3 + 2j]))
+    found = compute_histogram(torch.tensor([1 - 1j, 3 + 2j]))
     assert found is not None
     assert (found[1][0], found[1][-1]) == (-1.0, 3.0)
 
 
 def test_a_bin_holds_more_values_than_can_be_counted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     limit, histc = 16, torch.histc  # as if float32 were full at 16 in place of 2**24
-    monkeypatch.setattr("shoal.train.reporting.histograms.COUNTED_AT_ONCE", limit)
+    monkeypatch.setattr("shoal.train.reporting.histograms.CHUNK_SIZE", limit)
     monkeypatch.setattr(torch, "histc", lambda *arguments: histc(*arguments).clamp(max=limit))
-    found = histogram_of(torch.cat([torch.zeros(100), torch.ones(37)]), 2)
+    found = compute_histogram(torch.cat([torch.zeros(100), torch.ones(37)]), 2)
     assert found is not None
     assert found[0].dtype == np.int64
     assert found[0].tolist() == [100, 37]
@@ -196,10 +196,10 @@ def test_a_bin_holds_more_values_than_can_be_counted_at_once(monkeypatch: pytest
 def test_histograms_of_weights_and_of_the_gradients_that_there_are() -> None:
     recorder = shoal.runs.create("train", "{}", "one")
     seen: list[tuple[int, str]] = []
-    recorder.histogram = lambda step, name, counts, edges: seen.append((step, name))  # type: ignore[method-assign]
+    recorder.log_histogram = lambda step, name, counts, edges: seen.append((step, name))  # type: ignore[method-assign]
     module = nn.Linear(3, 2)
     module.weight.grad = torch.ones(2, 3)
-    for journal in (Recorded(recorder), Silent()):
+    for journal in (RecordLog(recorder), NullLog()):
         write_histograms(journal, _Whole(module), 7)  # type: ignore[arg-type]
     recorder.close()
     assert seen == [(7, "weights/weight"), (7, "gradients/weight"), (7, "weights/bias")]

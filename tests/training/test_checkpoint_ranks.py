@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shoal.checkpoint import Checkpointer
-from shoal.checkpoint.directory import newest_first
+from shoal.checkpoint.directory import list_newest_first
 from shoal.checkpoint.json_state import flatten
 from shoal.errors import CheckpointError, ConfigError, RankLost, SpecMismatch
 
@@ -192,7 +192,7 @@ def a_flipped_bit_in_one_shard(rank: int, folder: Path) -> None:
             checkpointer.save(step, state_in("rows"))
         checkpointer.wait()
         if rank == 0:
-            path = newest_first(checkpointer.folder)[0] / "shard-00001-of-00004.safetensors"
+            path = list_newest_first(checkpointer.folder)[0] / "shard-00001-of-00004.safetensors"
             path.write_bytes(path.read_bytes()[:-1] + b"\x01")
         dist.barrier()
         found = checkpointer.latest()
@@ -222,7 +222,7 @@ def a_rank_that_dies(rank: int, folder: Path) -> None:
     checkpointer.save(2, state_in("plain"))
     with pytest.raises(RankLost):
         checkpointer.wait()
-    assert [path.name for path in newest_first(checkpointer.folder)] == ["step-000000001"]
+    assert [path.name for path in list_newest_first(checkpointer.folder)] == ["step-000000001"]
     checkpointer.close()
 
 

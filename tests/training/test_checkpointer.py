@@ -117,7 +117,7 @@ def test_a_second_save_waits_for_the_first(checkpointer: Checkpointer, gate: Gat
     checkpointer.save(1, state_of(1))
     second = threading.Thread(target=checkpointer.save, args=(2, state_of(2)))
     second.start()
-    wait_for(lambda: checkpointer._flying is None, what="the second save in wait()")
+    wait_for(lambda: checkpointer._in_flight is None, what="the second save in wait()")
     gate.open.set()
     second.join()
     for step in (1, 2):

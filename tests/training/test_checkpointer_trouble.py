@@ -208,7 +208,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_shared_is_said(checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory, "write_file", lambda path, pieces: directory.FileSum(0, ""))  # on another disk
+    monkeypatch.setattr(directory, "write_file", lambda path, pieces: directory.FileChecksum(0, ""))  # on another disk
     checkpointer.save(1, state_of(1))
     with pytest.raises(CheckpointError, match="rank 0 does not see the shard of rank 0"):
         checkpointer.wait()
@@ -284,7 +284,7 @@ def test_a_save_that_does_not_end_is_an_error_after_the_timeout(tmp_path: Path, 
         with pytest.raises(CheckpointError, match=r"has not ended within 0\.01 s"):
             checkpointer.wait()
         gate.open.set()
-        wait_for(lambda: checkpointer._flying and checkpointer._flying.done(), what="the save")
+        wait_for(lambda: checkpointer._in_flight and checkpointer._in_flight.done(), what="the save")
 
 
 def test_close_waits_says_what_failed_and_may_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 from shoal.data import Data
 from shoal.data.formats import Idx
 from shoal.errors import ConfigError, DataError, OutOfMemory, PlanError
-from shoal.train.launch.validate import Checked, check
+from shoal.train.launch.validate import ValidatedRun, validate_run
 from shoal.train.spec import TrainSpec
 from train_task import Toy
 
@@ -175,7 +175,7 @@ def _module(monkeypatch: pytest.MonkeyPatch) -> None:
 def refused(spec: TrainSpec, kind: type[ConfigError] = ConfigError) -> ConfigError:
     """What `check` raises, which names all that a user needs."""
     with pytest.raises(ConfigError) as raised:
-        check(spec)
+        validate_run(spec)
     assert type(raised.value) is kind
     assert raised.value.remedy
     assert repr(raised.value.value) in str(raised.value)
@@ -185,12 +185,14 @@ def refused(spec: TrainSpec, kind: type[ConfigError] = ConfigError) -> ConfigErr
 def test_what_is_good_is_known_before_it_starts() -> None:
     num_parameters = sum(parameter.numel() for parameter in Toy().model().parameters())
     state = torch.get_rng_state()
-    found: Checked = check(spec_of(workers=2, parallel="ddp", stop={"epochs": 3, "target": "accuracy>=0.9"}))
+    found: ValidatedRun = validate_run(
+        spec_of(workers=2, parallel="ddp", stop={"epochs": 3, "target": "accuracy>=0.9"})
+    )
     assert (found.steps_per_epoch, found.num_parameters) == (8, num_parameters)
     assert [(each.name, each.datatype, each.shape) for each in found.signature.inputs] == [("input", "FP32", [-1, 8])]
     assert [(each.name, each.datatype, each.shape) for each in found.signature.outputs] == [("output", "FP32", [-1, 3])]
     assert sorted(found.fingerprint) == ["train", "validation"]
-    assert found == check(spec_of())  # the fingerprint is of the data, not of the time
+    assert found == validate_run(spec_of())  # the fingerprint is of the data, not of the time
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -232,7 +234,7 @@ def test_a_task_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("mine.py:Mine", "Mine has no method 'model' of its own", "write model"),
     ]:
         with pytest.raises(ConfigError) as raised:
-            check(spec_of().model_copy(update={"task": word}))
+            validate_run(spec_of().model_copy(update={"task": word}))
         assert (raised.value.field, raised.value.value) == ("task", word)
         assert problem in raised.value.problem
         assert remedy in raised.value.remedy
@@ -269,7 +271,7 @@ def test_a_task_that_gives_something_else(task: str, problem: str, remedy: str) 
 def test_what_cannot_be_sent_to_workers() -> None:
     error = refused(spec_of("Locked", workers=2, parallel="ddp"))
     assert "cannot be sent to workers: TypeError: cannot pickle '_thread.lock'" in error.problem
-    check(spec_of("Locked"))  # alone it need not travel
+    validate_run(spec_of("Locked"))  # alone it need not travel
     error = refused(spec_of("Unsendable", loader={"workers": 2}))
     assert (error.field, error.value) == ("loader.workers", 2)
 
@@ -285,14 +287,14 @@ def test_data_that_is_not_there(tmp_path: Path) -> None:
     assert "256 samples, not one whole batch of 300" in error.problem
     assert "neither a map-style nor an iterable" in refused(spec_of("OnlyItems")).problem
     with pytest.raises(DataError, match="does not exist"):
-        check(spec_of("Images", args={"folder": str(tmp_path)}))
+        validate_run(spec_of("Images", args={"folder": str(tmp_path)}))
 
 
 def test_a_truncated_file(tmp_path: Path) -> None:
     (tmp_path / "images-idx3-ubyte").write_bytes(struct.pack(">IIII", 0x803, 100, 4, 4) + bytes(99 * 16))
     (tmp_path / "labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, 100) + bytes(100))
     with pytest.raises(DataError, match="images-idx3-ubyte") as raised:
-        check(spec_of("Images", args={"folder": str(tmp_path)}))
+        validate_run(spec_of("Images", args={"folder": str(tmp_path)}))
     assert raised.value.remedy
 
 
@@ -317,19 +319,19 @@ def test_a_back_end_that_this_torch_has_not() -> None:
     error = refused(spec_of(parallel={"backend": "cpu:gloo,cuda:nobody", "data": 2}, workers=2), PlanError)
     assert (error.field, error.value) == ("parallel.backend", "cpu:gloo,cuda:nobody")
     assert (error.problem, error.remedy) == ("is not in this torch", "use gloo, or leave it out")
-    check(spec_of(parallel={"backend": "cpu:gloo", "data": 2}, workers=2))
+    validate_run(spec_of(parallel={"backend": "cpu:gloo", "data": 2}, workers=2))
 
 
 def test_a_metric_of_one_element_is_a_scalar() -> None:
-    assert check(spec_of("MetricOfOne")).measured == ("loss", "accuracy")
+    assert validate_run(spec_of("MetricOfOne")).metric_names == ("loss", "accuracy")
 
 
 @pytest.mark.parametrize("task", ["Huge", "Wordless"])
 def test_a_model_that_no_memory_holds(task: str) -> None:
     with pytest.raises(OutOfMemory, match=task + r"\.model needs more memory than there is \(.+\)\. Make it smaller"):
-        check(spec_of(task))
+        validate_run(spec_of(task))
 
 
 def test_a_device_that_is_none() -> None:
     with pytest.raises(ConfigError, match="device = 'tpu9'"):
-        check(spec_of(device="tpu9"))
+        validate_run(spec_of(device="tpu9"))

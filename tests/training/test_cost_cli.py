@@ -14,7 +14,7 @@ from shoal import runs
 from shoal.cli.commands.compare import compare
 from shoal.cli.commands.inspect import inspect
 from shoal.cost import MEASURED, PREDICTED
-from shoal.cost.compare.comparison import column_of, lived_at, lives_of
+from shoal.cost.compare.comparison import build_column, compute_run_time_s, find_attempt_spans
 from shoal.errors import ConfigError, RunError
 from shoal.runs.record.database import connect
 
@@ -58,9 +58,9 @@ def train(run_id: str, accuracies: list[float], **spec: object) -> runs.Run:
     """The record of a training run that evaluated every 10 steps, which took a second each time."""
     text = "".join(f"{name}: {value}\n" for name, value in {"workers": 2, **spec}.items())
     with runs.create("train", text, run_id, command="shoal run train") as run:
-        run.event("training", plan="data 2", workers=2)
-        run.event(PREDICTED, memory_peak=1000.0, flops_step=5e6, sent_bytes=64.0)
-        run.event(MEASURED, memory_peak=1100.0, flops_step=5e6, sent_bytes=64.0, step_s=0.1)
+        run.record_event("training", plan="data 2", workers=2)
+        run.record_event(PREDICTED, memory_peak=1000.0, flops_step=5e6, sent_bytes=64.0)
+        run.record_event(MEASURED, memory_peak=1100.0, flops_step=5e6, sent_bytes=64.0, step_s=0.1)
         for number, accuracy in enumerate(accuracies, start=1):
             values = {"validation/accuracy": accuracy, "time/training_s": float(number), "wait/communication": 0.25}
             run.log(10 * number, values)
@@ -123,9 +123,9 @@ def test_compare_puts_runs_side_by_side_and_draws_them(folder: Path) -> None:
 def test_compare_marks_what_was_predicted_and_names_every_plan() -> None:
     train("run-1", [0.5])
     with runs.create("train", "workers: 2\n", "run-2") as run:
-        run.event(PREDICTED, memory_peak=1000.0, step_s=0.1, parameters=7.0)
+        run.record_event(PREDICTED, memory_peak=1000.0, step_s=0.1, parameters=7.0)
         for plan in ("single", "single", "pipeline 2"):
-            run.event("training", plan=plan, workers=2)
+            run.record_event("training", plan=plan, workers=2)
     text = typed(compare, "run-1", "run-2")
     rows = {line.split("  ")[0]: line.split() for line in text.splitlines()}
     assert rows["peak memory of a rank"][-4:] == ["1.074", "KiB", "~1000", "B"]
@@ -148,9 +148,9 @@ def test_compare_takes_runs_that_did_not_train() -> None:
 
 def test_each_life_is_paid_for_with_its_own_workers(folder: Path) -> None:
     with runs.create("train", "workers: 4\nprice_per_device_hour: 3600\n", "run-1") as run:
-        run.event("training", plan="data 4", workers=4)
+        run.record_event("training", plan="data 4", workers=4)
     with runs.reopen("run-1") as run:
-        run.event("training", plan="single", workers=1)
+        run.record_event("training", plan="single", workers=1)
     begin = time.time() - 1000
     with connect(folder) as connection:
         connection.execute("UPDATE runs SET created_at = ?, finished_at = ?", (begin, begin + 940))
@@ -158,7 +158,7 @@ def test_each_life_is_paid_for_with_its_own_workers(folder: Path) -> None:
         connection.execute("UPDATE events SET time = ? WHERE number > 1", (begin + 900,))
         assert connection.execute("SELECT kind FROM events WHERE number = 1").fetchone()[0] == "training"
     connection.close()
-    column = column_of(runs.load("run-1"))
+    column = build_column(runs.load("run-1"))
     assert column.values["money"] == pytest.approx(4 * 20 + 1 * 40, abs=1e-3)
 
 
@@ -176,10 +176,10 @@ def test_the_time_between_two_lives_is_not_counted(folder: Path) -> None:
             connection.execute(f"UPDATE {table} SET {column} = ? WHERE {key} = ?", (begin + at, value))
     connection.close()
     found = runs.load("run-1")
-    lives = lives_of(found)
+    lives = find_attempt_spans(found)
     assert [pytest.approx(life, abs=1e-3) for life in lives] == [(0, 20), (900, 940)]
-    assert lived_at(930, lives) == pytest.approx(50, abs=1e-3)
-    column = column_of(found)
+    assert compute_run_time_s(930, lives) == pytest.approx(50, abs=1e-3)
+    column = build_column(found)
     assert column.values["lived_s"] == pytest.approx(60, abs=1e-3)
     assert column.values["money"] == pytest.approx(60, abs=1e-3)
     assert column.curve[0] == pytest.approx([20, 50], abs=1e-3)

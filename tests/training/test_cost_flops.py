@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
-from shoal.cost.measure.op_counter import Reading, metered
-from shoal.cost.predict.single_device import look, silent_modules
+from shoal.cost.measure.op_counter import OpCounts, count_ops
+from shoal.cost.predict.single_device import profile_single_device, watch_silent_modules
 from shoal.data import Data
 from shoal.train import Task
 
 
-def read(module: nn.Module, *inputs: Tensor) -> Reading:
-    with metered() as reading:
+def read(module: nn.Module, *inputs: Tensor) -> OpCounts:
+    with count_ops() as reading:
         outputs = module(*inputs)
         (outputs[0] if isinstance(outputs, tuple) else outputs).sum().backward()
     return reading
@@ -67,7 +67,7 @@ def test_each_gradient_of_a_convolution_counts_as_its_forward_pass(groups: int, 
 
 def test_fused_attention_counts_like_its_two_products() -> None:
     query = torch.randn(2, 3, 8, 4, requires_grad=True)
-    with metered() as reading:
+    with count_ops() as reading:
         nn.functional.scaled_dot_product_attention(query, query, query).sum().backward()
     assert reading.flops_forward == 2 * (2 * 2 * 3 * 8 * 8 * 4)
     assert reading.flops_backward == 2.5 * reading.flops_forward  # the scores are computed again
@@ -75,19 +75,19 @@ def test_fused_attention_counts_like_its_two_products() -> None:
 
 def test_products_with_vectors_and_distances_are_not_nothing() -> None:
     matrix, vector = torch.randn(6, 4), torch.randn(4)
-    with metered() as reading:
+    with count_ops() as reading:
         torch.mv(matrix, vector)
         torch.dot(vector, vector)
     assert reading.flops == 2 * 6 * 4 + 2 * 4
-    with metered() as reading:
+    with count_ops() as reading:
         torch.cdist(matrix, matrix, p=1.0)
     assert reading.flops == 3 * 6 * 6 * 4
     many, others = torch.randn(30, 4, requires_grad=True), torch.randn(40, 4)
-    with metered() as reading:  # past 25 points by one matrix product, of points with two more columns
+    with count_ops() as reading:  # past 25 points by one matrix product, of points with two more columns
         torch.cdist(many, others).sum().backward()
     assert reading.flops_forward == 2 * 30 * 40 * (4 + 2)
     assert reading.flops_backward > 0
-    with metered() as reading:
+    with count_ops() as reading:
         torch._addmm_activation(torch.zeros(40), matrix, others.T)
     assert reading.flops == 2 * 6 * 4 * 40
 
@@ -95,7 +95,7 @@ def test_products_with_vectors_and_distances_are_not_nothing() -> None:
 def test_norms_and_sparse_gradients_multiply_nothing() -> None:
     rows = torch.randn(4, 8, requires_grad=True)
     similarity = read(nn.CosineSimilarity(), rows, torch.randn(4, 8))
-    with metered() as reading:
+    with count_ops() as reading:
         (nn.functional.normalize(rows) + rows.norm()).sum().backward()
     looked_up = read(nn.Embedding(6, 2, sparse=True), torch.tensor([1, 1]))
     assert similarity.flops == reading.flops == looked_up.flops == 0
@@ -104,17 +104,17 @@ def test_norms_and_sparse_gradients_multiply_nothing() -> None:
 
 def test_products_that_are_added_up_and_convolutions_over_time() -> None:
     left, right = torch.randn(3, 4, 5, requires_grad=True), torch.randn(3, 5, 6)
-    with metered() as reading:
+    with count_ops() as reading:
         torch.addbmm(torch.zeros(4, 6), left, right).sum().backward()
     assert reading.flops_forward == 2 * 3 * 4 * 5 * 6
     assert reading.flops_backward == 2 * 3 * 4 * 5 * 6
     times, weight = torch.randn(9, 2, 4, requires_grad=True), torch.randn(3, 4, 5, requires_grad=True)
-    with metered() as reading:
+    with count_ops() as reading:
         torch.conv_tbc(times, weight, torch.zeros(5)).sum().backward()
     assert reading.flops_forward == 2 * (7 * 2 * 5) * (3 * 4)
     assert reading.flops_backward == 2 * reading.flops_forward
     assert not reading.unknown
-    with metered() as reading, torch.no_grad():
+    with count_ops() as reading, torch.no_grad():
         torch.zeros(4, 6).addmm_(left[0], right[0])
         torch.zeros(4).addmv_(left[0], torch.randn(5))
     assert reading.flops == 2 * 4 * 5 * 6 + 2 * 4 * 5
@@ -122,10 +122,10 @@ def test_products_that_are_added_up_and_convolutions_over_time() -> None:
 
 def test_what_torch_does_in_one_operator_is_unknown() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).eval()
-    with metered() as reading, torch.no_grad():
+    with count_ops() as reading, torch.no_grad():
         layer(torch.randn(2, 3, 8))
         layer.self_attn(*(3 * (torch.randn(2, 3, 8),)))
-    with metered() as distances:
+    with count_ops() as distances:
         nn.functional.pdist(torch.randn(4, 3, requires_grad=True)).sum().backward()
     assert set(reading.unknown) == {"aten._transformer_encoder_layer_fwd", "aten._native_multi_head_attention"}
     assert set(distances.unknown) == {"aten._pdist_forward", "aten._pdist_backward"}
@@ -162,7 +162,7 @@ class Frozen(Task):
 def test_frozen_layers_are_looked_at_as_they_are_trained() -> None:
     task = Frozen()
     model = task.model()
-    alone = look(task, model, task.data(), 4, torch.device("cpu"))
+    alone = profile_single_device(task, model, task.data(), 4, torch.device("cpu"))
     assert alone.unknown == ("aten._native_multi_head_attention",)  # the fast path of layers that are not trained
     assert model.training
     assert not any(each.training for each in model.encoder.modules())
@@ -174,7 +174,7 @@ def secret(value: Tensor) -> Tensor:
 
 
 def test_an_operator_that_nobody_knows_is_named_and_so_is_a_decomposition() -> None:
-    with metered() as reading:
+    with count_ops() as reading:
         torch.ops.shoal_test.secret(torch.eye(3))
         torch.linalg.qr(torch.eye(3))
     assert set(reading.unknown) == {"shoal_test.secret", "aten.linalg_qr"}
@@ -202,6 +202,6 @@ class InNumPy(nn.Module):
 
 def test_a_module_that_computes_where_torch_does_not_see_it_is_named() -> None:
     model = nn.Sequential(nn.Embedding(5, 4), InNumPy(), nn.Linear(4, 2), nn.LSTM(2, 2))
-    with silent_modules(model) as silent:
+    with watch_silent_modules(model) as silent:
         model(torch.zeros(3, dtype=torch.int64))
     assert silent == ["1 (InNumPy)"]

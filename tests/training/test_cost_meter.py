@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shoal.cost.measure.memory import bytes_of, growth
-from shoal.cost.measure.op_counter import metered
-from shoal.cost.predict.fake_process_group import NotSaidYet, Play, pretended
+from shoal.cost.measure.memory import bytes_of, track_growth
+from shoal.cost.measure.op_counter import count_ops
+from shoal.cost.predict.fake_process_group import NotYetSent, SimulatedRanks, fake_world
 
 CPU = torch.device("cpu")
 KIB = 1024
@@ -20,7 +20,7 @@ KIB = 1024
 
 def test_views_cost_nothing_and_what_is_dropped_is_free_again() -> None:
     held = torch.zeros(KIB)
-    with metered([held]) as reading:
+    with count_ops([held]) as reading:
         first = held.view(32, 32) + 1
         del first
         second = held + 2
@@ -31,7 +31,7 @@ def test_views_cost_nothing_and_what_is_dropped_is_free_again() -> None:
 
 def test_activations_are_what_waits_for_the_backward_pass() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
-    with metered(model.parameters()) as reading:
+    with count_ops(model.parameters()) as reading:
         model(torch.zeros(8, 16)).sum().backward()
     tanh, outputs, loss = 8 * 16 * 4, 8 * 16 * 4, 4
     assert tanh <= reading.saved_bytes <= tanh + outputs + 2 * loss
@@ -39,7 +39,7 @@ def test_activations_are_what_waits_for_the_backward_pass() -> None:
 
 
 def test_storages_that_are_resized_in_place_are_followed() -> None:
-    with metered() as reading:
+    with count_ops() as reading:
         storage = torch.zeros(KIB).untyped_storage()
         storage.resize_(0)
         storage.resize_(16 * KIB)
@@ -48,7 +48,7 @@ def test_storages_that_are_resized_in_place_are_followed() -> None:
 
 def test_the_allocator_tells_of_what_is_inside_of_operators() -> None:
     before = torch.zeros(4 * KIB)
-    with growth(CPU) as grown:
+    with track_growth(CPU) as grown:
         after = before + 1
         del before
         after.sort()
@@ -58,7 +58,7 @@ def test_the_allocator_tells_of_what_is_inside_of_operators() -> None:
 
 def test_a_mapped_file_is_no_memory_of_the_allocator(tmp_path: Path) -> None:
     (tmp_path / "values").write_bytes(bytes(1024 * KIB))
-    with growth(CPU) as grown, metered(grown) as reading:
+    with track_growth(CPU) as grown, count_ops(grown) as reading:
         kept = torch.from_file(str(tmp_path / "values"), size=256 * KIB)
         dropped = torch.from_file(str(tmp_path / "values"), size=256 * KIB)
         del dropped
@@ -71,7 +71,7 @@ def test_a_mapped_file_is_no_memory_of_the_allocator(tmp_path: Path) -> None:
 
 @pytest.fixture
 def four_ranks() -> Iterator[None]:
-    with pretended(1, 4, CPU, Play()):
+    with fake_world(1, 4, CPU, SimulatedRanks()):
         yield
 
 
@@ -81,7 +81,7 @@ def test_bytes_of_collectives_are_those_of_a_ring() -> None:
     share = 3 / 4 * 16 * KIB
 
     def sent(call: object, *args: object) -> float:
-        with metered() as reading:
+        with count_ops() as reading:
             result = call(*args)  # type: ignore[operator]
             if isinstance(result, torch.Tensor):
                 torch.distributed._functional_collectives.wait_tensor(result)
@@ -101,20 +101,20 @@ def test_bytes_of_collectives_are_those_of_a_ring() -> None:
 
 
 def test_ranks_that_are_played_in_turn_hear_what_was_said_before() -> None:
-    play, value = Play(), torch.arange(3.0)
-    with pretended(0, 2, CPU, play) as world:
+    play, value = SimulatedRanks(), torch.arange(3.0)
+    with fake_world(0, 2, CPU, play) as world:
         assert world.broadcast("layout") == "layout"
         dist.send(value, group=dist.group.WORLD, group_dst=1)
-    with pretended(1, 2, CPU, play) as world:
+    with fake_world(1, 2, CPU, play) as world:
         assert world.broadcast("ignored") == "layout"
         found = torch.zeros(3)
         dist.recv(found, group=dist.group.WORLD, group_src=0)
         assert found.equal(value)
-        with pytest.raises(NotSaidYet):
+        with pytest.raises(NotYetSent):
             dist.recv(found, group=dist.group.WORLD, group_src=0)
-        with pytest.raises(NotSaidYet):
+        with pytest.raises(NotYetSent):
             world.broadcast("more")
-    with pretended(0, 2, CPU, play) as world:
+    with fake_world(0, 2, CPU, play) as world:
         assert world.broadcast("another") == "layout"  # a rank that is played again decides as before
     assert not dist.is_initialized()
 
@@ -126,7 +126,7 @@ def test_operators_that_take_functions_are_counted_as_unknown() -> None:
     query, key, value = (torch.randn(1, 2, 16, 8, generator=torch.Generator().manual_seed(each)) for each in range(3))
     with torch.no_grad():
         expected = flex_attention(query, key, value)
-        with metered() as reading:
+        with count_ops() as reading:
             found = flex_attention(query, key, value)
     torch.testing.assert_close(found, expected)
     assert reading.unknown == {"flex_attention": 1}

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from programs import run_ranks
-from shoal.cost.measure.memory import growth
-from shoal.cost.measure.op_counter import metered
-from shoal.cost.predict.predict import predict
-from shoal.cost.predict.single_device import first_batch
-from shoal.cost.step_profiler import CostProbe
+from shoal.cost.measure.memory import track_growth
+from shoal.cost.measure.op_counter import count_ops
+from shoal.cost.predict.predict import predict_cost
+from shoal.cost.predict.single_device import load_first_batch
+from shoal.cost.step_profiler import StepProfiler
 from shoal.data import Data
 from shoal.parallel import World
 from shoal.parallel.build import parallelize
@@ -82,21 +82,21 @@ def measured(world: World, plans: dict[str, list[str]]) -> list[dict[str, float]
 
 
 def _measured(world: World, spec: TrainSpec) -> dict[str, float]:
-    task, degrees = Pictures(**spec.args), spec.degrees()
+    task, degrees = Pictures(**spec.args), spec.resolve_dims()
     torch.manual_seed(spec.seed)
-    batch = first_batch(task.data(), spec.batch_size // degrees.data, world.device)
+    batch = load_first_batch(task.data(), spec.batch_size // degrees.data, world.device)
     model = parallelize(task.model(), task, spec.parallel, degrees, world, batch, spec.seed)
     optimizer = make_optimizer(task, spec.optimizer, [parameter for _, parameter in model.named_parameters()])
-    probe, step = CostProbe(model, optimizer, world), 0
+    probe, step = StepProfiler(model, optimizer, world), 0
     while not probe.is_due:
         with probe.step():
             model.train_step(batch, step)
             if spec.clip_norm is not None:
-                model.clip(spec.clip_norm)
+                model.clip_gradients(spec.clip_norm)
             optimizer.step()
-        model.optimizer_stepped()
+        model.on_optimizer_step()
         step += 1
-    found = probe.measured().values
+    found = probe.collect_table().values
     model.close()
     return found
 
@@ -119,7 +119,7 @@ def peaks_of_collectives(world: World, num: int, size: int) -> list[float]:
 
     found = []
     for each in (summed, gathered, gathered_into, scattered):
-        with growth(world.device) as grown, metered(grown):
+        with track_growth(world.device) as grown, count_ops(grown):
             for _ in range(num):
                 each()
         found.append(grown.peak_bytes / values.nbytes)
@@ -139,10 +139,10 @@ def test_ranks_take_what_was_predicted_for_them(plans: dict[str, list[str]], siz
     assert found[0] == found[1]  # every rank knows of all
     for (name, words), real in zip(plans.items(), found[0], strict=True):
         spec = spec_of(words, size)
-        predicted = predict(Pictures(**spec.args), spec, make_optimizer)
+        predicted = predict_cost(Pictures(**spec.args), spec, make_optimizer)
         for quantity in ("flops_step", "flops_rank", "memory_parameters", "memory_gradients", "memory_optimizer"):
             assert predicted[quantity] == real[quantity], f"{name}: {quantity}"
         assert predicted["sent_bytes"] == pytest.approx(real["sent_bytes"], rel=0.01), name
         for quantity in ("memory_peak", "memory_activations"):
             assert predicted[quantity] == pytest.approx(real[quantity], rel=WITHIN), f"{name}: {quantity}"
-        assert ("bubble" in real) == (spec.degrees().pipeline > 1)
+        assert ("bubble" in real) == (spec.resolve_dims().pipeline > 1)

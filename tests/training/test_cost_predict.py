@@ -17,23 +17,31 @@ from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
 from shoal.cost import CostTable
-from shoal.cost.cost_table import most, off, shown
+from shoal.cost.cost_table import combine_ranks, format_quantity, relative_error
 from shoal.cost.predict.dry_run import DryRun
-from shoal.cost.predict.fake_process_group import Handled
-from shoal.cost.predict.message_latency import way_s
-from shoal.cost.predict.predict import _messages, predict
-from shoal.cost.predict.single_device import first_batch
-from shoal.cost.step_profile import metering
-from shoal.cost.step_profiler import LONG_S, MOST_MORE, TIMED, WARM, CostProbe, Timed, bubble
+from shoal.cost.predict.fake_process_group import MessageCosts
+from shoal.cost.predict.message_latency import measure_latency_s
+from shoal.cost.predict.predict import _estimate_transfers, predict_cost
+from shoal.cost.predict.single_device import load_first_batch
+from shoal.cost.step_profile import profile_step
+from shoal.cost.step_profiler import (
+    MAX_MORE,
+    MIN_TIMED_S,
+    NUM_TIMED,
+    NUM_WARM_UP,
+    StepProfiler,
+    TimedStep,
+    compute_bubble,
+)
 from shoal.data import Data
 from shoal.errors import DataError, PlanError
 from shoal.parallel import World
 from shoal.parallel.build import parallelize
-from shoal.parallel.comm.shm_p2p import HostMessages
+from shoal.parallel.comm.shm_p2p import ShmP2P
 from shoal.parallel.model import ParallelModel
-from shoal.parallel.pipeline.simulate import predict as play
+from shoal.parallel.pipeline.simulate import simulate_step as play
 from shoal.train import Task, TrainSpec
-from shoal.train.optim.ema import Average
+from shoal.train.optim.ema import WeightAverage
 from shoal.train.optim.optimizers import make_optimizer
 
 WIDTH, BATCH = 32, 16
@@ -69,7 +77,7 @@ def _whatever_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def table(*words: str, **args: Any) -> CostTable:
-    return predict(Blocks(**args), TrainSpec(batch_size=BATCH).override(words), make_optimizer)
+    return predict_cost(Blocks(**args), TrainSpec(batch_size=BATCH).override(words), make_optimizer)
 
 
 def test_one_process_by_hand() -> None:
@@ -102,7 +110,7 @@ def test_plans_spread_what_one_process_takes(plan: str, sent: float, held: float
     assert found["parameters_rank"] <= held * PARAMETERS
     assert found["sent_bytes"] == pytest.approx(sent, rel=0.15)
     assert found["memory_activations"] < whole["memory_activations"]
-    assert len(found.placed) >= 1
+    assert len(found.placement_rows) >= 1
     assert (found.cuts == ("3",)) == (plan == "pipeline") == (0 < found["bubble"] < 1)
 
 
@@ -116,7 +124,7 @@ def test_stages_that_wait_for_each_other_both_ways_are_played(schedule: str, mon
 
 def test_large_batches_are_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = table("batch_size=256", samples=256)
-    monkeypatch.setattr("shoal.cost.predict.predict._sizes", lambda *_: (64, 128))
+    monkeypatch.setattr("shoal.cost.predict.predict._choose_sizes", lambda *_: (64, 128))
     scaled = table("batch_size=256", samples=256)
     assert scaled.notes
     for name in ("flops_step", "memory_peak", "memory_activations", "memory_optimizer"):
@@ -146,26 +154,26 @@ def test_what_cannot_be_is_refused() -> None:
     assert not dist.is_initialized()
 
 
-def probed(num_metered: int = 1) -> tuple[ParallelModel, Optimizer, Any, CostProbe]:
+def probed(num_metered: int = 1) -> tuple[ParallelModel, Optimizer, Any, StepProfiler]:
     """The model of Blocks in one process, its optimiser, a batch, and a probe of its steps."""
-    task, spec, world = Blocks(), TrainSpec(batch_size=BATCH), World.alone("cpu")
-    batch = first_batch(task.data(), BATCH, world.device)
-    model = parallelize(task.model(), task, spec.parallel, spec.degrees(), world, batch)
+    task, spec, world = Blocks(), TrainSpec(batch_size=BATCH), World.single("cpu")
+    batch = load_first_batch(task.data(), BATCH, world.device)
+    model = parallelize(task.model(), task, spec.parallel, spec.resolve_dims(), world, batch)
     optimizer = make_optimizer(task, spec.optimizer, [parameter for _, parameter in model.named_parameters()])
-    return model, optimizer, batch, CostProbe(model, optimizer, world, num_metered)
+    return model, optimizer, batch, StepProfiler(model, optimizer, world, num_metered)
 
 
 def test_a_probe_measures_one_step_and_what_was_predicted() -> None:
     model, optimizer, batch, probe = probed()
     due = []
-    for step in range(WARM + TIMED + 1 + MOST_MORE + 1):
+    for step in range(NUM_WARM_UP + NUM_TIMED + 1 + MAX_MORE + 1):
         with probe.step():
             model.train_step(batch, step)
             optimizer.step()
         if probe.is_due:
             due.append(step)
-            measured = probe.measured()
-    assert due == [WARM + TIMED, WARM + TIMED + MOST_MORE]  # of such short steps, more are timed
+            measured = probe.collect_table()
+    assert due == [NUM_WARM_UP + NUM_TIMED, NUM_WARM_UP + NUM_TIMED + MAX_MORE]  # of such short steps, more are timed
     assert probe.is_done
     predicted = table()
     for name in ("memory_peak", "memory_activations", "flops_step", "sent_bytes", "memory_optimizer"):
@@ -183,24 +191,24 @@ def test_an_average_of_the_weights_takes_memory_too(plan: str) -> None:
 
 def test_a_probe_measures_an_average_of_the_weights() -> None:
     model, optimizer, batch, _ = probed()
-    averaged = Average(model, 0.9)
-    with metering(model, optimizer, average=averaged.tensors) as found:
+    averaged = WeightAverage(model, 0.9)
+    with profile_step(model, optimizer, average=averaged.tensors) as found:
         model.train_step(batch, 0)
     assert found["memory_average"] == 4 * PARAMETERS
-    with metering(model, optimizer) as without:
+    with profile_step(model, optimizer) as without:
         model.train_step(batch, 1)
     assert found["memory_peak"] == without["memory_peak"] + 4 * PARAMETERS
 
 
 def test_of_long_steps_a_few_are_timed() -> None:
     model, _, batch, probe = probed()
-    for step in range(WARM + TIMED + 1):
+    for step in range(NUM_WARM_UP + NUM_TIMED + 1):
         assert not probe.is_due
         with probe.step():
             model.train_step(batch, step)
-            time.sleep(1.1 * LONG_S / TIMED if WARM <= step < WARM + TIMED else 0.0)
+            time.sleep(1.1 * MIN_TIMED_S / NUM_TIMED if NUM_WARM_UP <= step < NUM_WARM_UP + NUM_TIMED else 0.0)
     assert probe.is_due
-    assert probe.measured()["step_s"] >= 1.1 * LONG_S / TIMED
+    assert probe.collect_table()["step_s"] >= 1.1 * MIN_TIMED_S / NUM_TIMED
     assert probe.is_done
     assert not probe.is_due
 
@@ -208,7 +216,7 @@ def test_of_long_steps_a_few_are_timed() -> None:
 def test_steps_that_are_not_alike_are_averaged() -> None:
     """Every other one has no backward pass: the FLOPs are those of a mean step, the memory that of the largest."""
     model, _, batch, probe = probed(num_metered=4)
-    for step in range(WARM + TIMED + 4):
+    for step in range(NUM_WARM_UP + NUM_TIMED + 4):
         assert not probe.is_due
         with probe.step():
             if step % 2:
@@ -217,7 +225,7 @@ def test_steps_that_are_not_alike_are_averaged() -> None:
                 with torch.no_grad():
                     model.modules[0](*Blocks().inputs(batch))
     assert probe.is_due
-    measured, whole = probe.measured(), table()
+    measured, whole = probe.collect_table(), table()
     forward = whole["flops_forward_sample"] * BATCH
     assert measured["flops_step"] == pytest.approx((whole["flops_step"] + forward) / 2)
     assert measured["memory_activations"] == whole["memory_activations"] > 0
@@ -226,28 +234,28 @@ def test_steps_that_are_not_alike_are_averaged() -> None:
 def test_a_rank_that_leaves_the_schedule_early_waits_all_the_same() -> None:
     """Four micro-batches of 1 s forward and 2 s backward in two stages: the last rank is done 2 s before the first."""
     played = play("1f1b", 2, 4, [1.0, 1.0], [2.0, 2.0])
-    first, last = Timed(0, 16.0, 12.0, 15.0), Timed(0, 16.0, 12.0, 13.0)
-    assert bubble([first, last]) == pytest.approx(played.idle_share) == pytest.approx(0.2)
-    slower = Timed(1, 16.0, 24.0, 30.0)  # another pipeline, whose ranks wait for each other only
-    assert bubble([first, last, slower, slower]) == pytest.approx(0.2)
+    first, last = TimedStep(0, 16.0, 12.0, 15.0), TimedStep(0, 16.0, 12.0, 13.0)
+    assert compute_bubble([first, last]) == pytest.approx(played.idle_share) == pytest.approx(0.2)
+    slower = TimedStep(1, 16.0, 24.0, 30.0)  # another pipeline, whose ranks wait for each other only
+    assert compute_bubble([first, last, slower, slower]) == pytest.approx(0.2)
 
 
 def test_a_message_takes_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """No time where it is taken in before the call that sends it returns."""
-    threads, receive = threading.active_count(), HostMessages.receive
-    assert 0 <= way_s() < 1
+    threads, receive = threading.active_count(), ShmP2P.receive
+    assert 0 <= measure_latency_s() < 1
     assert threading.active_count() == threads
 
-    def late(self: HostMessages, tensor: Tensor, sender: int) -> Any:
+    def late(self: ShmP2P, tensor: Tensor, sender: int) -> Any:
         time.sleep(0.03)
         return receive(self, tensor, sender)
 
-    monkeypatch.setattr(HostMessages, "receive", late)
-    assert way_s() > 0.03
+    monkeypatch.setattr(ShmP2P, "receive", late)
+    assert measure_latency_s() > 0.03
 
 
 def test_messages_that_take_long_lengthen_the_bubble(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.cost.predict.predict.way_s", lambda: 60.0)
+    monkeypatch.setattr("shoal.cost.predict.predict.measure_latency_s", lambda: 60.0)
     found = table("parallel=pipeline", "workers=2")
     assert found["bubble"] > 0.9
     assert found["step_s"] == pytest.approx(4 * 60.0, rel=0.01)  # there and back, twice: two are under way at a time
@@ -257,11 +265,11 @@ def test_what_a_rank_does_with_messages_lengthens_the_bubble(monkeypatch: pytest
     """Four micro-batches: the last rank takes in as many tensors and sends as many gradients, one after the other."""
     handled = []
 
-    def slow(self: Handled) -> dict[int, tuple[float, float]]:
+    def slow(self: MessageCosts) -> dict[int, tuple[float, float]]:
         handled.append(set(self.send_s))
         return {4 * WIDTH * BATCH // 4: (30.0, 60.0)}
 
-    monkeypatch.setattr(Handled, "medians", slow)
+    monkeypatch.setattr(MessageCosts, "compute_medians", slow)
     found = table("parallel=pipeline", "workers=2")
     assert handled == [{4 * WIDTH * BATCH // 4}] * 4  # of each of four micro-batches, on both ranks, twice
     assert found["step_s"] == pytest.approx(30.0 + 4 * (60.0 + 30.0) + 60.0, rel=0.01)
@@ -269,12 +277,14 @@ def test_what_a_rank_does_with_messages_lengthens_the_bubble(monkeypatch: pytest
 
 def test_larger_messages_take_longer_also_those_that_were_not_tried() -> None:
     pipeline = replace(DryRun({}), messages_s={1000: (1.0, 2.0), 3000: (2.0, 2.0)}, handed_bytes={0: 1000.0, 1: 5000.0})
-    found = _messages({0: pipeline})
+    found = _estimate_transfers({0: pipeline})
     assert [(each.send_s, each.take_s) for each in found] == [
         pytest.approx((1.0, 2.0)),
         pytest.approx((3.0, 2.0)),
     ]
-    assert [(each.send_s, each.take_s) for each in _messages({0: replace(pipeline, messages_s={})})] == [(0, 0)] * 2
+    assert [(each.send_s, each.take_s) for each in _estimate_transfers({0: replace(pipeline, messages_s={})})] == [
+        (0, 0)
+    ] * 2
 
 
 def test_a_stage_is_as_slow_as_its_own_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,14 +296,21 @@ def test_a_stage_is_as_slow_as_its_own_work(monkeypatch: pytest.MonkeyPatch) -> 
         return loss(self, outputs, batch)
 
     monkeypatch.setattr(Blocks, "loss", elsewhere)
-    monkeypatch.setattr("shoal.cost.predict.predict.way_s", lambda: 0.0)  # which others lengthen
+    monkeypatch.setattr("shoal.cost.predict.predict.measure_latency_s", lambda: 0.0)  # which others lengthen
     assert table("parallel=pipeline", "workers=2")["step_s"] < 0.1  # of four micro-batches, each of which slept as long
 
 
 def test_tables_travel_and_merge() -> None:
     found = CostTable({"memory_peak": 3.0, "bubble": float("nan")}, unknown=("aten.x",), cuts=("3",))
-    assert CostTable.of({**found.details(), "later": 1}) == CostTable({"memory_peak": 3.0}, ("aten.x",), (), ("3",))
-    assert most({0: {"flops_rank": 2.0}, 1: {"flops_rank": 3.0}}) == {"flops_step": 5.0, "flops_rank": 3.0}
-    assert (off(1.1, 1.0), off(0.0, 0.0)) == (pytest.approx(0.1), 0.0)
-    words = [shown(3 << 20, "bytes"), shown(2.5e9, "operations"), shown(0.0021, "seconds"), shown(0.25, "share")]
+    assert CostTable.from_details({**found.to_details(), "later": 1}) == CostTable(
+        {"memory_peak": 3.0}, ("aten.x",), (), ("3",)
+    )
+    assert combine_ranks({0: {"flops_rank": 2.0}, 1: {"flops_rank": 3.0}}) == {"flops_step": 5.0, "flops_rank": 3.0}
+    assert (relative_error(1.1, 1.0), relative_error(0.0, 0.0)) == (pytest.approx(0.1), 0.0)
+    words = [
+        format_quantity(3 << 20, "bytes"),
+        format_quantity(2.5e9, "operations"),
+        format_quantity(0.0021, "seconds"),
+        format_quantity(0.25, "share"),
+    ]
     assert words == ["3 MiB", "2.5 GFLOP", "2.1 ms", "25.0%"]

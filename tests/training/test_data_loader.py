@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, StackDataset, Subset, TensorDataset
 
 from shoal.data import Loader, LoaderSpec
-from shoal.data.sampling.sampler import permutation
+from shoal.data.sampling.sampler import compute_permutation
 from shoal.errors import ConfigError, DataError, SpecMismatch
 
 
@@ -44,13 +44,22 @@ def seen(loader: Loader) -> list[list[int]]:
 
 
 def test_an_order_is_a_permutation_that_seed_and_epoch_alone_decide() -> None:
-    order = permutation(1000, seed=3, epoch=1)
+    order = compute_permutation(1000, seed=3, epoch=1)
     assert sorted(order.tolist()) == list(range(1000))
     draws = np.random.Philox(key=np.array([3, 1], dtype=np.uint64)).random_raw(1000)
     assert order.tolist() == sorted(range(1000), key=lambda index: draws[index])
-    others = [permutation(1000, 3, 2), permutation(1000, 4, 1)]
+    others = [compute_permutation(1000, 3, 2), compute_permutation(1000, 4, 1)]
     assert all(other.tolist() != order.tolist() for other in others)
-    assert permutation(8, seed=7, epoch=0).tolist() == [4, 1, 6, 3, 2, 7, 5, 0]  # for all time: resumes rely on it
+    assert compute_permutation(8, seed=7, epoch=0).tolist() == [
+        4,
+        1,
+        6,
+        3,
+        2,
+        7,
+        5,
+        0,
+    ]  # for all time: resumes rely on it
 
 
 @given(
@@ -72,7 +81,7 @@ def test_ranks_share_each_global_batch_whole(
         )
         for rank in range(num_ranks)
     ]
-    order = permutation(num_samples, 0, 0).tolist() if shuffle else list(range(num_samples))
+    order = compute_permutation(num_samples, 0, 0).tolist() if shuffle else list(range(num_samples))
     by_rank = [seen(loader) for loader in loaders]
     assert {len(batches) for batches in by_rank} == {loaders[0].num_batches}
     for step, parts in enumerate(zip(*by_rank, strict=True)):
@@ -98,7 +107,7 @@ def test_another_number_of_ranks_goes_on_exactly(stop: int, batch_size: int, ran
     for loader in after:
         loader.load_state_dict(before[0].state_dict())
     rest = [flat(parts) for parts in zip(*map(seen, after), strict=True)]
-    order = permutation(50, 5, 0).tolist()
+    order = compute_permutation(50, 5, 0).tolist()
     left = (50 - 4 * stop) // batch_size * batch_size
     assert delivered + flat(rest) == order[: 4 * stop + left]
     assert after[0].epoch == 1
@@ -108,9 +117,9 @@ def test_each_epoch_has_an_order_of_its_own_and_a_break_is_no_loss() -> None:
     loader = Loader(Numbers(10), batch_size=2, seed=1)
     first = [next(iter(loader))[0].tolist()]  # left behind after one batch
     first += seen(loader)
-    assert flat(first) == permutation(10, 1, 0).tolist()
+    assert flat(first) == compute_permutation(10, 1, 0).tolist()
     assert (loader.epoch, loader.position) == (1, 0)
-    assert flat(seen(loader)) == permutation(10, 1, 1).tolist()
+    assert flat(seen(loader)) == compute_permutation(10, 1, 1).tolist()
 
 
 def test_a_state_of_the_last_step_ends_the_epoch() -> None:

@@ -16,8 +16,8 @@ from torchdata.nodes import Loader as NodesLoader
 
 from data_sources import Shards, Stream
 from shoal.data import Loader, LoaderSpec, fingerprint
-from shoal.data.loader import example_batch
-from shoal.data.readers.map_reader import Ended, Made, Reader, random_state_kept
+from shoal.data.loader import load_example_batch
+from shoal.data.readers.map_reader import EpochEnd, ReadBatch, Reader, preserve_rng
 from shoal.data.sampling.sampler import Request
 from shoal.errors import ConfigError, DataError, SpecMismatch
 
@@ -32,7 +32,7 @@ class OneProcessPool:
     def restart(self, plan: Iterator[Request], turn: int = 0) -> None:
         self._plan, self._turn = plan, turn
 
-    def next(self) -> Made | Ended:
+    def next(self) -> ReadBatch | EpochEnd:
         self._turn += 1
         return self._readers[(self._turn - 1) % len(self._readers)].read(next(self._plan))
 
@@ -195,7 +195,7 @@ def drawn() -> tuple[float, float, float]:
 
 
 def test_a_stream_that_draws_nothing_leaves_the_random_numbers_of_training_alone() -> None:
-    with random_state_kept():
+    with preserve_rng():
         torch.manual_seed(5), random.seed(5), np.random.seed(5)
         expected = [drawn() for _ in range(6)]
         torch.manual_seed(5), random.seed(5), np.random.seed(5)
@@ -342,9 +342,9 @@ def test_streams_that_yield_too_little() -> None:
 def test_an_example_is_a_first_batch_of_whatever_it_is() -> None:
     nodes = NodesLoader(IterableWrapper(range(12)))
     for source in (range(12), Shards(12), NoLength(), nodes, nodes, Stream(12, stateful=True)):
-        batch = example_batch(source, None, 3)
+        batch = load_example_batch(source, None, 3)
         assert (batch["inputs"] if isinstance(batch, dict) else batch).tolist() == [0, 1, 2]
-    assert example_batch(range(2), list, 3) == [0, 1]
+    assert load_example_batch(range(2), list, 3) == [0, 1]
 
 
 def test_a_batch_ahead_on_a_device_does_not_count_before_it_is_given_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,7 +360,7 @@ def test_a_batch_ahead_on_a_device_does_not_count_before_it_is_given_out(monkeyp
             self.events.append(f"finish {moving['inputs'][0]}")
             return moving
 
-    monkeypatch.setattr("shoal.data.loader.mover", lambda device, pin: Device())
+    monkeypatch.setattr("shoal.data.loader.make_transfer", lambda device, pin: Device())
     loader = Loader(Stream(12, stateful=True), batch_size=4)
     batches = iter(loader)
     next(batches)
@@ -391,5 +391,5 @@ def test_a_stream_that_is_left_half_way_ends_with_its_loader() -> None:
     assert source.ended == 0
     kept.close()
     assert source.ended == 1  # while there is still somebody to end: Ray, say
-    example_batch(source, None, 2)
+    load_example_batch(source, None, 2)
     assert source.ended == 2

@@ -7,23 +7,23 @@ from torch import Tensor, nn
 
 from shoal.data import Loader
 from shoal.parallel import ParallelSpec, World
-from shoal.parallel.spmd.base import Whole
+from shoal.parallel.spmd.base import SpmdModel
 from shoal.train.loop.evaluation import evaluate
 from train_task import CLASSES, FEATURES, Points, Toy
 
 META = World(0, 1, torch.device("meta"))
 
 
-class Elsewhere(Whole):
+class Elsewhere(SpmdModel):
     """A model of a device that computes nothing: what it adds up is made up, the means are 1."""
 
     def __init__(self) -> None:
         model = nn.Linear(FEATURES, CLASSES, device=META.device)
-        super().__init__(model, Toy(), ParallelSpec(), World.alone("cpu"), 0)  # where masks are drawn: not on meta
+        super().__init__(model, Toy(), ParallelSpec(), World.single("cpu"), 0)  # where masks are drawn: not on meta
         self._world = META
 
-    def total(self, values: Tensor) -> Tensor:
-        assert super().total(values).device == META.device
+    def sum_over_data_ranks(self, values: Tensor) -> Tensor:
+        assert super().sum_over_data_ranks(values).device == META.device
         return torch.ones(values.shape)
 
 
@@ -34,6 +34,6 @@ def test_an_evaluation_adds_up_where_the_model_is() -> None:
 
 def test_the_norm_of_no_gradients_is_where_the_model_is() -> None:
     model = Elsewhere()
-    without = model.clip(1.0)
+    without = model.clip_gradients(1.0)
     model.module(torch.zeros(2, FEATURES, device=META.device)).sum().backward()
-    assert without.device == model.clip(1.0).device == META.device
+    assert without.device == model.clip_gradients(1.0).device == META.device

@@ -20,7 +20,13 @@ from shoal.cli import cli
 from shoal.cli.commands.find import parse_bytes
 from shoal.errors import ConfigError, OutOfMemory
 from shoal.train.spec import TrainSpec
-from shoal.train.tune.finders import find_batch, find_rate, footprint, judge_rates, search
+from shoal.train.tune.finders import (
+    analyse_rates,
+    find_batch_size,
+    find_learning_rate,
+    measure_footprint,
+    search_largest,
+)
 
 TASK = '''
 import torch
@@ -114,7 +120,7 @@ def test_the_search_comes_within_a_32nd_of_the_largest(limit: int, up_to: int) -
         tried.append(size)
         return size <= limit
 
-    found = search(fits, up_to)
+    found = search_largest(fits, up_to)
     largest = min(limit, up_to)
     assert largest - max(1, largest // 32) < found <= largest or found == largest
     assert max(tried) <= up_to
@@ -123,7 +129,7 @@ def test_the_search_comes_within_a_32nd_of_the_largest(limit: int, up_to: int) -
 
 def test_the_search_ends_where_it_is_enough() -> None:
     tried: list[int] = []
-    assert search(lambda size: not tried.append(size), 4096, lambda: tried[-1] >= 64) == 64
+    assert search_largest(lambda size: not tried.append(size), 4096, lambda: tried[-1] >= 64) == 64
 
 
 @given(steepest=st.floats(-4, -2), depth=st.floats(0.1, 10), width=st.floats(0.2, 0.5))
@@ -132,7 +138,7 @@ def test_the_suggestion_is_where_a_known_curve_falls_steepest(steepest: float, d
     falling = 1 + depth / (1 + np.exp((exponents - steepest) / width))
     losses = np.where(exponents < steepest + 2, falling, 1 + depth + 10 ** (exponents - steepest - 2))
     noisy = losses + 0.01 * depth * np.random.default_rng(0).standard_normal(200)
-    found = judge_rates((10**exponents).tolist(), noisy.tolist(), diverged=True)
+    found = analyse_rates((10**exponents).tolist(), noisy.tolist(), diverged=True)
     assert found.suggestion is not None
     assert math.log10(found.suggestion) == pytest.approx(steepest, abs=0.3)  # a tenth of a decade, and the noise
     assert found.suggestion < found.lowest
@@ -140,9 +146,9 @@ def test_the_suggestion_is_where_a_known_curve_falls_steepest(steepest: float, d
 
 def test_a_loss_that_never_falls_suggests_nothing() -> None:
     rates = np.geomspace(1e-5, 1, 50).tolist()
-    rising = judge_rates(rates, np.linspace(1, 2, 50).tolist(), diverged=False)
+    rising = analyse_rates(rates, np.linspace(1, 2, 50).tolist(), diverged=False)
     assert rising.suggestion is None
-    at_once = judge_rates(rates, [1.0, math.nan], diverged=True)
+    at_once = analyse_rates(rates, [1.0, math.nan], diverged=True)
     assert (at_once.suggestion, at_once.losses) == (None, [1.0])
 
 
@@ -150,16 +156,16 @@ def test_a_loss_that_never_falls_suggests_nothing() -> None:
 def test_a_fall_that_may_be_chance_suggests_nothing(seed: int) -> None:
     rates = np.geomspace(1e-7, 10, 100).tolist()
     noise = 0.7 + 0.02 * np.random.default_rng(seed).standard_normal(100)
-    assert judge_rates(rates, noise.tolist(), diverged=False).suggestion is None
+    assert analyse_rates(rates, noise.tolist(), diverged=False).suggestion is None
     falling = noise - 0.1 / (1 + np.exp(-2 * (np.log10(rates) + 2)))
-    assert judge_rates(rates, falling.tolist(), diverged=False).suggestion is not None
+    assert analyse_rates(rates, falling.tolist(), diverged=False).suggestion is not None
 
 
 @pytest.mark.parametrize("curvature", [1.0, 100.0])
 def test_on_a_parabola_it_stops_soon_after_the_rate_at_which_descent_diverges(task: str, curvature: float) -> None:
     sgd = {"name": "sgd", "momentum": 0.0, "learning_rate": 0.3}
     before = torch.get_rng_state()
-    found = find_rate(_spec(task, "Parabola", optimizer=sgd, args={"curvature": curvature}), highest=1e3)
+    found = find_learning_rate(_spec(task, "Parabola", optimizer=sgd, args={"curvature": curvature}), highest=1e3)
     assert torch.equal(torch.get_rng_state(), before)
     assert found.diverged
     assert found.suggestion is not None
@@ -177,7 +183,7 @@ def test_a_first_loss_that_is_not_finite_is_said(task: str) -> None:
 
 def test_the_largest_batch_follows_from_the_memory_and_nothing_too_large_is_tried(task: str) -> None:
     limit = 8 << 20
-    found = find_batch(_spec(task, "Wide", parallel={"data": 1, "accumulate": 4}), limit_bytes=limit)
+    found = find_batch_size(_spec(task, "Wide", parallel={"data": 1, "accumulate": 4}), limit_bytes=limit)
     assert found.is_limited
     by_size = {each.batch_size: each for each in found.tried}
     a_sample = (by_size[64].memory_bytes - by_size[32].memory_bytes) / 32
@@ -187,24 +193,24 @@ def test_the_largest_batch_follows_from_the_memory_and_nothing_too_large_is_trie
     assert refused
     assert not any(each.was_run for each in refused)
     assert all(each.samples_per_s > 0 for each in found.tried if each.fits)
-    num_parameters, memory_bytes = footprint(_spec(task, "Wide"))
+    num_parameters, memory_bytes = measure_footprint(_spec(task, "Wide"))
     assert num_parameters == 16384
     assert memory_bytes == by_size[8].memory_bytes
 
 
 def test_an_allocation_that_fails_ends_the_doubling_and_the_samples_do_too(task: str) -> None:
-    assert find_batch(_spec(task, "Wide", args={"most": 40})).largest in (39, 40)
-    whole = find_batch(_spec(task, "Parabola"))
+    assert find_batch_size(_spec(task, "Wide", args={"most": 40})).largest in (39, 40)
+    whole = find_batch_size(_spec(task, "Parabola"))
     assert (whole.largest, whole.is_limited) == (64, False)
     with pytest.raises(OutOfMemory, match="not even one sample"):
-        find_batch(_spec(task, "Wide", args={"most": 0}))
+        find_batch_size(_spec(task, "Wide", args={"most": 0}))
 
 
 def test_an_iterable_ends_the_search_where_its_samples_end(task: str) -> None:
-    found = find_batch(_spec(task, "Flow"))
+    found = find_batch_size(_spec(task, "Flow"))
     assert (found.largest in (49, 50), found.is_limited) == (True, False)
     assert max(each.batch_size for each in found.tried) == found.largest
-    assert find_batch(_spec(task, "Flow", args={"most": 20})).is_limited
+    assert find_batch_size(_spec(task, "Flow", args={"most": 20})).is_limited
 
 
 def test_shoal_find_writes_a_picture_and_json_and_says_where(task: str, tmp_path: Path) -> None:

@@ -56,9 +56,9 @@ def test_what_would_have_fitted_is_a_micro_step_that_divides_the_batch(
 ) -> None:
     spec = spec_of(parallel=plan, batch_size=batch_size)
     with pytest.raises(OutOfMemory, match=said):
-        Trainer(spec, Large(most), World.alone("cpu"), tmp_path).run()
+        Trainer(spec, Large(most), World.single("cpu"), tmp_path).run()
 
 
 def test_what_a_smaller_batch_raises_does_not_hide_that_memory_ran_out(tmp_path: Path) -> None:
     with pytest.raises(OutOfMemory, match=r"32 samples at a time .*\. Raise parallel\.accumulate, or lower batch_size"):
-        Trainer(spec_of(), Large(most=1, least=2), World.alone("cpu"), tmp_path).run()
+        Trainer(spec_of(), Large(most=1, least=2), World.single("cpu"), tmp_path).run()

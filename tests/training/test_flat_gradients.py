@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from programs import run_ranks
 from shoal.parallel import World
-from shoal.parallel.comm.shm_all_reduce import HostSum
-from shoal.parallel.spmd.ddp import _take_those_of_first
+from shoal.parallel.comm.shm_all_reduce import ShmAllReduce
+from shoal.parallel.spmd.ddp import _broadcast_weights
 from shoal.parallel.spmd.gradient_buffer import FlatGradients
 
 NUM_STEPS = 2
@@ -36,7 +36,7 @@ def averaged(world: World, may_skip: bool) -> tuple[list[Tensor | None], list[bo
     parameter does, without gaps; and how many bytes were sent for a step."""
     group = dist.group.WORLD
     assert group is not None
-    on_host = HostSum.form(group)
+    on_host = ShmAllReduce.try_create(group)
     assert on_host is not None
     trainable = parameters()[: None if may_skip else 4]
     flat = FlatGradients(trainable, on_host)
@@ -86,7 +86,7 @@ def begun(world: World) -> dict[str, Tensor]:
     model.register_buffer("nothing", torch.empty(0))
     for dtype in DTYPES:
         model.register_buffer(f"of_{dtype}".replace(".", "_"), torch.full((3,), world.rank).to(dtype))
-    _take_those_of_first(model, group)
+    _broadcast_weights(model, group)
     return {name: each.to(torch.complex64).abs() for name, each in model.state_dict().items()}
 
 

@@ -14,15 +14,15 @@ from torch import Tensor
 from programs import RanksFailed, run_ranks
 from shoal.parallel import World
 from shoal.parallel.comm import shm_rendezvous
-from shoal.parallel.comm.shm_p2p import HostMessages
+from shoal.parallel.comm.shm_p2p import ShmP2P
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
 
 
-def formed() -> HostMessages:
+def formed() -> ShmP2P:
     group = dist.group.WORLD
     assert group is not None
-    found = HostMessages.form(group)
+    found = ShmP2P.try_create(group)
     assert found is not None
     return found
 
@@ -74,7 +74,7 @@ def in_turn(world: World) -> tuple[list[float], int]:
         found.append(float(values[-1]))
         if world.rank == 1:
             mine.send(values, other)
-    return found, len(mine._lines[other].pieces)
+    return found, len(mine._channels[other].buffers)
 
 
 def test_memory_is_used_again() -> None:

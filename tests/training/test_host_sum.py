@@ -15,7 +15,7 @@ from torch import Tensor
 from programs import RanksFailed, run_ranks
 from shoal.parallel import World
 from shoal.parallel.comm import shm_all_reduce, shm_rendezvous
-from shoal.parallel.comm.shm_all_reduce import HostSum
+from shoal.parallel.comm.shm_all_reduce import ShmAllReduce
 
 
 def values_of(rank: int, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -23,10 +23,10 @@ def values_of(rank: int, size: int, dtype: torch.dtype = torch.float32) -> Tenso
     return torch.randn(size, generator=generator).mul_(100).to(dtype)
 
 
-def formed() -> HostSum:
+def formed() -> ShmAllReduce:
     group = dist.group.WORLD
     assert group is not None
-    found = HostSum.form(group)
+    found = ShmAllReduce.try_create(group)
     assert found is not None
     return found
 
@@ -120,16 +120,16 @@ def test_a_rank_that_does_not_come_is_not_waited_for_for_ever() -> None:
 def on_two_hosts(world: World, what: str) -> list[bool]:
     """Ranks that cannot share memory, for a reason that all of them know, or that only one meets."""
     if what == "host" and world.rank == 1:
-        shm_rendezvous._host = lambda: "elsewhere"
+        shm_rendezvous._host_id = lambda: "elsewhere"
     if what == "refused" and world.rank == 1:
 
         def refused(*args: Any) -> Any:
             raise PermissionError
 
-        shm_all_reduce._shared = refused
+        shm_all_reduce._map_shared_memory = refused
     group = dist.group.WORLD
     assert group is not None
-    return [HostSum.form(group) is None, world.gather(world.rank) == [0, 1]]
+    return [ShmAllReduce.try_create(group) is None, world.gather(world.rank) == [0, 1]]
 
 
 @pytest.mark.parametrize("what", ["host", "refused"])
@@ -139,7 +139,7 @@ def test_ranks_that_cannot_share_memory_all_know_it(what: str) -> None:
 
 def stranger(world: World) -> list[float]:
     """Somebody else connects to the first rank before the others do."""
-    gathered_by_all = shm_rendezvous._gathered
+    gathered_by_all = shm_rendezvous._all_gather
 
     def gathered_and_told(value: Any, group: Any) -> list[Any]:
         found = gathered_by_all(value, group)
@@ -149,7 +149,7 @@ def stranger(world: World) -> list[float]:
             line.sendall(bytes(16) + (1).to_bytes(4, "little"))
         return found
 
-    shm_rendezvous._gathered = gathered_and_told
+    shm_rendezvous._all_gather = gathered_and_told
     with socket.socket(socket.AF_UNIX) as line:
         total: list[float] = formed().sum(torch.tensor([float(world.rank)])).tolist()
     return total

@@ -12,7 +12,7 @@ from shoal.parallel import World
 from shoal.runs import RunRecorder
 from shoal.runs.record import recorder as recording
 from shoal.train.loop.trainer import Trainer
-from shoal.train.reporting.event_log import Recorded
+from shoal.train.reporting.event_log import RecordLog
 from train_task import Toy
 from training.test_trainer import spec_of
 
@@ -31,7 +31,7 @@ def test_an_event_that_cannot_be_written_for_now_ends_no_training(monkeypatch: p
 
     with monkeypatch.context() as while_full:
         while_full.setattr(recording, "transaction", full)
-        Recorded(recorder).event("checkpoint_failed", step=3, error="no space")
+        RecordLog(recorder).record_event("checkpoint_failed", step=3, error="no space")
     recorder.finish("finished")
     recorder.close()
     assert shoal.runs.load(recorder.id).last_events()["checkpoint_failed"]["step"] == 3
@@ -47,7 +47,7 @@ def test_what_finds_no_room_while_the_disk_is_full_ends_no_training(monkeypatch:
         while_full.setattr(recording, "transaction", full)
         while_full.setattr(recording, "MAX_PENDING", 3)
         for step in range(1, 6):
-            Recorded(recorder).log(step, {"train/loss": 1 / step})
+            RecordLog(recorder).log(step, {"train/loss": 1 / step})
         assert recorder._pending.num_rows == 3
     recorder.finish("finished")
     recorder.close()
@@ -58,9 +58,9 @@ def test_who_was_superseded_hears_of_it() -> None:
     recorder = shoal.runs.create("train", "")
     take_over(recorder)
     with pytest.raises(RunError, match="was resumed by another process"):
-        Recorded(recorder).event("checkpoint_failed", step=3, error="no space")
+        RecordLog(recorder).record_event("checkpoint_failed", step=3, error="no space")
     with pytest.raises(RunError, match="was resumed by another process"):
-        Recorded(recorder).flush()
+        RecordLog(recorder).flush()
 
 
 def test_a_run_that_was_taken_over_makes_no_more_checkpoints() -> None:
@@ -73,7 +73,7 @@ def test_a_run_that_was_taken_over_makes_no_more_checkpoints() -> None:
 
     spec = spec_of(stop={"steps": 9}, checkpoint={"every_steps": 2})
     trainer = Trainer(
-        spec, Toy(), World.alone("cpu"), recorder.folder, journal=Recorded(recorder), should_stop=should_stop
+        spec, Toy(), World.single("cpu"), recorder.folder, journal=RecordLog(recorder), should_stop=should_stop
     )
     with pytest.raises(RunError, match="was resumed by another process"):
         trainer.run()
@@ -89,7 +89,7 @@ def test_the_record_has_no_steps_that_were_given_up(saved: int) -> None:
     args = {"notes": str(recorder.folder), "fault": "raise", "fault_step": 7}
     for _ in range(2):
         trainer = Trainer(
-            spec_of(**words), Toy(**args), World.alone("cpu"), recorder.folder, journal=Recorded(recorder)
+            spec_of(**words), Toy(**args), World.single("cpu"), recorder.folder, journal=RecordLog(recorder)
         )
         recorder.log(20, {"train/loss": 0.0})  # of a later step than the new life comes to
         with suppress(ValueError):

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shoal.errors import ConfigError
-from shoal.train.optim.optimizers import can_fuse, make_optimizer, set_rate
+from shoal.train.optim.optimizers import can_fuse, make_optimizer, set_learning_rate
 from shoal.train.spec import OptimizerSpec
 from shoal.train.task import Task
 
@@ -75,10 +75,10 @@ def test_distributed_tensors_are_fused_only_when_they_are_alike(group_of_one: No
 
 def test_a_tasks_own_optimizer_keeps_its_groups_rates() -> None:
     optimizer = make_optimizer(_Own(), OptimizerSpec(), _parameters())
-    set_rate(optimizer, 0.5, momentum=0.95)
+    set_learning_rate(optimizer, 0.5, momentum=0.95)
     assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.005]
     assert [group["momentum"] for group in optimizer.param_groups] == [0.0, 0.0]  # it wished for none
-    set_rate(optimizer, 1.0)
+    set_learning_rate(optimizer, 1.0)
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.01]
 
 
@@ -86,7 +86,7 @@ def test_momentum_is_the_first_beta_or_sgds() -> None:
     adam = make_optimizer(Task(), OptimizerSpec(), _parameters())
     sgd = make_optimizer(Task(), OptimizerSpec(name="sgd"), _parameters())
     for optimizer in (adam, sgd):
-        set_rate(optimizer, 1.0, momentum=0.85)
+        set_learning_rate(optimizer, 1.0, momentum=0.85)
     assert adam.param_groups[0]["betas"] == (0.85, 0.999)
     assert sgd.param_groups[0]["momentum"] == 0.85
 
@@ -99,7 +99,7 @@ def test_a_rate_that_is_a_tensor_stays_the_same_tensor() -> None:
         def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
             return optimizer
 
-    set_rate(make_optimizer(Captured(), OptimizerSpec(), _parameters()), 0.5)
+    set_learning_rate(make_optimizer(Captured(), OptimizerSpec(), _parameters()), 0.5)
     assert optimizer.param_groups[0]["lr"] is rate
     assert float(rate) == 0.25
 
@@ -107,7 +107,7 @@ def test_a_rate_that_is_a_tensor_stays_the_same_tensor() -> None:
 def test_a_stage_without_weights_has_an_optimizer_too() -> None:
     optimizer = make_optimizer(_Own(), OptimizerSpec(), [])
     optimizer.step()
-    set_rate(optimizer, 0.1)
+    set_learning_rate(optimizer, 0.1)
 
 
 class _OfTrained(Task):

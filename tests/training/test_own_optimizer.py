@@ -52,7 +52,7 @@ def spec(steps: int, **changes: Any) -> TrainSpec:
 def train(folder: Path, spec: TrainSpec, task: Own, stopped_at: int = 100) -> dict[int, float]:
     """The losses by step."""
     notes, steps = Notes(), iter(range(1, 100))
-    Trainer(spec, task, World.alone("cpu"), folder, journal=notes, should_stop=lambda: next(steps) >= stopped_at).run()
+    Trainer(spec, task, World.single("cpu"), folder, journal=notes, should_stop=lambda: next(steps) >= stopped_at).run()
     return notes.losses
 
 
@@ -67,7 +67,7 @@ def falling(parameters: Iterable[nn.Parameter]) -> Optimizer:
 def rates(folder: Path, steps: int, **changes: Any) -> list[float]:
     """After each step of this life."""
     notes = Notes()
-    Trainer(spec(steps, **changes), Own(falling), World.alone("cpu"), folder, journal=notes).run()
+    Trainer(spec(steps, **changes), Own(falling), World.single("cpu"), folder, journal=notes).run()
     began = dict(notes.events)["training"]["step"]
     return [row["train/learning_rate"] for step, row in sorted(notes.metrics.items()) if step > began]
 

@@ -13,7 +13,7 @@ from programs import run_ranks
 from shoal.errors import PlanError
 from shoal.parallel import ParallelSpec, World, check_plan
 from shoal.parallel.build import parallelize
-from shoal.parallel.micro_batches import micro_batches
+from shoal.parallel.micro_batches import split_micro_batches
 
 
 class NormAndActivation(nn.BatchNorm1d):
@@ -25,7 +25,7 @@ class NormAndActivation(nn.BatchNorm1d):
 
 def _check(model: nn.Module, plan: dict[str, Any] | str, workers: int, device: str = "cpu", **given: Any) -> None:
     spec = ParallelSpec.model_validate(plan)
-    check_plan(model, Learnable(given.get("styles")), spec, spec.degrees(workers), torch.randn(4, 6), device)
+    check_plan(model, Learnable(given.get("styles")), spec, spec.resolve_dims(workers), torch.randn(4, 6), device)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ class Bounded(nn.Module):
 def _refused(world: World) -> str:
     spec = ParallelSpec.model_validate("pipeline")
     with pytest.raises(PlanError) as refused:
-        parallelize(Bounded(), Learnable(), spec, spec.degrees(2), world, torch.arange(4))
+        parallelize(Bounded(), Learnable(), spec, spec.resolve_dims(2), world, torch.arange(4))
     return str(refused.value)
 
 
@@ -129,13 +129,13 @@ def test_a_users_tensor_plan_is_refused(styles: dict[str, str], message: str) ->
 def test_a_users_tensor_plan_must_divide_even_without_an_example() -> None:
     spec = ParallelSpec.model_validate("tensor")
     with pytest.raises(PlanError, match="3 has 10 inputs, which 4 ranks cannot share"):
-        check_plan(mlp(10), Learnable({"3": "row"}), spec, spec.degrees(4))
+        check_plan(mlp(10), Learnable({"3": "row"}), spec, spec.resolve_dims(4))
 
 
 def test_a_batch_that_cannot_be_divided() -> None:
     with pytest.raises(PlanError, match="batch_size = 5: cannot be divided into 2 micro-batches"):
-        micro_batches(torch.zeros(5, 2), 2)
-    parts = micro_batches({"a": (torch.arange(6), "text"), "b": torch.tensor(1)}, 3)
+        split_micro_batches(torch.zeros(5, 2), 2)
+    parts = split_micro_batches({"a": (torch.arange(6), "text"), "b": torch.tensor(1)}, 3)
     assert [part["a"][0].tolist() for part in parts] == [[0, 3], [1, 4], [2, 5]]
     assert parts[2]["a"][1] == "text"
     assert parts[2]["b"] == 1
@@ -145,7 +145,7 @@ def test_a_loss_that_is_no_scalar() -> None:
     learnable = Learnable()
     learnable.loss = lambda outputs, batch: outputs  # type: ignore[method-assign]
     spec = ParallelSpec()
-    parallel = parallelize(mlp(), learnable, spec, spec.degrees(1), World.alone("cpu"), torch.randn(4, 6))
+    parallel = parallelize(mlp(), learnable, spec, spec.resolve_dims(1), World.single("cpu"), torch.randn(4, 6))
     with pytest.raises(ValueError, match="is not a scalar"):
         parallel.train_step(torch.randn(4, 6), 0)
 
@@ -153,4 +153,4 @@ def test_a_loss_that_is_no_scalar() -> None:
 def test_more_workers_than_the_plan_has() -> None:
     spec = ParallelSpec()
     with pytest.raises(PlanError, match="start 2 processes"):
-        parallelize(mlp(), Learnable(), spec, spec.degrees(2), World.alone("cpu"), torch.randn(4, 6))
+        parallelize(mlp(), Learnable(), spec, spec.resolve_dims(2), World.single("cpu"), torch.randn(4, 6))

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from shoal.errors import PlanError, SpecMismatch
 from shoal.parallel import ParallelSpec, World
 from shoal.parallel.layers.compile import compile_forward
-from shoal.parallel.layers.dropout import Draws, Part, SeededDropout, mixed, seed_dropout
+from shoal.parallel.layers.dropout import DropoutRng, SeededDropout, TensorPart, mix_seed, seed_dropout
 from shoal.parallel.layers.precision import LossScale
-from shoal.parallel.spmd.base import Single
+from shoal.parallel.spmd.base import SingleProcessModel
 from shoal.parallel.spmd.fsdp_blocks import find_blocks
 from shoal.parallel.state import gradients
 from shoal.parallel.state import state_dict as state
@@ -45,18 +45,20 @@ class Mean:
         return None
 
 
-def _single(model: nn.Module, learnable: Mean | None = None, **plan: Any) -> Single:
-    return Single(model, learnable or Mean(), ParallelSpec(**plan), World.alone("cpu"), 5)
+def _single(model: nn.Module, learnable: Mean | None = None, **plan: Any) -> SingleProcessModel:
+    return SingleProcessModel(model, learnable or Mean(), ParallelSpec(**plan), World.single("cpu"), 5)
 
 
-def _dropped(values: Tensor, rank: int, size: int, step: int = 0, part: Part | None = None, **layer: Any) -> Tensor:
+def _dropped(
+    values: Tensor, rank: int, size: int, step: int = 0, part: TensorPart | None = None, **layer: Any
+) -> Tensor:
     """What a dropout layer of rank `rank` of `size` makes of its rows of `values`, in two calls."""
     model = nn.Sequential(layer.get("layer", nn.Dropout(0.4)))
-    draws = Draws(7, rank, size, CPU)
+    draws = DropoutRng(7, rank, size, CPU)
     seed_dropout(model, draws)
     assert isinstance(model[0], SeededDropout)
     model[0].part = part
-    draws.begin(step, 0, values.shape[layer.get("dim", 0)])
+    draws.begin_micro_step(step, 0, values.shape[layer.get("dim", 0)])
     return torch.stack([model(values), model(values)])
 
 
@@ -84,13 +86,13 @@ def test_masks_where_the_sample_is_not_the_first_dimension_and_where_features_ar
     rows = torch.ones(24, 6)  # three rows for each of 8 samples
     model = [nn.Dropout(0.4) for _ in range(3)]
     for index, (rank, size) in enumerate([(0, 1), (0, 2), (1, 2)]):
-        draws = Draws(7, rank, size, CPU)
+        draws = DropoutRng(7, rank, size, CPU)
         seed_dropout(model[index], draws)
-        draws.begin(0, 0, 8 // size)
+        draws.begin_micro_step(0, 0, 8 // size)
     assert torch.equal(torch.cat([model[1](rows[:12]), model[2](rows[:12])]), model[0](rows))
     ones = torch.ones(8, 6)
     whole = _dropped(ones, 0, 1)
-    parts = [_dropped(ones[:, :2], 0, 1, part=Part(1, which, 3)) for which in range(3)]
+    parts = [_dropped(ones[:, :2], 0, 1, part=TensorPart(1, which, 3)) for which in range(3)]
     assert torch.equal(torch.cat(parts, -1), whole)
 
 
@@ -98,9 +100,9 @@ def test_recomputing_activations_draws_the_same_masks() -> None:
     def gradient(recompute: bool) -> Tensor:
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5))
-        draws = Draws(7, 0, 1, CPU)
+        draws = DropoutRng(7, 0, 1, CPU)
         seed_dropout(model, draws)
-        draws.begin(0, 0, 4)
+        draws.begin_micro_step(0, 0, 4)
         values = torch.ones(4, 6)
         for _ in range(3):  # one layer, called again and again
             values = checkpoint(model, values, use_reentrant=False) if recompute else model(values)
@@ -119,7 +121,7 @@ def test_dropout_at_its_ends_and_copied() -> None:
     parallel = _single(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)))
     copied = copy.deepcopy(parallel.module)
     assert copied[1].draws is parallel.module[1].draws  # type: ignore[index, union-attr]
-    assert len({mixed(1, 2), mixed(2, 1), mixed(1, 2, 0), mixed(0, 1, 2)}) == 4
+    assert len({mix_seed(1, 2), mix_seed(2, 1), mix_seed(1, 2, 0), mix_seed(0, 1, 2)}) == 4
 
 
 def test_a_loss_scale_shrinks_on_overflow_and_grows_after_good_steps() -> None:
@@ -129,7 +131,7 @@ def test_a_loss_scale_shrinks_on_overflow_and_grows_after_good_steps() -> None:
     assert scale.update(True)
     assert scale.update(True)
     assert scale.value == 4.0
-    scale.value = LossScale.LEAST
+    scale.value = LossScale.MIN_VALUE
     assert scale.update(False)  # nothing more can be done: the Trainer says what it is
 
 
@@ -139,8 +141,8 @@ def test_an_overflowing_step_is_repeated_until_its_gradients_are_finite() -> Non
     parallel.train_step(torch.ones(4, 1), 0)  # 8 * 65536 / 4 is more than fp16 can hold
     assert model.weight.grad is not None
     assert model.weight.grad.item() == 8.0
-    assert parallel._scale is not None
-    assert parallel._scale.value < 65536
+    assert parallel._loss_scale is not None
+    assert parallel._loss_scale.value < 65536
 
 
 def test_a_repeated_step_counts_once_in_batch_statistics() -> None:
@@ -148,8 +150,8 @@ def test_a_repeated_step_counts_once_in_batch_statistics() -> None:
     model = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
     parallel = _single(model, Mean(8.0), precision="fp16")
     parallel.train_step(torch.randn(4, 1), 0)
-    assert parallel._scale is not None
-    assert parallel._scale.value < 65536
+    assert parallel._loss_scale is not None
+    assert parallel._loss_scale.value < 65536
     assert model[1].num_batches_tracked == 1
 
 
@@ -176,8 +178,8 @@ def test_a_repeated_step_takes_back_buffers_that_are_made_replaced_or_grow() -> 
     model = Caching()
     parallel = _single(model, Mean(8.0), precision="fp16")
     parallel.train_step(torch.ones(4, 1), 0)
-    assert parallel._scale is not None
-    assert parallel._scale.value < 65536
+    assert parallel._loss_scale is not None
+    assert parallel._loss_scale.value < 65536
     assert model.calls == 1
     assert (model.width, model.cache.shape) == (4, (4,))
     assert model.layer.weight.grad is not None
@@ -187,14 +189,14 @@ def test_a_repeated_step_takes_back_buffers_that_are_made_replaced_or_grow() -> 
 def test_the_scale_of_a_loss_goes_on_where_it_was() -> None:
     parallel, again = (_single(nn.Linear(1, 1, bias=False), Mean(8.0), precision="fp16") for _ in range(2))
     parallel.train_step(torch.ones(4, 1), 0)
-    again.load_scale_state(parallel.scale_state())
-    assert again.scale_state() == parallel.scale_state()
-    assert again.scale_state()["value"] < 65536
+    again.load_loss_scale_state(parallel.loss_scale_state())
+    assert again.loss_scale_state() == parallel.loss_scale_state()
+    assert again.loss_scale_state()["value"] < 65536
     whole = _single(nn.Linear(1, 1, bias=False), Mean(8.0))
-    assert whole.scale_state() == {}
-    whole.load_scale_state(parallel.scale_state())  # a precision that needs none
-    again.load_scale_state({})  # of a run that had none
-    assert again.scale_state()["good_steps"] == 1
+    assert whole.loss_scale_state() == {}
+    whole.load_loss_scale_state(parallel.loss_scale_state())  # a precision that needs none
+    again.load_loss_scale_state({})  # of a run that had none
+    assert again.loss_scale_state()["good_steps"] == 1
 
 
 def test_clipping_is_that_of_torch() -> None:
@@ -324,7 +326,7 @@ def test_evaluation_counts_samples_and_leaves_modes_as_they_were() -> None:
     assert not any(parallel.evaluate(batch, 0).values())
     assert [module.training for module in model] == [True, True, False]
     assert parallel.communication_s == 0.0
-    assert parallel.total(torch.ones(2)).tolist() == [1.0, 1.0]
+    assert parallel.sum_over_data_ranks(torch.ones(2)).tolist() == [1.0, 1.0]
 
 
 def test_accumulated_gradients_are_those_of_the_whole_batch() -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from shoal.errors import PlanError
-from shoal.parallel.pipeline.schedules import CLASSES, SINGLE, order, stage_ranks
-from shoal.parallel.pipeline.simulate import Message, predict
+from shoal.parallel.pipeline.schedules import SCHEDULE_CLASSES, SINGLE_STAGE, get_stage_ranks, plan_actions
+from shoal.parallel.pipeline.simulate import TransferTime, simulate_step
 
 
-@pytest.mark.parametrize("schedule", SINGLE)
+@pytest.mark.parametrize("schedule", SINGLE_STAGE)
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 2), (2, 8), (4, 8), (3, 12)])
 def test_one_stage_for_each_rank_idles_as_the_textbook_says(schedule: str, ranks: int, micro_batches: int) -> None:
     """(p - 1) / (m + p - 1), from 1811.06965 (GPipe); 1F1B saves memory, not time."""
-    found = predict(schedule, ranks, micro_batches, [1.0] * ranks, [2.0] * ranks)
+    found = simulate_step(schedule, ranks, micro_batches, [1.0] * ranks, [2.0] * ranks)
     assert found.idle_share == pytest.approx((ranks - 1) / (micro_batches + ranks - 1))
     assert found.step_s == pytest.approx(3.0 * (micro_batches + ranks - 1))
 
@@ -21,34 +21,36 @@ def test_one_stage_for_each_rank_idles_as_the_textbook_says(schedule: str, ranks
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_two_stages_for_each_rank_halve_the_bubble(ranks: int) -> None:
     """(p - 1) / v of a micro-batch's time, from 2104.04473, section 2.2."""
-    found = predict("interleaved_1f1b", ranks, 2 * ranks, [1.0] * 2 * ranks, [2.0] * 2 * ranks)
+    found = simulate_step("interleaved_1f1b", ranks, 2 * ranks, [1.0] * 2 * ranks, [2.0] * 2 * ranks)
     bubble = (ranks - 1) / 2
     assert found.idle_share == pytest.approx(bubble / (2 * ranks + bubble))
 
 
 def test_what_is_handed_on_takes_its_time_both_ways() -> None:
     """GPipe, two micro-batches: F F then B B on each rank, the second behind the first, by hand."""
-    found = predict("gpipe", 2, 2, [1.0, 1.0], [2.0, 2.0], messages=[Message(way_s=0.25)])
+    found = simulate_step("gpipe", 2, 2, [1.0, 1.0], [2.0, 2.0], messages=[TransferTime(way_s=0.25)])
     assert found.step_s == pytest.approx(1.0 + 0.25 + 2 * 1.0 + 2 * 2.0 + 0.25 + 2.0)
-    ways = [Message(way_s=0.25), Message(way_s=0.5)]
-    found = predict("gpipe", 3, 1, [1.0] * 3, [2.0] * 3, messages=ways, between_s=0.125)
+    ways = [TransferTime(way_s=0.25), TransferTime(way_s=0.5)]
+    found = simulate_step("gpipe", 3, 1, [1.0] * 3, [2.0] * 3, messages=ways, between_s=0.125)
     assert found.step_s == pytest.approx(0.125 + 3 * 1.0 + 3 * 2.0 + 2 * (0.25 + 0.5) + 0.125)
     assert found.busy_s == [3.0] * 3
 
 
 def test_who_sends_and_who_takes_in_computes_nothing_meanwhile() -> None:
     """GPipe, two micro-batches, by hand: each rank sends twice and takes in twice, some of it while others compute."""
-    plain = predict("gpipe", 2, 2, [1.0, 1.0], [2.0, 2.0])
-    found = predict("gpipe", 2, 2, [1.0, 1.0], [2.0, 2.0], messages=[Message(send_s=0.25, way_s=0.125, take_s=0.5)])
+    plain = simulate_step("gpipe", 2, 2, [1.0, 1.0], [2.0, 2.0])
+    found = simulate_step(
+        "gpipe", 2, 2, [1.0, 1.0], [2.0, 2.0], messages=[TransferTime(send_s=0.25, way_s=0.125, take_s=0.5)]
+    )
     # F, sent, under way | taken in, F, taken in, F, B, sent, under way | taken in, B, taken in, B
     assert found.step_s == pytest.approx(1.0 + 0.375 + 2 * 1.5 + 2.0 + 0.375 + 2 * 2.5)
     assert found.busy_s == plain.busy_s == [6.0, 6.0]
 
 
-@pytest.mark.parametrize("schedule", CLASSES)
+@pytest.mark.parametrize("schedule", SCHEDULE_CLASSES)
 def test_every_schedule_computes_everything_once(schedule: str) -> None:
-    works = [work for rank in order(schedule, 2, 4) for work in rank]
-    stages = stage_ranks(schedule, 2)
+    works = [work for rank in plan_actions(schedule, 2, 4) for work in rank]
+    stages = get_stage_ranks(schedule, 2)
     every = {(stage, index) for stage in range(len(stages)) for index in range(4)}
     kinds = {kind: [(work.stage, work.micro_batch) for work in works if work.kind == kind] for kind in "FBIW"}
     assert sorted(kinds["F"]) == sorted(every)
@@ -56,23 +58,25 @@ def test_every_schedule_computes_everything_once(schedule: str) -> None:
     assert sorted(kinds["I"]) == sorted(kinds["W"])
 
 
-@pytest.mark.parametrize("schedule", CLASSES)
+@pytest.mark.parametrize("schedule", SCHEDULE_CLASSES)
 def test_what_all_schedules_have_in_common(schedule: str) -> None:
-    stages = len(stage_ranks(schedule, 2))
-    plain = predict(schedule, 2, 8, [1.0] * stages, [2.0] * stages)
+    stages = len(get_stage_ranks(schedule, 2))
+    plain = simulate_step(schedule, 2, 8, [1.0] * stages, [2.0] * stages)
     assert sum(plain.busy_s) == pytest.approx(8 * 3 * stages)
     assert 0 < plain.idle_share < 0.2
-    slower = predict(schedule, 2, 8, [1.0] * stages, [2.0] * stages, messages=[Message(way_s=0.5)] * (stages - 1))
-    busier = predict(
-        schedule, 2, 8, [1.0] * stages, [2.0] * stages, messages=[Message(send_s=0.25, take_s=0.25)] * (stages - 1)
+    slower = simulate_step(
+        schedule, 2, 8, [1.0] * stages, [2.0] * stages, messages=[TransferTime(way_s=0.5)] * (stages - 1)
+    )
+    busier = simulate_step(
+        schedule, 2, 8, [1.0] * stages, [2.0] * stages, messages=[TransferTime(send_s=0.25, take_s=0.25)] * (stages - 1)
     )
     assert busier.step_s > plain.step_s
     assert busier.busy_s == pytest.approx(plain.busy_s)
     assert slower.step_s > plain.step_s
-    halting = predict(schedule, 2, 8, [1.0] * stages, [2.0] * stages, between_s=0.1)
+    halting = simulate_step(schedule, 2, 8, [1.0] * stages, [2.0] * stages, between_s=0.1)
     assert halting.step_s > plain.step_s
     assert slower.busy_s == halting.busy_s == pytest.approx(plain.busy_s)
-    uneven = predict(schedule, 2, 8, [1.0] * (stages - 1) + [4.0], [2.0] * (stages - 1) + [8.0])
+    uneven = simulate_step(schedule, 2, 8, [1.0] * (stages - 1) + [4.0], [2.0] * (stages - 1) + [8.0])
     assert uneven.idle_share > plain.idle_share
 
 
@@ -82,4 +86,4 @@ def test_what_all_schedules_have_in_common(schedule: str) -> None:
 )
 def test_schedules_that_cannot_be_made(schedule: str, micro_batches: int, remedy: str) -> None:
     with pytest.raises(PlanError, match=remedy):
-        predict(schedule, 2, micro_batches, [1.0] * 4, [1.0] * 4)
+        simulate_step(schedule, 2, micro_batches, [1.0] * 4, [1.0] * 4)

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from shoal.errors import PlanError
 from shoal.parallel.comm.world import World
 from shoal.parallel.layers.precision import autocast
-from shoal.parallel.pipeline.partition import Layout, lay_out
-from shoal.parallel.pipeline.split_points import balance, choose, survey
-from shoal.parallel.pipeline.stage_forward import GatedModel, hollow, views_of, without
+from shoal.parallel.pipeline.partition import StagePartition, partition_model
+from shoal.parallel.pipeline.split_points import balance_stages, profile_splits, select_splits
+from shoal.parallel.pipeline.stage_forward import StageForward, build_stage_slices, mask_parameters, release_parameters
 
 CPU = torch.device("cpu")
 
@@ -70,12 +70,14 @@ class Chain(nn.Module):
 
 
 def found_in(model: nn.Module, x: Tensor) -> Any:
-    return survey(model, lambda: model(x).square().mean(), CPU)
+    return profile_splits(model, lambda: model(x).square().mean(), CPU)
 
 
-def layout_of(model: nn.Module, num_stages: int, learnable: Any = None) -> Layout:
+def layout_of(model: nn.Module, num_stages: int, learnable: Any = None) -> StagePartition:
     batch = torch.randn(3, 4)
-    return lay_out(model, learnable or Squares(), batch, num_stages, World.alone("cpu"), lambda: autocast("fp32", CPU))
+    return partition_model(
+        model, learnable or Squares(), batch, num_stages, World.single("cpu"), lambda: autocast("fp32", CPU)
+    )
 
 
 def test_cuts_of_a_chain() -> None:
@@ -120,14 +122,14 @@ def test_views_make_up_the_model(how: str) -> None:
     model, x = Chain(how), torch.randn(3, 4)
     expected = model(x)
     found = found_in(model, x)
-    cuts = choose(found, 4, ["blocks.0", "blocks.1", "last"])
-    gated = GatedModel(model, views_of(found.calls, cuts))
+    cuts = select_splits(found, 4, ["blocks.0", "blocks.1", "last"])
+    gated = StageForward(model, build_stage_slices(found.calls, cuts))
     gated.filler = float("nan")
     own = [("first", "scale"), ("blocks.0",), ("blocks.1", "blocks.2"), ("last",)]
     handed: Any = None
     for stage, names in enumerate(own):
         others = {name for name, _ in model.named_parameters() if not name.startswith(names)}
-        with without(model, others, float("nan")):
+        with mask_parameters(model, others, float("nan")):
             handed = gated.run(stage, (x,), handed)
     torch.testing.assert_close(handed, expected)
     more = torch.randn(5, 4)  # of another shape
@@ -141,7 +143,7 @@ def test_views_make_up_the_model(how: str) -> None:
 def test_a_gated_model_is_called_in_stages_only() -> None:
     model, x = Chain(), torch.randn(3, 4)
     found = found_in(model, x)
-    GatedModel(model, views_of(found.calls, choose(found, 2, ["blocks.1"])))
+    StageForward(model, build_stage_slices(found.calls, select_splits(found, 2, ["blocks.1"])))
     with pytest.raises(PlanError, match="outside of a stage"):
         model(x)
 
@@ -149,7 +151,7 @@ def test_a_gated_model_is_called_in_stages_only() -> None:
 def test_a_call_that_did_not_come_is_noticed() -> None:
     model, x = Chain(), torch.randn(3, 4)
     found = found_in(model, x)
-    gated = GatedModel(model, views_of(found.calls, choose(found, 2, ["blocks.2"])))
+    gated = StageForward(model, build_stage_slices(found.calls, select_splits(found, 2, ["blocks.2"])))
     model.blocks = model.blocks[:2]
     with pytest.raises(PlanError, match=r"blocks\.2"):
         gated.run(0, (x,), None)
@@ -170,9 +172,9 @@ class Experts(nn.Module):
 def test_a_stage_runs_no_module_of_which_it_has_no_parameters() -> None:
     model, x = Experts(), torch.randn(3, 4)
     expected = model.experts[3](x)
-    found = survey(model, lambda: model(x, 0, 1).square().mean(), CPU)
+    found = profile_splits(model, lambda: model(x, 0, 1).square().mean(), CPU)
     watched = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    gated = GatedModel(model, views_of(found.calls, choose(found, 2, ["middle"]), watched))
+    gated = StageForward(model, build_stage_slices(found.calls, select_splits(found, 2, ["middle"]), watched))
     assert gated.run(1, (x, 0, 1), gated.run(0, (x, 0, 1), None)).shape == (3, 4)
     torch.testing.assert_close(gated.run(0, (x, 3, 1), None), expected)  # what nobody used is the first stage's
     for late in (0, 2):  # another stage's, and nobody's
@@ -182,7 +184,7 @@ def test_a_stage_runs_no_module_of_which_it_has_no_parameters() -> None:
 
 def test_hollow_parameters_take_no_memory() -> None:
     model = Chain()
-    hollow(model, {"last.weight", "last.bias"})
+    release_parameters(model, {"last.weight", "last.bias"})
     assert model.last.weight.requires_grad
     others = [parameter for name, parameter in model.named_parameters() if not name.startswith("last")]
     assert all(parameter.untyped_storage().nbytes() == 4 and not parameter.requires_grad for parameter in others)
@@ -192,7 +194,7 @@ def test_hollow_parameters_take_no_memory() -> None:
 def test_stages_cost_alike() -> None:
     costs = [5.0, 1.0, 1.0, 1.0, 1.0, 1.0, 4.0, 2.0]
     for num_stages in (1, 2, 3, 8):
-        begins = balance(costs, num_stages)
+        begins = balance_stages(costs, num_stages)
         edges = [0, *begins, len(costs)]
         slowest = max(sum(costs[a:b]) for a, b in itertools.pairwise(edges))
         every = itertools.combinations(range(1, len(costs)), num_stages - 1)
@@ -210,7 +212,7 @@ def test_a_layout_has_parameters_in_every_stage() -> None:
 @pytest.mark.parametrize("how", ["skip", "detached skip", "detached skip in training"])
 def test_a_skip_connection_is_not_cut(how: str) -> None:
     """The graph shows the first; that the others change the loss is found by trying."""
-    assert [cut.module for cut in layout_of(Chain(how), 3).cuts] == ["blocks.0", "last"]
+    assert [cut.module for cut in layout_of(Chain(how), 3).split_points] == ["blocks.0", "last"]
     with pytest.raises(PlanError, match=r"handed on"):
         layout_of(Chain(how), 4)
 
@@ -235,7 +237,7 @@ def test_no_cut_parts_those_who_change_a_buffer() -> None:
     model = Repeats()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     layout = layout_of(model, 4)
-    assert [cut.module for cut in layout.cuts] == ["block", "block.1", "last"]
+    assert [cut.module for cut in layout.split_points] == ["block", "block.1", "last"]
     assert layout.buffers["block.1.running_mean"] == 2
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     with pytest.raises(PlanError, match=r"the buffer block\.1\.\w+ would be changed by stage \d, too"):
@@ -246,15 +248,15 @@ def test_no_stage_begins_where_evaluation_does_not_come() -> None:
     """torch's own encoder layer calls none of its parts in evaluation."""
     layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True, norm_first=True)
     model = nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 4))
-    found = survey(model, lambda: model(torch.randn(3, 5, 4)).square().mean(), CPU)
-    assert "1.norm2" in {cut.module for cut in found.cuts}
-    assert [cut.module for cut in choose(found, 3, None)] == ["1", "2"]
+    found = profile_splits(model, lambda: model(torch.randn(3, 5, 4)).square().mean(), CPU)
+    assert "1.norm2" in {cut.module for cut in found.split_points}
+    assert [cut.module for cut in select_splits(found, 3, None)] == ["1", "2"]
     with pytest.raises(PlanError, match="not called in evaluation"):
-        choose(found, 2, ["1.norm2"])
+        select_splits(found, 2, ["1.norm2"])
 
 
 def test_no_stage_begins_where_the_backward_pass_recomputes() -> None:
-    assert [cut.module for cut in layout_of(Chain("checkpointed"), 2).cuts] == ["last"]
+    assert [cut.module for cut in layout_of(Chain("checkpointed"), 2).split_points] == ["last"]
     with pytest.raises(PlanError, match="without activation checkpointing"):
         layout_of(Chain("checkpointed"), 3)
 
@@ -262,7 +264,7 @@ def test_no_stage_begins_where_the_backward_pass_recomputes() -> None:
 def test_wanted_cuts() -> None:
     learnable = Squares()
     learnable.cuts = ["blocks.1", "last"]
-    assert [cut.module for cut in layout_of(Chain(), 3, learnable).cuts] == ["blocks.1", "last"]
+    assert [cut.module for cut in layout_of(Chain(), 3, learnable).split_points] == ["blocks.1", "last"]
     learnable.cuts = ["last", "blocks.1"]
     with pytest.raises(PlanError, match="order of the calls"):
         layout_of(Chain(), 3, learnable)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ConfigError
-from shoal.train.launch.predicted_cost import predicted_cost, predicted_table
+from shoal.train.launch.predicted_cost import predict_cost_details, predict_table
 from shoal.train.spec import TrainSpec
 from shoal.train.task import make_task
 from train_task import FEATURES, Toy
@@ -58,10 +58,10 @@ def _module(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_cannot_be_looked_at_is_said(task: str, changes: dict[str, Any], reason: str) -> None:
     spec = TrainSpec.parse({"task": f"{HERE}:{task}", "batch_size": 16, "stop": {"steps": 1}, **changes})
-    (note,) = predicted_cost(spec)["notes"]
+    (note,) = predict_cost_details(spec)["notes"]
     assert note.startswith(f"not predicted: {reason}")
     with pytest.raises(ConfigError) as raised:
-        predicted_table(make_task(spec.task, spec.args), spec)
+        predict_table(make_task(spec.task, spec.args), spec)
     assert (raised.value.field, raised.value.value) == ("task", spec.task)
     assert raised.value.problem.startswith(f"cannot be looked at before it runs: {reason}")
 
@@ -69,4 +69,4 @@ def test_what_cannot_be_looked_at_is_said(task: str, changes: dict[str, Any], re
 def test_what_can_be_looked_at_is_predicted() -> None:
     torch.manual_seed(0)
     spec = TrainSpec.parse({"task": f"{HERE}:Normalised", "batch_size": 16, "stop": {"steps": 1}})
-    assert predicted_cost(spec)["parameters"] == 2 * FEATURES + 3 * FEATURES + 3
+    assert predict_cost_details(spec)["parameters"] == 2 * FEATURES + 3 * FEATURES + 3

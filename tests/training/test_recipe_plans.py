@@ -14,7 +14,7 @@ from programs import run_ranks
 from shoal.data import Loader
 from shoal.parallel import ParallelSpec, World
 from shoal.parallel.build import parallelize
-from shoal.train.task import load_file, make_task
+from shoal.train.task import load_task_file, make_task
 
 Weights = dict[str, torch.Tensor]
 JOBS = Path(__file__).parents[2] / "jobs"
@@ -45,13 +45,13 @@ def trained(world: World, recipe: str, plan: str) -> Weights:
     """The weights after three steps of plain descent on the same global batch, on rank 0."""
     task = make_task(str(JOBS / f"{recipe}.py"), SMALL[recipe])
     spec = ParallelSpec.model_validate(plan)
-    degrees = spec.degrees(world.size)
+    degrees = spec.resolve_dims(world.size)
     torch.manual_seed(0)
     model = task.model()
     share = (degrees.coordinates(world.rank).data, degrees.data)
     with pytest.MonkeyPatch.context() as patch:
         if recipe == "tabular":  # scikit-learn takes seconds to load, in every process
-            patch.setattr(load_file(JOBS / "tabular.py", recipe), "tables", small_tables)
+            patch.setattr(load_task_file(JOBS / "tabular.py", recipe), "tables", small_tables)
         source = task.data().train
     loader = Loader(source, batch_size=BATCH_SIZE, share=share, seed=1)
     batches = [batch for _, batch in zip(range(STEPS), loader, strict=False)]
@@ -60,7 +60,7 @@ def trained(world: World, recipe: str, plan: str) -> Weights:
     for step, batch in enumerate(batches):
         parallel.train_step(batch, step)
         optimizer.step()
-        parallel.optimizer_stepped()
+        parallel.on_optimizer_step()
     weights = parallel.full_weights()
     parallel.close()
     loader.close()
@@ -79,7 +79,7 @@ def of_two_workers() -> dict[tuple[str, str], Weights]:
 
 @functools.cache
 def of_one_process(recipe: str) -> Weights:
-    return trained(World.alone("cpu"), recipe, "single")
+    return trained(World.single("cpu"), recipe, "single")
 
 
 @pytest.mark.parametrize(("plan", "recipe"), [(plan, recipe) for plan, recipes in PLANS.items() for recipe in recipes])
@@ -94,13 +94,13 @@ def test_two_workers_make_the_network_of_one(plan: str, recipe: str) -> None:
 def test_a_recipe_trains_from_its_file_and_is_registered(recipe: str) -> None:
     import shoal.runs
     from shoal.registry import Registry
-    from shoal.train.launch.local import train_here
-    from shoal.train.launch.overrides import recipe_of
+    from shoal.train.launch.local import fit_locally
+    from shoal.train.launch.overrides import load_recipe
 
     path = str(JOBS / f"{recipe}.py")
-    spec = recipe_of(path).model_copy(update={"args": SMALL[recipe]})
+    spec = load_recipe(path).model_copy(update={"args": SMALL[recipe]})
     words = ["stop.epochs=null", "stop.target=null", "stop.convergence=null", "stop.steps=4", "evaluate.every_steps=4"]
-    outcome = train_here(spec.override([*words, "threads=1"]))
+    outcome = fit_locally(spec.override([*words, "threads=1"]))
     assert (outcome.reason, outcome.steps) == ("steps", 4)
     assert np.isfinite(list(outcome.metrics.values())).all()
     assert Registry().get(f"{spec.name}@champion").manifest.metrics == outcome.metrics

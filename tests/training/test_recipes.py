@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from shoal.data import Data, fingerprint
-from shoal.train.launch.overrides import recipe_of
-from shoal.train.task import Task, load_file, make_task
+from shoal.train.launch.overrides import load_recipe
+from shoal.train.task import Task, load_task_file, make_task
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ["lenet", "transformer", "forecaster", "tabular"]
@@ -24,7 +24,7 @@ RECIPES = ["lenet", "transformer", "forecaster", "tabular"]
 
 def recipe(name: str) -> Any:
     """The module of a recipe, loaded as the Trainer loads it."""
-    return load_file(ROOT / "jobs" / f"{name}.py", name)
+    return load_task_file(ROOT / "jobs" / f"{name}.py", name)
 
 
 def task_of(name: str, **args: object) -> Task:
@@ -92,11 +92,11 @@ def part_of(batch: Any, rows: slice) -> Any:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_says_how_it_is_trained(name: str) -> None:
-    spec = recipe_of(str(ROOT / "jobs" / f"{name}.py"))
+    spec = load_recipe(str(ROOT / "jobs" / f"{name}.py"))
     assert not spec.stop.is_empty
     assert spec.name
     accepted = spec.override(["parallel=ddp", "workers=2", "seed=3"])
-    assert accepted.degrees().data == 2
+    assert accepted.resolve_dims().data == 2
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -18,10 +18,10 @@ from shoal.runs import Run, Status
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.model_source import RegisteredModel
-from shoal.train.export.model_entry import build, factory_of, model_name
-from shoal.train.launch.local import train_here
+from shoal.train.export.model_entry import build, make_factory, make_model_name
+from shoal.train.launch.local import fit_locally
 from shoal.train.loop.trainer import Trainer
-from shoal.train.reporting.result import Outcome
+from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
 from shoal.train.task import find_task
 from shoal.weights import WeightSnapshot
@@ -40,7 +40,7 @@ def trained(tmp_path: Path) -> Run:
     """A run of a Task whose file is gone by now."""
     copy = tmp_path / "mine.py"
     copy.write_text(TASK.read_text())
-    outcome = train_here(spec_of(task=f"{copy}:Toy"))
+    outcome = fit_locally(spec_of(task=f"{copy}:Toy"))
     copy.unlink()
     del sys.modules["shoal_task_mine"]
     return shoal.runs.load(outcome.run_id)
@@ -80,16 +80,16 @@ def test_what_is_registered_is_the_source_that_was_trained(
     monkeypatch.setattr(sys, "path", [*sys.path])  # to which the folder of a task is added
     train = Trainer.run
 
-    def edited_meanwhile(trainer: Trainer) -> Outcome:
+    def edited_meanwhile(trainer: Trainer) -> TrainResult:
         outcome = train(trainer)
         copy.unlink() if later is None else copy.write_text(later)
         return outcome
 
     monkeypatch.setattr(Trainer, "run", edited_meanwhile)
-    train_here(spec_of(task=f"{copy}:Toy", name="edited"))
+    fit_locally(spec_of(task=f"{copy}:Toy", name="edited"))
     assert Registry().get("edited@champion").manifest.model.kwargs["source"] == text
     if later is not None:  # this process still trains what it has loaded
-        assert factory_of(spec_of(task=f"{copy}:Toy")).kwargs["source"] == text
+        assert make_factory(spec_of(task=f"{copy}:Toy")).kwargs["source"] == text
 
 
 @pytest.mark.parametrize("renews", [True, False])
@@ -102,15 +102,15 @@ def test_a_run_trains_what_the_file_says_when_it_begins(
     file, text = tmp_path / "again.py", "from train_task import Toy\nclass Again(Toy): RATE: int = 1\n"
     for rate in (1, 2):  # the same length, within one second
         file.write_text(text.replace("1", str(rate)))
-        train_here(spec_of(task=f"{file}:Again", name="again"), renews=renews)
+        fit_locally(spec_of(task=f"{file}:Again", name="again"), renews=renews)
     trained = find_task(f"{file}:Again").RATE  # type: ignore[attr-defined]
     assert trained == (2 if renews else 1)
     assert f"RATE: int = {trained}" in Registry().get("again@2").manifest.model.kwargs["source"]
 
 
 def test_a_resumed_run_without_its_words_is_told_where_they_are() -> None:
-    with pytest.raises(ConfigError, match=r"task = '': .*spec_from_words\(\['resume=") as refused:
-        train_here(TrainSpec.parse({"resume": train_here(spec_of()).run_id, "stop": {"epochs": 2}}))
+    with pytest.raises(ConfigError, match=r"task = '': .*spec_from_overrides\(\['resume=") as refused:
+        fit_locally(TrainSpec.parse({"resume": fit_locally(spec_of()).run_id, "stop": {"epochs": 2}}))
     assert refused.value.field == "task"
 
 
@@ -122,7 +122,7 @@ def test_a_registered_source_runs_as_the_file_did() -> None:
 
 
 def test_a_task_of_an_installed_module_is_built_by_its_name() -> None:
-    factory = factory_of(spec_of(task="train_task:Toy"))
+    factory = make_factory(spec_of(task="train_task:Toy"))
     assert factory.kwargs == {"task": "train_task:Toy", "args": {"hidden": 4}}
     assert isinstance(factory.build(), torch.nn.Sequential)
 
@@ -152,7 +152,7 @@ def test_what_a_task_does_to_its_inputs_is_done_by_whoever_serves_it(
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "prepared.py").write_text(PREPARED)
-    factory = factory_of(spec_of(task=f"{tmp_path}/prepared.py:Prepared", args={"scale": 4.0}))
+    factory = make_factory(spec_of(task=f"{tmp_path}/prepared.py:Prepared", args={"scale": 4.0}))
     (tmp_path / "prepared.py").unlink()
     del sys.modules["shoal_task_prepared"]
     signature = Signature(
@@ -189,8 +189,8 @@ def test_what_a_task_makes_of_its_outputs_is_what_is_registered_and_served(
     monkeypatch.setattr(sys, "path", [*sys.path])
     text = PREPARED.replace('{"output": -arrays["output"]}', '{"best": arrays["output"].argmax(-1).astype(str)}')
     (tmp_path / "named.py").write_text(text)
-    train_here(spec_of(task=f"{tmp_path}/named.py:Prepared", name="named", args={}))
-    package = RegisteredModel("named", str(Registry().root)).package(1)
+    fit_locally(spec_of(task=f"{tmp_path}/named.py:Prepared", name="named", args={}))
+    package = RegisteredModel("named", str(Registry().root)).load_package(1)
     assert [(each.name, each.datatype, each.shape) for each in package.signature.outputs] == [("best", "BYTES", [-1])]
     assert package.snapshot is not None
     model = Predictor(package.factory, package.signature, ModelOptions()).load(package.snapshot)
@@ -199,7 +199,7 @@ def test_what_a_task_makes_of_its_outputs_is_what_is_registered_and_served(
 
 
 def test_a_task_without_code_for_its_endpoint_has_none() -> None:
-    factory = factory_of(spec_of(task="train_task:Toy"))
+    factory = make_factory(spec_of(task="train_task:Toy"))
     assert (factory.preprocess, factory.postprocess) == ("", "")
 
 
@@ -232,4 +232,4 @@ def test_an_error_in_a_registered_source_shows_its_lines() -> None:
     ],
 )
 def test_the_name_of_a_model(spec: dict[str, Any], name: str) -> None:
-    assert model_name(TrainSpec.parse(spec)) == name
+    assert make_model_name(TrainSpec.parse(spec)) == name

@@ -14,26 +14,26 @@ import shoal.runs
 from shoal.errors import ConfigError, ShoalError
 from shoal.runs import Status
 from shoal.train.__main__ import main
-from shoal.train.launch.local import train_here
-from shoal.train.launch.overrides import spec_from_words
+from shoal.train.launch.local import fit_locally
+from shoal.train.launch.overrides import spec_from_overrides
 
 TASK = Path(__file__).parents[1] / "train_task.py"
 WORDS = [f"task={TASK}:Toy", "batch_size=32", "threads=1", "log_every_steps=1", "stop.steps=4"]
 
 
 def trained() -> shoal.runs.Run:
-    return shoal.runs.load(train_here(spec_from_words(WORDS), registers=False).run_id)
+    return shoal.runs.load(fit_locally(spec_from_overrides(WORDS), registers=False).run_id)
 
 
 @pytest.mark.parametrize("words", [["seed=5"], ["optimizer.name=sgd"]])
 def test_words_that_are_refused_leave_the_record_as_it_was(words: list[str]) -> None:
     run = trained()
     with pytest.raises(ShoalError):
-        train_here(spec_from_words([f"resume={run.id}", "stop.steps=6", *words]), registers=False)
+        fit_locally(spec_from_overrides([f"resume={run.id}", "stop.steps=6", *words]), registers=False)
     refused = shoal.runs.load(run.id)
     assert (refused.spec, (run.folder / "spec.yaml").read_text()) == (run.spec, run.spec)
     assert refused.status is Status.FAILED
-    train_here(spec_from_words([f"resume={run.id}", "stop.steps=6"]), registers=False)
+    fit_locally(spec_from_overrides([f"resume={run.id}", "stop.steps=6"]), registers=False)
     assert shoal.runs.load(run.id).latest()["train/step"] == 6
 
 
@@ -41,7 +41,7 @@ def test_words_with_which_it_trained_stay_whatever_comes_then() -> None:
     run = trained()
     fault = ["args.fault=raise", f"args.notes={run.folder}", "args.fault_step=1", "stop.steps=9"]
     with pytest.raises(ValueError, match="a fault of the user's own"):
-        train_here(spec_from_words([f"resume={run.id}", *fault]), registers=False)
+        fit_locally(spec_from_overrides([f"resume={run.id}", *fault]), registers=False)
     assert "steps: 9" in shoal.runs.load(run.id).spec
 
 
@@ -72,7 +72,7 @@ def test_a_run_without_a_checkpoint_says_that_it_begins_again(capsys: pytest.Cap
 def test_a_run_that_has_ended_is_not_resumed_for_nothing() -> None:
     run = trained()
     with pytest.raises(ConfigError, match=rf"resume = '{run.id}': has ended already \(4 steps\). say when it ends now"):
-        train_here(spec_from_words([f"resume={run.id}", "seed=0"]))
+        fit_locally(spec_from_overrides([f"resume={run.id}", "seed=0"]))
     ended = shoal.runs.load(run.id)
     assert (ended.status, ended.incarnation) == (Status.FINISHED, run.incarnation)
 

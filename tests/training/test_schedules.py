@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 from shoal.errors import ConfigError
-from shoal.train.optim.lr_schedule import learning_rate_at, momentum_at, steps_of_epochs, total_steps_of
+from shoal.train.optim.lr_schedule import compute_learning_rate, compute_momentum, epochs_to_steps, resolve_total_steps
 from shoal.train.spec import ScheduleSpec, TrainSpec
 
 
@@ -24,8 +24,8 @@ def test_one_cycle_is_pytorchs_in_rate_and_momentum(total: int, warmup: float) -
     spec = ScheduleSpec(name="one_cycle", warmup=warmup)
     for step in range(total):
         group = optimizer.param_groups[0]
-        assert learning_rate_at(step, spec, total) == pytest.approx(group["lr"], rel=1e-9)
-        assert momentum_at(step, spec, total) == pytest.approx(group["momentum"], rel=1e-9)
+        assert compute_learning_rate(step, spec, total) == pytest.approx(group["lr"], rel=1e-9)
+        assert compute_momentum(step, spec, total) == pytest.approx(group["momentum"], rel=1e-9)
         optimizer.step()
         if step + 1 < total:
             theirs.step()
@@ -36,15 +36,15 @@ def test_cosine_is_pytorchs() -> None:
     theirs = CosineAnnealingLR(optimizer, T_max=50, eta_min=0.1)
     spec = ScheduleSpec(name="cosine", final=0.1)
     for step in range(50):
-        assert learning_rate_at(step, spec, 50) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9)
+        assert compute_learning_rate(step, spec, 50) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9)
         optimizer.step()
         theirs.step()
 
 
 def test_warm_up_counts_in_steps_or_in_shares_of_the_run() -> None:
-    in_steps = [learning_rate_at(step, ScheduleSpec(warmup=4), None) for step in range(6)]
+    in_steps = [compute_learning_rate(step, ScheduleSpec(warmup=4), None) for step in range(6)]
     assert in_steps == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    in_shares = [learning_rate_at(step, ScheduleSpec(warmup=0.4), 10) for step in range(6)]
+    in_shares = [compute_learning_rate(step, ScheduleSpec(warmup=0.4), 10) for step in range(6)]
     assert in_shares == in_steps
 
 
@@ -55,21 +55,21 @@ def test_a_warm_up_in_steps_counts_those_that_were_taken(name: str, size: float,
     """After some of 40 steps, batches are of another size: what is left is so many times as many steps."""
     spec, before, total = ScheduleSpec.parse({"name": name, "warmup": 12}), size * changed_at, round(40 * size)
     steps = [(taken, before + taken - changed_at) for taken in range(changed_at, changed_at + total - round(before))]
-    rates = [learning_rate_at(place, spec, total, taken) for taken, place in steps]
-    undisturbed = [learning_rate_at(step, spec, 40) for step in range(40)]
+    rates = [compute_learning_rate(place, spec, total, taken) for taken, place in steps]
+    undisturbed = [compute_learning_rate(step, spec, 40) for step in range(40)]
     assert rates[0] == pytest.approx(undisturbed[changed_at], abs=0.05)
     assert rates[: max(0, 12 - changed_at)] == undisturbed[changed_at:12]
     later = rates[max(0, 12 - changed_at) :]
     assert later == sorted(later, reverse=True)
     assert later[-1] < 0.1
     if name == "one_cycle":
-        momenta = [momentum_at(place, spec, total, taken) for taken, place in steps]
-        assert momenta[0] == pytest.approx(momentum_at(changed_at, spec, 40), abs=0.01)
+        momenta = [compute_momentum(place, spec, total, taken) for taken, place in steps]
+        assert momenta[0] == pytest.approx(compute_momentum(changed_at, spec, 40), abs=0.01)
 
 
 def test_linear_falls_evenly_to_its_end() -> None:
     spec = ScheduleSpec(name="linear", final=0.2)
-    assert [learning_rate_at(step, spec, 4) for step in (0, 2, 4, 9)] == pytest.approx([1.0, 0.6, 0.2, 0.2])
+    assert [compute_learning_rate(step, spec, 4) for step in (0, 2, 4, 9)] == pytest.approx([1.0, 0.6, 0.2, 0.2])
 
 
 @given(
@@ -80,7 +80,7 @@ def test_linear_falls_evenly_to_its_end() -> None:
 )
 def test_every_rate_is_a_share_above_nothing(name: str, total: int, warmup: float, step: int) -> None:
     spec = ScheduleSpec.parse({"name": name, "warmup": warmup})
-    factor = learning_rate_at(step, spec, total)
+    factor = compute_learning_rate(step, spec, total)
     assert 0.0 <= factor <= 1.0 + 1e-12
     if step < total:
         assert factor > 0.0  # no step of the run is wasted
@@ -88,17 +88,17 @@ def test_every_rate_is_a_share_above_nothing(name: str, total: int, warmup: floa
 
 def test_the_total_is_the_nearest_end_that_is_known() -> None:
     both = TrainSpec.parse({"stop": {"steps": 500, "epochs": 3}})
-    assert total_steps_of(both, 100) == 300
-    assert total_steps_of(both, None) == 500
-    assert total_steps_of(TrainSpec.parse({"schedule": {"total_steps": 7}, "stop": {"steps": 500}}), 100) == 7
-    assert total_steps_of(TrainSpec(), None) is None
+    assert resolve_total_steps(both, 100) == 300
+    assert resolve_total_steps(both, None) == 500
+    assert resolve_total_steps(TrainSpec.parse({"schedule": {"total_steps": 7}, "stop": {"steps": 500}}), 100) == 7
+    assert resolve_total_steps(TrainSpec(), None) is None
 
 
 @pytest.mark.parametrize("name", ["constant", "cosine", "one_cycle"])
 def test_a_warm_up_that_never_ends_is_refused(name: str) -> None:
     def total(warmup: float) -> int | None:
         spec = TrainSpec.parse({"schedule": {"name": name, "warmup": warmup}, "stop": {"steps": 20}})
-        return total_steps_of(spec, None)
+        return resolve_total_steps(spec, None)
 
     assert total(19) == total(0.9) == 20
     with pytest.raises(ConfigError, match=r"schedule\.warmup = 20\.0: is as long as the run, of 20 steps"):
@@ -108,14 +108,14 @@ def test_a_warm_up_that_never_ends_is_refused(name: str) -> None:
 @pytest.mark.parametrize("schedule", [{"name": "one_cycle"}, {"name": "cosine"}, {"warmup": 0.1}])
 def test_a_schedule_that_needs_an_end_is_refused_without(schedule: dict[str, object]) -> None:
     spec = TrainSpec.parse({"schedule": schedule, "stop": {"epochs": 2}})
-    assert total_steps_of(spec, 10) == 20
+    assert resolve_total_steps(spec, 10) == 20
     with pytest.raises(ConfigError, match=r"schedule\.total_steps.*does not know its length.*give schedule\.total"):
-        total_steps_of(spec, None)
+        resolve_total_steps(spec, None)
     with pytest.raises(ConfigError, match="number of steps"):
-        learning_rate_at(0, spec.schedule, None)
+        compute_learning_rate(0, spec.schedule, None)
 
 
 @given(hundredths=st.integers(1, 1000), steps_per_epoch=st.integers(1, 1000))
 def test_epochs_in_steps_are_the_fewest_that_fill_them(hundredths: int, steps_per_epoch: int) -> None:
     exact = -(-hundredths * steps_per_epoch // 100)
-    assert steps_of_epochs(hundredths / 100, steps_per_epoch) == exact
+    assert epochs_to_steps(hundredths / 100, steps_per_epoch) == exact

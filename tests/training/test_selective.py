@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shoal.checkpoint.json_state import decode, encode
 from shoal.errors import ConfigError
-from shoal.train.optim.selective_backprop import SelectiveBackprop, _sample_losses
+from shoal.train.optim.selective_backprop import SelectiveBackprop, _compute_sample_losses
 from shoal.train.spec import SelectiveSpec, TrainSpec
 from shoal.train.task import Task
 
@@ -130,7 +130,7 @@ def test_looking_at_losses_leaves_no_trace_in_the_model_or_in_chance() -> None:
 def test_losses_of_single_samples_have_the_loss_of_the_batch_as_their_mean() -> None:
     torch.manual_seed(0)
     outputs, batch = torch.randn(6, 1), (torch.randn(6, 2), torch.randn(6, 1))
-    losses = _sample_losses(_Squares(), outputs, batch, 6)
+    losses = _compute_sample_losses(_Squares(), outputs, batch, 6)
     np.testing.assert_allclose(losses.numpy(), (outputs - batch[1]).square().flatten().numpy(), rtol=1e-6)
 
 
@@ -189,9 +189,9 @@ def test_losses_that_are_not_one_a_sample_are_refused_with_the_remedy() -> None:
 
     batch = _batches(1)[0]
     with pytest.raises(ConfigError, match=r"Wrong.*shape \(\).*write Task\.sample_losses"):
-        _sample_losses(Wrong(), batch[1], batch, 8)
+        _compute_sample_losses(Wrong(), batch[1], batch, 8)
     with pytest.raises(ConfigError, match="do not have a row a sample"):
-        _sample_losses(_Squares(), torch.zeros(3), batch, 8)
+        _compute_sample_losses(_Squares(), torch.zeros(3), batch, 8)
 
 
 @pytest.mark.parametrize("parallel", ["pipeline", {"pipeline": 2}])

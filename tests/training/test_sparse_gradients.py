@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from learnable import Learnable
-from shoal.cost.step_profile import metering
+from shoal.cost.step_profile import profile_step
 from shoal.parallel import ParallelSpec, World
 from shoal.parallel.pipeline.groups import sum_gradients
-from shoal.parallel.spmd.base import Single
+from shoal.parallel.spmd.base import SingleProcessModel
 from shoal.parallel.state import gradients
 
 CPU = torch.device("cpu")
@@ -56,9 +56,9 @@ class OfRows(nn.Module):
 
 
 def test_the_state_of_an_optimizer_of_sparse_gradients_can_be_asked_for_and_goes_over() -> None:
-    def made() -> tuple[Single, torch.optim.Optimizer]:
+    def made() -> tuple[SingleProcessModel, torch.optim.Optimizer]:
         torch.manual_seed(0)
-        parallel = Single(OfRows(), Learnable(), ParallelSpec(), World.alone("cpu"), 5)
+        parallel = SingleProcessModel(OfRows(), Learnable(), ParallelSpec(), World.single("cpu"), 5)
         return parallel, torch.optim.SparseAdam([each for _, each in parallel.named_parameters()], lr=0.1)
 
     first, optimizer = made()
@@ -76,10 +76,10 @@ def test_the_state_of_an_optimizer_of_sparse_gradients_can_be_asked_for_and_goes
 
 
 def test_the_memory_of_a_sparse_gradient_is_that_of_its_indices_and_values() -> None:
-    parallel = Single(OfRows(), Learnable(), ParallelSpec(), World.alone("cpu"), 5)
+    parallel = SingleProcessModel(OfRows(), Learnable(), ParallelSpec(), World.single("cpu"), 5)
     optimizer = torch.optim.SparseAdam([each for _, each in parallel.named_parameters()], lr=0.1)
     for step in range(2):  # the first makes the optimiser's state
-        with metering(parallel, optimizer) as found:
+        with profile_step(parallel, optimizer) as found:
             parallel.train_step(torch.tensor([1, 2, 2]), step)
             optimizer.step()
     num_rows, width, index_bytes, value_bytes = 3, 2, 8, 4

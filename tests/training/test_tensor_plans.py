@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from learnable import Learnable, mlp
 from shoal.batch_tree import tensors_of
 from shoal.errors import PlanError
-from shoal.parallel.tensor.plan import TensorPlan, tensor_plan
+from shoal.parallel.tensor.plan import TensorPlan, find_tensor_plan
 
 
 class Mixing(nn.Module):
@@ -163,7 +163,7 @@ class OfAll(Learnable):
 
 def _found(model: nn.Module, example: Tensor, size: int = 2) -> TensorPlan:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    plan = tensor_plan(model, Learnable(), size, example)
+    plan = find_tensor_plan(model, Learnable(), size, example)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert model.training
     return plan
@@ -174,13 +174,13 @@ def test_what_is_found() -> None:
     assert (plan.styles, plan.dropouts) == ({"0": "column", "3": "row"}, {"2": 1})
     plan = _found(Mixing(), torch.randn(4, 6))
     assert plan.styles == {"down": "column", "head": "row"}
-    assert "mixes" in plan.whole["up"]
+    assert "mixes" in plan.unsplit["up"]
     plan = _found(Attention(), torch.randn(4, 5, 6))
     assert plan.styles == {"queries": "column", "keys": "column", "out": "row"}
     assert plan.changes == {("", "num_heads"): 2}
     plan = _found(Peeking(), torch.randn(4, 5))
     assert plan.styles == {"mlp.0": "column", "mlp.3": "row"}
-    assert "outside its layer's call" in plan.whole["embedding"]
+    assert "outside its layer's call" in plan.unsplit["embedding"]
 
 
 @pytest.mark.parametrize(
@@ -199,14 +199,14 @@ def test_what_would_be_that_of_one_part_only_keeps_layers_whole(which: str, mess
     with pytest.raises(PlanError, match=message):
         _found(Between(which), torch.randn(4, 3, 6))
     with pytest.raises(PlanError, match=message):
-        tensor_plan(Between(which), Learnable({"up": "column", "down": "row"}), 2, torch.randn(4, 3, 6))
+        find_tensor_plan(Between(which), Learnable({"up": "column", "down": "row"}), 2, torch.randn(4, 3, 6))
 
 
 @pytest.mark.parametrize("which", ["constant", "drawn before", "in place", "nothing"])
 def test_what_needs_no_gradient_may_stand_between(which: str) -> None:
     plan = _found(Between(which), torch.randn(4, 3, 6))
     assert plan.styles == {"up": "column", "down": "row"}
-    assert plan.written == ({"up"} if which == "in place" else set())
+    assert plan.modified_in_place == ({"up"} if which == "in place" else set())
 
 
 def test_layers_that_are_called_without_gradients_are_split_only_if_they_are_frozen() -> None:
@@ -246,7 +246,7 @@ def test_looking_for_a_plan_leaves_a_model_as_it_was() -> None:
 
     model = Counting()
     held = model.mean, model.last
-    assert tensor_plan(model, Learnable(), 2, torch.randn(4, 6)).styles == {"0": "column", "3": "row"}
+    assert find_tensor_plan(model, Learnable(), 2, torch.randn(4, 6)).styles == {"0": "column", "3": "row"}
     assert (model.mean, model.last) == held
     assert not any(each.any() for each in (*held, model.number))
     assert not hasattr(model, "largest")
@@ -255,7 +255,7 @@ def test_looking_for_a_plan_leaves_a_model_as_it_was() -> None:
 def test_weights_that_are_zero_at_first_prove_nothing() -> None:
     mixing = Mixing()
     nn.init.zeros_(mixing.down.weight)
-    assert "mixes" in _found(mixing, torch.randn(4, 6)).whole["up"]
+    assert "mixes" in _found(mixing, torch.randn(4, 6)).unsplit["up"]
     for zeros in (["out"], ["queries"], ["keys"], ["queries", "keys", "out"]):
         attention = AnyWidth()
         for name in zeros:
@@ -278,23 +278,23 @@ def test_layers_that_are_called_twice_are_tried_twice() -> None:
 def test_what_is_used_outside_its_pair_is_not_split(how: str) -> None:
     example = torch.randn(4, 6)
     model = Shown(how)
-    plan = tensor_plan(model, OfAll(model), 2, example)
+    plan = find_tensor_plan(model, OfAll(model), 2, example)
     assert {"up", "down"} & plan.styles.keys() == set()
-    assert "used elsewhere" in plan.whole["up"]
+    assert "used elsewhere" in plan.unsplit["up"]
     others = {"wide": "column", "narrow": "row"}
     assert others.items() <= plan.styles.items()
     with pytest.raises(PlanError, match=r"\['up', 'down'\]: what lies between them is used elsewhere"):
-        tensor_plan(model, OfAll(model, {"up": "column", "down": "row", **others}), 2, example)
-    assert tensor_plan(model, OfAll(model, others), 2, example).styles == others
+        find_tensor_plan(model, OfAll(model, {"up": "column", "down": "row", **others}), 2, example)
+    assert find_tensor_plan(model, OfAll(model, others), 2, example).styles == others
 
 
 def test_a_hook_of_the_users_sees_no_part() -> None:
     model, seen = Shown("hooked"), list[Tensor]()
-    assert tensor_plan(model, OfAll(model), 2, torch.randn(4, 6)).styles["up"] == "column"
+    assert find_tensor_plan(model, OfAll(model), 2, torch.randn(4, 6)).styles["up"] == "column"
     model.up.register_forward_hook(lambda module, args, output: seen.append(output))
     learnable = OfAll(model)
     learnable.loss = lambda outputs, batch: outputs.mean() + seen[-1].abs().mean()  # type: ignore[method-assign]
-    assert "up" not in tensor_plan(model, learnable, 2, torch.randn(4, 6)).styles
+    assert "up" not in find_tensor_plan(model, learnable, 2, torch.randn(4, 6)).styles
 
 
 def test_heads_that_ranks_cannot_share() -> None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.runs.report.event_messages import trouble
+from shoal.runs.report.event_messages import format_warning
 from shoal.train.reporting import console
-from shoal.train.reporting.console import Told
-from shoal.train.reporting.event_log import Silent
+from shoal.train.reporting.console import ConsoleLog
+from shoal.train.reporting.event_log import NullLog
 
 
 def test_progress_now_and_then_and_every_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
     monkeypatch.setattr(console.time, "monotonic", lambda: now_s)
     said: list[str] = []
-    journal = Told(Silent(), said.append)
+    journal = ConsoleLog(NullLog(), said.append)
     for step in range(1, 6):
         now_s += 0.75
         journal.log(step, {"train/loss": 1 / step})
@@ -42,6 +42,6 @@ def test_progress_now_and_then_and_every_evaluation(monkeypatch: pytest.MonkeyPa
 )
 def test_what_goes_wrong_is_said_and_nothing_else(kind: str, details: dict[str, object], words: str) -> None:
     said: list[str] = []
-    Told(Silent(), said.append).event(kind, **details)
-    assert said == ([trouble(kind, details)] if words else [])
+    ConsoleLog(NullLog(), said.append).record_event(kind, **details)
+    assert said == ([format_warning(kind, details)] if words else [])
     assert words in "".join(said)

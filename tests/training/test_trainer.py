@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from shoal.atomic_file import move_synced
 from shoal.checkpoint import Checkpointer
-from shoal.checkpoint.staging_buffer import Staging
+from shoal.checkpoint.staging_buffer import StagingBuffer
 from shoal.data import Data
 from shoal.errors import ConfigError, NotFinite, SpecMismatch
 from shoal.parallel import World
-from shoal.train.loop.checkpointing import first_not_finite
+from shoal.train.loop.checkpointing import find_not_finite
 from shoal.train.loop.trainer import Trainer
-from shoal.train.reporting.result import Outcome
+from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
 from train_task import Points, Toy, seen
 
@@ -67,14 +67,14 @@ def spec_of(**changes: Any) -> TrainSpec:
     return TrainSpec.parse({**base, **changes})
 
 
-def train(folder: Path, spec: TrainSpec, journal: Notes | None = None, **args: Any) -> Outcome:
+def train(folder: Path, spec: TrainSpec, journal: Notes | None = None, **args: Any) -> TrainResult:
     should_stop: Callable[[], bool] = args.pop("should_stop", lambda: False)
     folder.mkdir(exist_ok=True)
-    world = World.alone("cpu")
+    world = World.single("cpu")
     return Trainer(spec, Toy(**args), world, folder, run_id="r", journal=journal, should_stop=should_stop).run()
 
 
-def weights_of(outcome: Outcome) -> dict[str, torch.Tensor]:
+def weights_of(outcome: TrainResult) -> dict[str, torch.Tensor]:
     assert outcome.weights is not None
     return safetensors.torch.load_file(outcome.weights)
 
@@ -86,8 +86,8 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 
 def test_the_optimizer_waits_until_its_moments_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Staging.finish
-    monkeypatch.setattr(Staging, "finish", lambda staging: (time.sleep(0.05), real(staging)))  # many steps
+    real = StagingBuffer.finish_copy
+    monkeypatch.setattr(StagingBuffer, "finish_copy", lambda staging: (time.sleep(0.05), real(staging)))  # many steps
     shards = []
     for asynchronous in (False, True):
         folder = tmp_path / str(asynchronous)
@@ -103,7 +103,7 @@ def test_the_optimizer_waits_until_its_moments_are_copied(tmp_path: Path, monkey
 def test_it_learns_and_says_how_it_went(tmp_path: Path) -> None:
     notes = Notes()
     outcome = train(tmp_path, spec_of(stop={"epochs": 4}), notes)
-    assert (outcome.reason, outcome.steps, outcome.kept) == ("epochs", 32, 32)
+    assert (outcome.reason, outcome.steps, outcome.selected_step) == ("epochs", 32, 32)
     assert outcome.metrics["accuracy"] > 0.9
     assert sorted(notes.losses) == list(range(1, 33))
     assert notes.losses[32] < notes.losses[1] / 3
@@ -180,7 +180,7 @@ def test_what_had_no_gradient_before_a_checkpoint_begins_with_its_first_one(tmp_
     for name, stops in (("whole", [12]), ("parts", [4, 12])):
         for stop in stops:
             spec = spec_of(stop={"steps": stop}, optimizer={})
-            outcome = Trainer(spec, LateToy(), World.alone("cpu"), tmp_path / name).run()
+            outcome = Trainer(spec, LateToy(), World.single("cpu"), tmp_path / name).run()
         found.append(weights_of(outcome))
     assert_same(*found)
 
@@ -218,7 +218,7 @@ def test_a_resumed_run_evaluates_with_the_draws_of_the_undisturbed_one(tmp_path:
     def run(folder: Path, stopped_at: int) -> dict[int, float]:
         folder.mkdir(exist_ok=True)
         notes, steps = Notes(), iter(range(1, 100))
-        world = World.alone("cpu")
+        world = World.single("cpu")
         how: dict[str, Any] = {"journal": notes, "should_stop": lambda: next(steps) >= stopped_at}
         Trainer(spec_of(stop={"epochs": 4}), Noisy(), world, folder, **how).run()
         return {step: row["validation/loss"] for step, row in notes.metrics.items() if "validation/loss" in row}
@@ -276,8 +276,8 @@ def test_under_convergence_the_best_network_is_kept(tmp_path: Path) -> None:
     outcome = train(tmp_path, spec, notes)
     accuracy = {step: v["validation/accuracy"] for step, v in notes.metrics.items() if "validation/accuracy" in v}
     assert outcome.reason == "convergence"
-    assert outcome.kept < outcome.steps == max(accuracy)
-    assert outcome.metrics["accuracy"] == accuracy[outcome.kept] == max(accuracy.values())
+    assert outcome.selected_step < outcome.steps == max(accuracy)
+    assert outcome.metrics["accuracy"] == accuracy[outcome.selected_step] == max(accuracy.values())
 
 
 class Killed(BaseException):
@@ -305,7 +305,7 @@ def test_the_best_network_is_known_as_that_though_it_was_killed_while_it_was_sav
             train(tmp_path, spec)
     with Checkpointer(tmp_path / "checkpoints") as checkpointer:
         assert [found.step for found in (checkpointer.latest(), checkpointer.best()) if found] == [8, 4]
-    assert train(tmp_path, spec).kept == 8
+    assert train(tmp_path, spec).selected_step == 8
     with Checkpointer(tmp_path / "checkpoints") as checkpointer:
         best = checkpointer.best()
         assert best is not None
@@ -356,9 +356,9 @@ def test_weights_are_looked_at_value_by_value_where_a_norm_overflows() -> None:
     given = {"empty": torch.empty(0), "large": large, "small": torch.ones(2, dtype=torch.bfloat16)}
     named = [(name, torch.nn.Parameter(value)) for name, value in given.items()]
     masked = torch.nn.Parameter(infinite, requires_grad=False)  # on purpose, and not trained
-    assert first_not_finite([]) is None
-    assert first_not_finite([*named, ("mask", masked)]) is None
-    assert first_not_finite([*named, ("infinite", torch.nn.Parameter(infinite))]) == "infinite"
+    assert find_not_finite([]) is None
+    assert find_not_finite([*named, ("mask", masked)]) is None
+    assert find_not_finite([*named, ("infinite", torch.nn.Parameter(infinite))]) == "infinite"
 
 
 def test_an_error_of_the_users_own_comes_out_as_it_is(tmp_path: Path) -> None:
@@ -390,7 +390,7 @@ def test_metrics_that_some_batches_lack_are_refused(tmp_path: Path) -> None:
 
     spec = spec_of(stop={"steps": 2}, evaluate={"batch_size": 32})
     with pytest.raises(ConfigError, match=r"of a class.* not measured of every batch alike"):
-        Trainer(spec, Sometimes(), World.alone("cpu"), tmp_path).run()
+        Trainer(spec, Sometimes(), World.single("cpu"), tmp_path).run()
 
 
 def test_selective_backprop_learns_too(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ class OwnOptimizer(Toy):
 
 def settings_after(folder: Path, spec: TrainSpec, task: Toy) -> dict[str, Any]:
     """The settings of the optimiser with which a run ended."""
-    trainer = Trainer(spec, task, World.alone("cpu"), folder)
+    trainer = Trainer(spec, task, World.single("cpu"), folder)
     trainer.run()
     (group,) = trainer._parts.optimizer.param_groups
     return group
@@ -157,12 +157,12 @@ def test_selective_backprop_begins_anew_under_another_plan(tmp_path: Path, tenso
     spec = spec_of(stop={"steps": 3}, selective_backprop={"beta": 1.0})
     train(tmp_path, spec)
     notes = Notes()
-    trainer = Trainer(spec, Toy(), World.alone("cpu"), tmp_path, journal=notes)
+    trainer = Trainer(spec, Toy(), World.single("cpu"), tmp_path, journal=notes)
     trainer._parts.degrees = replace(trainer._parts.degrees, tensor=tensor)  # of as many ranks, were this one of two
-    trainer._keeper.restore()
+    trainer._checkpoints.restore()
     assert trainer._parts.selective is not None
     num_recent = len(trainer._parts.selective.state_dict()["recent"])
-    trainer._keeper.close()
+    trainer._checkpoints.close()
     trainer._parts.close()
     if tensor == 1:
         assert (num_recent, notes.events) == (96, [])

@@ -216,7 +216,7 @@ def spoil(world: World, folder: Path, spec: TrainSpec) -> NotFinite:
     def look() -> bool:
         if next(calls) == 5 and world.rank == world.size - 1:
             weights = dict(trainer._parts.model.named_parameters())
-            gradients.local(weights["3.weight"].detach())[0] = float("nan")
+            gradients.to_local(weights["3.weight"].detach())[0] = float("nan")
         return False
 
     trainer = Trainer(spec, Toy(), world, folder, should_stop=look)
@@ -250,11 +250,11 @@ def test_a_killed_rank_is_a_rank_lost_for_the_others_and_the_run_goes_on_exactly
 def die_on_the_way(world: World, folder: Path, plan: str, place: str) -> Any:
     """The program of a rank: the last one dies as soon as it comes to `place`."""
     from shoal.train.loop import trainer
-    from shoal.train.loop.rank_signals import Agreement
+    from shoal.train.loop.rank_signals import RankSync
 
     places = {
         "assembly": (trainer, "assemble"),
-        "exchange of signs": (Agreement, "exchange"),
+        "exchange of signs": (RankSync, "exchange"),
         "evaluation": (trainer, "evaluate"),
         "the network at the end": (trainer.Trainer, "_write_weights"),
     }

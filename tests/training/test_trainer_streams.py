@@ -14,9 +14,9 @@ import pytest
 from shoal.data import Data
 from shoal.errors import ConfigError
 from shoal.parallel import World
-from shoal.train.launch.validate import check
+from shoal.train.launch.validate import validate_run
 from shoal.train.loop.trainer import Trainer
-from shoal.train.reporting.result import Outcome
+from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
 from train_task import Points, Toy
 from training.test_trainer import Notes, spec_of
@@ -63,8 +63,8 @@ class OfLength(Toy):
         return Data(Long(140), Points(50, 2))
 
 
-def train_streamed(folder: Path, spec: TrainSpec, journal: Notes, **how: Any) -> Outcome:
-    return Trainer(spec, Streamed(), World.alone("cpu"), folder, journal=journal, **how).run()
+def train_streamed(folder: Path, spec: TrainSpec, journal: Notes, **how: Any) -> TrainResult:
+    return Trainer(spec, Streamed(), World.single("cpu"), folder, journal=journal, **how).run()
 
 
 def evaluated(notes: Notes) -> list[int]:
@@ -111,8 +111,8 @@ def test_a_stream_that_may_never_end_is_refused_without_an_evaluation_that_could
             with pytest.raises(
                 ConfigError, match=r"evaluate\.every_steps = None: .*give evaluate\.every_steps="
             ) as raised:
-                check(spec_of(task=f"{HERE}:{task}", stop=stop))
+                validate_run(spec_of(task=f"{HERE}:{task}", stop=stop))
             assert raised.value.field == "evaluate.every_steps"
-        check(spec_of(task=f"{HERE}:OfLength", stop=stop))
-        check(spec_of(task=f"{HERE}:WithoutEnd", stop=stop, evaluate={"every_steps": 10}))
-        check(spec_of(task=f"{HERE}:WithoutEnd", stop={**stop, "steps": 100}))
+        validate_run(spec_of(task=f"{HERE}:OfLength", stop=stop))
+        validate_run(spec_of(task=f"{HERE}:WithoutEnd", stop=stop, evaluate={"every_steps": 10}))
+        validate_run(spec_of(task=f"{HERE}:WithoutEnd", stop={**stop, "steps": 100}))

@@ -13,9 +13,9 @@ import pytest
 import shoal.runs
 from shoal.registry import Registry
 from shoal.train.__main__ import main
-from shoal.train.launch.local import train_here
-from shoal.train.launch.overrides import spec_from_words
-from shoal.train.launch.validate import check
+from shoal.train.launch.local import fit_locally
+from shoal.train.launch.overrides import spec_from_overrides
+from shoal.train.launch.validate import validate_run
 from shoal.train.spec import TrainSpec
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -42,7 +42,7 @@ def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def run_of_the_page() -> str:
     """A run that `resume=RUN` can mean: it was stopped."""
-    run_id = train_here(TrainSpec.parse({"task": "my_task.py:MyTask", "stop": {"epochs": 1}}), registers=False).run_id
+    run_id = fit_locally(TrainSpec.parse({"task": "my_task.py:MyTask", "stop": {"epochs": 1}}), registers=False).run_id
     shoal.runs.reopen(run_id).close()
     return run_id
 
@@ -86,7 +86,7 @@ def test_what_the_training_page_starts_on_workers_fits() -> None:
             before, is_run, words = line.partition("python jobs/train.py ")
         if is_run:
             extra = ["workers=2"] if before.startswith("torchrun") else []
-            check(spec_from_words(shlex.split(words) + extra))
+            validate_run(spec_from_overrides(shlex.split(words) + extra))
             checked += 1
     assert checked >= 6
 

@@ -1,6 +1,6 @@
 """A controller with its file, a catalogue of one model, replicas that do as they like, and a clock; for its tests.
 
-The replicas are fakes that keep the contract of `host.ReplicaHost`; the controller, its state file and the
+The replicas are fakes that keep the contract of `host.ModelManager`; the controller, its state file and the
 administration are real.
 """
 
@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from shoal.errors import InferenceError, RegistryError
-from shoal.serve.controller.admin_api import Administration
+from shoal.serve.controller.admin_api import AdminApi
 from shoal.serve.controller.controller import EndpointController
 from shoal.serve.controller.state import Deployment, StateFile
 from shoal.serve.messages.desired_state import EndpointPlan, ModelPlan
-from shoal.serve.messages.replica_report import Failure, ModelReport, ReplicaReport
+from shoal.serve.messages.replica_report import ModelReport, ReplicaReport, StagingFailure
 from shoal.serve.spec.model_options import ModelOptions
 
 LEASE_S = 5.0
@@ -66,7 +66,7 @@ class FakeReplica:
     plan: EndpointPlan = field(default_factory=EndpointPlan)
     staged: set[int] = field(default_factory=set)
     bad: set[int] = field(default_factory=set)
-    failure: Failure | None = None
+    failure: StagingFailure | None = None
     is_ready: bool = False
     stable: int = 0
     candidate: int = 0
@@ -92,7 +92,7 @@ class FakeReplica:
         missing = [version for version in wanted.staged if version not in self.staged]
         missing = [version for version in missing if self.failure is None or self.failure.version != version]
         if missing and missing[0] in self.bad:
-            self.failure = Failure(missing[0], wanted.attempt, "the file is gone")
+            self.failure = StagingFailure(missing[0], wanted.attempt, "the file is gone")
         elif missing:
             self.staged.add(missing[0])
         self.point()
@@ -134,7 +134,7 @@ class Cluster:
             stage_timeout_s=STAGE_TIMEOUT_S,
             clock=lambda: self.now_s,
         )
-        self.administration = Administration(self.controller, "/registry", {"": OPTIONS})
+        self.administration = AdminApi(self.controller, "/registry", {"": OPTIONS})
 
     def add(self) -> FakeReplica:
         self.num_replicas += 1

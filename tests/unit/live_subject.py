@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from shoal.errors import WeightsError
-from shoal.serve.messages.desired_state import Shares
+from shoal.serve.messages.desired_state import TrafficShares
 from shoal.serve.replica.forward_times import ForwardTimes
 from shoal.serve.replica.live.trial import Answering, Trial
 from shoal.serve.replica.live.versions import LiveVersions
@@ -50,7 +50,7 @@ class Subject:
         self.seconds: dict[int, float] = {}
         self.clock, self.forwards = Clock(), ForwardTimes()
         self.flips: list[tuple[int, int]] = []
-        self.shares: Shares | None = None
+        self.shares: TrafficShares | None = None
         self.num_told = 0
         options = GuardOptions.parse({"min_requests": 10, **guard})
         load: Any = self._load

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
-from shoal.serve.batching.fair_queue import Waiting
-from shoal.serve.batching.scheduler import Batch, QueueFull, QueuePolicy, Schedule
+from shoal.serve.batching.fair_queue import QueuedRequest
+from shoal.serve.batching.scheduler import BatchScheduler, QueueFull, QueueState, ScheduledBatch
 
 MAX_BATCH = 4
 MAX_QUEUE = 12
 QUEUES = ("a", "b")
 
 
-class Job(Waiting):
+class Job(QueuedRequest):
     """A request that knows its queue and how it ended."""
 
     __slots__ = ("end", "ended_s", "queue", "trial")
@@ -38,8 +38,8 @@ class World:
     weights: dict[str, float] = field(default_factory=lambda: dict.fromkeys(QUEUES, 1.0))
 
     def __post_init__(self) -> None:
-        self.schedule: Schedule[Job] = Schedule(self.slots)
-        self.queues: dict[str, QueuePolicy[Job]] = {
+        self.schedule: BatchScheduler[Job] = BatchScheduler(self.slots)
+        self.queues: dict[str, QueueState[Job]] = {
             name: self.schedule.add_queue(
                 name, max_batch_rows=MAX_BATCH, max_queue_rows=MAX_QUEUE, weight=self.weights[name]
             )
@@ -50,8 +50,8 @@ class World:
                 queue.latency.observe(rows, self.seconds(rows), 0.0)
         self.now_s = 0.0
         self.jobs: list[Job] = []
-        self.running: list[tuple[float, int, Batch[Job]]] = []
-        self.started: list[Batch[Job]] = []
+        self.running: list[tuple[float, int, ScheduledBatch[Job]]] = []
+        self.started: list[ScheduledBatch[Job]] = []
         self.served: Counter[str] = Counter()  # rows by tenant
         self.used_s: dict[str, float] = defaultdict(float)  # seconds by queue
 
@@ -81,7 +81,7 @@ class World:
         return job
 
     def cancel(self, job: Job) -> None:
-        if self.queues[job.queue].line.withdraw(job):
+        if self.queues[job.queue].fair_queue.withdraw(job):
             self.settle(job, "cancelled")
         self.check()
 
@@ -91,7 +91,7 @@ class World:
         while self.running and self.running[0][0] <= until_s:
             self.now_s, _, batch = heapq.heappop(self.running)
             forwards = [] if self.exact else [(batch.rows, self.seconds(batch.rows))]
-            self.schedule.finished(batch, self.now_s, forwards)
+            self.schedule.finish_batch(batch, self.now_s, forwards)
             for job in batch.requests:
                 self.settle(job, "answered")
             self.fill_slots()
@@ -122,14 +122,14 @@ class World:
 
     def check(self) -> None:
         for queue in self.queues.values():
-            assert queue.line.rows == sum(job.num_rows for job in queue.line)
-            assert queue.line.places == sum(job.num_places for job in queue.line) <= MAX_QUEUE
+            assert queue.fair_queue.rows == sum(job.num_rows for job in queue.fair_queue)
+            assert queue.fair_queue.charged_rows == sum(job.charged_rows for job in queue.fair_queue) <= MAX_QUEUE
 
-    def check_batch(self, batch: Batch[Job]) -> None:
+    def check_batch(self, batch: ScheduledBatch[Job]) -> None:
         assert 1 <= batch.rows == sum(job.num_rows for job in batch.requests) <= MAX_BATCH
         assert {(job.queue, job.group) for job in batch.requests} == {(batch.queue.name, batch.group)}
         assert all(job.end == "" for job in batch.requests)
-        for left in batch.queue.line:
+        for left in batch.queue.fair_queue:
             if left.group == batch.group:
                 taken = [job.order_s for job in batch.requests if job.tenant == left.tenant]
                 assert max(taken, default=-math.inf) <= left.order_s, (

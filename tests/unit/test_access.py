@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 
 from shoal.errors import ConfigError, InferenceError
-from shoal.serve.messages.auth_failures import Refused
-from shoal.serve.protocol.access import Access
-from shoal.serve.spec.api_key import ADMINISTRATOR, ANYONE, ApiKey, hashed
+from shoal.serve.messages.auth_failures import AuthFailure
+from shoal.serve.protocol.access import AccessControl
+from shoal.serve.spec.api_key import ADMINISTRATOR, ANYONE, ApiKey, hash_key
 from shoal.serve.spec.endpoint import EndpointSpec
 
 TOKEN, KEY, OTHER = "the-token", "key-of-ada", "key-of-bob"
@@ -33,14 +33,14 @@ def api_key(name: str, key: str, models: tuple[str, ...] = (), rate: float | Non
 
 
 def refusal(
-    access: Access, authorization: bytes, model: str | None = None, administrator: bool = False
+    access: AccessControl, authorization: bytes, model: str | None = None, administrator: bool = False
 ) -> InferenceError:
     with pytest.raises(InferenceError) as caught:
         access.admit(authorization, model, administrator=administrator)
     return caught.value
 
 
-def ask_until_refused(access: Access) -> float:
+def ask_until_refused(access: AccessControl) -> float:
     """When to come again, in seconds."""
     with pytest.raises(InferenceError) as caught:  # noqa: PT012
         while True:
@@ -50,12 +50,12 @@ def ask_until_refused(access: Access) -> float:
 
 
 def test_without_token_and_keys_everybody_may_do_everything() -> None:
-    caller = Access(None, []).admit(b"", "any", administrator=True)
+    caller = AccessControl(None, []).admit(b"", "any", administrator=True)
     assert (caller.name, caller.administrator) == (ANYONE, True)
 
 
 def test_the_token_is_the_administrators_and_a_key_is_its_holders() -> None:
-    access = Access(TOKEN, [api_key("ada", KEY)])
+    access = AccessControl(TOKEN, [api_key("ada", KEY)])
     assert access.admit(bearer(TOKEN), "m", administrator=True).name == ADMINISTRATOR
     caller = access.admit(bearer(KEY), "m")
     assert (caller.name, caller.administrator) == ("ada", False)
@@ -65,41 +65,41 @@ def test_the_token_is_the_administrators_and_a_key_is_its_holders() -> None:
 @pytest.mark.parametrize(
     "authorization",
     [b"", b"Bearer", b"Bearer ", bearer("wrong"), KEY.encode(), b"Basic " + KEY.encode(), b"Bearer \xff\xfe",
-     bearer(KEY[:-1]), bearer(KEY + "x"), bearer(hashed(KEY))],
+     bearer(KEY[:-1]), bearer(KEY + "x"), bearer(hash_key(KEY))],
 )  # fmt: skip
 def test_whoever_shows_no_known_key_is_refused(authorization: bytes) -> None:
-    error = refusal(Access(TOKEN, [api_key("ada", KEY)]), authorization)
+    error = refusal(AccessControl(TOKEN, [api_key("ada", KEY)]), authorization)
     assert error.status == 401
     assert "Bearer" in str(error)
 
 
 def test_keys_alone_shut_the_endpoint_and_make_nobody_an_administrator() -> None:
-    access = Access(None, [api_key("ada", KEY)])
+    access = AccessControl(None, [api_key("ada", KEY)])
     assert refusal(access, b"").status == 401
     assert refusal(access, bearer(KEY), administrator=True).status == 403
 
 
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
 def test_the_scheme_may_be_written_in_any_case(scheme: str) -> None:
-    assert Access(None, [api_key("ada", KEY)]).admit(f"{scheme} {KEY}".encode()).name == "ada"
+    assert AccessControl(None, [api_key("ada", KEY)]).admit(f"{scheme} {KEY}".encode()).name == "ada"
 
 
 def test_a_spec_may_hold_the_hash_of_a_key() -> None:
-    assert Access(None, [api_key("ada", hashed(KEY))]).admit(bearer(KEY)).name == "ada"
-    written = hashed(KEY).upper().replace("SHA256", "sha256")  # as some programs print it
-    access = Access(None, [api_key("ada", written)])
+    assert AccessControl(None, [api_key("ada", hash_key(KEY))]).admit(bearer(KEY)).name == "ada"
+    written = hash_key(KEY).upper().replace("SHA256", "sha256")  # as some programs print it
+    access = AccessControl(None, [api_key("ada", written)])
     assert access.admit(bearer(KEY)).name == "ada"
     assert refusal(access, bearer(written)).status == 401
 
 
-@pytest.mark.parametrize("written", ["sha256:zz", hashed(KEY)[:-1], hashed(KEY) + "0", "SHA256:"])
+@pytest.mark.parametrize("written", ["sha256:zz", hash_key(KEY)[:-1], hash_key(KEY) + "0", "SHA256:"])
 def test_what_should_be_a_hash_and_is_none_is_no_key_by_itself(written: str) -> None:
     with pytest.raises(ConfigError, match="64 hexadecimal digits"):
         ApiKey.parse({"name": "ada", "key": written})
 
 
 def test_a_key_is_for_its_models() -> None:
-    access = Access(None, [api_key("ada", KEY, models=("m", "n"))])
+    access = AccessControl(None, [api_key("ada", KEY, models=("m", "n"))])
     assert access.admit(bearer(KEY), "n").models == {"m", "n"}
     assert access.admit(bearer(KEY)).name == "ada"  # what belongs to no model
     error = refusal(access, bearer(KEY), "o")
@@ -110,7 +110,7 @@ def test_a_key_is_for_its_models() -> None:
 
 def test_a_key_over_its_rate_hears_when_to_come_again() -> None:
     clock = Clock()
-    access = Access(None, [api_key("ada", KEY, rate=2.0, burst=3)], clock=clock)
+    access = AccessControl(None, [api_key("ada", KEY, rate=2.0, burst=3)], clock=clock)
     for _ in range(3):
         access.admit(bearer(KEY))
     error = refusal(access, bearer(KEY))
@@ -123,7 +123,7 @@ def test_a_key_over_its_rate_hears_when_to_come_again() -> None:
 
 
 def test_what_a_key_may_not_do_costs_it_nothing() -> None:
-    access = Access(None, [api_key("ada", KEY, models=("m",), rate=1.0, burst=1)], clock=Clock())
+    access = AccessControl(None, [api_key("ada", KEY, models=("m",), rate=1.0, burst=1)], clock=Clock())
     assert refusal(access, bearer(KEY), "other").status == 403
     access.admit(bearer(KEY), "m")
 
@@ -140,7 +140,7 @@ def test_all_replicas_together_keep_to_the_rate_and_give_all_of_it(
     """The module's bound, against callers who ask every replica until it refuses."""
     clock = Clock()
     key = api_key("ada", KEY, rate=rate, burst=burst)
-    replicas = [Access(None, [key], replicas=lambda: num_replicas, clock=clock) for _ in range(num_replicas)]
+    replicas = [AccessControl(None, [key], replicas=lambda: num_replicas, clock=clock) for _ in range(num_replicas)]
     admitted = 0
     for step_s in [0.0, *steps_s]:
         clock.now_s += step_s
@@ -157,7 +157,7 @@ def test_all_replicas_together_keep_to_the_rate_and_give_all_of_it(
 
 def test_fewer_replicas_have_larger_shares() -> None:
     clock, num_replicas = Clock(), 4
-    access = Access(None, [api_key("ada", KEY, rate=4.0, burst=4)], replicas=lambda: num_replicas, clock=clock)
+    access = AccessControl(None, [api_key("ada", KEY, rate=4.0, burst=4)], replicas=lambda: num_replicas, clock=clock)
     access.admit(bearer(KEY))
     assert refusal(access, bearer(KEY)).retry_after_s == 1.0
     num_replicas = 1
@@ -166,25 +166,25 @@ def test_fewer_replicas_have_larger_shares() -> None:
 
 def test_names_and_keys_are_unique() -> None:
     with pytest.raises(ConfigError, match="is taken"):
-        Access(None, [api_key("ada", KEY), api_key("ada", OTHER)])
+        AccessControl(None, [api_key("ada", KEY), api_key("ada", OTHER)])
     with pytest.raises(ConfigError, match="is taken"):
-        Access(None, [api_key(ADMINISTRATOR, KEY)])
-    for same in (KEY, hashed(KEY)):
+        AccessControl(None, [api_key(ADMINISTRATOR, KEY)])
+    for same in (KEY, hash_key(KEY)):
         with pytest.raises(ConfigError, match="same key as 'ada'") as caught:
-            Access(None, [api_key("ada", KEY), api_key("bob", same)])
+            AccessControl(None, [api_key("ada", KEY), api_key("bob", same)])
         assert KEY not in str(caught.value)
     with pytest.raises(ConfigError, match="same key as 'administrator'"):
-        Access(KEY, [api_key("ada", KEY)])
+        AccessControl(KEY, [api_key("ada", KEY)])
 
 
 @pytest.mark.parametrize("token", ["", " "])
 def test_an_empty_token_opens_nothing(token: str) -> None:
     with pytest.raises(ConfigError, match=r"token = .*is empty"):
-        Access(token, [])
+        AccessControl(token, [])
 
 
 def test_counts_are_by_name() -> None:
-    access = Access(TOKEN, [api_key("ada", KEY, models=("m",), rate=1.0, burst=1)], clock=Clock())
+    access = AccessControl(TOKEN, [api_key("ada", KEY, models=("m",), rate=1.0, burst=1)], clock=Clock())
     access.admit(bearer(KEY), "m")
     access.admit(bearer(TOKEN))
     for authorization, model in [(b"", None), (bearer("x"), None), (bearer(KEY), "m"), (bearer(KEY), "o")]:
@@ -197,7 +197,7 @@ def test_counts_are_by_name() -> None:
 
 
 def test_no_key_is_kept_or_shown() -> None:
-    access = Access(TOKEN, [api_key("ada", KEY)])
+    access = AccessControl(TOKEN, [api_key("ada", KEY)])
     access.admit(bearer(KEY))
     kept = pickle.dumps({**vars(access), "_replicas": None, "_clock": None})
     errors = " ".join(str(refusal(access, bearer(KEY + "x"), "m")) for _ in range(2))
@@ -237,7 +237,7 @@ def test_no_complaint_about_a_spec_shows_a_secret(values: dict[str, object]) -> 
 
 
 def test_refusals_are_kept_by_key_with_the_last_of_them() -> None:
-    access = Access(TOKEN, [api_key("ada", KEY, models=("m",))])
+    access = AccessControl(TOKEN, [api_key("ada", KEY, models=("m",))])
     for number in range(3):
         for shown in (b"", bearer(OTHER)):
             with pytest.raises(InferenceError):
@@ -245,17 +245,17 @@ def test_refusals_are_kept_by_key_with_the_last_of_them() -> None:
     with pytest.raises(InferenceError):
         access.admit(bearer(KEY), administrator=True, origin=b"\xff" * 1000)
     access.admit(bearer(KEY), "m", origin=b"elsewhere")
-    unknown, ada = access.refused()
+    unknown, ada = access.get_auth_failures()
     assert (unknown.by, unknown.status, unknown.count) == ("", 401, 6)
     assert (unknown.origin, unknown.model) == ("10.0.0.2", "m2")
     assert (ada.by, ada.status, ada.count, ada.model) == ("ada", 403, 1, "")
     assert ada.origin == "\xff" * 300
     with pytest.raises(InferenceError):
         access.admit(bearer(KEY), "n" * 10_000)
-    assert access.refused()[1] == Refused("ada", 403, 2, "", "n" * 300)
+    assert access.get_auth_failures()[1] == AuthFailure("ada", 403, 2, "", "n" * 300)
 
 
 def test_calls_over_their_rate_and_of_anyone_are_no_refusals() -> None:
-    access = Access(None, [api_key("ada", KEY, rate=1.0, burst=1)])
+    access = AccessControl(None, [api_key("ada", KEY, rate=1.0, burst=1)])
     ask_until_refused(access)
-    assert access.refused() == ()
+    assert access.get_auth_failures() == ()

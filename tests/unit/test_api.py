@@ -125,13 +125,13 @@ def test_what_only_the_running_program_has_is_refused_by_name(tmp_path: Path) ->
 
 
 def test_a_class_within_a_function_is_refused() -> None:
-    from shoal.train.task_source import word_of_task
+    from shoal.train.task_source import get_task_path
 
     class Inner(shoal.Task):
         pass
 
     with pytest.raises(ConfigError, match="is defined within a function"):
-        word_of_task(Inner)
+        get_task_path(Inner)
 
 
 @pytest.mark.parametrize("task", [3, "no_such_file.py:Task", object])

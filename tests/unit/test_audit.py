@@ -12,8 +12,8 @@ import pytest
 from shoal.errors import InferenceError
 from shoal.serve.controller.audit import MAX_CHARS, AuditLog
 from shoal.serve.controller.state import Event
-from shoal.serve.messages.auth_failures import LINE_EVERY_S, Refused
-from shoal.serve.messages.inference import origin
+from shoal.serve.messages.auth_failures import MIN_REPORT_INTERVAL_S, AuthFailure
+from shoal.serve.messages.inference import format_origin
 from shoal.serve.messages.replica_report import ReplicaReport
 
 CHANGE = {"action": "canary", "model": "lenet", "version": 3, "percent": 5}
@@ -30,7 +30,9 @@ def path(tmp_path: Path) -> Path:
 
 def test_a_change_that_was_made_for_somebody(path: Path) -> None:
     before = datetime.now(UTC)
-    with AuditLog(path, "digits").asked("canary", CHANGE, origin("administrator", "10.0.0.7, 127.0.0.1")):
+    with AuditLog(path, "digits").audit_request(
+        "canary", CHANGE, format_origin("administrator", "10.0.0.7, 127.0.0.1")
+    ):
         assert not path.exists()
     (line,) = written(path)
     assert before.replace(microsecond=0) <= datetime.fromisoformat(line.pop("time")) <= datetime.now(UTC)
@@ -49,7 +51,7 @@ def test_a_change_that_was_made_for_somebody(path: Path) -> None:
     ],
 )
 def test_a_change_that_was_not_made(path: Path, error: BaseException, expected: dict[str, Any]) -> None:
-    with pytest.raises(type(error)), AuditLog(path, "digits").asked("canary", CHANGE, "administrator"):
+    with pytest.raises(type(error)), AuditLog(path, "digits").audit_request("canary", CHANGE, "administrator"):
         raise error
     (line,) = written(path)
     assert line.items() >= expected.items()
@@ -58,8 +60,8 @@ def test_a_change_that_was_not_made(path: Path, error: BaseException, expected: 
 
 def test_a_change_that_nobody_asked_for(path: Path) -> None:
     log = AuditLog(path, "digits")
-    log.changed(Event(0, 1.0, "rollback", "lenet", 2, 3, "guard", "too many errors"))
-    log.changed(Event(1, 2.0, "replica_lost", reason="gone"))
+    log.record_change(Event(0, 1.0, "rollback", "lenet", 2, 3, "guard", "too many errors"))
+    log.record_change(Event(1, 2.0, "replica_lost", reason="gone"))
     first, second = written(path)
     assert first.pop("time") <= second.pop("time")
     assert first == {
@@ -71,20 +73,20 @@ def test_a_change_that_nobody_asked_for(path: Path) -> None:
 
 def test_only_the_owner_may_read_it_and_nothing_is_overwritten(path: Path) -> None:
     for endpoint in ("one", "two"):
-        AuditLog(path, endpoint).changed(Event(0, 1.0, "deploy", "m"))
+        AuditLog(path, endpoint).record_change(Event(0, 1.0, "deploy", "m"))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert [line["endpoint"] for line in written(path)] == ["one", "two"]
 
 
 def test_a_report_is_no_change(path: Path) -> None:
-    with AuditLog(path, "digits").asked("metric", {"metric": "accuracy", "value": 0.9}, "ada"):
+    with AuditLog(path, "digits").audit_request("metric", {"metric": "accuracy", "value": 0.9}, "ada"):
         pass
     assert not path.exists()
 
 
 def test_a_long_value_is_cut_and_a_line_is_a_line(path: Path) -> None:
     change = {"parameters": {"config": "x\n" * 10_000, "n": 1, "list": ["y" * 1000, None, True]}}
-    with AuditLog(path, "digits").asked("load", change, "ada"):
+    with AuditLog(path, "digits").audit_request("load", change, "ada"):
         pass
     (line,) = written(path)
     parameters = line["change"]["parameters"]
@@ -94,14 +96,17 @@ def test_a_long_value_is_cut_and_a_line_is_a_line(path: Path) -> None:
 
 
 def test_a_disk_that_is_full_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.ERROR), AuditLog(tmp_path / "no" / "such", "digits").asked("canary", CHANGE, "ada"):
+    with (
+        caplog.at_level(logging.ERROR),
+        AuditLog(tmp_path / "no" / "such", "digits").audit_request("canary", CHANGE, "ada"),
+    ):
         pass
     assert "no audit line" in caplog.text
     assert "lenet" in caplog.text
 
 
 def test_no_path_no_line() -> None:
-    AuditLog(None, "digits").changed(Event(0, 1.0, "deploy", "m"))
+    AuditLog(None, "digits").record_change(Event(0, 1.0, "deploy", "m"))
 
 
 class Refusing:
@@ -109,7 +114,7 @@ class Refusing:
 
     def __init__(self, path: Path) -> None:
         self.path, self.now_s = path, 0.0
-        self.counted: dict[str, tuple[Refused, ...]] = {}
+        self.counted: dict[str, tuple[AuthFailure, ...]] = {}
         self.restart()
 
     def restart(self) -> None:
@@ -119,14 +124,14 @@ class Refusing:
         """What is written for the newest reports `after_s` later."""
         before = len(written(self.path)) if self.path.exists() else 0
         self.now_s += after_s
-        self.log.refused([ReplicaReport(name, refused=refused) for name, refused in self.counted.items()])
+        self.log.record_auth_failures([ReplicaReport(name, refused=refused) for name, refused in self.counted.items()])
         return written(self.path)[before:] if self.path.exists() else []
 
 
 def test_the_first_refusal_is_told_at_once_and_with_where_it_came_from(path: Path) -> None:
     refusing = Refusing(path)
     assert refusing.lines() == []
-    refusing.counted["r1"] = (Refused("", 401, 1, "10.0.0.7", "m"), Refused("ada", 403, 2))
+    refusing.counted["r1"] = (AuthFailure("", 401, 1, "10.0.0.7", "m"), AuthFailure("ada", 403, 2))
     unknown, ada = refusing.lines()
     assert datetime.fromisoformat(unknown.pop("time"))
     assert unknown == {
@@ -134,33 +139,33 @@ def test_the_first_refusal_is_told_at_once_and_with_where_it_came_from(path: Pat
         "model": "m",
     }  # fmt: skip
     assert (ada["by"], ada["status"], ada["count"], "from" in ada) == ("ada", 403, 2, False)
-    assert refusing.lines(after_s=2 * LINE_EVERY_S) == []
+    assert refusing.lines(after_s=2 * MIN_REPORT_INTERVAL_S) == []
 
 
 def test_however_many_are_refused_there_is_a_line_a_minute_that_counts_them_all(path: Path) -> None:
     refusing = Refusing(path)
     lines = []
     for second in range(1, 601):
-        refusing.counted = {name: (Refused("", 401, second * 1000, name),) for name in ("r1", "r2")}
+        refusing.counted = {name: (AuthFailure("", 401, second * 1000, name),) for name in ("r1", "r2")}
         lines += refusing.lines(after_s=1.0)
-    assert len(lines) == 600 / LINE_EVERY_S
-    lines += refusing.lines(after_s=LINE_EVERY_S)
+    assert len(lines) == 600 / MIN_REPORT_INTERVAL_S
+    lines += refusing.lines(after_s=MIN_REPORT_INTERVAL_S)
     assert sum(line["count"] for line in lines) == 2 * 600_000
-    refusing.counted["r1"] += (Refused("ada", 403, 1),)  # has a line of its own
+    refusing.counted["r1"] += (AuthFailure("ada", 403, 1),)  # has a line of its own
     assert [line["by"] for line in refusing.lines()] == ["ada"]
 
 
 def test_a_replica_that_left_is_forgotten_and_one_that_comes_is_counted_from_its_start(path: Path) -> None:
     refusing = Refusing(path)
     for number in range(100):
-        refusing.counted = {f"r{number}": (Refused("", 401, 7),)}
-        assert [line["count"] for line in refusing.lines(after_s=LINE_EVERY_S)] == [7]
-    assert len(refusing.log._refusals._told) == 1
+        refusing.counted = {f"r{number}": (AuthFailure("", 401, 7),)}
+        assert [line["count"] for line in refusing.lines(after_s=MIN_REPORT_INTERVAL_S)] == [7]
+    assert len(refusing.log._auth_failures._reported) == 1
 
 
 def test_a_log_that_is_begun_again_tells_the_counts_again(path: Path) -> None:
     refusing = Refusing(path)
-    refusing.counted = {"r1": (Refused("", 401, 7),)}
+    refusing.counted = {"r1": (AuthFailure("", 401, 7),)}
     assert len(refusing.lines()) == 1
     refusing.restart()
     assert [line["count"] for line in refusing.lines()] == [7]

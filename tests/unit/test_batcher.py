@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gated_forward import GatedForward, Request, answer, opened, run, until
 from shoal.errors import Closed, ConfigError, InferenceError
-from shoal.serve.batching.batcher import Batcher, QueueFull, TooLate
+from shoal.serve.batching.batcher import Batcher, DeadlineExceeded, QueueFull
 
 
 def test_one_request_is_answered_off_the_event_loop() -> None:
@@ -27,7 +27,7 @@ def test_one_request_is_answered_off_the_event_loop() -> None:
         assert await answer(queue, 41) == 42
         batcher.close()
         assert threads != [threading.current_thread()]
-        assert not batcher.alive
+        assert not batcher.is_alive
 
     run(body)
 
@@ -103,7 +103,7 @@ def test_what_no_future_takes_fails_the_request_and_ends_no_thread(error: type[B
             await answer(queue, 3)
         assert await answer(queue, 4) == 4
         assert (queue.counts().submitted, queue.counts().failed, queue.counts().cancelled) == (2, 1, 0)
-        assert batcher.alive
+        assert batcher.is_alive
         batcher.close()
 
     run(body)
@@ -181,7 +181,7 @@ def test_close_fails_what_is_queued_answers_what_is_in_hand_and_is_idempotent() 
             await queued
         with pytest.raises(Closed):
             await answer(queue, Request(2))
-        assert not batcher.alive
+        assert not batcher.is_alive
 
     run(body)
 
@@ -194,11 +194,11 @@ def test_close_does_not_wait_longer_than_it_is_told() -> None:
         in_hand = asyncio.create_task(answer(queue, Request(0)))
         await forward.wait_entered()
         batcher.close(timeout_s=0.01)
-        assert batcher.alive
+        assert batcher.is_alive
         forward.open()
         assert await in_hand == 0
         batcher.close()
-        assert not batcher.alive
+        assert not batcher.is_alive
 
     run(body)
 
@@ -276,7 +276,7 @@ def test_every_request_ends_exactly_once(steps: list[tuple[str, int, bool]], clo
         unborn = sum(isinstance(result, asyncio.CancelledError) for result in results) - counts.cancelled
         assert len(tasks) == counts.submitted + counts.refused_full + counts.refused_late + unborn
         assert counts.refused_full + counts.evicted == sum(isinstance(result, QueueFull) for result in results)
-        assert counts.refused_late + counts.expired == sum(isinstance(result, TooLate) for result in results)
+        assert counts.refused_late + counts.expired == sum(isinstance(result, DeadlineExceeded) for result in results)
         ended = counts.answered + counts.failed + counts.cancelled + counts.expired + counts.evicted
         assert counts.submitted == ended
         assert counts.answered == sum(isinstance(result, int) for result in results)

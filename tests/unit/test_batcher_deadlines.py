@@ -10,8 +10,8 @@ import pytest
 
 from gated_forward import GatedForward, Request, answer, opened, run, until
 from shoal.errors import InferenceError
-from shoal.serve.batching.batcher import Batcher, BatchReport, TooLate
-from shoal.serve.batching.deadline_timer import SWEPT_FROM, TICK_S, Expiry
+from shoal.serve.batching.batcher import Batcher, BatchReport, DeadlineExceeded
+from shoal.serve.batching.deadline_timer import MIN_SWEEP_TICKS, TICK_S, DeadlineTimer
 
 SOON_S = 0.02
 
@@ -29,7 +29,7 @@ def test_a_request_that_expires_in_the_queue_is_told_so_and_never_computed() -> 
         queue = batcher.add_queue("model", forward, max_batch_rows=2, max_queue_rows=2)
         in_hand = asyncio.create_task(answer(queue, Request(0)))
         await forward.wait_entered()
-        with pytest.raises(TooLate, match="in the queue") as caught:
+        with pytest.raises(DeadlineExceeded, match="in the queue") as caught:
             await answer(queue, Request(1, 2), 2, deadline_s=soon())
         assert caught.value.status == 504
         assert queue.queued_rows == 0
@@ -49,10 +49,10 @@ def test_what_a_queue_is_told_of_its_forwards_refuses_from_the_first_request_on(
         forward = GatedForward()
         batcher = Batcher()
         queue = batcher.add_queue("model", forward, max_batch_rows=2, max_queue_rows=2)
-        queue.expect([(1, 30.0), (2, 60.0)])
+        queue.seed_latency_model([(1, 30.0), (2, 60.0)])
         first = asyncio.create_task(answer(queue, Request(0), deadline_s=time.monotonic() + 5.0))  # a free slot tries
         await forward.wait_entered()
-        with pytest.raises(TooLate, match="the answer would come"):
+        with pytest.raises(DeadlineExceeded, match="the answer would come"):
             await answer(queue, Request(1), deadline_s=time.monotonic() + 50.0)
         second = asyncio.create_task(answer(queue, Request(2), deadline_s=time.monotonic() + 70.0))
         await asyncio.sleep(0)
@@ -68,7 +68,7 @@ def test_a_request_that_expires_while_it_is_computed_is_told_at_its_deadline() -
         forward = GatedForward()
         batcher = Batcher()
         queue = batcher.add_queue("model", forward, max_batch_rows=2, max_queue_rows=2)
-        with pytest.raises(TooLate, match="while it was computed"):
+        with pytest.raises(DeadlineExceeded, match="while it was computed"):
             await answer(queue, Request(0), deadline_s=soon())
         forward.open()
         assert await answer(queue, Request(1)) == 10
@@ -87,7 +87,7 @@ def test_a_request_that_cannot_make_it_is_refused_at_once() -> None:
         queue.latency.observe(2, 60.0, time.monotonic())
         in_hand = asyncio.create_task(answer(queue, Request(0)))
         await forward.wait_entered()
-        with pytest.raises(TooLate, match="the deadline is"):
+        with pytest.raises(DeadlineExceeded, match="the deadline is"):
             await answer(queue, Request(1), deadline_s=time.monotonic() + 30)
         counts = queue.counts()
         assert (counts.submitted, counts.refused_late, counts.expired) == (1, 1, 0)
@@ -113,7 +113,7 @@ def test_one_that_is_given_up_in_the_queue_is_told() -> None:
         for _ in range(3):
             queue.latency.observe(1, 60.0, time.monotonic())
         forward.release()
-        with pytest.raises(TooLate, match="cannot be met"):
+        with pytest.raises(DeadlineExceeded, match="cannot be met"):
             await doomed
         forward.open()
         assert await asyncio.gather(in_hand, patient) == [0, 20]
@@ -155,7 +155,7 @@ def test_the_clock_of_the_batcher_is_what_times_are_told_by() -> None:
         assert batched == (7, 0.0, 0.5, 3)
         await until(lambda: queue.latency.seconds(3) == 0.5)
         assert reports == [BatchReport("m", "g", 3, 1, 0, 100.0, 0.5, (0.0,))]
-        with pytest.raises(TooLate, match="had passed"):
+        with pytest.raises(DeadlineExceeded, match="had passed"):
             await queue.submit(7, deadline_s=100.0)
         batcher.close()
 
@@ -165,7 +165,7 @@ def test_the_clock_of_the_batcher_is_what_times_are_told_by() -> None:
 def test_expiry_is_never_early_and_tells_each_once_who_was_not_discarded() -> None:
     async def body() -> None:
         told: list[tuple[str, float]] = []
-        expiry: Expiry[str] = Expiry(
+        expiry: DeadlineTimer[str] = DeadlineTimer(
             asyncio.get_running_loop(), time.monotonic, lambda item: told.append((item, time.monotonic()))
         )
         start_s = time.monotonic()
@@ -182,12 +182,12 @@ def test_expiry_is_never_early_and_tells_each_once_who_was_not_discarded() -> No
 
 def test_deadlines_that_nobody_waits_for_are_forgotten_long_before_they_come() -> None:
     async def body() -> None:
-        expiry: Expiry[int] = Expiry(asyncio.get_running_loop(), time.monotonic, lambda item: None)
+        expiry: DeadlineTimer[int] = DeadlineTimer(asyncio.get_running_loop(), time.monotonic, lambda item: None)
         in_an_hour_s = time.monotonic() + 3600
         kept = [expiry.add(-number, in_an_hour_s + number) for number in range(1, 11)]
-        for number in range(50 * SWEPT_FROM):
+        for number in range(50 * MIN_SWEEP_TICKS):
             expiry.discard(number, expiry.add(number, in_an_hour_s + number * TICK_S))
-            assert len(expiry._ticks) == len(expiry._timers) <= 2 * SWEPT_FROM
+            assert len(expiry._ticks) == len(expiry._timers) <= 2 * MIN_SWEEP_TICKS
         expiry.close()
         assert set(expiry._ticks) == set(kept)
         for number, tick in enumerate(kept, 1):

@@ -104,7 +104,7 @@ def test_two_slots_compute_at_the_same_time_and_wake_each_other() -> None:
                 3,
             ]
         batcher.close()
-        assert not batcher.alive
+        assert not batcher.is_alive
 
     run(body)
 
@@ -162,7 +162,7 @@ def test_one_poisonous_request_costs_a_few_halves_not_everybody() -> None:
         assert len(forward.batches) == 1 + 1 + 2 * 5  # the first, the whole, and two halves on each of five levels
         await until(lambda: sum(report.requests for report in reports) == 33)
         assert [report.failed for report in reports if report.failed] == [1]
-        assert queue.latency.measured()[-1][0] <= 16  # only forwards that succeeded teach
+        assert queue.latency.list_points()[-1][0] <= 16  # only forwards that succeeded teach
         batcher.close()
 
     run(body)
@@ -236,7 +236,7 @@ def test_a_thread_that_dies_is_noticed() -> None:
             raise RuntimeError("no such device")
 
         batcher = Batcher(on_thread_start=fails)
-        await until(lambda: not batcher.alive)
+        await until(lambda: not batcher.is_alive)
         batcher.close()
 
     run(body)

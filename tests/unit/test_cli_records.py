@@ -17,13 +17,13 @@ from rich.console import Console
 
 from shoal import runs
 from shoal.cli.commands.models import models
-from shoal.cli.commands.run import Typed
+from shoal.cli.commands.run import RunArguments
 from shoal.cli.commands.run import _Session as Session
 from shoal.cli.commands.runs import report
 from shoal.cli.commands.runs import runs as runs_command
-from shoal.cli.support.console import literal_console
+from shoal.cli.support.console import make_literal_console
 from shoal.cluster.cluster_handle import ClusterHandle
-from shoal.cluster.jobs import Job
+from shoal.cluster.jobs import JobHandle
 from shoal.errors import ClusterError, ConfigError, ConnectionLost, RegistryError, RunError, ShoalError
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.weights import WeightSnapshot
@@ -44,9 +44,11 @@ def typed(command: click.Command, *words: str) -> str:
 def record(run_id: str, status: str = "finished") -> None:
     with runs.create("cartpole", "a: 1\nresume: ''\n", run_id, command="shoal run cartpole a=1 --actors 4") as run:
         run.log(10, {"return/mean_100": 480.0, "learner/loss": 0.5})
-        run.endpoint("gateway", "gateway", "tcp://127.0.0.1:5600", "closed")
-        run.model_registered("cartpole", 2, ("champion",))
-        run.event("actor.joined", at=1.5, actor="[bold]a-1[/nonsense]", seconds=25.513599157, returns=[500.0] * 20)
+        run.record_endpoint("gateway", "gateway", "tcp://127.0.0.1:5600", "closed")
+        run.record_model("cartpole", 2, ("champion",))
+        run.record_event(
+            "actor.joined", at=1.5, actor="[bold]a-1[/nonsense]", seconds=25.513599157, returns=[500.0] * 20
+        )
         run.finish(status, "ValueError: [/red]" if status == "failed" else None)
 
 
@@ -114,7 +116,7 @@ def test_a_run_that_ended_before_its_time_can_be_gone_on_with(home: Path) -> Non
 
 
 def test_what_was_typed_is_what_goes_on() -> None:
-    command = Typed("my games/play.py", ("a=1",), 3, "local").command()
+    command = RunArguments("my games/play.py", ("a=1",), 3, "local").to_command_line()
     with runs.create("actor_learner", "resume: ''\n", "one", command=command) as run:
         run.finish("stopped")
     expected = "  shoal run 'my games/play.py' --actors 3 --address local resume=one\n"
@@ -145,19 +147,19 @@ def test_what_cannot_be_resumed_begins_again(job: str, spec: str, command: str, 
 @pytest.mark.parametrize(
     ("typed_words", "command"),
     [
-        (Typed("x", (), 0), "shoal run x"),
-        (Typed("x", ("endpoint.keys=[{name: a, key: hush}]",), 0), "shoal run x 'endpoint.keys=***'"),
-        (Typed("x", ("endpoint={keys: [{key: hush}]}",), 0), "shoal run x 'endpoint=***'"),
-        (Typed("x", ("a=b c", "endpoint.token=hush"), 4), "shoal run x --actors 4 'a=b c' 'endpoint.token=***'"),
-        (Typed("j/x.py", ("a=1",), 0, "local"), "shoal run j/x.py --address local a=1"),
+        (RunArguments("x", (), 0), "shoal run x"),
+        (RunArguments("x", ("endpoint.keys=[{name: a, key: hush}]",), 0), "shoal run x 'endpoint.keys=***'"),
+        (RunArguments("x", ("endpoint={keys: [{key: hush}]}",), 0), "shoal run x 'endpoint=***'"),
+        (RunArguments("x", ("a=b c", "endpoint.token=hush"), 4), "shoal run x --actors 4 'a=b c' 'endpoint.token=***'"),
+        (RunArguments("j/x.py", ("a=1",), 0, "local"), "shoal run j/x.py --address local a=1"),
     ],
 )
-def test_the_command_of_a_run_can_be_pasted(typed_words: Typed, command: str) -> None:
-    assert typed_words.command() == command
+def test_the_command_of_a_run_can_be_pasted(typed_words: RunArguments, command: str) -> None:
+    assert typed_words.to_command_line() == command
 
 
 def a_session(*words: str) -> Session:
-    return Session(Typed("x", words, 2), Path("x.py"), Console(quiet=True), plain=True)
+    return Session(RunArguments("x", words, 2), Path("x.py"), Console(quiet=True), plain=True)
 
 
 def test_a_resumed_run_is_not_shown_with_what_its_earlier_life_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,9 +172,9 @@ def test_a_resumed_run_is_not_shown_with_what_its_earlier_life_said(monkeypatch:
         return SimpleNamespace(poll=lambda: None)
 
     with runs.create("x", "target_return: 475\n", "one") as run:
-        run.endpoint("gateway", "gateway", "tcp://old", "ready")
-        run.event("gateway_ready", address="tcp://old", env="E", server_key="")
-        run.event("solved", seconds=1.0, steps=2)
+        run.record_endpoint("gateway", "gateway", "tcp://old", "ready")
+        run.record_event("gateway_ready", address="tcp://old", env="E", server_key="")
+        run.record_event("solved", seconds=1.0, steps=2)
         run.log(1, {"return/mean_100": 480.0})
     monkeypatch.setattr("subprocess.Popen", start)
     session = a_session("resume=on")
@@ -199,7 +201,7 @@ def test_a_resumed_run_is_not_shown_with_what_its_earlier_life_said(monkeypatch:
         session._read_record()
         assert session._view.phase == "solved; playing through the endpoint"
         again.finish("stopped")
-    assert session.how_to_resume() == "Go on with: shoal run x --actors 2 resume=one"
+    assert session.format_resume_hint() == "Go on with: shoal run x --actors 2 resume=one"
 
 
 def test_words_are_said_again_until_the_record_has_them() -> None:
@@ -207,14 +209,14 @@ def test_words_are_said_again_until_the_record_has_them() -> None:
         pass
     session = a_session("resume=one", "target_return=7")
     session._read_record()
-    assert session.how_to_resume() == "Go on with: shoal run x --actors 2 resume=one target_return=7"
+    assert session.format_resume_hint() == "Go on with: shoal run x --actors 2 resume=one target_return=7"
     with runs.reopen("one") as again:
         session._read_record()
         again.finish("stopped")
-    assert session.how_to_resume() == "Go on with: shoal run x --actors 2 resume=one"
+    assert session.format_resume_hint() == "Go on with: shoal run x --actors 2 resume=one"
     with runs.reopen("one"):
         pass
-    assert session.how_to_resume() == "The run has finished: shoal runs one"
+    assert session.format_resume_hint() == "The run has finished: shoal runs one"
 
 
 def test_to_resume_nothing_is_refused() -> None:
@@ -225,7 +227,7 @@ def test_to_resume_nothing_is_refused() -> None:
 def test_a_run_that_has_finished_is_not_said_to_go_on_with_what_was_refused() -> None:
     with runs.create("x", "target_return: 475", "one"):
         pass
-    assert a_session("resume=one").how_to_resume() == "The run has finished: shoal runs one"
+    assert a_session("resume=one").format_resume_hint() == "The run has finished: shoal runs one"
 
 
 @pytest.mark.parametrize(
@@ -236,18 +238,18 @@ def test_what_cannot_be_resumed_is_not_said_to_go_on(spec: str, words: str) -> N
     with runs.create("x", spec, session.run_id) as run:
         session._read_record()
         run.finish("failed", "why")
-    assert session.how_to_resume() == (words and f"{words}{session.run_id}")
+    assert session.format_resume_hint() == (words and f"{words}{session.run_id}")
 
 
 def test_what_a_run_has_named_is_said_as_it_is(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with runs.create("x", "task: t", "one") as run:
-        run.event("trained", detail="ended [by hand]", seconds=1.0, kept=3, metrics={"recall[a]": 0.5})
-        run.event("solved", seconds=1.0, steps=2)
-        run.event("evaluated", mean_return=1.0, returns=[1.0], requests=2)
-        run.model_registered("m", 1, ["champion[x]"])
+        run.record_event("trained", detail="ended [by hand]", seconds=1.0, kept=3, metrics={"recall[a]": 0.5})
+        run.record_event("solved", seconds=1.0, steps=2)
+        run.record_event("evaluated", mean_return=1.0, returns=[1.0], requests=2)
+        run.record_model("m", 1, ["champion[x]"])
     session = a_session()
-    session._console, session.run_id = literal_console(), "one"
-    session._summary()
+    session._console, session.run_id = make_literal_console(), "one"
+    session._print_summary()
     said = capsys.readouterr().out
     for word in ("ended [by hand] after 1.0 s", "evaluated recall[a] 0.5", "registered m@1 (champion[x])"):
         assert word in said
@@ -256,8 +258,8 @@ def test_what_a_run_has_named_is_said_as_it_is(home: Path, capsys: pytest.Captur
 
 def test_of_a_program_that_keeps_no_record_nothing_more_is_said(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     session = a_session()
-    session._console = literal_console()
-    session._summary()
+    session._console = make_literal_console()
+    session._print_summary()
     assert capsys.readouterr().out == ""
 
 
@@ -278,18 +280,18 @@ def test_where_no_actor_is_left_there_is_nothing_to_wait_for(monkeypatch: pytest
         pass
     session = a_session("resume=one")
     session._job = SimpleNamespace(outcome=lambda: None)  # type: ignore[assignment]
-    session._said_by_job = SimpleNamespace(new=lambda is_over: [])  # type: ignore[assignment]
+    session._job_log = SimpleNamespace(new=lambda is_over: [])  # type: ignore[assignment]
     with runs.reopen("one") as again:
         (run.folder / "actor-0.log").write_text("RuntimeError: motor burnt\n")
         session._actors = [SimpleNamespace(poll=lambda: 1)]
         session._actors.append(SimpleNamespace(poll=lambda: None))
-        assert not session._step()
+        assert not session._poll()
         session._actors.pop()
         with pytest.raises(RunError, match=r"no actor is left.*\n.*motor burnt\nGo on with"):
-            session._step()
+            session._poll()
         again.log(1, {"steps/total": 5.0})  # others may come back to what has begun
         again.flush()
-        assert not session._step()
+        assert not session._poll()
 
 
 @pytest.mark.parametrize("error", [ConnectionLost("http://h: refused"), ClusterError("http://h answered 500: refused")])
@@ -303,8 +305,8 @@ def test_a_cluster_that_has_ended_is_said_with_how_to_go_on(
         run.finish("stopped")
     session = a_session("resume=one")
     monkeypatch.setattr("shoal.cli.commands.run.ray_jobs.submit", lambda *arguments, **more: None)
-    monkeypatch.setattr("shoal.cluster.jobs.Job.status", gone)
-    monkeypatch.setattr("shoal.cluster.jobs.Job.end", lambda job: None)
+    monkeypatch.setattr("shoal.cluster.jobs.JobHandle.status", gone)
+    monkeypatch.setattr("shoal.cluster.jobs.JobHandle.end", lambda job: None)
     with (
         pytest.raises(RunError, match=r"the cluster has ended.*refused\nGo on with: shoal run x"),
         ExitStack() as stack,
@@ -323,7 +325,7 @@ def test_an_actor_that_died_is_said_once_in_plain_lines(capsys: pytest.CaptureFi
         session._read_record()
         session._print_plain()
         session._print_plain()
-    assert session._new_notes() == []
+    assert session._take_new_notes() == []
     assert capsys.readouterr().out.count("actor-0 ended with status 1: RuntimeError: motor burnt") == 1
 
 
@@ -338,9 +340,9 @@ def test_the_job_is_told_what_the_user_typed(
         told.append(env["SHOAL_COMMAND"])
         raise RunError("enough")
 
-    monkeypatch.setattr("shoal.cli.commands.run.check_words", lambda path, words: None)
+    monkeypatch.setattr("shoal.cli.commands.run.validate_overrides", lambda path, words: None)
     monkeypatch.setattr("shoal.cli.commands.run.ray_jobs.submit", submit)
-    monkeypatch.setattr(Job, "end", lambda job: None)
+    monkeypatch.setattr(JobHandle, "stop_quietly", lambda job: None)
     cluster = ClusterHandle("127.0.0.1:1", "http://127.0.0.1:2", "token", {})
     monkeypatch.chdir(home)
     Path("x.py").write_text(file)
@@ -361,9 +363,9 @@ def test_an_interruption_while_a_job_is_submitted_ends_the_job(home: Path, monke
         asked.append((method, path))
         raise RunError("Ray knows no such job")  # the request was interrupted before it was there
 
-    monkeypatch.setattr("shoal.cli.commands.run.check_words", lambda path, words: None)
+    monkeypatch.setattr("shoal.cli.commands.run.validate_overrides", lambda path, words: None)
     monkeypatch.setattr("shoal.cli.commands.run.ray_jobs.submit", submit)
-    monkeypatch.setattr("shoal.cluster.jobs.ask", ask)
+    monkeypatch.setattr("shoal.cluster.jobs.request_json", ask)
     cluster = ClusterHandle("127.0.0.1:1", "http://127.0.0.1:2", "token", {})
     with pytest.raises(KeyboardInterrupt), ExitStack() as stack:
         a_session().run(cluster, stack)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cluster.attach import find_cluster
-from shoal.cluster.dashboard_api import resources
+from shoal.cluster.dashboard_api import get_resources
 from shoal.cluster.jobs import list_jobs
 from shoal.errors import ClusterError, ConfigError
 
@@ -78,7 +78,7 @@ def test_the_address_that_a_browser_shows_will_do(page: str) -> None:
     with answering(NO_NODES) as server:
         found = find_cluster(f"http://127.0.0.1:{server.server_port}{page}")
         assert found is not None
-        assert resources(found).num_nodes == 0
+        assert get_resources(found).num_nodes == 0
         assert server.seen[0] == "/nodes?view=summary"
     assert found.dashboard_url == f"http://127.0.0.1:{server.server_port}"
 
@@ -88,7 +88,7 @@ def test_a_server_of_something_else_is_said_to_be_none_of_rays(body: bytes) -> N
     with answering(body) as server:
         found = find_cluster(f"http://127.0.0.1:{server.server_port}")
         assert found is not None
-        for ask in (resources, list_jobs):
+        for ask in (get_resources, list_jobs):
             with pytest.raises(ClusterError, match=r"^http://127.0.0.1:\d+ is no dashboard of Ray"):
                 ask(found)
 
@@ -98,7 +98,7 @@ def test_a_new_line_is_no_part_of_a_ray_token(home: Path, monkeypatch: pytest.Mo
     with answering(NO_NODES) as server:
         found = find_cluster(f"http://127.0.0.1:{server.server_port}")
         assert found is not None
-        resources(found)
+        get_resources(found)
         assert server.seen[1] == "Bearer tok"
     assert (found.token, found.environment["RAY_AUTH_TOKEN"]) == ("tok", "tok")
 

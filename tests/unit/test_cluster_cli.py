@@ -26,13 +26,13 @@ from rich.console import Console
 from shoal import runs
 from shoal.cli.commands import batch_predict
 from shoal.cli.commands import cluster as verbs
-from shoal.cli.support.job_output import end_as_by_ctrl_c, ignore_further_interrupts
+from shoal.cli.support.job_output import ignore_further_interrupts, interrupt_on_termination
 from shoal.client.discovery import find_endpoint
 from shoal.cluster import attach, dashboard_api, embedded_cluster
 from shoal.cluster.cluster_handle import ClusterHandle
-from shoal.cluster.dashboard_api import Resources
-from shoal.cluster.jobs import PATIENCE_S, Job, JobInfo, JobStatus
-from shoal.cluster.processes import MARKER
+from shoal.cluster.dashboard_api import ClusterResources
+from shoal.cluster.jobs import SILENCE_TIMEOUT_S, JobHandle, JobInfo, JobStatus
+from shoal.cluster.processes import CLUSTER_ID_VARIABLE
 from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError, ShoalError
 from shoal.runs.record.database import connect
 
@@ -48,7 +48,7 @@ def test_status_shows_no_secret_of_a_job(words: list[str], monkeypatch: pytest.M
     handle = ClusterHandle("127.0.0.1:6379", "http://127.0.0.1:8265", "token", {}, temp_dir=Path("/tmp/none"))
     command = "cd /tmp && exec python -m job 'endpoint.keys=[{name: ada, key: S3CRET}]' endpoint.port=80"
     monkeypatch.setattr(verbs, "find_cluster", lambda address: handle)
-    monkeypatch.setattr(verbs, "resources", lambda cluster: Resources(1, 2.0, 0.0, 0, 0, 0.0))
+    monkeypatch.setattr(verbs, "get_resources", lambda cluster: ClusterResources(1, 2.0, 0.0, 0, 0, 0.0))
     monkeypatch.setattr(verbs, "list_jobs", lambda cluster: [JobInfo("one", JobStatus.RUNNING, command, "", 0.0)])
     shown = CliRunner().invoke(verbs.status, words, catch_exceptions=False).output
     assert "S3CRET" not in shown
@@ -66,7 +66,7 @@ INSERT INTO runs SELECT number + i, id || i, job, 'finished', spec, command, git
 def test_an_endpoint_is_found_however_many_runs_are_newer(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verbs, "find_cluster", lambda address: None)
     with runs.create("serve", "", "one") as run:
-        run.endpoint("shop", "inference", "http://127.0.0.1:8000", "ready")
+        run.record_endpoint("shop", "inference", "http://127.0.0.1:8000", "ready")
         with closing(connect(home)) as connection:
             connection.execute(MANY_NEWER)
         assert find_endpoint("shop").run_id == "one"
@@ -78,10 +78,10 @@ def test_an_endpoint_is_found_however_many_runs_are_newer(home: Path, monkeypatc
 def test_status_shows_names_and_addresses_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     handle = ClusterHandle("[fe80::1]:6379", "http://[fe80::1]:8265", "token", {}, temp_dir=None)
     monkeypatch.setattr(verbs, "find_cluster", lambda address: handle)
-    monkeypatch.setattr(verbs, "resources", lambda cluster: Resources(1, 2.0, 0.0, 0, 0, 0.0))
+    monkeypatch.setattr(verbs, "get_resources", lambda cluster: ClusterResources(1, 2.0, 0.0, 0, 0, 0.0))
     monkeypatch.setattr(verbs, "list_jobs", lambda cluster: [])
     with runs.create("play[fast]:key:", "", "one") as run:
-        run.endpoint("shop[/]", "inference", "http://[fe80::1]:8000", "ready")
+        run.record_endpoint("shop[/]", "inference", "http://[fe80::1]:8000", "ready")
         shown = CliRunner().invoke(verbs.status, [], catch_exceptions=False).output
     for word in ("dashboard http://[fe80::1]:8265", "play[fast]:key:", "shop[/]  http://[fe80::1]:8000"):
         assert word in shown
@@ -117,14 +117,14 @@ def test_between_looking_for_a_cluster_and_the_word_of_it_no_other_begins(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[bool] = []
-    monkeypatch.setattr(verbs, "started_by_up", lambda: seen.append(is_locked(home)))
+    monkeypatch.setattr(verbs, "find_running_cluster", lambda: seen.append(is_locked(home)))
 
     def start(**options: object) -> SimpleNamespace:
         seen.append(is_locked(home))
         assert options["save_as"] == home / "cluster.json"
         return SimpleNamespace(dashboard_url="http://127.0.0.1:8265")
 
-    monkeypatch.setattr(verbs, "start", start)
+    monkeypatch.setattr(verbs, "start_cluster", start)
     result = CliRunner().invoke(verbs.up, [], catch_exceptions=False)
     assert result.exit_code == 0
     assert seen == [True, True]
@@ -134,7 +134,7 @@ def test_between_looking_for_a_cluster_and_the_word_of_it_no_other_begins(
 @pytest.mark.parametrize("verb", [verbs.up, verbs.down])
 def test_one_waits_for_the_other_but_not_for_ever(verb: click.Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attach, "LOCK_TIMEOUT_S", 0.0)
-    with attach.only_one():
+    with attach.lock_cluster_state():
         error = CliRunner().invoke(verb, []).exception
     assert isinstance(error, ClusterError)
     assert "another `shoal up` or `shoal down` is at work" in str(error)
@@ -155,9 +155,9 @@ def of_host_one(home: Path, monkeypatch: pytest.MonkeyPatch) -> ClusterHandle:
 def test_a_cluster_of_another_host_is_left_alone(
     verb: click.Command, of_host_one: ClusterHandle, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verbs, "start", None)
+    monkeypatch.setattr(verbs, "start_cluster", None)
     monkeypatch.setattr(verbs, "end_cluster", None)
-    monkeypatch.setattr(ClusterHandle, "head_is_alive", lambda _: True)  # a process here that has its number
+    monkeypatch.setattr(ClusterHandle, "is_head_alive", lambda _: True)  # a process here that has its number
     error = CliRunner().invoke(verb, []).exception
     assert isinstance(error, ClusterError)
     path = home / "cluster.json"
@@ -199,7 +199,7 @@ def test_a_signal_ends_what_up_has_begun(number: signal.Signals, monkeypatch: py
             ended.append("by the start itself")
             raise
 
-    monkeypatch.setattr(verbs, "start", start)
+    monkeypatch.setattr(verbs, "start_cluster", start)
     assert CliRunner().invoke(verbs.up, []).exit_code == 1
     assert ended == ["by the start itself"]
 
@@ -215,7 +215,7 @@ def test_a_cluster_of_which_no_word_can_be_left_is_ended(home: Path, monkeypatch
     heads: list[psutil.Process] = []
 
     def launch(options: object, environment: Mapping[str, str], detached: bool) -> subprocess.Popen[bytes]:
-        assert MARKER in environment
+        assert CLUSTER_ID_VARIABLE in environment
         program = [sys.executable, "-c", "import time; time.sleep(600)"]
         head = subprocess.Popen(program, env=environment, stdout=subprocess.PIPE)
         heads.append(psutil.Process(head.pid))
@@ -226,20 +226,20 @@ def test_a_cluster_of_which_no_word_can_be_left_is_ended(home: Path, monkeypatch
     monkeypatch.setattr(embedded_cluster, "_wait_until_ready", lambda *_: report)
     (home / "cluster.json").mkdir()  # a file cannot take its place
     with pytest.raises(ClusterError, match=r"cluster.json cannot be written .*: make room, or set \$SHOAL_HOME"):
-        embedded_cluster.start(detached=True, save_as=home / "cluster.json")
+        embedded_cluster.start_cluster(detached=True, save_as=home / "cluster.json")
     assert not heads[0].is_running()
     assert sorted(path.name for path in home.iterdir()) == ["cluster.json", "ray-token"]
 
 
 def test_a_program_under_nohup_outlives_its_terminal() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    end_as_by_ctrl_c()
+    interrupt_on_termination()
     os.kill(os.getpid(), signal.SIGHUP)
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 def test_a_terminal_that_closes_interrupts_once() -> None:
-    end_as_by_ctrl_c()
+    interrupt_on_termination()
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGHUP)
     os.kill(os.getpid(), signal.SIGHUP)  # from the shell, after that of the kernel
@@ -247,7 +247,7 @@ def test_a_terminal_that_closes_interrupts_once() -> None:
 
 def test_what_cleans_up_is_not_interrupted() -> None:
     before = signal.getsignal(signal.SIGINT)
-    end_as_by_ctrl_c()
+    interrupt_on_termination()
     try:
         ignore_further_interrupts()
         for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -263,14 +263,14 @@ def test_asking_a_dashboard_again_and_again_reads_the_trusted_certificates_once_
     read: list[object] = []
     original = ssl.create_default_context
     monkeypatch.setattr(ssl, "create_default_context", lambda *a, **k: read.append(a) or original(*a, **k))
-    dashboard_api._certificates.cache_clear()
+    dashboard_api._load_certificates.cache_clear()
     handle = ClusterHandle("127.0.0.1:6379", f"{scheme}://127.0.0.1:8265", "token", {})
     for _ in range(3):
         dashboard_api.connect(handle).close()
     assert len(read) == num_read
 
 
-class Asked(Job):
+class Asked(JobHandle):
     """A job of which a dashboard that is a stand-in says these things, or fails to, at the times of a clock."""
 
     def __init__(self, head_is_alive: bool, clock: SimpleNamespace) -> None:
@@ -281,7 +281,7 @@ class Asked(Job):
     def told(self, after_s: float, answer: JobStatus | ShoalError) -> JobStatus | None:
         self._clock.now += after_s
         self._answer = answer
-        return self.outcome()
+        return self.poll_outcome()
 
     def status(self) -> JobStatus:
         if isinstance(self._answer, ShoalError):
@@ -307,13 +307,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def test_a_dashboard_that_does_not_answer_for_a_while_costs_no_job(silence: ShoalError, clock: SimpleNamespace) -> None:
     job = Asked(True, clock)
     for _ in range(3):
-        assert job.told(PATIENCE_S, silence) is None
-        assert job.told(PATIENCE_S - 1.0, silence) is None
+        assert job.told(SILENCE_TIMEOUT_S, silence) is None
+        assert job.told(SILENCE_TIMEOUT_S - 1.0, silence) is None
         assert job.told(2.0, JobStatus.RUNNING) is None
     assert job.told(1.0, JobStatus.FAILED) is JobStatus.FAILED
     assert job.told(1.0, silence) is None
     with pytest.raises(type(silence)):
-        job.told(PATIENCE_S, silence)
+        job.told(SILENCE_TIMEOUT_S, silence)
 
 
 @pytest.mark.parametrize("silence", SILENCE)
@@ -330,13 +330,13 @@ def test_who_follows_a_job_elsewhere_outlasts_a_silence_but_not_for_ever(
         return {"submission_id": "one", "status": state, "entrypoint": "python job.py"}
 
     pieces = iter(range(9))
-    monkeypatch.setattr("shoal.cluster.jobs.ask", ask)
-    said = Job(ClusterHandle("10.0.0.1:6379", "http://10.0.0.1:8265", "token", {}), "one").follow(1e9)
+    monkeypatch.setattr("shoal.cluster.jobs.request_json", ask)
+    said = JobHandle(ClusterHandle("10.0.0.1:6379", "http://10.0.0.1:8265", "token", {}), "one").follow(1e9)
     assert [next(said), next(said)] == ["one\n", "two\n"]
     began_s = clock.now
     with pytest.raises(type(silence)):
         next(said)
-    assert PATIENCE_S <= clock.now - began_s < PATIENCE_S + 2.0
+    assert SILENCE_TIMEOUT_S <= clock.now - began_s < SILENCE_TIMEOUT_S + 2.0
 
 
 def test_a_log_that_is_read_in_the_middle_of_a_character_is_followed_whole(
@@ -354,8 +354,8 @@ def test_a_log_that_is_read_in_the_middle_of_a_character_is_followed_whole(
         state = "SUCCEEDED" if piece == b"\xe2\x82" else "RUNNING"
         return {"submission_id": "one", "status": state, "entrypoint": "python job.py"}
 
-    monkeypatch.setattr("shoal.cluster.jobs.ask", ask)
-    job = Job(ClusterHandle("127.0.0.1:1", "http://127.0.0.1:1", "token", {}, temp_dir=tmp_path), "one")
+    monkeypatch.setattr("shoal.cluster.jobs.request_json", ask)
+    job = JobHandle(ClusterHandle("127.0.0.1:1", "http://127.0.0.1:1", "token", {}, temp_dir=tmp_path), "one")
     assert list(job.follow(1e9)) == ["gr", "ü", "ße �\n", "�"]
 
 
@@ -377,7 +377,7 @@ def test_a_prediction_outlives_a_dashboard_that_is_silent_for_a_while(
 
     lines: list[str] = []
     printed = io.StringIO()
-    monkeypatch.setattr("shoal.cli.commands.batch_predict.said", lambda job: lines)
+    monkeypatch.setattr("shoal.cli.commands.batch_predict.read_job_lines", lambda job: lines)
     monkeypatch.setattr("shoal.cli.commands.batch_predict.time", SimpleNamespace(sleep=lambda _: clock.told()))
 
     def told() -> None:
@@ -385,7 +385,7 @@ def test_a_prediction_outlives_a_dashboard_that_is_silent_for_a_while(
         lines.append(f"{clock.now:g} s")
 
     clock.told = told
-    assert batch_predict._followed(Told(True, clock), Console(file=printed)) is JobStatus.SUCCEEDED
+    assert batch_predict._follow_job(Told(True, clock), Console(file=printed)) is JobStatus.SUCCEEDED
     assert printed.getvalue().splitlines() == ["1001 s", "1002 s", "1003 s", "1004 s"]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from shoal.cluster import embedded_cluster
 from shoal.cluster.forking import fork_client
-from shoal.cluster.processes import MARKER, end_processes, is_alive, members
+from shoal.cluster.processes import CLUSTER_ID_VARIABLE, end_processes, find_cluster_processes, is_alive
 from shoal.errors import ConfigError
 from waiting import wait_for
 
@@ -30,14 +30,17 @@ ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)
 @pytest.mark.skipif(sys.platform != "linux", reason="threads that outlive the first one are Linux's")
 def test_a_process_is_over_when_its_last_thread_is(tmp_path: Path) -> None:
     child = subprocess.Popen(
-        [sys.executable, "-c", HALF_OVER], env={**os.environ, MARKER: "half"}, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HALF_OVER],
+        env={**os.environ, CLUSTER_ID_VARIABLE: "half"},
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert child.stdout is not None
     port = int(child.stdout.readline())
     process = psutil.Process(child.pid)
     wait_for(lambda: process.status() == psutil.STATUS_ZOMBIE)
     assert is_alive(process)
-    assert [each.pid for each in members("half", tmp_path)] == [child.pid]
+    assert [each.pid for each in find_cluster_processes("half", tmp_path)] == [child.pid]
     end_processes("half", tmp_path)
     assert not is_alive(process)
     with socket.socket() as probe:
@@ -55,6 +58,6 @@ def test_a_path_that_ray_would_lose_is_refused_before_anything_starts(
         with monkeypatch.context() as moved:
             moved.setattr(place, name, f"{folder}/python")
             with pytest.raises(ConfigError, match=r"^path = .* with which Ray starts no worker. move it"):
-                embedded_cluster.start()
+                embedded_cluster.start_cluster()
     monkeypatch.setattr(sys, "executable", "/a folder/ü$b/python")
     embedded_cluster._require_plain_paths()

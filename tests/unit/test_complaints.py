@@ -3,9 +3,9 @@
 import json
 
 from shoal.errors import InferenceError
-from shoal.serve.grpc.methods import Call
-from shoal.serve.http.messages import refusal
-from shoal.serve.on_ray.errors import own_words
+from shoal.serve.grpc.methods import GrpcCall
+from shoal.serve.http.messages import build_error_response
+from shoal.serve.on_ray.errors import error_summary
 
 BURIED = """The deployment failed to start 2 times in a row. See controller logs for details. Error:
 ray::ServeReplica:s:replica.initialize_and_get_metadata() (pid=23567, ip=127.0.0.1)
@@ -20,14 +20,14 @@ shoal.errors.ShoalError: model 'm': ConfigError: preprocess = 'mine:nosuch': 'mi
 
 
 def test_the_last_error_of_ours_is_kept_and_nothing_else() -> None:
-    assert own_words(BURIED) == "model 'm': ConfigError: preprocess = 'mine:nosuch': 'mine' has no 'nosuch'"
-    assert own_words("RuntimeError: shoal.errors.ConfigError is not ours here") == ""
+    assert error_summary(BURIED) == "model 'm': ConfigError: preprocess = 'mine:nosuch': 'mine' has no 'nosuch'"
+    assert error_summary("RuntimeError: shoal.errors.ConfigError is not ours here") == ""
 
 
 def test_half_a_pair_of_utf_16_in_what_went_wrong_is_told_and_not_in_the_way() -> None:
     """As in the name of a file whose bytes are no UTF-8, in an error of the user's code."""
     error = InferenceError(500, "no such file: \udcff.txt")
-    assert json.loads(refusal(error).body) == {"error": "no such file: \\udcff.txt"}
-    call = Call([])
-    call.refuse(error)
-    assert dict(call.trailers())[b"grpc-message"] == rb"no such file: \udcff.txt"
+    assert json.loads(build_error_response(error).body) == {"error": "no such file: \\udcff.txt"}
+    call = GrpcCall([])
+    call.set_error(error)
+    assert dict(call.build_trailers())[b"grpc-message"] == rb"no such file: \udcff.txt"

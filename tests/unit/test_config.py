@@ -9,7 +9,7 @@ import pytest
 import yaml
 from pydantic import Field, SecretStr, field_validator
 
-from shoal.config import Spec, last_value, word_of
+from shoal.config import Spec, format_override, last_override
 from shoal.errors import ConfigError
 
 
@@ -156,17 +156,17 @@ AWKWARD = [
 
 @pytest.mark.parametrize("text", AWKWARD)
 def test_a_word_that_is_built_says_exactly_its_value(text: str) -> None:
-    built = word_of("front.colour", text)
+    built = format_override("front.colour", text)
     assert Cart().override([built]).front.colour == text
-    assert last_value(["front.colour=other", built], "front.colour") == text
+    assert last_override(["front.colour=other", built], "front.colour") == text
 
 
 def test_a_list_is_built_of_texts() -> None:
     class Columns(Spec):
         columns: list[str] = Field(default_factory=list)
 
-    assert Columns().override([word_of("columns", AWKWARD)]).columns == AWKWARD
-    assert word_of("columns", "a/b.c") == "columns=a/b.c"
+    assert Columns().override([format_override("columns", AWKWARD)]).columns == AWKWARD
+    assert format_override("columns", "a/b.c") == "columns=a/b.c"
 
 
 class Free(Spec):
@@ -196,8 +196,8 @@ def test_what_is_written_down_is_read_back_as_it_was(value: object) -> None:
 
 
 def test_the_last_word_counts_and_what_is_no_text_is_as_it_was_written() -> None:
-    assert last_value(["a=1", "b=x", "a=0x10"], "a") == "0x10"
-    assert last_value(["b=x"], "a") == ""
+    assert last_override(["a=1", "b=x", "a=0x10"], "a") == "0x10"
+    assert last_override(["b=x"], "a") == ""
 
 
 def test_a_word_that_is_no_yaml_is_refused_without_being_shown() -> None:
@@ -221,7 +221,7 @@ def test_what_only_looks_like_a_value_is_refused_by_its_field(text: str, problem
         Cart().override([f"front={text}"])
     with pytest.raises(ConfigError, match=problem):
         Cart.from_yaml(f"front: {text}")
-    assert Cart().override([word_of("notes.x", text)]).notes == {"x": text}
+    assert Cart().override([format_override("notes.x", text)]).notes == {"x": text}
 
 
 def test_a_part_that_stands_twice_in_a_file_is_refused_and_one_that_is_merged_is_not() -> None:

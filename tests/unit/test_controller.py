@@ -14,7 +14,7 @@ from shoal.errors import RegistryError
 from shoal.serve.controller.controller import EndpointController
 from shoal.serve.controller.rollout import Goal, Phase
 from shoal.serve.controller.state import Deployment, StateFile
-from shoal.serve.controller.status import StatusBook
+from shoal.serve.controller.status import StatusReporter
 from shoal.serve.replica.model_statistics import ModelStatistics
 from shoal.serve.spec.model_options import GuardOptions, ModelOptions
 from unit.controller_setting import LEASE_S, OPTIONS, Cluster, FakeReplica
@@ -302,7 +302,7 @@ def test_a_forward_that_hangs_is_seen_while_it_does(cluster: Cluster) -> None:
     cluster.settle()
     first, *others = cluster.replicas.values()
     cluster.controller.report(replace(first.report(), computing_s=12.3))
-    status = StatusBook(cluster.controller).endpoint()
+    status = StatusReporter(cluster.controller).describe_endpoint()
     said = {replica["id"]: replica["error"] for replica in status["replicas"]}
     assert said == {first.name: "a forward has taken 12 s"} | {other.name: "" for other in others}
 
@@ -311,7 +311,7 @@ def test_status_says_how_many_replicas_there_are_to_be_and_on_which_host_each_is
     cluster.settle()
     first, *others = cluster.replicas.values()
     cluster.controller.report(replace(first.report(), host="node-7"))
-    status = StatusBook(cluster.controller, num_replicas=5).endpoint()
+    status = StatusReporter(cluster.controller, num_replicas=5).describe_endpoint()
     assert status["num_replicas"] == 5
     said = {replica["id"]: replica["host"] for replica in status["replicas"]}
     assert said == {first.name: "node-7"} | {other.name: "" for other in others}
@@ -324,7 +324,7 @@ def test_rates_are_of_what_was_counted_meanwhile_whoever_comes_and_goes(cluster:
 
     def answer(name: str, times: int) -> None:
         for _ in range(times):
-            counted[name].request(1, 200, 0.01)
+            counted[name].count_request(1, 200, 0.01)
 
     def report(name: str) -> None:
         heard = cluster.replicas[name].report()
@@ -332,13 +332,13 @@ def test_rates_are_of_what_was_counted_meanwhile_whoever_comes_and_goes(cluster:
         cluster.controller.report(replace(heard, models=models))
 
     def rate() -> float:
-        (model,) = book.endpoint()["models"]
+        (model,) = book.describe_endpoint()["models"]
         return {each["version"]: each["requests_per_s"] for each in model["versions"]}[1]
 
     for name in counted:
         answer(name, 1000)
     cluster.start_controller()
-    book = StatusBook(cluster.controller, clock=lambda: cluster.now_s)
+    book = StatusReporter(cluster.controller, clock=lambda: cluster.now_s)
     first, second, third = counted
     report(first)
     book.sample()
@@ -380,11 +380,11 @@ def test_what_the_registry_said_goes_with_what_was_followed(cluster: Cluster) ->
     cluster.settle()
     cluster.catalogue.away = True
     cluster.controller.tick()
-    (model,) = StatusBook(cluster.controller).endpoint()["models"]
+    (model,) = StatusReporter(cluster.controller).describe_endpoint()["models"]
     assert model["reason"] == "the registry is gone"
     cluster.controller.redeploy(Deployment("m", "/registry", "1", OPTIONS))
     cluster.controller.tick()
-    (model,) = StatusBook(cluster.controller).endpoint()["models"]
+    (model,) = StatusReporter(cluster.controller).describe_endpoint()["models"]
     assert model["reason"] == ""
 
 

@@ -93,8 +93,8 @@ def test_a_deploy_that_fails_leaves_what_is_followed(cluster: Cluster) -> None:
 
 
 def test_the_latest_is_the_newest_of_now_and_not_an_alias(cluster: Cluster) -> None:
-    assert parse_change({"action": "deploy", "model": "m", "version": "latest"}).word == ""
-    assert parse_change({"action": "deploy", "model": "m@3", "version": "latest"}).word == "3"
+    assert parse_change({"action": "deploy", "model": "m", "version": "latest"}).version_ref == ""
+    assert parse_change({"action": "deploy", "model": "m@3", "version": "latest"}).version_ref == "3"
     for version in ("Champion", -1, "a@b"):
         with pytest.raises(InferenceError) as caught:
             parse_change({"action": "canary", "model": "m", "version": version, "percent": 1})

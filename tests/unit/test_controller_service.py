@@ -13,16 +13,16 @@ import pytest
 from shoal.errors import ConfigError, InferenceError, RegistryError
 from shoal.home import home
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
-from shoal.serve.controller.config import controller_setting
+from shoal.serve.controller.config import build_controller_config
 from shoal.serve.controller.controller import EndpointController
 from shoal.serve.controller.rollout import Phase
 from shoal.serve.controller.service import ControllerService
-from shoal.serve.messages.auth_failures import Refused
+from shoal.serve.messages.auth_failures import AuthFailure
 from shoal.serve.messages.replica_report import ModelReport, ReplicaReport
 from shoal.serve.on_ray.options import deployment_options
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_options import ModelOptions
-from shoal.serve.spec.model_source import LiveModel, ServedModel, registered
+from shoal.serve.spec.model_source import EndpointModel, LiveModel, model_from_ref
 from shoal.weights import WeightSnapshot, WeightStore
 
 FACTORY = ModelFactory(factory="torch.nn:Linear", kwargs={"in_features": 1, "out_features": 1})
@@ -49,7 +49,7 @@ def audited() -> list[dict[str, Any]]:
 
 
 def run(body: Callable[[ControllerService], Awaitable[None]], idle_s: float = 60.0, **fields: Any) -> None:
-    setting, _ = controller_setting(spec(**fields), [registered("linear@champion")])
+    setting, _ = build_controller_config(spec(**fields), [model_from_ref("linear@champion")])
 
     async def bounded() -> None:
         async with asyncio.timeout(DEADLINE_S):
@@ -70,9 +70,9 @@ def test_the_status_says_where_grpc_listens() -> None:
 
 def test_what_replicas_refuse_and_administrators_ask_is_in_the_audit_log() -> None:
     async def body(service: ControllerService) -> None:
-        others = await service.report(ReplicaReport("r1", refused=(Refused("ada", 403, 2),)))
+        others = await service.report(ReplicaReport("r1", refused=(AuthFailure("ada", 403, 2),)))
         assert others == []
-        [other] = await service.report(ReplicaReport("r2", refused=(Refused("", 401, 3, "10.0.0.7"),)))
+        [other] = await service.report(ReplicaReport("r2", refused=(AuthFailure("", 401, 3, "10.0.0.7"),)))
         assert other.replica == "r1"
         with pytest.raises(InferenceError):
             await service.administer({"action": "canary", "model": "none"}, "administrator from 10.0.0.8")
@@ -94,7 +94,7 @@ def test_what_changes_after_the_state_was_lost_is_told_to_who_had_heard_more() -
     async def body(service: ControllerService) -> None:
         controller = service._controller
         assert await service.events(-1) == []
-        controller.record("canary", "linear", 2, 1, "me", "")
+        controller.record_event("canary", "linear", 2, 1, "me", "")
         heard = await service.events(41)
         assert [event.kind for event in heard] == ["canary"]
         assert await service.events(heard[-1].number) == []
@@ -107,7 +107,7 @@ def test_it_ends_when_no_replica_has_asked_for_a_while(monkeypatch: pytest.Monke
     ended: list[str] = []
 
     async def body(service: ControllerService) -> None:
-        service.ended = lambda: ended.append("")  # type: ignore[method-assign]
+        service.on_idle = lambda: ended.append("")  # type: ignore[method-assign]
         for generation in range(3):
             await service.follow("r1", generation - 1, 0.0)
             assert not ended
@@ -156,8 +156,8 @@ def test_a_controller_that_stood_still_takes_nobody_for_dead(monkeypatch: pytest
 
 def test_endpoints_of_one_name_keep_their_states_apart() -> None:
     """As two clusters of one home may have them."""
-    model = registered("linear@champion")
-    first, second = (controller_setting(spec(), [model])[0] for _ in range(2))
+    model = model_from_ref("linear@champion")
+    first, second = (build_controller_config(spec(), [model])[0] for _ in range(2))
     assert first.state_file != second.state_file
 
     async def body() -> None:
@@ -172,8 +172,8 @@ def test_endpoints_of_one_name_keep_their_states_apart() -> None:
 def test_a_controller_is_told_each_model_with_its_options_and_replicas_what_to_follow() -> None:
     live = LiveModel(FACTORY, SIGNATURE, WeightStore())
     endpoint = spec(model={"max_batch_size": 8}, models={"linear": {"max_batch_size": 4}})
-    models = [registered("linear@champion"), ServedModel("live", live, options=ModelOptions(max_batch_size=2))]
-    setting, followed = controller_setting(endpoint, models)
+    models = [model_from_ref("linear@champion"), EndpointModel("live", live, options=ModelOptions(max_batch_size=2))]
+    setting, followed = build_controller_config(endpoint, models)
     assert [(each.name, each.version, each.is_live) for each in setting.models] == [
         ("linear", "champion", False),
         ("live", "", True),
@@ -181,16 +181,16 @@ def test_a_controller_is_told_each_model_with_its_options_and_replicas_what_to_f
     assert [each.options["max_batch_size"] for each in setting.models] == [4, 2]
     assert {name: options["max_batch_size"] for name, options in setting.options.items()} == {"": 8, "linear": 4}
     assert followed == {"live": live}
-    assert setting.actor != controller_setting(endpoint, models)[0].actor  # of another call of `deploy`
+    assert setting.actor_name != build_controller_config(endpoint, models)[0].actor_name  # of another call of `deploy`
 
 
 def test_what_cannot_be_served_is_refused() -> None:
     with pytest.raises(ConfigError, match="name a model"):
-        controller_setting(spec(), [])
+        build_controller_config(spec(), [])
     with pytest.raises(ConfigError, match="is there twice"):
-        controller_setting(spec(), [registered("linear@champion"), registered("linear@1")])
+        build_controller_config(spec(), [model_from_ref("linear@champion"), model_from_ref("linear@1")])
     with pytest.raises(RegistryError):
-        controller_setting(spec(), [registered("linear@no-such-alias")])
+        build_controller_config(spec(), [model_from_ref("linear@no-such-alias")])
 
 
 def test_what_serve_is_asked_for() -> None:

@@ -37,20 +37,20 @@ def test_what_a_full_disk_refuses_is_written_when_there_is_room(
         patch.setattr(Path, "write_bytes", full)
         for generation in (3, 4):
             file.save(ControllerState(deployment="a", generation=generation))
-        file.keep_weights("m", weights)
-        file.catch_up()
-        assert file.weights("m", 7) == weights
+        file.store_weights("m", weights)
+        file.retry_writes()
+        assert file.load_weights("m", 7) == weights
     assert [record.getMessage().partition(" ")[0] for record in caplog.records] == [
         str(tmp_path / "endpoint.json"),
         str(tmp_path / "endpoint.weights" / "m"),
     ]
     assert StateFile(tmp_path / "endpoint.json").load("a") is None
-    file.catch_up()
+    file.retry_writes()
     written = StateFile(tmp_path / "endpoint.json")
     found = written.load("a")
     assert found is not None
     assert found.generation == 4
-    assert written.weights("m", 7) == weights
+    assert written.load_weights("m", 7) == weights
 
 
 def test_what_a_full_disk_refused_is_forgotten_with_the_endpoint(
@@ -64,5 +64,5 @@ def test_what_a_full_disk_refused_is_forgotten_with_the_endpoint(
         patch.setattr(Path, "write_bytes", full)
         file.save(ControllerState(deployment="a"))
         file.remove()
-    file.catch_up()
+    file.retry_writes()
     assert [*tmp_path.iterdir()] == []

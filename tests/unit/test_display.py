@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 
 from shoal import runs
 from shoal.cli.display import rl_display, run_view
-from shoal.cli.display.rl_display import RunView, plain_line, render, sparkline, view_of
+from shoal.cli.display.rl_display import RunView, format_plain_line, format_sparkline, make_view, render
 
 METRICS = {
     "return/mean_100": 123.4,
@@ -96,7 +96,7 @@ def test_lines_are_wrapped_on_a_console_that_wraps_no_other(width: int) -> None:
     reasons = {f"drops/{word}_{number}": 1.0 for word in ("stale", "corrupt", "invalid") for number in range(8)}
     view = dataclasses.replace(VIEW, metrics=METRICS | reasons, notes=("note " * 30,))
     console = Console(record=True, width=width, file=io.StringIO(), color_system=None, soft_wrap=True)
-    console.print(run_view.picture(view, width))
+    console.print(run_view.render(view, width))
     text = console.export_text()
     assert max(len(line) for line in text.splitlines()) == width - 2
     told = " ".join(text.replace("│", "").split())
@@ -113,9 +113,11 @@ def test_numbers_beyond_all_sense_leave_the_picture_as_it_is() -> None:
 
 def test_who_sends_what_is_dropped_is_told_with_the_reason() -> None:
     with runs.create("job", "", "one") as run:
-        run.event("invalid_segment", actor_id="a", reason="non_finite", detail="rewards: has NaN or infinite values")
+        run.record_event(
+            "invalid_segment", actor_id="a", reason="non_finite", detail="rewards: has NaN or infinite values"
+        )
         run.flush()
-        view = view_of(runs.load("one"), "learning", 475.0, None, ["a note"])
+        view = make_view(runs.load("one"), "learning", 475.0, None, ["a note"])
     assert view.notes == ("a note", "a sends what is dropped: non_finite: rewards: has NaN or infinite values")
 
 
@@ -164,7 +166,7 @@ def test_the_scale_does_not_shrink_when_the_history_does() -> None:
 
 
 def test_the_line_tells_everything() -> None:
-    assert plain_line(VIEW) == (
+    assert format_plain_line(VIEW) == (
         "[ 12.3 s] learning: return 123.4, steps/s 5,678, weights 77, max lag 15, queue 13, drops 9,"
         " endpoint requests/s 21"
     )
@@ -173,17 +175,17 @@ def test_the_line_tells_everything() -> None:
 def test_without_actors_nobody_lags() -> None:
     metrics = {name: value for name, value in METRICS.items() if not name.startswith("actor_lag/")}
     view = dataclasses.replace(VIEW, metrics={**metrics, "lag/max": math.nan})
-    assert "max lag -," in plain_line(view)
+    assert "max lag -," in format_plain_line(view)
     assert "lag" not in drawn(view)
 
 
 def test_before_the_first_step_the_line_is_the_phase() -> None:
-    assert plain_line(RunView("one", "waiting for actors", 3.0, 475.0)) == "[  3.0 s] waiting for actors"
+    assert format_plain_line(RunView("one", "waiting for actors", 3.0, 475.0)) == "[  3.0 s] waiting for actors"
 
 
 def test_what_is_not_known_yet_is_a_dash() -> None:
     view = dataclasses.replace(VIEW, metrics={"steps/total": 5.0, "return/mean_100": math.nan})
-    assert "return -, steps/s -, weights -, max lag -, queue -, drops 0" in plain_line(view)
+    assert "return -, steps/s -, weights -, max lag -, queue -, drops 0" in format_plain_line(view)
 
 
 # --- the sparkline ---
@@ -205,11 +207,11 @@ def test_what_is_not_known_yet_is_a_dash() -> None:
     ],
 )
 def test_a_sparkline_is_scaled(values: tuple[float, ...], low: float | None, high: float | None, expected: str) -> None:
-    assert sparkline(values, 40, low, high) == expected
+    assert format_sparkline(values, 40, low, high) == expected
 
 
 def test_a_long_sparkline_is_thinned_to_its_width() -> None:
-    line = sparkline([float(k % 100 == 50) for k in range(1000)], 40)
+    line = format_sparkline([float(k % 100 == 50) for k in range(1000)], 40)
     assert len(line) <= 40
     assert line.count("█") == 10  # no peak is lost
 
@@ -220,12 +222,12 @@ def test_a_long_sparkline_is_thinned_to_its_width() -> None:
 def test_the_history_has_every_new_finite_mean_and_its_lowest() -> None:
     view = None
     with runs.create("job", "", "one") as run:
-        run.endpoint("policy", "inference", "http://h:8000", "ready")
-        run.endpoint("gateway", "gateway", "tcp://h:5600", "closed")
+        run.record_endpoint("policy", "inference", "http://h:8000", "ready")
+        run.record_endpoint("gateway", "gateway", "tcp://h:5600", "closed")
         for step, mean in enumerate((math.nan, -500.0, -500.0, math.nan, -300.0)):
             run.log(step, {"return/mean_100": mean})
             run.flush()
-            view = view_of(runs.load("one"), "learning", -100.0, view, ["a note"])
+            view = make_view(runs.load("one"), "learning", -100.0, view, ["a note"])
     assert view is not None
     assert (view.history, view.lowest) == ((-500.0, -300.0), -500.0)
     assert (view.endpoint, view.gateway, view.notes) == ("http://h:8000", "", ("a note",))
@@ -237,7 +239,7 @@ def test_a_long_history_forgets_but_its_lowest_stays() -> None:
     with runs.create("job", "", "one") as run:
         run.log(1, {"return/mean_100": -7.0})
         run.flush()
-        view = view_of(runs.load("one"), "learning", -100.0, before, [])
+        view = make_view(runs.load("one"), "learning", -100.0, before, [])
     assert len(view.history) == rl_display.MAX_HISTORY
     assert (view.history[0], view.history[-1], view.lowest) == (-499.0, -7.0, -500.0)
 
@@ -247,7 +249,7 @@ def test_a_resumed_run_does_not_show_the_numbers_of_its_earlier_life() -> None:
         run.log(1, {"return/mean_100": 500.0, "lag/max": 3.0})
     with runs.reopen("one"):
         record = runs.load("one")
-        assert record.life_began_at() > record.created_at
-        view = view_of(record, "starting the endpoint", 475.0, None, [])
+        assert record.last_started_at() > record.created_at
+        view = make_view(record, "starting the endpoint", 475.0, None, [])
     assert (view.metrics, view.history) == ({}, ())
     assert view.elapsed_s < time.time() - record.created_at  # while nobody ran it no time went by

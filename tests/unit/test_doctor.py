@@ -16,7 +16,7 @@ from shoal import cpu_count
 from shoal.cli.commands import doctor
 from shoal.cli.commands.doctor import GIB, Finding, Level
 from shoal.cluster.cluster_handle import ClusterHandle
-from shoal.home import access_token
+from shoal.home import load_access_token
 
 
 def levels(findings: list[Finding]) -> list[Level]:
@@ -67,7 +67,7 @@ def test_a_home_that_is_a_file_is_a_failure_and_the_rest_is_examined(
     monkeypatch.setattr(doctor, "IMPORTS", ("json",))
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "file"))
     (tmp_path / "file").touch()
-    found = {finding.check: finding for finding in doctor.examine()}
+    found = {finding.check: finding for finding in doctor.run_checks()}
     assert (found["home"].level, found["home"].remedy) == (Level.FAIL, "set it to one where you may write")
     assert f"{tmp_path}/file is no folder" in found["home"].detail
     assert "tokens" not in found
@@ -100,17 +100,17 @@ def test_cores_are_those_that_the_control_group_pays_for(
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(99)))
-    assert cpu_count.usable_cores(tmp_path) == most
+    assert cpu_count.count_usable_cores(tmp_path) == most
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1})  # `taskset`
-    assert cpu_count.usable_cores(tmp_path) == 1
+    assert cpu_count.count_usable_cores(tmp_path) == 1
 
 
 def test_the_examination_counts_the_cores_that_may_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cpu.max").write_text("100000 100000\n")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(99)))
-    monkeypatch.setattr(cpu_count.usable_cores, "__defaults__", (tmp_path,))
+    monkeypatch.setattr(cpu_count.count_usable_cores, "__defaults__", (tmp_path,))
     monkeypatch.setattr(doctor, "IMPORTS", ("json",))
-    assert [found.detail for found in doctor.examine() if found.check == "cores"] == ["1"]
+    assert [found.detail for found in doctor.run_checks() if found.check == "cores"] == ["1"]
 
 
 def test_what_there_should_be_enough_of() -> None:
@@ -166,7 +166,7 @@ def test_encryption(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_token_that_others_may_read(shoal_home: Path) -> None:
-    access_token()
+    load_access_token()
     assert doctor.check_tokens(shoal_home).level is Level.OK
     (shoal_home / "token").chmod(0o644)
     found = doctor.check_tokens(shoal_home)
@@ -233,12 +233,12 @@ def test_the_folder_above_the_package_is_looked_at_in_a_checkout_only(
     (tmp_path / "stat.py").touch()
     if is_checkout:
         (tmp_path / "pyproject.toml").touch()
-    assert next(finding for finding in doctor.examine() if finding.check == "imports").level is level
+    assert next(finding for finding in doctor.run_checks() if finding.check == "imports").level is level
 
 
 def test_the_command_prints_and_its_status_says_whether_all_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
     bad = Finding("disk", Level.FAIL, "full", "make room")
-    monkeypatch.setattr(doctor, "examine", lambda: iter([Finding("python", Level.OK, "3.11"), bad]))
+    monkeypatch.setattr(doctor, "run_checks", lambda: iter([Finding("python", Level.OK, "3.11"), bad]))
     failed = CliRunner().invoke(doctor.doctor)
     assert failed.exit_code == 1
     assert "fail  disk" in failed.output
@@ -246,12 +246,12 @@ def test_the_command_prints_and_its_status_says_whether_all_is_well(monkeypatch:
     as_json = CliRunner().invoke(doctor.doctor, ["--json"])
     assert as_json.exit_code == 1
     assert json.loads(as_json.output)["findings"][1]["remedy"] == "make room"
-    monkeypatch.setattr(doctor, "examine", lambda: iter([Finding("memory", Level.WARN, "little", "buy")]))
+    monkeypatch.setattr(doctor, "run_checks", lambda: iter([Finding("memory", Level.WARN, "little", "buy")]))
     assert CliRunner().invoke(doctor.doctor).exit_code == 0
 
 
 def test_this_machine_can_be_examined(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "IMPORTS", ("json",))
-    found = list(doctor.examine())
+    found = list(doctor.run_checks())
     assert {finding.check for finding in found} >= {"python", "packages", "memory", "disk", "haproxy", "encryption"}
     assert all(bool(finding.remedy) == (finding.level is not Level.OK) for finding in found)

@@ -82,9 +82,9 @@ def test_every_job_has_the_whole_time_to_save_what_it_has(
         os.getpid(),
         0.0,
     ).save(tmp_path / "cluster.json")
-    monkeypatch.setattr(ClusterHandle, "head_is_alive", lambda _: True)
+    monkeypatch.setattr(ClusterHandle, "is_head_alive", lambda _: True)
     monkeypatch.setattr(verbs, "list_jobs", jobs.list)
-    monkeypatch.setattr(verbs, "Job", jobs.job)
+    monkeypatch.setattr(verbs, "JobHandle", jobs.job)
     monkeypatch.setattr(verbs, "end_cluster", jobs.end)
     monkeypatch.setattr(verbs, "time", SimpleNamespace(monotonic=lambda: jobs.now))
     said = CliRunner().invoke(verbs.down, [], catch_exceptions=False).output

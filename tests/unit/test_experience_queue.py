@@ -14,7 +14,7 @@ from shoal.errors import Closed, LedgerUnwritable
 from shoal.rl.experience.queue import BatchRequest, ExperienceBatch, ExperienceQueue
 from shoal.rl.experience.segment_ledger import Ledger
 from shoal.rl.gateway.actor_stats import ActorProgress
-from shoal.rl.gateway.flow_control import share_credit
+from shoal.rl.gateway.flow_control import grant_credit
 from shoal.rl.gateway.sessions import Session, Sessions
 from waiting import wait_for
 
@@ -31,7 +31,7 @@ def filled(capacity: int, *lengths: int) -> ExperienceQueue:
 def test_a_full_queue_takes_nothing_and_counts_nothing() -> None:
     queue = filled(2, 3, 3)
     assert not queue.put(A, 2, segment())
-    assert queue.ledger.account(A).received == 2
+    assert queue.ledger.get_account(A).received == 2
 
 
 def test_a_batch_holds_the_oldest_segments_with_enough_steps() -> None:
@@ -101,7 +101,7 @@ def test_a_request_that_was_given_up_takes_nothing_when_a_newer_one_waits() -> N
         thread.join(15)
     assert taken[1] is None
     assert taken[2] is not None
-    assert queue.ledger.account(A).queued == 2
+    assert queue.ledger.get_account(A).queued == 2
 
 
 def test_a_request_that_comes_after_a_newer_one_of_the_same_learner_leaves_its_batch_alone() -> None:
@@ -110,8 +110,8 @@ def test_a_request_that_comes_after_a_newer_one_of_the_same_learner_leaves_its_b
     batch = queue.take("learner", BatchRequest(4, 4, 10, 0, number=6))
     assert batch is not None
     assert queue.take("learner", BatchRequest(4, 4, 10, 0, number=5)) is None
-    assert queue.settle(batch.lease_id, [None])
-    assert (queue.ledger.account(A).consumed, len(queue)) == (1, 1)
+    assert queue.acknowledge(batch.lease_id, [None])
+    assert (queue.ledger.get_account(A).consumed, len(queue)) == (1, 1)
 
 
 def test_close_wakes_take_drops_the_rest_with_a_reason_and_refuses_more() -> None:
@@ -123,7 +123,7 @@ def test_close_wakes_take_drops_the_rest_with_a_reason_and_refuses_more() -> Non
     queue.close()
     thread.join(10)
     assert results == [None]
-    assert queue.ledger.account(A).dropped == {"shutdown": 2}
+    assert queue.ledger.get_account(A).dropped == {"shutdown": 2}
     with pytest.raises(Closed):
         queue.put(A, 2, segment())
 
@@ -131,13 +131,13 @@ def test_close_wakes_take_drops_the_rest_with_a_reason_and_refuses_more() -> Non
 def test_room_is_announced_after_a_batch_has_left() -> None:
     queue = filled(10, 4, 4)
     heard: list[int] = []
-    queue.on_room = lambda: heard.append(len(queue))
+    queue.on_space_freed = lambda: heard.append(len(queue))
     queue.take("learner", BatchRequest(4, 4, 10, 0))
     assert heard == [1]
 
 
 def test_select_keeps_whole_segments() -> None:
-    batch = ExperienceBatch.of(1, [segment(2, 1), segment(3, 5), segment(1, 9)])
+    batch = ExperienceBatch.from_segments(1, [segment(2, 1), segment(3, 5), segment(1, 9)])
     kept = batch.select(np.array([True, False, True]))
     assert kept.lengths.tolist() == [2, 1]
     assert kept.versions.tolist() == [1, 1, 9]
@@ -154,7 +154,7 @@ def test_select_keeps_whole_segments() -> None:
 def test_credit_never_promises_more_than_there_is_room(
     open_credit: dict[int, int], queued: int, capacity: int, max_credits: int
 ) -> None:
-    grants = share_credit(open_credit, queued, capacity, max_credits)
+    grants = grant_credit(open_credit, queued, capacity, max_credits)
     promised = queued + sum(open_credit.values())
     assert all(grant > 0 for grant in grants.values())
     assert promised + sum(grants.values()) <= max(capacity, promised)
@@ -163,9 +163,9 @@ def test_credit_never_promises_more_than_there_is_room(
 
 
 def test_the_poorest_session_comes_first_and_one_place_is_always_given() -> None:
-    assert share_credit({"rich": 1, "poor": 0}, queued=4, capacity=6, max_credits=16) == {"poor": 1}
-    assert share_credit({"a": 0, "b": 0, "c": 0}, queued=0, capacity=2, max_credits=16) == {"a": 1, "b": 1}
-    assert share_credit({}, queued=0, capacity=2, max_credits=16) == {}
+    assert grant_credit({"rich": 1, "poor": 0}, queued=4, capacity=6, max_credits=16) == {"poor": 1}
+    assert grant_credit({"a": 0, "b": 0, "c": 0}, queued=0, capacity=2, max_credits=16) == {"a": 1, "b": 1}
+    assert grant_credit({}, queued=0, capacity=2, max_credits=16) == {}
 
 
 def test_who_comes_later_finds_credit_although_others_do_not_use_theirs() -> None:
@@ -173,18 +173,18 @@ def test_who_comes_later_finds_credit_although_others_do_not_use_theirs() -> Non
     for session in range(24):
         credit[session] = 0
         for _ in range(5):
-            for other, grant in share_credit(credit, queued=0, capacity=96, max_credits=16).items():
+            for other, grant in grant_credit(credit, queued=0, capacity=96, max_credits=16).items():
                 credit[other] += grant
         assert credit[session] >= 1
 
 
 def test_a_session_with_most_of_its_window_is_not_topped_up() -> None:
-    assert share_credit({"a": 9}, queued=0, capacity=100, max_credits=16) == {}
-    assert share_credit({"a": 8}, queued=0, capacity=100, max_credits=16) == {"a": 8}
+    assert grant_credit({"a": 9}, queued=0, capacity=100, max_credits=16) == {}
+    assert grant_credit({"a": 8}, queued=0, capacity=100, max_credits=16) == {"a": 8}
 
 
 def test_a_batch_comes_out_of_its_bytes_as_it_went_in() -> None:
-    batch = ExperienceBatch.of(7, [segment(3, version=2, terminated=True), segment(5)])
+    batch = ExperienceBatch.from_segments(7, [segment(3, version=2, terminated=True), segment(5)])
     again = ExperienceBatch.from_bytes(batch.to_bytes())
     assert again.lease_id == 7
     for name, array in vars(batch).items():
@@ -200,10 +200,10 @@ def test_a_learner_that_is_slower_than_its_actors_leaves_none_of_them_waiting_fo
     for number in range(40):
         sessions.grant_credit(queue, max_credits=16)
         for session in list(sessions.values()):
-            for seq in range(queue.ledger.account(session.key).next_seq, session.send_limit):
+            for seq in range(queue.ledger.get_account(session.key).next_seq, session.send_limit):
                 assert queue.put(session.key, seq, segment(1))
         assert queue.take("learner", BatchRequest(16, 16, 16, 0, number))
-    received = [queue.ledger.account(session.key).received for session in sessions.values()]
+    received = [queue.ledger.get_account(session.key).received for session in sessions.values()]
     assert max(received) - min(received) <= 2
 
 
@@ -221,6 +221,6 @@ def test_a_batch_that_the_ledger_cannot_note_stays_queued(monkeypatch: pytest.Mo
     batch = queue.take("learner", BatchRequest(5, 9, 9, 0.0, 2))
     assert batch is not None
     assert batch.lengths.tolist() == [2, 3]
-    assert queue.settle(batch.lease_id, [None, None])
-    assert queue.ledger.totals().to_dict()["consumed"] == 2
-    assert queue.ledger.totals().balanced
+    assert queue.acknowledge(batch.lease_id, [None, None])
+    assert queue.ledger.get_totals().to_dict()["consumed"] == 2
+    assert queue.ledger.get_totals().is_balanced

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shoal.cli.support.predict_hint import first_question
+from shoal.cli.support.predict_hint import suggest_predict_command
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.weights import WeightSnapshot
 
@@ -34,4 +34,4 @@ def test_what_to_ask_first_can_be_typed_as_it_stands(inputs: list[tuple[str, str
         model=ModelFactory(factory="mine:clean"),
         signature=Signature(inputs=tensors, outputs=tensors),
     )
-    assert first_question(version) == f"shoal predict m {words}"
+    assert suggest_predict_command(version) == f"shoal predict m {words}"

@@ -16,15 +16,21 @@ from serving.fake_host import FakeHost, FakeModel, tensors
 from shoal.errors import InferenceError
 from shoal.open_inference import inference_pb2 as pb
 from shoal.open_inference.binary_tensors import to_binary
-from shoal.open_inference.datatypes import NUMPY
+from shoal.open_inference.datatypes import NUMPY_DTYPES
 from shoal.open_inference.messages import TensorMetadata
-from shoal.open_inference.request_schema import Expectation
+from shoal.open_inference.request_schema import RequestSchema
 from shoal.serve.grpc import request_cache
-from shoal.serve.grpc.codec import Asked, GrpcCodec, Inputs
-from shoal.serve.grpc.request_cache import MAX_LAYOUTS, MAX_OF_A_LENGTH, MAX_SEEN, Layout, Layouts
+from shoal.serve.grpc.codec import DecodedInputs, GrpcCodec, InferRequestHeader
+from shoal.serve.grpc.request_cache import (
+    MAX_LAYOUTS,
+    MAX_LAYOUTS_PER_LENGTH,
+    MAX_SEEN_HEADS,
+    RequestLayout,
+    RequestLayoutCache,
+)
 from shoal.serve.grpc.service import InferenceServicer, Invocation
 from shoal.serve.messages.inference import Arrays
-from shoal.serve.protocol.access import Access
+from shoal.serve.protocol.access import AccessControl
 
 SPECS = [TensorMetadata("x", "FP32", [-1, 3]), TensorMetadata("n", "INT64", [-1]), TensorMetadata("t", "BYTES", [-1])]
 CODEC = GrpcCodec("m", SPECS, SPECS, 8)
@@ -50,27 +56,27 @@ def request_of(arrays: Arrays, **fields: Any) -> pb.ModelInferRequest:
     return request
 
 
-def read(content: bytes) -> tuple[pb.ModelInferRequest, Asked, Inputs]:
+def read(content: bytes) -> tuple[pb.ModelInferRequest, InferRequestHeader, DecodedInputs]:
     """As a message is read that nothing is known of."""
     request = pb.ModelInferRequest.FromString(content)
-    return request, Asked.by(request), CODEC.decode(request)
+    return request, InferRequestHeader.from_message(request), CODEC.decode(request)
 
 
-def learn(layouts: Layouts, content: bytes, codec: GrpcCodec = CODEC) -> None:
+def learn(layouts: RequestLayoutCache, content: bytes, codec: GrpcCodec = CODEC) -> None:
     request, asked, inputs = read(content)
     layouts.learn(content, request, asked, codec, inputs)
 
 
-def learnt(content: bytes) -> Layouts:
-    layouts = Layouts()
+def learnt(content: bytes) -> RequestLayoutCache:
+    layouts = RequestLayoutCache()
     learn(layouts, content)
     learn(layouts, content)
     return layouts
 
 
-def assert_same(layout: Layout, content: bytes) -> None:
+def assert_same(layout: RequestLayout, content: bytes) -> None:
     _, asked, expected = read(content)
-    found = layout.inputs(content)
+    found = layout.decode_inputs(content)
     assert layout.asked == asked
     assert (found.num_rows, found.wanted, found.outputs) == (expected.num_rows, expected.wanted, expected.outputs)
     assert list(found.arrays) == list(expected.arrays)
@@ -115,7 +121,7 @@ def test_whatever_a_layout_is_found_for_is_read_as_by_protobuf(seed: int, change
         read(bytes(content))
     except InferenceError as expected:
         with pytest.raises(InferenceError, match=f"^{re.escape(str(expected))}$") as caught:
-            layout.inputs(bytes(content))
+            layout.decode_inputs(bytes(content))
         assert caught.value.status == expected.status  # noqa: PT017
     else:
         assert_same(layout, bytes(content))
@@ -123,7 +129,7 @@ def test_whatever_a_layout_is_found_for_is_read_as_by_protobuf(seed: int, change
 
 def test_only_what_begins_like_an_earlier_one_is_learnt() -> None:
     """Whatever came between: clients take turns."""
-    layouts = Layouts()
+    layouts = RequestLayoutCache()
     first, second = (request_of(arrays_of(num_rows, 0)).SerializeToString() for num_rows in (1, 2))
     for content in (first, second):
         learn(layouts, content)
@@ -134,10 +140,10 @@ def test_only_what_begins_like_an_earlier_one_is_learnt() -> None:
 
 
 def test_of_the_beginnings_that_came_once_no_more_are_kept_than_the_limit_says() -> None:
-    layouts = Layouts()
-    for version in range(3 * MAX_SEEN):
+    layouts = RequestLayoutCache()
+    for version in range(3 * MAX_SEEN_HEADS):
         learn(layouts, request_of(arrays_of(1, 0), model_version=str(version)).SerializeToString())
-        assert len(layouts._seen) <= MAX_SEEN
+        assert len(layouts._seen) <= MAX_SEEN_HEADS
 
 
 def test_elements_that_come_before_other_fields_have_no_layout() -> None:
@@ -164,28 +170,28 @@ def test_requests_with_an_id_or_typed_contents_have_no_layout() -> None:
     named = request_of(arrays_of(1, 0), id="7").SerializeToString()
     assert learnt(named).find(named) is None
     specs = [TensorMetadata("n", "INT64", [-1])]
-    codec, layouts = GrpcCodec("m", specs, specs, 8), Layouts()
+    codec, layouts = GrpcCodec("m", specs, specs, 8), RequestLayoutCache()
     request = pb.ModelInferRequest(model_name="m")
     request.inputs.add(name="n", datatype="INT64", shape=[1]).contents.int64_contents.append(7)
     content = request.SerializeToString()
     for _ in range(2):
-        layouts.learn(content, request, Asked.by(request), codec, codec.decode(request))
+        layouts.learn(content, request, InferRequestHeader.from_message(request), codec, codec.decode(request))
     assert layouts.find(content) is None
 
 
 def test_no_more_is_kept_than_the_limits_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    layouts = Layouts()
+    layouts = RequestLayoutCache()
     contents = [
         request_of(arrays_of(1, 0, text_bytes), model_version=str(version)).SerializeToString()
-        for text_bytes in range(2, 2 + MAX_LAYOUTS // MAX_OF_A_LENGTH + 2)
-        for version in range(MAX_OF_A_LENGTH + 2)
+        for text_bytes in range(2, 2 + MAX_LAYOUTS // MAX_LAYOUTS_PER_LENGTH + 2)
+        for version in range(MAX_LAYOUTS_PER_LENGTH + 2)
     ]
     for content in contents:
         learn(layouts, content)
         learn(layouts, content)
         assert layouts.find(content) is not None
-        assert sum(map(len, layouts._by_length.values())) == layouts._num <= MAX_LAYOUTS
-        assert max(map(len, layouts._by_length.values())) <= MAX_OF_A_LENGTH
+        assert sum(map(len, layouts._by_length.values())) == layouts._num_layouts <= MAX_LAYOUTS
+        assert max(map(len, layouts._by_length.values())) <= MAX_LAYOUTS_PER_LENGTH
     monkeypatch.setattr(request_cache, "MAX_HEAD_BYTES", 20)
     assert learnt(contents[0]).find(contents[0]) is None
 
@@ -198,7 +204,7 @@ def test_a_layout_of_a_codec_that_is_gone_gives_way() -> None:
     found = layouts.find(content)
     assert found is not None
     assert found.codec is newer
-    assert layouts._num == 1
+    assert layouts._num_layouts == 1
 
 
 # -- in the service -----------------------------------------------------------------------------------------------
@@ -206,7 +212,7 @@ def test_a_layout_of_a_codec_that_is_gone_gives_way() -> None:
 
 def asked_of(host: FakeHost, *requests: pb.ModelInferRequest) -> tuple[list[pb.ModelInferResponse], int]:
     """The answers to these, one after the other, and how many were taken apart."""
-    servicer, decoded = InferenceServicer(host, Access(None, [])), 0  # type: ignore[arg-type]
+    servicer, decoded = InferenceServicer(host, AccessControl(None, [])), 0  # type: ignore[arg-type]
 
     async def body() -> list[pb.ModelInferResponse]:
         return [
@@ -215,7 +221,7 @@ def asked_of(host: FakeHost, *requests: pb.ModelInferRequest) -> tuple[list[pb.M
         ]
 
     class Counted(GrpcCodec):
-        def decode(self, request: pb.ModelInferRequest) -> Inputs:
+        def decode(self, request: pb.ModelInferRequest) -> DecodedInputs:
             nonlocal decoded
             decoded += 1
             return super().decode(request)
@@ -247,7 +253,7 @@ def test_a_layout_goes_when_a_load_has_changed_how_many_rows_a_request_may_have(
     request = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(24)])
     request.inputs.add(name="x", datatype="FP32", shape=[2, 3])
     content = request.SerializeToString()
-    servicer = InferenceServicer(FakeHost(model), Access(None, []))  # type: ignore[arg-type]
+    servicer = InferenceServicer(FakeHost(model), AccessControl(None, []))  # type: ignore[arg-type]
 
     async def body() -> None:
         for _ in range(3):
@@ -266,16 +272,16 @@ def test_of_the_outputs_that_are_asked_for_no_more_are_looked_at_than_the_model_
     """A request of some kilobytes, compressed, can name millions."""
     looked_at: list[str] = []
 
-    class Counted(Expectation):
-        def wanted(self, names: Iterable[str]) -> frozenset[str] | None:
-            return super().wanted(looked_at.append(name) or name for name in names)
+    class Counted(RequestSchema):
+        def check_outputs(self, names: Iterable[str]) -> frozenset[str] | None:
+            return super().check_outputs(looked_at.append(name) or name for name in names)
 
-    monkeypatch.setattr("shoal.serve.grpc.codec.Expectation", Counted)
+    monkeypatch.setattr("shoal.serve.grpc.codec.RequestSchema", Counted)
     request = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(12)])
     request.inputs.add(name="x", datatype="FP32", shape=[1, 3])
     for _ in range(1000):
         request.outputs.add(name="x")
-    asked = Asked.by(request)
+    asked = InferRequestHeader.from_message(request)
     assert not [field for field in asked.__struct_fields__ if isinstance(getattr(asked, field), tuple)]
     with pytest.raises(InferenceError, match="asked for twice"):
         asked_of(FakeHost(FakeModel("m", tensors(x=("FP32", [-1, 3])))), request)
@@ -286,7 +292,7 @@ def test_a_stream_ends_at_what_is_no_message_and_nothing_behind_it_is_computed()
     model = FakeModel("m", tensors(x=("FP32", [-1, 3])))
     request = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(12)])
     request.inputs.add(name="x", datatype="FP32", shape=[1, 3])
-    servicer = InferenceServicer(FakeHost(model), Access(None, []))  # type: ignore[arg-type]
+    servicer = InferenceServicer(FakeHost(model), AccessControl(None, []))  # type: ignore[arg-type]
 
     async def contents() -> AsyncIterator[bytes]:
         for content in (request.SerializeToString(), b"\xff\xff", request.SerializeToString()):
@@ -312,21 +318,21 @@ def test_elements_that_are_none_are_refused_by_a_layout_too() -> None:
     assert caught.value.status == 422
 
 
-@given(st.sampled_from(sorted(NUMPY)), st.integers(1, 4), st.text(max_size=200), st.booleans())
+@given(st.sampled_from(sorted(NUMPY_DTYPES)), st.integers(1, 4), st.text(max_size=200), st.booleans())
 def test_an_answer_is_the_message_that_protobuf_would_make(
     datatype: str, num_rows: int, identifier: str, known: bool
 ) -> None:
     specs = [TensorMetadata("a", datatype, [-1, 2]), TensorMetadata("b", "FP32", [-1])]
     codec = GrpcCodec("m", [], specs, 8)
     array = np.arange(num_rows * 2).reshape(num_rows, 2)
-    values = array.astype("S").astype(object) if datatype == "BYTES" else array.astype(NUMPY[datatype])
+    values = array.astype("S").astype(object) if datatype == "BYTES" else array.astype(NUMPY_DTYPES[datatype])
     outputs = {"a": values, "b": np.ones(num_rows, np.float32)}
     expected = pb.ModelInferResponse(model_name="m", model_version="5", id=identifier)
     for spec in specs:
         array = outputs[spec.name]
         expected.outputs.add(name=spec.name, datatype=spec.datatype, shape=array.shape)
         expected.raw_output_contents.append(bytes(to_binary(spec.datatype, array)))
-    asked = Asked("m", "", identifier, None, raw=True)
+    asked = InferRequestHeader("m", "", identifier, None, raw=True)
     for _ in range(1 + known):
         content = codec.encode(asked, (), 5, outputs)
     assert pb.ModelInferResponse.FromString(content) == expected

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from shoal.errors import InferenceError
-from shoal.serve.grpc.stream import StreamProgress
-from shoal.serve.http.fast_path import CLOSING
+from shoal.serve.grpc.stream import StreamLifecycle
+from shoal.serve.http.fast_path import CLOSING_MESSAGE
 from shoal.serve.messages.inference import Disconnected
-from shoal.serve.protocol.limits import Limits
+from shoal.serve.protocol.limits import RequestLimits
 from shoal.serve.protocol.request_lifecycle import RequestsInProgress
 
-LIMITS = Limits(max_body_bytes=10_000)
+LIMITS = RequestLimits(max_body_bytes=10_000)
 PATIENCE_S = 5.0
 
 
@@ -28,7 +28,7 @@ def piece(body: bytes, *, more: bool = True, kind: str = "http.request") -> dict
     return {"type": kind, "body": body, "more_body": more}
 
 
-def run(messages: Iterable[dict[str, Any]], work: Callable[[StreamProgress], Awaitable[Any]]) -> Any:
+def run(messages: Iterable[dict[str, Any]], work: Callable[[StreamLifecycle], Awaitable[Any]]) -> Any:
     """What `work` makes of a stream of these messages of ASGI, looked at each millisecond."""
     coming = iter(messages)
 
@@ -40,15 +40,15 @@ def run(messages: Iterable[dict[str, Any]], work: Callable[[StreamProgress], Awa
     async def test() -> Any:
         requests = RequestsInProgress(LIMITS, look_s=0.001)
         return await asyncio.wait_for(
-            requests.run_as(StreamProgress, receive, lambda progress, _: work(progress), None), PATIENCE_S
+            requests.run_as(StreamLifecycle, receive, lambda progress, _: work(progress), None), PATIENCE_S
         )
 
     return asyncio.run(test())
 
 
-async def contents(progress: StreamProgress) -> list[bytes]:
+async def contents(progress: StreamLifecycle) -> list[bytes]:
     found = []
-    while (each := await progress.frame()) is not None:
+    while (each := await progress.read_frame()) is not None:
         found.append(each.content)
     return found
 
@@ -70,22 +70,22 @@ def test_what_nobody_asks_for_is_read_ahead_up_to_a_limit_and_no_further() -> No
             taken += 1
             yield piece(frame(b"%06d" % number) * 10)
 
-    async def work(progress: StreamProgress) -> None:
-        await progress.frame()
+    async def work(progress: StreamLifecycle) -> None:
+        await progress.read_frame()
         for _ in range(3):  # each time it is looked at again
             await asyncio.sleep(0.05)
             assert taken * 110 < LIMITS.max_body_bytes + 1000
         assert taken * 110 >= LIMITS.max_body_bytes
         for _ in range(5000):
-            assert await progress.frame() is not None
+            assert await progress.read_frame() is not None
         assert len(progress.waits) == 0, "nothing of what was read stays"
 
     run(endless(), work)
 
 
 def test_it_is_seen_that_the_client_has_gone_while_nobody_asks() -> None:
-    async def work(progress: StreamProgress) -> None:
-        await progress.frame()
+    async def work(progress: StreamLifecycle) -> None:
+        await progress.read_frame()
         await asyncio.Event().wait()
 
     messages = [piece(frame(b"a") * 3), piece(frame(b"b") * 3), {"type": "http.disconnect"}]
@@ -97,19 +97,19 @@ def test_it_is_seen_that_the_client_has_gone_while_nobody_asks() -> None:
 
 def test_a_server_that_is_to_end_begins_nothing_more_of_a_client_that_has_more() -> None:
     with pytest.raises(InferenceError, match="closing") as caught:
-        run([piece(frame(b"a") * 3, kind=CLOSING)], contents)
+        run([piece(frame(b"a") * 3, kind=CLOSING_MESSAGE)], contents)
     assert caught.value.status == 503
-    last = piece(frame(b"a") * 3, kind=CLOSING, more=False)
+    last = piece(frame(b"a") * 3, kind=CLOSING_MESSAGE, more=False)
     assert run([last], contents) == [b"a"] * 3
 
 
 def test_the_rest_of_a_message_has_its_time_and_silence_between_two_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Limits, "body_deadline_s", lambda self, received_bytes: 0.05)
+    monkeypatch.setattr(RequestLimits, "body_deadline_s", lambda self, received_bytes: 0.05)
 
-    async def work(progress: StreamProgress) -> None:
-        await progress.frame()
+    async def work(progress: StreamLifecycle) -> None:
+        await progress.read_frame()
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(progress.frame(), 0.2)
+            await asyncio.wait_for(progress.read_frame(), 0.2)
 
     run([piece(frame(b"a"))], work)
     with pytest.raises(InferenceError, match="too slowly: 3 bytes") as caught:

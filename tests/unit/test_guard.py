@@ -4,15 +4,15 @@ from typing import Any
 
 import pytest
 
-from shoal.serve.controller.canary_evidence import EvidenceBook
+from shoal.serve.controller.canary_evidence import EvidenceCollector
 from shoal.serve.controller.canary_guard import NUM_COMPARED, Evidence, Tried, judge, judge_live, latency_ratio
-from shoal.serve.messages.replica_report import Forwards, ModelReport, ReplicaReport, total_forwards
+from shoal.serve.messages.replica_report import ForwardMedians, ModelReport, ReplicaReport, merge_forward_medians
 from shoal.serve.replica.model_statistics import ModelStatistics
 from shoal.serve.spec.model_options import GuardOptions
 
 GUARD = GuardOptions(min_requests=100, max_disagreement=0.1, metric="reward", min_value=5.0)
-FAST: Forwards = {0: (50, 0.001), 3: (50, 0.002)}
-SLOW: Forwards = {0: (50, 0.003), 3: (50, 0.006)}
+FAST: ForwardMedians = {0: (50, 0.001), 3: (50, 0.002)}
+SLOW: ForwardMedians = {0: (50, 0.003), 3: (50, 0.006)}
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_only_batches_of_like_size_are_compared() -> None:
 
 
 def test_forwards_of_several_replicas_are_weighed_by_their_number() -> None:
-    assert total_forwards([{0: (10, 1.0)}, {0: (30, 2.0), 1: (1, 5.0)}]) == {0: (40, 1.75), 1: (1, 5.0)}
+    assert merge_forward_medians([{0: (10, 1.0)}, {0: (30, 2.0), 1: (1, 5.0)}]) == {0: (40, 1.75), 1: (1, 5.0)}
 
 
 def test_evidence_begins_when_the_candidate_is_opened_and_survives_a_replica() -> None:
@@ -85,16 +85,16 @@ def test_evidence_begins_when_the_candidate_is_opened_and_survives_a_replica() -
 
     def count(name: str, good: int, bad: int) -> None:
         for status in [200] * good + [500] * bad:
-            counts[name].request(2, status, 0.1)
+            counts[name].count_request(2, status, 0.1)
 
     count("a", 10, 10)  # of an earlier canary of this version
-    book = EvidenceBook("m", 1, 2)
-    book.heard(heard("a"))
+    book = EvidenceCollector("m", 1, 2)
+    book.add_report(heard("a"))
     count("a", 5, 1)
-    book.heard(heard("a"))
-    book.heard(heard("b"))
+    book.add_report(heard("a"))
+    book.add_report(heard("b"))
     count("b", 3, 2)
     last = heard("b")
-    book.heard(last)
-    evidence = book.evidence([heard("a")], {}, 0)  # b has died
+    book.add_report(last)
+    evidence = book.build_evidence([heard("a")], {}, 0)  # b has died
     assert (evidence.requests, evidence.errors) == (11, 3)

@@ -22,7 +22,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_token_is_made_once_for_its_owner_alone(folder: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
-        tokens = set(pool.map(lambda _: home.access_token(), range(64)))
+        tokens = set(pool.map(lambda _: home.load_access_token(), range(64)))
     assert tokens == {(folder / "token").read_text()}
     assert len(tokens.pop()) == 48
     assert stat.S_IMODE((folder / "token").stat().st_mode) == 0o600
@@ -38,16 +38,16 @@ def test_what_interrupts_the_making_of_a_token_leaves_none(folder: Path, monkeyp
         with pytest.raises(
             ConfigError, match=r"token.* can be neither read nor made: No space left on device. set SHOAL_HOME"
         ):
-            home.access_token()
+            home.load_access_token()
     assert list(folder.iterdir()) == []
-    assert len(home.access_token()) == 48
+    assert len(home.load_access_token()) == 48
 
 
 @pytest.mark.parametrize("content", ["", " \n"])
 def test_an_empty_token_is_refused(folder: Path, content: str) -> None:
     for name in ("token", "ray-token"):
         (folder / name).write_text(content)
-    for ask in (home.access_token, home.ray_token_path):
+    for ask in (home.load_access_token, home.ray_token_path):
         with pytest.raises(ConfigError, match=r"holds no token. remove the file, and a new one is made"):
             ask()
 
@@ -56,19 +56,19 @@ def test_an_empty_token_is_refused(folder: Path, content: str) -> None:
 def test_a_home_that_is_a_file_is_refused_by_name(inside: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "file").touch()
     monkeypatch.setenv("SHOAL_HOME", str(folder / "file" / inside))
-    for ask in (home.home, home.access_token, home.ray_token_path):
+    for ask in (home.home, home.load_access_token, home.ray_token_path):
         with pytest.raises(ConfigError, match=r"^SHOAL_HOME = '.*file.*': is no folder: .*set it to one where you may"):
             ask()
-    assert home.existing_token() == ""
+    assert home.read_existing_token() == ""
 
 
 @pytest.mark.parametrize("said", ["tok\n", " tok", "tok\r\n"])
 def test_a_new_line_is_no_part_of_a_token(said: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_TOKEN", said)
-    assert home.access_token() == home.existing_token() == "tok"
+    assert home.load_access_token() == home.read_existing_token() == "tok"
     monkeypatch.setenv("SHOAL_TOKEN", "\n")
-    assert home.existing_token() == ""
-    assert len(home.access_token()) == 48
+    assert home.read_existing_token() == ""
+    assert len(home.load_access_token()) == 48
 
 
 @pytest.mark.parametrize("said", ["two words", "tök", "a\nb"])
@@ -77,20 +77,20 @@ def test_a_token_that_no_header_carries_is_refused_and_not_shown(
 ) -> None:
     monkeypatch.setenv("SHOAL_TOKEN", said)
     with pytest.raises(ConfigError, match="cannot be carried by a header") as caught:
-        home.access_token()
+        home.load_access_token()
     assert said not in str(caught.value)
 
 
 def test_a_token_that_cannot_be_read_is_said_so(folder: Path) -> None:
     (folder / "token").mkdir()
     with pytest.raises(ConfigError, match=r"^token = '.*token': cannot be read: Is a directory. set SHOAL_TOKEN$"):
-        home.existing_token()
+        home.read_existing_token()
 
 
 def test_who_has_no_home_has_no_token_there(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HOME", "SHOAL_HOME", "SHOAL_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # as in a container that runs as some number
-    assert home.existing_token() == ""
+    assert home.read_existing_token() == ""
     with pytest.raises(ConfigError, match=r"^SHOAL_HOME = '~/.shoal': is no folder: Could not determine home"):
         home.home()

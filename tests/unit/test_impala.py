@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shoal.models.actor_critic import ActorCritic
-from shoal.rl.algorithms.impala.algorithm import Batch, batch_of, impala_loss
+from shoal.rl.algorithms.impala.algorithm import ImpalaBatch, build_batch, impala_loss
 from shoal.rl.algorithms.impala.config import ImpalaConfig
 from shoal.rl.algorithms.vtrace import vtrace
 
@@ -31,7 +31,7 @@ def oracle_vtrace(ratios, discounts, rewards, values, bootstrap, rho_bar, c_bar,
     return targets, rho * (rewards + discounts * next_targets - values)
 
 
-def random_batch(seed: int, lengths: list[int], num_actions: int = 3, size: int = 4) -> tuple[Batch, dict]:
+def random_batch(seed: int, lengths: list[int], num_actions: int = 3, size: int = 4) -> tuple[ImpalaBatch, dict]:
     random = np.random.default_rng(seed)
     steps = sum(lengths)
     arrays = {
@@ -42,7 +42,7 @@ def random_batch(seed: int, lengths: list[int], num_actions: int = 3, size: int 
         "lengths": np.array(lengths),
         "terminated": random.random(len(lengths)) < 0.5,
     }
-    return batch_of(**arrays), arrays
+    return build_batch(**arrays), arrays
 
 
 def oracle_loss(logits, values, arrays, config):
@@ -209,7 +209,7 @@ def test_the_gradient_of_the_whole_loss_is_the_papers(seed: int, normalize: bool
 @pytest.mark.parametrize("terminated", [True, False])
 def test_truncation_bootstraps_from_the_final_observation_and_termination_does_not(terminated: bool) -> None:
     config = ImpalaConfig(discount=0.9)
-    batch = batch_of(
+    batch = build_batch(
         np.zeros((2, 1)), np.zeros(1, np.int64), np.ones(1), np.zeros(1), np.array([1]), np.array([terminated])
     )
     logits, values = torch.zeros(2, 1), torch.tensor([2.0, 10.0])
@@ -222,11 +222,11 @@ def test_a_segments_padding_and_its_neighbours_do_not_change_its_targets() -> No
     config = ImpalaConfig()
     model = ActorCritic(4, 3, (8,))
     both, _ = random_batch(21, [3, 10])
-    alone = Batch(
+    alone = ImpalaBatch(
         both.observations[:4], both.actions[:3], both.rewards[:3], both.log_probabilities[:3],
         both.lengths_B[:1], both.terminated_B[:1],
     )  # fmt: skip
-    rest = Batch(
+    rest = ImpalaBatch(
         both.observations[4:], both.actions[3:], both.rewards[3:], both.log_probabilities[3:],
         both.lengths_B[1:], both.terminated_B[1:],
     )  # fmt: skip

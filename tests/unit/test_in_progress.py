@@ -11,12 +11,12 @@ from serving.asgi import client, refused
 from serving.fake_host import FakeHost, FakeModel
 from shoal.errors import InferenceError
 from shoal.serve.messages.inference import Disconnected
-from shoal.serve.protocol.limits import Limits
-from shoal.serve.protocol.request_lifecycle import Progress, RequestsInProgress
+from shoal.serve.protocol.limits import RequestLimits
+from shoal.serve.protocol.request_lifecycle import RequestLifecycle, RequestsInProgress
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
-LIMITS = Limits(max_body_bytes=100)
-IMPATIENT = Limits(max_body_bytes=100, body_grace_s=0.0, min_body_bytes_per_s=1000)
+LIMITS = RequestLimits(max_body_bytes=100)
+IMPATIENT = RequestLimits(max_body_bytes=100, body_grace_s=0.0, min_body_bytes_per_s=1000)
 ROW = b'{"inputs": [{"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [1, 2, 3]}]}'
 
 
@@ -33,10 +33,10 @@ def body(*chunks: bytes, then: Awaitable[None] | None = None) -> Receive:
     return receive
 
 
-def read(receive: Receive, length_bytes: int | None = None, limits: Limits = LIMITS) -> bytes:
+def read(receive: Receive, length_bytes: int | None = None, limits: RequestLimits = LIMITS) -> bytes:
     async def run() -> bytes:
         requests = RequestsInProgress(limits, look_s=0.001)
-        return await asyncio.wait_for(requests.run(receive, Progress.body, length_bytes), 10.0)
+        return await asyncio.wait_for(requests.run(receive, RequestLifecycle.read_body, length_bytes), 10.0)
 
     return asyncio.run(run())
 
@@ -86,12 +86,14 @@ def test_a_body_that_trickles_is_cut_off() -> None:
 def test_a_cancelled_request_is_cancelled_and_nothing_of_it_is_left() -> None:
     async def run() -> None:
         requests = RequestsInProgress(LIMITS, look_s=0.001)
-        stalled = asyncio.create_task(requests.run(body(b"x", then=asyncio.sleep(60)), Progress.body, None))
+        stalled = asyncio.create_task(
+            requests.run(body(b"x", then=asyncio.sleep(60)), RequestLifecycle.read_body, None)
+        )
         await asyncio.sleep(0)
         stalled.cancel()
         with pytest.raises(asyncio.CancelledError):
             await stalled
-        assert await requests.run(body(b"y"), Progress.body, None) == b"y"
+        assert await requests.run(body(b"y"), RequestLifecycle.read_body, None) == b"y"
         assert not requests._running
 
     asyncio.run(run())
@@ -143,9 +145,9 @@ def test_a_forward_that_takes_too_long_is_cut_off_at_the_deadline() -> None:
 
 
 def test_the_first_reason_to_end_counts() -> None:
-    async def ended_twice(progress: Progress, _: None) -> None:
-        progress.until(time.monotonic())
-        progress.until(time.monotonic())
+    async def ended_twice(progress: RequestLifecycle, _: None) -> None:
+        progress.set_deadline(time.monotonic())
+        progress.set_deadline(time.monotonic())
         await asyncio.sleep(60)
 
     async def run() -> None:

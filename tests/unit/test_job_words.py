@@ -9,12 +9,12 @@ from typing import Any, cast
 
 import pytest
 
-from shoal.cli.commands.run import Typed
+from shoal.cli.commands.run import RunArguments
 from shoal.cli.commands.run import _Session as Session
-from shoal.cli.support.console import literal_console
-from shoal.cli.support.job_lookup import check_words, words_apart
-from shoal.cli.support.job_output import Words, failure, lines_of
-from shoal.cluster.jobs import Job, JobStatus
+from shoal.cli.support.console import make_literal_console
+from shoal.cli.support.job_lookup import split_secret_overrides, validate_overrides
+from shoal.cli.support.job_output import JobLogReader, describe_failure, follow_lines
+from shoal.cluster.jobs import JobHandle, JobStatus
 from shoal.errors import RunError
 
 
@@ -31,7 +31,7 @@ class SaysInPieces:
 def test_lines_are_whole_and_rays_own_are_left_out() -> None:
     pieces = ["2026 INFO job_manager.py:5", "81 -- Runtime env is set up.\nst", "ep 1\n\nstep", " 2\nand no new line"]
     job = cast(Any, SaysInPieces(*pieces))
-    assert list(lines_of(cast(Job, job), 1.0)) == ["step 1", "", "step 2", "and no new line"]
+    assert list(follow_lines(cast(JobHandle, job), 1.0)) == ["step 1", "", "step 2", "and no new line"]
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_lines_are_whole_and_rays_own_are_left_out() -> None:
     ],
 )
 def test_a_job_that_another_has_stopped_did_not_fail(log: str, outcome: JobStatus, said: str) -> None:
-    assert failure(cast(Job, SimpleNamespace(logs=lambda: log)), "the job", outcome) == said
+    assert describe_failure(cast(JobHandle, SimpleNamespace(logs=lambda: log)), "the job", outcome) == said
 
 
 class Grows:
@@ -74,22 +74,22 @@ class Grows:
 def test_a_line_that_has_only_begun_is_said_when_it_is_whole(log: str, lines: list[str], at_the_end: list[str]) -> None:
     for size in (1, 4, 100):
         job = Grows(*(log[: begin + size] for begin in range(0, len(log), size)), log)
-        words = Words(cast(Job, job))
+        words = JobLogReader(cast(JobHandle, job))
         seen = []
         for _ in range(len(job.looks) - 1):
             job.outcome()
-            seen += words.new(is_over=False)
+            seen += words.read_new_lines(is_over=False)
         assert seen == lines
-        assert seen + words.new(is_over=True) == at_the_end
-        assert words.new(is_over=True) == []
+        assert seen + words.read_new_lines(is_over=True) == at_the_end
+        assert words.read_new_lines(is_over=True) == []
 
 
 def test_a_job_may_be_in_any_encoding(tmp_path: Path) -> None:
     job = tmp_path / "job.py"
     job.write_bytes(b"# coding: latin-1\n# \xfcber job_main\nimport sys\nsys.exit('error: ' + sys.argv[2])\n")
     with pytest.raises(RunError, match=r"^--check$"):
-        check_words(job, ["a=1"])
-    shown, secrets = words_apart(job, ["args.token=hush"])
+        validate_overrides(job, ["a=1"])
+    shown, secrets = split_secret_overrides(job, ["args.token=hush"])
     assert shown == ["args.token=***"]
     assert secrets
 
@@ -99,9 +99,9 @@ def test_what_a_program_says_last_is_said(
 ) -> None:
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
     monkeypatch.setattr("shoal.cli.display.run_view.REFRESH_S", 0.0)
-    session = Session(Typed("x", (), 0), Path("x.py"), literal_console(), plain=True)
+    session = Session(RunArguments("x", (), 0), Path("x.py"), make_literal_console(), plain=True)
     whole = "counting ... 1 2\nthe answer is 42"
     job = cast(Any, Grows("", "counting ... 1", whole[:-2], whole))
-    session._job, session._said_by_job = job, Words(job)
+    session._job, session._job_log = job, JobLogReader(job)
     assert session._follow() is JobStatus.SUCCEEDED
     assert capsys.readouterr().out == whole + "\n"

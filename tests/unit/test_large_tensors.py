@@ -14,11 +14,11 @@ import pytest
 from serving.asgi import Client, client
 from serving.fake_host import FakeHost, FakeModel, tensors
 from shoal.open_inference import inference_pb2 as pb
-from shoal.open_inference.http_codec import InferCodec
+from shoal.open_inference.http_codec import HttpCodec
 from shoal.serve.grpc.codec import GrpcCodec
 from shoal.serve.grpc.service import InferenceServicer, Invocation
 from shoal.serve.protocol import offload
-from shoal.serve.protocol.access import Access
+from shoal.serve.protocol.access import AccessControl
 from shoal.serve.protocol.offload import LARGE_BYTES, LARGE_ELEMENTS
 
 COUNT = LARGE_BYTES  # elements of four bytes, or of one in JSON with its comma
@@ -76,7 +76,7 @@ def body_of(model: str) -> tuple[bytes, dict[str, str]]:
 
 @pytest.mark.parametrize("model", ["numbers", "texts"])
 def test_others_are_answered_while_a_large_body_is_read(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
-    gate = gated(monkeypatch, InferCodec, "decode", lambda body, length: len(body) > LARGE_BYTES)
+    gate = gated(monkeypatch, HttpCodec, "decode", lambda body, length: len(body) > LARGE_BYTES)
     app, (body, headers) = client(host()).app, body_of(model)
     many, few = answers(
         Client(app).call("POST", f"/v2/models/{model}/infer", [body], headers),
@@ -88,7 +88,7 @@ def test_others_are_answered_while_a_large_body_is_read(monkeypatch: pytest.Monk
 
 
 def test_others_are_answered_while_a_large_answer_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = gated(monkeypatch, InferCodec, "encode", lambda request, version, outputs: "y" in outputs)
+    gate = gated(monkeypatch, HttpCodec, "encode", lambda request, version, outputs: "y" in outputs)
     app, body = client(host()).app, json.dumps(SMALL).encode()
     many, few = answers(
         Client(app).call("POST", "/v2/models/many/infer", [body]),
@@ -101,7 +101,7 @@ def test_others_are_answered_while_a_large_answer_is_written(monkeypatch: pytest
 
 def test_numbers_that_go_as_bytes_wait_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     loops = threading.current_thread()
-    gated(monkeypatch, InferCodec, "encode", lambda *_: threading.current_thread() is not loops)
+    gated(monkeypatch, HttpCodec, "encode", lambda *_: threading.current_thread() is not loops)
     reply = client(host()).infer({**SMALL, "parameters": {"binary_data_output": True}}, "/v2/models/many/infer")
     assert reply.tensors[1] == MANY.tobytes()
 
@@ -117,7 +117,7 @@ def test_others_are_answered_while_a_large_message_is_read(monkeypatch: pytest.M
         request.raw_input_contents.append(bytes(4 * COUNT))
     other = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(12)])
     other.inputs.add(name="x", datatype="FP32", shape=[1, 3])
-    servicer = InferenceServicer(host(), Access(None, []))
+    servicer = InferenceServicer(host(), AccessControl(None, []))
     many, few = answers(
         servicer.model_infer(request.SerializeToString(), Invocation({})),
         servicer.model_infer(other.SerializeToString(), Invocation({})),
@@ -128,7 +128,7 @@ def test_others_are_answered_while_a_large_message_is_read(monkeypatch: pytest.M
 
 
 def test_no_more_large_bodies_wait_than_memory_is_meant_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = gated(monkeypatch, InferCodec, "decode", lambda body, length: len(body) > LARGE_BYTES)
+    gate = gated(monkeypatch, HttpCodec, "decode", lambda body, length: len(body) > LARGE_BYTES)
     app, (body, _) = client(host()).app, body_of("numbers")
     monkeypatch.setattr(offload, "MAX_WAITING_BYTES", 2 * len(body))
 

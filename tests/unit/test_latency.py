@@ -24,7 +24,7 @@ def test_nothing_is_promised_before_the_first_batch() -> None:
     model = LatencyModel()
     assert model.seconds(1) == model.seconds(1000) == 0.0
     assert model.rows_within(0.0) == math.inf
-    assert model.measured() == []
+    assert model.list_points() == []
 
 
 @settings(max_examples=200, deadline=None)
@@ -124,7 +124,7 @@ def test_a_slow_spell_of_one_size_is_forgotten_by_all_when_it_has_gone_from_that
     assert model.seconds(64) == 5.0
     for _ in range(WINDOW):
         model.observe(1, 0.01, 2.0)
-    assert model.measured() == [(1, 0.01), (2, 0.02), (64, 0.1)]
+    assert model.list_points() == [(1, 0.01), (2, 0.02), (64, 0.1)]
 
 
 def test_where_two_sizes_that_are_known_contradict_each_other_the_cheaper_is_right() -> None:

@@ -23,13 +23,13 @@ STALE = DropReason.STALE_CONSUMPTION
 def test_a_segment_moves_from_received_to_queued_to_consumed() -> None:
     ledger = Ledger()
     for seq in range(3):
-        ledger.admit(A, seq)
-    ledger.admit(B, 0, DropReason.NON_FINITE)
-    lease = ledger.lease("learner", [A, A])
-    assert ledger.account(A).queued == 3  # a leased segment has not left the books
-    assert ledger.settle(lease, [None, STALE])
-    assert (ledger.account(A).consumed, ledger.account(A).queued) == (1, 1)
-    assert ledger.totals().to_dict() == {
+        ledger.record_received(A, seq)
+    ledger.record_received(B, 0, DropReason.NON_FINITE)
+    lease = ledger.open_lease("learner", [A, A])
+    assert ledger.get_account(A).queued == 3  # a leased segment has not left the books
+    assert ledger.acknowledge(lease, [None, STALE])
+    assert (ledger.get_account(A).consumed, ledger.get_account(A).queued) == (1, 1)
+    assert ledger.get_totals().to_dict() == {
         "received": 4,
         "consumed": 1,
         "queued": 1,
@@ -42,79 +42,79 @@ def test_a_segment_moves_from_received_to_queued_to_consumed() -> None:
 def test_a_lease_is_settled_once_and_saying_it_again_is_no_mistake(tmp_path: Path) -> None:
     """The answer to a settlement may be lost with the gateway that gave it: the learner then asks again."""
     ledger = Ledger(tmp_path / "ledger.sqlite")
-    ledger.admit(A, 0)
-    lease = ledger.lease("learner", [A])
-    assert ledger.settle(lease, [None])
-    assert ledger.settle(lease, [None])
-    assert Ledger(tmp_path / "ledger.sqlite").settle(lease, [None])
-    assert ledger.account(A).consumed == 1
-    assert not ledger.settle(lease + 1, [None])
+    ledger.record_received(A, 0)
+    lease = ledger.open_lease("learner", [A])
+    assert ledger.acknowledge(lease, [None])
+    assert ledger.acknowledge(lease, [None])
+    assert Ledger(tmp_path / "ledger.sqlite").acknowledge(lease, [None])
+    assert ledger.get_account(A).consumed == 1
+    assert not ledger.acknowledge(lease + 1, [None])
 
 
 def test_the_leases_of_an_earlier_learner_are_dropped_with_a_reason_and_cannot_be_settled() -> None:
     ledger = Ledger()
-    ledger.admit(A, 0)
-    dead = ledger.lease("learner 1", [A])
-    assert ledger.end_open_leases("learner 2") == 1
-    assert ledger.account(A).dropped == {"learner_crash": 1}
-    assert not ledger.settle(dead, [None])
+    ledger.record_received(A, 0)
+    dead = ledger.open_lease("learner 1", [A])
+    assert ledger.revoke_open_leases("learner 2") == 1
+    assert ledger.get_account(A).dropped == {"learner_crash": 1}
+    assert not ledger.acknowledge(dead, [None])
 
 
 def test_a_lease_whose_answer_was_lost_is_counted_when_the_learner_asks_again() -> None:
     ledger = Ledger()
-    ledger.admit(A, 0)
-    ledger.lease("learner", [A])
-    assert ledger.end_open_leases("learner") == 1
-    assert ledger.account(A).dropped == {"lease_lost": 1}
-    assert ledger.account(A).queued == 0
+    ledger.record_received(A, 0)
+    ledger.open_lease("learner", [A])
+    assert ledger.revoke_open_leases("learner") == 1
+    assert ledger.get_account(A).dropped == {"lease_lost": 1}
+    assert ledger.get_account(A).queued == 0
 
 
 def test_a_lease_number_is_never_used_twice(tmp_path: Path) -> None:
     before = Ledger(tmp_path / "ledger.sqlite")
-    before.admit(A, 0)
-    lease = before.lease("learner 1", [A])
-    before.end_open_leases("learner 2")
+    before.record_received(A, 0)
+    lease = before.open_lease("learner 1", [A])
+    before.revoke_open_leases("learner 2")
     before.commit()
-    assert Ledger(tmp_path / "ledger.sqlite").lease("learner 2", []) > lease
+    assert Ledger(tmp_path / "ledger.sqlite").open_lease("learner 2", []) > lease
 
 
 def test_what_was_queued_in_a_gateway_that_died_is_dropped_and_what_was_leased_can_be_settled(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     before = Ledger(path)
     for seq in range(5):
-        before.admit(A, seq)
-    lease = before.lease("learner", [A, A])  # commits
+        before.record_received(A, seq)
+    lease = before.open_lease("learner", [A, A])  # commits
     after = Ledger(path)  # the first one is never closed: its process was killed
-    assert after.account(A).next_seq == 5
-    assert after.account(A).dropped == {"gateway_crash": 3}
-    assert after.account(A).queued == 2
-    assert after.settle(lease, [None, STALE])
-    assert after.totals().to_dict()["dropped"] == {"gateway_crash": 3, "stale_consumption": 1}
-    assert after.totals().balanced
-    assert after.lease("learner", [A]) > lease
+    assert after.get_account(A).next_seq == 5
+    assert after.get_account(A).dropped == {"gateway_crash": 3}
+    assert after.get_account(A).queued == 2
+    assert after.acknowledge(lease, [None, STALE])
+    assert after.get_totals().to_dict()["dropped"] == {"gateway_crash": 3, "stale_consumption": 1}
+    assert after.get_totals().is_balanced
+    assert after.open_lease("learner", [A]) > lease
 
 
 def test_what_was_not_committed_was_not_acknowledged_and_is_not_counted(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     before = Ledger(path)
-    before.admit(A, 0)
+    before.record_received(A, 0)
     before.commit()
-    before.admit(A, 1)
-    assert Ledger(path).account(A).next_seq == 1
+    before.record_received(A, 1)
+    assert Ledger(path).get_account(A).next_seq == 1
 
 
 def test_facts_outlive_the_process(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
     ledger.set_fact("port", "4711")
-    assert ledger.fact("port") == "4711"
+    assert ledger.get_fact("port") == "4711"
     ledger.commit()
-    assert Ledger(tmp_path / "ledger.sqlite").fact("port") == "4711"
-    assert ledger.fact("nothing") is None
+    assert Ledger(tmp_path / "ledger.sqlite").get_fact("port") == "4711"
+    assert ledger.get_fact("nothing") is None
 
 
 def test_close_is_idempotent_and_commits(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
-    ledger.admit(A, 0, DropReason.MALFORMED)
+    ledger.record_received(A, 0, DropReason.MALFORMED)
     ledger.close()
     ledger.close()
     rows = sqlite3.connect(tmp_path / "ledger.sqlite").execute("SELECT received FROM accounts").fetchall()
@@ -124,10 +124,10 @@ def test_close_is_idempotent_and_commits(tmp_path: Path) -> None:
 def test_incarnations_are_accounts_of_their_own() -> None:
     ledger = Ledger()
     assert ledger.newest_incarnation("a") is None
-    ledger.admit(("a", 3), 0)
-    ledger.admit(("a", 12), 0)
+    ledger.record_received(("a", 3), 0)
+    ledger.record_received(("a", 12), 0)
     assert ledger.newest_incarnation("a") == 12
-    assert ledger.account(("a", 12)).next_seq == 1
+    assert ledger.get_account(("a", 12)).next_seq == 1
 
 
 class Books(RuleBasedStateMachine):
@@ -146,25 +146,25 @@ class Books(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from([A, B]), reason=st.sampled_from([None, *DropReason]))
     def admit(self, key: tuple[str, int], reason: DropReason | None) -> None:
-        self.ledger.admit(key, self.ledger.account(key).next_seq, reason)
+        self.ledger.record_received(key, self.ledger.get_account(key).next_seq, reason)
         if reason is None:
             self.queue.append(key)
 
     @rule(count=st.integers(0, 3))
     def lease(self, count: int) -> None:
         taken, self.queue = self.queue[:count], self.queue[count:]
-        self.leases.append((self.ledger.lease("one", taken), len(taken)))
+        self.leases.append((self.ledger.open_lease("one", taken), len(taken)))
 
     @rule(data=st.data())
     def settle(self, data: st.DataObject) -> None:
         if self.leases:
             lease, count = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
             fates = st.sampled_from([None, *DropReason])
-            assert self.ledger.settle(lease, data.draw(st.lists(fates, min_size=count, max_size=count)))
+            assert self.ledger.acknowledge(lease, data.draw(st.lists(fates, min_size=count, max_size=count)))
 
     @rule()
     def another_learner(self) -> None:
-        self.ledger.end_open_leases("another")
+        self.ledger.revoke_open_leases("another")
         self.leases = []
 
     @rule(commit=st.booleans())
@@ -181,13 +181,13 @@ class Books(RuleBasedStateMachine):
 
     @invariant()
     def balanced(self) -> None:
-        for account in self.ledger.accounts().values():
-            assert account.balanced
+        for account in self.ledger.get_accounts().values():
+            assert account.is_balanced
             assert account.queued >= 0
         leased = sum(count for _, count in self.leases)
-        totals = self.ledger.totals()
+        totals = self.ledger.get_totals()
         assert totals.queued == len(self.queue) + leased
-        accounts = self.ledger.accounts().values()
+        accounts = self.ledger.get_accounts().values()
         for count in ("received", "consumed", "queued", "duplicates"):
             assert getattr(totals, count) == sum(getattr(account, count) for account in accounts)
         assert +totals.dropped == sum((account.dropped for account in accounts), Counter())
@@ -208,29 +208,29 @@ def with_room(ledger: Ledger) -> None:
 
 def more_than_a_page_holds(ledger: Ledger) -> None:
     for number in range(400):
-        ledger.admit((f"{number}" * 20, 1), 0)
+        ledger.record_received((f"{number}" * 20, 1), 0)
 
 
 def test_while_the_disk_is_full_nothing_is_lost_and_nothing_is_said(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     ledger = Ledger(path)
-    ledger.admit(A, 0)
-    ledger.admit(A, 1)
-    lease = ledger.lease("learner", [A])
+    ledger.record_received(A, 0)
+    ledger.record_received(A, 1)
+    lease = ledger.open_lease("learner", [A])
     full(ledger)
     more_than_a_page_holds(ledger)
     for _ in range(2):
         with pytest.raises(LedgerUnwritable, match="full"):
             ledger.commit()
     with pytest.raises(LedgerUnwritable):
-        ledger.lease("learner", [A])
+        ledger.open_lease("learner", [A])
     for _ in range(2):
         with pytest.raises(LedgerUnwritable):
-            ledger.settle(lease, [None])
+            ledger.acknowledge(lease, [None])
     with_room(ledger)
-    assert ledger.settle(lease, [None])
+    assert ledger.acknowledge(lease, [None])
     del ledger  # as a process ends that is killed
     after = Ledger(path)
-    assert (after.account(A).consumed, after.account(A).received) == (1, 2)
-    assert after.totals().received == 402
-    assert after.totals().balanced
+    assert (after.get_account(A).consumed, after.get_account(A).received) == (1, 2)
+    assert after.get_totals().received == 402
+    assert after.get_totals().is_balanced

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.registry.manifest import Signature, TensorSignature
-from shoal.serve.model.padding_cost import Lengths
+from shoal.serve.model.padding_cost import PaddingCostModel
 
 TEXT = Signature(
     inputs=[TensorSignature(name="x", datatype="INT64", shape=[-1, -1])],
@@ -32,7 +32,7 @@ class Device:
 
     def __init__(self, fixed_s: float, element_s: float, signature: Signature = TEXT) -> None:
         self.fixed_s, self.element_s, self.now_s = fixed_s, element_s, 0.0
-        self.lengths = Lengths(signature, lambda: self.now_s)
+        self.lengths = PaddingCostModel(signature, lambda: self.now_s)
 
     def seconds(self, requests: Sequence[Request]) -> float:
         rows = sum(len(next(iter(each.values()))) for each in requests)
@@ -41,7 +41,7 @@ class Device:
 
     def compute(self, requests: Sequence[Request]) -> tuple[float, int]:
         """What a batch takes, and in how many parts."""
-        parts, began_s = self.lengths.parts(requests), self.now_s
+        parts, began_s = self.lengths.split_batch(requests), self.now_s
         for part in parts:
             chosen = [requests[place] for place in part]
             seconds = self.seconds(chosen)
@@ -113,7 +113,7 @@ def test_everybody_is_computed_once(batches: list[list[tuple[int, int, int, int]
             of((rows, high, wide, 3), name="picture") | of((rows, words), name="words")
             for rows, high, wide, words in sizes
         ]
-        places = [place for part in device.lengths.parts(batch) for place in part]
+        places = [place for part in device.lengths.split_batch(batch) for place in part]
         assert sorted(places) == list(range(len(batch)))
         device.compute(batch)
 

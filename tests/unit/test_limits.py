@@ -8,10 +8,10 @@ import pytest
 
 from shoal.errors import InferenceError
 from shoal.open_inference.messages import TensorMetadata
-from shoal.open_inference.request_schema import MAX_ELEMENTS, Expectation
-from shoal.serve.protocol.limits import Limits
+from shoal.open_inference.request_schema import MAX_ELEMENTS, RequestSchema
+from shoal.serve.protocol.limits import RequestLimits
 
-LIMITS = Limits(max_body_bytes=100, max_headers=3, max_header_bytes=40, max_path_chars=10)
+LIMITS = RequestLimits(max_body_bytes=100, max_headers=3, max_header_bytes=40, max_path_chars=10)
 
 
 def refused(call: Callable[[], object]) -> InferenceError:
@@ -32,19 +32,19 @@ def test_a_head_within_its_limits_passes_and_each_limit_has_its_status() -> None
 
 def test_no_tensor_of_open_size_has_more_elements_than_allowed() -> None:
     inputs = [TensorMetadata("x", "FP32", [-1, -1]), TensorMetadata("y", "FP32", [-1, 1 << 25])]
-    expectation = Expectation(inputs, inputs, max_rows=4)
-    expectation.declare("x", "FP32", [4, MAX_ELEMENTS // 4], {})
-    expectation.declare("y", "FP32", [4, 1 << 25], {})  # as its model wants it
-    error = refused(lambda: expectation.declare("x", "FP32", [1, 1 << 62], {}))
+    expectation = RequestSchema(inputs, inputs, max_rows=4)
+    expectation.check_tensor("x", "FP32", [4, MAX_ELEMENTS // 4], {})
+    expectation.check_tensor("y", "FP32", [4, 1 << 25], {})  # as its model wants it
+    error = refused(lambda: expectation.check_tensor("x", "FP32", [1, 1 << 62], {}))
     assert error.status == 413
     assert "'x'" in str(error)
 
 
 def test_no_size_is_excused_by_another_that_is_zero() -> None:
     inputs = [TensorMetadata("x", "FP32", [-1, -1, -1])]
-    expectation = Expectation(inputs, inputs, max_rows=4)
-    expectation.declare("x", "FP32", [4, 0, MAX_ELEMENTS // 4], {})
-    assert refused(lambda: expectation.declare("x", "FP32", [1, 0, 2**63 - 1], {})).status == 413
+    expectation = RequestSchema(inputs, inputs, max_rows=4)
+    expectation.check_tensor("x", "FP32", [4, 0, MAX_ELEMENTS // 4], {})
+    assert refused(lambda: expectation.check_tensor("x", "FP32", [1, 0, 2**63 - 1], {})).status == 413
 
 
 def test_what_arrives_fast_enough_has_time() -> None:

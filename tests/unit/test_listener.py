@@ -11,7 +11,7 @@ import zmq
 
 from shoal import network_address
 from shoal.errors import ConfigError
-from shoal.rl.gateway.zmq_listener import address_of, listen, reachable_host
+from shoal.rl.gateway.zmq_listener import bind_router, format_tcp_address, resolve_reachable_host
 from shoal.rl.spec import GatewaySpec
 
 
@@ -54,11 +54,11 @@ def test_the_host_that_actors_are_told(
     monkeypatch: pytest.MonkeyPatch, host: str, node: str, kind: Any, told: str
 ) -> None:
     monkeypatch.setattr(network_address.socket, "socket", kind)
-    assert reachable_host(host, node) == told
+    assert resolve_reachable_host(host, node) == told
 
 
 def test_the_address_towards_others_is_one_of_this_machine() -> None:
-    found = reachable_host("0.0.0.0", "127.0.0.1")
+    found = resolve_reachable_host("0.0.0.0", "127.0.0.1")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
         own.bind((found, 0))
 
@@ -68,20 +68,20 @@ def test_localhost_is_bound_whatever_the_resolver_knows(monkeypatch: pytest.Monk
     bind = zmq.Socket.bind
     monkeypatch.setattr(zmq.Socket, "bind", lambda self, address: bound.append(address) or bind(self, address))
     with zmq.Context[zmq.Socket[bytes]]() as context:
-        listen(context, GatewaySpec(host="localhost"))[0].close(linger=0)
+        bind_router(context, GatewaySpec(host="localhost"))[0].close(linger=0)
     assert bound == ["tcp://127.0.0.1:*"]
 
 
 def test_an_actor_reaches_a_gateway_on_localhost() -> None:
     with zmq.Context[zmq.Socket[bytes]]() as context:
-        router, port = listen(context, GatewaySpec(host="localhost"))
+        router, port = bind_router(context, GatewaySpec(host="localhost"))
         with router, context.socket(zmq.DEALER) as actor:
             actor.linger = 0
-            actor.connect(address_of(reachable_host("localhost", "10.0.0.5"), port))
+            actor.connect(format_tcp_address(resolve_reachable_host("localhost", "10.0.0.5"), port))
             actor.send(b"hello")
             assert router.poll(10_000)
             assert router.recv_multipart()[1] == b"hello"
-        again, same = listen(context, GatewaySpec(host="localhost"), remembered_port=port)
+        again, same = bind_router(context, GatewaySpec(host="localhost"), remembered_port=port)
         again.close(linger=0)
         assert same == port
 
@@ -93,7 +93,7 @@ def test_what_cannot_be_bound_is_named(host: str, field: str) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match="cannot be bound") as caught:
-            listen(context, GatewaySpec(host=host, port=port, curve=True))
+            bind_router(context, GatewaySpec(host=host, port=port, curve=True))
     assert (caught.value.field, caught.value.value) == (field, host if field == "gateway.host" else port)
 
 
@@ -104,7 +104,7 @@ def test_as_many_actors_may_connect_as_the_system_allows() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        listening, _ = listen(context, GatewaySpec())
+        listening, _ = bind_router(context, GatewaySpec())
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] in (hard, 65_536)
         listening.close()
     finally:

@@ -12,7 +12,13 @@ from shoal.serve.controller import live_control
 from shoal.serve.controller.controller import EndpointController
 from shoal.serve.controller.state import Deployment, StateFile
 from shoal.serve.messages.desired_state import LivePlan
-from shoal.serve.messages.replica_report import MAX_LEFT, Left, LiveReport, ModelReport, ReplicaReport
+from shoal.serve.messages.replica_report import (
+    MAX_REJECTED_VERSIONS,
+    LiveReport,
+    ModelReport,
+    RejectedVersion,
+    ReplicaReport,
+)
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
 
@@ -33,7 +39,7 @@ class Endpoint:
     def plan(self) -> LivePlan:
         return self.controller.plan.models[0].live
 
-    def hear(self, replica: str, version: int, held: tuple[int, ...], *left: Left, era: int = 0) -> None:
+    def hear(self, replica: str, version: int, held: tuple[int, ...], *left: RejectedVersion, era: int = 0) -> None:
         model = ModelReport(version, held, live=LiveReport(era, held, left))
         self.controller.report(ReplicaReport(replica, models={"m": model}))
 
@@ -50,8 +56,8 @@ def weights(version: int) -> WeightSnapshot:
     return WeightSnapshot.of(version, {"bias": np.full(2, version, np.float32)})
 
 
-def left(version: int, instead: int = 1, has_answered: bool = True) -> Left:
-    return Left(version, f"bad {version}", instead, has_answered)
+def left(version: int, instead: int = 1, has_answered: bool = True) -> RejectedVersion:
+    return RejectedVersion(version, f"bad {version}", instead, has_answered)
 
 
 def test_what_one_replica_left_is_left_by_all_and_written_down_once(endpoint: Endpoint) -> None:
@@ -106,8 +112,8 @@ def test_entries_are_few_and_say_how_many_they_stand_for_also_after_a_restart(
 def test_weights_of_a_datatype_that_numpy_has_not_survive_the_controller_too(tmp_path: Path) -> None:
     header = json.dumps({"w": {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}}).encode()
     half = WeightSnapshot.from_payload(1, len(header).to_bytes(8, "little") + header + bytes(4))
-    StateFile(tmp_path / "e.json").keep_weights("m", half)
-    assert StateFile(tmp_path / "e.json").weights("m", 1) == half
+    StateFile(tmp_path / "e.json").store_weights("m", half)
+    assert StateFile(tmp_path / "e.json").load_weights("m", 1) == half
 
 
 def test_weights_are_kept_when_they_are_wanted_and_survive_the_controller_but_not_the_endpoint(
@@ -175,7 +181,7 @@ def test_a_model_that_is_deleted_leaves_no_weights(endpoint: Endpoint, tmp_path:
     endpoint.live.pin("m", 1, "me", "")
     endpoint.live.keep("m", weights(1))
     assert (tmp_path / "e.weights" / "m").exists()
-    endpoint.controller.remove("m", "me", "")
+    endpoint.controller.remove_model("m", "me", "")
     assert not (tmp_path / "e.weights" / "m").exists()
     assert endpoint.live.kept("m", 1) is None
 
@@ -191,7 +197,7 @@ def test_the_weights_that_are_kept_can_be_gone_back_to(endpoint: Endpoint) -> No
 def test_only_the_newest_of_what_was_left_is_listed(endpoint: Endpoint) -> None:
     for version in range(2, 40):
         endpoint.hear("a", 1, (1,), left(version))
-    assert endpoint.plan.left == tuple(range(40 - MAX_LEFT, 40))
+    assert endpoint.plan.left == tuple(range(40 - MAX_REJECTED_VERSIONS, 40))
     state = endpoint.controller.state.models["m"].live
     num_unrecorded = state.unrecorded
     endpoint.hear("b", 1, (1,), left(2), left(3))  # it remembers for longer

@@ -8,7 +8,7 @@ import pytest
 
 from shoal.errors import WeightsError
 from shoal.serve.messages.desired_state import LivePlan
-from shoal.serve.messages.replica_report import MAX_LEFT
+from shoal.serve.messages.replica_report import MAX_REJECTED_VERSIONS
 from shoal.serve.replica.live.versions import OLDER_EVERY_S
 from shoal.weights import WeightSnapshot
 from unit.live_subject import BROKEN, UNFIT, Subject, weights
@@ -106,7 +106,7 @@ def test_only_the_newest_of_what_was_left_is_remembered() -> None:
         with pytest.raises(WeightsError):
             subject.publish(version, UNFIT)
     left = subject.live.report().left
-    assert [each.version for each in left] == list(range(30 - MAX_LEFT, 30))
+    assert [each.version for each in left] == list(range(30 - MAX_REJECTED_VERSIONS, 30))
     assert {(each.instead, each.has_answered, each.reason) for each in left} == {(1, False, "does not fit")}
 
 

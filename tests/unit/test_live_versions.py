@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from shoal.errors import InferenceError, WeightsError
 from shoal.serve.controller.canary_guard import NUM_COMPARED
-from shoal.serve.messages.desired_state import LivePlan, Shares
-from shoal.serve.messages.replica_report import MAX_LEFT
+from shoal.serve.messages.desired_state import LivePlan, TrafficShares
+from shoal.serve.messages.replica_report import MAX_REJECTED_VERSIONS
 from unit.live_subject import BROKEN, FINE, POISON, UNFIT, Subject, slower, weights
 
 
@@ -82,7 +82,7 @@ class Life(RuleBasedStateMachine):
 
     @rule(back=st.integers(0, 3))
     def others_have_left_it(self, back: int) -> None:
-        left = (*self.plan.left, max(1, self.newest - back))[-MAX_LEFT:]
+        left = (*self.plan.left, max(1, self.newest - back))[-MAX_REJECTED_VERSIONS:]
         *_, before = self.live.report().held
         could = [version for version in self.live.report().held if version not in left]
         self._hear(replace(self.plan, left=left))
@@ -115,8 +115,8 @@ class Life(RuleBasedStateMachine):
         self._hear(replace(self.plan, frozen=frozen))
 
     @precondition(lambda self: self.plan.pinned)
-    @rule(shares=st.sampled_from([None, Shares(10.0), Shares(0.0, 50.0)]))
-    def share(self, shares: Shares | None) -> None:
+    @rule(shares=st.sampled_from([None, TrafficShares(10.0), TrafficShares(0.0, 50.0)]))
+    def share(self, shares: TrafficShares | None) -> None:
         before = self.live.report()
         self._hear(replace(self.plan, newest=shares))
         assert self.live.version == self.plan.pinned
@@ -139,7 +139,7 @@ class Life(RuleBasedStateMachine):
     def what_is_left_is_not_held(self) -> None:
         report = self.live.report()
         assert 1 <= len(report.held) <= 2
-        assert len(report.left) <= MAX_LEFT
+        assert len(report.left) <= MAX_REJECTED_VERSIONS
         assert report.era == self.plan.era
         assert self.live.version in report.held
         assert not self.banned & set(report.held)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shoal.gc_freeze import loading
+from shoal.gc_freeze import freeze_loaded_objects
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +16,7 @@ def collector_as_it_was() -> Iterator[None]:
 
 
 def test_nothing_is_looked_through_while_loading_nor_later() -> None:
-    with loading():
+    with freeze_loaded_objects():
         assert not gc.isenabled()
         kept = [[number] for number in range(10_000)]
     assert gc.isenabled()
@@ -28,6 +28,6 @@ def test_nothing_is_looked_through_while_loading_nor_later() -> None:
 def test_the_collector_is_as_it_was_also_when_loading_fails(is_enabled: bool) -> None:
     if not is_enabled:
         gc.disable()
-    with pytest.raises(ImportError), loading():
+    with pytest.raises(ImportError), freeze_loaded_objects():
         raise ImportError("no such module")
     assert gc.isenabled() is is_enabled

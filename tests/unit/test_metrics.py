@@ -10,8 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.serve.controller.status import version_status
-from shoal.serve.messages.metrics_snapshot import merge, quantile, requests_and_errors, since
+from shoal.serve.controller.status import build_version_status
+from shoal.serve.messages.metrics_snapshot import (
+    count_requests_and_errors,
+    estimate_quantile,
+    merge_snapshots,
+    subtract_histogram,
+)
 from shoal.serve.replica.model_statistics import MAX_VERSIONS, ROWS, SECONDS, Histogram, ModelStatistics
 
 
@@ -25,10 +30,10 @@ class Report:
 
 def test_a_request_is_counted_under_its_version() -> None:
     statistics = ModelStatistics("m")
-    statistics.request(3, 200, 0.010, queued_s=0.002, computed_s=0.005, rows=4)
-    statistics.request(3, 200, 0.020, queued_s=0.001, computed_s=0.004, rows=1)
-    statistics.request(3, 500, 0.030)
-    statistics.request(4, 200, 0.001, rows=1)
+    statistics.count_request(3, 200, 0.010, queued_s=0.002, computed_s=0.005, rows=4)
+    statistics.count_request(3, 200, 0.020, queued_s=0.001, computed_s=0.004, rows=1)
+    statistics.count_request(3, 500, 0.030)
+    statistics.count_request(4, 200, 0.001, rows=1)
     snapshot = statistics.snapshot()
     third = snapshot["versions"]["3"]
     assert third["inference_count"] == 5
@@ -48,7 +53,7 @@ def test_a_request_is_counted_under_its_version() -> None:
 def test_a_batch_is_counted_under_its_version_and_size() -> None:
     statistics = ModelStatistics("m")
     for rows, computed_s in [(4, 0.5), (1, 0.25), (4, 0.5)]:
-        statistics.batch(Report(rows, computed_s), 7)
+        statistics.count_batch(Report(rows, computed_s), 7)
     snapshot = statistics.snapshot()
     version = snapshot["versions"]["7"]
     assert version["execution_count"] == 3
@@ -63,35 +68,35 @@ def test_a_batch_is_counted_under_its_version_and_size() -> None:
 def test_what_reached_no_version_is_counted_by_status() -> None:
     statistics = ModelStatistics("m")
     for status in (429, 422, 429):
-        statistics.request(0, status, 0.001)
+        statistics.count_request(0, status, 0.001)
     assert statistics.snapshot()["refused"] == {"422": 1, "429": 2}
     assert statistics.snapshot()["versions"] == {}
 
 
 def test_what_serves_and_what_waits() -> None:
     statistics = ModelStatistics("m", pending=lambda: 5)
-    statistics.serving(1)
-    statistics.serving(1, candidate=2, percent=10.0)
-    statistics.serving(2)
-    statistics.shadow(3, disagreed=False)
-    statistics.shadow(3, disagreed=True)
+    statistics.set_serving(1)
+    statistics.set_serving(1, candidate=2, percent=10.0)
+    statistics.set_serving(2)
+    statistics.count_shadow(3, disagreed=False)
+    statistics.count_shadow(3, disagreed=True)
     snapshot = statistics.snapshot()
     assert snapshot["serving"] == {"stable": 2, "candidate": 0, "percent": 0.0}
     assert (snapshot["swaps"], snapshot["pending"]) == (2, 5)
     assert (snapshot["versions"]["3"]["compared"], snapshot["versions"]["3"]["disagreed"]) == (2, 1)
-    statistics.shadow_failed(3)
+    statistics.count_shadow_failure(3)
     assert statistics.snapshot()["versions"]["3"]["shadow_failed"] == 1
-    assert requests_and_errors(statistics.snapshot()["versions"]["3"]) == (3, 1)
+    assert count_requests_and_errors(statistics.snapshot()["versions"]["3"]) == (3, 1)
 
 
 def test_however_many_versions_come_the_newest_are_kept_apart_and_nothing_is_lost() -> None:
     statistics = ModelStatistics("m", live=True)
     num_versions = 3 * MAX_VERSIONS
     for version in range(1, num_versions + 1):
-        statistics.request(1, 200, 0.001, rows=1)  # the first stays in use
-        statistics.request(version, 200, 0.001, rows=2)
-        statistics.batch(Report(2, 0.001), version)
-        statistics.shadow(version, disagreed=True)
+        statistics.count_request(1, 200, 0.001, rows=1)  # the first stays in use
+        statistics.count_request(version, 200, 0.001, rows=2)
+        statistics.count_batch(Report(2, 0.001), version)
+        statistics.count_shadow(version, disagreed=True)
     snapshot = statistics.snapshot()
     assert len(snapshot["versions"]) == MAX_VERSIONS
     assert {"1", str(num_versions)} <= snapshot["versions"].keys()
@@ -109,7 +114,7 @@ def test_batches_of_several_threads_are_all_counted() -> None:
 
     def compute() -> None:
         for _ in range(num_batches):
-            statistics.batch(Report(1, 0.0), 1)
+            statistics.count_batch(Report(1, 0.0), 1)
 
     threads = [threading.Thread(target=compute) for _ in range(4)]
     for thread in threads:
@@ -122,12 +127,12 @@ def test_batches_of_several_threads_are_all_counted() -> None:
 
 def test_a_snapshot_is_plain_data_and_stays_as_it_was() -> None:
     statistics = ModelStatistics("m")
-    statistics.request(1, 200, 0.001, rows=1)
+    statistics.count_request(1, 200, 0.001, rows=1)
     snapshot = statistics.snapshot()
     before = json.dumps(snapshot)
     assert json.loads(before) == snapshot == pickle.loads(pickle.dumps(snapshot))
-    statistics.request(1, 200, 0.001, rows=1)
-    statistics.batch(Report(1, 0.1), 1)
+    statistics.count_request(1, 200, 0.001, rows=1)
+    statistics.count_batch(Report(1, 0.1), 1)
     assert json.dumps(snapshot) == before
 
 
@@ -143,12 +148,12 @@ COUNTED = st.lists(
 def test_two_replicas_add_up_to_one_that_had_done_it_all(one: list, other: list) -> None:
     def count(statistics: ModelStatistics, events: list) -> None:
         for version, status, rows, seconds, disagreed in events:
-            statistics.request(version, status, seconds, seconds / 2, seconds / 4, rows)
+            statistics.count_request(version, status, seconds, seconds / 2, seconds / 4, rows)
             if version:
-                statistics.batch(Report(rows, seconds), version)
-                statistics.shadow(version, disagreed)
+                statistics.count_batch(Report(rows, seconds), version)
+                statistics.count_shadow(version, disagreed)
                 if status == 500:
-                    statistics.shadow_failed(version)
+                    statistics.count_shadow_failure(version)
 
     def totals(snapshot) -> dict:
         every = [snapshot["older"], *snapshot["versions"].values()]
@@ -169,9 +174,9 @@ def test_two_replicas_add_up_to_one_that_had_done_it_all(one: list, other: list)
     count(first, one)
     count(second, other)
     count(both, one + other)
-    merged = merge([first.snapshot(), second.snapshot()])
+    merged = merge_snapshots([first.snapshot(), second.snapshot()])
     assert totals(merged) == totals(both.snapshot())
-    assert merge([both.snapshot()]) == both.snapshot()
+    assert merge_snapshots([both.snapshot()]) == both.snapshot()
 
 
 @given(st.lists(st.floats(0.0, 30.0), min_size=1, max_size=200), st.floats(0.01, 1.0))
@@ -180,7 +185,7 @@ def test_a_quantile_is_within_its_bounds_of_the_true_one(values: list[float], q:
     for value in values:
         histogram.observe(value)
     true = sorted(values)[math.ceil(q * len(values)) - 1]
-    found = quantile(histogram.snapshot(), q)
+    found = estimate_quantile(histogram.snapshot(), q)
     assert found is not None
     above = next((bound for bound in SECONDS if true <= bound), SECONDS[-1])
     below = max((bound for bound in SECONDS if bound < true), default=0.0)
@@ -189,23 +194,23 @@ def test_a_quantile_is_within_its_bounds_of_the_true_one(values: list[float], q:
 
 def test_a_quantile_of_what_came_since() -> None:
     histogram = Histogram(ROWS)
-    assert quantile(histogram.snapshot(), 0.5) is None
+    assert estimate_quantile(histogram.snapshot(), 0.5) is None
     histogram.observe(1024)
     earlier = histogram.snapshot()
     for _ in range(4):
         histogram.observe(2)
     later = histogram.snapshot()
-    assert quantile(since(earlier, later), 0.5) == 1.5
-    assert since(earlier, later)["sum"] == 8
-    assert quantile(since(later, earlier), 0.5) is None  # who counted has left
+    assert estimate_quantile(subtract_histogram(earlier, later), 0.5) == 1.5
+    assert subtract_histogram(earlier, later)["sum"] == 8
+    assert estimate_quantile(subtract_histogram(later, earlier), 0.5) is None  # who counted has left
     histogram.observe(1e9)
-    assert quantile(since(later, histogram.snapshot()), 0.5) == 1024
+    assert estimate_quantile(subtract_histogram(later, histogram.snapshot()), 0.5) == 1024
 
 
 def test_a_replica_that_goes_takes_its_counts_along_and_no_rate_falls_below_none() -> None:
     both, one = ModelStatistics("m"), ModelStatistics("m")
     for counted, times in ((both, 10), (one, 4)):
         for _ in range(times):
-            counted.request(3, 200, 0.01)
-    assert version_status(3, "stable", 100.0, both.snapshot(), one.snapshot(), 2.0).requests_per_s == 3.0
-    assert version_status(3, "stable", 100.0, one.snapshot(), both.snapshot(), 2.0).requests_per_s == 0.0
+            counted.count_request(3, 200, 0.01)
+    assert build_version_status(3, "stable", 100.0, both.snapshot(), one.snapshot(), 2.0).requests_per_s == 3.0
+    assert build_version_status(3, "stable", 100.0, one.snapshot(), both.snapshot(), 2.0).requests_per_s == 0.0

@@ -11,12 +11,12 @@ def filled(num_segments: int, send_limit: int) -> Outbox:
     outbox = Outbox()
     outbox.begin_session(0, send_limit)
     for _ in range(num_segments):
-        outbox.add(PackedSegment.of(segment()))
+        outbox.add(PackedSegment.from_segment(segment()))
     return outbox
 
 
 def numbers(outbox: Outbox) -> list[int]:
-    return [seq for seq, _ in outbox.sendable()]
+    return [seq for seq, _ in outbox.take_sendable()]
 
 
 def test_nothing_is_sent_beyond_the_limit_and_nothing_twice() -> None:
@@ -24,8 +24,8 @@ def test_nothing_is_sent_beyond_the_limit_and_nothing_twice() -> None:
     assert numbers(outbox) == [0, 1, 2]
     assert numbers(outbox) == []
     assert not outbox.has_credit
-    outbox.raise_limit(2)
-    outbox.raise_limit(6)
+    outbox.raise_send_limit(2)
+    outbox.raise_send_limit(6)
     assert numbers(outbox) == [3, 4]
     assert outbox.has_credit
 
@@ -36,7 +36,7 @@ def test_an_acknowledgement_settles_everything_before_it() -> None:
     outbox.acknowledge(2)
     outbox.acknowledge(1)
     assert len(outbox) == 2
-    assert outbox.add(PackedSegment.of(segment())) == 5
+    assert outbox.add(PackedSegment.from_segment(segment())) == 5
 
 
 def test_a_new_session_sends_again_what_the_gateway_does_not_have_as_far_as_there_is_credit() -> None:

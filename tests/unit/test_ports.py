@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cluster.ports import EPHEMERAL_PORTS, free_port, held_ports, ports_to_choose
+from shoal.cluster.ports import EPHEMERAL_PORTS, find_free_port, get_candidate_ports, reserve_ports
 
 
 def test_free_ports_are_none_that_the_kernel_gives_away() -> None:
     """Between the choice of a port and its use anybody may connect somewhere, or listen on any port."""
     lowest, highest = map(int, EPHEMERAL_PORTS.read_text().split())
-    ports = [free_port() for _ in range(20)]
+    ports = [find_free_port() for _ in range(20)]
     assert len(set(ports)) == 20
     assert not [port for port in ports if port < 1024 or lowest <= port <= highest]
 
@@ -20,8 +20,8 @@ def test_a_port_that_is_taken_is_passed_over(monkeypatch: pytest.MonkeyPatch) ->
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-        monkeypatch.setattr("shoal.cluster.ports.ports_to_choose", lambda: range(port, port + 1))
-        assert free_port() != port
+        monkeypatch.setattr("shoal.cluster.ports.get_candidate_ports", lambda: range(port, port + 1))
+        assert find_free_port() != port
 
 
 @pytest.mark.parametrize(
@@ -37,21 +37,21 @@ def test_which_ports_there_are_to_choose_from(tmp_path: Path, ephemeral: str | N
     file = tmp_path / "ip_local_port_range"
     if ephemeral is not None:
         file.write_text(ephemeral)
-    assert ports_to_choose(file) == chosen
+    assert get_candidate_ports(file) == chosen
 
 
 def test_where_the_kernel_gives_all_ports_away_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.cluster.ports.ports_to_choose", lambda: range(0))
-    assert 1024 < free_port() < 65536
+    monkeypatch.setattr("shoal.cluster.ports.get_candidate_ports", lambda: range(0))
+    assert 1024 < find_free_port() < 65536
 
 
 def test_a_held_port_is_free_for_nobody_but_a_server_that_reuses_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    with held_ports(2) as (port, other):
+    with reserve_ports(2) as (port, other):
         assert port != other
-        monkeypatch.setattr("shoal.cluster.ports.ports_to_choose", lambda: range(port, port + 1))
-        assert free_port() != port
-        with held_ports(1) as (elsewhere,):
+        monkeypatch.setattr("shoal.cluster.ports.get_candidate_ports", lambda: range(port, port + 1))
+        assert find_free_port() != port
+        with reserve_ports(1) as (elsewhere,):
             assert elsewhere != port
         with socket.create_server(("127.0.0.1", port)) as server, socket.create_connection(server.getsockname()):
             pass
-    assert free_port() == port
+    assert find_free_port() == port

@@ -9,52 +9,52 @@ import pytest
 from rl_setting import segment
 from shoal.rl.gateway.actor_stats import (
     EPISODE_WINDOW,
-    MAX_GONE_ACTORS,
-    REFUSALS_INTERVAL_S,
+    MAX_DISCONNECTED_ACTORS,
+    REJECTIONS_INTERVAL_S,
     ActorProgress,
-    Progress,
-    Roster,
+    ActorTable,
+    RunProgress,
 )
 
 
 def test_the_next_word_on_refusals_says_how_many_there_were() -> None:
-    progress = Progress()
+    progress = RunProgress()
     for number in range(1, 8):
         progress.protocol_errors["bad_token"] = number
-        progress.refused("guest")
-    progress._refusals_told_at -= REFUSALS_INTERVAL_S
-    progress.refused("guest")
+        progress.record_rejected_actor("guest")
+    progress._rejections_reported_at -= REJECTIONS_INTERVAL_S
+    progress.record_rejected_actor("guest")
     assert [details["count"] for _, _, details in progress.events] == [1, 7]
 
 
 def test_of_the_actors_that_left_only_the_last_ones_are_remembered() -> None:
-    roster = Roster()
+    roster = ActorTable()
     here, back = ("here", 1), ("back", 1)
     roster.join(here)
     roster.join(back).steps = 5
     roster.leave(back)
     assert roster.join(back).steps == 5
-    for number in range(MAX_GONE_ACTORS + 50):
+    for number in range(MAX_DISCONNECTED_ACTORS + 50):
         roster.join((f"guest {number}", 1))
         roster.leave((f"guest {number}", 1))
     names = [actor.actor_id for actor in roster]
-    assert names == ["here", "back", *(f"guest {number}" for number in range(50, MAX_GONE_ACTORS + 50))]
-    assert [actor.actor_id for actor in roster.forget_older(("guest 60", 2))] == ["guest 60"]
-    assert roster.forget_older(("guest 0", 2)) == []
+    assert names == ["here", "back", *(f"guest {number}" for number in range(50, MAX_DISCONNECTED_ACTORS + 50))]
+    assert [actor.actor_id for actor in roster.remove_older(("guest 60", 2))] == ["guest 60"]
+    assert roster.remove_older(("guest 0", 2)) == []
 
 
 def test_a_clock_that_is_set_while_a_run_goes_on_changes_nothing_of_how_long_it_took(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    progress, actor = Progress(target_return=1.0), ActorProgress("one", 1)
+    progress, actor = RunProgress(target_return=1.0), ActorProgress("one", 1)
     episode = segment(2, terminated=True, episode_return=1.0, episode_length=2)
-    progress.segment(actor, episode)
+    progress.record_segment(actor, episode)
     now = time.time()
     monkeypatch.setattr("shoal.rl.gateway.actor_stats.time.time", lambda: now - 3600.0)
     for _ in range(EPISODE_WINDOW - 1):
-        progress.segment(actor, episode)
+        progress.record_segment(actor, episode)
     assert progress.solved_s is not None
     assert 0.0 <= progress.solved_s < 600.0
-    again = Progress()
+    again = RunProgress()
     again.restore(progress.to_json())
     assert 0.0 <= again.elapsed_s < 600.0

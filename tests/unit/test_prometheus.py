@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from shoal.serve.messages.inference import Caller
-from shoal.serve.messages.metrics_snapshot import total
+from shoal.serve.messages.metrics_snapshot import sum_versions
 from shoal.serve.messages.replica_report import ModelReport, ReplicaReport
 from shoal.serve.protocol.prometheus import CONTENT_TYPE, METRICS, render, series
 from shoal.serve.replica.model_statistics import MAX_VERSIONS, ModelStatistics
@@ -43,15 +43,15 @@ def sum_of(series: Series, name: str) -> float:
 
 def worked(live: bool = False) -> ModelStatistics:
     statistics = ModelStatistics("m", live=live, pending=lambda: 6)
-    statistics.serving(1, candidate=2, percent=5.0)
-    statistics.request(1, 200, 0.010, queued_s=0.004, computed_s=0.002, rows=3)
-    statistics.request(1, 200, 0.020, queued_s=0.001, computed_s=0.002, rows=1)
-    statistics.request(2, 500, 0.001)
+    statistics.set_serving(1, candidate=2, percent=5.0)
+    statistics.count_request(1, 200, 0.010, queued_s=0.004, computed_s=0.002, rows=3)
+    statistics.count_request(1, 200, 0.020, queued_s=0.001, computed_s=0.002, rows=1)
+    statistics.count_request(2, 500, 0.001)
     for status in (429, 429, 422, 499, 504):
-        statistics.request(0, status, 0.001)
-    statistics.batch(Batch(4, 0.002), 1)
-    statistics.shadow(2, disagreed=True)
-    statistics.shadow_failed(2)
+        statistics.count_request(0, status, 0.001)
+    statistics.count_batch(Batch(4, 0.002), 1)
+    statistics.count_shadow(2, disagreed=True)
+    statistics.count_shadow_failure(2)
     return statistics
 
 
@@ -121,7 +121,7 @@ def test_a_scrape_sees_every_replica() -> None:
 def test_a_live_model_has_one_series_that_only_goes_up() -> None:
     statistics = ModelStatistics("m", live=True)
     for version in range(1, 2 * MAX_VERSIONS):
-        statistics.request(version, 200, 0.001, rows=1)
+        statistics.count_request(version, 200, 0.001, rows=1)
         series = scrape(report(statistics))
         assert value(series, "nv_inference_count", model="m", version="live", replica="a") == version
 
@@ -129,7 +129,7 @@ def test_a_live_model_has_one_series_that_only_goes_up() -> None:
 def test_no_request_is_in_two_series_when_versions_leave() -> None:
     statistics, counted, increase = ModelStatistics("m"), dict[str, float](), 0.0
     for version in range(1, 2 * MAX_VERSIONS):
-        statistics.request(version, 200, 0.001, rows=1)
+        statistics.count_request(version, 200, 0.001, rows=1)
         counted, before = {}, counted
         for (name, labels), value in scrape(report(statistics)).items():
             if name == "nv_inference_count":
@@ -137,7 +137,7 @@ def test_no_request_is_in_two_series_when_versions_leave() -> None:
         increase += sum(value - before.get(series, 0) for series, value in counted.items())
         assert increase == version
     assert len(counted) == MAX_VERSIONS
-    assert total(statistics.snapshot())["inference_count"] == 2 * MAX_VERSIONS - 1
+    assert sum_versions(statistics.snapshot())["inference_count"] == 2 * MAX_VERSIONS - 1
 
 
 def test_a_key_for_some_models_sees_nothing_of_the_others_nor_of_other_callers() -> None:

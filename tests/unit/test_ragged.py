@@ -7,13 +7,13 @@ from itertools import product
 import numpy as np
 
 from shoal.registry.manifest import Signature, TensorSignature
-from shoal.serve.model.padding import SHARED_ROW, Joiner
+from shoal.serve.model.padding import MAX_SHARED_ROW_ELEMENTS, RequestCollator
 
 
-def padding(*shapes: list[int]) -> Joiner:
+def padding(*shapes: list[int]) -> RequestCollator:
     inputs = [TensorSignature(name=f"x{place}", datatype="FP32", shape=shape) for place, shape in enumerate(shapes)]
     output = TensorSignature(name="y", datatype="FP32", shape=[-1, 1])
-    return Joiner(Signature(inputs=inputs, outputs=[output]), 0.0)
+    return RequestCollator(Signature(inputs=inputs, outputs=[output]), 0.0)
 
 
 def request(*shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
@@ -23,39 +23,41 @@ def request(*shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
 
 def test_two_small_requests_cannot_make_a_large_batch() -> None:
     joiner = padding([-1, -1, -1])
-    assert joiner.bucket(request((1, 60_000, 1))) != joiner.bucket(request((1, 1, 60_000)))
+    assert joiner.compute_bucket(request((1, 60_000, 1))) != joiner.compute_bucket(request((1, 1, 60_000)))
 
 
 def test_a_padded_row_is_small_or_hardly_larger_than_the_request_s_own() -> None:
     joiner = padding([-1, -1, -1, 3])
     together = defaultdict(list)
     for sizes in product((0, 1, 7, 40, 209, 210, 900, 60_000), repeat=2):
-        together[joiner.bucket(request((1, *sizes, 3)))].append((*sizes, 3))
+        together[joiner.compute_bucket(request((1, *sizes, 3)))].append((*sizes, 3))
     for rows in together.values():
         padded = math.prod(map(max, zip(*rows, strict=True)))
-        assert padded <= SHARED_ROW or padded <= 4 * min(map(math.prod, rows))
+        assert padded <= MAX_SHARED_ROW_ELEMENTS or padded <= 4 * min(map(math.prod, rows))
     assert max(map(len, together.values())) == 5 * 5, "small ones share a batch, whatever their sizes"
 
 
 def test_the_lengths_of_sentences_share_a_batch() -> None:
     for wide in ((), (768,)):
         joiner = padding([-1, -1, *wide], [-1, -1])
-        assert {joiner.bucket(request((1, length, *wide), (1, length))) for length in range(4, 129)} == {None}
+        assert {joiner.compute_bucket(request((1, length, *wide), (1, length))) for length in range(4, 129)} == {None}
 
 
 def test_an_answer_is_cut_to_the_input_that_it_is_as_long_as() -> None:
     """Of two that it could be, one alone cannot be told from the other: where they differ nothing is padded."""
     names = [TensorSignature(name=f"x{place}", datatype="FP32", shape=[-1, -1]) for place in range(2)]
-    joiner = Joiner(Signature(inputs=names, outputs=[TensorSignature(name="y", datatype="FP32", shape=[-1, -1])]), 0.0)
+    joiner = RequestCollator(
+        Signature(inputs=names, outputs=[TensorSignature(name="y", datatype="FP32", shape=[-1, -1])]), 0.0
+    )
     translations = [request((1, 2), (1, 4)), request((1, 4), (1, 3)), request((1, 2), (1, 4)), request((1, 4), (1, 4))]
-    first, second, third, masked = [joiner.bucket(each) for each in translations]
+    first, second, third, masked = [joiner.compute_bucket(each) for each in translations]
     assert first == third
     assert len({first, second, masked}) == 3
-    assert masked == joiner.bucket(request((1, 9), (1, 9))), "as the lengths of a sentence and of its mask are"
+    assert masked == joiner.compute_bucket(request((1, 9), (1, 9))), "as the lengths of a sentence and of its mask are"
 
 
 def test_every_input_counts() -> None:
     joiner = padding([-1, -1], [-1, -1], [-1, 4])
     long, longer = request((1, 8), (1, 200_000), (1, 4)), request((1, 8), (1, 300_000), (1, 4))
-    assert joiner.bucket(long) == joiner.bucket(request((1, 9), (1, 140_000), (1, 4)))
-    assert joiner.bucket(long) != joiner.bucket(longer)
+    assert joiner.compute_bucket(long) == joiner.compute_bucket(request((1, 9), (1, 140_000), (1, 4)))
+    assert joiner.compute_bucket(long) != joiner.compute_bucket(longer)

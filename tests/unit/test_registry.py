@@ -253,7 +253,7 @@ def test_processes_that_register_at_once_get_distinct_versions(registry: Registr
     assert [each.version for each in found] == list(range(1, num_processes * num_versions + 1))
     for each in found:  # nobody's manifest lies beside another's weights
         assert each.snapshot().tensors()["w"][0] == float(each.manifest.run_id or "nan")
-    assert len(registry.aliases("cartpole").promoted("champion")) == num_processes * num_versions
+    assert len(registry.aliases("cartpole").list_promoted("champion")) == num_processes * num_versions
 
 
 def test_a_writer_killed_half_way_leaves_nothing_to_see(registry: Registry) -> None:
@@ -393,7 +393,7 @@ def test_an_alias_moves_while_a_large_version_is_written(registry: Registry, mon
         goes_on.set()
         writer.join(DEADLINE_S)
     assert registry.get("cartpole@candidate").version == 3
-    assert registry.aliases("cartpole").promoted("champion") == [1, 2]
+    assert registry.aliases("cartpole").list_promoted("champion") == [1, 2]
 
 
 @pytest.mark.parametrize("look", [1, 2, 3])
@@ -433,7 +433,7 @@ def test_what_the_disk_refuses_is_a_registry_error(
         raise OSError(errno.EROFS, "Read-only file system", str(folder))
 
     with monkeypatch.context() as patch:
-        patch.setattr("shoal.registry.registry.locked", refuses)
+        patch.setattr("shoal.registry.registry.lock_folder", refuses)
         for change in (lambda: registry.promote("cartpole@1"), lambda: registry.rollback("cartpole")):
             with pytest.raises(RegistryError, match=r"Read-only file system.*: give this user the right to it"):
                 change()

@@ -17,7 +17,7 @@ import pytest
 from shoal import runs
 from shoal.errors import RunError
 from shoal.runs import Run, RunRecorder, Status
-from shoal.runs.formatting import age, duration, number, size
+from shoal.runs.formatting import format_age, format_duration, format_number, format_size
 from shoal.runs.report import plots, report
 from shoal.runs.report.plots import Curve
 
@@ -79,15 +79,15 @@ def learn(run: RunRecorder, num_logs: int = 30) -> None:
             "drops/duplicate": 1,
         }
         run.log(k, values)
-        run.weights_published(k, k, "ab", began_at + k)
+        run.record_weights(k, k, "ab", began_at + k)
 
 
 def test_a_full_run_is_told_in_full(home: Path) -> None:
     with runs.create("cartpole", "learner:\n  lr: 0.0123\n", "one", command="shoal run cartpole lr=<1>") as run:
         learn(run)
-        run.endpoint("gateway", "gateway", "tcp://127.0.0.1:5600", "ready")
-        run.model_registered("cartpole", 3, ("champion", "candidate"))
-        run.event("actor.joined", actor="actor-7", incarnation=2)
+        run.record_endpoint("gateway", "gateway", "tcp://127.0.0.1:5600", "ready")
+        run.record_model("cartpole", 3, ("champion", "candidate"))
+        run.record_event("actor.joined", actor="actor-7", incarnation=2)
     page = write(runs.load("one"))
     assert (home / "runs/one/learning_curve.png").read_bytes().startswith(PNG_MAGIC)
     for told in (
@@ -108,7 +108,7 @@ def test_accounting_that_does_not_add_up_is_said_so() -> None:
         run.log(1, dict(zip(parts, (300, 240, 30, 30), strict=True)))
         run.log(2, {"segments/received": 400})  # alone: the newest whole row still adds up
         run.flush()
-        assert report.accounting(runs.load("one").metrics()) == report.Accounting(300, 240, 30, 30)
+        assert report.compute_accounting(runs.load("one").metrics()) == report.Accounting(300, 240, 30, 30)
         run.log(3, dict.fromkeys(parts, 7.0))
     page = write(runs.load("one"))
     assert "✗ received and consumed + queued + dropped differ by -14" in page.text
@@ -143,9 +143,9 @@ def test_what_a_run_says_cannot_become_markup() -> None:
     evil = "<script>alert(1)</script>"
     with runs.create(evil, evil, "one", command=evil) as run:
         run.log(1, {f"return/{evil}": 1.0, evil: 2.0, f"drops/{evil}": 3.0})
-        run.event(evil, **{evil: evil})
-        run.endpoint(evil, evil, evil, evil)
-        run.model_registered(evil, 1, (evil,))
+        run.record_event(evil, **{evil: evil})
+        run.record_endpoint(evil, evil, evil, evil)
+        run.record_model(evil, 1, (evil,))
         run.finish("failed", evil)
     page = write(runs.load("one"))
     assert "<script" not in page.source
@@ -189,7 +189,7 @@ def test_what_events_tell_is_written_for_people() -> None:
         "returns": [500.0] * 40,
     }
     with runs.create("odd", "", "one") as run:
-        run.event("trained", **details)  # `at`: when it was, where that is not when it was recorded
+        run.record_event("trained", **details)  # `at`: when it was, where that is not when it was recorded
     text = write(runs.load("one")).text
     assert "seconds 0.4106 · metrics loss 0.1092 · returns [500, 500," in text
     assert "500, ... (40)]" in text
@@ -208,10 +208,10 @@ def test_every_panel_is_as_wide_as_others_so_that_letters_are(metrics: tuple[str
 @pytest.mark.parametrize("num_panels", [1, 2])
 def test_the_words_of_a_picture_do_not_lie_over_each_other(num_panels: int) -> None:
     title, metric = f"{'job_of_a_long_name_' * 4} · 20261120-064501-3f2a", "validation/" + "mean_absolute_error_" * 4
-    line = Curve.of([1.0, 2.0], [1.0, 2.0])
+    line = Curve.from_points([1.0, 2.0], [1.0, 2.0])
     panels = [plots.Panel(metric, "step", [(metric, line)])] * num_panels
-    learning = plots.learning_curve(title, metric, [("step", line)] * num_panels, [], True)
-    for figure in (plots.training_curves(title, panels), learning):
+    learning = plots.draw_learning_curve(title, metric, [("step", line)] * num_panels, [], True)
+    for figure in (plots.draw_training_curves(title, panels), learning):
         figure.draw_without_rendering()
         words = [*figure.texts, *(axes._left_title for axes in figure.axes if axes._left_title.get_text())]
         boxes = [each.get_window_extent() for each in words]
@@ -221,8 +221,8 @@ def test_the_words_of_a_picture_do_not_lie_over_each_other(num_panels: int) -> N
 
 def test_a_name_is_folded_where_it_would_be_wider_than_its_table() -> None:
     with runs.create("odd", "", "one") as run:
-        run.model_registered("short", 1, ())
-        run.model_registered("long" * 20, 1, ())
+        run.record_model("short", 1, ())
+        run.record_model("long" * 20, 1, ())
     page = write(runs.load("one"))
     assert re.search(r'<td class="mono whole">short@1', page.source)
     assert re.search(r'<td class="mono ">longlong', page.source)
@@ -259,14 +259,14 @@ def test_a_report_that_cannot_be_written_ends_nothing(
 ) -> None:
     with runs.create("x", "", "one") as run:
         run.log(1, {"return": 1.0})
-    monkeypatch.setattr(report, "_page", lambda run: 1 / 0)
-    runs.report_at_end("one")
+    monkeypatch.setattr(report, "_build_page", lambda run: 1 / 0)
+    runs.write_report_at_end("one")
     assert "report of run one could not be written: ZeroDivisionError" in caplog.text
     monkeypatch.undo()
     monkeypatch.setenv("SHOAL_HOME", str(home))
     shutil.rmtree(run.folder)
     run.folder.touch()
-    runs.report_at_end("one")
+    runs.write_report_at_end("one")
     assert "cannot be written to" in caplog.text
     with pytest.raises(RunError, match=r"report of run 'one' cannot be written to .*one: File exists"):
         runs.write_report(runs.load("one"))
@@ -299,7 +299,7 @@ def test_the_newest_numbers_are_the_newest_by_time() -> None:
     with runs.reopen("one") as run:  # it went on from an earlier step
         run.log(500, {**dict(zip(parts, (400, 350, 20, 30), strict=True)), "odd": 2.0})
     seen = runs.load("one")
-    assert report.accounting(seen.metrics()) == report.Accounting(400, 350, 20, 30)
+    assert report.compute_accounting(seen.metrics()) == report.Accounting(400, 350, 20, 30)
     assert "odd 2 1 2" in write(seen).text
 
 
@@ -338,36 +338,36 @@ def test_a_thinned_curve_keeps_its_spikes_and_its_order() -> None:
     x = np.arange(100_000.0)
     y = np.sin(x / 1000)
     y[54_321], y[77_777] = 50.0, -50.0
-    thin = Curve.of(x, y).thinned(1000)
+    thin = Curve.from_points(x, y).downsample(1000)
     assert len(thin.x) <= 1000
     assert (np.diff(thin.x) > 0).all()
     assert {50.0, -50.0} <= set(thin.y)
     assert (thin.y == y[thin.x.astype(int)]).all()
-    short = Curve.of([3.0, 1.0, math.nan, 2.0], [30.0, 10.0, 1.0, math.inf])
+    short = Curve.from_points([3.0, 1.0, math.nan, 2.0], [30.0, 10.0, 1.0, math.inf])
     assert (short.x.tolist(), short.y.tolist()) == ([1.0, 3.0], [10.0, 30.0])
 
 
 @pytest.mark.parametrize(
     ("shown", "expected"),
     [
-        (number(0.0), "0"),
-        (number(1234567.0), "1,234,567"),
-        (number(-5.0), "-5"),
-        (number(2403.71), "2,404"),
-        (number(0.000123456), "0.0001235"),
-        (number(1e300), "1e+300"),
-        (number(math.nan), "not a number"),
-        (number(-math.inf), "-∞"),
-        (duration(8.24), "8.2 s"),
-        (duration(59.96), "1 min 0 s"),
-        (duration(200), "3 min 20 s"),
-        (duration(7500), "2 h 5 min"),
-        (duration(273_600), "3 d 4 h"),
-        (duration(-0.1), "0.0 s"),
-        (age(59.9), "59 s"),
-        (age(7500), "2 h"),
-        (size(12), "12 B"),
-        (size(3584), "3.5 KiB"),
+        (format_number(0.0), "0"),
+        (format_number(1234567.0), "1,234,567"),
+        (format_number(-5.0), "-5"),
+        (format_number(2403.71), "2,404"),
+        (format_number(0.000123456), "0.0001235"),
+        (format_number(1e300), "1e+300"),
+        (format_number(math.nan), "not a number"),
+        (format_number(-math.inf), "-∞"),
+        (format_duration(8.24), "8.2 s"),
+        (format_duration(59.96), "1 min 0 s"),
+        (format_duration(200), "3 min 20 s"),
+        (format_duration(7500), "2 h 5 min"),
+        (format_duration(273_600), "3 d 4 h"),
+        (format_duration(-0.1), "0.0 s"),
+        (format_age(59.9), "59 s"),
+        (format_age(7500), "2 h"),
+        (format_size(12), "12 B"),
+        (format_size(3584), "3.5 KiB"),
     ],
 )
 def test_numbers_and_times_are_written_for_people(shown: str, expected: str) -> None:

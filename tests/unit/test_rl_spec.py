@@ -98,12 +98,12 @@ def test_words_that_a_resumed_run_cannot_start_with_are_not_kept() -> None:
     """A port that is taken would be taken at every later resumption too, which goes by the record."""
     before = ActorLearnerSpec()
     with shoal.runs.create("actor_learner", before.to_yaml(), "one") as recorder:
-        recorder.event("gateway_ready")
+        recorder.record_event("gateway_ready")
     words = before.override(["resume=one", "gateway.port=5555"]).to_yaml()
-    resumed = shoal.runs.record_of(words, "actor_learner", begun="gateway_ready", resumed="one")
+    resumed = shoal.runs.recording(words, "actor_learner", begun="gateway_ready", resumed="one")
     with pytest.raises(ClusterError, match="taken"), resumed:
         raise ClusterError("the port is taken")
     assert shoal.runs.load("one").spec == before.to_yaml()
-    with shoal.runs.record_of(words, "actor_learner", begun="gateway_ready", resumed="one") as recorder:
-        recorder.event("gateway_ready")
+    with shoal.runs.recording(words, "actor_learner", begun="gateway_ready", resumed="one") as recorder:
+        recorder.record_event("gateway_ready")
     assert "port: 5555" in shoal.runs.load("one").spec

@@ -5,52 +5,54 @@ from dataclasses import replace
 import pytest
 
 from shoal.serve.controller.rollout import (
-    Abandon,
+    AbandonRollout,
     Goal,
     IllegalMove,
-    Move,
     Phase,
     Proceed,
     Rollout,
-    Wait,
-    abandoned,
-    decide,
-    dropped,
-    flipped,
-    opened,
-    planned,
-    settled,
-    stage,
+    RolloutMove,
+    WaitForReplicas,
+    abandon_candidate,
+    build_model_plan,
+    decide_next_step,
+    drop_candidate,
+    flip_to_candidate,
+    open_canary,
+    settle_rollout,
+    stage_version,
     transition,
 )
-from shoal.serve.messages.replica_report import Failure, ModelReport, ReplicaReport
+from shoal.serve.messages.replica_report import ModelReport, ReplicaReport, StagingFailure
 
 STEADY = Rollout(Phase.STEADY, stable=1)
 LEGAL = {
-    (Phase.VACANT, Move.STAGE): Phase.STAGING,
-    (Phase.STEADY, Move.STAGE): Phase.STAGING,
-    (Phase.STAGING, Move.OPEN): Phase.CANARY,
-    (Phase.STAGING, Move.FLIP): Phase.FLIPPING,
-    (Phase.STAGING, Move.ABANDON): Phase.STEADY,
-    (Phase.CANARY, Move.FLIP): Phase.FLIPPING,
-    (Phase.CANARY, Move.DROP): Phase.STEADY,
-    (Phase.FLIPPING, Move.SETTLE): Phase.STEADY,
+    (Phase.VACANT, RolloutMove.STAGE): Phase.STAGING,
+    (Phase.STEADY, RolloutMove.STAGE): Phase.STAGING,
+    (Phase.STAGING, RolloutMove.OPEN): Phase.CANARY,
+    (Phase.STAGING, RolloutMove.FLIP): Phase.FLIPPING,
+    (Phase.STAGING, RolloutMove.ABANDON): Phase.STEADY,
+    (Phase.CANARY, RolloutMove.FLIP): Phase.FLIPPING,
+    (Phase.CANARY, RolloutMove.DROP): Phase.STEADY,
+    (Phase.FLIPPING, RolloutMove.SETTLE): Phase.STEADY,
 }
 
 
 def staging(
     version: int = 2, goal: Goal = Goal.FLIP, base: Rollout = STEADY, generation: int = 0, **shares: float
 ) -> Rollout:
-    return stage(base, version, goal, kind="deploy", by="me", why="new", now_s=10.0, generation=generation, **shares)
+    return stage_version(
+        base, version, goal, kind="deploy", by="me", why="new", now_s=10.0, generation=generation, **shares
+    )
 
 
-def report(name: str, *staged: int, generation: int = 0, failure: Failure | None = None) -> ReplicaReport:
+def report(name: str, *staged: int, generation: int = 0, failure: StagingFailure | None = None) -> ReplicaReport:
     return ReplicaReport(name, generation=generation, models={"m": ModelReport(staged=staged, failure=failure)})
 
 
-@pytest.mark.parametrize("move", Move)
+@pytest.mark.parametrize("move", RolloutMove)
 @pytest.mark.parametrize("phase", Phase)
-def test_there_are_these_moves_and_no_others(phase: Phase, move: Move) -> None:
+def test_there_are_these_moves_and_no_others(phase: Phase, move: RolloutMove) -> None:
     if (phase, move) in LEGAL:
         assert transition(phase, move) is LEGAL[phase, move]
     else:
@@ -59,72 +61,72 @@ def test_there_are_these_moves_and_no_others(phase: Phase, move: Move) -> None:
 
 
 def test_without_a_stable_version_what_is_abandoned_leaves_nothing() -> None:
-    rollout = abandoned(staging(base=Rollout()), "bad", 11.0)
+    rollout = abandon_candidate(staging(base=Rollout()), "bad", 11.0)
     assert (rollout.phase, rollout.stable, rollout.candidate, rollout.refused) == (Phase.VACANT, 0, 0, 2)
-    plan = planned("m", "/r", {}, rollout)
+    plan = build_model_plan("m", "/r", {}, rollout)
     assert (plan.staged, plan.reason) == ((), "bad")
 
 
 def test_a_version_goes_from_staged_to_stable() -> None:
     rollout = staging()
-    plan = planned("m", "/r", {}, rollout)
+    plan = build_model_plan("m", "/r", {}, rollout)
     assert (plan.stable, plan.staged, plan.candidate, plan.attempt) == (1, (1, 2), 0, 1)
-    rollout = flipped(rollout, 7, 11.0)
-    plan = planned("m", "/r", {}, rollout)
+    rollout = flip_to_candidate(rollout, 7, 11.0)
+    plan = build_model_plan("m", "/r", {}, rollout)
     assert (plan.stable, plan.staged, plan.candidate) == (2, (1, 2), 0)
-    rollout = settled(rollout, 12.0)
-    plan = planned("m", "/r", {}, rollout)
+    rollout = settle_rollout(rollout, 12.0)
+    plan = build_model_plan("m", "/r", {}, rollout)
     assert (plan.stable, plan.staged, rollout.previous, rollout.since_s) == (2, (2,), 1, 12.0)
 
 
 def test_a_candidate_is_open_with_its_shares_until_it_is_dropped() -> None:
-    rollout = opened(staging(goal=Goal.CANARY, percent=5.0, shadow_percent=20.0), 11.0)
-    plan = planned("m", "/r", {}, rollout)
+    rollout = open_canary(staging(goal=Goal.CANARY, percent=5.0, shadow_percent=20.0), 11.0)
+    plan = build_model_plan("m", "/r", {}, rollout)
     assert (plan.stable, plan.candidate, plan.percent, plan.shadow_percent) == (1, 2, 5.0, 20.0)
-    rollout = dropped(rollout, "slow", 12.0)
+    rollout = drop_candidate(rollout, "slow", 12.0)
     assert (rollout.phase, rollout.stable, rollout.refused, rollout.reason) == (Phase.STEADY, 1, 2, "slow")
-    plan = planned("m", "/r", {}, rollout)
+    plan = build_model_plan("m", "/r", {}, rollout)
     assert (plan.candidate, plan.percent, plan.shadow_percent, plan.staged) == (0, 0.0, 0.0, (1,))
 
 
 def test_a_second_attempt_is_another() -> None:
     first = staging()
-    again = staging(base=abandoned(first, "bad", 11.0))
+    again = staging(base=abandon_candidate(first, "bad", 11.0))
     assert (again.attempt, again.reason, again.refused) == (first.attempt + 1, "", 0)
 
 
 def test_it_goes_on_when_every_replica_has_staged_and_not_before() -> None:
     rollout = staging()
-    assert decide("m", rollout, [], 0.0, 60.0) == Wait()
-    assert decide("m", rollout, [report("a", 1, 2), report("b", 1)], 0.0, 60.0) == Wait(("b",))
-    assert decide("m", rollout, [report("a", 1, 2), ReplicaReport("b")], 0.0, 60.0) == Wait(("b",))
-    assert decide("m", rollout, [report("a", 1, 2), report("b", 1, 2)], 0.0, 60.0) == Proceed()
+    assert decide_next_step("m", rollout, [], 0.0, 60.0) == WaitForReplicas()
+    assert decide_next_step("m", rollout, [report("a", 1, 2), report("b", 1)], 0.0, 60.0) == WaitForReplicas(("b",))
+    assert decide_next_step("m", rollout, [report("a", 1, 2), ReplicaReport("b")], 0.0, 60.0) == WaitForReplicas(("b",))
+    assert decide_next_step("m", rollout, [report("a", 1, 2), report("b", 1, 2)], 0.0, 60.0) == Proceed()
 
 
 def test_what_a_replica_had_before_it_heard_that_the_version_is_wanted_does_not_count() -> None:
     """It was a candidate until a moment ago, say, and this replica has yet to hear that it was dropped."""
     rollout = staging(generation=7)
     reports = [report("a", 1, 2, generation=7), report("b", 1, 2, generation=6)]
-    assert decide("m", rollout, reports, 0.0, 60.0) == Wait(("b",))
-    assert decide("m", rollout, [reports[0], replace(reports[1], generation=8)], 0.0, 60.0) == Proceed()
+    assert decide_next_step("m", rollout, reports, 0.0, 60.0) == WaitForReplicas(("b",))
+    assert decide_next_step("m", rollout, [reports[0], replace(reports[1], generation=8)], 0.0, 60.0) == Proceed()
 
 
 def test_one_replica_that_cannot_is_enough_to_abandon() -> None:
     rollout = staging()
-    failed = report("b", 1, failure=Failure(2, rollout.attempt, "no file"))
-    decision = decide("m", rollout, [report("a", 1, 2), failed], 0.0, 60.0)
-    assert decision == Abandon("replica b cannot stage version 2: no file")
-    earlier = report("b", 1, failure=Failure(2, rollout.attempt - 1, "no file"))
-    assert decide("m", rollout, [report("a", 1, 2), earlier], 0.0, 60.0) == Wait(("b",))
+    failed = report("b", 1, failure=StagingFailure(2, rollout.attempt, "no file"))
+    decision = decide_next_step("m", rollout, [report("a", 1, 2), failed], 0.0, 60.0)
+    assert decision == AbandonRollout("replica b cannot stage version 2: no file")
+    earlier = report("b", 1, failure=StagingFailure(2, rollout.attempt - 1, "no file"))
+    assert decide_next_step("m", rollout, [report("a", 1, 2), earlier], 0.0, 60.0) == WaitForReplicas(("b",))
 
 
 def test_one_that_takes_too_long_is_too() -> None:
-    decision = decide("m", staging(), [report("a", 1, 2), report("b", 1)], 61.0, 60.0)
-    assert decision == Abandon("replica b had not staged version 2 after 60 s")
+    decision = decide_next_step("m", staging(), [report("a", 1, 2), report("b", 1)], 61.0, 60.0)
+    assert decision == AbandonRollout("replica b had not staged version 2 after 60 s")
 
 
 def test_a_flip_is_over_when_every_replica_has_heard_of_it_however_long_that_takes() -> None:
-    rollout = flipped(staging(), 7, 11.0)
+    rollout = flip_to_candidate(staging(), 7, 11.0)
     late = [report("a", 1, 2, generation=7), report("b", 1, 2, generation=6)]
-    assert decide("m", rollout, late, 1000.0, 60.0) == Wait(("b",))
-    assert decide("m", rollout, [late[0], replace(late[1], generation=8)], 0.0, 60.0) == Proceed()
+    assert decide_next_step("m", rollout, late, 1000.0, 60.0) == WaitForReplicas(("b",))
+    assert decide_next_step("m", rollout, [late[0], replace(late[1], generation=8)], 0.0, 60.0) == Proceed()

@@ -44,12 +44,12 @@ def test_everything_told_comes_back(run: RunRecorder, home: Path) -> None:
     run.log(100, {"return/mean_100": 20.0, "learner/loss": math.nan})
     run.log(200, {"return/mean_100": math.inf})
     run.log(200, {"steps/total": 200})
-    run.weights_published(1, 100, "aa", time.time())
-    run.weights_published(2, 200, "bb", time.time())
-    run.event("actor.joined", actor="a-1", path=Path("/x"), lag=3)
-    run.endpoint("gateway", "gateway", "tcp://127.0.0.1:5000", "starting")
-    run.endpoint("gateway", "gateway", "tcp://127.0.0.1:5000", "ready")
-    run.model_registered("cartpole", 1, ("champion",))
+    run.record_weights(1, 100, "aa", time.time())
+    run.record_weights(2, 200, "bb", time.time())
+    run.record_event("actor.joined", actor="a-1", path=Path("/x"), lag=3)
+    run.record_endpoint("gateway", "gateway", "tcp://127.0.0.1:5000", "starting")
+    run.record_endpoint("gateway", "gateway", "tcp://127.0.0.1:5000", "ready")
+    run.record_model("cartpole", 1, ("champion",))
     run.finish(Status.FINISHED)
 
     seen = runs.load("one")
@@ -71,7 +71,7 @@ def test_everything_told_comes_back(run: RunRecorder, home: Path) -> None:
     assert seen.versions()[["version", "step", "sha256"]].to_numpy().tolist() == [[1, 100, "aa"], [2, 200, "bb"]]
     [event] = seen.events().to_dict("records")
     assert (event["kind"], event["details"]) == ("actor.joined", {"actor": "a-1", "path": "/x", "lag": 3})
-    assert seen.endpoints() == [runs.Endpoint("gateway", "gateway", "tcp://127.0.0.1:5000", "ready")]
+    assert seen.endpoints() == [runs.EndpointRecord("gateway", "gateway", "tcp://127.0.0.1:5000", "ready")]
     assert seen.models()[["name", "version"]].to_numpy().tolist() == [["cartpole", 1]]
     assert seen.best() == ("return/mean_100", 20.0)  # the best finite one
 
@@ -128,7 +128,7 @@ def test_what_is_no_part_of_the_history_is_the_newest_and_may_be_the_best(run: R
 
 def test_of_many_versions_some_are_read_with_the_first_and_the_last(run: RunRecorder) -> None:
     for version in range(3, 26):
-        run.weights_published(version, 10 * version, "aa", time.time())
+        run.record_weights(version, 10 * version, "aa", time.time())
     run.flush()
     seen = runs.load("one")
     assert seen.num_versions() == len(seen.versions()) == 23
@@ -277,18 +277,18 @@ def as_ray_has_it(value: str) -> str:
 def test_words_with_secrets_reach_a_job_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["models=a", "endpoint.keys=[{name: ada, key: S3CRET}]", "endpoint.port=80", "endpoint={token: S3CRET}"]
     words.append("args.password=a$HOME${HOME}${NOBODYS}$$b")
-    shown, variables = provenance.apart(words)
+    shown, variables = provenance.split_secrets(words)
     assert shown == ["models=a", "endpoint.keys=***", "endpoint.port=80", "endpoint=***", "args.password=***"]
     for name, value in variables.items():
         monkeypatch.setenv(name, as_ray_has_it(value))
-    assert provenance.joined(shown) == words
-    assert provenance.joined(["other=***"]) == ["other=***"]
-    assert provenance.apart(words[:1]) == (words[:1], {})
+    assert provenance.restore_secrets(shown) == words
+    assert provenance.restore_secrets(["other=***"]) == ["other=***"]
+    assert provenance.split_secrets(words[:1]) == (words[:1], {})
 
 
 def test_the_command_of_a_job_is_recorded_as_it_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     line = "shoal run x 'args.path=$HOME/${HOME}/${NOBODYS}'"
-    for name, value in provenance.command_variable(line).items():
+    for name, value in provenance.make_command_variable(line).items():
         monkeypatch.setenv(name, as_ray_has_it(value))
     runs.create("job", "", "one").close()
     assert runs.load("one").command == line
@@ -306,7 +306,7 @@ def test_the_command_of_a_job_is_recorded_as_it_was_typed(monkeypatch: pytest.Mo
     ],
 )
 def test_the_command_of_a_job_is_shown_without_secrets(line: str, shown: str) -> None:
-    assert provenance.masked_line(line) == shown
+    assert provenance.mask_command_line(line) == shown
 
 
 def test_of_a_group_those_are_told_who_are_there(run: RunRecorder) -> None:

@@ -98,8 +98,8 @@ def test_an_ended_run_refuses_more_and_closing_again_is_harmless(run: RunRecorde
     run.finish("failed", "out of luck")
     calls: list[Callable[[], None]] = [
         lambda: run.log(1, {"x": 1.0}),
-        lambda: run.weights_published(1, 1, "aa", 0.0),
-        lambda: run.event("late"),
+        lambda: run.record_weights(1, 1, "aa", 0.0),
+        lambda: run.record_event("late"),
         run.heartbeat,
     ]
     for call in calls:
@@ -119,8 +119,8 @@ def test_a_run_that_nobody_finished_is_stopped_by_close(run: RunRecorder) -> Non
 
 
 def test_a_run_without_a_heartbeat_is_lost_and_found_again(run: RunRecorder, shoal_home: Path) -> None:
-    run.endpoint("gateway", "gateway", "tcp://h:1", "closed")
-    run.endpoint("policy", "inference", "http://h:2", "ready")
+    run.record_endpoint("gateway", "gateway", "tcp://h:1", "closed")
+    run.record_endpoint("policy", "inference", "http://h:2", "ready")
     execute(shoal_home, "UPDATE runs SET heartbeat_at = ?", time.time() - runs.HEARTBEAT_TIMEOUT_S + 3)
     assert runs.load("one").status is Status.RUNNING
     execute(shoal_home, "UPDATE runs SET heartbeat_at = ?", time.time() - runs.HEARTBEAT_TIMEOUT_S - 1)
@@ -238,11 +238,11 @@ def test_tensorboard_shows_each_step_once_as_it_was_last_logged(run: RunRecorder
     counts, edges = np.array([1, 2]), np.array([0.0, 0.5, 1.0])
     for step in range(1, 6):
         run.log(step, {"loss": float(step)})
-        run.histogram(step, "weights", counts, edges)
+        run.log_histogram(step, "weights", counts, edges)
     run.close()
     with runs.reopen("one") as again:
         again.log(4, {"loss": 4.0})  # as it was: a cluster that dies may take along what was said last
-        again.histogram(6, "weights", counts, edges)
+        again.log_histogram(6, "weights", counts, edges)
         again.log(5, {"loss": 50.0})
     shown = EventAccumulator(str(run.folder / "tensorboard"), size_guidance={"histograms": 0}).Reload()
     assert [(each.step, each.value) for each in shown.Scalars("loss")] == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 50)]
@@ -258,7 +258,7 @@ def test_tensorboard_forgets_the_steps_that_were_given_up(run: RunRecorder) -> N
         return [(each.step, each.value) for each in scalars]
 
     counts, edges = np.array([1, 2]), np.array([0.0, 0.5, 1.0])
-    run.histogram(1, "weights", counts, edges)
+    run.log_histogram(1, "weights", counts, edges)
     for step in range(1, 6):
         run.log(step, {"loss": float(step)})
     wait_for(lambda: len(shown()) == 5)
@@ -268,7 +268,7 @@ def test_tensorboard_forgets_the_steps_that_were_given_up(run: RunRecorder) -> N
     run.log(5, {"loss": 50.0})
     run.flush()
     run.forget_after(4)  # before the fifth is written, or after
-    run.histogram(5, "weights", counts, edges)
+    run.log_histogram(5, "weights", counts, edges)
     run.close()
     assert shown() == [(1, 1), (2, 2), (3, 3), (4, 40)]
     read = EventAccumulator(str(run.folder / "tensorboard"), size_guidance={"histograms": 0}).Reload()
@@ -290,22 +290,22 @@ def test_a_spec_is_not_replaced_when_the_run_cannot_be_resumed(run: RunRecorder)
 
 
 def test_resuming_closes_the_endpoints_of_the_earlier_life(run: RunRecorder) -> None:
-    run.endpoint("gateway", "gateway", "tcp://h:1", "ready")
-    run.endpoint("policy", "inference", "http://h:2", "ready")
+    run.record_endpoint("gateway", "gateway", "tcp://h:1", "ready")
+    run.record_endpoint("policy", "inference", "http://h:2", "ready")
     with runs.create("other", "", "two") as other:
-        other.endpoint("gateway", "gateway", "tcp://h:3", "ready")
+        other.record_endpoint("gateway", "gateway", "tcp://h:3", "ready")
         run.close()
         with runs.reopen("one") as again:
             assert [point.state for point in runs.load("one").endpoints()] == ["closed", "closed"]
-            again.endpoint("gateway", "gateway", "tcp://h:4", "ready")
+            again.record_endpoint("gateway", "gateway", "tcp://h:4", "ready")
             assert [point.state for point in runs.load("one").endpoints()] == ["ready", "closed"]
         assert [point.state for point in runs.load("two").endpoints()] == ["ready"]
 
 
 def test_what_a_new_life_said_is_told_apart_from_the_old(run: RunRecorder) -> None:
-    run.event("solved", steps=1)
-    run.event("gateway_ready", address="old")
-    run.event("gateway_ready", address="newer")
+    run.record_event("solved", steps=1)
+    run.record_event("gateway_ready", address="old")
+    run.record_event("gateway_ready", address="newer")
     run.log(1, {"old": 1.0, "both": 1.0})
     run.flush()
     old = {"solved": {"steps": 1}, "gateway_ready": {"address": "newer"}}
@@ -318,7 +318,7 @@ def test_what_a_new_life_said_is_told_apart_from_the_old(run: RunRecorder) -> No
             seen = runs.load("one")
             assert (seen.last_events(since_resumed=True), seen.latest(since_resumed=True)) == ({}, {})
             assert {"solved", "resumed"} <= set(seen.last_events())
-            again.event("gateway_ready", address="newest")
+            again.record_event("gateway_ready", address="newest")
             again.log(1, {"both": 2.0})
             again.flush()
             assert seen.last_events(since_resumed=True) == {"gateway_ready": {"address": "newest"}}

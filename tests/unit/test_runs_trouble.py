@@ -50,9 +50,9 @@ def test_what_cannot_be_written_is_kept_and_written_later(
     with closing(sqlite3.connect(home / "runs.sqlite", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         run.log(1, {"x": 1.0})
-        run.weights_published(1, 1, "aa", time.time())
+        run.record_weights(1, 1, "aa", time.time())
         with pytest.raises(RunError, match="locked"):
-            run.event("unlucky")
+            run.record_event("unlucky")
         monkeypatch.setattr(recorder, "MAX_PENDING", 3)
         with pytest.raises(RunError, match="locked"):  # full: the caller is told, and nothing is taken in
             run.log(2, {"x": 2.0})
@@ -131,7 +131,7 @@ def test_a_reader_that_takes_its_time_does_not_hold_up_the_run(run: RunRecorder,
     with closing(sqlite3.connect(home / "runs.sqlite", isolation_level=None)) as reader:
         reader.execute("BEGIN")
         before = reader.execute("SELECT count(*) FROM events").fetchone()
-        run.event("meanwhile")
+        run.record_event("meanwhile")
         assert reader.execute("SELECT count(*) FROM events").fetchone() == before
     assert runs.load("one").events()["kind"].tolist() == ["meanwhile"]
 
@@ -151,9 +151,9 @@ def test_threads_can_share_a_recorder(run: RunRecorder, eager_switching: None) -
     def talk(thread: int) -> None:
         for step in range(num_logs):
             run.log(step, {f"x/{thread}": float(step)})
-            run.weights_published(thread * num_logs + step + 1, step, "aa", time.time())
+            run.record_weights(thread * num_logs + step + 1, step, "aa", time.time())
             if step % 4 == thread:
-                run.event("tick", thread=thread)
+                run.record_event("tick", thread=thread)
 
     threads = [threading.Thread(target=talk, args=(number,)) for number in range(num_threads)]
     for thread in threads:
@@ -196,10 +196,10 @@ def test_what_is_no_text_is_recorded_all_the_same(run: RunRecorder) -> None:
     around.append(around)
     run.log(1, {"a\udcff": 1.0, "b\0c": 2.0})
     run.log_group(1, "lag", {"\udcff": 3.0})
-    run.event("found\udcff", name="\udcff", keys={(1, 2): 3}, around=around)
-    run.endpoint("shop\udcff", "inference", "http://\udcff", "ready")
-    run.weights_published(1, 1, "\udcff", 0.0)
-    run.model_registered("m\udcff", 1, ())
+    run.record_event("found\udcff", name="\udcff", keys={(1, 2): 3}, around=around)
+    run.record_endpoint("shop\udcff", "inference", "http://\udcff", "ready")
+    run.record_weights(1, 1, "\udcff", 0.0)
+    run.record_model("m\udcff", 1, ())
     run.finish("finished")
     seen = runs.load("one")
     assert seen.latest() == {r"a\udcff": 1.0, r"b\x00c": 2.0, r"lag/\udcff": 3.0}
@@ -215,9 +215,9 @@ def test_what_is_no_text_is_recorded_all_the_same(run: RunRecorder) -> None:
         lambda run: run.log_group(2**63, "lag", {"x": 1.0}),
         lambda run: run.forget_after(2**63),
         lambda run: run.histogram(2**63, "x", np.ones(1), np.ones(2)),
-        lambda run: run.weights_published(2**63, 1, "", 0.0),
-        lambda run: run.weights_published(1, 2**63, "", 0.0),
-        lambda run: run.model_registered("m", 2**63, ()),
+        lambda run: run.record_weights(2**63, 1, "", 0.0),
+        lambda run: run.record_weights(1, 2**63, "", 0.0),
+        lambda run: run.record_model("m", 2**63, ()),
         lambda run: run.log(1, {"": 1.0}),
         lambda run: run.log(1, {3: 1.0}),
         lambda run: run.log(1, {"x": None}),
@@ -228,9 +228,9 @@ def test_what_is_no_text_is_recorded_all_the_same(run: RunRecorder) -> None:
         lambda run: run.log("1", {"x": 1.0}),
         lambda run: run.event(None),
         lambda run: run.endpoint("shop", "inference", None, "ready"),
-        lambda run: run.model_registered(None, 1, ()),
-        lambda run: run.model_registered("m", 1, (1,)),
-        lambda run: run.weights_published(1, 1, None, 0.0),
+        lambda run: run.record_model(None, 1, ()),
+        lambda run: run.record_model("m", 1, (1,)),
+        lambda run: run.record_weights(1, 1, None, 0.0),
         lambda run: run.change_spec(None),
     ],
 )

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import ConfigError
-from shoal.serve.batching.fair_queue import Waiting
-from shoal.serve.batching.scheduler import QueueFull, Schedule, TooLate
+from shoal.serve.batching.fair_queue import QueuedRequest
+from shoal.serve.batching.scheduler import BatchScheduler, DeadlineExceeded, QueueFull
 from unit.schedule_world import MAX_BATCH, MAX_QUEUE, QUEUES, Job, World, events, play
 
 
@@ -24,7 +24,7 @@ def test_nothing_is_lost_nothing_idles_and_limits_hold(
     world = World(slots=slots, exact=exact)
     play(world, script)
     assert not world.schedule.has_work
-    assert not world.schedule.in_hand
+    assert not world.schedule.running
     ends = world.ends()
     assert sum(ends.values()) == len(world.jobs)
     assert set(ends) <= {"answered", "full", "late", "cancelled", "given up"}
@@ -112,15 +112,15 @@ def test_a_group_that_nobody_waits_for_is_let_go() -> None:
     class Version:
         pass
 
-    schedule: Schedule[Waiting] = Schedule()
+    schedule: BatchScheduler[QueuedRequest] = BatchScheduler()
     queue = schedule.add_queue("a", max_batch_rows=4, max_queue_rows=4)
     for deadline_s in (None, 1.0):
         version = Version()
         gone = weakref.ref(version)
-        assert schedule.admit(queue, Waiting(1, 0.0, deadline_s, version), 0.0) == (None, ())
+        assert schedule.admit(queue, QueuedRequest(1, 0.0, deadline_s, version), 0.0) == (None, ())
         batch, _ = schedule.take(0.0)
         assert batch is not None
-        schedule.finished(batch, 0.0, [])
+        schedule.finish_batch(batch, 0.0, [])
         del version, batch
         assert gone() is None
 
@@ -165,13 +165,13 @@ def test_nobody_leaves_for_a_request_that_is_refused_all_the_same() -> None:
 
 
 def test_a_queue_is_full_of_bytes_too() -> None:
-    schedule: Schedule[Waiting] = Schedule()
+    schedule: BatchScheduler[QueuedRequest] = BatchScheduler()
     queue = schedule.add_queue("a", max_batch_rows=4, max_queue_rows=8, max_queue_bytes=8000)
     taken = []
     for rows, size_bytes in ((4, 3200), (1, 3000), (2, 100), (1, 0), (1, 1)):
-        waiting = Waiting(rows, 0.0, None, num_places=queue.places(rows, size_bytes))
+        waiting = QueuedRequest(rows, 0.0, None, num_places=queue.compute_charged_rows(rows, size_bytes))
         refusal, _ = schedule.admit(queue, waiting, 0.0)
-        taken.append(waiting.num_places if refusal is None else refusal.status)
+        taken.append(waiting.charged_rows if refusal is None else refusal.status)
     assert taken == [4, 3, 429, 1, 429]
     assert str(refusal).startswith("the queue is full (it holds 8 rows, or 8000 bytes)")
 
@@ -182,9 +182,12 @@ def test_a_refusal_says_when_to_come_again(retry_after_s: float, when: str) -> N
 
 
 def test_a_request_that_is_larger_than_the_queue_may_wait_alone() -> None:
-    schedule: Schedule[Waiting] = Schedule()
+    schedule: BatchScheduler[QueuedRequest] = BatchScheduler()
     queue = schedule.add_queue("a", max_batch_rows=4, max_queue_rows=8, max_queue_bytes=8000)
-    large, small = Waiting(1, 0.0, None, num_places=queue.places(1, 50_000)), Waiting(1, 0.0, None)
+    large, small = (
+        QueuedRequest(1, 0.0, None, num_places=queue.compute_charged_rows(1, 50_000)),
+        QueuedRequest(1, 0.0, None),
+    )
     assert schedule.admit(queue, large, 0.0) == (None, ())
     refusal, _ = schedule.admit(queue, small, 0.0)
     assert isinstance(refusal, QueueFull)
@@ -212,7 +215,7 @@ def test_a_full_queue_says_when_to_come_back() -> None:
     ],
 )
 def test_limits_that_do_not_fit_are_refused(words: tuple[int, int, float], field_name: str) -> None:
-    schedule: Schedule[Job] = Schedule()
+    schedule: BatchScheduler[Job] = BatchScheduler()
     names = ("max_batch_rows", "max_queue_rows", "weight", "max_queue_bytes")
     with pytest.raises(ConfigError) as caught:
         schedule.add_queue("a", **dict(zip(names, words, strict=False)))  # type: ignore[arg-type]
@@ -221,10 +224,10 @@ def test_limits_that_do_not_fit_are_refused(words: tuple[int, int, float], field
 
 def test_a_schedule_without_slots_is_refused() -> None:
     with pytest.raises(ConfigError, match="slots = 0"):
-        Schedule(0)
+        BatchScheduler(0)
 
 
 def test_the_refusals_survive_a_pickle() -> None:
-    for error in (QueueFull(8, 0.25), QueueFull(8, 0.25, 800), TooLate("never")):
+    for error in (QueueFull(8, 0.25), QueueFull(8, 0.25, 800), DeadlineExceeded("never")):
         copy = pickle.loads(pickle.dumps(error))
         assert (copy.status, str(copy), copy.retry_after_s) == (error.status, str(error), error.retry_after_s)

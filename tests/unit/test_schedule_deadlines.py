@@ -4,7 +4,7 @@ from collections import Counter
 
 from hypothesis import given, settings
 
-from shoal.serve.batching.fair_queue import PATIENCE_S
+from shoal.serve.batching.fair_queue import DEFAULT_DEADLINE_S
 from unit.schedule_world import MAX_BATCH, Job, World, events, play
 
 
@@ -22,7 +22,7 @@ def test_what_is_answered_is_answered_in_time_when_the_model_is_right(script: li
 def test_the_earliest_deadline_goes_first_and_a_late_one_or_none_stands_at_its_patience() -> None:
     world = World(exact=True)
     world.submit(rows=MAX_BATCH)
-    deadlines = (3 * PATIENCE_S, PATIENCE_S / 2, None)
+    deadlines = (3 * DEFAULT_DEADLINE_S, DEFAULT_DEADLINE_S / 2, None)
     late, soon, never = [world.submit(rows=MAX_BATCH, within_s=seconds) for seconds in deadlines]
     world.advance()
     assert [batch.requests for batch in world.started[1:]] == [[soon], [late], [never]]
@@ -31,9 +31,9 @@ def test_the_earliest_deadline_goes_first_and_a_late_one_or_none_stands_at_its_p
 def test_a_request_with_much_time_is_not_starved_by_those_without_a_deadline() -> None:
     world = World(exact=True)
     world.submit(rows=MAX_BATCH)
-    patient = world.submit(rows=MAX_BATCH, within_s=30 * PATIENCE_S)
+    patient = world.submit(rows=MAX_BATCH, within_s=30 * DEFAULT_DEADLINE_S)
     while not patient.end:
-        assert world.now_s < PATIENCE_S + 4 * world.seconds(MAX_BATCH), "it starves"
+        assert world.now_s < DEFAULT_DEADLINE_S + 4 * world.seconds(MAX_BATCH), "it starves"
         for _ in range(3):
             world.submit(rows=2)
         world.advance(world.seconds(MAX_BATCH) / 2)
@@ -45,7 +45,7 @@ def test_a_request_without_a_deadline_is_not_starved_by_those_with_one() -> None
     world.submit(rows=MAX_BATCH)
     patient = world.submit(rows=MAX_BATCH)
     while not patient.end:
-        assert world.now_s < PATIENCE_S + 4 * world.seconds(MAX_BATCH), "it starves"
+        assert world.now_s < DEFAULT_DEADLINE_S + 4 * world.seconds(MAX_BATCH), "it starves"
         for _ in range(3):
             world.submit(rows=2, within_s=4.5 * world.seconds(MAX_BATCH))
         world.advance(world.seconds(MAX_BATCH) / 2)
@@ -116,7 +116,7 @@ def test_one_tight_deadline_is_given_up_when_saving_it_would_cost_the_others() -
 
 def test_who_stands_first_is_not_overtaken_by_a_tight_deadline_that_fits_no_batch_with_it() -> None:
     world = World(exact=True, seconds_of=(0.0, 0.01))
-    patient = Job("a", MAX_BATCH - 1, -PATIENCE_S, None, 0, "")
+    patient = Job("a", MAX_BATCH - 1, -DEFAULT_DEADLINE_S, None, 0, "")
     tight = Job("a", 1, 0.0, 0.025, 0, "")
     other = Job("a", 1, 0.0, None, 0, "")
     for job in (tight, other, patient):

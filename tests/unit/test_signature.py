@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shoal.errors import ConfigError
 from shoal.train import Task
-from shoal.train.export.signature import signature_of
+from shoal.train.export.signature import infer_signature
 
 
 class Two(nn.Module):
@@ -41,7 +41,7 @@ BATCH = {"tokens": torch.arange(12).reshape(2, 6), "mask": torch.ones(2, 6, dtyp
 )
 def test_names_types_and_shapes(kind: str, names: list[str]) -> None:
     model = Two(kind)
-    found = signature_of(Given(), model, BATCH)
+    found = infer_signature(Given(), model, BATCH)
     inputs = [(each.name, each.datatype, each.shape) for each in found.inputs]
     assert inputs == [("tokens", "INT64", [-1, 6]), ("mask", "BOOL", [-1, 6])]
     outputs = [(each.datatype, each.shape) for each in found.outputs]
@@ -67,7 +67,7 @@ def test_what_postprocess_may_not_make_of_the_outputs(answers: Any, problem: str
     task = Task()
     task.postprocess = answers
     with pytest.raises(ConfigError, match=rf"Task\.postprocess {problem}"):
-        signature_of(task, nn.Linear(4, 3), (torch.ones(2, 4), torch.zeros(2)))
+        infer_signature(task, nn.Linear(4, 3), (torch.ones(2, 4), torch.zeros(2)))
 
 
 def test_what_postprocess_makes_of_the_outputs_is_announced() -> None:
@@ -79,12 +79,12 @@ def test_what_postprocess_makes_of_the_outputs_is_announced() -> None:
         "twice": np.float64([[1, 2]] * 2),
     }
     for network in (nn.Identity(), nn.Identity().to(torch.bfloat16)):
-        found = signature_of(task, network, (inputs.to(torch.bfloat16), torch.zeros(2)))
+        found = infer_signature(task, network, (inputs.to(torch.bfloat16), torch.zeros(2)))
         assert [(each.name, each.datatype, each.shape) for each in found.outputs] == [
             ("output", "FP32", [-1, 4]),
             *(("label", "INT64", [-1]), ("name", "BYTES", [-1]), ("twice", "FP64", [-1, 2])),
         ]
-    signature_of(task, nn.Identity(), (inputs, torch.zeros(2)))
+    infer_signature(task, nn.Identity(), (inputs, torch.zeros(2)))
     assert inputs.tolist() == [[1.0] * 4] * 2  # the hook writes to what is its own
 
 
@@ -93,14 +93,14 @@ def test_more_inputs_than_names_are_numbered() -> None:
         def forward(self, *given: Tensor) -> Tensor:
             return given[0]
 
-    found = signature_of(Given(), Whatever(), BATCH)
+    found = infer_signature(Given(), Whatever(), BATCH)
     assert [each.name for each in found.inputs] == ["given", "input_1"]
 
 
 @pytest.mark.parametrize(("kind", "name"), [("text", "output"), ("pair", "output_1")])
 def test_what_is_no_tensor_cannot_be_served(kind: str, name: str) -> None:
     with pytest.raises(ConfigError, match=f"'{name}' of its network is a str"):
-        signature_of(Given(), Two(kind), BATCH)
+        infer_signature(Given(), Two(kind), BATCH)
 
 
 def test_a_dtype_that_the_protocol_has_no_word_for_is_refused() -> None:
@@ -109,4 +109,4 @@ def test_a_dtype_that_the_protocol_has_no_word_for_is_refused() -> None:
             return tokens.to(torch.complex64)
 
     with pytest.raises(ConfigError, match="complex64"):
-        signature_of(Given(), Complex(), BATCH)
+        infer_signature(Given(), Complex(), BATCH)

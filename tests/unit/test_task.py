@@ -13,7 +13,7 @@ import torch
 
 from shoal.errors import ConfigError, DataError
 from shoal.train import Task
-from shoal.train.task import data_of, find_task, make_task, renew, source_file, source_of
+from shoal.train.task import find_source_file, find_task, get_source, load_data, make_task, unload_if_changed
 
 FILE = """
 from beside import WIDTH
@@ -46,8 +46,8 @@ def test_a_file_a_recipe_and_a_module_are_found() -> None:
     assert find_task("mine.py:Mine") is find_task("mine.py:Mine")  # a file is loaded once
     assert find_task("recipe").__name__ == "Mine"
     assert find_task("train_task:Toy").__name__ == "Toy"
-    assert source_file("recipe") == Path("jobs/recipe.py").resolve()
-    assert source_file("train_task:Toy") is None
+    assert find_source_file("recipe") == Path("jobs/recipe.py").resolve()
+    assert find_source_file("train_task:Toy") is None
 
 
 @pytest.mark.parametrize("name", ["mine.py", "mine.v2.py", "my task-2.py"])
@@ -60,21 +60,21 @@ def test_what_lies_beside_the_file_can_be_imported_and_its_classes_travel(name: 
 
 def test_a_file_that_was_changed_is_loaded_again_where_something_new_begins() -> None:
     first = find_task("mine.py:Mine")
-    renew("mine.py:Mine")
+    unload_if_changed("mine.py:Mine")
     assert find_task("mine.py:Mine") is first
     Path("mine.py").write_text(FILE.replace("width=WIDTH", "width=7"))
     assert find_task("mine.py:Mine") is first  # what has begun goes on with what it began with
-    renew("mine.py:Mine")
+    unload_if_changed("mine.py:Mine")
     assert make_task("mine.py:Mine", {}).width == 7  # type: ignore[attr-defined]
-    assert "width=7" in (source_of("mine.py:Mine") or "")
+    assert "width=7" in (get_source("mine.py:Mine") or "")
     Path("mine.py").write_text("class Mine(")
-    renew("mine.py:Mine")
+    unload_if_changed("mine.py:Mine")
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"mine\.py does not load: SyntaxError"):
             find_task("mine.py:Mine")
     Path("mine.py").unlink()
     for word in ("mine.py:Mine", "recipe", "train_task:Toy", "nowhere.py:Mine", ""):
-        renew(word)
+        unload_if_changed(word)
 
 
 def test_a_file_that_trains_itself_while_it_is_loaded_is_told_so() -> None:
@@ -112,5 +112,5 @@ def test_data_that_cannot_be_opened_is_a_data_error() -> None:
             return Path("nowhere.npy").open()
 
     with pytest.raises(DataError, match=r"Gone\.data could not read it: FileNotFoundError.*nowhere\.npy") as raised:
-        data_of(Gone(), "mine.py:Gone")
+        load_data(Gone(), "mine.py:Gone")
     assert str(Path.cwd()) in raised.value.remedy

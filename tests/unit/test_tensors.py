@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as arrays
 
 from shoal.errors import InferenceError
 from shoal.open_inference.binary_tensors import from_binary, to_binary
-from shoal.open_inference.datatypes import DATATYPES, NUMPY, bf16_bits, bf16_values, floats_of
+from shoal.open_inference.datatypes import DATATYPES, NUMPY_DTYPES, bf16_bits, bf16_values, to_floats
 from shoal.open_inference.json_tensors import from_json, to_json
 from shoal.registry import manifest
 
@@ -39,8 +39,8 @@ def tensors(draw: st.DrawFn, *, text: bool = False) -> tuple[str, np.ndarray]:
         )
         return datatype, bf16_bits(draw(arrays.arrays(np.float32, SHAPES, elements=finite)))
     options = {"allow_nan": not text, "allow_infinity": not text} if datatype.startswith("FP") else {}
-    elements = arrays.from_dtype(NUMPY[datatype], **options)
-    return datatype, draw(arrays.arrays(NUMPY[datatype], SHAPES, elements=elements))
+    elements = arrays.from_dtype(NUMPY_DTYPES[datatype], **options)
+    return datatype, draw(arrays.arrays(NUMPY_DTYPES[datatype], SHAPES, elements=elements))
 
 
 def same(left: np.ndarray, right: np.ndarray) -> bool:
@@ -138,7 +138,7 @@ def test_no_float_between_makes_a_tie_of_a_double() -> None:
     beside = 1.00390625000091  # above the middle of 1 and 1.0078125, which as a float it is
     assert bf16_values(bf16_bits(np.array([beside]))).tolist() == [1.0078125]
     assert bf16_values(from_json("t", "BF16", (1,), raw([beside]))).tolist() == [1.0078125]
-    assert bf16_values(floats_of(np.array([beside]), "BF16")).tolist() == [1.0078125]
+    assert bf16_values(to_floats(np.array([beside]), "BF16")).tolist() == [1.0078125]
     odd = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0])
     np.testing.assert_array_equal(bf16_values(bf16_bits(odd)), odd)
 
@@ -200,7 +200,7 @@ def test_more_texts_than_the_shape_has_are_not_looked_at() -> None:
 
 @pytest.mark.parametrize("datatype", [each for each in DATATYPES if each != "BYTES"])
 def test_bytes_of_another_size_are_422(datatype: str) -> None:
-    itemsize = NUMPY[datatype].itemsize
+    itemsize = NUMPY_DTYPES[datatype].itemsize
     for length in (0, 2 * itemsize - 1, 2 * itemsize + 1):
         with pytest.raises(InferenceError, match=f"'t'.*{2 * itemsize} bytes of {datatype}.*, got {length}"):
             from_binary("t", datatype, (2,), b"\0" * length)

@@ -60,7 +60,7 @@ def test_a_request_is_a_child_of_its_callers_span_and_says_where_its_time_went(t
     make, spans = traced
     with make().request("POST infer", "m", CALLER) as trace:
         TracedArrays({"x": np.zeros(1)}, trace)
-        trace.computed(PREDICTION, num_rows=2)
+        trace.record_prediction(PREDICTION, num_rows=2)
     found = {span["name"]: span for span in spans()}
     assert set(found) == {"POST infer", "queue", "compute"}
     request = found["POST infer"]
@@ -120,7 +120,7 @@ def test_a_request_that_failed(traced: Any, error: BaseException, status: int, i
 def test_a_request_that_was_cancelled_because_it_is_late(traced: Any) -> None:
     make, spans = traced
     trace = make().request("POST infer", "m")
-    trace.cancelled_as = 504
+    trace.cancelled_status = 504
     with pytest.raises(asyncio.CancelledError), trace:
         raise asyncio.CancelledError
     (span,) = spans()
@@ -200,7 +200,7 @@ def test_spans_go_to_a_collector_over_otlp() -> None:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
         thread.start()
         tracer = Tracer(f"otlp://127.0.0.1:{server.server_address[1]}", "digits", "replica-1")
-        trace = tracer.request("POST infer", "m", CALLER)
+        trace = tracer.start_request("POST infer", "m", CALLER)
         assert trace is not None
         with trace:
             pass

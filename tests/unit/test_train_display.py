@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from shoal import runs
-from shoal.cli.display.train_display import TrainView, plain_line, render, view_of
+from shoal.cli.display.train_display import TrainView, format_plain_line, make_view, render
 
 METRICS = {
     "train/step": 123_456.0,
@@ -72,18 +72,18 @@ def test_the_bar_is_as_long_as_the_way_that_is_done() -> None:
 
 def test_after_the_last_step_nothing_is_to_go() -> None:
     assert "to go" not in shown(dataclasses.replace(VIEW, phase="registering"))
-    assert "to go" not in plain_line(dataclasses.replace(VIEW, phase="registering"))
+    assert "to go" not in format_plain_line(dataclasses.replace(VIEW, phase="registering"))
 
 
 def test_before_the_first_step_there_is_a_picture_too() -> None:
     empty = TrainView("r", "starting workers", 2.0)
     assert "starting workers" in shown(empty)
-    assert plain_line(empty) == "[  2.0 s] starting workers"
+    assert format_plain_line(empty) == "[  2.0 s] starting workers"
     assert "nan" not in shown(empty)
 
 
 def test_a_plain_line_has_the_same() -> None:
-    line = plain_line(VIEW)
+    line = format_plain_line(VIEW)
     assert line.startswith("[ 73.0 s] training: step 123,456, loss 0.001234, samples/s 1,234,567, data wait 100%")
     assert line.endswith("validation loss 0.5, validation accuracy 0.8659, 2 d 12 h to go")
     assert "\n" not in line
@@ -91,24 +91,24 @@ def test_a_plain_line_has_the_same() -> None:
 
 def test_a_view_is_read_from_the_record_of_this_life(tmp_path: Path) -> None:
     with runs.create("train", "", "one") as run:
-        run.event("training", **SETTING, total_steps=10)
+        run.record_event("training", **SETTING, total_steps=10)
         run.log(1, {"train/step": 1, "train/loss": 2.0})
         run.flush()
-        first = view_of(runs.load("one"), None, ["a note"])
+        first = make_view(runs.load("one"), None, ["a note"])
         run.log(2, {"train/step": 2, "train/loss": math.nan})
         run.flush()
-        second = view_of(runs.load("one"), first, [])
-        run.event("stopped", reason="steps")
+        second = make_view(runs.load("one"), first, [])
+        run.record_event("stopped", reason="steps")
         run.log(3, {"train/step": 3, "train/loss": 1.0})
         run.flush()
-        third = view_of(runs.load("one"), second, [])
+        third = make_view(runs.load("one"), second, [])
     assert (first.phase, first.value("train/step"), first.history, first.notes) == ("training", 1, (2.0,), ("a note",))
     assert "a note" in shown(first)
     assert second.history == (2.0,)  # what is not finite is not drawn
     assert "not a number" in shown(second)
     assert (third.phase, third.history) == ("registering", (2.0, 1.0))
     with runs.reopen("one"):
-        again = view_of(runs.load("one"), None, [])
+        again = make_view(runs.load("one"), None, [])
     assert (again.phase, again.metrics, again.setting) == ("starting workers", {}, {})
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from shoal.errors import ConfigError
-from shoal.runs.run_reader import direction_of
+from shoal.runs.run_reader import infer_direction
 from shoal.train.spec import TrainSpec
 
 
@@ -33,9 +33,9 @@ def test_money_needs_a_price() -> None:
 def test_plans_are_words_or_degrees_and_a_word_may_be_changed() -> None:
     spec = TrainSpec().override(["parallel=fsdp", "parallel.accumulate=4", "workers=2"])
     assert (spec.parallel.shard, spec.parallel.accumulate) == (True, 4)
-    assert spec.degrees().words == "data 2 sharded"
+    assert spec.resolve_dims().description == "data 2 sharded"
     spec = TrainSpec().override(["parallel={data: 2, tensor: 2}", "workers=4"])
-    assert (spec.degrees().data, spec.degrees().tensor) == (2, 2)
+    assert (spec.resolve_dims().data, spec.resolve_dims().tensor) == (2, 2)
     with pytest.raises(ConfigError, match="no such plan; the words are single, ddp"):
         TrainSpec().override(["parallel=dpd"])
 
@@ -91,7 +91,7 @@ def test_a_spec_comes_back_from_its_record() -> None:
     [("accuracy", True), ("validation/F1", True), ("top5_map", True), ("val_nll", False), ("mape", False)],
 )
 def test_which_way_is_better_is_told_by_a_metrics_name(metric: str, is_more_better: bool) -> None:
-    assert direction_of(metric) == is_more_better
+    assert infer_direction(metric) == is_more_better
     assert TrainSpec().override([f"stop.convergence.metric={metric}"]).stop.convergence is not None
 
 

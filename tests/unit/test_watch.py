@@ -14,13 +14,13 @@ from rich.console import Console
 from shoal import runs
 from shoal.cli.commands.runs import runs as runs_command
 from shoal.cli.display.rl_display import RunView
-from shoal.cli.display.run_view import follow, view_of
+from shoal.cli.display.run_view import follow_run, make_view
 from shoal.cli.display.train_display import TrainView
 from shoal.errors import ConfigError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.batch_predict import BatchPredictSpec
 from shoal.flows.serving_spec import ServingSpec
-from shoal.runs import Kind, Run, Status
+from shoal.runs import Run, RunKind, Status
 from shoal.train.spec import TrainSpec
 
 
@@ -37,9 +37,9 @@ def typed(*words: str) -> str:
 
 def test_a_run_is_followed_to_its_end_from_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     with runs.create("x", "target_return: 475", "one") as run:
-        run.event("gateway_ready", address="tcp://h", env="E", server_key="")
-        run.endpoint("inference", "inference", "http://h", "ready")
-        run.endpoint("gateway", "gateway", "tcp://h", "ready")
+        run.record_event("gateway_ready", address="tcp://h", env="E", server_key="")
+        run.record_endpoint("inference", "inference", "http://h", "ready")
+        run.record_endpoint("gateway", "gateway", "tcp://h", "ready")
         looks = iter(["steps", "end"])
 
         def look(seconds: float) -> None:
@@ -73,7 +73,7 @@ def test_a_heartbeat_that_is_late_once_does_not_end_the_look(monkeypatch: pytest
 
         monkeypatch.setattr("shoal.runs.load", seen)
         monkeypatch.setattr("shoal.cli.display.run_view.time", SimpleNamespace(sleep=look, monotonic=lambda: now.s))
-        ended = follow(replace(load("one"), status=Status.RUNNING), Console(quiet=True))
+        ended = follow_run(replace(load("one"), status=Status.RUNNING), Console(quiet=True))
     assert (ended.status, now.s > 5.0) == (Status.FINISHED, True)
 
 
@@ -90,26 +90,26 @@ def test_who_has_seen_enough_of_a_run_does_not_end_it(monkeypatch: pytest.Monkey
 
 
 SPECS = {
-    Kind.LOOP: ActorLearnerSpec(),
-    Kind.TRAINING: TrainSpec(task="lenet"),
-    Kind.SERVING: ServingSpec(models=["cartpole@champion"]),
-    Kind.PREDICTION: BatchPredictSpec(),
+    RunKind.LOOP: ActorLearnerSpec(),
+    RunKind.TRAINING: TrainSpec(task="lenet"),
+    RunKind.SERVING: ServingSpec(models=["cartpole@champion"]),
+    RunKind.PREDICTION: BatchPredictSpec(),
 }
 REFUSED = {
-    Kind.SERVING: "look at it with shoal serve status",
-    Kind.PREDICTION: "its command says how far it is",
-    Kind.OTHER: "`shoal runs ID` shows what it has recorded",
+    RunKind.SERVING: "look at it with shoal serve status",
+    RunKind.PREDICTION: "its command says how far it is",
+    RunKind.OTHER: "`shoal runs ID` shows what it has recorded",
 }
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_what_is_shown_of_a_run_depends_on_what_it_does_and_not_on_its_name(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", RunKind)
+def test_what_is_shown_of_a_run_depends_on_what_it_does_and_not_on_its_name(kind: RunKind) -> None:
     spec = SPECS[kind].to_yaml() if kind in SPECS else "seed: 3"
     with runs.create("mine", spec, "one"):
         record = runs.load("one")
         assert record.kind is kind
-        shown = {Kind.LOOP: RunView, Kind.TRAINING: TrainView}.get(kind, type(None))
-        assert type(view_of(record, None)) is shown
+        shown = {RunKind.LOOP: RunView, RunKind.TRAINING: TrainView}.get(kind, type(None))
+        assert type(make_view(record, None)) is shown
         if kind in REFUSED:
             refused = CliRunner().invoke(runs_command, ["one", "--follow"]).exception
             assert isinstance(refused, ConfigError)
@@ -119,7 +119,7 @@ def test_what_is_shown_of_a_run_depends_on_what_it_does_and_not_on_its_name(kind
 @pytest.mark.parametrize("spec", ["", "[1, 2]", "a: [", "just words"])
 def test_a_spec_that_is_none_says_nothing_of_its_run(spec: str) -> None:
     with runs.create("mine", spec, "one"):
-        assert runs.load("one").kind is Kind.OTHER
+        assert runs.load("one").kind is RunKind.OTHER
 
 
 def test_no_run_at_all_is_not_followed() -> None:

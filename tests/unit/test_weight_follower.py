@@ -54,14 +54,14 @@ def test_what_is_published_is_taken_and_what_does_not_fit_is_skipped(caplog: pyt
     store.publish(weights(1))
     wait_for(lambda: taker.version == 1)
     store.publish(weights(2))
-    wait_for(lambda: follower.rejected == 2)
-    assert (taker.version, follower.alive) == (1, True)
+    wait_for(lambda: follower.rejected_version == 2)
+    assert (taker.version, follower.is_alive) == (1, True)
     assert "what serves goes on serving" in caplog.text
     store.publish(weights(3))
     wait_for(lambda: taker.version == 3)
     follower.close()
     follower.close()
-    assert not follower.alive
+    assert not follower.is_alive
 
 
 def test_it_says_for_how_long_it_has_been_at_one_version() -> None:
@@ -81,7 +81,7 @@ def test_it_goes_back_with_its_source_and_rests_when_there_is_nothing_new() -> N
     source.now = weights(3)
     wait_for(lambda: taker.version == 3)
     source.now = weights(4)
-    wait_for(lambda: follower.rejected == 4)
+    wait_for(lambda: follower.rejected_version == 4)
     source.now = weights(2)
     wait_for(lambda: taker.version == 2)
     asked = source.asked
@@ -90,7 +90,7 @@ def test_it_goes_back_with_its_source_and_rests_when_there_is_nothing_new() -> N
     source.now = WeightsError("the file is damaged")
     asked = source.asked
     wait_for(lambda: source.asked >= asked + 3)
-    assert follower.alive
+    assert follower.is_alive
     source.now = weights(5)
     wait_for(lambda: taker.version == 5)
     follower.close()

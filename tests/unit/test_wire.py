@@ -16,7 +16,7 @@ from shoal.errors import InvalidSegment, ProtocolViolation
 from shoal.wire import (
     DropReason,
     ExperienceSpec,
-    Limits,
+    MessageLimits,
     PolicySpec,
     Segment,
     SegmentMessage,
@@ -32,7 +32,7 @@ from shoal.wire.experience_spec import DTYPES
 from shoal.wire.messages import Message
 from wire_cases import POLICY, SPEC, damaged_messages, frames_of, valid_segment
 
-LIMITS = Limits()
+LIMITS = MessageLimits()
 TENSORS = ("observations", "actions", "rewards", "log_probabilities", "versions")
 
 
@@ -320,7 +320,7 @@ def test_fields_with_defaults_may_be_left_out_and_whole_numbers_are_floats() -> 
 # -- headers and limits -----------------------------------------------------------------------------------------------
 
 
-def violation(frames: list[bytes], limits: Limits = LIMITS) -> ProtocolViolation:
+def violation(frames: list[bytes], limits: MessageLimits = LIMITS) -> ProtocolViolation:
     with pytest.raises(ProtocolViolation) as caught:
         decode(frames, limits)
     assert len(caught.value.message) < 1000
@@ -367,7 +367,7 @@ def test_no_frames_are_malformed() -> None:
 
 
 def test_limits_hold_at_the_limit_and_not_beyond() -> None:
-    limits = Limits(max_header_bytes=100, max_message_bytes=200, max_frames=4)
+    limits = MessageLimits(max_header_bytes=100, max_message_bytes=200, max_frames=4)
 
     def header(size: int) -> bytes:
         return b"\x82\xa4kind\xa4ping\xa1x\xc4" + bytes([size - 15]) + bytes(size - 15)

@@ -13,12 +13,12 @@ from functools import partial
 from typing import TypeVar
 
 from shoal.actor.client import ActorClient
-from shoal.actor.environment import make_environment, require_fit
+from shoal.actor.environment import make_environment, require_matching_spaces
 from shoal.actor.environment_loop import play
 from shoal.errors import ConfigError, ShoalError
-from shoal.home import existing_token
+from shoal.home import read_existing_token
 
-SILENCE_S = 2.0  # after which an actor without an answer says what it does
+CONNECT_NOTICE_S = 2.0  # after which an actor without an answer says what it does
 Number = TypeVar("Number", int, float)
 _EXAMPLES = """examples:
   python -m shoal.actor --connect tcp://127.0.0.1:5555 --env CartPole-v1
@@ -36,14 +36,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--connect", required=True, metavar="ADDRESS", help="the gateway: tcp://host:port")
     parser.add_argument("--env", required=True, help="a gymnasium environment id; module:Id imports module first")
-    parser.add_argument("--actor-id", type=_some_text, help="unique in the run; default: host name and process id")
+    parser.add_argument("--actor-id", type=_parse_nonempty, help="unique in the run; default: host name and process id")
     parser.add_argument("--server-key", default="", help="the gateway's CURVE public key, when it is on another host")
-    parser.add_argument("--seed", type=_at_least(0, int), default=None)
+    parser.add_argument("--seed", type=_make_minimum_parser(0, int), default=None)
     parser.add_argument(
-        "--max-steps", type=_at_least(1, int), default=None, help="stop after so many environment steps"
+        "--max-steps", type=_make_minimum_parser(1, int), default=None, help="stop after so many environment steps"
     )
     parser.add_argument(
-        "--timeout-s", type=_at_least(0.1, float), default=60.0, help="give up when no gateway answers for so long"
+        "--timeout-s",
+        type=_make_minimum_parser(0.1, float),
+        default=60.0,
+        help="give up when no gateway answers for so long",
     )
     parser.add_argument(
         "--lifeline", action="store_true", help="end when standard input closes: for a program that starts actors"
@@ -51,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     if options.lifeline:
-        threading.Thread(target=_end_with_standard_input, name="lifeline", daemon=True).start()
+        threading.Thread(target=_exit_on_stdin_close, name="lifeline", daemon=True).start()
     try:
         return _run(options)
     except KeyboardInterrupt:
@@ -61,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _at_least(least: Number, kind: Callable[[str], Number]) -> Callable[[str], Number]:
+def _make_minimum_parser(least: Number, kind: Callable[[str], Number]) -> Callable[[str], Number]:
     """For argparse, which names the option."""
 
     def parse(word: str) -> Number:
@@ -73,20 +76,20 @@ def _at_least(least: Number, kind: Callable[[str], Number]) -> Callable[[str], N
     return parse
 
 
-def _some_text(word: str) -> str:
+def _parse_nonempty(word: str) -> str:
     if not word:
         raise argparse.ArgumentTypeError("is empty")
     return word
 
 
-def _end_with_standard_input() -> None:
+def _exit_on_stdin_close() -> None:
     while os.read(0, 1024):  # not sys.stdin, whose lock this thread would hold while Python shuts down
         pass
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _run(options: argparse.Namespace) -> int:
-    token = existing_token()
+    token = read_existing_token()
     if not token:
         remedy = "set SHOAL_TOKEN to the content of $SHOAL_HOME/token on the host where the job runs"
         raise ConfigError("token", token, "neither $SHOAL_TOKEN nor the file $SHOAL_HOME/token has one", remedy)
@@ -95,7 +98,7 @@ def _run(options: argparse.Namespace) -> int:
     )
     environment = make_environment(options.env)  # last: it may start a game, and is closed from here on
     trying = f"no gateway answers at {options.connect} yet: trying for {options.timeout_s:g} s"
-    silence = threading.Timer(SILENCE_S, lambda: print(trying, file=sys.stderr, flush=True))
+    silence = threading.Timer(CONNECT_NOTICE_S, lambda: print(trying, file=sys.stderr, flush=True))
     silence.daemon = True
     silence.start()
     try:
@@ -106,7 +109,7 @@ def _run(options: argparse.Namespace) -> int:
                 client,
                 options.seed,
                 options.max_steps,
-                on_run=partial(require_fit, environment, options.env),
+                on_run=partial(require_matching_spaces, environment, options.env),
             )
     finally:
         silence.cancel()

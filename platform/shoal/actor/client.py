@@ -25,29 +25,36 @@ from typing import Self
 import numpy as np
 import zmq
 
-from shoal.actor.connection import Attempts, SocketLock, check_address, connect, first_answer, next_arrival
+from shoal.actor.connection import (
+    ReconnectBackoff,
+    SocketLock,
+    check_address,
+    connect_socket,
+    decode_first_reply,
+    make_arrival_poller,
+)
 from shoal.actor.outbox import Outbox
 from shoal.errors import Closed, ConnectionLost, InvalidSegment, ProtocolViolation, Refused, RunChanged, ShoalError
 from shoal.weights import decode_tensors
-from shoal.wire import ExperienceSpec, Limits, PackedSegment, Segment, decode, encode
+from shoal.wire import ExperienceSpec, MessageLimits, PackedSegment, Segment, decode, encode
 from shoal.wire.messages import (
     PROTOCOL_VERSION,
     Ack,
     Bye,
     Credit,
-    Error,
+    ErrorMessage,
     Hello,
     Message,
     Ping,
     Pong,
     Pull,
-    Weights,
+    WeightsMessage,
     Welcome,
 )
-from shoal.wire.segment import segment_bytes
+from shoal.wire.segment import estimate_segment_bytes
 
 _log = logging.getLogger(__name__)
-_AGAIN = frozenset({"hello_required", "sequence_gap"})  # errors after which a new hello helps
+_RETRYABLE_CODES = frozenset({"hello_required", "sequence_gap"})  # errors after which a new hello helps
 _HELLO_TIMEOUT_S = 2.0
 
 
@@ -79,20 +86,20 @@ class ActorClient:
         self.actor_id = actor_id or f"{network.gethostname()[:40]}-{os.getpid()}-{secrets.token_hex(3)}"
         self.incarnation = time.time_ns() if incarnation is None else incarnation
         self._address, self._token, self._server_key = address, token, server_key
-        self._timeout_s, self._attempts = timeout_s, Attempts(first_pause_s)
+        self._timeout_s, self._backoff = timeout_s, ReconnectBackoff(first_pause_s)
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._lock = SocketLock()
         self._closing = threading.Event()  # no new session any more
         self._closed = threading.Event()
-        self._keeper: threading.Thread | None = None
-        self._limits = Limits(max_message_bytes=max_weights_bytes)
+        self._keepalive_thread: threading.Thread | None = None
+        self._limits = MessageLimits(max_message_bytes=max_weights_bytes)
         self._welcome: Welcome | None = None
         self._outbox = Outbox()
-        self._lost = False  # the session is over: say hello again
+        self._is_session_lost = False  # the session is over: say hello again
         self._latest: tuple[int, dict[str, np.ndarray]] | None = None
-        self._heard_at = time.monotonic()
-        self._used_at = time.monotonic()
+        self._last_received_at = time.monotonic()
+        self._last_used_at = time.monotonic()
         self._pinged_beats = 0
         self.published_version = 0  # the newest version that the gateway has told of
         self.finished = False  # the gateway said that the run is over
@@ -108,13 +115,13 @@ class ActorClient:
 
         Raises Refused (bad token, wrong protocol version, ...) or ConnectionLost after `timeout_s`."""
         with self._lock:
-            self._context = self._context or self._lock.new_context()
+            self._context = self._context or self._lock.create_context()
             self.finished = False
             with suppress(RunChanged):  # whoever asks is told what that one wants
                 self._reconnect(time.monotonic() + self._timeout_s)
-            if self._keeper is None:
-                self._keeper = threading.Thread(target=self._keep_alive, name="actor-keeper", daemon=True)
-                self._keeper.start()
+            if self._keepalive_thread is None:
+                self._keepalive_thread = threading.Thread(target=self._keep_alive, name="actor-keeper", daemon=True)
+                self._keepalive_thread.start()
             return self.spec
 
     @property
@@ -132,7 +139,7 @@ class ActorClient:
 
         reason: why it leaves, for the run record
         """
-        if self._closed.is_set() or self._lock.is_elsewhere:
+        if self._closed.is_set() or self._lock.is_owned_elsewhere:
             return
         self._closing.set()
         try:
@@ -145,10 +152,10 @@ class ActorClient:
             with self._lock:
                 if self._socket is not None:
                     if self._welcome and not self.finished:
-                        self._post(Bye(reason))
+                        self._send_message(Bye(reason))
                     self._socket.close(linger=200)
-            if self._keeper is not None and self._keeper is not threading.current_thread():
-                self._keeper.join(timeout=5)
+            if self._keepalive_thread is not None and self._keepalive_thread is not threading.current_thread():
+                self._keepalive_thread.join(timeout=5)
             if self._context is not None:
                 self._context.destroy(linger=200)
 
@@ -175,17 +182,17 @@ class ActorClient:
         meant for the old run is forgotten."""
         with self._lock:
             self._pump(time.monotonic() + self._timeout_s)
-        return self._newer(than)
+        return self._get_newer(than)
 
     def wait_for_weights(self, than: int = 0, timeout_s: float = 30.0) -> tuple[int, dict[str, np.ndarray]]:
         """Like `newer_weights`, waiting. Raises ConnectionLost after `timeout_s` or the client's, if a reconnect takes
         that long, and Closed when the run is over before any have come."""
-        self._wait(lambda: self._newer(than) or self.finished, timeout_s, "weights")
-        if (newer := self._newer(than)) is None:
+        self._wait(lambda: self._get_newer(than) or self.finished, timeout_s, "weights")
+        if (newer := self._get_newer(than)) is None:
             raise Closed("the run is over")
         return newer
 
-    def _newer(self, than: int) -> tuple[int, dict[str, np.ndarray]] | None:
+    def _get_newer(self, than: int) -> tuple[int, dict[str, np.ndarray]] | None:
         latest = self._latest  # one reference: another thread may get newer ones meanwhile
         return latest if latest is not None and latest[0] > than else None
 
@@ -199,12 +206,12 @@ class ActorClient:
             raise Closed("the client is closed")
         self._wait(lambda: self._outbox.has_credit or self.finished, timeout_s, "credit")
         with self._lock:
-            size_bytes = segment_bytes(segment)
+            size_bytes = estimate_segment_bytes(segment)
             if self._welcome is not None and size_bytes > self._welcome.max_message_bytes:
                 problem = f"{size_bytes} bytes, the gateway takes {self._welcome.max_message_bytes}"
                 raise InvalidSegment("too_large", "segment", problem)
-            seq = self._outbox.add(PackedSegment.of(segment))  # as it is now: it may be sent again
-            self._send_kept()
+            seq = self._outbox.add(PackedSegment.from_segment(segment))  # as it is now: it may be sent again
+            self._send_pending()
             return seq
 
     def drain(self, timeout_s: float) -> bool:
@@ -231,7 +238,7 @@ class ActorClient:
                 if remaining_s <= 0:
                     raise ConnectionLost(f"no {what} from {self._address} within {timeout_s} s")
                 assert self._socket is not None
-                arrival = next_arrival(self._socket)
+                arrival = make_arrival_poller(self._socket)
             if arrival is not None:
                 arrival.poll(int(min(remaining_s, 0.05) * 1000) + 1)
 
@@ -239,30 +246,30 @@ class ActorClient:
         """Handle whatever has arrived, and reconnect when the session is over or the gateway silent for too long."""
         if self._closed.is_set() or self._socket is None or self._welcome is None:
             raise Closed("the client is not connected")
-        self._used_at = time.monotonic()
-        while not self._lost:
+        self._last_used_at = time.monotonic()
+        while not self._is_session_lost:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            self._heard_at, self._pinged_beats = self._used_at, 0
-            self._handle(frames)
+            self._last_received_at, self._pinged_beats = self._last_used_at, 0
+            self._handle_message(frames)
         if self.finished:
             return
-        silent_s = self._used_at - self._heard_at
-        if self._lost or silent_s > self._welcome.timeout_s:
+        silent_s = self._last_used_at - self._last_received_at
+        if self._is_session_lost or silent_s > self._welcome.timeout_s:
             self._reconnect(deadline)
         elif silent_s > self._welcome.heartbeat_s:
-            self._ping_once_a_beat(silent_s)
+            self._ping_if_due(silent_s)
 
-    def _ping_once_a_beat(self, silent_s: float) -> None:
+    def _ping_if_due(self, silent_s: float) -> None:
         assert self._welcome is not None
         beats = int(silent_s / self._welcome.heartbeat_s)
         if beats != self._pinged_beats:
             self._pinged_beats = beats
-            self._post(Ping())
+            self._send_message(Ping())
 
-    def _handle(self, frames: list[bytes]) -> None:
+    def _handle_message(self, frames: list[bytes]) -> None:
         try:
             message = decode(frames, self._limits)
         except ProtocolViolation as violation:
@@ -272,26 +279,26 @@ class ActorClient:
         if isinstance(message, Ack):
             self._on_ack(message)
         elif isinstance(message, Credit):
-            self._outbox.raise_limit(message.send_limit)
-            self._send_kept()
-        elif isinstance(message, Weights):
+            self._outbox.raise_send_limit(message.send_limit)
+            self._send_pending()
+        elif isinstance(message, WeightsMessage):
             self._on_weights(message, frames)
         elif isinstance(message, Ping):
-            self._post(Pong(message.nonce))
+            self._send_message(Pong(message.nonce))
         elif isinstance(message, Bye):
             self.finished = self.finished or message.finished
-            self._lost = not self.finished
-        elif isinstance(message, Error):
+            self._is_session_lost = not self.finished
+        elif isinstance(message, ErrorMessage):
             self._on_error(message)
 
     def _on_ack(self, ack: Ack) -> None:
-        self._attempts.forget()
+        self._backoff.reset()
         self.acknowledged[ack.status] = self.acknowledged.get(ack.status, 0) + 1
         if ack.status == "dropped":
             self._on_drop(ack)
         self._outbox.acknowledge(ack.seq)
-        self._outbox.raise_limit(ack.send_limit)
-        self._send_kept()
+        self._outbox.raise_send_limit(ack.send_limit)
+        self._send_pending()
         self.published_version = max(self.published_version, ack.weights_version)
 
     def _on_drop(self, ack: Ack) -> None:
@@ -301,18 +308,20 @@ class ActorClient:
             _log.warning("the gateway dropped segment %d (%s: %s)", ack.seq, ack.reason, ack.detail)
         self.drops[ack.reason] = self.drops.get(ack.reason, 0) + 1
 
-    def _on_weights(self, message: Weights, frames: list[bytes]) -> None:
+    def _on_weights(self, message: WeightsMessage, frames: list[bytes]) -> None:
         if len(frames) != 2 or hashlib.sha256(frames[1]).hexdigest() != message.sha256:
             raise ProtocolViolation("malformed", f"weights {message.version}: the checksum does not match")
         self._latest = (message.version, decode_tensors(frames[1]))
         self.published_version = max(self.published_version, message.version)
-        self._post(Pull(message.version))  # one pull is always open: newer weights come as soon as there are any
+        self._send_message(
+            Pull(message.version)
+        )  # one pull is always open: newer weights come as soon as there are any
 
-    def _on_error(self, error: Error) -> None:
+    def _on_error(self, error: ErrorMessage) -> None:
         if error.fatal:
             raise Refused(error.code, error.message)
-        if error.code in _AGAIN:
-            self._lost = True
+        if error.code in _RETRYABLE_CODES:
+            self._is_session_lost = True
         else:
             _log.warning("the gateway answered with an error (%s: %s)", error.code, error.message)
 
@@ -323,13 +332,13 @@ class ActorClient:
         another run has answered, or Closed when the client is closed meanwhile."""
         began = time.monotonic()
         deadline = min(deadline, began + self._timeout_s)
-        self._lost = True  # until a welcome, whatever ends this call
+        self._is_session_lost = True  # until a welcome, whatever ends this call
         while not self._closing.is_set():
-            self._closing.wait(max(0.0, min(self._attempts.next_at, deadline) - time.monotonic()))
+            self._closing.wait(max(0.0, min(self._backoff.next_at, deadline) - time.monotonic()))
             if time.monotonic() >= deadline:
                 raise ConnectionLost(f"no gateway answers at {self._address} (tried for {deadline - began:.1f} s)")
             welcome = self._say_hello(min(deadline, time.monotonic() + _HELLO_TIMEOUT_S))
-            self._attempts.count()
+            self._backoff.record_attempt()
             if welcome is not None:
                 self._begin_session(welcome)
                 return
@@ -339,8 +348,8 @@ class ActorClient:
         assert self._context is not None
         if self._socket is not None:
             self._socket.close(linger=0)
-        self._socket = connect(self._context, self._address, self._server_key, self._limits.max_message_bytes)
-        self._post(Hello(PROTOCOL_VERSION, self._token, self.actor_id, self.incarnation, "shoal-python"))
+        self._socket = connect_socket(self._context, self._address, self._server_key, self._limits.max_message_bytes)
+        self._send_message(Hello(PROTOCOL_VERSION, self._token, self.actor_id, self.incarnation, "shoal-python"))
         return self._await_welcome(deadline)
 
     def _await_welcome(self, deadline: float) -> Welcome | None:
@@ -348,10 +357,10 @@ class ActorClient:
         while (remaining_s := deadline - time.monotonic()) > 0 and not self._closing.is_set():
             if not self._socket.poll(int(min(remaining_s, 0.1) * 1000) + 1):
                 continue
-            message = first_answer(self._socket.recv_multipart(), self._limits, self._address)
+            message = decode_first_reply(self._socket.recv_multipart(), self._limits, self._address)
             if isinstance(message, Welcome):
                 return message
-            if isinstance(message, Error) and message.code not in _AGAIN:
+            if isinstance(message, ErrorMessage) and message.code not in _RETRYABLE_CODES:
                 raise Refused(message.code, message.message)
         return None
 
@@ -359,24 +368,24 @@ class ActorClient:
         before = self._welcome
         if before is not None:
             self.reconnects += 1
-        self._heard_at = self._used_at = time.monotonic()
-        self._pinged_beats, self._lost, self._welcome = 0, False, welcome
+        self._last_received_at = self._last_used_at = time.monotonic()
+        self._pinged_beats, self._is_session_lost, self._welcome = 0, False, welcome
         changed = before is not None and before.run_id != welcome.run_id
         if changed:
             self._outbox.clear()
             self._latest, self.published_version = None, 0
         self._outbox.begin_session(welcome.next_seq, welcome.send_limit)
         self.published_version = max(self.published_version, welcome.weights_version)
-        self._post(Pull(self._latest[0] if self._latest else 0))
-        self._send_kept()
+        self._send_message(Pull(self._latest[0] if self._latest else 0))
+        self._send_pending()
         if changed:
             raise RunChanged(f"{self._address} now serves run {welcome.run_id!r}")
 
-    def _send_kept(self) -> None:
-        for seq, segment in self._outbox.sendable():
-            self._send_frames(segment.frames(seq))
+    def _send_pending(self) -> None:
+        for seq, segment in self._outbox.take_sendable():
+            self._send_frames(segment.to_frames(seq))
 
-    def _post(self, message: Message) -> None:
+    def _send_message(self, message: Message) -> None:
         self._send_frames([encode(message)])
 
     def _send_frames(self, frames: list[bytes]) -> None:
@@ -384,7 +393,7 @@ class ActorClient:
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
-            self._lost = True  # nothing drains the socket: the gateway is gone
+            self._is_session_lost = True  # nothing drains the socket: the gateway is gone
 
     def _keep_alive(self) -> None:
         """Ping while the environment's loop is away, so that a slow game is not taken for a dead one."""
@@ -393,5 +402,5 @@ class ActorClient:
             with self._lock:
                 if self._closed.is_set():
                     return
-                if not self.finished and time.monotonic() - self._used_at > self._welcome.heartbeat_s / 2:
-                    self._post(Ping())
+                if not self.finished and time.monotonic() - self._last_used_at > self._welcome.heartbeat_s / 2:
+                    self._send_message(Ping())

@@ -14,12 +14,12 @@ import time
 import zmq
 
 from shoal.errors import Closed, ConfigError, ConnectionLost, ProtocolViolation
-from shoal.wire import Limits, decode
+from shoal.wire import MessageLimits, decode
 from shoal.wire.messages import Message
 
 _ADDRESS_REMEDY = "give tcp://host:port, as the job prints it"
 _KEY_REMEDY = "give the gateway's public key: 40 characters of Z85 text, as the job prints it"
-_LONGEST_PAUSE_S = 1.0
+_MAX_PAUSE_S = 1.0
 
 
 def check_address(address: str, server_key: str) -> None:
@@ -31,7 +31,7 @@ def check_address(address: str, server_key: str) -> None:
         raise ConfigError("server-key", server_key, f"has {len(server_key)} characters, not 40", _KEY_REMEDY)
 
 
-def connect(
+def connect_socket(
     context: zmq.Context[zmq.Socket[bytes]], address: str, server_key: str, max_message_bytes: int
 ) -> zmq.Socket[bytes]:
     """A socket that connects, and goes on trying to, in the background. Raises ConfigError."""
@@ -54,7 +54,7 @@ def connect(
     return socket
 
 
-def next_arrival(socket: zmq.Socket[bytes]) -> zmq.Poller | None:
+def make_arrival_poller(socket: zmq.Socket[bytes]) -> zmq.Poller | None:
     """What waits for the next message, for a thread that lets go of the socket meanwhile; None when one is there.
 
     Whoever uses the socket then may take the message, or the signal of it: look again before long.
@@ -66,7 +66,7 @@ def next_arrival(socket: zmq.Socket[bytes]) -> zmq.Poller | None:
     return poller
 
 
-def first_answer(frames: list[bytes], limits: Limits, address: str) -> Message:
+def decode_first_reply(frames: list[bytes], limits: MessageLimits, address: str) -> Message:
     """What came in answer to a hello. Raises ConnectionLost when it is nothing that a gateway says."""
     try:
         return decode(frames, limits)
@@ -74,14 +74,14 @@ def first_answer(frames: list[bytes], limits: Limits, address: str) -> Message:
         raise ConnectionLost(f"what answers at {address} is no gateway: {violation}") from None
 
 
-def options_of(address: str, env: str, server_key: str) -> list[str]:
+def format_actor_options(address: str, env: str, server_key: str) -> list[str]:
     """The options of `python -m shoal.actor` for a run; a key may begin with a dash."""
     return ["--connect", address, "--env", env, *([f"--server-key={server_key}"] if server_key else [])]
 
 
-def command_of(address: str, env: str, server_key: str) -> str:
+def format_actor_command(address: str, env: str, server_key: str) -> str:
     """What to type to start an actor for a run."""
-    return shlex.join(["python", "-m", "shoal.actor", *options_of(address, env, server_key)])
+    return shlex.join(["python", "-m", "shoal.actor", *format_actor_options(address, env, server_key)])
 
 
 class SocketLock:
@@ -92,18 +92,18 @@ class SocketLock:
         self._lock = threading.RLock()
         self._pid = 0  # of the process with the context; 0 before there is one
 
-    def new_context(self) -> zmq.Context[zmq.Socket[bytes]]:
+    def create_context(self) -> zmq.Context[zmq.Socket[bytes]]:
         """The one that the socket is of."""
         self._pid = os.getpid()
         return zmq.Context()
 
     @property
-    def is_elsewhere(self) -> bool:
+    def is_owned_elsewhere(self) -> bool:
         """Whether the socket is another process's."""
         return self._pid not in (0, os.getpid())
 
     def __enter__(self) -> None:
-        if self.is_elsewhere:  # before the lock, which a thread of that process may have held
+        if self.is_owned_elsewhere:  # before the lock, which a thread of that process may have held
             raise Closed("the client belongs to the process that connected it: make one in each")
         self._lock.acquire()
 
@@ -111,7 +111,7 @@ class SocketLock:
         self._lock.release()
 
 
-class Attempts:
+class ReconnectBackoff:
     """Attempts to connect, since something was last acknowledged: each pause is twice the one before, up to a second.
 
     next_at: before which (time.monotonic()) there should be no other
@@ -121,11 +121,11 @@ class Attempts:
         self._first_pause_s, self._number = first_pause_s, 0
         self.next_at = 0.0
 
-    def count(self) -> None:
+    def record_attempt(self) -> None:
         """One has been made. The pause is counted from here on: short calls in a row must get to an attempt, too."""
-        pause_s = min(_LONGEST_PAUSE_S, self._first_pause_s * 2 ** min(self._number, 10))
+        pause_s = min(_MAX_PAUSE_S, self._first_pause_s * 2 ** min(self._number, 10))
         self._number, self.next_at = self._number + 1, time.monotonic() + pause_s
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """The connection is good."""
         self._number, self.next_at = 0, 0.0

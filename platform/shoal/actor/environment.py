@@ -21,7 +21,7 @@ def make_environment(name: str) -> Any:
             "env", name, "needs gymnasium", "pip install 'CHECKOUT[gym]', with the folder of Shoal's sources"
         ) from None
     module = name.partition(":")[0]
-    with its_own_errors(name):
+    with translate_environment_errors(name):
         try:
             return gymnasium.make(name)
         except gymnasium.error.Error as error:
@@ -36,13 +36,13 @@ def make_environment(name: str) -> Any:
             raise ConfigError("env", name, problem, remedy) from None
 
 
-def first_observation(environment: Any, name: str) -> Any:
+def get_first_observation(environment: Any, name: str) -> Any:
     """What it shows first. Raises ConfigError."""
-    with its_own_errors(name):
+    with translate_environment_errors(name):
         return environment.reset(seed=0)[0]
 
 
-def require_fit(environment: Any, name: str, spec: ExperienceSpec) -> None:
+def require_matching_spaces(environment: Any, name: str, spec: ExperienceSpec) -> None:
     """Raise ConfigError when the run at the gateway is not learning this environment's actions and observations."""
     actions, observations = environment.action_space, environment.observation_space
     count, wanted = getattr(actions, "n", None), int(spec.action.high or 0) + 1
@@ -56,7 +56,7 @@ def require_fit(environment: Any, name: str, spec: ExperienceSpec) -> None:
 
 
 @contextmanager
-def its_own_errors(name: str) -> Iterator[None]:
+def translate_environment_errors(name: str) -> Iterator[None]:
     """Whatever the environment raises, in a line that says where: ConfigError."""
     try:
         yield

@@ -33,7 +33,7 @@ class SegmentBuilder:
         self._spec = spec
         self._segment_length = spec.segment_length
         self._shape, self._dtype = spec.observation.shape, spec.observation.numpy_dtype()
-        self._is_whole = self._dtype.kind in "iu"  # numbers that a conversion would cut, or wrap
+        self._is_integer = self._dtype.kind in "iu"  # numbers that a conversion would cut, or wrap
         # Copied on arrival: an environment may give the same array at every step.
         self._observations = np.empty((spec.segment_length + 1, *self._shape), self._dtype)
         self._steps: list[tuple[Any, float, float, int]] = []  # action, reward, log-probability, version
@@ -43,7 +43,7 @@ class SegmentBuilder:
     def begin(self, observation: Any) -> None:
         """The first observation of an episode. Raises InvalidSegment when the run's have another shape, or are whole
         numbers and this is not, or beyond their range."""
-        self._take(0, observation)
+        self._store_observation(0, observation)
         self._steps = []
         self._return, self._length = 0.0, 0
 
@@ -64,22 +64,22 @@ class SegmentBuilder:
         """
         # Everything that can wait does: this runs at every step of an environment that may be as fast as it is.
         num_steps = len(self._steps) + 1
-        self._take(num_steps, observation)  # first: what is refused is no step
+        self._store_observation(num_steps, observation)  # first: what is refused is no step
         self._steps.append((action, reward, log_probability, version))
         if terminated or truncated or num_steps == self._segment_length:
-            return self._complete(terminated, truncated)
+            return self._build_segment(terminated, truncated)
         return None
 
-    def _take(self, index: int, observation: Any) -> None:
+    def _store_observation(self, index: int, observation: Any) -> None:
         """Copy it. NumPy would make a whole row of one number, and 44 of a 300 among bytes."""
         if getattr(observation, "shape", None) != self._shape and (shape := np.shape(observation)) != self._shape:
             problem = f"{shape}, expected {self._shape}"
             raise InvalidSegment(DropReason.INVALID_SHAPE, "observation", problem)
-        if self._is_whole and getattr(observation, "dtype", None) != self._dtype:
-            observation = self._whole(np.asarray(observation))
+        if self._is_integer and getattr(observation, "dtype", None) != self._dtype:
+            observation = self._to_integers(np.asarray(observation))
         self._observations[index] = observation
 
-    def _whole(self, observation: np.ndarray) -> np.ndarray:
+    def _to_integers(self, observation: np.ndarray) -> np.ndarray:
         if observation.dtype.kind not in "iub":
             problem = f"{observation.dtype}, expected {self._dtype}"
             raise InvalidSegment(DropReason.INVALID_DTYPE, "observation", problem)
@@ -89,14 +89,14 @@ class SegmentBuilder:
             raise InvalidSegment(DropReason.INVALID_RANGE, "observation", problem)
         return converted
 
-    def _actions(self, actions: tuple[Any, ...]) -> np.ndarray:
+    def _to_action_array(self, actions: tuple[Any, ...]) -> np.ndarray:
         found = np.array(actions)
         if found.dtype.kind not in "iub":
             problem = f"{found.dtype}, expected {self._spec.action.dtype}"
             raise InvalidSegment(DropReason.INVALID_DTYPE, "action", problem)
         return found.astype(self._spec.action.numpy_dtype())
 
-    def _complete(self, terminated: bool, truncated: bool) -> Segment:
+    def _build_segment(self, terminated: bool, truncated: bool) -> Segment:
         actions, rewards, log_probabilities, versions = zip(*self._steps, strict=True)
         num_steps = len(rewards)
         self._return = float(sum(rewards, self._return))
@@ -104,7 +104,7 @@ class SegmentBuilder:
         ended = terminated or truncated
         segment = Segment(
             self._observations[: num_steps + 1].copy(),
-            self._actions(actions),
+            self._to_action_array(actions),
             np.array(rewards, np.float32),
             np.array(log_probabilities, np.float32),
             np.array(versions, np.int64),
@@ -137,12 +137,12 @@ def play(
     while not client.finished and (max_steps is None or steps < max_steps):
         if on_run is not None:
             on_run(client.spec)
-        game = _Game(environment, client, seed, on_weights)
+        game = _PolicyRunner(environment, client, seed, on_weights)
         try:
-            game.begin()
+            game.start()
             while not client.finished and (max_steps is None or steps < max_steps):
                 if time.monotonic() >= pull_at:
-                    game.pull()
+                    game.pull_weights()
                     pull_at = time.monotonic() + pull_interval_s
                 steps += 1
                 game.step()
@@ -154,7 +154,7 @@ def play(
     return steps
 
 
-class _Game:
+class _PolicyRunner:
     """One run's policy at play: what is thrown away when another run takes over."""
 
     def __init__(
@@ -169,11 +169,11 @@ class _Game:
         self._builder = SegmentBuilder(client.spec)
         self._observation: Any = None
 
-    def begin(self) -> None:
+    def start(self) -> None:
         self._policy.load(*self._client.wait_for_weights())
         self._reset(self._seed)
 
-    def pull(self) -> None:
+    def pull_weights(self) -> None:
         newer = self._client.newer_weights(self._policy.version)
         if newer is not None:
             self._policy.load(*newer)

@@ -23,18 +23,18 @@ class Outbox:
     """
 
     def __init__(self) -> None:
-        self._kept: deque[PackedSegment] = deque()
+        self._unacknowledged: deque[PackedSegment] = deque()
         self._first_seq = 0  # the number of the oldest kept segment
         self._num_sent = 0  # of the kept ones, in this session
         self.send_limit = 0
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._unacknowledged)
 
     @property
     def next_seq(self) -> int:
         """The number of the next segment that is added."""
-        return self._first_seq + len(self._kept)
+        return self._first_seq + len(self._unacknowledged)
 
     @property
     def has_credit(self) -> bool:
@@ -43,23 +43,23 @@ class Outbox:
 
     def add(self, segment: PackedSegment) -> int:
         """Keep a segment until it is acknowledged; returns its number."""
-        self._kept.append(segment)
+        self._unacknowledged.append(segment)
         return self.next_seq - 1
 
-    def sendable(self) -> Iterator[tuple[int, PackedSegment]]:
+    def take_sendable(self) -> Iterator[tuple[int, PackedSegment]]:
         """The segments that there is credit for and that have not been sent in this session, now counted as sent."""
-        while self._num_sent < len(self._kept) and self._first_seq + self._num_sent < self.send_limit:
+        while self._num_sent < len(self._unacknowledged) and self._first_seq + self._num_sent < self.send_limit:
             self._num_sent += 1
-            yield self._first_seq + self._num_sent - 1, self._kept[self._num_sent - 1]
+            yield self._first_seq + self._num_sent - 1, self._unacknowledged[self._num_sent - 1]
 
     def acknowledge(self, seq: int) -> None:
         """Everything up to `seq` is settled."""
-        while self._kept and self._first_seq <= seq:
-            self._kept.popleft()
+        while self._unacknowledged and self._first_seq <= seq:
+            self._unacknowledged.popleft()
             self._first_seq += 1
             self._num_sent = max(0, self._num_sent - 1)
 
-    def raise_limit(self, send_limit: int) -> None:
+    def raise_send_limit(self, send_limit: int) -> None:
         """Within a session the limit only grows."""
         self.send_limit = max(self.send_limit, send_limit)
 
@@ -70,5 +70,5 @@ class Outbox:
 
     def clear(self) -> None:
         """Forget everything: it was meant for another run."""
-        self._kept.clear()
+        self._unacknowledged.clear()
         self._num_sent = 0

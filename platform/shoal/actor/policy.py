@@ -23,7 +23,7 @@ class MlpPolicy:
         if spec.activation not in ("tanh", "relu"):
             raise ConfigError("policy.activation", spec.activation, "is unknown to this actor")
         self._spec = spec
-        self._rectify = spec.activation == "relu"
+        self._is_relu = spec.activation == "relu"
         self._layers: list[tuple[np.ndarray, np.ndarray]] = []
         self._random = np.random.default_rng(seed)
         self._uniforms: list[float] = []
@@ -51,7 +51,7 @@ class MlpPolicy:
             hidden = weight @ hidden
             hidden += bias
             if index < last:
-                if self._rectify:
+                if self._is_relu:
                     np.maximum(hidden, 0.0, out=hidden)
                 else:
                     np.tanh(hidden, out=hidden)

@@ -26,12 +26,12 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from shoal.checkpoint import manifest as record
 from shoal.checkpoint import shard_reader
-from shoal.checkpoint.coordination import Ranks
-from shoal.checkpoint.directory import draft_of, newest_first, path_of
-from shoal.checkpoint.json_state import NAME_OF, Leaf, decode, encode, flatten
-from shoal.checkpoint.manifest import Job
-from shoal.checkpoint.shard_plan import index_of, outline, plan_of, reads, share
-from shoal.checkpoint.staging_buffer import Staging, on_cuda
+from shoal.checkpoint.coordination import CheckpointGroup
+from shoal.checkpoint.directory import checkpoint_path, draft_path, list_newest_first
+from shoal.checkpoint.json_state import DTYPE_NAMES, Leaf, decode, encode, flatten
+from shoal.checkpoint.manifest import SaveJob
+from shoal.checkpoint.shard_plan import assign_shards, build_index, describe_tensors, make_save_plan, plan_reads
+from shoal.checkpoint.staging_buffer import StagingBuffer, has_cuda
 from shoal.errors import CheckpointError, Closed, ConfigError, ShoalError, SpecMismatch
 
 
@@ -81,15 +81,15 @@ class Checkpointer:
             raise ConfigError("keep", keep, "is less than one checkpoint", "keep at least 1")
         self.folder, self.keep, self.asynchronous = Path(folder), keep, asynchronous
         self._timeout_s = timeout_s
-        self._ranks = Ranks(timeout_s)
+        self._ranks = CheckpointGroup(timeout_s)
         self._token: str = self._ranks.broadcast(uuid.uuid4().hex[:8])
         self._num_saves = 0
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._outline: tuple[Any, ...] | None = None
-        self._staging: Staging | None = None
+        self._staging: StagingBuffer | None = None
         self._index: dict[str, Any] = {}  # of the tensors; on the first rank
-        self._flying: Future[None] | None = None
-        self._since: Path | None = (
+        self._in_flight: Future[None] | None = None
+        self._previous_path: Path | None = (
             None  # what was last loaded or saved: whatever lies between it and the next is not ours
         )
         self._closed = False
@@ -97,9 +97,9 @@ class Checkpointer:
     def prepare(self, state: dict[str, Any]) -> None:
         """Plan and allocate for such a state, so that the first `save` is as short as the later ones."""
         self.wait()
-        with self._agreed():
-            tensors = _tensors(flatten(state))
-        self._plan(tensors, step=0)
+        with self._report_rejection():
+            tensors = _select_tensors(flatten(state))
+        self._prepare_staging(tensors, step=0)
 
     def save(
         self,
@@ -127,31 +127,33 @@ class Checkpointer:
         ConfigError for a state or step that cannot be saved. With `asynchronous=False`, also when this one failed.
         """
         self.wait()
-        with self._agreed():
-            step = _whole(step)
+        with self._report_rejection():
+            step = _as_int(step)
             if step < 0:
                 raise ConfigError("step", step, "is below 0", "count from 0, or from 1")
             leaves = flatten(state)
-            tensors = _tensors(leaves)
+            tensors = _select_tensors(leaves)
             values = {name: encode(leaf.value, name) for name, leaf in leaves.items() if name not in tensors}
             notes = (encode(dict(extras or {}), "extras"), encode(dict(per_rank or {}), "per_rank"))
-        staging = self._plan(tensors, step)
-        staging.begin(tensors, later)
+        staging = self._prepare_staging(tensors, step)
+        staging.start_copy(tensors, later)
         self._num_saves += 1
-        draft = draft_of(self.folder, step, f"{self._token}-{self._num_saves}")
-        job = Job(step, draft, path_of(self.folder, step), plan, best, self.keep, self._since, values, *notes)
-        self._flying = self._writer.submit(self._write, job, staging)
+        draft = draft_path(self.folder, step, f"{self._token}-{self._num_saves}")
+        job = SaveJob(
+            step, draft, checkpoint_path(self.folder, step), plan, best, self.keep, self._previous_path, values, *notes
+        )
+        self._in_flight = self._writer.submit(self._write, job, staging)
         if not self.asynchronous:
             self.wait()
 
     @property
     def is_saving(self) -> bool:
         """Whether this rank still writes what was last given to `save`."""
-        return self._flying is not None and not self._flying.done()
+        return self._in_flight is not None and not self._in_flight.done()
 
     def wait_until_copied(self) -> None:
         """Until all of the state that was given to `save` may change. Raises CheckpointError after `timeout_s`."""
-        staging = self._staging if self._flying is not None else None
+        staging = self._staging if self._in_flight is not None else None
         if staging is not None and not staging.wait_until_copied(self._timeout_s):
             raise CheckpointError(f"the state was not copied within {self._timeout_s:g} s")
 
@@ -159,13 +161,13 @@ class Checkpointer:
         """Until no save is in flight. Raises CheckpointError when it failed: once."""
         if self._closed:
             raise Closed("the checkpointer is closed")
-        flying, self._flying = self._flying, None
+        flying, self._in_flight = self._in_flight, None
         if flying is None:
             return
         try:
             flying.result(self._timeout_s)
         except NotYet:
-            self._flying = flying
+            self._in_flight = flying
             raise CheckpointError(f"a save in {self.folder} has not ended within {self._timeout_s:g} s") from None
 
     def latest(self) -> Found | None:
@@ -175,8 +177,8 @@ class Checkpointer:
         """
         self.wait()
         damaged: list[str] = []
-        for path in self._ranks.broadcast(newest_first(self.folder) if self._ranks.first else []):
-            found = self._check(path)
+        for path in self._ranks.broadcast(list_newest_first(self.folder) if self._ranks.is_first else []):
+            found = self._verify(path)
             if isinstance(found, Found):
                 return found._replace(damaged=damaged)
             damaged.append(f"{path.name}: {found}")
@@ -187,8 +189,8 @@ class Checkpointer:
     def find(self, step: int) -> Found:
         """The checkpoint of that step. Raises CheckpointError when there is none or when it is damaged."""
         self.wait()
-        path = path_of(self.folder, step)
-        found = self._check(path)
+        path = checkpoint_path(self.folder, step)
+        found = self._verify(path)
         if isinstance(found, Found):
             return found
         raise CheckpointError(f"{path.name} in {self.folder} cannot be used: {found}")
@@ -201,7 +203,7 @@ class Checkpointer:
     def best_step(self) -> int | None:
         """The step of that checkpoint, which nobody has looked into. Raises CheckpointError as `wait` does."""
         self.wait()
-        return self._ranks.broadcast(record.best_step(self.folder))
+        return self._ranks.broadcast(record.read_best_step(self.folder))
 
     def load(self, found: Found, state: dict[str, Any], may_lack: Collection[str] = ()) -> Extras:
         """Fill `state` in place; its tensors may be sharded in another way and over another number of ranks.
@@ -211,27 +213,27 @@ class Checkpointer:
         SpecMismatch naming the first entry that does not fit, before anything is changed, and CheckpointError.
         """
         self.wait()
-        index = self._ranks.broadcast(record.read_index(found.path) if self._ranks.first else {})
+        index = self._ranks.broadcast(record.read_index(found.path) if self._ranks.is_first else {})
         if isinstance(index, str):
             raise CheckpointError(f"{found.path.name}: {index}")
         known = {name.partition(".")[0] for name in [*index["tensors"], *index["values"]]}
         absent = frozenset(may_lack) - known
         leaves = flatten({name: part for name, part in state.items() if name not in absent})
-        tensors = _tensors(leaves)
-        held = self._ranks.all_gather((list(state), list(leaves), _misfit(index, leaves, tensors, found)))
-        misfit = next((one for _, _, one in held if one), None) or _left_over(index, held, found)
+        tensors = _select_tensors(leaves)
+        held = self._ranks.all_gather((list(state), list(leaves), _find_misfit(index, leaves, tensors, found)))
+        misfit = next((one for _, _, one in held if one), None) or _find_left_over(index, held, found)
         if misfit is not None:
             raise SpecMismatch(*misfit)
         trouble = ""
         try:
-            shard_reader.fill(found.path, reads(index["tensors"], tensors), tensors)
+            shard_reader.fill_tensors(found.path, plan_reads(index["tensors"], tensors), tensors)
         except CheckpointError as error:
             trouble = str(error)
         if trouble := next(filter(None, self._ranks.all_gather(trouble)), ""):
             raise CheckpointError(trouble)
         for name in leaves.keys() - tensors.keys():
             leaves[name].container[leaves[name].key] = decode(index["values"][name])
-        self._since = found.path
+        self._previous_path = found.path
         per_rank = [decode(one) for one in index["per_rank"]]
         own = per_rank[self._ranks.rank] if len(per_rank) == self._ranks.size else None
         return Extras(found.step, decode(index["extras"]), per_rank, own, absent)
@@ -257,18 +259,18 @@ class Checkpointer:
             self.close()
 
     @contextlib.contextmanager
-    def _agreed(self) -> Iterator[None]:
+    def _report_rejection(self) -> Iterator[None]:
         """Around what may refuse this rank's state: the others hear of it where they begin to plan."""
         try:
             yield
         except ConfigError:
-            self._ranks.greatest(1, 0, 0, 0)
+            self._ranks.all_reduce_max(1, 0, 0, 0)
             raise
 
-    def _plan(self, tensors: dict[str, torch.Tensor], step: int) -> Staging:
+    def _prepare_staging(self, tensors: dict[str, torch.Tensor], step: int) -> StagingBuffer:
         """Who writes what, found again only when the state has changed on any rank."""
-        now = outline(tensors)
-        failed, changed, newest, oldest = self._ranks.greatest(0, int(now != self._outline), step, -step)
+        now = describe_tensors(tensors)
+        failed, changed, newest, oldest = self._ranks.all_reduce_max(0, int(now != self._outline), step, -step)
         if failed:
             raise CheckpointError(f"step {step} cannot be saved: another rank's state does not allow it")
         if newest != -oldest:
@@ -277,40 +279,40 @@ class Checkpointer:
             plans = self._ranks.all_gather(_plan_or_error(tensors))
             if error := next((one for one in plans if isinstance(one, ShoalError)), None):
                 raise error
-            layouts = share([one for one in plans if isinstance(one, SavePlan)])  # the same on every rank
+            layouts = assign_shards([one for one in plans if isinstance(one, SavePlan)])  # the same on every rank
             files = [shard_reader.shard_name(rank, self._ranks.size) for rank in range(self._ranks.size)]
-            self._index = index_of([one for one in plans if isinstance(one, SavePlan)], layouts, files)
-            self._staging = Staging(layouts[self._ranks.rank], on_cuda(tensors), self._staging)
+            self._index = build_index([one for one in plans if isinstance(one, SavePlan)], layouts, files)
+            self._staging = StagingBuffer(layouts[self._ranks.rank], has_cuda(tensors), self._staging)
             self._outline = now
         return self._staging
 
-    def _write(self, job: Job, staging: Staging) -> None:
+    def _write(self, job: SaveJob, staging: StagingBuffer) -> None:
         """In the background thread: this rank's shard, then together the rest of the checkpoint."""
-        staging.finish()
+        staging.finish_copy()
         name = shard_reader.shard_name(self._ranks.rank, self._ranks.size)
-        written = record.write_shard(job, name, staging.pieces())
+        written = record.write_shard(job, name, staging.iter_blocks())
         reason: str | None = None
         if gathered := self._ranks.gather(written):
-            reason = record.finish(job, self._index, gathered)
+            reason = record.commit(job, self._index, gathered)
         reason = self._ranks.broadcast(reason)
         if reason:
             raise CheckpointError(f"step {job.step} could not be saved in {self.folder}: {reason}")
-        self._since = job.target
+        self._previous_path = job.target
 
-    def _check(self, path: Path) -> Found | str:
+    def _verify(self, path: Path) -> Found | str:
         """The checkpoint, or what is wrong with it. The ranks share the reading."""
-        manifest = self._ranks.broadcast(record.read_manifest(path) if self._ranks.first else "")
+        manifest = self._ranks.broadcast(record.read_manifest(path) if self._ranks.is_first else "")
         if isinstance(manifest, str):
             return manifest
         mine = sorted(manifest["files"])[self._ranks.rank :: self._ranks.size]
-        wrong = self._ranks.all_gather(record.damages(path, {name: manifest["files"][name] for name in mine}))
+        wrong = self._ranks.all_gather(record.find_damages(path, {name: manifest["files"][name] for name in mine}))
         reasons = [reason for of_rank in wrong for reason in of_rank]
         if reasons:
             return "; ".join(reasons)
         return Found(manifest["step"], path, manifest["world_size"], manifest["plan"], [])
 
 
-def _whole(step: int) -> int:
+def _as_int(step: int) -> int:
     """NumPy's and torch's own are no numbers to JSON. Raises ConfigError for a step that the ranks cannot compare."""
     try:
         whole = operator.index(step)
@@ -321,13 +323,13 @@ def _whole(step: int) -> int:
     return whole
 
 
-def _tensors(leaves: Mapping[str, Leaf]) -> dict[str, torch.Tensor]:
+def _select_tensors(leaves: Mapping[str, Leaf]) -> dict[str, torch.Tensor]:
     return {name: leaf.value for name, leaf in leaves.items() if isinstance(leaf.value, torch.Tensor)}
 
 
 def _plan_or_error(tensors: Mapping[str, torch.Tensor]) -> SavePlan | ConfigError:
     try:
-        return plan_of(tensors)
+        return make_save_plan(tensors)
     except ConfigError as error:
         return error
 
@@ -335,7 +337,7 @@ def _plan_or_error(tensors: Mapping[str, torch.Tensor]) -> SavePlan | ConfigErro
 Misfit = tuple[str, object, str, str]  # the arguments of SpecMismatch
 
 
-def _misfit(
+def _find_misfit(
     index: Mapping[str, Any], leaves: Mapping[str, Leaf], tensors: Mapping[str, torch.Tensor], found: Found
 ) -> Misfit | None:
     """The first entry of this rank's state that the checkpoint cannot fill."""
@@ -351,14 +353,14 @@ def _misfit(
             return name, str(type(leaves[name].value).__name__), f"is {kind} in {here}", "load it into the same model"
         if tensor is None or saved is None:
             return name, "", f"is not in {here}", "load it into the same model and optimiser"
-        held = (NAME_OF.get(tensor.dtype), list(tensor.shape), tensor.is_meta)
+        held = (DTYPE_NAMES.get(tensor.dtype), list(tensor.shape), tensor.is_meta)
         if held != (saved["dtype"], saved["shape"], False):
             what = f"{'meta ' * tensor.is_meta}{tensor.dtype} {list(tensor.shape)}"
             return name, what, f"is {saved['dtype']} {saved['shape']} in {here}", "load it into the same model"
     return None
 
 
-def _left_over(
+def _find_left_over(
     index: Mapping[str, Any], held: Sequence[tuple[list[str], list[str], Misfit | None]], found: Found
 ) -> Misfit | None:
     """The first entry of the checkpoint for which there is no place, though there is one for others of its kind."""

@@ -19,7 +19,7 @@ from shoal.errors import RankLost
 T = TypeVar("T")
 
 
-class Ranks:
+class CheckpointGroup:
     """Constructed on every rank at the same point of the program (a new group is a collective)."""
 
     def __init__(self, timeout_s: float) -> None:
@@ -31,15 +31,15 @@ class Ranks:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     @property
-    def first(self) -> bool:
+    def is_first(self) -> bool:
         """Whether this rank decides for all."""
         return self.rank == 0
 
-    def greatest(self, *numbers: int) -> list[int]:
+    def all_reduce_max(self, *numbers: int) -> list[int]:
         """Of each number the greatest over the ranks."""
         values = torch.tensor(numbers, dtype=torch.int64)
         if self._group is not None:
-            with self._guarded("agree"):
+            with self._translate_errors("agree"):
                 dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
         return [int(value) for value in values]
 
@@ -48,16 +48,16 @@ class Ranks:
         if self._group is None:
             return [value]
         gathered: list[Any] = [None] * self.size
-        with self._guarded("gather"):
-            dist.gather_object(value, gathered if self.first else None, dst=0, group=self._group)
-        return gathered if self.first else []
+        with self._translate_errors("gather"):
+            dist.gather_object(value, gathered if self.is_first else None, dst=0, group=self._group)
+        return gathered if self.is_first else []
 
     def all_gather(self, value: T) -> list[T]:
         """The values of all ranks, on every rank."""
         if self._group is None:
             return [value]
         gathered: list[Any] = [None] * self.size
-        with self._guarded("gather"):
+        with self._translate_errors("gather"):
             dist.all_gather_object(gathered, value, group=self._group)
         return gathered
 
@@ -66,7 +66,7 @@ class Ranks:
         if self._group is None:
             return value
         box: list[Any] = [value]
-        with self._guarded("hear from rank 0"):
+        with self._translate_errors("hear from rank 0"):
             dist.broadcast_object_list(box, src=0, group=self._group)
         received: T = box[0]
         return received
@@ -78,7 +78,7 @@ class Ranks:
         self._group = None
 
     @contextlib.contextmanager
-    def _guarded(self, verb: str) -> Iterator[None]:
+    def _translate_errors(self, verb: str) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:  # every trouble of gloo's is one

@@ -26,24 +26,24 @@ BLOCK_BYTES = 4 << 20
 _STEP = re.compile(r"step-(\d{9,})")
 
 
-class FileSum(NamedTuple):
+class FileChecksum(NamedTuple):
     """What a manifest knows of a file."""
 
     size_bytes: int
     sha256: str
 
 
-def path_of(folder: Path, step: int) -> Path:
+def checkpoint_path(folder: Path, step: int) -> Path:
     """Where the checkpoint of that step lies, or would."""
     return folder / f"step-{step:09d}"
 
 
-def draft_of(folder: Path, step: int, token: str) -> Path:
+def draft_path(folder: Path, step: int, token: str) -> Path:
     """Where it is written before it appears."""
     return folder / f".draft-{step:09d}-{token}"
 
 
-def newest_first(folder: Path) -> list[Path]:
+def list_newest_first(folder: Path) -> list[Path]:
     """All checkpoints, damaged ones too. One that a crash has kept from being replaced gets its name back."""
     for aside in folder.glob(".draft-step-*-replaced"):
         target = folder / aside.name.removeprefix(".draft-").removesuffix("-replaced")
@@ -54,7 +54,7 @@ def newest_first(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found.items(), reverse=True)]
 
 
-def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> FileSum:
+def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> FileChecksum:
     """Write a new file and have the disk confirm it. Raises OSError."""
     digest, size_bytes = hashlib.sha256(), 0
     with path.open("wb") as file:
@@ -64,10 +64,10 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> FileSum:
             size_bytes += len(piece)
         file.flush()
         os.fsync(file.fileno())
-    return FileSum(size_bytes, digest.hexdigest())
+    return FileChecksum(size_bytes, digest.hexdigest())
 
 
-def damage(path: Path, expected: FileSum) -> str:
+def find_damage(path: Path, expected: FileChecksum) -> str:
     """What is wrong with a file; empty if nothing is."""
     digest, size_bytes = hashlib.sha256(), 0
     try:
@@ -94,13 +94,15 @@ def publish(draft: Path, target: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def tidy(folder: Path, newest: Path, keep: int, pinned: Path | None = None, since: Path | None = None) -> None:
+def delete_old_checkpoints(
+    folder: Path, newest: Path, keep: int, pinned: Path | None = None, since: Path | None = None
+) -> None:
     """Keep `newest` and those before it, `keep` in all, and `pinned`. Drafts are of processes that died.
 
     Later steps are of a timeline that was given up: they were damaged, or the run would have gone on from them. So are
     those between `newest` and `since`, the one with which this timeline went on before it, where that is known.
     """
-    found = newest_first(folder)
+    found = list_newest_first(folder)
     place = found.index(newest)
     after = found.index(since) if since in found[place + 1 :] else place + 1
     given_up, earlier = [*found[:place], *found[place + 1 : after]], found[after:]

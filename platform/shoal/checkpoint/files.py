@@ -20,7 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from shoal.checkpoint.directory import draft_of, newest_first, path_of, publish, tidy, write_file
+from shoal.checkpoint.directory import (
+    checkpoint_path,
+    delete_old_checkpoints,
+    draft_path,
+    list_newest_first,
+    publish,
+    write_file,
+)
 from shoal.errors import CheckpointError, ConfigError
 
 
@@ -38,7 +45,7 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int = 2) -> Path:
     Atomic: a crash at any moment leaves the earlier checkpoints as they were. Raises CheckpointError when the disk
     does not take it, and ConfigError for what could not be loaded again.
     """
-    target, draft = path_of(folder, step), draft_of(folder, step, str(os.getpid()))
+    target, draft = checkpoint_path(folder, step), draft_path(folder, step, str(os.getpid()))
     buffer = io.BytesIO()
     torch.save(state, buffer)
     buffer.seek(0)
@@ -57,7 +64,7 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int = 2) -> Path:
     except OSError as error:
         shutil.rmtree(draft, ignore_errors=True)
         raise CheckpointError(f"step {step} could not be saved in {folder}: {error}") from error
-    tidy(folder, target, keep)
+    delete_old_checkpoints(folder, target, keep)
     return target
 
 
@@ -67,14 +74,14 @@ def load_latest(folder: Path) -> Loaded | None:
     Raises CheckpointError when there are checkpoints, but none that can be read.
     """
     damaged: list[str] = []
-    for path in newest_first(folder):
+    for path in list_newest_first(folder):
         try:
             manifest = json.loads((path / "manifest.json").read_text())
             payload = (path / "state.pt").read_bytes()
         except (OSError, ValueError) as error:
             damaged.append(f"{path.name}: {error}")
             continue
-        if not _is_of(manifest, path):
+        if not _is_manifest_of(manifest, path):
             damaged.append(f"{path.name}: manifest.json does not name this step")
             continue
         if hashlib.sha256(payload).hexdigest() != manifest.get("sha256"):
@@ -86,7 +93,7 @@ def load_latest(folder: Path) -> Loaded | None:
     return None
 
 
-def _is_of(manifest: Any, path: Path) -> bool:
+def _is_manifest_of(manifest: Any, path: Path) -> bool:
     """Whether it is a manifest at all, and that of this folder's step: no checksum covers the manifest itself."""
     step = manifest.get("step") if isinstance(manifest, dict) else None
-    return type(step) is int and path_of(path.parent, step) == path
+    return type(step) is int and checkpoint_path(path.parent, step) == path

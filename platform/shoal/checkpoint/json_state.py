@@ -23,7 +23,7 @@ DTYPES: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
-NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Leaf(NamedTuple):
@@ -75,17 +75,17 @@ def encode(value: Any, name: str) -> Any:
         return {"$items": [[encode(key, name), encode(one, f"{name}.{key}")] for key, one in value.items()]}
     if isinstance(value, bytes):
         return {"$bytes": base64.b64encode(value).decode()}
-    if isinstance(value, torch.Tensor) and _is_whole(value):
+    if isinstance(value, torch.Tensor) and _is_plain_tensor(value):
         flat = value.detach().cpu().contiguous().reshape(-1)
         text = base64.b64encode(flat.view(torch.uint8).numpy().tobytes()).decode()
-        return {"$tensor": [NAME_OF[value.dtype], list(value.shape), text]}
+        return {"$tensor": [DTYPE_NAMES[value.dtype], list(value.shape), text]}
     remedy = "give plain numbers, strings, lists, dicts or whole tensors"
     raise ConfigError(name, value, f"a checkpoint does not hold a {type(value).__name__}", remedy)
 
 
-def _is_whole(value: torch.Tensor) -> bool:
+def _is_plain_tensor(value: torch.Tensor) -> bool:
     is_plain = value.layout is torch.strided and not value.is_nested and not value.is_meta
-    return is_plain and not isinstance(value, DTensor) and value.dtype in NAME_OF
+    return is_plain and not isinstance(value, DTensor) and value.dtype in DTYPE_NAMES
 
 
 def decode(value: Any) -> Any:

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 
 from shoal import atomic_file
 from shoal.checkpoint import directory
-from shoal.checkpoint.directory import FileSum
+from shoal.checkpoint.directory import FileChecksum
 from shoal.errors import CheckpointError
 
 FORMAT = 1
 MANIFEST, INDEX, BEST = "manifest.json", "index.json", "best.json"
 
 
-class Job(NamedTuple):
+class SaveJob(NamedTuple):
     """One save, after the checkpoint `since`, if that is known. `values`, `extras` and `per_rank` are encoded."""
 
     step: int
@@ -38,32 +38,32 @@ class Job(NamedTuple):
     per_rank: Any
 
 
-class Written(NamedTuple):
+class ShardResult(NamedTuple):
     """What one rank did. `reason` says why it could not."""
 
     file: str
-    sum: FileSum
+    sum: FileChecksum
     values: dict[str, Any]
     per_rank: Any
     reason: str
 
 
-def write_shard(job: Job, name: str, pieces: Iterator[bytes | memoryview]) -> Written:
+def write_shard(job: SaveJob, name: str, pieces: Iterator[bytes | memoryview]) -> ShardResult:
     """One rank's file, confirmed by the disk."""
     try:
         job.draft.mkdir(parents=True, exist_ok=True)
         written = directory.write_file(job.draft / name, pieces)
     except (OSError, RuntimeError) as error:  # RuntimeError: the copy from the GPU failed
-        return Written(name, FileSum(0, ""), {}, None, f"{name}: {error}")
-    return Written(name, written, job.values, job.per_rank, "")
+        return ShardResult(name, FileChecksum(0, ""), {}, None, f"{name}: {error}")
+    return ShardResult(name, written, job.values, job.per_rank, "")
 
 
-def finish(job: Job, index: Mapping[str, Any], shards: Sequence[Written]) -> str:
+def commit(job: SaveJob, index: Mapping[str, Any], shards: Sequence[ShardResult]) -> str:
     """Make a checkpoint of the shards, on the first rank. The reason why it could not, or nothing."""
     reason = "; ".join(one.reason for one in shards if one.reason)
     try:
         if not reason:
-            _finish(job, index, shards)
+            _commit(job, index, shards)
     except (OSError, CheckpointError) as error:
         reason = str(error)
     if reason:
@@ -71,7 +71,7 @@ def finish(job: Job, index: Mapping[str, Any], shards: Sequence[Written]) -> str
     return reason
 
 
-def _finish(job: Job, index: Mapping[str, Any], shards: Sequence[Written]) -> None:
+def _commit(job: SaveJob, index: Mapping[str, Any], shards: Sequence[ShardResult]) -> None:
     for rank, one in enumerate(shards):
         if not (job.draft / one.file).exists():
             raise CheckpointError(f"rank 0 does not see the shard of rank {rank}: the folder must be shared by all")
@@ -91,7 +91,7 @@ def _finish(job: Job, index: Mapping[str, Any], shards: Sequence[Written]) -> No
         "plan": job.plan,
         "files": {name: one._asdict() for name, one in files.items()},
     }
-    signed = manifest | {"sha256": _sum(manifest)}
+    signed = manifest | {"sha256": _checksum(manifest)}
     directory.write_file(job.draft / MANIFEST, [json.dumps(signed, indent=1).encode()])
     if job.best:  # within the draft: a disk that has no room for the note refuses all of it
         atomic_file.write_synced(job.draft / BEST, json.dumps({"step": job.step, "sha256": signed["sha256"]}).encode())
@@ -99,8 +99,10 @@ def _finish(job: Job, index: Mapping[str, Any], shards: Sequence[Written]) -> No
     place = job.target.parent
     if job.best:
         atomic_file.move_synced(job.target / BEST, place / BEST)
-    best = best_step(place)
-    directory.tidy(place, job.target, job.keep, None if best is None else directory.path_of(place, best), job.since)
+    best = read_best_step(place)
+    directory.delete_old_checkpoints(
+        place, job.target, job.keep, None if best is None else directory.checkpoint_path(place, best), job.since
+    )
 
 
 def _merge(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -112,7 +114,7 @@ def _merge(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def best_step(place: Path) -> int | None:
+def read_best_step(place: Path) -> int | None:
     """The step that was last called the best one, if its checkpoint is still there.
 
     After going back, another timeline comes to the same step: its checkpoint is told by its manifest. One that cannot
@@ -123,11 +125,11 @@ def best_step(place: Path) -> int | None:
         step = int(noted["step"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    path = directory.path_of(place, step)
+    path = directory.checkpoint_path(place, step)
     manifest = read_manifest(path)
     if isinstance(manifest, str):
         return step if path.exists() else None
-    is_same = noted.get("sha256", _sum(manifest)) == _sum(manifest)  # earlier versions noted the step alone
+    is_same = noted.get("sha256", _checksum(manifest)) == _checksum(manifest)  # earlier versions noted the step alone
     return step if is_same else None
 
 
@@ -143,16 +145,16 @@ def read_manifest(path: Path) -> dict[str, Any] | str:
         return f"{MANIFEST} is not JSON ({error})"
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         return f"{MANIFEST} is not one of format {FORMAT}"
-    if manifest.pop("sha256", "") != _sum(manifest):
+    if manifest.pop("sha256", "") != _checksum(manifest):
         return f"{MANIFEST} does not match its own checksum"
-    if directory.path_of(path.parent, manifest["step"]) != path:
+    if directory.checkpoint_path(path.parent, manifest["step"]) != path:
         return f"{MANIFEST} is of step {manifest['step']}"
     return manifest
 
 
-def damages(path: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def find_damages(path: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """What is wrong with each of these files, if anything is."""
-    found = (directory.damage(path / name, FileSum(**expected)) for name, expected in files.items())
+    found = (directory.find_damage(path / name, FileChecksum(**expected)) for name, expected in files.items())
     return [reason for reason in found if reason]
 
 
@@ -165,5 +167,5 @@ def read_index(path: Path) -> dict[str, Any] | str:
     return index
 
 
-def _sum(manifest: Mapping[str, Any]) -> str:
+def _checksum(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWriteData, WriteItem
 from torch.distributed.tensor import DTensor
 
-from shoal.checkpoint.json_state import DTYPES, NAME_OF
+from shoal.checkpoint.json_state import DTYPE_NAMES, DTYPES
 from shoal.errors import CheckpointError, ConfigError
 
 Shape = tuple[int, ...]
@@ -49,7 +49,7 @@ class Slot(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """What one rank writes. The widest dtypes come first, so that every slot is aligned without a gap."""
 
     slots: tuple[Slot, ...]
@@ -58,11 +58,11 @@ class Layout:
     def size_bytes(self) -> int:
         return self.slots[-1].end if self.slots else 0
 
-    def header(self) -> bytes:
+    def build_header(self) -> bytes:
         """The head of the safetensors file whose data are the slots, one after the other."""
         entries = {
             f"{slot.name}@{','.join(map(str, slot.offsets))}": {
-                "dtype": NAME_OF[slot.dtype],
+                "dtype": DTYPE_NAMES[slot.dtype],
                 "shape": slot.sizes,
                 "data_offsets": [slot.begin, slot.end],
             }
@@ -73,7 +73,7 @@ class Layout:
         return len(text).to_bytes(8, "little") + text
 
 
-def outline(tensors: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
+def describe_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
     """What must stay the same for a layout to stay valid; cheap, since every save looks at it."""
     return tuple(
         (name, one.dtype, one.shape, (one.placements, one.device_mesh) if isinstance(one, DTensor) else None)
@@ -81,10 +81,10 @@ def outline(tensors: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
     )
 
 
-def plan_of(tensors: Mapping[str, torch.Tensor]) -> SavePlan:
+def make_save_plan(tensors: Mapping[str, torch.Tensor]) -> SavePlan:
     """What this rank could write. Raises ConfigError naming a tensor that a checkpoint cannot hold."""
     for name, tensor in tensors.items():
-        if tensor.dtype not in NAME_OF or tensor.layout != torch.strided or tensor.is_meta:
+        if tensor.dtype not in DTYPE_NAMES or tensor.layout != torch.strided or tensor.is_meta:
             kind = "meta" if tensor.is_meta else f"{tensor.layout}, {tensor.dtype}"
             raise ConfigError(name, kind, "a checkpoint does not hold such a tensor", f"dtypes are {', '.join(DTYPES)}")
         if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
@@ -92,7 +92,7 @@ def plan_of(tensors: Mapping[str, torch.Tensor]) -> SavePlan:
     return create_default_local_save_plan(dict(tensors), is_coordinator=True)
 
 
-def share(plans: Sequence[SavePlan]) -> list[Layout]:
+def assign_shards(plans: Sequence[SavePlan]) -> list[ShardLayout]:
     """Who writes what, given what every rank could write.
 
     Raises CheckpointError when ranks mean different tensors by one name, or when parts of a tensor are missing.
@@ -100,7 +100,7 @@ def share(plans: Sequence[SavePlan]) -> list[Layout]:
     known: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:
-            whole = _data(item)
+            whole = _tensor_data(item)
             shape, dtype = whole.size, whole.properties.dtype
             other, *same = known.setdefault(item.index.fqn, (rank, shape, dtype))
             if same != [shape, dtype]:
@@ -110,25 +110,25 @@ def share(plans: Sequence[SavePlan]) -> list[Layout]:
         shared, _ = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(list(plans))
     except (AssertionError, ValueError) as error:
         raise CheckpointError(f"the ranks' parts do not make whole tensors: {error}") from error
-    return [_layout(plan.items) for plan in shared]
+    return [_build_layout(plan.items) for plan in shared]
 
 
-def _data(item: WriteItem) -> TensorWriteData:
+def _tensor_data(item: WriteItem) -> TensorWriteData:
     assert item.tensor_data is not None  # only tensors are planned
     return item.tensor_data
 
 
-def _layout(items: Sequence[WriteItem]) -> Layout:
+def _build_layout(items: Sequence[WriteItem]) -> ShardLayout:
     slots, begin = [], 0
-    for item in sorted(items, key=lambda item: (-_data(item).properties.dtype.itemsize, item.index.fqn)):
-        chunk, dtype = _data(item).chunk, _data(item).properties.dtype
+    for item in sorted(items, key=lambda item: (-_tensor_data(item).properties.dtype.itemsize, item.index.fqn)):
+        chunk, dtype = _tensor_data(item).chunk, _tensor_data(item).properties.dtype
         end = begin + math.prod(chunk.sizes) * dtype.itemsize
         slots.append(Slot(item.index.fqn, tuple(chunk.offsets), tuple(chunk.sizes), dtype, begin, end))
         begin = end
-    return Layout(tuple(slots))
+    return ShardLayout(tuple(slots))
 
 
-class Place(NamedTuple):
+class ChunkLocation(NamedTuple):
     """Where a chunk lies on disk."""
 
     file: str
@@ -137,31 +137,31 @@ class Place(NamedTuple):
     sizes: Shape
 
 
-def index_of(plans: Sequence[SavePlan], layouts: Sequence[Layout], files: Sequence[str]) -> dict[str, Any]:
+def build_index(plans: Sequence[SavePlan], layouts: Sequence[ShardLayout], files: Sequence[str]) -> dict[str, Any]:
     """For every tensor its dtype, its shape and its chunks with file and position, as JSON."""
     index: dict[str, Any] = {}
     for item in (item for plan in plans for item in plan.items):
-        dtype, shape = NAME_OF[_data(item).properties.dtype], list(_data(item).size)
+        dtype, shape = DTYPE_NAMES[_tensor_data(item).properties.dtype], list(_tensor_data(item).size)
         index.setdefault(item.index.fqn, {"dtype": dtype, "shape": shape, "chunks": []})
     for layout, file in zip(layouts, files, strict=True):
-        head = len(layout.header())
+        head = len(layout.build_header())
         for slot in layout.slots:
             chunk = {"offsets": slot.offsets, "sizes": slot.sizes, "file": file, "at": head + slot.begin}
             index[slot.name]["chunks"].append(chunk)
     return index
 
 
-def reads(index: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> list[tuple[ReadItem, Place]]:
+def plan_reads(index: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> list[tuple[ReadItem, ChunkLocation]]:
     """Which chunks overlap with what this rank holds. Names, shapes and dtypes must have been compared."""
     metadata: dict[str, Any] = {}
-    places: dict[MetadataIndex, Place] = {}
+    places: dict[MetadataIndex, ChunkLocation] = {}
     for name in tensors:
         entry = index[name]
         dtype = DTYPES[entry["dtype"]]
         chunks = [ChunkStorageMetadata(torch.Size(one["offsets"]), torch.Size(one["sizes"])) for one in entry["chunks"]]
         metadata[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(entry["shape"]), chunks)
         for one in entry["chunks"]:
-            place = Place(one["file"], one["at"], dtype, tuple(one["sizes"]))
+            place = ChunkLocation(one["file"], one["at"], dtype, tuple(one["sizes"]))
             places[MetadataIndex(name, one["offsets"])] = place
     plan = create_default_local_load_plan(dict(tensors), Metadata(metadata))
     return [(item, places[item.storage_index]) for item in plan.items]

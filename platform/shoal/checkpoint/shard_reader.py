@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 
-from shoal.checkpoint.shard_plan import Place
+from shoal.checkpoint.shard_plan import ChunkLocation
 from shoal.errors import CheckpointError
 
 
@@ -21,7 +21,9 @@ def shard_name(rank: int, size: int) -> str:
 
 
 @torch.no_grad()
-def fill(folder: Path, wanted: Iterable[tuple[ReadItem, Place]], tensors: dict[str, torch.Tensor]) -> None:
+def fill_tensors(
+    folder: Path, wanted: Iterable[tuple[ReadItem, ChunkLocation]], tensors: dict[str, torch.Tensor]
+) -> None:
     """Copy every wanted piece into the tensor that asked for it. Raises CheckpointError."""
     maps: dict[str, mmap.mmap] = {}
     for item, place in wanted:
@@ -29,7 +31,7 @@ def fill(folder: Path, wanted: Iterable[tuple[ReadItem, Place]], tensors: dict[s
             continue
         try:
             if place.file not in maps:
-                maps[place.file] = _map(folder / place.file)
+                maps[place.file] = _map_file(folder / place.file)
             flat = torch.frombuffer(maps[place.file], dtype=place.dtype, count=math.prod(place.sizes), offset=place.at)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{folder.name}: {place.file} cannot be read ({error})") from error
@@ -39,7 +41,7 @@ def fill(folder: Path, wanted: Iterable[tuple[ReadItem, Place]], tensors: dict[s
         _narrow(target, item.dest_offsets, item.lengths).copy_(_narrow(source, item.storage_offsets, item.lengths))
 
 
-def _map(path: Path) -> mmap.mmap:
+def _map_file(path: Path) -> mmap.mmap:
     with path.open("rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # writable for torch, never written back
 

@@ -16,15 +16,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shoal.checkpoint.directory import BLOCK_BYTES
-from shoal.checkpoint.shard_plan import Layout
+from shoal.checkpoint.shard_plan import ShardLayout
 
 
-class Staging:
+class StagingBuffer:
     """The buffer for one layout. Memory: as much as this rank writes."""
 
     _buffer: torch.Tensor
 
-    def __init__(self, layout: Layout, pinned: bool, old: Staging | None = None) -> None:
+    def __init__(self, layout: ShardLayout, pinned: bool, old: StagingBuffer | None = None) -> None:
         self.layout = layout
         buffer = None if old is None else old._buffer
         if buffer is None or buffer.numel() < layout.size_bytes or buffer.is_pinned() != pinned:
@@ -37,7 +37,7 @@ class Staging:
         self._fetched: torch.cuda.Event | None = None
 
     @torch.no_grad()
-    def begin(self, tensors: Mapping[str, torch.Tensor], later: Collection[str] = ()) -> None:
+    def start_copy(self, tensors: Mapping[str, torch.Tensor], later: Collection[str] = ()) -> None:
         """Copy this rank's part of the state, but for what lies under the top-level names `later`: that does `finish`.
 
         When it returns, what is copied may change (in stream order, on CUDA, where nothing is left for later). On the
@@ -58,7 +58,7 @@ class Staging:
             self._fetched.record()
 
     @torch.no_grad()
-    def finish(self) -> None:
+    def finish_copy(self) -> None:
         """Copy the rest."""
         rest, self._rest = self._rest, []
         try:
@@ -71,16 +71,16 @@ class Staging:
         """Whether `finish` has ended, within `timeout_s`."""
         return self._is_copied.wait(timeout_s)
 
-    def pieces(self) -> Iterator[bytes | memoryview]:
+    def iter_blocks(self) -> Iterator[bytes | memoryview]:
         """The shard file, in blocks."""
         if self._fetched is not None:
             self._fetched.synchronize()
-        yield self.layout.header()
+        yield self.layout.build_header()
         content = self._buffer.numpy().data[: self.layout.size_bytes]
         for begin in range(0, len(content), BLOCK_BYTES):
             yield content[begin : begin + BLOCK_BYTES]
 
 
-def on_cuda(tensors: Mapping[str, torch.Tensor]) -> bool:
+def has_cuda(tensors: Mapping[str, torch.Tensor]) -> bool:
     """Whether any of them has to be fetched from a GPU."""
     return any(tensor.is_cuda for tensor in tensors.values())

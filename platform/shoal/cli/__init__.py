@@ -12,7 +12,7 @@ import click
 from shoal.errors import ShoalError
 
 # verb -> (module, what `shoal --help` says)
-VERBS = {
+COMMANDS = {
     "up": ("cluster", "Start a Ray cluster for Shoal on this machine, in the background."),
     "down": ("cluster", "Stop the cluster that `shoal up` started."),
     "status": ("cluster", "Say what is running: the cluster, its jobs, gateways and endpoints."),
@@ -32,16 +32,16 @@ VERBS = {
 }
 
 
-class _Verbs(click.Group):
+class _LazyCommandGroup(click.Group):
     """A group that imports a verb's module when the verb is used, so that `--help` stays fast."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(VERBS)
+        return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in VERBS:
+        if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f"shoal.cli.commands.{VERBS[cmd_name][0]}")
+        module = importlib.import_module(f"shoal.cli.commands.{COMMANDS[cmd_name][0]}")
         command: click.Command = getattr(module, cmd_name.replace("-", "_"))
         return command
 
@@ -53,10 +53,10 @@ class _Verbs(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(verb, text) for verb, (_, text) in VERBS.items()])
+            formatter.write_dl([(verb, text) for verb, (_, text) in COMMANDS.items()])
 
 
-@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_LazyCommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="shoal")
 def cli() -> None:
     """Shoal trains, reinforces and serves PyTorch models on Ray as one loop of versioned weights."""
@@ -67,11 +67,11 @@ def main() -> None:
     try:
         cli.main(standalone_mode=True)
     except (ShoalError, OSError) as error:
-        click.secho(f"error: {refusal(error) if isinstance(error, OSError) else error}", fg="red", err=True)
+        click.secho(f"error: {format_os_error(error) if isinstance(error, OSError) else error}", fg="red", err=True)
         sys.exit(1)
 
 
-def refusal(error: OSError) -> str:
+def format_os_error(error: OSError) -> str:
     """What the system has refused, and why: `/a/b: Permission denied`; our own words of an error of ours."""
     if isinstance(error, ShoalError) or not error.strerror:
         return str(error) or type(error).__name__

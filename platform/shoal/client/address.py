@@ -14,14 +14,14 @@ from shoal.errors import ConfigError
 from shoal.network_address import is_loopback
 
 
-def address_of(text: str) -> str:
+def normalize_address(text: str) -> str:
     """The address without a slash at its end; `http://` is understood before HOST:PORT. Raises ConfigError."""
     url = (text if "://" in text else f"http://{text}").rstrip("/")
-    host_of(url)
+    parse_host(url)
     return url
 
 
-def host_of(url: str) -> str:
+def parse_host(url: str) -> str:
     """The host, of IPv6 without brackets. Raises ConfigError for what is not the address of an endpoint."""
     try:
         parts = urlsplit(url)
@@ -38,10 +38,10 @@ def host_of(url: str) -> str:
     return host
 
 
-def proxy_for(url: str) -> str | None:
+def find_proxy(url: str) -> str | None:
     """The proxy that the environment has for this address, as it stands there; None for none, and on this machine."""
     parts, proxies = urlsplit(url), getproxies()
     proxy = (proxies.get(parts.scheme) or proxies.get("all") or "").strip()
-    if not proxy or is_loopback(host_of(url)) or any(map(proxy_bypass, (parts.netloc, host_of(url)))):
+    if not proxy or is_loopback(parse_host(url)) or any(map(proxy_bypass, (parts.netloc, parse_host(url)))):
         return None
     return proxy if "://" in proxy else f"http://{proxy}"

@@ -21,7 +21,7 @@ from typing import Any, Self
 from shoal.client import requests
 from shoal.client.endpoint_status import EndpointStatus, ModelStatus
 from shoal.client.payload import Answer, Inputs, decode_answer, encode_inputs
-from shoal.client.retry import Patience, Reply, Request, converse, late
+from shoal.client.retry import EndpointRequest, Reply, RetryPolicy, request_with_retries, timeout_error
 from shoal.client.transport import AsyncTransport, Transport
 from shoal.errors import ConfigError, InferenceError
 from shoal.open_inference.messages import IndexedModel, ModelMetadata, VersionStatistics
@@ -30,63 +30,65 @@ TIMEOUT_S = 30.0
 NUM_CONNECTIONS = 100
 # A change returns when every replica has it, or with the endpoint's words when that takes longer than this.
 CHANGE_TIMEOUT_S, LOAD_TIMEOUT_S = 120.0, 300.0
-WORDS_S = 30.0  # for the words
-LONGEST_S = 1e9  # what sockets can be told, and thirty years
+CHANGE_MARGIN_S = 30.0  # for the words
+MAX_TIMEOUT_S = 1e9  # what sockets can be told, and thirty years
 
 
-class _Settings:
+class _ClientBase:
     """What both clients are told, and remember."""
 
     def __init__(self, url: str, timeout_s: float, num_retries: int, retry_lost: bool, binary: bool) -> None:
         if type(num_retries) is not int or num_retries < 0:
             raise ConfigError("num_retries", num_retries, "is not how often to try again", "give 0 or more")
         self.url = url
-        self._timeout_s, self._num_retries = _seconds("timeout_s", timeout_s), num_retries
+        self._timeout_s, self._num_retries = _parse_timeout("timeout_s", timeout_s), num_retries
         self._retry_lost, self._binary = retry_lost, binary
         self._signatures: dict[str, ModelMetadata] = {}
 
-    def _patience(self) -> Patience:
-        return Patience(self._timeout_s, self._num_retries, self._retry_lost)
+    def _build_retry_policy(self) -> RetryPolicy:
+        return RetryPolicy(self._timeout_s, self._num_retries, self._retry_lost)
 
-    def _change_patience(self, timeout_s: object = None) -> Patience:
-        endpoint_s = CHANGE_TIMEOUT_S if timeout_s is None else _seconds("timeout_s", timeout_s)
-        return Patience(endpoint_s + WORDS_S, self._num_retries, is_change=True)
+    def _build_change_policy(self, timeout_s: object = None) -> RetryPolicy:
+        endpoint_s = CHANGE_TIMEOUT_S if timeout_s is None else _parse_timeout("timeout_s", timeout_s)
+        return RetryPolicy(endpoint_s + CHANGE_MARGIN_S, self._num_retries, is_change=True)
 
-    def _infer_patience(self, deadline_s: float | None) -> Patience:
+    def _build_infer_policy(self, deadline_s: float | None) -> RetryPolicy:
         """Of a call that begins now, with the signature that it may have to ask for."""
         tells = deadline_s is not None
-        timeout_s = _seconds("deadline_s", deadline_s) if tells else self._timeout_s
+        timeout_s = _parse_timeout("deadline_s", deadline_s) if tells else self._timeout_s
         end_s = time.monotonic() + timeout_s
-        return Patience(timeout_s, self._num_retries, self._retry_lost, tells=tells, end_s=end_s)
+        return RetryPolicy(timeout_s, self._num_retries, self._retry_lost, tells=tells, end_s=end_s)
 
-    def _remember(self, model: str, reply: Reply) -> ModelMetadata:
+    def _store_signature(self, model: str, reply: Reply) -> ModelMetadata:
         signature = self._signatures[model] = requests.decode(reply, ModelMetadata)
         return signature
 
-    def _forget(self, model: str, error: InferenceError) -> None:
+    def _forget_signature(self, model: str, error: InferenceError) -> None:
         """After a complaint about the model or a tensor, another model may stand behind the name."""
         if error.status in (404, 422):
             self._signatures.pop(model, None)
 
-    def _request(
+    def _build_infer_request(
         self, signature: ModelMetadata, model: str, inputs: Inputs, options: Mapping[str, Any], version: int | None
-    ) -> Request:
+    ) -> EndpointRequest:
         headers, body = encode_inputs(signature, inputs, options["outputs"], options["request_id"], binary=self._binary)
-        return requests.infer(model, version, headers, body, sticky=options["sticky"], track=options["track"])
+        return requests.build_infer_request(
+            model, version, headers, body, sticky=options["sticky"], track=options["track"]
+        )
 
 
-def _seconds(field: str, value: Any) -> float:
+def _parse_timeout(field: str, value: Any) -> float:
     """A time to wait. Raises ConfigError for one that is over, endless, or no number."""
     try:
         seconds = float(value)
     except (TypeError, ValueError):
         seconds = math.nan
-    if not 0 < seconds <= LONGEST_S:
+    if not 0 < seconds <= MAX_TIMEOUT_S:
         raise ConfigError(field, value, "is not a time to wait", "give seconds, above 0")
     return seconds
 
 
-class Client(_Settings):
+class Client(_ClientBase):
     """Asks the endpoint at `url`; for any number of threads. Close it, or use it as a context manager.
 
     token:       what the endpoint asks for: the access token, or an API key; "" for none
@@ -139,52 +141,54 @@ class Client(_Settings):
         Raises ConfigError for inputs that cannot be what the model takes, InferenceError, ConnectionLost.
         """
         options = {"outputs": outputs, "request_id": request_id, "sticky": sticky, "track": track}
-        patience = self._infer_patience(deadline_s)
+        patience = self._build_infer_policy(deadline_s)
         known = self._signatures.get(model)
         try:
             try:
-                request = self._request(known or self._metadata(model, patience), model, inputs, options, version)
+                request = self._build_infer_request(
+                    known or self._metadata(model, patience), model, inputs, options, version
+                )
             except ConfigError:
                 if known is None:
                     raise
                 # What was known may be of another model, which had the name before.
-                request = self._request(self._metadata(model, patience), model, inputs, options, version)
-            return decode_answer(self._have(request, patience))
+                request = self._build_infer_request(self._metadata(model, patience), model, inputs, options, version)
+            return decode_answer(self._send(request, patience))
         except InferenceError as error:
-            self._forget(model, error)
+            self._forget_signature(model, error)
             raise
 
     def metadata(self, model: str) -> ModelMetadata:
         """What the model takes and gives, and its versions, asked anew."""
-        return self._metadata(model, self._patience())
+        return self._metadata(model, self._build_retry_policy())
 
     def models(self) -> list[IndexedModel]:
         """Every version of every model that the endpoint knows, with its state."""
-        return requests.decode(self._have(requests.INDEX), list[IndexedModel])
+        return requests.decode(self._send(requests.INDEX), list[IndexedModel])
 
     def live(self) -> bool:
         """Whether anything answers."""
-        return self._is(requests.LIVE)
+        return self._probe(requests.LIVE)
 
     def ready(self, model: str | None = None) -> bool:
         """Whether the endpoint, or this model of it, answers requests now."""
-        return self._is(requests.ready(model))
+        return self._probe(requests.build_ready_request(model))
 
     def statistics(self, model: str) -> list[VersionStatistics]:
         """The protocol's statistics of each version, of the replica that answers."""
-        return requests.statistics_of(self._have(requests.statistics(model)))
+        return requests.decode_statistics(self._send(requests.build_statistics_request(model)))
 
     def load(self, model: str, **parameters: bool | int | float | str) -> None:
         """Load a registered model in every replica; returns when all have it."""
-        self._have(requests.load(model, parameters), self._change_patience(LOAD_TIMEOUT_S))
+        self._send(requests.build_load_request(model, parameters), self._build_change_policy(LOAD_TIMEOUT_S))
 
     def unload(self, model: str) -> None:
         """Unload a model in every replica, when what waits for it has been answered."""
-        self._have(requests.unload(model), self._change_patience())
+        self._send(requests.build_unload_request(model), self._build_change_policy())
 
     def status(self) -> EndpointStatus:
         """The whole endpoint, as its controller sees it."""
-        return requests.decode(self._have(requests.STATUS), EndpointStatus)
+        return requests.decode(self._send(requests.STATUS), EndpointStatus)
 
     def rollout(self, action: str, model: str, **details: bool | int | float | str | None) -> ModelStatus:
         """Change how versions of a model are rolled out (administrators only); the model's new status.
@@ -193,9 +197,9 @@ class Client(_Settings):
         details: its fields; `from_version` says what a rollback is to leave, so that it cannot go back twice, and
                  `timeout_s` how long it is waited for
         """
-        request = requests.rollout({"action": action, "model": model, **details})
-        patience = self._change_patience(details.get("timeout_s"))
-        return requests.decode(self._have(request, patience), ModelStatus)
+        request = requests.build_rollout_request({"action": action, "model": model, **details})
+        patience = self._build_change_policy(details.get("timeout_s"))
+        return requests.decode(self._send(request, patience), ModelStatus)
 
     def close(self) -> None:
         """Close every connection. Idempotent; later calls raise Closed."""
@@ -207,21 +211,21 @@ class Client(_Settings):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _metadata(self, model: str, patience: Patience) -> ModelMetadata:
-        return self._remember(model, self._have(requests.metadata(model), patience))
+    def _metadata(self, model: str, patience: RetryPolicy) -> ModelMetadata:
+        return self._store_signature(model, self._send(requests.build_metadata_request(model), patience))
 
-    def _have(self, request: Request, patience: Patience | None = None) -> Reply:
-        return self._transport.have(converse(request, patience or self._patience()))
+    def _send(self, request: EndpointRequest, patience: RetryPolicy | None = None) -> Reply:
+        return self._transport.run(request_with_retries(request, patience or self._build_retry_policy()))
 
-    def _is(self, request: Request) -> bool:
+    def _probe(self, request: EndpointRequest) -> bool:
         try:
-            self._transport.have(converse(request, Patience(self._timeout_s, num_retries=0)))
-        except requests.NOT_SO:
+            self._transport.run(request_with_retries(request, RetryPolicy(self._timeout_s, num_retries=0)))
+        except requests.PROBE_ERRORS:
             return False
         return True
 
 
-class AsyncClient(_Settings):
+class AsyncClient(_ClientBase):
     """`Client` for one event loop: the same words, with `await`. A cancelled call leaves the endpoint's queue.
 
     Any number of calls at once: each waits for one of `num_connections`, and its `timeout_s` begins when it has one.
@@ -241,7 +245,7 @@ class AsyncClient(_Settings):
     ) -> None:
         super().__init__(url, timeout_s, num_retries, retry_lost, binary)
         self._transport = AsyncTransport(url, token, num_connections)
-        self._asked: dict[str, asyncio.Task[ModelMetadata]] = {}  # signatures that are on their way
+        self._pending_signatures: dict[str, asyncio.Task[ModelMetadata]] = {}  # signatures that are on their way
 
     async def infer(
         self,
@@ -257,58 +261,60 @@ class AsyncClient(_Settings):
     ) -> Answer:
         """See `Client.infer`."""
         options = {"outputs": outputs, "request_id": request_id, "sticky": sticky, "track": track}
-        patience = self._patience() if deadline_s is None else self._infer_patience(deadline_s)
+        patience = self._build_retry_policy() if deadline_s is None else self._build_infer_policy(deadline_s)
         known = self._signatures.get(model)
         try:
             try:
                 signature = known or await self._signature(model, patience)
-                request = self._request(signature, model, inputs, options, version)
+                request = self._build_infer_request(signature, model, inputs, options, version)
             except ConfigError:
                 if known is None:
                     raise
-                request = self._request(await self._signature(model, patience), model, inputs, options, version)
-            return decode_answer(await self._have(request, patience))
+                request = self._build_infer_request(
+                    await self._signature(model, patience), model, inputs, options, version
+                )
+            return decode_answer(await self._send(request, patience))
         except InferenceError as error:
-            self._forget(model, error)
+            self._forget_signature(model, error)
             raise
 
     async def metadata(self, model: str) -> ModelMetadata:
         """See `Client.metadata`."""
-        return self._remember(model, await self._have(requests.metadata(model)))
+        return self._store_signature(model, await self._send(requests.build_metadata_request(model)))
 
     async def models(self) -> list[IndexedModel]:
         """See `Client.models`."""
-        return requests.decode(await self._have(requests.INDEX), list[IndexedModel])
+        return requests.decode(await self._send(requests.INDEX), list[IndexedModel])
 
     async def live(self) -> bool:
         """See `Client.live`."""
-        return await self._is(requests.LIVE)
+        return await self._probe(requests.LIVE)
 
     async def ready(self, model: str | None = None) -> bool:
         """See `Client.ready`."""
-        return await self._is(requests.ready(model))
+        return await self._probe(requests.build_ready_request(model))
 
     async def statistics(self, model: str) -> list[VersionStatistics]:
         """See `Client.statistics`."""
-        return requests.statistics_of(await self._have(requests.statistics(model)))
+        return requests.decode_statistics(await self._send(requests.build_statistics_request(model)))
 
     async def load(self, model: str, **parameters: bool | int | float | str) -> None:
         """See `Client.load`."""
-        await self._have(requests.load(model, parameters), self._change_patience(LOAD_TIMEOUT_S))
+        await self._send(requests.build_load_request(model, parameters), self._build_change_policy(LOAD_TIMEOUT_S))
 
     async def unload(self, model: str) -> None:
         """See `Client.unload`."""
-        await self._have(requests.unload(model), self._change_patience())
+        await self._send(requests.build_unload_request(model), self._build_change_policy())
 
     async def status(self) -> EndpointStatus:
         """See `Client.status`."""
-        return requests.decode(await self._have(requests.STATUS), EndpointStatus)
+        return requests.decode(await self._send(requests.STATUS), EndpointStatus)
 
     async def rollout(self, action: str, model: str, **details: bool | int | float | str | None) -> ModelStatus:
         """See `Client.rollout`."""
-        request = requests.rollout({"action": action, "model": model, **details})
-        patience = self._change_patience(details.get("timeout_s"))
-        return requests.decode(await self._have(request, patience), ModelStatus)
+        request = requests.build_rollout_request({"action": action, "model": model, **details})
+        patience = self._build_change_policy(details.get("timeout_s"))
+        return requests.decode(await self._send(request, patience), ModelStatus)
 
     async def close(self) -> None:
         """See `Client.close`."""
@@ -322,33 +328,33 @@ class AsyncClient(_Settings):
     ) -> None:
         await self.close()
 
-    async def _signature(self, model: str, patience: Patience) -> ModelMetadata:
+    async def _signature(self, model: str, patience: RetryPolicy) -> ModelMetadata:
         """Asked once for all who wait for it; who leaves, or has no more time, takes it from nobody."""
-        asked = self._asked.get(model)
+        asked = self._pending_signatures.get(model)
         if asked is None:
-            asked = self._asked[model] = asyncio.create_task(self.metadata(model))
-            asked.add_done_callback(lambda done: self._has_asked(model, done))
+            asked = self._pending_signatures[model] = asyncio.create_task(self.metadata(model))
+            asked.add_done_callback(lambda done: self._on_signature_done(model, done))
         try:
-            async with asyncio.timeout(patience.left_s()):
+            async with asyncio.timeout(patience.get_remaining_s()):
                 return await asyncio.shield(asked)
         except TimeoutError:
-            raise late(patience) from None
+            raise timeout_error(patience) from None
 
-    def _has_asked(self, model: str, done: asyncio.Task[ModelMetadata]) -> None:
-        del self._asked[model]
+    def _on_signature_done(self, model: str, done: asyncio.Task[ModelMetadata]) -> None:
+        del self._pending_signatures[model]
         if not done.cancelled():
             done.exception()  # which nobody may have waited for
 
-    async def _have(self, request: Request, patience: Patience | None = None) -> Reply:
-        patience = patience or self._patience()
+    async def _send(self, request: EndpointRequest, patience: RetryPolicy | None = None) -> Reply:
+        patience = patience or self._build_retry_policy()
         try:
-            return await self._transport.have(converse(request, patience), patience.left_s())
+            return await self._transport.run(request_with_retries(request, patience), patience.get_remaining_s())
         except TimeoutError:
-            raise late(patience) from None
+            raise timeout_error(patience) from None
 
-    async def _is(self, request: Request) -> bool:
+    async def _probe(self, request: EndpointRequest) -> bool:
         try:
-            await self._transport.have(converse(request, Patience(self._timeout_s, num_retries=0)))
-        except requests.NOT_SO:
+            await self._transport.run(request_with_retries(request, RetryPolicy(self._timeout_s, num_retries=0)))
+        except requests.PROBE_ERRORS:
             return False
         return True

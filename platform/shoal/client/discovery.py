@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from shoal.client.address import address_of, host_of
+from shoal.client.address import normalize_address, parse_host
 from shoal.errors import RunError
-from shoal.home import existing_token
+from shoal.home import read_existing_token
 from shoal.network_address import is_loopback
 from shoal.runs import list_running
 
-INFERENCE = "inference"  # the kind of an endpoint in the record, beside gateways
-GRPC = "grpc"  # the kind of its other address, host:port
+INFERENCE_KIND = "inference"  # the kind of an endpoint in the record, beside gateways
+GRPC_KIND = "grpc"  # the kind of its other address, host:port
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def list_endpoints() -> list[FoundEndpoint]:
         FoundEndpoint(point.name, point.address, run.id)
         for run in list_running()
         for point in run.endpoints()
-        if point.kind == INFERENCE and point.state == "ready"
+        if point.kind == INFERENCE_KIND and point.state == "ready"
     ]
 
 
@@ -43,7 +43,7 @@ def find_endpoint(wanted: str | None = None) -> FoundEndpoint:
     Raises RunError naming what there is, ConfigError for an address that is none.
     """
     if wanted is not None and ":" in wanted:  # which no name has
-        url = address_of(wanted)
+        url = normalize_address(wanted)
         return FoundEndpoint(urlsplit(url).netloc, url)
     there = list_endpoints()
     if not there:
@@ -59,4 +59,4 @@ def find_endpoint(wanted: str | None = None) -> FoundEndpoint:
 
 def token_for(url: str) -> str:
     """The access token of this home, for an endpoint of this machine; "" for one elsewhere, which it is not for."""
-    return existing_token() if is_loopback(host_of(url)) else ""
+    return read_existing_token() if is_loopback(parse_host(url)) else ""

@@ -17,7 +17,7 @@ import numpy as np
 from shoal.client.retry import Reply
 from shoal.errors import ConfigError, ConnectionLost, InferenceError
 from shoal.open_inference.binary_tensors import from_binary, to_binary
-from shoal.open_inference.datatypes import NUMPY, bf16_values, floats_of
+from shoal.open_inference.datatypes import NUMPY_DTYPES, bf16_values, to_floats
 from shoal.open_inference.json_tensors import to_json
 from shoal.open_inference.messages import (
     NO_DATA,
@@ -71,7 +71,7 @@ def as_arrays(signature: ModelMetadata, inputs: Inputs) -> dict[str, np.ndarray]
     if unknown:
         raise ConfigError("inputs", unknown[0], f"{signature.name} has no such input", f"its inputs are {names}")
     specs = {spec.name: spec for spec in signature.inputs}
-    return {name: _converted(name, values, specs[name].datatype) for name, values in inputs.items()}
+    return {name: _convert(name, values, specs[name].datatype) for name, values in inputs.items()}
 
 
 def encode_inputs(
@@ -87,7 +87,7 @@ def encode_inputs(
     asked = None if outputs is None else [RequestedOutput(name) for name in outputs]
     if not binary:
         tensors = [
-            InputTensor(name, list(array.shape), datatypes[name], data=_json(name, array, datatypes[name]))
+            InputTensor(name, list(array.shape), datatypes[name], data=_encode_json(name, array, datatypes[name]))
             for name, array in arrays.items()
         ]
         request = InferRequest(tensors, request_id or None, None, asked)
@@ -119,10 +119,10 @@ def decode_answer(reply: Reply) -> Answer:
         raise ConnectionLost(f"what answers is no endpoint of this kind: {error}") from None
 
 
-def _converted(name: str, values: ArrayLike, datatype: str) -> np.ndarray:
+def _convert(name: str, values: ArrayLike, datatype: str) -> np.ndarray:
     if datatype == "BYTES":
-        return _words(name, values)
-    wanted = np.dtype(np.float32) if datatype == "BF16" else NUMPY[datatype]
+        return _to_bytes_array(name, values)
+    wanted = np.dtype(np.float32) if datatype == "BF16" else NUMPY_DTYPES[datatype]
     try:
         array = np.asarray(values)
     except ValueError:  # of NumPy, of lists alone
@@ -133,13 +133,13 @@ def _converted(name: str, values: ArrayLike, datatype: str) -> np.ndarray:
     if datatype == "BF16" and array.dtype == np.uint16:
         return array
     if datatype == "UINT64" and array.dtype.kind in "fO":
-        array = _whole(name, values, array)
+        array = _to_exact_uint64(name, values, array)
     is_whole = wanted.kind in "iu" and array.dtype.kind in "iu"
     if not is_whole and not np.can_cast(array.dtype, wanted, "same_kind"):
         remedy = f"give an array of {wanted}"
         raise ConfigError("inputs", name, f"is {array.dtype}, the model takes {datatype}", remedy)
     try:
-        converted = floats_of(array, datatype) if wanted.kind == "f" else array.astype(wanted, copy=False)
+        converted = to_floats(array, datatype) if wanted.kind == "f" else array.astype(wanted, copy=False)
         fits = not is_whole or array.dtype == wanted or np.array_equal(converted, array)
     except OverflowError:
         fits = False
@@ -148,7 +148,7 @@ def _converted(name: str, values: ArrayLike, datatype: str) -> np.ndarray:
     return converted
 
 
-def _whole(name: str, values: ArrayLike, array: np.ndarray) -> np.ndarray:
+def _to_exact_uint64(name: str, values: ArrayLike, array: np.ndarray) -> np.ndarray:
     """Whole numbers on both sides of 2**63, of which NumPy makes floats, as they are; `array` where others are."""
     exact = np.asarray(values, dtype=object)
     if not all(isinstance(each, int | np.integer) for each in exact.flat):
@@ -159,7 +159,7 @@ def _whole(name: str, values: ArrayLike, array: np.ndarray) -> np.ndarray:
         raise ConfigError("inputs", name, "has values that UINT64 cannot hold", "look at its range") from None
 
 
-def _words(name: str, values: ArrayLike) -> np.ndarray:
+def _to_bytes_array(name: str, values: ArrayLike) -> np.ndarray:
     """An object array of bytes. Raises ConfigError naming the element that is neither str nor bytes."""
     try:
         elements = np.asarray(values, dtype=object)
@@ -175,7 +175,7 @@ def _words(name: str, values: ArrayLike) -> np.ndarray:
     return words
 
 
-def _json(name: str, array: np.ndarray, datatype: str) -> msgspec.Raw:
+def _encode_json(name: str, array: np.ndarray, datatype: str) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(to_json(name, datatype, array, role="input")))
 
 
@@ -183,7 +183,7 @@ def _from_json(tensor: OutputTensor) -> np.ndarray:
     values = tensor.data or []
     if tensor.datatype == "BYTES":
         return np.array([str(each).encode() for each in values], dtype=object).reshape(tensor.shape)
-    dtype = np.dtype(np.float32) if tensor.datatype == "BF16" else NUMPY[tensor.datatype]
+    dtype = np.dtype(np.float32) if tensor.datatype == "BF16" else NUMPY_DTYPES[tensor.datatype]
     if dtype.kind == "f":
         values = [np.nan if each is None else each for each in values]
     return np.array(values, dtype=dtype).reshape(tensor.shape)

@@ -9,61 +9,63 @@ from urllib.parse import quote
 import msgspec
 
 from shoal.client.endpoint_status import ROLLOUT_PATH, STATUS_PATH
-from shoal.client.retry import Reply, Request
+from shoal.client.retry import EndpointRequest, Reply
 from shoal.errors import ConfigError, ConnectionLost, InferenceError
 from shoal.open_inference.messages import RepositoryRequest, Statistics, VersionStatistics
 
 T = TypeVar("T")
 Value = bool | int | float | str | None
 
-NOT_SO = (InferenceError, ConnectionLost)  # what the answer "no" to a question of health looks like
-LIVE = Request("GET", "/v2/health/live")
-INDEX = Request("POST", "/v2/repository/index", {"content-type": "application/json"}, b"{}")
-STATUS = Request("GET", STATUS_PATH)
+PROBE_ERRORS = (InferenceError, ConnectionLost)  # what the answer "no" to a question of health looks like
+LIVE = EndpointRequest("GET", "/v2/health/live")
+INDEX = EndpointRequest("POST", "/v2/repository/index", {"content-type": "application/json"}, b"{}")
+STATUS = EndpointRequest("GET", STATUS_PATH)
 
 
-def infer(
+def build_infer_request(
     model: str, version: int | None, headers: Mapping[str, str], body: bytes, *, sticky: str, track: str
-) -> Request:
+) -> EndpointRequest:
     """Inference with an encoded body; `version` None leaves the choice to the endpoint. Raises ConfigError."""
     told = dict(headers)
     if sticky:
-        told["shoal-sticky"] = _quoted("sticky", sticky, _PLAIN)
+        told["shoal-sticky"] = _quote_word("sticky", sticky, _PLAIN)
     if track:
-        told["shoal-track"] = _quoted("track", track, _PLAIN)
-    return Request("POST", f"{_path(model)}{'' if version is None else f'/versions/{version}'}/infer", told, body)
+        told["shoal-track"] = _quote_word("track", track, _PLAIN)
+    return EndpointRequest(
+        "POST", f"{_path(model)}{'' if version is None else f'/versions/{version}'}/infer", told, body
+    )
 
 
-def metadata(model: str) -> Request:
+def build_metadata_request(model: str) -> EndpointRequest:
     """What a model takes and gives."""
-    return Request("GET", _path(model))
+    return EndpointRequest("GET", _path(model))
 
 
-def ready(model: str | None) -> Request:
+def build_ready_request(model: str | None) -> EndpointRequest:
     """Whether the endpoint, or one model, is ready."""
-    return Request("GET", "/v2/health/ready" if model is None else f"{_path(model)}/ready")
+    return EndpointRequest("GET", "/v2/health/ready" if model is None else f"{_path(model)}/ready")
 
 
-def statistics(model: str) -> Request:
+def build_statistics_request(model: str) -> EndpointRequest:
     """The statistics extension."""
-    return Request("GET", f"{_path(model)}/stats")
+    return EndpointRequest("GET", f"{_path(model)}/stats")
 
 
-def load(model: str, parameters: Mapping[str, bool | int | float | str]) -> Request:
+def build_load_request(model: str, parameters: Mapping[str, bool | int | float | str]) -> EndpointRequest:
     """The repository extension: load a model."""
     body = msgspec.json.encode(RepositoryRequest(dict(parameters) or None))
-    return Request("POST", f"/v2/repository/models/{_quoted('model', model)}/load", _JSON, body)
+    return EndpointRequest("POST", f"/v2/repository/models/{_quote_word('model', model)}/load", _JSON, body)
 
 
-def unload(model: str) -> Request:
+def build_unload_request(model: str) -> EndpointRequest:
     """The repository extension: unload a model."""
-    return Request("POST", f"/v2/repository/models/{_quoted('model', model)}/unload", _JSON, b"{}")
+    return EndpointRequest("POST", f"/v2/repository/models/{_quote_word('model', model)}/unload", _JSON, b"{}")
 
 
-def rollout(change: Mapping[str, Value]) -> Request:
+def build_rollout_request(change: Mapping[str, Value]) -> EndpointRequest:
     """A change of the rollout; what is None is left out."""
     said = {name: value for name, value in change.items() if value is not None}
-    return Request("POST", ROLLOUT_PATH, _JSON, msgspec.json.encode(said))
+    return EndpointRequest("POST", ROLLOUT_PATH, _JSON, msgspec.json.encode(said))
 
 
 def decode(reply: Reply, kind: type[T]) -> T:
@@ -74,7 +76,7 @@ def decode(reply: Reply, kind: type[T]) -> T:
         raise ConnectionLost(f"what answers is no endpoint of this kind: {error}") from None
 
 
-def statistics_of(reply: Reply) -> list[VersionStatistics]:
+def decode_statistics(reply: Reply) -> list[VersionStatistics]:
     """The list within the statistics' message."""
     return decode(reply, Statistics).model_stats
 
@@ -84,10 +86,10 @@ _JSON = {"content-type": "application/json"}
 
 
 def _path(model: str) -> str:
-    return f"/v2/models/{_quoted('model', model)}"
+    return f"/v2/models/{_quote_word('model', model)}"
 
 
-def _quoted(field: str, word: str, safe: str = "") -> str:
+def _quote_word(field: str, word: str, safe: str = "") -> str:
     if not isinstance(word, str):
         raise ConfigError(field, word, "is not a str", "make it one")
     return quote(word, safe=safe)

@@ -32,7 +32,7 @@ _MESSAGE_CHARS = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class EndpointRequest:
     """What goes out. `path` begins with a slash."""
 
     method: str
@@ -51,7 +51,7 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class RetryPolicy:
     """How long a caller waits, and what may be tried again meanwhile.
 
     timeout_s:   for the whole call, with everything that is tried again
@@ -70,21 +70,21 @@ class Patience:
     tells: bool = False
     end_s: float | None = None
 
-    def left_s(self) -> float | None:
+    def get_remaining_s(self) -> float | None:
         """What is left until `end_s`, by time.monotonic(); None when it has not begun."""
         return None if self.end_s is None else self.end_s - time.monotonic()
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send this and report a `Reply`, `NotSent`, `Broken` or `TooLong`."""
+    """Send this and report a `Reply`, `NotSent`, `ConnectionBroken` or `TimedOut`."""
 
-    request: Request
+    request: EndpointRequest
     timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class Sleep:
     """Wait for so long; there is nothing to report."""
 
     seconds: float
@@ -98,72 +98,72 @@ class NotSent:
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
+class ConnectionBroken:
     """The connection broke after the request, or a part of it, was sent."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class TooLong:
+class TimedOut:
     """No answer within the time."""
 
 
-Outcome: TypeAlias = Reply | NotSent | Broken | TooLong | None
-Conversation: TypeAlias = Generator[Send | Wait, Outcome, Reply]
+SendOutcome: TypeAlias = Reply | NotSent | ConnectionBroken | TimedOut | None
+RetrySteps: TypeAlias = Generator[Send | Sleep, SendOutcome, Reply]
 
 
-def converse(
-    request: Request,
-    patience: Patience,
+def request_with_retries(
+    request: EndpointRequest,
+    patience: RetryPolicy,
     clock: Callable[[], float] = time.monotonic,
     jitter: Callable[[], float] = random.random,
-) -> Conversation:
+) -> RetrySteps:
     """The conversation about one request; returns a reply of status 2xx. Raises InferenceError, ConnectionLost."""
     end_s = clock() + patience.timeout_s if patience.end_s is None else patience.end_s
-    failure: Exception = late(patience)
+    failure: Exception = timeout_error(patience)
     for attempt in range(patience.num_retries + 1):
         is_last = attempt == patience.num_retries
         remaining_s = end_s - clock()
         if remaining_s <= 0:
             raise failure  # a wait may take longer than it was to: what was found before it says more than the time
-        outcome = yield Send(_told(request, remaining_s) if patience.tells else request, remaining_s)
+        outcome = yield Send(_add_deadline_header(request, remaining_s) if patience.tells else request, remaining_s)
         wait_s = min(LAST_WAIT_S, FIRST_WAIT_S * 2**attempt)
         match outcome:
             case Reply(status=status) if 200 <= status < 300:
                 return outcome
             case Reply():
-                error = error_of(outcome)
+                error = decode_error(outcome)
                 if error.retry_after_s is None or patience.is_change or is_last:
                     raise error
                 wait_s = error.retry_after_s
                 failure = error
             case NotSent(reason):
                 failure = ConnectionLost(f"the endpoint cannot be reached: {reason}")
-            case Broken(reason):
+            case ConnectionBroken(reason):
                 failure = ConnectionLost(f"the connection broke before the answer was whole: {reason}")
                 if patience.is_change or not patience.retry_lost:
                     raise failure
             case _:
-                raise late(patience)
+                raise timeout_error(patience)
         wait_s *= 1.0 + JITTER * jitter()
         if is_last or clock() + wait_s >= end_s:
             raise failure
-        yield Wait(wait_s)
+        yield Sleep(wait_s)
     raise AssertionError("the last attempt returns or raises")
 
 
-def error_of(reply: Reply) -> InferenceError:
+def decode_error(reply: Reply) -> InferenceError:
     """What the endpoint said, as an exception. `retry_after_s` is set for a 429 or 503 that invites to try again."""
     try:
         found = msgspec.json.decode(reply.body)
         message = str(found["error"])
     except (msgspec.DecodeError, TypeError, KeyError):
         message = reply.body[:_MESSAGE_CHARS].decode(errors="replace").strip() or f"HTTP status {reply.status}"
-    return InferenceError(reply.status, message, _retry_after_s(reply))
+    return InferenceError(reply.status, message, _parse_retry_after_s(reply))
 
 
-def _retry_after_s(reply: Reply) -> float | None:
+def _parse_retry_after_s(reply: Reply) -> float | None:
     if reply.status not in (429, 503):
         return None
     try:
@@ -172,11 +172,11 @@ def _retry_after_s(reply: Reply) -> float | None:
         return None
 
 
-def _told(request: Request, remaining_s: float) -> Request:
+def _add_deadline_header(request: EndpointRequest, remaining_s: float) -> EndpointRequest:
     headers = {**request.headers, DEADLINE_HEADER: f"{remaining_s * 1000:.3f}"}
-    return Request(request.method, request.path, headers, request.body)
+    return EndpointRequest(request.method, request.path, headers, request.body)
 
 
-def late(patience: Patience) -> InferenceError:
+def timeout_error(patience: RetryPolicy) -> InferenceError:
     """What a caller hears whose time is over."""
     return InferenceError(504, f"no answer within {patience.timeout_s:g} s")

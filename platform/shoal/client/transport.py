@@ -14,8 +14,8 @@ from typing import TypeVar
 
 import httpx
 
-from shoal.client.address import host_of, proxy_for
-from shoal.client.retry import Broken, Conversation, NotSent, Outcome, Reply, Send, TooLong, Wait
+from shoal.client.address import find_proxy, parse_host
+from shoal.client.retry import ConnectionBroken, NotSent, Reply, RetrySteps, Send, SendOutcome, Sleep, TimedOut
 from shoal.errors import Closed, ConfigError
 from shoal.network_address import is_loopback
 
@@ -24,8 +24,8 @@ _HEADERS = {"accept": "application/json", "accept-encoding": "identity", "user-a
 Http = TypeVar("Http", httpx.Client, httpx.AsyncClient)
 
 
-def _settings(url: str, token: str, num_connections: int) -> dict[str, object]:
-    host = host_of(url)
+def _build_httpx_options(url: str, token: str, num_connections: int) -> dict[str, object]:
+    host = parse_host(url)
     if num_connections < 1:
         raise ConfigError("num_connections", num_connections, "must be at least 1")
     if not all("!" <= letter <= "~" for letter in token):
@@ -39,7 +39,7 @@ def _settings(url: str, token: str, num_connections: int) -> dict[str, object]:
         ),
         # Of the environment, what concerns this host: httpx would read all of it, and raises at networks in NO_PROXY.
         "trust_env": False,
-        "proxy": proxy_for(url),
+        "proxy": find_proxy(url),
         "verify": _certificates(host) if url.startswith("https") else True,
     }
 
@@ -53,7 +53,7 @@ def _certificates(host: str) -> ssl.SSLContext:
         raise ConfigError("environment", names, f"have no certificates: {error}", "correct or unset them") from None
 
 
-def _opened(kind: Callable[..., Http], settings: dict[str, object]) -> Http:
+def _open_client(kind: Callable[..., Http], settings: dict[str, object]) -> Http:
     """Raises ConfigError for a proxy that httpx cannot speak to."""
     try:
         return kind(**settings)
@@ -68,22 +68,22 @@ class Transport:
     """Blocking; for any number of threads. A forked process opens connections of its own."""
 
     def __init__(self, url: str, token: str, num_connections: int) -> None:
-        self._settings = _settings(url, token, num_connections)
+        self._settings = _build_httpx_options(url, token, num_connections)
         self._open()
 
     def _open(self) -> None:
         self._pid = os.getpid()
-        self._http = _opened(httpx.Client, self._settings)
+        self._http = _open_client(httpx.Client, self._settings)
 
-    def have(self, conversation: Conversation) -> Reply:
+    def run(self, conversation: RetrySteps) -> Reply:
         """Do what the conversation says, to its end. Raises what it raises, and Closed."""
         if os.getpid() != self._pid and not self._http.is_closed:  # else two processes would read each other's answers
             self._open()
-        outcome: Outcome = None
+        outcome: SendOutcome = None
         try:
             while True:
                 step = conversation.send(outcome)
-                if isinstance(step, Wait):
+                if isinstance(step, Sleep):
                     time.sleep(step.seconds)
                     outcome = None
                 else:
@@ -92,7 +92,7 @@ class Transport:
             reply: Reply = ended.value
             return reply
 
-    def _send(self, send: Send) -> Outcome:
+    def _send(self, send: Send) -> SendOutcome:
         _require_open(self._http)
         end_s = time.monotonic() + send.timeout_s
         request = _request(self._http, send)
@@ -103,11 +103,11 @@ class Transport:
                 for chunk in response.iter_raw():
                     chunks.append(chunk)
                     if time.monotonic() > end_s:  # httpx limits the time of each read, not of all
-                        return TooLong()
+                        return TimedOut()
             finally:
                 response.close()
         except httpx.TransportError as error:
-            return _trouble(error)
+            return _to_outcome(error)
         return _reply(response, chunks)
 
     def close(self) -> None:
@@ -122,11 +122,11 @@ class AsyncTransport:
     """
 
     def __init__(self, url: str, token: str, num_connections: int) -> None:
-        self._http = _opened(httpx.AsyncClient, _settings(url, token, num_connections))
+        self._http = _open_client(httpx.AsyncClient, _build_httpx_options(url, token, num_connections))
         self._free = asyncio.Semaphore(num_connections)
         self._loop: asyncio.AbstractEventLoop | None = None  # that the first call was made on
 
-    async def have(self, conversation: Conversation, queue_s: float | None = None) -> Reply:
+    async def run(self, conversation: RetrySteps, queue_s: float | None = None) -> Reply:
         """As `Transport.have`; cancelling it closes the connection, which tells the endpoint that nobody waits.
 
         Raises TimeoutError when no connection was free within `queue_s`; None waits for one as long as that takes.
@@ -136,7 +136,7 @@ class AsyncTransport:
             async with asyncio.timeout(queue_s):
                 await self._free.acquire()
             try:
-                return await self._converse(conversation)
+                return await self._run_steps(conversation)
             finally:
                 self._free.release()
         finally:
@@ -149,12 +149,12 @@ class AsyncTransport:
         elif self._loop is not loop:
             raise Closed("the client belongs to another event loop: make a client in each")
 
-    async def _converse(self, conversation: Conversation) -> Reply:
-        outcome: Outcome = None
+    async def _run_steps(self, conversation: RetrySteps) -> Reply:
+        outcome: SendOutcome = None
         try:
             while True:
                 step = conversation.send(outcome)
-                if isinstance(step, Wait):
+                if isinstance(step, Sleep):
                     await asyncio.sleep(step.seconds)
                     outcome = None
                 else:
@@ -163,7 +163,7 @@ class AsyncTransport:
             reply: Reply = ended.value
             return reply
 
-    async def _send(self, send: Send) -> Outcome:
+    async def _send(self, send: Send) -> SendOutcome:
         _require_open(self._http)
         request = _request(self._http, send)
         try:
@@ -174,9 +174,9 @@ class AsyncTransport:
                 finally:
                     await response.aclose()
         except TimeoutError:
-            return TooLong()
+            return TimedOut()
         except httpx.TransportError as error:
-            return _trouble(error)
+            return _to_outcome(error)
         return _reply(response, chunks)
 
     async def close(self) -> None:
@@ -200,8 +200,8 @@ def _reply(response: httpx.Response, chunks: list[bytes]) -> Reply:
     return Reply(response.status_code, dict(response.headers), chunks[0] if len(chunks) == 1 else b"".join(chunks))
 
 
-def _trouble(error: httpx.TransportError) -> Outcome:
+def _to_outcome(error: httpx.TransportError) -> SendOutcome:
     reason = str(error) or type(error).__name__
     if isinstance(error, httpx.TimeoutException):
-        return TooLong()
-    return NotSent(reason) if isinstance(error, httpx.ConnectError) else Broken(reason)
+        return TimedOut()
+    return NotSent(reason) if isinstance(error, httpx.ConnectError) else ConnectionBroken(reason)

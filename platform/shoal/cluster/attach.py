@@ -12,9 +12,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from shoal.cluster.cluster_handle import FOLDER_VARIABLE, ClusterHandle, load
+from shoal.cluster.cluster_handle import FOLDER_VARIABLE, ClusterHandle, load_handle
 from shoal.errors import ClusterError, ConfigError
-from shoal.home import exclusive, home, ray_token_path, require_header
+from shoal.home import file_lock, home, ray_token_path, require_header_safe
 
 LOCK_TIMEOUT_S = 120.0  # a start may take a minute, and so may an end
 
@@ -28,28 +28,28 @@ def find_cluster(address: str | None = None) -> ClusterHandle | None:
     if address == "local":
         return None
     if address:
-        return _resolve("address", address)
+        return _resolve_address("address", address)
     from_environment = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS")
     if from_environment and from_environment not in ("auto", "local"):
-        return _resolve("RAY_ADDRESS", from_environment)
-    return started_by_up()
+        return _resolve_address("RAY_ADDRESS", from_environment)
+    return find_running_cluster()
 
 
-def started_by_up() -> ClusterHandle | None:
+def find_running_cluster() -> ClusterHandle | None:
     """The cluster that `shoal up` started on this host, if it is still alive."""
-    handle = _left_here()
-    return handle if handle is not None and handle.head_is_alive() else None
+    handle = _load_local_handle()
+    return handle if handle is not None and handle.is_head_alive() else None
 
 
-def left_by_up() -> ClusterHandle | None:
+def load_saved_cluster() -> ClusterHandle | None:
     """The cluster that `shoal up` left word of, dead or alive. Raises ClusterError when that is another host's."""
-    handle = load(state_path())
-    if handle is not None and not handle.is_of_this_host:
-        raise ClusterError(f"a cluster is up on {handle.host}: {remedy_elsewhere(handle, state_path())}")
+    handle = load_handle(state_path())
+    if handle is not None and not handle.is_on_this_host:
+        raise ClusterError(f"a cluster is up on {handle.host}: {format_remote_remedy(handle, state_path())}")
     return handle
 
 
-def remedy_elsewhere(handle: ClusterHandle, path: Path) -> str:
+def format_remote_remedy(handle: ClusterHandle, path: Path) -> str:
     """What to do about the word, at `path`, of another host's cluster."""
     return f"end it there, or remove {path} if {handle.host} is gone"
 
@@ -60,29 +60,29 @@ def state_path() -> Path:
 
 
 @contextmanager
-def only_one() -> Iterator[None]:
+def lock_cluster_state() -> Iterator[None]:
     """Keep every other `shoal up` and `shoal down` waiting; a killed holder lets go by dying.
 
     Raises ClusterError when another is at work for LOCK_TIMEOUT_S.
     """
     with ExitStack() as held:
         try:
-            held.enter_context(exclusive(home() / "up.lock", LOCK_TIMEOUT_S))
+            held.enter_context(file_lock(home() / "up.lock", LOCK_TIMEOUT_S))
         except TimeoutError:
             raise ClusterError("another `shoal up` or `shoal down` is at work: wait for it, or end it") from None
         yield
 
 
-def _resolve(field: str, address: str) -> ClusterHandle:
+def _resolve_address(field: str, address: str) -> ClusterHandle:
     url = address.partition("#")[0].rstrip("/")  # a browser shows the dashboard's as http://HOST:8265/#/overview
-    for handle in (_left_here(), _of_environment()):
+    for handle in (_load_local_handle(), _load_environment_handle()):
         if handle is not None and url in (handle.address, handle.dashboard_url):
-            if not handle.head_is_alive():
+            if not handle.is_head_alive():
                 raise ConfigError(field, address, "is a cluster that has ended", "`shoal up` starts a new one")
             return handle
     if not _is_url(url):
         raise ConfigError(field, address, "is not the URL of a dashboard", "write http://HOST:8265, or unset it")
-    return _remote(url)
+    return _make_remote_handle(url)
 
 
 def _is_url(address: str) -> bool:
@@ -93,23 +93,23 @@ def _is_url(address: str) -> bool:
         return False
 
 
-def _left_here() -> ClusterHandle | None:
-    handle = load(state_path())
-    return handle if handle is not None and handle.is_of_this_host else None
+def _load_local_handle() -> ClusterHandle | None:
+    handle = load_handle(state_path())
+    return handle if handle is not None and handle.is_on_this_host else None
 
 
-def _of_environment() -> ClusterHandle | None:
+def _load_environment_handle() -> ClusterHandle | None:
     """The local cluster whose client environment this process has (or whose job it is)."""
     folder = os.environ.get(FOLDER_VARIABLE)
-    return load(Path(folder) / "cluster.json") if folder else None
+    return load_handle(Path(folder) / "cluster.json") if folder else None
 
 
-def _remote(url: str) -> ClusterHandle:
+def _make_remote_handle(url: str) -> ClusterHandle:
     """A cluster on other machines, with Ray's own rules for the token, and at last the token of $SHOAL_HOME."""
     environment = {"RAY_ADDRESS": url, "RAY_API_SERVER_ADDRESS": url, "RAY_AUTH_MODE": "token"}
     token = os.environ.get("RAY_AUTH_TOKEN", "").strip()
     if token:
-        require_header("RAY_AUTH_TOKEN", token)
+        require_header_safe("RAY_AUTH_TOKEN", token)
         return ClusterHandle(url, url, token, {**environment, "RAY_AUTH_TOKEN": token})
     said = os.environ.get("RAY_AUTH_TOKEN_PATH")
     path = Path(said or os.path.expanduser("~/.ray/auth_token"))  # which stays as it is where nobody knows the home
@@ -120,5 +120,5 @@ def _remote(url: str) -> ClusterHandle:
     token = path.read_text().strip()
     if not token:
         raise ConfigError("RAY_AUTH_TOKEN_PATH", str(path), "holds no token", "copy the cluster's token file there")
-    require_header("RAY_AUTH_TOKEN_PATH", token)
+    require_header_safe("RAY_AUTH_TOKEN_PATH", token)
     return ClusterHandle(url, url, token, {**environment, "RAY_AUTH_TOKEN_PATH": str(path)})

@@ -26,21 +26,21 @@ def require_cpus(num_cpus: float, fields: str) -> None:
         raise ConfigError("num_cpus", num_cpus, f"is more than the {total:g} of the cluster", remedy)
 
 
-def head_address() -> str:
+def get_head_address() -> str:
     """By which the other hosts reach it."""
-    return str(_head()["NodeManagerAddress"])
+    return str(_find_head_node()["NodeManagerAddress"])
 
 
-def on_head() -> NodeAffinitySchedulingStrategy:
+def make_head_affinity() -> NodeAffinitySchedulingStrategy:
     """For a worker that is to outlive every other host: of several, Ray would choose any."""
-    return NodeAffinitySchedulingStrategy(_head()["NodeID"], soft=False)
+    return NodeAffinitySchedulingStrategy(_find_head_node()["NodeID"], soft=False)
 
 
-def _head() -> dict[str, Any]:
+def _find_head_node() -> dict[str, Any]:
     return next(node for node in ray.nodes() if node["Alive"] and _HEAD in node["Resources"])
 
 
-def wait_for_free(resource: str, amount: float, wait_s: float) -> float:
+def wait_for_resource(resource: str, amount: float, wait_s: float) -> float:
     """How much of `resource` ("CPU", "GPU") is free, as soon as `amount` is, and at the latest after `wait_s` seconds.
 
     Also what has just ended is worth a wait: Ray tells up to a tenth of a second later that its place is free.

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from shoal.cluster.processes import MARKER, is_alive
+from shoal.cluster.processes import CLUSTER_ID_VARIABLE, is_alive
 from shoal.errors import ClusterError
 
 FOLDER_VARIABLE = "SHOAL_CLUSTER_DIR"
@@ -43,15 +43,15 @@ class ClusterHandle:
         return self.temp_dir is not None
 
     @property
-    def is_of_this_host(self) -> bool:
+    def is_on_this_host(self) -> bool:
         """Whether its processes and files are to be looked for here: hosts and containers may share one $SHOAL_HOME."""
         return self.host in (None, socket.gethostname())
 
-    def head_is_alive(self) -> bool:
+    def is_head_alive(self) -> bool:
         """Whether the head process of a local cluster still runs; its pid alone may belong to another by now."""
         try:
             head = psutil.Process(self.head_pid or 0)
-            return is_alive(head) and head.environ().get(MARKER) == self.cluster_id
+            return is_alive(head) and head.environ().get(CLUSTER_ID_VARIABLE) == self.cluster_id
         except psutil.Error:
             return False
 
@@ -77,17 +77,17 @@ class ClusterHandle:
             raise ClusterError(f"{path} cannot be written ({error}): make room, or set $SHOAL_HOME") from error
 
 
-def load(path: Path) -> ClusterHandle | None:
+def load_handle(path: Path) -> ClusterHandle | None:
     """The handle that `save` wrote; None if there is no such file. Raises ClusterError for any other file."""
     try:
-        return _of(json.loads(path.read_text()))
+        return _from_record(json.loads(path.read_text()))
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:
         raise ClusterError(f"{path} is no file of `shoal up` ({error!r}): delete it") from error
 
 
-def _of(record: dict[str, Any]) -> ClusterHandle:
+def _from_record(record: dict[str, Any]) -> ClusterHandle:
     token_path = Path(record["environment"]["RAY_AUTH_TOKEN_PATH"])
     return ClusterHandle(
         address=record["address"],

@@ -19,7 +19,7 @@ REQUEST_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
-class Resources:
+class ClusterResources:
     """What the living nodes of a cluster have to give."""
 
     num_nodes: int
@@ -37,17 +37,17 @@ def connect(cluster: ClusterHandle) -> httpx.Client:
         headers={"Authorization": f"Bearer {cluster.token}"},
         timeout=REQUEST_TIMEOUT_S,
         trust_env=not cluster.is_local,  # a proxy has no business between us and loopback
-        verify=_certificates() if cluster.dashboard_url.startswith("https:") else False,  # of plain HTTP, none
+        verify=_load_certificates() if cluster.dashboard_url.startswith("https:") else False,  # of plain HTTP, none
     )
 
 
 @cache
-def _certificates() -> ssl.SSLContext:
+def _load_certificates() -> ssl.SSLContext:
     """Those that this machine trusts. Reading them takes 50 ms, and a run is asked for its state twice a second."""
     return httpx.create_ssl_context()
 
 
-def ask(client: httpx.Client, method: str, path: str, json: object = None) -> Any:
+def request_json(client: httpx.Client, method: str, path: str, json: object = None) -> Any:
     """One request and its JSON answer. Raises ConnectionLost, RunError (no such thing), ClusterError (refused)."""
     try:
         answer = client.request(method, path, json=json)
@@ -66,14 +66,14 @@ def ask(client: httpx.Client, method: str, path: str, json: object = None) -> An
         raise ClusterError(f"{client.base_url} is no dashboard of Ray: what it answers is no JSON") from None
 
 
-def resources(cluster: ClusterHandle) -> Resources:
+def get_resources(cluster: ClusterHandle) -> ClusterResources:
     """What the cluster has. Raises ConnectionLost, ClusterError."""
     with connect(cluster) as client:
-        answer = ask(client, "GET", "/nodes?view=summary")
+        answer = request_json(client, "GET", "/nodes?view=summary")
     raylets = [node["raylet"] for node in answer["data"]["summary"] if node["raylet"].get("state") == "ALIVE"]
     totals = [raylet.get("resourcesTotal", {}) for raylet in raylets]
     heads = [int(raylet["startTimeMs"]) / 1000 for raylet in raylets if raylet.get("isHeadNode")]
-    return Resources(
+    return ClusterResources(
         num_nodes=len(raylets),
         num_cpus=sum(total.get("CPU", 0.0) for total in totals),
         num_gpus=sum(total.get("GPU", 0.0) for total in totals),

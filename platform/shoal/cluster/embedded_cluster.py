@@ -25,10 +25,10 @@ from typing import Self
 from shoal.cluster.cluster_handle import FOLDER_VARIABLE, ClusterHandle
 from shoal.cluster.forking import fork_client
 from shoal.cluster.forking.fork_client import ADDRESS_VARIABLE
-from shoal.cluster.forking.fork_server import python_path
+from shoal.cluster.forking.fork_server import resolve_python_path
 from shoal.cluster.ingress.serve_environment import serve_environment
-from shoal.cluster.ports import held_ports
-from shoal.cluster.processes import MARKER, end_cluster, folder_of, members
+from shoal.cluster.ports import reserve_ports
+from shoal.cluster.processes import CLUSTER_ID_VARIABLE, end_cluster, find_cluster_processes, get_cluster_folder
 from shoal.errors import ClusterError, ConfigError
 from shoal.home import home, ray_token_path
 
@@ -66,7 +66,7 @@ class EmbeddedCluster(ClusterHandle):
         """The ids of the processes of the cluster that run now."""
         assert self.cluster_id is not None
         assert self.temp_dir is not None
-        return sorted(process.pid for process in members(self.cluster_id, self.temp_dir))
+        return sorted(process.pid for process in find_cluster_processes(self.cluster_id, self.temp_dir))
 
     def stop(self, *, grace_s: float = 2.0) -> None:
         """End every process of the cluster and remove its folder. Idempotent.
@@ -87,7 +87,7 @@ class EmbeddedCluster(ClusterHandle):
         self.stop()
 
 
-def start(
+def start_cluster(
     *,
     num_cpus: int | None = None,
     num_gpus: int | None = None,
@@ -108,8 +108,8 @@ def start(
     """
     _require_plain_paths()
     cluster_id = uuid.uuid4().hex
-    temp_dir = folder_of(cluster_id)
-    with contextlib.ExitStack() as on_failure, held_ports(len(_PORTS) + 1) as (metrics_port, *ports):
+    temp_dir = get_cluster_folder(cluster_id)
+    with contextlib.ExitStack() as on_failure, reserve_ports(len(_PORTS) + 1) as (metrics_port, *ports):
         on_failure.callback(end_cluster, cluster_id, temp_dir, grace_s=0.5)  # an interruption may come at any moment
         temp_dir.mkdir(0o700)
         (temp_dir / "cluster-id").write_text(cluster_id)
@@ -122,7 +122,7 @@ def start(
             "num_gpus": num_gpus,
             "object_store_memory_bytes": object_store_memory_bytes,
             "watch_parent": not detached,
-            "fork_workers": _may_fork(),
+            "fork_workers": _can_fork(),
         }
         extra = {
             "DASHBOARD_METRIC_PORT": str(metrics_port),
@@ -134,7 +134,7 @@ def start(
         head = _launch(options, _cluster_environment(temp_dir, cluster_id, serve, extra), detached)
         on_failure.callback(_stop, head, cluster_id, temp_dir, 0.5)
         report = _wait_until_ready(head, temp_dir, timeout_s)
-        handle = _handle(report, temp_dir, cluster_id, head.pid, serve)
+        handle = _make_handle(report, temp_dir, cluster_id, head.pid, serve)
         handle.save(temp_dir / "cluster.json")
         if save_as is not None:
             handle.save(save_as)
@@ -157,7 +157,7 @@ def _require_plain_paths() -> None:
             raise ConfigError("path", path, problem, "move it to a folder without")
 
 
-def _may_fork() -> bool:
+def _can_fork() -> bool:
     """Whether workers are forked: not where a driver of an accelerator might be initialised before (decision 012)."""
     has_accelerator = any(any(Path("/dev").glob(name)) for name in ("nvidia[0-9]*", "kfd", "dxg"))
     return sys.platform == "linux" and os.environ.get(FORK_VARIABLE) != "0" and not has_accelerator
@@ -175,7 +175,7 @@ def _launch(options: Mapping[str, object], environment: dict[str, str], detached
     )
 
 
-def _handle(
+def _make_handle(
     report: Mapping[str, str], temp_dir: Path, cluster_id: str, head_pid: int, serve: Mapping[str, str]
 ) -> ClusterHandle:
     return ClusterHandle(
@@ -216,7 +216,7 @@ def _cluster_environment(
     bin_folder = str(Path(sys.executable).parent)
     return {
         **inherited,
-        **absolute_python_path(),
+        **make_python_path_variable(),
         "SHOAL_HOME": str(home()),
         **_common_environment(temp_dir),
         **serve,
@@ -231,15 +231,15 @@ def _cluster_environment(
         "PATH": bin_folder + os.pathsep + inherited.get("PATH", os.defpath),  # `python` in a job is this one
         **extra,
         ADDRESS_VARIABLE: str(temp_dir / "fork.sock"),
-        MARKER: cluster_id,
+        CLUSTER_ID_VARIABLE: cluster_id,
     }
 
 
-def absolute_python_path() -> dict[str, str]:
+def make_python_path_variable() -> dict[str, str]:
     """$PYTHONPATH where it is set, for processes that run in other folders: it may be relative to this one."""
     if "PYTHONPATH" not in os.environ:
         return {}
-    return {"PYTHONPATH": os.pathsep.join(python_path(os.environ, os.getcwd()))}
+    return {"PYTHONPATH": os.pathsep.join(resolve_python_path(os.environ, os.getcwd()))}
 
 
 def _wait_until_ready(head: subprocess.Popen[bytes], temp_dir: Path, timeout_s: float) -> dict[str, str]:
@@ -253,10 +253,10 @@ def _wait_until_ready(head: subprocess.Popen[bytes], temp_dir: Path, timeout_s: 
             raise ClusterError(f"Ray could not start: {report['failed']}. `shoal doctor` checks this machine")
         return report
     problem = "ended while starting" if readable else f"was not ready within {timeout_s:g} s"
-    raise ClusterError(f"Ray {problem}. {_last_words(temp_dir)} `shoal doctor` checks this machine")
+    raise ClusterError(f"Ray {problem}. {_read_log_tail(temp_dir)} `shoal doctor` checks this machine")
 
 
-def _last_words(temp_dir: Path) -> str:
+def _read_log_tail(temp_dir: Path) -> str:
     log = temp_dir / "head.log"
     lines = log.read_text(errors="replace").strip().splitlines()[-5:] if log.exists() else []
     return f"It said: {' / '.join(lines)}." if lines else "It said nothing."

@@ -27,10 +27,10 @@ PORTS = {
 }
 
 
-def host_environment(folder: Path) -> dict[str, str]:
+def build_host_environment(folder: Path) -> dict[str, str]:
     """The variables; makes `folder`, where HAProxy's files go. Raises ConfigError, ClusterError."""
     for each in (folder, folder / "ha"):
-        _make_own(each)
+        _make_private_folder(each)
     return {
         **serve_environment(folder),
         **PORTS,
@@ -42,7 +42,7 @@ def host_environment(folder: Path) -> dict[str, str]:
     }
 
 
-def _make_own(folder: Path) -> None:
+def _make_private_folder(folder: Path) -> None:
     """Ray will run programs in it, and anybody may have made one of its name in /tmp. Raises ConfigError when it can be
     changed by another."""
     with suppress(FileExistsError):
@@ -57,7 +57,7 @@ def main() -> None:
     """Print `export` lines, with this Python's folder first on the PATH. Argument: HAProxy's folder."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
     try:
-        environment = host_environment(folder)
+        environment = build_host_environment(folder)
     except (ShoalError, OSError) as error:
         sys.exit(f"error: {error}")
     for name, value in environment.items():

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import shoal.runs
-from shoal.config import Spec, last_value
+from shoal.config import Spec, last_override
 from shoal.errors import ClusterError, ShoalError
-from shoal.runs.record.provenance import joined
+from shoal.runs.record.provenance import restore_secrets
 
 SpecT = TypeVar("SpecT", bound=Spec)
 NAMESPACE = "shoal"
@@ -38,20 +38,20 @@ def job_main(
     been found good. With the word `resume=RUN`, what is not said again is as that run's record has it.
     """
     sys.path.append(os.getcwd())  # what the words name may lie there, and a job's own folder is there already
-    words = joined(sys.argv[1:]) if arguments is None else list(arguments)
+    words = restore_secrets(sys.argv[1:]) if arguments is None else list(arguments)
     fields = [word for word in words if word not in (CHECK, *HELP)]
     try:
-        base = _as_recorded(spec, fields) if isinstance(spec, Spec) else spec(fields)
+        base = _load_recorded_spec(spec, fields) if isinstance(spec, Spec) else spec(fields)
         if not set(HELP).isdisjoint(words):
-            print(f"usage: {_program()} [field=value ...]\n\nfields and their defaults:\n\n{base.to_yaml()}")
+            print(f"usage: {_get_program()} [field=value ...]\n\nfields and their defaults:\n\n{base.to_yaml()}")
             return
         chosen = base.override(fields)
         check(chosen)
         if CHECK in words:
             return
-        signal.signal(signal.SIGTERM, _interrupt)
+        signal.signal(signal.SIGTERM, _raise_interrupt)
         connect()
-        signal.signal(signal.SIGTERM, _interrupt)  # ray.init puts a handler of its own in its place
+        signal.signal(signal.SIGTERM, _raise_interrupt)  # ray.init puts a handler of its own in its place
         try:
             run(chosen, job)
         finally:
@@ -64,16 +64,16 @@ def job_main(
         sys.exit(130)
 
 
-def _program() -> str:
+def _get_program() -> str:
     """What was typed, up to the words: a file, or `-m` and a module."""
     module = sys.modules["__main__"].__spec__
     return f"python -m {module.name}" if module else f"python {sys.argv[0]}"
 
 
-def _as_recorded(spec: SpecT, words: Sequence[str]) -> SpecT:
+def _load_recorded_spec(spec: SpecT, words: Sequence[str]) -> SpecT:
     """The spec of the run that is resumed, with the words applied, for there are no secrets in its record; `spec` when
     none is."""
-    resumed = last_value(words, "resume")
+    resumed = last_override(words, "resume")
     return type(spec).from_record(shoal.runs.load(resumed).spec, words) if resumed else spec
 
 
@@ -110,6 +110,6 @@ def disconnect() -> None:
     ray.shutdown()
 
 
-def _interrupt(signum: int, frame: object) -> None:
+def _raise_interrupt(signum: int, frame: object) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: what follows is cleaning up
     raise KeyboardInterrupt

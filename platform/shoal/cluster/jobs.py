@@ -26,22 +26,29 @@ import httpx
 
 import shoal
 from shoal.cluster.cluster_handle import ClusterHandle
-from shoal.cluster.dashboard_api import ask, connect
+from shoal.cluster.dashboard_api import connect, request_json
 from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError
 from shoal.home import home
 
 FoundT = TypeVar("FoundT")
 FIRST_POLL_S, LAST_POLL_S = 0.1, 0.5
-OUTCOME_S = 0.5  # a question costs the dashboard and who asks 6 ms each, of cores that a starting run has need of
+OUTCOME_POLL_S = 0.5  # a question costs the dashboard and who asks 6 ms each, of cores that a starting run has need of
 NUM_LAST_LINES = 10
-PATIENCE_S = 30.0  # with a dashboard that fails to answer while the head lives: what it is asked about goes on
+SILENCE_TIMEOUT_S = 30.0  # with a dashboard that fails to answer while the head lives: what it is asked about goes on
 
 # What a job never needs (gitignore patterns): of its working folder, and of the package `shoal`, to which Ray applies
 # the same ones, so that no folder or file of ours may fit.
 CACHES = ("__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache")
 EXCLUDES = (".git", ".venv", ".venv-*", "venv", "/runs/*/", *CACHES, "*.sqlite", "*.sqlite-*")
-SAYING_EACH_UPLOAD = ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk")  # loggers
-AT_HOME = ("runs/", "registry/", "endpoints/", "found/", "*token", "audit.jsonl")  # where that is below the folder
+NOISY_LOGGERS = ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk")  # loggers
+HOME_EXCLUDES = (
+    "runs/",
+    "registry/",
+    "endpoints/",
+    "found/",
+    "*token",
+    "audit.jsonl",
+)  # where that is below the folder
 
 
 class JobStatus(StrEnum):
@@ -82,7 +89,7 @@ def submit(
     env: Mapping[str, str] | None = None,
     working_dir: Path | None = None,
     submission_id: str | None = None,
-) -> Job:
+) -> JobHandle:
     """Start `entrypoint` (words, no shell) as a job.
 
     On a cluster of this machine it runs in `working_dir` (default: the current folder), in place. On a remote one
@@ -104,8 +111,8 @@ def submit(
     if submission_id is not None:
         request["submission_id"] = submission_id
     with connect(cluster) as client:
-        answer = ask(client, "POST", "/api/jobs/", json=request)
-    return Job(cluster, answer["submission_id"])
+        answer = request_json(client, "POST", "/api/jobs/", json=request)
+    return JobHandle(cluster, answer["submission_id"])
 
 
 def _submit_remote(
@@ -114,25 +121,25 @@ def _submit_remote(
     env: dict[str, str],
     working_dir: Path | None,
     submission_id: str | None,
-) -> Job:
+) -> JobHandle:
     """Upload and start. Ray puts the working folder FIRST on every worker's import path (ray-project/ray#58772)."""
     runtime_env: dict[str, Any] = {
         "py_modules": [str(Path(shoal.__file__).parent)],
-        "excludes": [*EXCLUDES, *_at_home(working_dir)],
+        "excludes": [*EXCLUDES, *_list_home_excludes(working_dir)],
     }
     if env:
         runtime_env["env_vars"] = env
     if working_dir is not None:
-        refuse_shadowing(working_dir)
+        require_no_shadowing(working_dir)
         runtime_env["working_dir"] = str(working_dir.resolve())
     from ray.job_submission import JobSubmissionClient
 
     # Ray's client lets its variables win over its argument, and speaks of each file that it leaves out.
     ours = {"RAY_API_SERVER_ADDRESS": cluster.dashboard_url, "RAY_OVERRIDE_RUNTIME_ENV_DEFAULT_EXCLUDES": ""}
-    for name in SAYING_EACH_UPLOAD:
+    for name in NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
-        with _variables(**ours):
+        with _set_environment(**ours):
             client = JobSubmissionClient(headers={"Authorization": f"Bearer {cluster.token}"})
             chosen = client.submit_job(
                 entrypoint=shlex.join(entrypoint), runtime_env=runtime_env, submission_id=submission_id
@@ -143,19 +150,19 @@ def _submit_remote(
         raise ClusterError(f"{cluster.dashboard_url} did not get the job: {error}") from None
     except (RuntimeError, ValueError) as error:
         raise ClusterError(f"{cluster.dashboard_url} refused the job: {error}") from None
-    return Job(cluster, chosen)
+    return JobHandle(cluster, chosen)
 
 
-def _at_home(working_dir: Path | None) -> list[str]:
+def _list_home_excludes(working_dir: Path | None) -> list[str]:
     """Patterns for what lies in $SHOAL_HOME, when that is a folder within the one that is uploaded."""
     kept = home()
     if working_dir is None or (folder := working_dir.resolve()) not in kept.parents:
         return []
-    return [f"/{kept.relative_to(folder)}/{name}" for name in AT_HOME]
+    return [f"/{kept.relative_to(folder)}/{name}" for name in HOME_EXCLUDES]
 
 
 @contextlib.contextmanager
-def _variables(**values: str) -> Iterator[None]:
+def _set_environment(**values: str) -> Iterator[None]:
     """For what Ray reads from nowhere else."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
@@ -169,7 +176,7 @@ def _variables(**values: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def refuse_shadowing(working_dir: Path) -> None:
+def require_no_shadowing(working_dir: Path) -> None:
     """Raise ConfigError for a module at the top of `working_dir` that would hide one of the standard library's.
 
     A stray `platform/__init__.py` or `stat.py` kills the job before its first line, with a riddle for a message.
@@ -184,12 +191,12 @@ def refuse_shadowing(working_dir: Path) -> None:
 def list_jobs(cluster: ClusterHandle) -> list[JobInfo]:
     """The submitted jobs of the cluster, newest first."""
     with connect(cluster) as client:
-        answer: list[dict[str, Any]] = ask(client, "GET", "/api/jobs/")
-    jobs = [_job_info(entry) for entry in answer if entry.get("submission_id")]
+        answer: list[dict[str, Any]] = request_json(client, "GET", "/api/jobs/")
+    jobs = [_parse_job_info(entry) for entry in answer if entry.get("submission_id")]
     return sorted(jobs, key=lambda job: job.started_at_s, reverse=True)
 
 
-class Job:
+class JobHandle:
     """One submitted job. Cheap to make and to throw away: the job goes on without it."""
 
     def __init__(self, cluster: ClusterHandle, submission_id: str) -> None:
@@ -202,46 +209,46 @@ class Job:
     def info(self) -> JobInfo:
         """What Ray says of it now. Raises RunError when Ray knows no such job."""
         with connect(self._cluster) as client:
-            return _job_info(ask(client, "GET", self._path))
+            return _parse_job_info(request_json(client, "GET", self._path))
 
     def status(self) -> JobStatus:
         """Its state now."""
         return self.info().status
 
-    def outcome(self) -> JobStatus | None:
+    def poll_outcome(self) -> JobStatus | None:
         """The state it ended in; None while it goes on, for who asks again and again, on a cluster of this machine.
         The dashboard is asked every OUTCOME_S.
 
         Raises ClusterError or ConnectionLost when the dashboard has not answered for PATIENCE_S, or the head is dead.
         """
         now = time.monotonic()
-        if now - self._outcome_at_s < OUTCOME_S:
+        if now - self._outcome_at_s < OUTCOME_POLL_S:
             return None
         self._outcome_at_s = now
-        status = self._patiently(self.status)
+        status = self._tolerate_silence(self.status)
         return status if status is not None and status.is_over else None
 
-    def logs(self) -> str:
+    def read_logs(self) -> str:
         """All it has written so far, standard output and standard error mixed."""
         if self._log_path is not None:
             return self._log_path.read_text(errors="replace") if self._log_path.exists() else ""
         with connect(self._cluster) as client:
-            text: str = ask(client, "GET", f"{self._path}/logs")["logs"]
+            text: str = request_json(client, "GET", f"{self._path}/logs")["logs"]
             return text
 
-    def logs_from(self, start: int, *, is_whole: bool) -> tuple[str, int]:
+    def read_logs_from(self, start: int, *, is_whole: bool) -> tuple[str, int]:
         """What it has written after `start`, which is 0 at first, and the next start. For who asks again and again.
 
         is_whole: nothing comes any more; else a character of which the end may still come is left for then
         """
         if self._log_path is not None:
-            return self._log_from(None, start, is_whole)
+            return self._read_log_from(None, start, is_whole)
         with connect(self._cluster) as client:
-            return self._log_from(client, start, is_whole)
+            return self._read_log_from(client, start, is_whole)
 
-    def logs_or_none(self) -> str | None:
+    def try_read_logs(self) -> str | None:
         """The same for who asks again and again: None without an answer. Raises as `outcome` does."""
-        return self._patiently(self.logs)
+        return self._tolerate_silence(self.read_logs)
 
     def wait(self, timeout_s: float) -> JobStatus:
         """Wait for the end; the state it ended in, SUCCEEDED or STOPPED.
@@ -252,7 +259,7 @@ class Job:
             pass
         info = self.info()
         if info.status is JobStatus.FAILED:
-            raise RunError(f"job {self.submission_id} failed: {self._failure(info)}")
+            raise RunError(f"job {self.submission_id} failed: {self._describe_failure(info)}")
         return info.status
 
     def follow(self, timeout_s: float) -> Iterator[str]:
@@ -266,11 +273,11 @@ class Job:
         with connect(self._cluster) as client:
 
             def look() -> tuple[JobStatus, str, int]:
-                now = _job_info(ask(client, "GET", self._path)).status
-                return now, *self._log_from(client, num_seen, is_whole=now.is_over)
+                now = _parse_job_info(request_json(client, "GET", self._path)).status
+                return now, *self._read_log_from(client, num_seen, is_whole=now.is_over)
 
             while True:
-                if (found := self._patiently(look)) is not None:
+                if (found := self._tolerate_silence(look)) is not None:
                     status, piece, num_seen = found
                     if piece:
                         yield piece
@@ -281,25 +288,25 @@ class Job:
                 time.sleep(poll_s)
                 poll_s = min(LAST_POLL_S, poll_s * 1.1)
 
-    def ask_to_stop(self) -> None:
+    def request_stop(self) -> None:
         """Ask it to end (SIGTERM; Ray sends SIGKILL after $RAY_JOB_STOP_WAIT_TIME_S)."""
         with connect(self._cluster) as client:
-            ask(client, "POST", f"{self._path}/stop")
+            request_json(client, "POST", f"{self._path}/stop")
 
     def stop(self, timeout_s: float = 30.0) -> JobStatus:
         """Ask it to end and wait until it has."""
-        self.ask_to_stop()
+        self.request_stop()
         for _ in self.follow(timeout_s):
             pass
         return self.status()
 
-    def end(self, timeout_s: float = 30.0) -> None:
+    def stop_quietly(self, timeout_s: float = 30.0) -> None:
         """Like `stop`, to clean up with: also after a submission that was interrupted, which Ray may never have got,
         and on a cluster that has ended, or fails."""
         with contextlib.suppress(ClusterError, RunError, ConnectionLost):
             self.stop(timeout_s)
 
-    def _patiently(self, question: Callable[[], FoundT]) -> FoundT | None:
+    def _tolerate_silence(self, question: Callable[[], FoundT]) -> FoundT | None:
         """What was found; None without an answer, for PATIENCE_S in a row at most, as long as the head may live. Then
         what was in the way is raised (ClusterError, ConnectionLost)."""
         try:
@@ -307,8 +314,8 @@ class Job:
         except (ClusterError, ConnectionLost):
             now = time.monotonic()
             self._silent_since_s = self._silent_since_s or now
-            is_dead = self._cluster.is_local and not self._cluster.head_is_alive()
-            if is_dead or now - self._silent_since_s >= PATIENCE_S:
+            is_dead = self._cluster.is_local and not self._cluster.is_head_alive()
+            if is_dead or now - self._silent_since_s >= SILENCE_TIMEOUT_S:
                 raise
             return None
         self._silent_since_s = None
@@ -320,11 +327,11 @@ class Job:
             return None
         return self._cluster.temp_dir / "ray/session_latest/logs" / f"job-driver-{self.submission_id}.log"
 
-    def _log_from(self, client: httpx.Client | None, start: int, is_whole: bool) -> tuple[str, int]:
+    def _read_log_from(self, client: httpx.Client | None, start: int, is_whole: bool) -> tuple[str, int]:
         """As `logs_from`; a start is in bytes of the file, or characters of a remote log."""
         if self._log_path is None:
             assert client is not None
-            text: str = ask(client, "GET", f"{self._path}/logs")["logs"]
+            text: str = request_json(client, "GET", f"{self._path}/logs")["logs"]
             return text[start:], len(text)
         if not self._log_path.exists():
             return "", start
@@ -335,12 +342,12 @@ class Job:
         text, (left, _) = decoder.decode(new, final=is_whole), decoder.getstate()
         return text, start + len(new) - len(left)
 
-    def _failure(self, info: JobInfo) -> str:
-        lines = self.logs().strip().splitlines()[-NUM_LAST_LINES:]
+    def _describe_failure(self, info: JobInfo) -> str:
+        lines = self.read_logs().strip().splitlines()[-NUM_LAST_LINES:]
         return "the last lines of its log are\n" + "\n".join(lines) if lines else info.message
 
 
-def _job_info(entry: Mapping[str, Any]) -> JobInfo:
+def _parse_job_info(entry: Mapping[str, Any]) -> JobInfo:
     return JobInfo(
         submission_id=entry["submission_id"],
         status=JobStatus(entry["status"]),

@@ -18,14 +18,14 @@ import psutil
 
 from shoal.errors import ClusterError
 
-MARKER = "SHOAL_CLUSTER_ID"
+CLUSTER_ID_VARIABLE = "SHOAL_CLUSTER_ID"
 POLL_S = 0.02
 
 # Ray's servers answer SIGTERM late or never once the others are gone, and hold nothing that outlives the cluster.
 _SERVERS = ("raylet", "gcs_server", "ray::RuntimeEnvAgent", "shoal.cluster.ray_head")
 
 
-def members(cluster_id: str, temp_dir: Path) -> list[psutil.Process]:
+def find_cluster_processes(cluster_id: str, temp_dir: Path) -> list[psutil.Process]:
     """The living processes of the cluster, without the caller.
 
     A long process title overwrites the environment that the kernel shows (those of Ray's dashboard modules do), so two
@@ -35,10 +35,12 @@ def members(cluster_id: str, temp_dir: Path) -> list[psutil.Process]:
     children: dict[int, list[psutil.Process]] = defaultdict(list)
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if _is_over(process):
+            if _has_exited(process):
                 continue
             children[process.ppid()].append(process)
-            if _environment(process).get(MARKER) == cluster_id or _is_ray_process_in(process, temp_dir):
+            if _read_environment(process).get(CLUSTER_ID_VARIABLE) == cluster_id or _is_ray_process_in(
+                process, temp_dir
+            ):
                 own.append(process)
     found: dict[int, psutil.Process] = {}
     while own:
@@ -58,17 +60,17 @@ def _is_ray_process_in(process: psutil.Process, temp_dir: Path) -> bool:
 def is_alive(process: psutil.Process) -> bool:
     """Whether it still runs: a zombie, which waits only for its parent, does not."""
     try:
-        return process.is_running() and not _is_over(process)
+        return process.is_running() and not _has_exited(process)
     except psutil.Error:
         return False
 
 
-def _is_over(process: psutil.Process) -> bool:
+def _has_exited(process: psutil.Process) -> bool:
     """A process is called a zombie when its first thread has ended; its sockets are open until the last one has."""
     return process.status() == psutil.STATUS_ZOMBIE and process.num_threads() <= 1
 
 
-def _environment(process: psutil.Process) -> dict[str, str]:
+def _read_environment(process: psutil.Process) -> dict[str, str]:
     if process.status() != psutil.STATUS_ZOMBIE:
         return process.environ()
     for thread in process.threads()[1:]:  # the first has given up its memory
@@ -83,7 +85,7 @@ def end_processes(cluster_id: str, temp_dir: Path, *, grace_s: float = 2.0, time
     """
     asked: set[psutil.Process] = set()
     kill_at_s = time.monotonic() + grace_s
-    while alive := _alive(asked) | set(members(cluster_id, temp_dir)):
+    while alive := _filter_alive(asked) | set(find_cluster_processes(cluster_id, temp_dir)):
         now_s = time.monotonic()
         if now_s > kill_at_s + timeout_s:
             raise ClusterError(f"processes {sorted(p.pid for p in alive)} of cluster {cluster_id} survive SIGKILL")
@@ -98,7 +100,7 @@ def end_processes(cluster_id: str, temp_dir: Path, *, grace_s: float = 2.0, time
         psutil.wait_procs(alive, timeout=POLL_S)
 
 
-def _alive(asked: set[psutil.Process]) -> set[psutil.Process]:
+def _filter_alive(asked: set[psutil.Process]) -> set[psutil.Process]:
     """Those asked to end that still run: they may have lost the parent that proved their membership."""
     return {process for process in asked if is_alive(process)}
 
@@ -110,7 +112,7 @@ def _is_server(process: psutil.Process) -> bool:
         return True  # it has just ended
 
 
-def folder_of(cluster_id: str) -> Path:
+def get_cluster_folder(cluster_id: str) -> Path:
     """Where a cluster keeps its files. Ray puts unix sockets, whose paths may have 107 characters, deep into it."""
     return Path(f"/tmp/shoal-{cluster_id[:12]}")
 
@@ -122,7 +124,7 @@ def remove_folder(temp_dir: Path, cluster_id: str) -> None:
         said = (temp_dir / "cluster-id").read_text()
     except FileNotFoundError:
         said = ""
-    if temp_dir.exists() and (said == cluster_id or (not said and temp_dir == folder_of(cluster_id))):
+    if temp_dir.exists() and (said == cluster_id or (not said and temp_dir == get_cluster_folder(cluster_id))):
         shutil.rmtree(temp_dir)
 
 

@@ -34,15 +34,17 @@ from ray._raylet import (  # type: ignore[attr-defined]  # its stub file does no
 from ray.dashboard.consts import DASHBOARD_AGENT_ADDR_NODE_ID_PREFIX
 
 from shoal.cluster.forking import fork_client
-from shoal.cluster.processes import MARKER, end_cluster
+from shoal.cluster.processes import CLUSTER_ID_VARIABLE, end_cluster
 from shoal.errors import ClusterError
 
 LOOPBACK = "127.0.0.1"
 CHECK_PERIOD_S = 0.5
-ALONE_S = 5.0  # after a SIGTERM that was for this process alone: who ends the cluster has killed all of it by then
+SIGTERM_GRACE_S = (
+    5.0  # after a SIGTERM that was for this process alone: who ends the cluster has killed all of it by then
+)
 LAST_LINES = 3
 AGENTS = ("dashboard_agent", "runtime_env_agent")  # the raylet ends when one of them does
-INFORMATION = re.compile(r"\[\S+ \S+ I |\S+ \S+\s(INFO|DEBUG) ")  # the beginning of a line of Ray's servers, or agents
+INFO_LINE = re.compile(r"\[\S+ \S+ I |\S+ \S+\s(INFO|DEBUG) ")  # the beginning of a line of Ray's servers, or agents
 
 
 class HeadOptions(TypedDict):
@@ -79,10 +81,10 @@ class _HeadNode(Node):
         Ray's own patience is 30 s for the one and 15 s for the others, and a busy machine needs more. Here the deadline
         is that of who started this process. Raises ClusterError when a part of Ray ends meanwhile.
         """
-        while not (self._has_raylet() and self._has_dashboard_agent() and self._port_of(RUNTIME_ENV_AGENT_PORT_NAME)):
+        while not (self._has_raylet() and self._has_dashboard_agent() and self._read_port(RUNTIME_ENV_AGENT_PORT_NAME)):
             if dead := [name for name, _ in self.dead_processes()]:
                 logs = Path(self.get_logs_dir_path())
-                raise ClusterError("; ".join(f"{name} ended: {last_words(logs, name)}" for name in dead))
+                raise ClusterError("; ".join(f"{name} ended: {summarize_logs(logs, name)}" for name in dead))
             time.sleep(CHECK_PERIOD_S / 10)
 
     def _has_raylet(self) -> bool:
@@ -94,17 +96,17 @@ class _HeadNode(Node):
 
     def _has_dashboard_agent(self) -> bool:
         """Whether those who hand it jobs find it. Raises ClusterError when it cannot listen."""
-        if self._port_of(DASHBOARD_AGENT_LISTEN_PORT_NAME) == "-1":
+        if self._read_port(DASHBOARD_AGENT_LISTEN_PORT_NAME) == "-1":
             raise ClusterError("Ray's dashboard agent cannot listen: somebody has taken its port meanwhile")
         key = f"{DASHBOARD_AGENT_ADDR_NODE_ID_PREFIX}{self.node_id}".encode()
         return bool(self.get_gcs_client().internal_kv_get(key, namespace=KV_NAMESPACE_DASHBOARD))
 
-    def _port_of(self, name: str) -> str:
+    def _read_port(self, name: str) -> str:
         """The port that an agent has told; "" when it has not, "-1" when it has none."""
-        return told_port(Path(self.get_session_dir_path()) / get_port_filename(self.node_id, name))
+        return read_port_file(Path(self.get_session_dir_path()) / get_port_filename(self.node_id, name))
 
 
-def told_port(file: Path) -> str:
+def read_port_file(file: Path) -> str:
     """What the file of an agent's port says; "" when there is none: Ray removes it before another takes its place."""
     try:
         return file.read_text().strip()
@@ -112,17 +114,17 @@ def told_port(file: Path) -> str:
         return ""
 
 
-def last_words(logs: Path, name: str) -> str:
+def summarize_logs(logs: Path, name: str) -> str:
     """What one of Ray's processes wrote last that is no mere information; then what an agent did that it names."""
-    words = _telling(logs, name)
+    words = _read_log_tail(logs, name)
     agents = [agent for agent in AGENTS if name == "raylet" and any(agent in line for line in words)]
-    parts = [words, *([f"{agent}: {line}" for line in _telling(logs, agent)] for agent in agents)]
+    parts = [words, *([f"{agent}: {line}" for line in _read_log_tail(logs, agent)] for agent in agents)]
     return " / ".join(line for part in parts for line in part) or "it said nothing"
 
 
-def _telling(logs: Path, name: str) -> list[str]:
+def _read_log_tail(logs: Path, name: str) -> list[str]:
     lines = [line for file in sorted(logs.glob(f"{name}.*")) for line in file.read_text(errors="replace").splitlines()]
-    return [line for line in lines if line.strip() and not INFORMATION.match(line)][-LAST_LINES:]
+    return [line for line in lines if line.strip() and not INFO_LINE.match(line)][-LAST_LINES:]
 
 
 class _ParentWatch(threading.Thread):
@@ -149,25 +151,25 @@ def main() -> None:
     """Start Ray, say so in one line on standard output, and stay until told to end or until Ray dies."""
     options: HeadOptions = json.loads(sys.argv[1])
     temp_dir = Path(options["temp_dir"])
-    lifeline, ready = _take_standard_streams(temp_dir)
-    watch = _ParentWatch(lifeline, os.environ[MARKER], temp_dir)
+    lifeline, ready = _redirect_standard_streams(temp_dir)
+    watch = _ParentWatch(lifeline, os.environ[CLUSTER_ID_VARIABLE], temp_dir)
     if options["watch_parent"]:
         watch.start()
     try:
-        _stay(options, temp_dir, ready)
+        _run_head(options, temp_dir, ready)
     finally:
         if watch.parent_is_gone.is_set():
             watch.join()  # it is ending Ray, and is not done before it ends this process
 
 
-def _stay(options: HeadOptions, temp_dir: Path, ready: int) -> None:
+def _run_head(options: HeadOptions, temp_dir: Path, ready: int) -> None:
     """Start Ray and stay; exits with status 1 when a part of Ray dies, 0 after SIGTERM, which ends the cluster."""
     server = _start_fork_server() if options["fork_workers"] else None  # it ends when this lets go of it
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     with os.fdopen(ready, "w") as parent:
         try:
-            node = _HeadNode(_parameters(options), head=True, shutdown_at_exit=False, spawn_reaper=True)
+            node = _HeadNode(_make_ray_params(options), head=True, shutdown_at_exit=False, spawn_reaper=True)
         except Exception as error:
             parent.write(json.dumps({"failed": str(error).rstrip(".")}) + "\n")
             raise
@@ -177,10 +179,10 @@ def _stay(options: HeadOptions, temp_dir: Path, ready: int) -> None:
     while not (node.dead_processes() or stopping.is_set()):
         time.sleep(CHECK_PERIOD_S)
     # On the way down the children get the same SIGTERM; leaving at once would have the kernel kill them.
-    alone_at_s = time.monotonic() + ALONE_S
+    alone_at_s = time.monotonic() + SIGTERM_GRACE_S
     while stopping.is_set() and node.live_processes():
         if time.monotonic() > alone_at_s:
-            end_cluster(os.environ[MARKER], temp_dir)
+            end_cluster(os.environ[CLUSTER_ID_VARIABLE], temp_dir)
         time.sleep(0.05)
     if server is not None:
         server.kill()
@@ -202,7 +204,7 @@ def _start_fork_server() -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdin=subprocess.PIPE)
 
 
-def _parameters(options: HeadOptions) -> RayParams:
+def _make_ray_params(options: HeadOptions) -> RayParams:
     """Ports that are not given bind to free ones. With a loopback address every Ray process listens on loopback."""
     return RayParams(
         node_ip_address=LOOPBACK,
@@ -222,7 +224,7 @@ def _parameters(options: HeadOptions) -> RayParams:
     )
 
 
-def _take_standard_streams(temp_dir: Path) -> tuple[int, int]:
+def _redirect_standard_streams(temp_dir: Path) -> tuple[int, int]:
     """Keep the parent's pipes for this process alone, and give the children /dev/null and a log file instead."""
     lifeline, ready = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)

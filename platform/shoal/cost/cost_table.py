@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.parallel.placement import Placed
+from shoal.parallel.placement import PlacementRow
 
 PREDICTED, MEASURED = "cost_predicted", "cost_measured"  # kinds of events in the run record
 
@@ -45,11 +45,11 @@ QUANTITIES = (
     Quantity("step_s", "seconds", "a step (predicted: without waiting for other ranks)"),
     Quantity("latency_s", "seconds", "inference on one sample"),
 )
-BY_NAME = {quantity.name: quantity for quantity in QUANTITIES}
+QUANTITY_BY_NAME = {quantity.name: quantity for quantity in QUANTITIES}
 COMPARED = ("memory_peak", "flops_step", "sent_bytes", "bubble")  # what a prediction answers for, within 10%
 
 
-_WORDS = ("unknown", "notes", "cuts")
+_TEXT_FIELDS = ("unknown", "notes", "cuts")
 
 
 @dataclass(frozen=True)
@@ -68,57 +68,57 @@ class CostTable:
     notes: tuple[str, ...] = ()
     cuts: tuple[str, ...] = ()
     ranks: dict[int, dict[str, float]] = field(default_factory=dict)
-    placed: tuple[Placed, ...] = ()
+    placement_rows: tuple[PlacementRow, ...] = ()
 
     def __getitem__(self, name: str) -> float:
         return self.values.get(name, math.nan)
 
-    def details(self) -> dict[str, Any]:
+    def to_details(self) -> dict[str, Any]:
         """For an event of the run record; `of` reads it back."""
-        words = {name: list(getattr(self, name)) for name in _WORDS if getattr(self, name)}
+        words = {name: list(getattr(self, name)) for name in _TEXT_FIELDS if getattr(self, name)}
         return {**{name: value for name, value in self.values.items() if math.isfinite(value)}, **words}
 
     @classmethod
-    def of(cls, details: Mapping[str, Any]) -> CostTable:
+    def from_details(cls, details: Mapping[str, Any]) -> CostTable:
         """From the details of an event; names that this version does not know are left out."""
-        values = {name: float(details[name]) for name in BY_NAME if name in details}
-        unknown, notes, cuts = (tuple(details.get(name, ())) for name in _WORDS)
+        values = {name: float(details[name]) for name in QUANTITY_BY_NAME if name in details}
+        unknown, notes, cuts = (tuple(details.get(name, ())) for name in _TEXT_FIELDS)
         return cls(values, unknown, notes, cuts)
 
 
-def most(ranks: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
+def combine_ranks(ranks: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
     """One table of many ranks: the largest of each number, the sum of what all do together."""
     rows = list(ranks.values())
     names = {name for row in rows for name in row}
     values = {name: max(row[name] for row in rows if name in row) for name in names}
     if "flops_rank" in names:
         values["flops_step"] = sum(row.get("flops_rank", 0.0) for row in rows)
-    return {name: values[name] for name in BY_NAME if name in values}
+    return {name: values[name] for name in QUANTITY_BY_NAME if name in values}
 
 
-def off(predicted: float, measured: float) -> float:
+def relative_error(predicted: float, measured: float) -> float:
     """By what share the prediction misses what was measured; NaN where one is not known."""
     if not (math.isfinite(predicted) and math.isfinite(measured)):
         return math.nan
     return (predicted - measured) / measured if measured else (0.0 if not predicted else math.inf)
 
 
-def shown(value: float, unit: str) -> str:
+def format_quantity(value: float, unit: str) -> str:
     """`1.2 M`, `3.4 GFLOP`, `5.6 MiB`, `7.8 ms`, `9%`; a dash for what is not known."""
     if not math.isfinite(value):
         return "-"
     if unit == "bytes":
-        return _scaled(value, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+        return _format_scaled(value, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
     if unit == "seconds":
         return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
     if unit == "share":
         return f"{value:.1%}"
     if unit == "operations":
-        return _scaled(value, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))
+        return _format_scaled(value, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))
     return f"{value:,.0f}"
 
 
-def _scaled(value: float, base: int, units: tuple[str, ...]) -> str:
+def _format_scaled(value: float, base: int, units: tuple[str, ...]) -> str:
     power = 0
     while abs(value) >= base and power < len(units) - 1:
         value, power = value / base, power + 1

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoal.cost.measure.memory import bytes_of, growth, local, state_of, storages_of
-from shoal.cost.measure.op_counter import metered
+from shoal.cost.measure.memory import bytes_of, state_of, storages_of, to_local, track_growth
+from shoal.cost.measure.op_counter import count_ops
 from shoal.parallel.model import ParallelModel
 
 
 @contextmanager
-def metering(
+def profile_step(
     model: ParallelModel, optimizer: Optimizer, is_pretended: bool = False, average: Sequence[Tensor] = ()
 ) -> Iterator[dict[str, float]]:
     """Read the one step in the body; the numbers are there when it has ended.
@@ -31,13 +31,13 @@ def metering(
     state = state_of(model.modules, optimizer)
     parameters = [parameter for _, parameter in model.named_parameters()]
     device = next((each.device for each in state["parameters"]), torch.device("cpu"))
-    buckets = _kept_gradients(parameters)
+    buckets = _find_retained_buckets(parameters)
     held = [*state["parameters"], *state["optimizer"], *average]
-    past_group_bytes = model.sent_past_group_bytes
-    with growth(device) as grown, metered(grown, held, buckets, is_pretended, model.host_memory) as reading:
+    past_group_bytes = model.shm_sent_bytes
+    with track_growth(device) as grown, count_ops(grown, held, buckets, is_pretended, model.shared_memory) as reading:
         yield found
     found |= {
-        "parameters_rank": float(sum(local(parameter).numel() for parameter in parameters)),
+        "parameters_rank": float(sum(to_local(parameter).numel() for parameter in parameters)),
         "flops_rank": reading.flops,
         "memory_parameters": float(bytes_of(state["parameters"])),
         "memory_gradients": float(bytes_of(_gradients(parameters))),
@@ -45,11 +45,11 @@ def metering(
         "memory_average": float(bytes_of(average)),
         "memory_activations": float(reading.saved_bytes),
         "memory_peak": float(reading.held_bytes + grown.peak_bytes),
-        "sent_bytes": reading.sent_bytes + model.sent_past_group_bytes - past_group_bytes,
+        "sent_bytes": reading.sent_bytes + model.shm_sent_bytes - past_group_bytes,
     }
 
 
-def _kept_gradients(parameters: list[torch.nn.Parameter]) -> list[torch.UntypedStorage]:
+def _find_retained_buckets(parameters: list[torch.nn.Parameter]) -> list[torch.UntypedStorage]:
     """Clear the gradients, as the step will, and tell what memory of theirs stays: the buckets of DDP."""
     storages = {id(each): each for gradient in _gradients(parameters) for each in storages_of(gradient)}
     references = [weakref.ref(each) for each in storages.values()]

@@ -27,17 +27,20 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoal.cost.cost_table import CostTable, most
-from shoal.cost.step_profile import metering
+from shoal.cost.cost_table import CostTable, combine_ranks
+from shoal.cost.step_profile import profile_step
 from shoal.parallel.comm.world import World
 from shoal.parallel.model import ParallelModel
 
-WARM, TIMED = 3, 7
-LONG_S, MOST_MORE = 1.0, 60  # a few short steps say more of the machine's moment than of the plan: go on for so long
+NUM_WARM_UP, NUM_TIMED = 3, 7
+MIN_TIMED_S, MAX_MORE = (
+    1.0,
+    60,
+)  # a few short steps say more of the machine's moment than of the plan: go on for so long
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedStep:
     """One step on one rank: seconds of all of it, of its pipeline schedules, and of what the rank computed in them.
 
     pipeline: which one of several that are fed other samples; its ranks wait for each other
@@ -49,7 +52,7 @@ class Timed:
     scheduled_s: float
 
 
-class CostProbe:
+class StepProfiler:
     """One for each rank and life of a run.
 
     num_metered: of steps that are not all alike, how many to look at; more than one are averaged
@@ -66,10 +69,10 @@ class CostProbe:
     ) -> None:
         self._model, self._optimizer, self._world, self._average = model, optimizer, world, average
         self._num_metered, self._metered_steps = num_metered, list[dict[str, float]]()
-        self._num_seen, self._num_timed = 0, TIMED
-        self._timed_steps: list[Timed] = []
+        self._num_seen, self._num_timed = 0, NUM_TIMED
+        self._timed_steps: list[TimedStep] = []
         self._found: dict[str, float] = {}
-        self._num_told = 0
+        self._num_reported = 0
 
     @property
     def is_due(self) -> bool:
@@ -79,57 +82,59 @@ class CostProbe:
     @property
     def is_done(self) -> bool:
         """Whether the probe can be dropped."""
-        return self._num_told == 2
+        return self._num_reported == 2
 
     def step(self) -> AbstractContextManager[object]:
         """The context of the next step."""
         self._num_seen += 1
-        if self._num_seen <= WARM or self.is_due or self.is_done:
+        if self._num_seen <= NUM_WARM_UP or self.is_due or self.is_done:
             return nullcontext()
-        return self._timed() if len(self._timed_steps) < self._num_timed else self._metered()
+        return self._time_step() if len(self._timed_steps) < self._num_timed else self._profile_step()
 
     @contextmanager
-    def _timed(self) -> Iterator[None]:
+    def _time_step(self) -> Iterator[None]:
         busy_s, scheduled_s = sum(self._model.busy_by_stage.values()), self._model.scheduled_s
         began_s = self._now_s()
         yield
         step_s = self._now_s() - began_s
         busy_s = sum(self._model.busy_by_stage.values()) - busy_s
-        self._timed_steps.append(Timed(self._model.data_rank, step_s, busy_s, self._model.scheduled_s - scheduled_s))
+        self._timed_steps.append(
+            TimedStep(self._model.data_rank, step_s, busy_s, self._model.scheduled_s - scheduled_s)
+        )
 
     @contextmanager
-    def _metered(self) -> Iterator[None]:
-        with metering(self._model, self._optimizer, average=self._average) as found:
+    def _profile_step(self) -> Iterator[None]:
+        with profile_step(self._model, self._optimizer, average=self._average) as found:
             yield
         self._metered_steps.append(found)
         if len(self._metered_steps) == self._num_metered:
-            self._found = _together(self._metered_steps)
+            self._found = _combine_steps(self._metered_steps)
 
     def _now_s(self) -> float:
         if self._world.device.type == "cuda":
             torch.cuda.synchronize(self._world.device)
         return time.perf_counter()
 
-    def measured(self) -> CostTable:
+    def collect_table(self) -> CostTable:
         """The table of all ranks. Collective."""
-        self._num_told += 1
+        self._num_reported += 1
         typical = statistics.median if self._num_metered == 1 else statistics.mean
         self._found["step_s"] = typical(timed.step_s for timed in self._timed_steps)
         everyone = self._world.gather((self._found, self._timed_steps))
         longest_s = max(found["step_s"] for found, _ in everyone)
-        more = min(MOST_MORE, int(LONG_S / longest_s) - self._num_timed)
+        more = min(MAX_MORE, int(MIN_TIMED_S / longest_s) - self._num_timed)
         self._num_timed += max(0, more)
         if more <= 0:
-            self._num_told = 2
+            self._num_reported = 2
         ranks = {rank: found for rank, (found, _) in enumerate(everyone)}
-        values = most(ranks)
+        values = combine_ranks(ranks)
         if self._model.busy_by_stage:
             steps = zip(*(timed_steps for _, timed_steps in everyone), strict=True)
-            values["bubble"] = statistics.median(bubble(step) for step in steps)
+            values["bubble"] = statistics.median(compute_bubble(step) for step in steps)
         return CostTable(values, ranks=ranks)
 
 
-def _together(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+def _combine_steps(steps: Sequence[dict[str, float]]) -> dict[str, float]:
     """What a step does on average, and holds at most."""
     combined: dict[str, float] = {}
     for name in steps[0]:
@@ -138,7 +143,7 @@ def _together(steps: Sequence[dict[str, float]]) -> dict[str, float]:
     return combined
 
 
-def bubble(step: Sequence[Timed]) -> float:
+def compute_bubble(step: Sequence[TimedStep]) -> float:
     """The share of one step's schedules in which its ranks have waited.
 
     step: as each rank has timed it

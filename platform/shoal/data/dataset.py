@@ -19,7 +19,7 @@ Batch = Any  # a tensor, or a tuple, list or dict of tensors; dimension 0 is the
 Collate = Callable[[list[Any]], Batch]
 
 # The first parameter of what other libraries (Hugging Face's datasets, tf.data) offer under the same name.
-_OF_OTHERS = {"batch": "batch_size", "shard": "num_shards"}
+_OTHER_LIBRARIES = {"batch": "batch_size", "shard": "num_shards"}
 
 
 @dataclass(frozen=True)
@@ -47,18 +47,18 @@ def is_iterable(source: Source) -> bool:
     if is_frame or (isinstance(source, Mapping) and 0 not in source):
         remedy = "give one of its entries, or its columns as torch's StackDataset(name=tensor, ...)"
         raise ConfigError("data", type(source).__name__, "is read by names, and not by numbers of samples", remedy)
-    if hasattr(source, "__len__") and (hasattr(source, "__getitem__") or offers(source, "batch")):
+    if hasattr(source, "__len__") and (hasattr(source, "__getitem__") or has_shoal_method(source, "batch")):
         return False
     if hasattr(source, "__next__"):
         remedy = "give an object whose __iter__ begins anew (a torchdata node: wrap it in torchdata.nodes.Loader)"
         raise ConfigError("data", type(source).__name__, "is an iterator, which is spent after one epoch", remedy)
-    if hasattr(source, "__iter__") or offers(source, "shard") or hasattr(source, "batches"):
+    if hasattr(source, "__iter__") or has_shoal_method(source, "shard") or hasattr(source, "batches"):
         return True
     remedy = "give it __len__ and __getitem__, or __iter__"
     raise ConfigError("data", type(source).__name__, "is neither a map-style nor an iterable dataset", remedy)
 
 
-def offers(source: Source, name: Literal["batch", "shard"]) -> bool:
+def has_shoal_method(source: Source, name: Literal["batch", "shard"]) -> bool:
     """Whether the source has Shoal's method of this name, `batch(indices)` or `shard(index, count)`; and not another
     library's, as `batch(batch_size)` and `shard(num_shards, index)` of Hugging Face's datasets."""
     method = getattr(source, name, None)
@@ -68,7 +68,7 @@ def offers(source: Source, name: Literal["batch", "shard"]) -> bool:
         parameters = inspect.signature(method).parameters
     except (TypeError, ValueError):  # compiled: nobody knows
         return True
-    return next(iter(parameters), "") != _OF_OTHERS[name]
+    return next(iter(parameters), "") != _OTHER_LIBRARIES[name]
 
 
 def length_of(source: Source) -> int | None:

@@ -11,7 +11,7 @@ from shoal.batch_tree import map_tensors
 from shoal.data.dataset import Batch
 
 
-class Mover(Protocol):
+class DeviceTransfer(Protocol):
     """Brings batches to a device, in two halves; `ahead` batches are begun before the current one is finished."""
 
     ahead: int
@@ -21,7 +21,7 @@ class Mover(Protocol):
     def finish(self, moving: Any) -> Batch: ...
 
 
-class Here:
+class NoTransfer:
     """The CPU: a batch is used where it lies."""
 
     ahead = 0
@@ -33,7 +33,7 @@ class Here:
         return moving
 
 
-class Elsewhere:
+class SyncTransfer:
     """A device without streams of its own: a plain copy."""
 
     ahead = 0
@@ -48,12 +48,12 @@ class Elsewhere:
         return moving
 
 
-class _OnItsWay(NamedTuple):
+class _InFlight(NamedTuple):
     batch: Batch
     arrived: torch.cuda.Event
 
 
-class ToCuda:
+class PinnedTransfer:
     """One batch ahead, through pinned memory, on a stream of its own; the computing stream waits for its arrival.
 
     The pinned memory is torch's own pool, which keeps a block until the copy out of it is over.
@@ -65,12 +65,12 @@ class ToCuda:
         self._device, self._pin = device, pin
         self._stream = torch.cuda.Stream(device)
 
-    def begin(self, batch: Batch) -> _OnItsWay:
+    def begin(self, batch: Batch) -> _InFlight:
         with torch.cuda.stream(self._stream):
             moved = map_tensors(batch, self._copy)
-            return _OnItsWay(moved, self._stream.record_event())
+            return _InFlight(moved, self._stream.record_event())
 
-    def finish(self, moving: _OnItsWay) -> Batch:
+    def finish(self, moving: _InFlight) -> Batch:
         computing = torch.cuda.current_stream(self._device)
         computing.wait_event(moving.arrived)
         # memory of one stream, used on another: it may not be given out again before that use is over
@@ -87,10 +87,10 @@ def can_be_pinned(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_pinned()
 
 
-def mover(device: torch.device, pin: bool | None) -> Mover:
+def make_transfer(device: torch.device, pin: bool | None) -> DeviceTransfer:
     """How batches get to this device."""
     if device.type == "cpu":
-        return Here()
+        return NoTransfer()
     if device.type == "cuda":
-        return ToCuda(device, pin is not False)
-    return Elsewhere(device)
+        return PinnedTransfer(device, pin is not False)
+    return SyncTransfer(device)

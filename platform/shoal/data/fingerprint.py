@@ -26,7 +26,7 @@ from torch import Tensor
 
 from shoal.data.dataset import Source, is_iterable, length_of
 from shoal.data.formats.base import FileDataset
-from shoal.data.readers.map_reader import random_state_kept, seed_all, unreadable
+from shoal.data.readers.map_reader import make_read_error, preserve_rng, seed_all
 
 _END_BYTES = 2**20
 _BLOCK_BYTES = 64 * 1024
@@ -46,7 +46,7 @@ def fingerprint(source: Source) -> str:
         if isinstance(source, FileDataset):
             _add(digest, source.shapes())
             _add(digest, [path.stat().st_size for path in source.paths])
-            for place in _spread(len(source.paths)):
+            for place in _pick_places(len(source.paths)):
                 _add_file(digest, source.paths[place])
         _add_samples(digest, source)  # of files too: how they are read says what they are
     return digest.hexdigest()[:16]
@@ -64,18 +64,18 @@ def _add_file(digest: Any, path: Path) -> None:
 
 
 def _add_samples(digest: Any, source: Source) -> None:
-    with random_state_kept():
-        for index in _spread(len(source)):
+    with preserve_rng():
+        for index in _pick_places(len(source)):
             seed_all(0, 0, index)
             whole = not hasattr(source, "__getitem__")
             try:
                 sample = source.batch(np.array([index])) if whole else source[index]
             except Exception as error:  # the dataset is the user's code: whatever it raises is said with the sample
-                raise unreadable(error, source, np.array([index])) from error
+                raise make_read_error(error, source, np.array([index])) from error
             _add(digest, sample)
 
 
-def _spread(count: int) -> list[int]:
+def _pick_places(count: int) -> list[int]:
     """At most 64 places, evenly spread over `count`."""
     return list(dict.fromkeys(np.linspace(0, count - 1, min(count, _NUM_SAMPLES)).astype(int).tolist()))
 

@@ -15,12 +15,12 @@ from typing import Any, Self
 import torch
 
 from shoal.data.dataset import Batch, Collate, Source, is_iterable, length_of
-from shoal.data.device_prefetch import mover
+from shoal.data.device_prefetch import make_transfer
 from shoal.data.loader_spec import LoaderSpec
-from shoal.data.readers.iterable_reader import stream_reader
-from shoal.data.readers.map_reader import Ended, Inline, Made, MapReader, Reader
-from shoal.data.sampling.epoch_plan import Course, MapCourse, StreamCourse
-from shoal.data.sampling.sampler import MapOrder, Share
+from shoal.data.readers.iterable_reader import make_stream_reader
+from shoal.data.readers.map_reader import EpochEnd, InProcessReader, MapReader, ReadBatch, Reader
+from shoal.data.sampling.epoch_plan import EpochPlan, MapEpochPlan, StreamEpochPlan
+from shoal.data.sampling.sampler import MapOrder, RankShare
 from shoal.data.workers.pool import WorkerPool
 from shoal.errors import ConfigError, DataError
 
@@ -54,7 +54,7 @@ class Loader:
         shuffle: bool | None = None,
         drop_last: bool = True,
     ) -> None:
-        batch_size, seed = _whole("batch_size", batch_size), _whole("seed", seed)
+        batch_size, seed = _as_int("batch_size", batch_size), _as_int("seed", seed)
         self.spec = spec or LoaderSpec()
         self.device = torch.device(device)
         self.epoch = 0
@@ -62,32 +62,32 @@ class Loader:
         self.wait_s = 0.0
         self.num_samples = self.num_global = 0
         self.last_indices: list[int] | None = None
-        share = Share(*share)
+        share = RankShare(*share)
         _check_division(batch_size, share, drop_last or hasattr(source, "batches"))
         shuffle = self.spec.shuffle if shuffle is None else shuffle
         reader: Reader
-        self._course: Course
+        self._epoch_plan: EpochPlan
         if is_iterable(source):
-            reader = stream_reader(source, collate, seed, batch_size, share, drop_last, self.spec.workers)
-            self._course = StreamCourse(reader)
+            reader = make_stream_reader(source, collate, seed, batch_size, share, drop_last, self.spec.workers)
+            self._epoch_plan = StreamEpochPlan(reader)
         else:
             reader = MapReader(source, collate, seed)
-            num_samples = _count(source, batch_size, drop_last)
-            self._course = MapCourse(MapOrder(num_samples, batch_size, share, seed, shuffle, drop_last))
-        self._feed = WorkerPool(reader, self.spec) if self.spec.workers else Inline(reader)
-        self._mover = mover(self.device, self.spec.pin)
-        self._moving: deque[Made | Ended] = deque()
-        self._is_placed = False  # whether the feed stands where the position is
+            num_samples = _count_samples(source, batch_size, drop_last)
+            self._epoch_plan = MapEpochPlan(MapOrder(num_samples, batch_size, share, seed, shuffle, drop_last))
+        self._feed = WorkerPool(reader, self.spec) if self.spec.workers else InProcessReader(reader)
+        self._transfer = make_transfer(self.device, self.spec.pin)
+        self._in_flight: deque[ReadBatch | EpochEnd] = deque()
+        self._is_feed_positioned = False  # whether the feed stands where the position is
 
     @property
     def num_batches(self) -> int | None:
         """Of a whole epoch, the same on every rank; None for an iterable."""
-        return self._course.num_batches
+        return self._epoch_plan.num_batches
 
     @property
     def state_is_per_rank(self) -> bool:
         """Whether every rank must keep a state of its own (`shard`, `batches`); else that of any one does for all."""
-        return self._course.is_per_rank
+        return self._epoch_plan.is_per_rank
 
     def __iter__(self) -> Iterator[Batch]:
         """From the position to the end of the epoch; then the position is the next epoch's beginning.
@@ -95,7 +95,7 @@ class Loader:
         Raises DataError, naming the samples where they are known.
         """
         while (made := self._next()) is not None:
-            self._course.delivered(made, self.position)
+            self._epoch_plan.on_batch_delivered(made, self.position)
             self.position += made.num_global
             self.num_samples, self.num_global = made.num_samples, made.num_global
             self.last_indices = None if made.indices is None else made.indices[: made.num_samples].tolist()
@@ -108,38 +108,42 @@ class Loader:
         Raises DataError.
         """
         if not self.position or self.num_batches is not None:
-            return self._course.is_over(self.position)
+            return self._epoch_plan.is_over(self.position)
         self._read_ahead(1)
-        return isinstance(self._moving[0], Ended)
+        return isinstance(self._in_flight[0], EpochEnd)
 
-    def _next(self) -> Made | None:
-        if self._course.is_over(self.position):
+    def _next(self) -> ReadBatch | None:
+        if self._epoch_plan.is_over(self.position):
             return None
-        self._read_ahead(1 + self._mover.ahead)
-        first = self._moving.popleft()
-        self._is_placed = isinstance(first, Made)
-        if isinstance(first, Made):
-            return first._replace(batch=self._mover.finish(first.batch))
-        self._course.ended(first, self.position)
+        self._read_ahead(1 + self._transfer.ahead)
+        first = self._in_flight.popleft()
+        self._is_feed_positioned = isinstance(first, ReadBatch)
+        if isinstance(first, ReadBatch):
+            return first._replace(batch=self._transfer.finish(first.batch))
+        self._epoch_plan.on_epoch_end(first, self.position)
         return None
 
     def _read_ahead(self, count: int) -> None:
         """Have so many batches on their way to the device, or those that the epoch still has and its end."""
         began_s = time.perf_counter()
-        if not self._is_placed:
-            self._moving.clear()
-            self._feed.restart(self._course.plan(self.epoch, self.position), self._course.turn(self.position))
-        self._is_placed = False  # unless all goes well
-        while len(self._moving) < count and not (self._moving and isinstance(self._moving[-1], Ended)):
+        if not self._is_feed_positioned:
+            self._in_flight.clear()
+            self._feed.restart(
+                self._epoch_plan.iter_requests(self.epoch, self.position), self._epoch_plan.worker_index(self.position)
+            )
+        self._is_feed_positioned = False  # unless all goes well
+        while len(self._in_flight) < count and not (self._in_flight and isinstance(self._in_flight[-1], EpochEnd)):
             made = self._feed.next()
-            self._moving.append(made._replace(batch=self._mover.begin(made.batch)) if isinstance(made, Made) else made)
-        self._is_placed = True
+            self._in_flight.append(
+                made._replace(batch=self._transfer.begin(made.batch)) if isinstance(made, ReadBatch) else made
+            )
+        self._is_feed_positioned = True
         self.wait_s += time.perf_counter() - began_s
 
     def seek(self, epoch: int, position: int = 0) -> None:
         """Go on from `position` global samples of `epoch`."""
-        self._course.forget()
-        self.epoch, self.position, self._is_placed = epoch, position, False
+        self._epoch_plan.reset()
+        self.epoch, self.position, self._is_feed_positioned = epoch, position, False
 
     def state_dict(self) -> dict[str, Any]:
         """Where the data stands, in global samples: any number of ranks, workers or samples per batch goes on there
@@ -147,21 +151,21 @@ class Loader:
 
         Taken within the last step of an epoch and loaded again, it gives one empty iteration: the end of the epoch.
         """
-        return {"epoch": self.epoch, "position": self.position, **self._course.state()}
+        return {"epoch": self.epoch, "position": self.position, **self._epoch_plan.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken. Raises SpecMismatch when the samples would not come in the same order."""
-        self._course.load(state)
-        self.epoch, self.position, self._is_placed = state["epoch"], state["position"], False
+        self._epoch_plan.load_state_dict(state)
+        self.epoch, self.position, self._is_feed_positioned = state["epoch"], state["position"], False
 
-    def worker_pids(self) -> list[int]:
+    def get_worker_pids(self) -> list[int]:
         """The processes that make batches now."""
         return self._feed.pids()
 
     def close(self) -> None:
         """End the worker processes. May be called again; the loader gives nothing more."""
-        self._moving.clear()
-        self._is_placed = False
+        self._in_flight.clear()
+        self._is_feed_positioned = False
         self._feed.close()
 
     def __enter__(self) -> Self:
@@ -171,7 +175,7 @@ class Loader:
         self.close()
 
 
-def _whole(field: str, value: Any) -> int:
+def _as_int(field: str, value: Any) -> int:
     """A plain number of NumPy's and torch's own too, which the state would carry into JSON. Raises ConfigError."""
     try:
         return operator.index(value)
@@ -179,7 +183,7 @@ def _whole(field: str, value: Any) -> int:
         raise ConfigError(field, value, "is no whole number") from None
 
 
-def _check_division(batch_size: int, share: Share, is_equal: bool) -> None:
+def _check_division(batch_size: int, share: RankShare, is_equal: bool) -> None:
     if not 0 <= share.rank < share.size:
         raise ConfigError(
             "share", tuple(share), "is no rank of so many", "ranks are 0 to size - 1, as in (0, 2), (1, 2)"
@@ -190,7 +194,7 @@ def _check_division(batch_size: int, share: Share, is_equal: bool) -> None:
         raise ConfigError("batch_size", batch_size, problem, f"for example {near} or {near + share.size}")
 
 
-def _count(source: Source, batch_size: int, drop_last: bool) -> int:
+def _count_samples(source: Source, batch_size: int, drop_last: bool) -> int:
     """The number of samples. Raises DataError when they do not make one batch."""
     name = type(source).__name__
     num_samples = length_of(source)
@@ -206,7 +210,7 @@ def _count(source: Source, batch_size: int, drop_last: bool) -> int:
     return num_samples
 
 
-def example_batch(source: Source, collate: Collate | None, num_samples: int) -> Batch:
+def load_example_batch(source: Source, collate: Collate | None, num_samples: int) -> Batch:
     """The first `num_samples` samples (or as many as there are) as a batch. Raises DataError."""
     with Loader(source, batch_size=num_samples, collate=collate, shuffle=False, drop_last=False) as loader:
         return next(iter(loader))

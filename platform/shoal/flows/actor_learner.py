@@ -25,31 +25,31 @@ import zmq
 from pydantic import SecretStr
 
 import shoal.runs
-from shoal.actor.connection import command_of
+from shoal.actor.connection import format_actor_command
 from shoal.cluster.capacity import require_cpus
 from shoal.cluster.job_main import expected_run_id
 from shoal.errors import ClusterError, ConnectionLost, InferenceError, RecordUnwritable, RunError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.policy_evaluation import Evaluation, InferenceConnection, play_through, wait_for_version
-from shoal.flows.rl_metrics import LoopMetrics, Thinning, first_lags
-from shoal.flows.rl_policy import check, served_model
-from shoal.flows.serving import places, record_changes
-from shoal.home import access_token
+from shoal.flows.rl_metrics import ActorLearnerMetrics, HistorySampler, select_lags
+from shoal.flows.rl_policy import check, describe_policy_model
+from shoal.flows.serving import list_addresses, record_changes
+from shoal.home import load_access_token
 from shoal.registry import ModelVersion, Registry
 from shoal.rl.ray_workers import ActorLearnerWorkers, RunSetting
 from shoal.runs import RunRecorder
-from shoal.runs.formatting import number
+from shoal.runs.formatting import format_number
 from shoal.serve.on_ray.ownership import require_no_endpoint
-from shoal.serve.spec.model_source import LiveModel, ServedModel
+from shoal.serve.spec.model_source import EndpointModel, LiveModel
 from shoal.weights import WeightSnapshot
 from shoal.wire import ExperienceSpec
 
 if TYPE_CHECKING:
-    from shoal.serve.on_ray.deployment import Endpoint
+    from shoal.serve.on_ray.deployment import DeployedEndpoint
 
 POLL_S = 0.5
 FINISH_S = 5.0  # for the learner to save what it has, when the run is stopped
-SETTLE_S = 10.0  # for that and for the gateway's goodbye: Ray kills a job that takes 15 s to stop
+SHUTDOWN_TIMEOUT_S = 10.0  # for that and for the gateway's goodbye: Ray kills a job that takes 15 s to stop
 PRINT_S = 2.0
 UPDATES_BETWEEN_TRIALS = 50
 TRIAL_SEED, EVALUATION_SEED = 20_000, 10_000  # the trial chooses; the evaluation must not know its episodes
@@ -59,22 +59,22 @@ def run_actor_learner(spec: ActorLearnerSpec, job: str) -> str:
     """Run the loop to its end and return the run's id. Raises RunError when the target was not reached."""
     experience, first_observation = check(spec)
     # The record is closed first: it must be right even when the rest is cut short.
-    record = shoal.runs.record_of(
+    record = shoal.runs.recording(
         spec.to_yaml(), job, begun="gateway_ready", resumed=spec.resume, run_id=expected_run_id()
     )
     with ExitStack() as closing, record as recorder:
-        flow = _Flow(spec, recorder, experience, first_observation)
+        flow = _ActorLearnerRun(spec, recorder, experience, first_observation)
         try:
             flow.start(closing)
             flow.learn()
             flow.finish()
         finally:
-            flow.settle()
-    shoal.runs.report_at_end(recorder.id)
+            flow.shut_down()
+    shoal.runs.write_report_at_end(recorder.id)
     return recorder.id
 
 
-class _Flow:
+class _ActorLearnerRun:
     """The parts of one run, and what is known of them."""
 
     def __init__(
@@ -84,28 +84,28 @@ class _Flow:
         experience: ExperienceSpec,
         first_observation: np.ndarray,
     ) -> None:
-        self.spec, self.recorder, self.token = spec, recorder, access_token()
+        self.spec, self.recorder, self.token = spec, recorder, load_access_token()
         self.experience, self._first_observation = experience, first_observation
         self._workers: ActorLearnerWorkers | None = None
-        self._endpoint: Endpoint | None = None
+        self._endpoint: DeployedEndpoint | None = None
         self._gateway_stats: dict[str, Any] = {}
         self._learner_stats: dict[str, Any] = {}
         self._pids: dict[str, int] = {}
-        self._metrics, self._thinning = LoopMetrics(), Thinning(time.monotonic())
+        self._metrics, self._history_sampler = ActorLearnerMetrics(), HistorySampler(time.monotonic())
         self._printed_at = 0.0
         self._learning_since: float | None = None  # by time.monotonic(), in this life of the run
         self._solved, self._num_requests = False, 0.0
         self._candidate: WeightSnapshot | None = None  # what passed its trial
         self._tried_at = -UPDATES_BETWEEN_TRIALS  # the learner's updates at the last trial
         self._server_key, self._checkpoint_failure = "", ""
-        self._listening: dict[str, tuple[str, str]] = {}  # name -> kind, address
+        self._addresses: dict[str, tuple[str, str]] = {}  # name -> kind, address
 
     # -- up -------------------------------------------------------------------------------------------------------
 
     def start(self, closing: ExitStack) -> None:
         """Bring everything up; the gateway is announced last, when an endpoint already serves."""
         spec, recorder = self.spec, self.recorder
-        keys = curve_keys(recorder.folder) if spec.gateway.curve else None
+        keys = load_curve_keys(recorder.folder) if spec.gateway.curve else None
         setting = RunSetting(recorder.id, recorder.folder, self.token, spec.target_return, keys)
         require_no_endpoint()
         num_cpus = spec.learner.num_cpus + spec.endpoint.num_replicas * spec.endpoint.num_cpus
@@ -113,28 +113,28 @@ class _Flow:
         self._workers = ActorLearnerWorkers(spec, self.experience, setting)
         closing.callback(self._workers.close)
         endpoint_spec = spec.endpoint.model_copy(update={"name": spec.model_name, "token": SecretStr(self.token)})
-        policy = LiveModel(*served_model(spec, self.experience), self._workers.weight_source())
+        policy = LiveModel(*describe_policy_model(spec, self.experience), self._workers.make_weight_source())
         from shoal.serve.on_ray.deployment import deploy  # Serve takes a second to load: not for `--check`
 
-        self._endpoint = deploy(endpoint_spec, [ServedModel(spec.model_name, policy)])
+        self._endpoint = deploy(endpoint_spec, [EndpointModel(spec.model_name, policy)])
         closing.callback(self._endpoint.close)
-        for name, (kind, address) in places(self._endpoint).items():
-            self._announce(name, kind, address)
+        for name, (kind, address) in list_addresses(self._endpoint).items():
+            self._record_endpoint(name, kind, address)
         print(f"run {recorder.id}: the endpoint is {self._endpoint.url}/v2/models/{spec.model_name}", flush=True)
         self._server_key = keys[0].decode() if keys else ""
-        self._announce_gateway(self._workers.gateway_address())
+        self._announce_gateway(self._workers.wait_for_gateway())
 
     def _announce_gateway(self, address: str) -> None:
         env, key = self.spec.env, self._server_key
         self._note("gateway_ready", address=address, env=env, server_key=key)
-        self._announce("gateway", "gateway", address)
-        told = f"actors may come, each with\n    {command_of(address, env, key)}"
+        self._record_endpoint("gateway", "gateway", address)
+        told = f"actors may come, each with\n    {format_actor_command(address, env, key)}"
         print(f"run {self.recorder.id}: {told}", flush=True)
 
-    def _announce(self, name: str, kind: str, address: str) -> None:
-        self._listening[name] = (kind, address)
+    def _record_endpoint(self, name: str, kind: str, address: str) -> None:
+        self._addresses[name] = (kind, address)
         with suppress(RecordUnwritable):
-            self.recorder.endpoint(name, kind, address, "ready")
+            self.recorder.record_endpoint(name, kind, address, "ready")
 
     # -- on -------------------------------------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ class _Flow:
         if self.spec.target_return is None or trial.sure_return >= self.spec.target_return:
             return True
         print(
-            f"version {snapshot.version} returned {number(trial.mean_return)} in a trial, and not surely"
+            f"version {snapshot.version} returned {format_number(trial.mean_return)} in a trial, and not surely"
             f" {self.spec.target_return:g} in other episodes: learning on",
             flush=True,
         )
@@ -188,8 +188,8 @@ class _Flow:
             self._solved = True
             self._note("solved", seconds=stats["solved_s"], steps=stats["solved_steps"])
             print(
-                f"solved: mean return {number(stats['mean_return'])} over 100 episodes, {stats['solved_s']:.1f} s after"
-                f" the first segment, {stats['solved_steps']:,} environment steps",
+                f"solved: mean return {format_number(stats['mean_return'])} over 100 episodes,"
+                f" {stats['solved_s']:.1f} s after the first segment, {stats['solved_steps']:,} environment steps",
                 flush=True,
             )
         if int(self._learner_stats.get("updates", 0)) < self._tried_at + UPDATES_BETWEEN_TRIALS:
@@ -206,10 +206,10 @@ class _Flow:
             self._poll()
             if self._trial_is_due():
                 return
-            self._require_hope()
+            self._require_reachable_target()
             time.sleep(max(0.0, POLL_S - (time.monotonic() - polled_at)))
 
-    def _require_hope(self) -> None:
+    def _require_reachable_target(self) -> None:
         if self._learner_stats.get("failure"):
             raise RunError(f"the learner failed: {self._learner_stats['failure']}")
         if not self._time_is_up():
@@ -222,7 +222,7 @@ class _Flow:
                 f"nothing to learn from {waited}, for every segment was dropped ({reasons}): mend the actors"
             )
         mean = stats["mean_return"]
-        found = f"mean return {number(mean)}" if math.isfinite(mean) else "no episode has ended"
+        found = f"mean return {format_number(mean)}" if math.isfinite(mean) else "no episode has ended"
         raise RunError(
             f"{found} {waited}, the target is {self.spec.target_return}: lower target_return, or go on with"
             f" resume={self.recorder.id} and a longer max_wall_s"
@@ -233,7 +233,7 @@ class _Flow:
         gateway, learner = self._workers.stats()
         self._gateway_stats = gateway or self._gateway_stats
         self._learner_stats = learner or self._learner_stats
-        if gateway and self._listening["gateway"][1] != gateway["address"]:
+        if gateway and self._addresses["gateway"][1] != gateway["address"]:
             self._announce_gateway(gateway["address"])  # its port was taken while it was away
         actors = self._gateway_stats.get("actors", [])
         if self._learning_since is None and any(actor["steps"] or actor["invalid"] for actor in actors):
@@ -247,35 +247,35 @@ class _Flow:
         if failure and failure != self._checkpoint_failure:
             self._note("checkpoint_failed", step=self._learner_stats["steps"], error=failure)
         self._checkpoint_failure = failure
-        for at, kind, details in self._workers.events():
+        for at, kind, details in self._workers.take_events():
             self._note(kind, at=at, **details)
         self._record_published()
         assert self._endpoint is not None
         record_changes(self._endpoint, self.recorder)
         if self._learning_since is not None:
-            requests = self._endpoint_requests()
-            metrics = self._metrics.of(self._gateway_stats, self._learner_stats, requests, time.time())
-            in_history = self._thinning.keeps(time.monotonic())
+            requests = self._count_endpoint_requests()
+            metrics = self._metrics.compute(self._gateway_stats, self._learner_stats, requests, time.time())
+            in_history = self._history_sampler.should_keep(time.monotonic())
             step = int(self._gateway_stats["steps"])
             with suppress(RecordUnwritable):
                 self.recorder.log(step, metrics, in_history=in_history)
-                self.recorder.log_group(step, "actor_lag", first_lags(self._gateway_stats))
+                self.recorder.log_group(step, "actor_lag", select_lags(self._gateway_stats))
         self._print_progress()
 
     def _note(self, kind: str, **details: Any) -> None:
         """An event. What cannot be written now, the recorder keeps and writes later: no run stops for it."""
         with suppress(RecordUnwritable):
-            self.recorder.event(kind, **details)
+            self.recorder.record_event(kind, **details)
 
     def _record_published(self) -> None:
         assert self._workers is not None
-        for published in self._workers.published():
+        for published in self._workers.take_published():
             with suppress(RecordUnwritable):
-                self.recorder.weights_published(
+                self.recorder.record_weights(
                     published.version, published.step, published.sha256, published.published_at
                 )
 
-    def _endpoint_requests(self) -> float:
+    def _count_endpoint_requests(self) -> float:
         """Requests so far; what it was when a replica is on its way back, which is no reason to stop learning."""
         assert self._endpoint is not None
         try:
@@ -289,7 +289,7 @@ class _Flow:
         if self._learning_since is None or time.monotonic() - self._printed_at < PRINT_S:
             return
         self._printed_at = time.monotonic()
-        mean = number(stats["mean_return"]) if math.isfinite(stats["mean_return"]) else "-"
+        mean = format_number(stats["mean_return"]) if math.isfinite(stats["mean_return"]) else "-"
         print(
             f"return {mean:>6} | {stats['steps']:9,} steps | {stats['episodes']:6,} episodes"
             f" | weights {stats['weights_version']:5} | queue {stats['queue_depth']:3}"
@@ -312,7 +312,7 @@ class _Flow:
                 "endpoint/requests_per_s": evaluation.num_requests / evaluation.duration_s,
             },
         )
-        self.recorder.event(
+        self.recorder.record_event(
             "evaluated",
             mean_return=evaluation.mean_return,
             returns=evaluation.returns,
@@ -325,31 +325,31 @@ class _Flow:
             flush=True,
         )
 
-    def settle(self) -> None:
+    def shut_down(self) -> None:
         """Let the learner save, say goodbye to the actors and write the last numbers, however the run ended. Waits for
         them no longer than SETTLE_S in all: in a run that is stopped while it starts, neither may be there."""
         if self._workers is None:
             return
         if self._endpoint is not None:
             record_changes(self._endpoint, self.recorder)
-        deadline = time.monotonic() + SETTLE_S
+        deadline = time.monotonic() + SHUTDOWN_TIMEOUT_S
         if self._workers.finish_learner(FINISH_S):
             self._record_published()
         stats = self._workers.close_gateway(finished=True, timeout_s=max(0.0, deadline - time.monotonic()))
         if stats is not None:
             self._gateway_stats = stats
             segments = stats["segments"]
-            self.recorder.event("accounting", **segments)
+            self.recorder.record_event("accounting", **segments)
             totals = {f"segments/{name}": segments[name] for name in ("received", "consumed", "queued")}
             drops = {f"drops/{reason}": count for reason, count in segments["dropped"].items()}
             self.recorder.log(
                 int(stats["steps"]) + 2, {**totals, **drops, "segments/dropped": sum(segments["dropped"].values())}
             )
-        for name, (kind, address) in self._listening.items():
-            self.recorder.endpoint(name, kind, address, "closed")
+        for name, (kind, address) in self._addresses.items():
+            self.recorder.record_endpoint(name, kind, address, "closed")
 
     def _register(self, snapshot: WeightSnapshot) -> ModelVersion:
-        factory, signature = served_model(self.spec, self.experience)
+        factory, signature = describe_policy_model(self.spec, self.experience)
         model = Registry().register(
             self.spec.model_name,
             snapshot,
@@ -362,7 +362,7 @@ class _Flow:
             },
             aliases=self.spec.aliases,
         )
-        self.recorder.model_registered(model.name, model.version, model.aliases)
+        self.recorder.record_model(model.name, model.version, model.aliases)
         return model
 
     def _play(self, snapshot: WeightSnapshot, seed: int) -> Evaluation:
@@ -378,7 +378,7 @@ class _Flow:
             connection.close()
 
 
-def curve_keys(folder: Path) -> tuple[bytes, bytes]:
+def load_curve_keys(folder: Path) -> tuple[bytes, bytes]:
     """The run's CURVE key pair (public, secret), made once and kept private in its folder."""
     path = folder / "curve.json"
     if not path.exists():

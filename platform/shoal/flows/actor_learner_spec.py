@@ -10,9 +10,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from shoal.registry import AliasWords
+from shoal.registry import AliasNames
 from shoal.rl.spec import RLSpec
-from shoal.serve.spec.endpoint import TOKEN_FROM_ENVIRONMENT, EndpointSpec, unless_said
+from shoal.serve.spec.endpoint import TOKEN_FROM_ENVIRONMENT, EndpointSpec, with_default_values
 
 NAMED_BY_ENV = "named-by-env"
 
@@ -24,10 +24,10 @@ class ActorLearnerSpec(RLSpec):
     max_wall_s: float = Field(default=600.0, gt=0, description="from the first segment; then the run has failed")
     eval_episodes: int = Field(default=20, ge=1)
     eval_timeout_s: float = Field(default=300.0, gt=0, description="for the episodes of one trial or evaluation")
-    endpoint: Annotated[EndpointSpec, unless_said(name=NAMED_BY_ENV, num_cpus=0.5), TOKEN_FROM_ENVIRONMENT] = (
+    endpoint: Annotated[EndpointSpec, with_default_values(name=NAMED_BY_ENV, num_cpus=0.5), TOKEN_FROM_ENVIRONMENT] = (
         EndpointSpec(name=NAMED_BY_ENV, num_cpus=0.5)
     )
-    aliases: AliasWords = ("champion",)
+    aliases: AliasNames = ("champion",)
     resume: str = ""
 
     @property

@@ -23,7 +23,7 @@ from shoal.errors import DataError
 from shoal.registry import ModelVersion, Registry
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.model_source import RegisteredModel
-from shoal.serve.tables.table import choose_columns, csv_types, parse_columns
+from shoal.serve.tables.table import choose_columns, infer_csv_types, parse_columns
 
 JOB = "batch_predict"
 SUFFIXES = (".parquet", ".csv")
@@ -54,7 +54,7 @@ class BatchPredictSpec(Spec):
     options: ModelOptions = ModelOptions(max_batch_size=256, max_queue_size=1024)
 
 
-def input_files(path: str) -> list[Path]:
+def list_input_files(path: str) -> list[Path]:
     """The file, or the files of the folder in the order of their names. Raises DataError."""
     place = Path(path)
     found = sorted(place.iterdir()) if place.is_dir() else [place]
@@ -74,9 +74,11 @@ def check(spec: BatchPredictSpec) -> None:
             raise DataError(field, "", "is not given", f"write {field}=...")
     if Path(spec.output).exists():
         raise DataError("output", spec.output, "exists already", "name a folder that does not, or remove it")
-    schemas = {file: _schema(file) for file in input_files(spec.input)}  # none is to be found broken hours later
+    schemas = {
+        file: _read_schema(file) for file in list_input_files(spec.input)
+    }  # none is to be found broken hours later
     first, *others = schemas
-    chosen = _chosen(Registry().get(spec.model), spec, schemas[first])
+    chosen = _choose_columns(Registry().get(spec.model), spec, schemas[first])
     if missing := [column for column in spec.keep if column not in schemas[first].names]:
         raise DataError("keep", missing[0], "is not in the table", f"it has {', '.join(schemas[first].names)}")
     wanted = [*(column for columns in chosen.values() for column in columns), *spec.keep]
@@ -86,7 +88,7 @@ def check(spec: BatchPredictSpec) -> None:
             raise DataError("input", str(file), problem, "give each file the same columns")
 
 
-def _chosen(version: ModelVersion, spec: BatchPredictSpec, seen: pa.Schema) -> dict[str, list[str]]:
+def _choose_columns(version: ModelVersion, spec: BatchPredictSpec, seen: pa.Schema) -> dict[str, list[str]]:
     """The columns of each input, in all files: they may stand in another order there. Raises DataError."""
     inputs = version.manifest.signature.inputs
     return choose_columns(inputs, seen.names, parse_columns(spec.columns, inputs))
@@ -97,9 +99,9 @@ def batch_predict(spec: BatchPredictSpec, job: str) -> str:
     from shoal.serve.on_ray.batch_predict import BatchJob, predict_files
 
     check(spec)
-    registry, files = Registry(), input_files(spec.input)
-    version, seen = registry.get(spec.model), _schema(files[0])
-    chosen = _chosen(version, spec, seen)
+    registry, files = Registry(), list_input_files(spec.input)
+    version, seen = registry.get(spec.model), _read_schema(files[0])
+    chosen = _choose_columns(version, spec, seen)
     work = BatchJob(
         RegisteredModel(version.name, str(registry.root)),
         version.version,
@@ -113,15 +115,15 @@ def batch_predict(spec: BatchPredictSpec, job: str) -> str:
         begun_s = time.monotonic()
         kind = "file" if len(files) == 1 else "files"
         print(f"run {recorder.id}: {version.ref} answers the rows of {spec.input} ({len(files)} {kind})", flush=True)
-        types = csv_types(version.manifest.signature.inputs, chosen, seen)
+        types = infer_csv_types(version.manifest.signature.inputs, chosen, seen)
         rows = predict_files(work, files, Path(spec.output).resolve(), spec.workers, types)
         seconds = time.monotonic() - begun_s
-        recorder.event("predicted", model=version.name, version=version.version, rows=rows, seconds=seconds)
+        recorder.record_event("predicted", model=version.name, version=version.version, rows=rows, seconds=seconds)
         print(f"{rows:,} rows in {seconds:.1f} s ({rows / seconds:,.0f} rows/s): {spec.output}", flush=True)
     return recorder.id
 
 
-def _schema(file: Path) -> pa.Schema:
+def _read_schema(file: Path) -> pa.Schema:
     """Of a CSV file, as its beginning looks. Raises DataError."""
     try:
         if file.suffix == ".csv":

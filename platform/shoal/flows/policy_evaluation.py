@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from shoal.actor.environment import its_own_errors, make_environment
+from shoal.actor.environment import make_environment, translate_environment_errors
 from shoal.errors import ConnectionLost, InferenceError, RunError
 
 PATIENCE_S = 60.0  # with an endpoint that is away: a replica that died is back by then
@@ -121,7 +121,7 @@ def play_through(
     started = time.monotonic()
     with ExitStack() as opened:  # what cannot be played to its end is closed too: there may be another trial
         environments = [opened.enter_context(closing(make_environment(env))) for _ in range(num_episodes)]
-        with its_own_errors(env):
+        with translate_environment_errors(env):
             observations = [each.reset(seed=seed + index)[0] for index, each in enumerate(environments)]
         returns = [0.0] * num_episodes
         playing = list(range(num_episodes))
@@ -140,7 +140,7 @@ def play_through(
                 actions += answer.outputs["action"].astype(int).tolist()
             still = []
             for index, action in zip(playing, actions, strict=True):
-                with its_own_errors(env):
+                with translate_environment_errors(env):
                     observations[index], reward, terminated, truncated, _ = environments[index].step(action)
                 returns[index] += float(reward)
                 if not (terminated or truncated):

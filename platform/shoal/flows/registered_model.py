@@ -17,16 +17,16 @@ class RegisteredModelSpec(Spec):
     model: str
     endpoint: NamedByModel = EndpointSpec(name=NAMED_BY_MODEL, num_cpus=0.5)
 
-    def serving(self) -> ServingSpec:
+    def to_serving_spec(self) -> ServingSpec:
         """The same, as for any number of models."""
         return ServingSpec(models=[self.model], endpoint=self.endpoint)
 
 
 def check_registered_model(spec: RegisteredModelSpec) -> None:
     """Whether the model is there. Raises ConfigError, RegistryError."""
-    check(spec.serving())
+    check(spec.to_serving_spec())
 
 
 def serve_registered_model(spec: RegisteredModelSpec, job: str) -> None:
     """Serve until interrupted. Raises RegistryError when there is no such model, ClusterError, ConfigError."""
-    serve_models(spec.serving(), job)
+    serve_models(spec.to_serving_spec(), job)

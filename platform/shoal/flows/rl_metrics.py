@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_LAG_METRICS = 16  # actors whose lag is told one by one
-LOOKS_A_LIFE = 7200  # into the history between a moment of a run's life and its multiple by e
+POLLS_PER_EFOLD = 7200  # into the history between a moment of a run's life and its multiple by e
 
 
 class Rate:
@@ -21,7 +21,7 @@ class Rate:
     def __init__(self) -> None:
         self._total, self._counted_at = 0.0, math.inf
 
-    def at(self, counted_at: float, total: float) -> float:
+    def update(self, counted_at: float, total: float) -> float:
         """Since the count before; 0 for the first one, and for one that was told already."""
         passed_s, grown = counted_at - self._counted_at, total - self._total
         if passed_s == 0.0:
@@ -30,7 +30,7 @@ class Rate:
         return max(0.0, grown) / passed_s if passed_s > 0.0 else 0.0
 
 
-class Thinning:
+class HistorySampler:
     """Which looks at a run go into its history: all of the first hour, then fewer and fewer. Where the first hour has
     7,200, two looks a second, the first day has 30,000 and the first month 54,000.
     """
@@ -38,31 +38,31 @@ class Thinning:
     def __init__(self, began_s: float) -> None:
         self._began_s, self._kept_s = began_s, -math.inf
 
-    def keeps(self, now_s: float) -> bool:
+    def should_keep(self, now_s: float) -> bool:
         """Whether the look of this moment does."""
-        if now_s - self._kept_s < (now_s - self._began_s) / LOOKS_A_LIFE:
+        if now_s - self._kept_s < (now_s - self._began_s) / POLLS_PER_EFOLD:
             return False
         self._kept_s = now_s
         return True
 
 
-class LoopMetrics:
+class ActorLearnerMetrics:
     """Of one life of a run."""
 
     def __init__(self) -> None:
         self._steps, self._requests = Rate(), Rate()
 
-    def of(
+    def compute(
         self, gateway: Mapping[str, Any], learner: Mapping[str, Any], requests: float, requests_at: float
     ) -> dict[str, float]:
         """Of the newest stats, which may be old while a worker is away, and of all requests to the endpoint so far."""
         segments = gateway["segments"]
-        lags = _lags(gateway)
+        lags = _get_lags(gateway)
         metrics = {
             "return/mean_100": gateway["mean_return"],
             "episodes/total": gateway["episodes"],
             "steps/total": gateway["steps"],
-            "steps/per_s": self._steps.at(gateway["counted_at"], gateway["steps"]),
+            "steps/per_s": self._steps.update(gateway["counted_at"], gateway["steps"]),
             "weights/version": gateway["weights_version"],
             "queue/depth": gateway["queue_depth"],
             "actors/connected": len(lags),
@@ -72,7 +72,7 @@ class LoopMetrics:
             "segments/consumed": segments["consumed"],
             "segments/queued": segments["queued"],
             "segments/dropped": sum(segments["dropped"].values()),
-            "endpoint/requests_per_s": self._requests.at(requests_at, requests),
+            "endpoint/requests_per_s": self._requests.update(requests_at, requests),
             "learner/updates": learner.get("updates", 0),
             **learner.get("metrics", {}),
         }
@@ -80,10 +80,10 @@ class LoopMetrics:
         return {name: float(value) for name, value in metrics.items()}
 
 
-def first_lags(gateway: Mapping[str, Any]) -> dict[str, float]:
+def select_lags(gateway: Mapping[str, Any]) -> dict[str, float]:
     """How many versions the first of the connected actors are behind, by actor: no curves, since actors come and go."""
-    return dict(itertools.islice(_lags(gateway).items(), MAX_LAG_METRICS))
+    return dict(itertools.islice(_get_lags(gateway).items(), MAX_LAG_METRICS))
 
 
-def _lags(gateway: Mapping[str, Any]) -> dict[str, float]:
+def _get_lags(gateway: Mapping[str, Any]) -> dict[str, float]:
     return {actor["actor_id"]: float(actor["lag"]) for actor in gateway["actors"] if actor["connected"]}

@@ -9,7 +9,7 @@ import numpy as np
 import yaml
 
 import shoal.runs
-from shoal.actor.environment import first_observation, make_environment
+from shoal.actor.environment import get_first_observation, make_environment
 from shoal.actor.environment_loop import SegmentBuilder
 from shoal.errors import ConfigError, InvalidSegment, SpecMismatch
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
@@ -19,12 +19,12 @@ from shoal.runs import Run, Status
 from shoal.wire import ExperienceSpec
 
 
-def look_at_environment(spec: RLSpec) -> tuple[ExperienceSpec, np.ndarray]:
+def inspect_environment(spec: RLSpec) -> tuple[ExperienceSpec, np.ndarray]:
     """What its experience looks like, and a first observation. Raises ConfigError for one that cannot be made or
     learned from; called before anything is started."""
     environment = make_environment(spec.env)
     experience = experience_spec(environment.observation_space, environment.action_space, spec)
-    observation: np.ndarray = first_observation(environment, spec.env)
+    observation: np.ndarray = get_first_observation(environment, spec.env)
     environment.close()
     try:
         SegmentBuilder(experience).begin(observation)  # as each actor does, which would end here
@@ -36,17 +36,17 @@ def look_at_environment(spec: RLSpec) -> tuple[ExperienceSpec, np.ndarray]:
 
 
 def check(spec: ActorLearnerSpec) -> tuple[ExperienceSpec, np.ndarray]:
-    """`look_at_environment`; raises ConfigError also when the run that is resumed has learnt something that does not
+    """`inspect_environment`; raises ConfigError also when the run that is resumed has learnt something that does not
     fit, or has reached all that is asked for. Called before anything is started, and before its record is changed."""
-    experience, observation = look_at_environment(spec)
+    experience, observation = inspect_environment(spec)
     if spec.resume:
         run = shoal.runs.load(spec.resume)
-        _require_more_to_do(spec, run)
-        _require_fit(spec, experience, run)
+        _require_unfinished(spec, run)
+        _require_compatible_checkpoint(spec, experience, run)
     return experience, observation
 
 
-def _require_more_to_do(spec: ActorLearnerSpec, run: Run) -> None:
+def _require_unfinished(spec: ActorLearnerSpec, run: Run) -> None:
     if run.status is not Status.FINISHED or spec.target_return is None:  # without a target, there is its time again
         return
     asked, done = (yaml.safe_load(each) or {} for each in (spec.to_yaml(), run.spec))
@@ -55,7 +55,7 @@ def _require_more_to_do(spec: ActorLearnerSpec, run: Run) -> None:
         raise ConfigError("resume", run.id, problem, "say what it is to do now, as in target_return=490")
 
 
-def _require_fit(spec: ActorLearnerSpec, experience: ExperienceSpec, run: Run) -> None:
+def _require_compatible_checkpoint(spec: ActorLearnerSpec, experience: ExperienceSpec, run: Run) -> None:
     if not any((run.folder / "checkpoints").glob("step-*")):
         return
     recorded = yaml.safe_load(run.spec) or {}  # of it, not the endpoint: its keys are masked
@@ -64,13 +64,13 @@ def _require_fit(spec: ActorLearnerSpec, experience: ExperienceSpec, run: Run) -
     if spec.hidden != before.hidden:
         raise SpecMismatch("hidden", list(spec.hidden), f"run {run.id} has learnt with {list(before.hidden)}", remedy)
     if spec.env != before.env:
-        learnt, _ = look_at_environment(before)
-        if served_model(spec, experience) != served_model(spec, learnt):
+        learnt, _ = inspect_environment(before)
+        if describe_policy_model(spec, experience) != describe_policy_model(spec, learnt):
             problem = f"run {run.id} has learnt {before.env}, which shows or takes something else"
             raise SpecMismatch("env", spec.env, problem, remedy)
 
 
-def served_model(spec: RLSpec, experience: ExperienceSpec) -> tuple[ModelFactory, Signature]:
+def describe_policy_model(spec: RLSpec, experience: ExperienceSpec) -> tuple[ModelFactory, Signature]:
     """How the endpoint and the registry build the policy, and what it takes and gives."""
     kwargs = network_kwargs(spec, experience)
     size, num_actions = kwargs["observation_size"], kwargs["num_actions"]

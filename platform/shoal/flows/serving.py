@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING
 from pydantic import SecretStr
 
 import shoal.runs
-from shoal.client.discovery import GRPC, INFERENCE
+from shoal.client.discovery import GRPC_KIND, INFERENCE_KIND
 from shoal.cluster.capacity import require_cpus
 from shoal.cluster.job_main import expected_run_id, job_main
 from shoal.errors import ClusterError, RunError
-from shoal.flows.serving_spec import NAMED_BY_MODEL, ServingSpec, check, require_code, spec_from_words
-from shoal.home import access_token
+from shoal.flows.serving_spec import NAMED_BY_MODEL, ServingSpec, check, require_importable, spec_from_overrides
+from shoal.home import load_access_token
 from shoal.registry import Registry
 from shoal.runs import RunRecorder
-from shoal.serve.spec.model_source import registered
+from shoal.serve.spec.model_source import model_from_ref
 
 if TYPE_CHECKING:
-    from shoal.serve.on_ray.deployment import Endpoint
+    from shoal.serve.on_ray.deployment import DeployedEndpoint
 
 JOB = "serve"
 WATCH_S = 1.0
@@ -37,12 +37,12 @@ WATCH_S = 1.0
 def serve_models(spec: ServingSpec, job: str) -> None:
     """Serve until interrupted. Raises ClusterError, ConfigError, RegistryError, RunError."""
     with open_endpoint(spec, job) as (endpoint, recorder):
-        print("\n".join(_words(endpoint, spec)), flush=True)  # at once: a deploy elsewhere reads it
+        print("\n".join(_format_serving_lines(endpoint, spec)), flush=True)  # at once: a deploy elsewhere reads it
         _record_until(threading.Event(), endpoint, recorder)
 
 
 @contextmanager
-def record_endpoint(spec: ServingSpec) -> Iterator[Endpoint]:
+def record_endpoint(spec: ServingSpec) -> Iterator[DeployedEndpoint]:
     """An endpoint whose changes are recorded by a thread of this process. Raises as `serve_models`."""
     stop = threading.Event()
     with open_endpoint(spec, JOB) as (endpoint, recorder):
@@ -56,61 +56,61 @@ def record_endpoint(spec: ServingSpec) -> Iterator[Endpoint]:
 
 
 @contextmanager
-def open_endpoint(spec: ServingSpec, job: str) -> Iterator[tuple[Endpoint, RunRecorder]]:
+def open_endpoint(spec: ServingSpec, job: str) -> Iterator[tuple[DeployedEndpoint, RunRecorder]]:
     """The endpoint of the spec and its run record, once every model answers. Raises as `serve_models`."""
     from shoal.serve.on_ray.deployment import deploy  # Serve takes a second to load: not for `--check`
 
     check(spec)
-    require_code(spec)
-    served = [registered(model) for model in spec.models]
+    require_importable(spec)
+    served = [model_from_ref(model) for model in spec.models]
     name = served[0].name if spec.endpoint.name == NAMED_BY_MODEL else spec.endpoint.name
-    endpoint_spec = spec.endpoint.model_copy(update={"name": name, "token": SecretStr(access_token())})
+    endpoint_spec = spec.endpoint.model_copy(update={"name": name, "token": SecretStr(load_access_token())})
     num_cpus = endpoint_spec.num_replicas * endpoint_spec.num_cpus
     require_cpus(num_cpus, "endpoint.num_cpus or endpoint.num_replicas")
     with shoal.runs.create(job, spec.to_yaml(), expected_run_id()) as recorder:
         endpoint = deploy(endpoint_spec, served)
         try:
             _require_all_served(endpoint)
-            _record_places(endpoint, recorder, "ready")
+            _record_endpoints(endpoint, recorder, "ready")
             yield endpoint, recorder
         finally:
             try:
-                _record_places(endpoint, recorder, "closed")
+                _record_endpoints(endpoint, recorder, "closed")
             finally:
                 endpoint.close()
 
 
-def _words(endpoint: Endpoint, spec: ServingSpec) -> list[str]:
+def _format_serving_lines(endpoint: DeployedEndpoint, spec: ServingSpec) -> list[str]:
     """What is served, and where."""
     versions = [(model, Registry().get(model)) for model in spec.models]
     lines = [f"serving {ref} (now {now.ref}) at {endpoint.url}/v2/models/{now.name}" for ref, now in versions]
     return [*lines, f"serving gRPC at {endpoint.grpc}"] if endpoint.grpc else lines
 
 
-def places(endpoint: Endpoint) -> dict[str, tuple[str, str]]:
+def list_addresses(endpoint: DeployedEndpoint) -> dict[str, tuple[str, str]]:
     """Where it listens, as the record has it: name -> kind, address. The one that says that it is ready is the last."""
-    grpc = {f"{endpoint.name}/grpc": (GRPC, endpoint.grpc)} if endpoint.grpc else {}
-    return {**grpc, endpoint.name: (INFERENCE, endpoint.url)}
+    grpc = {f"{endpoint.name}/grpc": (GRPC_KIND, endpoint.grpc)} if endpoint.grpc else {}
+    return {**grpc, endpoint.name: (INFERENCE_KIND, endpoint.url)}
 
 
-def _record_places(endpoint: Endpoint, recorder: RunRecorder, state: str) -> None:
-    for name, (kind, address) in places(endpoint).items():
-        recorder.endpoint(name, kind, address, state)
+def _record_endpoints(endpoint: DeployedEndpoint, recorder: RunRecorder, state: str) -> None:
+    for name, (kind, address) in list_addresses(endpoint).items():
+        recorder.record_endpoint(name, kind, address, state)
 
 
-def _require_all_served(endpoint: Endpoint) -> None:
+def _require_all_served(endpoint: DeployedEndpoint) -> None:
     """Raises ClusterError with the reason of a model that no replica could load."""
     for model in endpoint.status()["models"]:
         if model["state"] != "READY":
             raise ClusterError(f"{model['name']} cannot be served: {model['reason'] or model['state'].lower()}")
 
 
-def _record_until(stop: threading.Event, endpoint: Endpoint, recorder: RunRecorder) -> None:
+def _record_until(stop: threading.Event, endpoint: DeployedEndpoint, recorder: RunRecorder) -> None:
     while not stop.wait(WATCH_S):
         record_changes(endpoint, recorder)
 
 
-def record_changes(endpoint: Endpoint, recorder: RunRecorder) -> None:
+def record_changes(endpoint: DeployedEndpoint, recorder: RunRecorder) -> None:
     """Take every change of what is served, since the last call, into the run record.
 
     What cannot be written now, the recorder keeps, warns of, and writes later: no endpoint stops for it.
@@ -118,8 +118,10 @@ def record_changes(endpoint: Endpoint, recorder: RunRecorder) -> None:
     for event in endpoint.take_events():
         details = {"version": event.version, "previous": event.previous, "by": event.by, "reason": event.reason}
         with suppress(RunError):
-            recorder.event(event.kind, model=event.model, **{name: value for name, value in details.items() if value})
+            recorder.record_event(
+                event.kind, model=event.model, **{name: value for name, value in details.items() if value}
+            )
 
 
 if __name__ == "__main__":
-    job_main(spec_from_words, serve_models, job=JOB, check=check)
+    job_main(spec_from_overrides, serve_models, job=JOB, check=check)

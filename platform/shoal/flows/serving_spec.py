@@ -12,14 +12,14 @@ from typing import Annotated, Any
 import yaml
 from pydantic import Field, field_validator
 
-from shoal.config import Spec, last_value, read_yaml
+from shoal.config import Spec, last_override, parse_yaml
 from shoal.errors import ConfigError
 from shoal.registry import Registry, split_ref
 from shoal.registry.manifest import find_callable
-from shoal.serve.spec.endpoint import TOKEN_FROM_ENVIRONMENT, EndpointSpec, unless_said
+from shoal.serve.spec.endpoint import TOKEN_FROM_ENVIRONMENT, EndpointSpec, with_default_values
 
 NAMED_BY_MODEL = "named-by-model"
-NamedByModel = Annotated[EndpointSpec, unless_said(name=NAMED_BY_MODEL, num_cpus=0.5), TOKEN_FROM_ENVIRONMENT]
+NamedByModel = Annotated[EndpointSpec, with_default_values(name=NAMED_BY_MODEL, num_cpus=0.5), TOKEN_FROM_ENVIRONMENT]
 
 
 class ServingSpec(Spec):
@@ -50,21 +50,21 @@ class ServingSpec(Spec):
         return models
 
 
-def spec_from_words(words: Sequence[str]) -> ServingSpec:
+def spec_from_overrides(words: Sequence[str]) -> ServingSpec:
     """What the words are to be applied to: the file among them, or the defaults. Raises ConfigError."""
-    file = last_value(words, "file")
-    return from_file(Path(file)) if file else ServingSpec()
+    file = last_override(words, "file")
+    return load_serving_spec(Path(file)) if file else ServingSpec()
 
 
-def from_file(path: Path) -> ServingSpec:
+def load_serving_spec(path: Path) -> ServingSpec:
     """A YAML file of this spec, or one for `serve deploy`, whose application has it as its `args`."""
-    content = _content(path)
+    content = _load_content(path)
     if "applications" in content:
-        content = _arguments(content["applications"])
+        content = _extract_arguments(content["applications"])
     return ServingSpec.parse({**content, "file": str(path)})
 
 
-def _arguments(applications: object) -> dict[str, Any]:
+def _extract_arguments(applications: object) -> dict[str, Any]:
     """Of the one application that a file for `serve deploy` is to have. Raises ConfigError."""
     remedy = (
         "write `applications: [{name: shop, import_path: shoal.serve.on_ray.serve_app:build, args: {models: [...]}}]`"
@@ -78,16 +78,16 @@ def _arguments(applications: object) -> dict[str, Any]:
     raise ConfigError("applications", applications, "is not a list of one application, which an endpoint is", remedy)
 
 
-def port_for_serve(path: Path) -> int | None:
+def read_serve_port(path: Path) -> int | None:
     """Where Ray's own `serve deploy` would have the file's endpoint listen, when it says so. Raises ConfigError."""
-    options = _content(path).get("http_options")
+    options = _load_content(path).get("http_options")
     port = options.get("port") if isinstance(options, dict) else None
     return port if isinstance(port, int) else None
 
 
-def _content(path: Path) -> dict[str, Any]:
+def _load_content(path: Path) -> dict[str, Any]:
     try:
-        content = read_yaml(path.read_text()) or {}
+        content = parse_yaml(path.read_text()) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError("file", str(path), f"cannot be read ({error})", "give a YAML file") from None
     if not isinstance(content, dict):
@@ -106,7 +106,7 @@ def check(spec: ServingSpec) -> None:
         raise ConfigError("endpoint.models", unknown[0], "is not served", f"models: {', '.join(names)}")
 
 
-def require_code(spec: ServingSpec) -> None:
+def require_importable(spec: ServingSpec) -> None:
     """Whether this process finds the models' classes and the hooks that they are served with, as the replicas will.
     Raises ConfigError, RegistryError.
 

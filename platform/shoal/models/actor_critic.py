@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-NARROW = 8  # layers of fewer units gain nothing from another library
-ROWS = 128  # oneDNN compiles its code once for a number of rows, in half a millisecond: few numbers should occur
+MIN_WIDTH = 8  # layers of fewer units gain nothing from another library
+ROW_MULTIPLE = (
+    128  # oneDNN compiles its code once for a number of rows, in half a millisecond: few numbers should occur
+)
 
 
 class _TanhPerceptron(torch.autograd.Function):
@@ -28,7 +30,7 @@ class _TanhPerceptron(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
         weights, biases = parameters[0::2], parameters[1::2]
-        kept = [_padded(x)]  # the input, then s of each hidden layer
+        kept = [_pad_rows(x)]  # the input, then s of each hidden layer
         for weight, bias in zip(weights[:-1], biases[:-1], strict=True):
             kept.append(_affine(kept, weight * 2, bias * 2).sigmoid_())
         ctx.save_for_backward(*kept, *weights)
@@ -39,7 +41,7 @@ class _TanhPerceptron(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         num_layers = len(ctx.saved_tensors) // 2
         kept, weights = ctx.saved_tensors[:num_layers], ctx.saved_tensors[num_layers:]
-        z_grad = _padded(grads[0])
+        z_grad = _pad_rows(grads[0])
         found: list[Tensor | None] = []
         for index in reversed(range(num_layers)):
             bias_grad = z_grad.sum(0)
@@ -55,10 +57,10 @@ class _TanhPerceptron(torch.autograd.Function):
         return (x_grad, *reversed(found))
 
 
-def _padded(rows: Tensor) -> Tensor:
+def _pad_rows(rows: Tensor) -> Tensor:
     """With rows of zeros up to the next multiple of ROWS; a few rows stay as they are."""
-    missing = -len(rows) % ROWS
-    return nn.functional.pad(rows, (0, 0, 0, missing)) if missing and len(rows) > ROWS else rows
+    missing = -len(rows) % ROW_MULTIPLE
+    return nn.functional.pad(rows, (0, 0, 0, missing)) if missing and len(rows) > ROW_MULTIPLE else rows
 
 
 def _affine(kept: Sequence[Tensor], weight: Tensor, bias: Tensor) -> Tensor:
@@ -72,7 +74,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x Wᵀ + b. oneDNN uses all of a CPU: [2056, 64] by [64, 64] takes 82 µs, against 164 of MKL on AMD, which
     torch.mm calls for float32. The operation is the one that torch.compile puts in a linear layer's place."""
     y: Tensor
-    if x.dtype == torch.float32 and min(weight.shape) > NARROW and torch.backends.mkldnn.is_available():
+    if x.dtype == torch.float32 and min(weight.shape) > MIN_WIDTH and torch.backends.mkldnn.is_available():
         y = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     else:
         y = nn.functional.linear(x, weight, bias)
@@ -95,8 +97,8 @@ class ActorCritic(nn.Module):
 
     def __init__(self, observation_size: int, num_actions: int, hidden: Sequence[int] = (64, 64)) -> None:
         super().__init__()
-        self.policy = _perceptron(observation_size, hidden, num_actions, output_gain=0.01)
-        self.value = _perceptron(observation_size, hidden, 1, output_gain=1.0)
+        self.policy = _make_perceptron(observation_size, hidden, num_actions, output_gain=0.01)
+        self.value = _make_perceptron(observation_size, hidden, 1, output_gain=1.0)
 
     def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [B, num_actions] and values [B]."""
@@ -108,16 +110,16 @@ class ActorCritic(nn.Module):
         return {"action": logits.argmax(-1), "logits": logits, "value": value}
 
 
-def _perceptron(size: int, hidden: Sequence[int], output_size: int, output_gain: float) -> _Perceptron:
+def _make_perceptron(size: int, hidden: Sequence[int], output_size: int, output_gain: float) -> _Perceptron:
     """Tanh layers with orthogonal weights; a small `output_gain` makes the first policy nearly uniform."""
     layers: list[nn.Module] = []
     for width in hidden:
-        layers += [_linear(size, width, math.sqrt(2)), nn.Tanh()]
+        layers += [_make_linear(size, width, math.sqrt(2)), nn.Tanh()]
         size = width
-    return _Perceptron(*layers, _linear(size, output_size, output_gain))
+    return _Perceptron(*layers, _make_linear(size, output_size, output_gain))
 
 
-def _linear(size: int, output_size: int, gain: float) -> nn.Linear:
+def _make_linear(size: int, output_size: int, gain: float) -> nn.Linear:
     layer = nn.Linear(size, output_size)
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)

@@ -41,10 +41,10 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int, depth: int) -> None:
         super().__init__()
         self.head_size = width // heads
-        self.query = _linear(width, width)
-        self.key = _linear(width, width)
-        self.value = _linear(width, width)
-        self.output = _linear(width, width, depth)
+        self.query = _make_linear(width, width)
+        self.key = _make_linear(width, width)
+        self.value = _make_linear(width, width)
+        self.output = _make_linear(width, width, depth)
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = (
@@ -61,9 +61,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
-        self.up = _linear(width, 4 * width)
+        self.up = _make_linear(width, 4 * width)
         self.gelu = nn.GELU()
-        self.down = _linear(4 * width, width, depth)
+        self.down = _make_linear(4 * width, width, depth)
 
     def forward(self, x: Tensor) -> Tensor:
         transformed: Tensor = self.down(self.gelu(self.up(x)))
@@ -93,7 +93,7 @@ class Head(nn.Module):
     def __init__(self, width: int, num_tokens: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.output = _linear(width, num_tokens, bias=False)
+        self.output = _make_linear(width, num_tokens, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.output(self.norm(x))
@@ -128,7 +128,7 @@ class Decoder(nn.Sequential):
         super().__init__(OrderedDict(layers, head=head))
 
 
-def _linear(num_inputs: int, num_outputs: int, depth: int | None = None, bias: bool = True) -> nn.Linear:
+def _make_linear(num_inputs: int, num_outputs: int, depth: int | None = None, bias: bool = True) -> nn.Linear:
     """A projection; where it ends a branch of a block, smaller by the root of the number of branches, 2 `depth`."""
     layer = nn.Linear(num_inputs, num_outputs, bias=bias)
     nn.init.normal_(layer.weight, std=INITIAL_STD / (math.sqrt(2 * depth) if depth else 1.0))

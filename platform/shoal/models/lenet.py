@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import numpy as np
 from torch import nn
 
-MEAN, SPREAD = 73.0, 90.0  # of Fashion-MNIST's training images, whose pixels are 0 to 255
+MEAN, STD = 73.0, 90.0  # of Fashion-MNIST's training images, whose pixels are 0 to 255
 
 
 class LeNet(nn.Sequential):
@@ -45,7 +45,7 @@ class LeNet(nn.Sequential):
 
 def normalise(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Pixels of 0 to 255 as what the recipe trains on."""
-    return {name: (images - np.float32(MEAN)) / np.float32(SPREAD) for name, images in arrays.items()}
+    return {name: (images - np.float32(MEAN)) / np.float32(STD) for name, images in arrays.items()}
 
 
 def probabilities(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -39,7 +39,7 @@ def flatten(trees: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     _require(exists[rows, above] | ~exists, "'parents': a parent is a node that is not there (token -1)")
     one_root = ((parents == NO_NODE) & exists).sum(1, keepdims=True) == 1
     _require(one_root, "'parents': a tree has exactly one root, whose parent is -1")
-    depths, ends = _followed(above, rows)
+    depths, ends = _find_depths_and_roots(above, rows)
     _require(parents[rows, ends] == NO_NODE, "'parents': a cycle")
 
     order = np.lexsort((np.nonzero(exists)[0], -depths[exists]))  # by level, and in a level by tree
@@ -75,9 +75,9 @@ class TreeLSTM(nn.Module):
             level = slice(start, start + size)
             gates, memory = gates_of[level], known.new_zeros(())
             if start:
-                gates = gates + self.below(_summed(states, places, size))
+                gates = gates + self.below(_sum_children(states, places, size))
                 forget = torch.sigmoid(forget_of[level][places] + self.forget(states))
-                memory = _summed(forget * cells, places, size)
+                memory = _sum_children(forget * cells, places, size)
             write, read, update = gates.chunk(3, dim=1)
             cells = torch.sigmoid(write) * torch.tanh(update) + memory
             states = torch.sigmoid(read) * torch.tanh(cells)
@@ -87,12 +87,12 @@ class TreeLSTM(nn.Module):
         return logits
 
 
-def _summed(children: Tensor, places: Tensor, size: int) -> Tensor:
+def _sum_children(children: Tensor, places: Tensor, size: int) -> Tensor:
     """The sum over the children of each of `size` parents."""
     return children.new_zeros(size, children.shape[1]).index_add(0, places, children)
 
 
-def _followed(above: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _find_depths_and_roots(above: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """How many parents are above each node, and which is the last: each step looks twice as far as the one before."""
     depths = (above != np.arange(above.shape[1])).astype(np.int64)
     for _ in range(above.shape[1].bit_length()):

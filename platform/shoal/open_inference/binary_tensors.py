@@ -15,10 +15,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from shoal.errors import InferenceError
-from shoal.open_inference.datatypes import NUMPY
-from shoal.open_inference.request_schema import shown
+from shoal.open_inference.datatypes import NUMPY_DTYPES
+from shoal.open_inference.request_schema import format_tensor_type
 
-COPIED_BYTES = 1 << 15  # up to here a copy costs less than a view
+MAX_COPIED_BYTES = 1 << 15  # up to here a copy costs less than a view
 _LENGTH = struct.Struct("<I")
 
 
@@ -29,9 +29,9 @@ def from_binary(
     size = math.prod(shape)
     if datatype == "BYTES":
         return _elements(name, size, memoryview(data), role).reshape(shape)
-    dtype = NUMPY[datatype]
+    dtype = NUMPY_DTYPES[datatype]
     if len(data) != size * dtype.itemsize:
-        problem = f"{role} {name!r}: expected {size * dtype.itemsize} bytes of {shown(datatype, shape)}"
+        problem = f"{role} {name!r}: expected {size * dtype.itemsize} bytes of {format_tensor_type(datatype, shape)}"
         raise InferenceError(422, f"{problem}, got {len(data)}")
     array: np.ndarray = np.ndarray(shape, dtype, buffer=data)
     if datatype == "BOOL" and size and (largest := array.view(np.uint8).max()) > 1:
@@ -45,8 +45,8 @@ def to_binary(datatype: str, array: np.ndarray) -> memoryview | bytes:
         elements, packed = array.ravel().tolist(), _LENGTH.pack
         return b"".join([part for element in elements for part in (packed(len(element)), element)])
     if array.dtype.byteorder == ">":
-        array = array.astype(NUMPY[datatype])
-    if array.nbytes <= COPIED_BYTES:
+        array = array.astype(NUMPY_DTYPES[datatype])
+    if array.nbytes <= MAX_COPIED_BYTES:
         return array.tobytes()
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-NUMPY: dict[str, np.dtype[np.generic]] = {
+NUMPY_DTYPES: dict[str, np.dtype[np.generic]] = {
     "BOOL": np.dtype(np.bool_),
     "UINT8": np.dtype(np.uint8),
     "UINT16": np.dtype("<u2"),
@@ -30,10 +30,10 @@ NUMPY: dict[str, np.dtype[np.generic]] = {
     "FP64": np.dtype("<f8"),
     "BYTES": np.dtype(object),
 }
-DATATYPES = tuple(NUMPY)
+DATATYPES = tuple(NUMPY_DTYPES)
 
 
-def floats_of(values: NDArray[Any], datatype: str) -> NDArray[Any]:
+def to_floats(values: NDArray[Any], datatype: str) -> NDArray[Any]:
     """Numbers as FP16, BF16 (its bits), FP32 or FP64: the nearest to each. What is infinite or NaN stays so.
 
     Raises OverflowError for a number whose nearest is infinite.
@@ -43,7 +43,7 @@ def floats_of(values: NDArray[Any], datatype: str) -> NDArray[Any]:
         floats = bf16_values(found)
     else:
         with np.errstate(over="ignore"):
-            found = floats = values.astype(NUMPY[datatype], copy=False)
+            found = floats = values.astype(NUMPY_DTYPES[datatype], copy=False)
     if found.dtype != values.dtype:
         infinite = np.isinf(floats)
         if infinite.any() and np.isfinite(values[infinite]).any():
@@ -53,14 +53,14 @@ def floats_of(values: NDArray[Any], datatype: str) -> NDArray[Any]:
 
 def bf16_bits(values: NDArray[np.float32] | NDArray[np.float64]) -> NDArray[np.uint16]:
     """The BF16 nearest to each value (ties to even), as bits. NaN stays NaN."""
-    floats = values if values.dtype == np.float32 else _to_odd(values.astype(np.float64, copy=False))
+    floats = values if values.dtype == np.float32 else _round_to_odd(values.astype(np.float64, copy=False))
     bits = np.ascontiguousarray(floats, dtype=np.float32).view(np.uint32)
     rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
     quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
     return np.where((bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000), quiet, rounded).astype(np.uint16)
 
 
-def _to_odd(values: NDArray[np.float64]) -> NDArray[np.float32]:
+def _round_to_odd(values: NDArray[np.float64]) -> NDArray[np.float32]:
     """The float32 next to each value towards 0, with its last bit set where it is another: so that no value becomes
     the middle between two BF16, which rounding to the nearest would take it for."""
     with np.errstate(over="ignore"):

@@ -14,7 +14,7 @@ import numpy as np
 
 from shoal.errors import InferenceError
 from shoal.open_inference.binary_tensors import from_binary, to_binary
-from shoal.open_inference.datatypes import NUMPY
+from shoal.open_inference.datatypes import NUMPY_DTYPES
 from shoal.open_inference.json_tensors import from_json, to_json
 from shoal.open_inference.messages import (
     NO_DATA,
@@ -25,7 +25,7 @@ from shoal.open_inference.messages import (
     Parameters,
     TensorMetadata,
 )
-from shoal.open_inference.request_schema import Expectation
+from shoal.open_inference.request_schema import RequestSchema
 
 NO_PARAMETERS: Parameters = {}
 # What would need a part of the protocol that is not served: to ignore it would answer something else than was asked.
@@ -35,7 +35,7 @@ _decode_request = msgspec.json.Decoder(InferRequest).decode
 _encode = msgspec.json.Encoder().encode
 
 
-class Decoded(msgspec.Struct, frozen=True, gc=False):
+class DecodedRequest(msgspec.Struct, frozen=True, gc=False):
     """A request whose every tensor fits.
 
     outputs: names of those that are wanted; None for all
@@ -51,17 +51,17 @@ class Decoded(msgspec.Struct, frozen=True, gc=False):
     binary_of: Mapping[str, bool]
 
 
-class InferCodec:
+class HttpCodec:
     """Reads requests for, and writes answers of, one model. For any thread."""
 
     def __init__(
         self, model_name: str, inputs: Sequence[TensorMetadata], outputs: Sequence[TensorMetadata], max_rows: int
     ) -> None:
         self._model_name, self._outputs = model_name, outputs
-        self._expectation = Expectation(inputs, outputs, max_rows)
-        self.takes_bytes = any(spec.datatype == "BYTES" for spec in inputs)  # whose elements are read one by one
+        self._schema = RequestSchema(inputs, outputs, max_rows)
+        self.has_bytes_inputs = any(spec.datatype == "BYTES" for spec in inputs)  # whose elements are read one by one
 
-    def decode(self, body: bytes, header_length: int | None = None) -> Decoded:
+    def decode(self, body: bytes, header_length: int | None = None) -> DecodedRequest:
         """Read a request. `header_length`: of the JSON object, when bytes of tensors follow it.
 
         The arrays of binary tensors are views of `body`. Raises InferenceError (400, 422).
@@ -80,30 +80,30 @@ class InferCodec:
             raise InferenceError(400, f"not an inference request: {error}") from None
         arrays: dict[str, np.ndarray] = {}
         for tensor in request.inputs:
-            self._expectation.declare(tensor.name, tensor.datatype, tensor.shape, arrays)
+            self._schema.check_tensor(tensor.name, tensor.datatype, tensor.shape, arrays)
             if tensor.parameters is None and tensor.data is not NO_DATA:
                 arrays[tensor.name] = from_json(tensor.name, tensor.datatype, tensor.shape, tensor.data)
             else:
                 size = _binary_size(tensor, len(rest))
-                arrays[tensor.name] = _read(tensor, None if size is None else rest[:size])
+                arrays[tensor.name] = _read_tensor(tensor, None if size is None else rest[:size])
                 rest = rest[size or 0 :]
         if len(rest):
             raise InferenceError(400, f"the body goes on for {len(rest)} bytes after the last tensor")
-        num_rows = self._expectation.complete(arrays)
+        num_rows = self._schema.check_complete(arrays)
         parameters = request.parameters or NO_PARAMETERS
-        binary = _flag(parameters, "binary_data_output", False)
+        binary = _get_flag(parameters, "binary_data_output", False)
         if not request.outputs:
-            return Decoded(request.id, parameters, arrays, num_rows, None, binary, {})
-        wanted = self._expectation.wanted(output.name for output in request.outputs)
+            return DecodedRequest(request.id, parameters, arrays, num_rows, None, binary, {})
+        wanted = self._schema.check_outputs(output.name for output in request.outputs)
         binary_of = {}
         for output in request.outputs:
             of_output = output.parameters or NO_PARAMETERS
-            _refuse(of_output, f"output {output.name!r}")
-            binary_of[output.name] = _flag(of_output, "binary_data", binary)
-        return Decoded(request.id, parameters, arrays, num_rows, wanted, binary, binary_of)
+            _reject_parameters(of_output, f"output {output.name!r}")
+            binary_of[output.name] = _get_flag(of_output, "binary_data", binary)
+        return DecodedRequest(request.id, parameters, arrays, num_rows, wanted, binary, binary_of)
 
     def encode(
-        self, request: Decoded, version: int, outputs: Mapping[str, np.ndarray]
+        self, request: DecodedRequest, version: int, outputs: Mapping[str, np.ndarray]
     ) -> tuple[bytes, list[memoryview | bytes]]:
         """The JSON object of the answer, and the bytes of its binary tensors (views of the arrays), in order.
 
@@ -116,7 +116,7 @@ class InferCodec:
             if request.outputs is not None and name not in request.outputs:
                 continue
             array = outputs[name]
-            assert array.dtype == NUMPY[datatype], f"output {name!r}: expected {datatype}, got {array.dtype}"
+            assert array.dtype == NUMPY_DTYPES[datatype], f"output {name!r}: expected {datatype}, got {array.dtype}"
             if request.binary_of.get(name, request.binary):
                 part = to_binary(datatype, array)
                 parts.append(part)
@@ -126,11 +126,11 @@ class InferCodec:
                 tensors.append(OutputTensor(name, list(array.shape), datatype, None, data))
         return _encode(InferResponse(self._model_name, str(version), tensors, request.id)), parts
 
-    def _decode_raw(self, body: bytes) -> Decoded:
+    def _decode_raw(self, body: bytes) -> DecodedRequest:
         """A body that is one row of the one input and nothing else; the answer is binary."""
-        inputs = list(self._expectation.inputs.values())
+        inputs = list(self._schema.inputs.values())
         if len(inputs) != 1:
-            names = ", ".join(map(repr, self._expectation.inputs))
+            names = ", ".join(map(repr, self._schema.inputs))
             raise InferenceError(
                 400, f"Inference-Header-Content-Length = 0 is for models of one input; here are {names}"
             )
@@ -145,20 +145,20 @@ class InferCodec:
             array[0] = body
             array = array.reshape(shape)
         else:
-            row_bytes = NUMPY[spec.datatype].itemsize
+            row_bytes = NUMPY_DTYPES[spec.datatype].itemsize
             for size in shape:
                 row_bytes *= 1 if size == -1 else size
             shape = [len(body) // row_bytes if size == -1 else size for size in shape]
             array = from_binary(spec.name, spec.datatype, shape, body)
         arrays: dict[str, np.ndarray] = {}
-        self._expectation.declare(spec.name, spec.datatype, shape, arrays)
-        return Decoded(None, NO_PARAMETERS, {spec.name: array}, 1, None, True, {})
+        self._schema.check_tensor(spec.name, spec.datatype, shape, arrays)
+        return DecodedRequest(None, NO_PARAMETERS, {spec.name: array}, 1, None, True, {})
 
 
 def _binary_size(tensor: InputTensor, available_bytes: int) -> int | None:
     """How many of the bytes behind the JSON object belong to this tensor; None when its data is in the JSON."""
     parameters = tensor.parameters or NO_PARAMETERS
-    _refuse(parameters, f"input {tensor.name!r}")
+    _reject_parameters(parameters, f"input {tensor.name!r}")
     size = parameters.get("binary_data_size")
     if size is None:
         return None
@@ -168,7 +168,7 @@ def _binary_size(tensor: InputTensor, available_bytes: int) -> int | None:
     return size
 
 
-def _read(tensor: InputTensor, binary: memoryview | None) -> np.ndarray:
+def _read_tensor(tensor: InputTensor, binary: memoryview | None) -> np.ndarray:
     if (binary is None) == (tensor.data is NO_DATA):
         remedy = "give data, or binary_data_size and the bytes behind the JSON object; one of both"
         raise InferenceError(400, f"not an inference request: input {tensor.name!r}: {remedy}")
@@ -177,13 +177,13 @@ def _read(tensor: InputTensor, binary: memoryview | None) -> np.ndarray:
     return from_binary(tensor.name, tensor.datatype, tensor.shape, binary)
 
 
-def _refuse(parameters: Parameters, where: str) -> None:
+def _reject_parameters(parameters: Parameters, where: str) -> None:
     for parameter in REFUSED_PARAMETERS:
         if parameters.get(parameter):
             raise InferenceError(400, f"{where}: the parameter {parameter!r} is of an extension that is not served")
 
 
-def _flag(parameters: Parameters, name: str, default: bool) -> bool:
+def _get_flag(parameters: Parameters, name: str, default: bool) -> bool:
     value = parameters.get(name, default)
     if not isinstance(value, bool):
         raise InferenceError(400, f"parameter {name} = {str(value)[:40]}: expected true or false")

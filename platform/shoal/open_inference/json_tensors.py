@@ -18,20 +18,21 @@ import msgspec
 import numpy as np
 
 from shoal.errors import InferenceError
-from shoal.open_inference.datatypes import NUMPY, bf16_bits, bf16_values
-from shoal.open_inference.request_schema import shown
+from shoal.open_inference.datatypes import NUMPY_DTYPES, bf16_bits, bf16_values
+from shoal.open_inference.request_schema import format_tensor_type
 
 MAX_DEPTH = 8
-FEW = 64  # values up to which Python's own loops beat NumPy's
+MAX_SMALL_VALUES = 64  # values up to which Python's own loops beat NumPy's
 LARGE_BYTES = 1 << 16  # data from which its values are counted before they are read
 
 _OPENING = re.compile(rb"[\[ \t\r\n]*")
 _ELEMENT: dict[str, type] = {
-    datatype: {"b": bool, "u": int, "i": int, "f": float, "O": str}[dtype.kind] for datatype, dtype in NUMPY.items()
+    datatype: {"b": bool, "u": int, "i": int, "f": float, "O": str}[dtype.kind]
+    for datatype, dtype in NUMPY_DTYPES.items()
 } | {"BF16": float}
 _ROUNDED = ("FP16", "BF16", "FP32")  # what JSON's numbers may be too large for
 # From here on a number rounds to infinity: half a step beyond the largest that there is.
-_FEW_LIMIT = {"FP16": 65520.0, "FP32": 2.0**128 - 2.0**103}
+_SMALL_LIMITS = {"FP16": 65520.0, "FP32": 2.0**128 - 2.0**103}
 
 
 def from_json(name: str, datatype: str, shape: Sequence[int], data: msgspec.Raw, role: str = "input") -> np.ndarray:
@@ -41,18 +42,20 @@ def from_json(name: str, datatype: str, shape: Sequence[int], data: msgspec.Raw,
         if len(memoryview(data)) > LARGE_BYTES and _element_count(datatype, data) > size:
             raise ValueError("there are more values than the shape has")
         try:
-            array = _flat(datatype, _FLAT[datatype](data))
+            array = _to_flat_array(datatype, _FLAT_DECODERS[datatype](data))
         except msgspec.ValidationError:
             if (depth := _depth(data)) == 1:
                 raise
-            array = _nested(datatype, _decoder(datatype, depth)(data))
+            array = _to_nested_array(datatype, _decoder(datatype, depth)(data))
         if datatype == "BYTES" and array.size <= size:
-            array = _bytes(array)
+            array = _encode_texts(array)
     except (msgspec.DecodeError, ValueError, OverflowError) as error:  # a UnicodeError is a ValueError
-        problem = f"{role} {name!r}: expected {size} values of {shown(datatype, shape)}: {error}"
+        problem = f"{role} {name!r}: expected {size} values of {format_tensor_type(datatype, shape)}: {error}"
         raise InferenceError(422, problem) from None
     if array.size != size or (array.ndim > 1 and list(array.shape) != list(shape)):
-        problem = f"{role} {name!r}: expected {size} values of {shown(datatype, shape)}, got {list(array.shape)}"
+        problem = (
+            f"{role} {name!r}: expected {size} values of {format_tensor_type(datatype, shape)}, got {list(array.shape)}"
+        )
         raise InferenceError(422, problem)
     return array if array.ndim > 1 else array.reshape(shape)
 
@@ -74,19 +77,19 @@ def to_json(name: str, datatype: str, array: np.ndarray, role: str = "output") -
         raise InferenceError(422, f"{role} {name!r}: expected UTF-8, which JSON can hold: {error}. {remedy}") from None
 
 
-def _flat(datatype: str, values: list[Any]) -> np.ndarray:
-    limit = _FEW_LIMIT.get(datatype)
-    if limit is None or not 0 < len(values) <= FEW:
-        return _nested(datatype, values)
+def _to_flat_array(datatype: str, values: list[Any]) -> np.ndarray:
+    limit = _SMALL_LIMITS.get(datatype)
+    if limit is None or not 0 < len(values) <= MAX_SMALL_VALUES:
+        return _to_nested_array(datatype, values)
     if max(values) >= limit or min(values) <= -limit:
         raise ValueError(f"a number is beyond {datatype}")
-    return np.array(values, dtype=NUMPY[datatype])
+    return np.array(values, dtype=NUMPY_DTYPES[datatype])
 
 
-def _nested(datatype: str, values: list[Any]) -> np.ndarray:
+def _to_nested_array(datatype: str, values: list[Any]) -> np.ndarray:
     if datatype in _ROUNDED:
         return _floats(datatype, values)
-    return np.array(values, dtype=NUMPY[datatype])
+    return np.array(values, dtype=NUMPY_DTYPES[datatype])
 
 
 def _floats(datatype: str, values: list[Any]) -> np.ndarray:
@@ -96,14 +99,14 @@ def _floats(datatype: str, values: list[Any]) -> np.ndarray:
             array: np.ndarray = bf16_bits(np.array(values, dtype=np.float64))
             beyond = (array & np.uint16(0x7FFF)) == 0x7F80
         else:
-            array = np.array(values, dtype=np.float64).astype(NUMPY[datatype])  # faster than at once
+            array = np.array(values, dtype=np.float64).astype(NUMPY_DTYPES[datatype])  # faster than at once
             beyond = np.isinf(array)
     if beyond.any():
         raise ValueError(f"a number is beyond {datatype}")
     return array
 
 
-def _bytes(texts: np.ndarray) -> np.ndarray:
+def _encode_texts(texts: np.ndarray) -> np.ndarray:
     """The UTF-8 of each text. Raises ValueError for lists of unequal length, which NumPy keeps as lists."""
     encoded = np.empty(texts.size, dtype=object)
     for number, text in enumerate(texts.flat):
@@ -133,4 +136,4 @@ def _decoder(datatype: str, depth: int) -> Any:
     return msgspec.json.Decoder(nested).decode
 
 
-_FLAT = {datatype: _decoder(datatype, 1) for datatype in NUMPY}
+_FLAT_DECODERS = {datatype: _decoder(datatype, 1) for datatype in NUMPY_DTYPES}

@@ -20,7 +20,7 @@ MAX_ELEMENTS = 1 << 24  # of a tensor whose size its model leaves open: what oth
 MAX_SHOWN = 8  # dimensions of a client's shape that an error repeats
 
 
-class Expectation:
+class RequestSchema:
     """Checks declarations against a model's inputs and outputs; `max_rows` is the largest batch that it takes."""
 
     def __init__(self, inputs: Sequence[TensorMetadata], outputs: Sequence[TensorMetadata], max_rows: int) -> None:
@@ -30,7 +30,7 @@ class Expectation:
         # The shape behind the batch where it is fixed: it is compared at once.
         self._rest = {spec.name: None if -1 in spec.shape[1:] else spec.shape[1:] for spec in inputs}
 
-    def declare(self, name: str, datatype: str, shape: Sequence[int], accepted: Mapping[str, Any]) -> None:
+    def check_tensor(self, name: str, datatype: str, shape: Sequence[int], accepted: Mapping[str, Any]) -> None:
         """One tensor of a request whose tensors so far are `accepted`. Raises InferenceError (413, 422)."""
         spec = self.inputs.get(name)
         if spec is None:
@@ -39,20 +39,22 @@ class Expectation:
         if name in accepted:
             raise InferenceError(422, f"input {name!r} was given twice")
         if datatype != spec.datatype or not self._fits(spec, list(shape)):
-            raise InferenceError(422, f"input {name!r}: expected {describe(spec)}, got {shown(datatype, shape)}")
+            raise InferenceError(
+                422, f"input {name!r}: expected {format_tensor_spec(spec)}, got {format_tensor_type(datatype, shape)}"
+            )
         if not 0 < shape[0] <= self._max_rows:
             expected = f"expected 1 to {self._max_rows} rows"
-            raise InferenceError(422, f"input {name!r}: {expected}, got {shown(datatype, shape)}")
+            raise InferenceError(422, f"input {name!r}: {expected}, got {format_tensor_type(datatype, shape)}")
         # A size of 0 makes no tensor of those beside it any shorter than NumPy can count.
         if self._rest[name] is None and math.prod([max(size, 1) for size in shape]) > MAX_ELEMENTS:
             limit = f"at most {MAX_ELEMENTS} elements are taken"
-            raise InferenceError(413, f"input {name!r}: {limit}, got {shown(datatype, shape)}")
+            raise InferenceError(413, f"input {name!r}: {limit}, got {format_tensor_type(datatype, shape)}")
 
-    def complete(self, arrays: Mapping[str, Any]) -> int:
+    def check_complete(self, arrays: Mapping[str, Any]) -> int:
         """The number of rows of a request with these tensors. Raises InferenceError (422)."""
         if len(arrays) != len(self.inputs):
             spec = next(spec for name, spec in self.inputs.items() if name not in arrays)
-            raise InferenceError(422, f"input {spec.name!r} is missing: expected {describe(spec)}")
+            raise InferenceError(422, f"input {spec.name!r} is missing: expected {format_tensor_spec(spec)}")
         num_rows, first = -1, ""
         for name, array in arrays.items():
             if num_rows not in (-1, len(array)):
@@ -62,7 +64,7 @@ class Expectation:
             num_rows, first = len(array), first or name
         return num_rows
 
-    def wanted(self, names: Iterable[str]) -> frozenset[str] | None:
+    def check_outputs(self, names: Iterable[str]) -> frozenset[str] | None:
         """The outputs that were asked for; None for all. Raises InferenceError (422) at the first that there is not, or
         that is there already: no more names are looked at than the model has outputs, and one."""
         wanted: set[str] = set()
@@ -84,12 +86,12 @@ class Expectation:
         return all(have >= 0 and want in (-1, have) for have, want in zip(shape, spec.shape, strict=True))
 
 
-def describe(spec: TensorMetadata) -> str:
+def format_tensor_spec(spec: TensorMetadata) -> str:
     """`FP32 [-1, 64]`."""
     return f"{spec.datatype} {spec.shape}"
 
 
-def shown(datatype: str, shape: Sequence[int]) -> str:
+def format_tensor_type(datatype: str, shape: Sequence[int]) -> str:
     """What a client declared, cut to what an error should repeat."""
     rest = ", ..." if len(shape) > MAX_SHOWN else ""
     return f"{datatype[:20]} [{', '.join(map(str, shape[:MAX_SHOWN]))}{rest}]"

@@ -11,24 +11,24 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import PlanError
-from shoal.parallel.comm.mesh import data_group, make_mesh
+from shoal.parallel.comm.mesh import make_data_group, make_mesh
 from shoal.parallel.comm.world import World
 from shoal.parallel.layers.memory_format import use_channels_last
-from shoal.parallel.model import Learnable, ParallelModel
+from shoal.parallel.model import ParallelModel, TaskProtocol
 from shoal.parallel.pipeline.model import build_pipeline
-from shoal.parallel.spec import Degrees, ParallelSpec
-from shoal.parallel.spmd.base import Single
-from shoal.parallel.spmd.ddp import Replicated
-from shoal.parallel.spmd.fsdp import Sharded
-from shoal.parallel.tensor.apply import build_tensor
+from shoal.parallel.spec import ParallelDims, ParallelSpec
+from shoal.parallel.spmd.base import SingleProcessModel
+from shoal.parallel.spmd.ddp import DdpModel
+from shoal.parallel.spmd.fsdp import FsdpModel
+from shoal.parallel.tensor.apply import build_tensor_parallel
 from shoal.parallel.validate import check_plan
 
 
 def parallelize(
     model: nn.Module,
-    learnable: Learnable,
+    learnable: TaskProtocol,
     spec: ParallelSpec,
-    degrees: Degrees,
+    degrees: ParallelDims,
     world: World,
     example: Any,
     seed: int = 0,
@@ -40,24 +40,30 @@ def parallelize(
     Raises PlanError on every rank, with the remedy, when the model cannot be held by the plan.
     """
     if degrees.workers != world.size:
-        raise PlanError("workers", world.size, f"does not fit {degrees.words}", f"start {degrees.workers} processes")
+        raise PlanError(
+            "workers", world.size, f"does not fit {degrees.description}", f"start {degrees.workers} processes"
+        )
     check_plan(model, learnable, spec, degrees, device=world.device.type)
     if degrees.shard or degrees.tensor > 1 or degrees.pipeline > 1:
-        _check_alike(model, world)  # replicas take rank 0's weights; parts of one model must be parts of the same
+        _check_same_weights(
+            model, world
+        )  # replicas take rank 0's weights; parts of one model must be parts of the same
     if spec.channels_last:
         use_channels_last(model)
     if degrees.pipeline > 1:
         return build_pipeline(model, learnable, spec, degrees, world, example, seed)
     if world.size == 1:
-        return Single(model, learnable, spec, world, seed)
+        return SingleProcessModel(model, learnable, spec, world, seed)
     if degrees.tensor > 1:
-        return build_tensor(model, learnable, spec, degrees, world, example, seed)
+        return build_tensor_parallel(model, learnable, spec, degrees, world, example, seed)
     if degrees.shard:
-        return Sharded(model, learnable, spec, world, seed, make_mesh(degrees, world), data_group(degrees, world))
-    return Replicated(model, learnable, spec, world, example, seed, data_group(degrees, world))
+        return FsdpModel(
+            model, learnable, spec, world, seed, make_mesh(degrees, world), make_data_group(degrees, world)
+        )
+    return DdpModel(model, learnable, spec, world, example, seed, make_data_group(degrees, world))
 
 
-def _check_alike(model: nn.Module, world: World) -> None:
+def _check_same_weights(model: nn.Module, world: World) -> None:
     """Raises PlanError when ranks have built models with other weights. Collective."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     sums = {name: _sum(each.detach()) for name, each in tensors}

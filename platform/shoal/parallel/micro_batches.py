@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.batch_tree import map_tensors, num_samples
+from shoal.batch_tree import count_samples, map_tensors
 from shoal.errors import PlanError
 
 
-def micro_batches(batch: Any, parts: int) -> list[Any]:
+def split_micro_batches(batch: Any, parts: int) -> list[Any]:
     """`batch` in `parts` micro-batches of equal size; micro-batch m takes every `parts`-th sample, from the m-th.
 
     Ranks hold contiguous shares of a global batch. Taken with a stride, the micro-batches m of all ranks together are
@@ -23,25 +23,25 @@ def micro_batches(batch: Any, parts: int) -> list[Any]:
     """
     if parts == 1:
         return [batch]
-    size = num_samples(batch)
+    size = count_samples(batch)
     if size % parts:
         problem = f"cannot be divided into {parts} micro-batches"
         raise PlanError("batch_size", size, problem, "change batch_size, accumulate or micro_batches")
-    return [map_tensors(batch, partial(_every, first=first, stride=parts)) for first in range(parts)]
+    return [map_tensors(batch, partial(_take_strided, first=first, stride=parts)) for first in range(parts)]
 
 
-def _every(tensor: Tensor, first: int, stride: int) -> Tensor:
+def _take_strided(tensor: Tensor, first: int, stride: int) -> Tensor:
     return tensor[first::stride] if tensor.ndim else tensor
 
 
-def pieces(batch: Any, parts: int) -> Iterator[tuple[Any, float]]:
+def iter_chunks(batch: Any, parts: int) -> Iterator[tuple[Any, float]]:
     """At most `parts` contiguous pieces of any batch, each with its share of the samples."""
-    size = num_samples(batch)
+    size = count_samples(batch)
     each = max(1, -(-size // parts))
     for begin in range(0, size, each):
         end = min(size, begin + each)
-        yield map_tensors(batch, partial(_rows, begin=begin, end=end)), (end - begin) / size
+        yield map_tensors(batch, partial(_slice_rows, begin=begin, end=end)), (end - begin) / size
 
 
-def _rows(tensor: Tensor, begin: int, end: int) -> Tensor:
+def _slice_rows(tensor: Tensor, begin: int, end: int) -> Tensor:
     return tensor[begin:end] if tensor.ndim else tensor

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
-class Learnable(Protocol):
+class TaskProtocol(Protocol):
     """What a plan asks of a Task: how a batch enters the model, and what is made of what comes out."""
 
     def inputs(self, batch: Any) -> tuple[Any, ...]:
@@ -39,7 +39,7 @@ class Learnable(Protocol):
         ...
 
 
-def measured(learnable: Learnable, outputs: Any, batch: Any) -> dict[str, Tensor]:
+def compute_loss_and_metrics(learnable: TaskProtocol, outputs: Any, batch: Any) -> dict[str, Tensor]:
     """The `loss`, and each metric: one of shape [1], say, as the scalar that it is."""
     metrics = {name: value.reshape(()) for name, value in learnable.metrics(outputs, batch).items()}
     return {"loss": learnable.loss(outputs, batch), **metrics}
@@ -75,11 +75,11 @@ class ParallelModel(ABC):
         """
 
     @abstractmethod
-    def total(self, values: Tensor) -> Tensor:
+    def sum_over_data_ranks(self, values: Tensor) -> Tensor:
         """The element-wise sum of `values` over the data ranks, from the ranks that know them to all. Collective."""
 
     @abstractmethod
-    def clip(self, max_norm: float) -> Tensor:
+    def clip_gradients(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their global norm is at most `max_norm`; returns the norm before. Collective."""
 
     @abstractmethod
@@ -105,12 +105,12 @@ class ParallelModel(ABC):
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Take what `optimizer_state` gave (filled by a checkpoint)."""
 
-    def scale_state(self) -> dict[str, float]:
+    def loss_scale_state(self) -> dict[str, float]:
         """Where the scale of an fp16 loss has come to, the same on every rank; {} in another precision."""
         return {}
 
-    def load_scale_state(self, state: dict[str, float]) -> None:  # noqa: B027 - most precisions have nothing to do
-        """Take what `scale_state` gave, under whatever plan and precision."""
+    def load_loss_scale_state(self, state: dict[str, float]) -> None:  # noqa: B027 - most precisions have nothing to do
+        """Take what `loss_scale_state` gave, under whatever plan and precision."""
 
     @abstractmethod
     def full_weights(self) -> dict[str, Tensor]:
@@ -125,12 +125,12 @@ class ParallelModel(ABC):
         return float("nan")
 
     @property
-    def sent_past_group_bytes(self) -> float:
+    def shm_sent_bytes(self) -> float:
         """What this rank has sent by other ways than torch.distributed so far, counted as a ring would send it."""
         return 0.0
 
     @property
-    def host_memory(self) -> list[Tensor]:
+    def shared_memory(self) -> list[Tensor]:
         """What lies in memory that ranks of a host share to hand tensors to each other, and is no rank's own."""
         return []
 
@@ -144,7 +144,7 @@ class ParallelModel(ABC):
         """Seconds that the schedules of the pipeline have taken so far; NaN without one."""
         return float("nan")
 
-    def optimizer_stepped(self) -> None:  # noqa: B027 - most plans have nothing to do
+    def on_optimizer_step(self) -> None:  # noqa: B027 - most plans have nothing to do
         """Called after each step of the optimiser, for plans that hold copies of a parameter."""
 
     def close(self) -> None:  # noqa: B027 - most plans have nothing to do

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from shoal.parallel.spec import Degrees
+from shoal.parallel.spec import ParallelDims
 from shoal.parallel.spmd.fsdp_blocks import find_blocks
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ HEADINGS = ("module", "parameters", "held as", "ranks")
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacementRow:
     """One line of the table.
 
     share: of the module's parameters that each of `ranks` holds; the rest lie on the other ranks of its group
@@ -34,13 +34,13 @@ class Placed:
     ranks: tuple[int, ...]
     share: float
 
-    def cells(self) -> tuple[str, ...]:
+    def to_cells(self) -> tuple[str, ...]:
         """The line as plain strings, under HEADINGS."""
-        return (self.module, f"{self.num_parameters:,}", self.held_as, ranges(self.ranks))
+        return (self.module, f"{self.num_parameters:,}", self.held_as, format_ranks(self.ranks))
 
 
 @dataclass
-class _Group:
+class _LayerGroup:
     """Neighbouring layers that are held alike."""
 
     held_as: str
@@ -50,29 +50,32 @@ class _Group:
     num_parameters: int = 0
 
 
-def placement(
+def build_placement(
     model: nn.Module,
-    degrees: Degrees,
+    degrees: ParallelDims,
     tensor: TensorPlan | None = None,
     pipeline_ranks: Mapping[str, Sequence[int]] | None = None,
-) -> list[Placed]:
+) -> list[PlacementRow]:
     """A line for each run of layers that are held alike, in the model's order; tied parameters count once.
 
     pipeline_ranks: of each parameter, by its first name: the ranks along the pipeline that hold it
     """
-    groups: list[_Group] = []
-    whole = set[str]() if pipeline_ranks is None else _beside_blocks(model, pipeline_ranks)
-    for name, first, num_parameters in _layers(model):
-        held_as, share = _held(name, degrees, tensor, name not in whole)
-        ranks = _ranks(degrees, None if pipeline_ranks is None else pipeline_ranks[first])
+    groups: list[_LayerGroup] = []
+    whole = set[str]() if pipeline_ranks is None else _find_unsharded_modules(model, pipeline_ranks)
+    for name, first, num_parameters in _iter_layers(model):
+        held_as, share = _describe_split(name, degrees, tensor, name not in whole)
+        ranks = _find_ranks(degrees, None if pipeline_ranks is None else pipeline_ranks[first])
         if not groups or (groups[-1].held_as, groups[-1].ranks) != (held_as, ranks):
-            groups.append(_Group(held_as, share, ranks))
+            groups.append(_LayerGroup(held_as, share, ranks))
         groups[-1].names.append(name or type(model).__name__)
         groups[-1].num_parameters += num_parameters
-    return [Placed(_span(each.names), each.num_parameters, each.held_as, each.ranks, each.share) for each in groups]
+    return [
+        PlacementRow(_format_span(each.names), each.num_parameters, each.held_as, each.ranks, each.share)
+        for each in groups
+    ]
 
 
-def ranges(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """`0-3, 6` for 0, 1, 2, 3 and 6."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
@@ -83,7 +86,7 @@ def ranges(ranks: Sequence[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, str, int]]:
+def _iter_layers(model: nn.Module) -> Iterator[tuple[str, str, int]]:
     """The modules with parameters of their own: name, first parameter's name, and how many; a tied one counts once."""
     seen: set[int] = set()
     for name, module in model.named_modules():
@@ -93,7 +96,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, str, int]]:
             yield name, own[0][0], sum(each.numel() for _, each in own)
 
 
-def _beside_blocks(model: nn.Module, pipeline_ranks: Mapping[str, Sequence[int]]) -> set[str]:
+def _find_unsharded_modules(model: nn.Module, pipeline_ranks: Mapping[str, Sequence[int]]) -> set[str]:
     """The modules that a pipeline never shards: those in no block that one rank alone holds."""
     sharded = set()
     for path, block in find_blocks(model):
@@ -103,7 +106,9 @@ def _beside_blocks(model: nn.Module, pipeline_ranks: Mapping[str, Sequence[int]]
     return {name for name, _ in model.named_modules()} - sharded
 
 
-def _held(name: str, degrees: Degrees, tensor: TensorPlan | None, can_be_sharded: bool) -> tuple[str, float]:
+def _describe_split(
+    name: str, degrees: ParallelDims, tensor: TensorPlan | None, can_be_sharded: bool
+) -> tuple[str, float]:
     parts: list[str] = []
     share = 1.0
     style = tensor.styles.get(name) if tensor is not None and degrees.tensor > 1 else None
@@ -117,13 +122,13 @@ def _held(name: str, degrees: Degrees, tensor: TensorPlan | None, can_be_sharded
     return " x ".join(parts) or "whole", share
 
 
-def _ranks(degrees: Degrees, along_pipeline: Sequence[int] | None) -> tuple[int, ...]:
+def _find_ranks(degrees: ParallelDims, along_pipeline: Sequence[int] | None) -> tuple[int, ...]:
     ranks = range(degrees.workers)
     if along_pipeline is None:
         return tuple(ranks)
     return tuple(rank for rank in ranks if degrees.coordinates(rank).pipeline in along_pipeline)
 
 
-def _span(names: Sequence[str]) -> str:
+def _format_span(names: Sequence[str]) -> str:
     """`first ... last` of a run of layers."""
     return names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"

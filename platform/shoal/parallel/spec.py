@@ -16,7 +16,7 @@ from shoal.config import Spec
 from shoal.errors import PlanError
 
 # What each word stands for; a degree that a word leaves open follows from the number of workers.
-WORDS: dict[str, dict[str, Any]] = {
+PLAN_PRESETS: dict[str, dict[str, Any]] = {
     "single": {"data": 1},
     "ddp": {},
     "fsdp": {"shard": True},
@@ -37,7 +37,7 @@ class Coordinates(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Degrees:
+class ParallelDims:
     """A plan with every degree known; their product is the number of workers.
 
     data:      shares of the global batch
@@ -77,7 +77,7 @@ class Degrees:
         return [self.rank(at._replace(**{axis: index})) for index in range(size)]
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """The plan in a few words, for tables and records: `data 2 x tensor 2`."""
         names = [("data", self.data), ("tensor", self.tensor), ("pipeline", self.pipeline)]
         parts = [f"{name} {size}" for name, size in names if size > 1]
@@ -119,18 +119,24 @@ class ParallelSpec(Spec):
     def _from_word(cls, value: object) -> object:
         if not isinstance(value, str):
             return value
-        if value not in WORDS:
-            raise ValueError(f"no such plan; the words are {', '.join(WORDS)}, or give degrees such as {{tensor: 2}}")
-        return WORDS[value]
+        if value not in PLAN_PRESETS:
+            raise ValueError(
+                f"no such plan; the words are {', '.join(PLAN_PRESETS)}, or give degrees such as {{tensor: 2}}"
+            )
+        return PLAN_PRESETS[value]
 
     @classmethod
-    def from_word(cls, word: str, before: Mapping[str, Any]) -> object:
+    def from_override(cls, word: str, before: Mapping[str, Any]) -> object:
         """The word says all degrees; what else was said (precision, compile, ...) stays."""
-        if word not in WORDS:
+        if word not in PLAN_PRESETS:
             return word
-        return {**before, **{each.name: cls.model_fields[each.name].default for each in fields(Degrees)}, **WORDS[word]}
+        return {
+            **before,
+            **{each.name: cls.model_fields[each.name].default for each in fields(ParallelDims)},
+            **PLAN_PRESETS[word],
+        }
 
-    def degrees(self, workers: int) -> Degrees:
+    def resolve_dims(self, workers: int) -> ParallelDims:
         """Every degree, for so many workers. Raises PlanError when they do not multiply to that number."""
         given: dict[str, int | None] = {"data": self.data, "tensor": self.tensor, "pipeline": self.pipeline}
         known = 1
@@ -138,7 +144,9 @@ class ParallelSpec(Spec):
             known *= size or 1
         unknown = [name for name, size in given.items() if size is None]
         if workers % known or (not unknown and known != workers):
-            raise PlanError("workers", workers, f"does not fit {_product(given)}", _remedy(given, known))
+            raise PlanError(
+                "workers", workers, f"does not fit {_format_product(given)}", _suggest_workers(given, known)
+            )
         for name in unknown:  # the first open degree takes what is left
             given[name] = workers // known
             known = workers
@@ -146,9 +154,9 @@ class ParallelSpec(Spec):
         if data % self.replicate:
             problem = f"{data} data ranks cannot form {self.replicate} equal copies"
             raise PlanError("parallel.replicate", self.replicate, problem, "let it divide the number of data ranks")
-        return Degrees(data, self.replicate, self.shard, given["tensor"] or 1, given["pipeline"] or 1)
+        return ParallelDims(data, self.replicate, self.shard, given["tensor"] or 1, given["pipeline"] or 1)
 
-    def samples(self, batch_size: int, degrees: Degrees) -> int:
+    def compute_micro_batch_size(self, batch_size: int, degrees: ParallelDims) -> int:
         """Samples of each micro-step on one data rank. Raises PlanError unless the global batch divides evenly."""
         micro = self.num_micro_batches(degrees)
         parts = degrees.data * self.accumulate * micro
@@ -160,21 +168,21 @@ class ParallelSpec(Spec):
             raise PlanError("batch_size", batch_size, f"cannot be divided by {product}", f"use {near}")
         return batch_size // parts
 
-    def goes_through_memory(self, device_type: str) -> bool:
+    def uses_shared_memory(self, device_type: str) -> bool:
         """Whether ranks of one host hand tensors to each other past torch.distributed, unless a back end is named."""
         return device_type == "cpu" and self.backend is None
 
-    def num_micro_batches(self, degrees: Degrees) -> int:
+    def num_micro_batches(self, degrees: ParallelDims) -> int:
         """Micro-batches that go through the pipeline at each micro-step; 1 without one."""
         if degrees.pipeline == 1:
             return 1
         return self.micro_batches or 2 * degrees.pipeline
 
 
-def _product(given: Mapping[str, int | None]) -> str:
+def _format_product(given: Mapping[str, int | None]) -> str:
     return " x ".join(f"{name} {size}" for name, size in given.items() if size is not None) or "the plan"
 
 
-def _remedy(given: Mapping[str, int | None], known: int) -> str:
+def _suggest_workers(given: Mapping[str, int | None], known: int) -> str:
     fixed = all(size is not None for size in given.values())
     return f"use workers={known}" if fixed else f"use a multiple of {known}, or other degrees"

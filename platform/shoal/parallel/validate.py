@@ -11,16 +11,16 @@ from shoal.errors import PlanError
 from shoal.parallel.layers.batch_norm import check_batch_norm
 from shoal.parallel.layers.memory_format import check_channels_last
 from shoal.parallel.layers.precision import check_precision
-from shoal.parallel.model import Learnable
-from shoal.parallel.spec import Degrees, ParallelSpec
-from shoal.parallel.state.module_snapshot import is_hooked
+from shoal.parallel.model import TaskProtocol
+from shoal.parallel.spec import ParallelDims, ParallelSpec
+from shoal.parallel.state.module_snapshot import has_hooks
 
 
 def check_plan(
     model: nn.Module,
-    learnable: Learnable,
+    learnable: TaskProtocol,
     spec: ParallelSpec,
-    degrees: Degrees,
+    degrees: ParallelDims,
     example: Any = None,
     device: str | None = None,
 ) -> None:
@@ -35,9 +35,9 @@ def check_plan(
     if spec.channels_last:
         check_channels_last(model)
     if degrees.pipeline > 1:
-        from shoal.parallel.pipeline.schedules import check
+        from shoal.parallel.pipeline.schedules import check_schedule
 
-        check(spec.schedule, degrees.pipeline, spec.num_micro_batches(degrees), degrees.is_sharded)
+        check_schedule(spec.schedule, degrees.pipeline, spec.num_micro_batches(degrees), degrees.is_sharded)
     if degrees.data > 1:
         check_batch_norm(model)
         _check_embeddings(model)
@@ -46,9 +46,9 @@ def check_plan(
     if degrees.data > 1 and (degrees.shard or degrees.tensor > 1):
         _check_hooks(model)
     if degrees.tensor > 1:
-        from shoal.parallel.tensor.plan import tensor_plan
+        from shoal.parallel.tensor.plan import find_tensor_plan
 
-        tensor_plan(model, learnable, degrees.tensor, example)
+        find_tensor_plan(model, learnable, degrees.tensor, example)
 
 
 def _check_parameters(model: nn.Module) -> None:
@@ -74,7 +74,7 @@ def _check_embeddings(model: nn.Module) -> None:
 
 def _check_hooks(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
-        if is_hooked(parameter):
+        if has_hooks(parameter):
             problem = "has a hook, which shards of its gradient would pass by"
             raise PlanError("model", name, problem, "change the gradient in the forward pass, or use parallel=ddp")
 

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from shoal.config import Spec
 
 
-class Move(Spec):
+class AliasMove(Spec):
     """The alias went to `version`: to a new one (promote) or back to the one before (rollback).
 
     time: seconds since the epoch
@@ -27,7 +27,7 @@ class Move(Spec):
 class Aliases(Spec):
     """The moves of every alias of one model, and `newest`: the highest number that a version was registered under."""
 
-    moves: dict[str, list[Move]] = Field(default_factory=dict)
+    moves: dict[str, list[AliasMove]] = Field(default_factory=dict)
     newest: int = 0
 
     @model_validator(mode="after")
@@ -41,7 +41,7 @@ class Aliases(Spec):
                     raise ValueError(f"{alias} is rolled back, with nothing before to go back to")
         return self
 
-    def promoted(self, alias: str) -> list[int]:
+    def list_promoted(self, alias: str) -> list[int]:
         """The versions that were promoted and not rolled back, oldest first; the last one is what the alias means."""
         stack: list[int] = []
         for move in self.moves.get(alias, []):
@@ -53,29 +53,29 @@ class Aliases(Spec):
 
     def target(self, alias: str) -> int | None:
         """The version that the alias means; None when there is no such alias."""
-        stack = self.promoted(alias)
+        stack = self.list_promoted(alias)
         return stack[-1] if stack else None
 
-    def of(self, version: int) -> tuple[str, ...]:
+    def list_names(self, version: int) -> tuple[str, ...]:
         """The aliases that mean `version`, sorted."""
         return tuple(sorted(alias for alias in self.moves if self.target(alias) == version))
 
-    def highest(self) -> int:
+    def find_highest_version(self) -> int:
         """The highest number that a version has had, though the version may be gone; 0 when there was none."""
         return max([self.newest, *(move.version for moves in self.moves.values() for move in moves)])
 
-    def registered(self, version: int) -> Aliases:
+    def with_version(self, version: int) -> Aliases:
         """A copy in which `version` has been registered."""
         return Aliases(moves=self.moves, newest=max(self.newest, version))
 
-    def promoted_to(self, version: int, aliases: Iterable[str], time: float) -> Aliases:
+    def with_promotion(self, version: int, aliases: Iterable[str], time: float) -> Aliases:
         """A copy in which `aliases` mean `version`, with one more move where it did not; or this very one."""
         found = self
         for alias in aliases:
             if found.target(alias) != version:
-                found = found.moved(alias, Move(version=version, time=time, kind="promote"))
+                found = found.with_move(alias, AliasMove(version=version, time=time, kind="promote"))
         return found
 
-    def moved(self, alias: str, move: Move) -> Aliases:
+    def with_move(self, alias: str, move: AliasMove) -> Aliases:
         """A copy with one more move."""
         return Aliases(moves={**self.moves, alias: [*self.moves.get(alias, []), move]}, newest=self.newest)

@@ -26,8 +26,8 @@ from pydantic import AfterValidator
 
 from shoal.atomic_file import replace_synced, sync_folder, write_synced
 from shoal.errors import ConfigError, RegistryError, WeightsError
-from shoal.home import exclusive, home
-from shoal.registry.aliases import Aliases, Move
+from shoal.home import file_lock, home
+from shoal.registry.aliases import Aliases, AliasMove
 from shoal.registry.manifest import PAYLOAD_FILES, Manifest, ModelFactory, Signature
 from shoal.weights import WeightSnapshot
 
@@ -72,7 +72,7 @@ class ModelVersion:
 
 
 @contextmanager
-def _accessible() -> Iterator[None]:
+def _convert_os_errors() -> Iterator[None]:
     """What the disk refuses (it is full, or another's, or read-only) is a RegistryError to whoever asked."""
     try:
         yield
@@ -88,7 +88,7 @@ class Registry:
     RegistryError for what the disk refuses.
     """
 
-    @_accessible()
+    @_convert_os_errors()
     def __init__(self, root: Path | None = None) -> None:
         self.root = root if root is not None else home() / "registry"
         self.root.mkdir(parents=True, exist_ok=True)
@@ -118,10 +118,10 @@ class Registry:
         folder = self.root / name
         try:
             folder.mkdir(exist_ok=True)
-            with locked(folder, _REGISTERING):
+            with lock_folder(folder, _REGISTERING):
                 manifest = Manifest(
                     name=name,
-                    version=max([_read_aliases(folder).highest(), *_versions_in(folder)]) + 1,
+                    version=max([_read_aliases(folder).find_highest_version(), *_versions_in(folder)]) + 1,
                     created_at=time.time(),
                     run_id=run_id,
                     weights_version=snapshot.version,
@@ -134,65 +134,65 @@ class Registry:
                 )
                 try:
                     incoming = _write_version(folder, manifest, snapshot.payload)
-                    with locked(folder):
-                        _publish(folder, incoming, manifest.version, aliases)
+                    with lock_folder(folder):
+                        _publish_version(folder, incoming, manifest.version, aliases)
                 finally:  # half a version takes room, which may be what was missing
                     shutil.rmtree(folder / _INCOMING, ignore_errors=True)
         except OSError as error:
             raise RegistryError(f"{name!r} cannot be registered in {self.root}: {error}") from error
         return self.get(f"{name}@{manifest.version}")
 
-    @_accessible()
+    @_convert_os_errors()
     def get(self, ref: str) -> ModelVersion:
         """The version that `ref` means. Raises RegistryError, with what there is, when there is none."""
         name, word = split_ref(ref)
-        folder = self._folder(name)
+        folder = self._find_folder(name)
         aliases = _read_aliases(folder)  # before the versions: an alias moves to what is there already
         versions = _versions_in(folder)
-        version = _meant(word, versions, aliases)
+        version = _resolve_version(word, versions, aliases)
         if version is None:
             known = ", ".join([f"versions {versions[0]} to {versions[-1]}", *sorted(aliases.moves)])
             if (gone := aliases.target(word)) is not None:
                 remedy = f"`shoal models promote {name}@N --alias {word}` lets it mean another; it has {known}"
                 raise RegistryError(f"{name}@{word} means version {gone}, which was removed: {remedy}")
             raise RegistryError(f"{name!r} has no {word!r}: it has {known}")
-        return _version(folder, version, aliases)
+        return _load_version(folder, version, aliases)
 
-    @_accessible()
+    @_convert_os_errors()
     def has(self, ref: str) -> bool:
         """Whether `ref` means a version now."""
         name, word = split_ref(ref)
         aliases = _read_aliases(self.root / name)
-        return _meant(word, _versions_in(self.root / name), aliases) is not None
+        return _resolve_version(word, _versions_in(self.root / name), aliases) is not None
 
-    @_accessible()
+    @_convert_os_errors()
     def list(self, name: str | None = None) -> tuple[ModelVersion, ...]:
         """Every version of `name`, or of every model, oldest first. Raises RegistryError when `name` is unknown."""
         found: Sequence[ModelVersion] = ()
-        for folder in [self.root / each for each in self._names()] if name is None else [self._folder(name)]:
+        for folder in [self.root / each for each in self._names()] if name is None else [self._find_folder(name)]:
             aliases = _read_aliases(folder)
-            found = [*found, *(_version(folder, version, aliases) for version in _versions_in(folder))]
+            found = [*found, *(_load_version(folder, version, aliases) for version in _versions_in(folder))]
         return tuple(found)
 
-    @_accessible()
+    @_convert_os_errors()
     def promote(self, ref: str, alias: str = "champion") -> ModelVersion:
         """Let `alias` mean the version that `ref` means; no move when it does already. Raises RegistryError."""
         _require_alias(alias)
         found = self.get(ref)
-        with locked(found.folder.parent):
+        with lock_folder(found.folder.parent):
             before = _read_aliases(found.folder.parent)
-            moved = before.promoted_to(found.version, [alias], time.time())
+            moved = before.with_promotion(found.version, [alias], time.time())
             if moved is not before:
                 _write_aliases(found.folder.parent, moved)
         return self.get(found.ref)
 
-    @_accessible()
+    @_convert_os_errors()
     def rollback(self, name: str, alias: str = "champion") -> ModelVersion:
         """Let `alias` mean what it meant before its last promotion. Raises RegistryError when there is no before."""
-        folder = self._folder(name)
-        with locked(folder):
+        folder = self._find_folder(name)
+        with lock_folder(folder):
             aliases = _read_aliases(folder)
-            stack = aliases.promoted(alias)
+            stack = aliases.list_promoted(alias)
             if len(stack) < 2:
                 now = f"is {name}@{stack[0]}, with none left to go back to" if stack else "was never promoted"
                 remedy = f"choose a version with `shoal models promote {name}@N --alias {alias}`"
@@ -200,18 +200,20 @@ class Registry:
             if stack[-2] not in _versions_in(folder):
                 remedy = f"`shoal models promote {name}@N --alias {alias}` lets it mean another"
                 raise RegistryError(f"{name}@{alias} meant version {stack[-2]} before, which was removed: {remedy}")
-            _write_aliases(folder, aliases.moved(alias, Move(version=stack[-2], time=time.time(), kind="rollback")))
+            _write_aliases(
+                folder, aliases.with_move(alias, AliasMove(version=stack[-2], time=time.time(), kind="rollback"))
+            )
         return self.get(f"{name}@{alias}")
 
-    @_accessible()
+    @_convert_os_errors()
     def aliases(self, name: str) -> Aliases:
         """Every alias of `name` with its history. Raises RegistryError when the model is unknown."""
-        return _read_aliases(self._folder(name))
+        return _read_aliases(self._find_folder(name))
 
     def _names(self) -> Sequence[str]:
         return sorted(path.name for path in self.root.iterdir() if _NAME.fullmatch(path.name) and _versions_in(path))
 
-    def _folder(self, name: str) -> Path:
+    def _find_folder(self, name: str) -> Path:
         require_name("name", name)
         if _versions_in(self.root / name):
             return self.root / name
@@ -232,7 +234,7 @@ def split_ref(ref: str) -> tuple[str, str]:
     return name, "" if word == "latest" else word
 
 
-def _meant(word: str, versions: Sequence[int], aliases: Aliases) -> int | None:
+def _resolve_version(word: str, versions: Sequence[int], aliases: Aliases) -> int | None:
     """The version that the word after the @ means; None when there is none."""
     if not word:
         return versions[-1] if versions else None
@@ -260,7 +262,7 @@ def _require_aliases(aliases: tuple[str, ...]) -> tuple[str, ...]:
 
 
 # A field of a spec: what is registered under these is refused when the spec is read, not when all is done.
-AliasWords = Annotated[tuple[str, ...], AfterValidator(_require_aliases)]
+AliasNames = Annotated[tuple[str, ...], AfterValidator(_require_aliases)]
 
 
 def _versions_in(folder: Path) -> list[int]:
@@ -270,9 +272,9 @@ def _versions_in(folder: Path) -> list[int]:
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
 
 
-def _version(folder: Path, version: int, aliases: Aliases) -> ModelVersion:
+def _load_version(folder: Path, version: int, aliases: Aliases) -> ModelVersion:
     place = folder / str(version)
-    return ModelVersion(folder.name, version, _read_manifest(place), aliases.of(version), place)
+    return ModelVersion(folder.name, version, _read_manifest(place), aliases.list_names(version), place)
 
 
 def _write_version(folder: Path, manifest: Manifest, payload: bytes) -> Path:
@@ -287,12 +289,12 @@ def _write_version(folder: Path, manifest: Manifest, payload: bytes) -> Path:
     return incoming
 
 
-def _publish(folder: Path, incoming: Path, version: int, aliases: Sequence[str]) -> None:
+def _publish_version(folder: Path, incoming: Path, version: int, aliases: Sequence[str]) -> None:
     """Let a version appear, and what is to mean it mean it, in one step each; without the second, there is neither.
 
     Raises OSError, and RegistryError for aliases that cannot be read.
     """
-    moves = _read_aliases(folder).registered(version).promoted_to(version, aliases, time.time())
+    moves = _read_aliases(folder).with_version(version).with_promotion(version, aliases, time.time())
     place = folder / str(version)
     incoming.rename(place)
     try:
@@ -332,14 +334,14 @@ LOCK_TIMEOUT_S = 60.0
 
 
 @contextmanager
-def locked(folder: Path, name: str = ".lock") -> Iterator[None]:
+def lock_folder(folder: Path, name: str = ".lock") -> Iterator[None]:
     """Keep every other holder of this lock, in this process or another, out; a killed holder lets go by dying.
 
     Raises RegistryError when it stays locked for LOCK_TIMEOUT_S.
     """
     with ExitStack() as held:
         try:
-            held.enter_context(exclusive(folder / name, LOCK_TIMEOUT_S))
+            held.enter_context(file_lock(folder / name, LOCK_TIMEOUT_S))
         except TimeoutError:
             raise RegistryError(f"{folder} is being written by another process; try again") from None
         yield

@@ -20,13 +20,13 @@ import torch
 from shoal import atomic_file, checkpoint
 from shoal.errors import CheckpointError, Closed, LedgerUnwritable, SpecMismatch
 from shoal.models.actor_critic import ActorCritic
-from shoal.rl.algorithms.impala.algorithm import Batch, NonFiniteLoss, batch_of, is_finite, update
+from shoal.rl.algorithms.impala.algorithm import ImpalaBatch, NonFiniteLoss, build_batch, has_finite_loss, update
 from shoal.rl.experience.queue import UNWRITABLE_PAUSE_S, BatchRequest, ExperienceBatch, ExperienceSource
 from shoal.rl.spec import RLSpec, network_kwargs
-from shoal.weights import Published, WeightSnapshot
+from shoal.weights import PublishedVersion, WeightSnapshot
 from shoal.wire import DropReason, ExperienceSpec
 
-LOOK_S = 1.0  # how long the learner waits for experience before it looks whether it is to stop
+POLL_S = 1.0  # how long the learner waits for experience before it looks whether it is to stop
 VERSIONS_RESERVED = 50  # at a time, on disk
 # The run is given up after so many batches in a row with nothing in them to learn from, and so many seconds: in a slow
 # game, those between two segments of others may all be of one actor that sends nonsense.
@@ -66,7 +66,7 @@ class Learner:
             max(1, spec.gateway.queue_capacity // 2),
             learner.take_timeout_s,
         )
-        self._asked_since: float | None = None  # for the next batch, by time.monotonic()
+        self._waiting_since: float | None = None  # for the next batch, by time.monotonic()
         self.consumer = f"learner-{os.getpid()}-{time.time_ns()}"
         self.model = build_model(spec, experience)
         self._optimizer = torch.optim.Adam(self.model.parameters(), lr=spec.impala.learning_rate, fused=True)
@@ -78,21 +78,23 @@ class Learner:
         self.failure = ""  # why the last checkpoint, or version, could not be written; "" when it was
         self._restore()
         self.restored_updates = self.updates
-        self._reserved = folder / "versions-reserved"
-        self._num_reserved = int(self._reserved.read_text()) if self._reserved.exists() else 0
+        self._reserved_path = folder / "versions-reserved"
+        self._num_reserved = int(self._reserved_path.read_text()) if self._reserved_path.exists() else 0
         self.version = max(self.version, used_version or self._num_reserved)
         self._num_bad_batches, self._bad_since = 0, 0.0  # in a row; by time.monotonic(), when there are any
-        self._unsettled: tuple[int, Sequence[DropReason | None]] | None = None  # the lease that was learnt from last
+        self._unacknowledged: tuple[int, Sequence[DropReason | None]] | None = (
+            None  # the lease that was learnt from last
+        )
         self._is_superseded = False  # by another life of this learner
         self._metrics: dict[str, float] = {}
-        self._published: deque[Published] = deque(maxlen=10_000)
+        self._published: deque[PublishedVersion] = deque(maxlen=10_000)
         self._lock = threading.Lock()  # guards what stats() reads together
         self._stop = threading.Event()
         self._running = threading.Event()
         self._running.set()
-        self._stepping = threading.Lock()  # held during a step of `run`
+        self._step_lock = threading.Lock()  # held during a step of `run`
         self._saved_at = time.monotonic()
-        self._saved: tuple[object, ...] = ()
+        self._saved_progress: tuple[object, ...] = ()
         self._published_updates = self.updates
         self._publish()
 
@@ -104,16 +106,16 @@ class Learner:
         try:
             while not self._stop.is_set():
                 if self._running.wait(timeout=0.1):
-                    with self._stepping:
+                    with self._step_lock:
                         if self._running.is_set():  # `pause` may have come in between
                             self.step()
         finally:
             if not self._is_superseded:
                 if self.updates != self._published_updates:
-                    self._publish_if_possible()
+                    self._try_publish()
                 self.save()
 
-    def run_in_own_thread(self) -> None:
+    def run_as_thread(self) -> None:
         """`run`, in a thread that does nothing else: with settings of the thread that are good for learning."""
         # A nearly certain policy has gradients that are denormals, at a hundred times the cost of zero.
         torch.set_flush_denormal(True)
@@ -131,9 +133,9 @@ class Learner:
         """
         self._running.clear()
         while not self._stop.is_set():
-            with self._stepping:
+            with self._step_lock:
                 if self.updates != self._published_updates:
-                    self._publish_if_possible()
+                    self._try_publish()
                 if self.updates == self._published_updates:
                     return self.snapshot()
             self._stop.wait(UNWRITABLE_PAUSE_S)
@@ -145,9 +147,9 @@ class Learner:
 
     def step(self) -> bool:
         """Take one batch and learn from it; False when none came in time, or its fate cannot be written down yet."""
-        if self._unsettled is None and not self._take_and_learn():
+        if self._unacknowledged is None and not self._take_and_learn():
             return False
-        if not self._settle():
+        if not self._acknowledge():
             return False
         if self._num_bad_batches >= MAX_BAD_BATCHES and time.monotonic() - self._bad_since >= MAX_BAD_S:
             raise NonFiniteLoss(
@@ -158,7 +160,7 @@ class Learner:
         return True
 
     def _take_and_learn(self) -> bool:
-        batch = self._take()
+        batch = self._take_batch()
         if batch is None:
             if self.updates != self._published_updates:
                 self._publish_if_due()
@@ -168,35 +170,35 @@ class Learner:
         num_dropped = sum(fate is not None for fate in fates)
         self.counts["dropped"] += num_dropped
         self.counts["consumed"] += len(fates) - num_dropped
-        self._unsettled = (batch.lease_id, fates)
+        self._unacknowledged = (batch.lease_id, fates)
         return True
 
-    def _take(self) -> ExperienceBatch | None:
+    def _take_batch(self) -> ExperienceBatch | None:
         """A batch, or None after LOOK_S: who stops or pauses the learner does not wait for all of take_timeout_s."""
         now = time.monotonic()
-        self._asked_since = now if self._asked_since is None else self._asked_since
-        left_s = self._asked_since + self.spec.learner.take_timeout_s - now
-        is_patient = left_s > LOOK_S
+        self._waiting_since = now if self._waiting_since is None else self._waiting_since
+        left_s = self._waiting_since + self.spec.learner.take_timeout_s - now
+        is_patient = left_s > POLL_S
         number = self._request.number + 1
-        timeout_s = LOOK_S if is_patient else max(0.0, left_s)
+        timeout_s = POLL_S if is_patient else max(0.0, left_s)
         self._request = self._request._replace(number=number, timeout_s=timeout_s, is_patient=is_patient)
         batch = self._source.take(self.consumer, self._request)
         if batch is not None or not is_patient:
-            self._asked_since = None
+            self._waiting_since = None
         return batch
 
-    def _settle(self) -> bool:
+    def _acknowledge(self) -> bool:
         """Answer for the newest batch; False when that cannot be written down now: the next step says it again.
 
         Raises Closed when another life of this learner has taken over.
         """
-        assert self._unsettled is not None
+        assert self._unacknowledged is not None
         try:
-            is_mine = self._source.settle(*self._unsettled)
+            is_mine = self._source.acknowledge(*self._unacknowledged)
         except LedgerUnwritable:
             self._stop.wait(UNWRITABLE_PAUSE_S)
             return False
-        self._unsettled = None
+        self._unacknowledged = None
         if not is_mine:
             self._is_superseded = True
             raise Closed("another life of this learner has taken over")
@@ -216,9 +218,9 @@ class Learner:
                 "metrics": dict(self._metrics),
             }
 
-    def take_published(self) -> list[Published]:
+    def take_published(self) -> list[PublishedVersion]:
         """The versions published since the last call."""
-        taken: list[Published] = []
+        taken: list[PublishedVersion] = []
         while self._published:
             taken.append(self._published.popleft())
         return taken
@@ -240,9 +242,9 @@ class Learner:
         }
         checkpoint.save(self._folder, self.updates, state, self.spec.learner.keep_checkpoints)
         self._saved_at, self.failure = time.monotonic(), ""
-        self._saved = self._progress()
+        self._saved_progress = self._get_progress()
 
-    def _progress(self) -> tuple[object, ...]:
+    def _get_progress(self) -> tuple[object, ...]:
         """What a checkpoint is older than, or is not."""
         return self.updates, self.version, *self.counts.values()
 
@@ -254,7 +256,7 @@ class Learner:
         stale = self.version - batch.oldest_versions() > self.spec.gateway.max_version_lag
         left = ~stale
         if left.any() and not self._update(batch.select(left) if stale.any() else batch):
-            left &= [self._is_finite(batch.select(one)) for one in np.eye(len(left), dtype=bool)]
+            left &= [self._has_finite_loss(batch.select(one)) for one in np.eye(len(left), dtype=bool)]
             if not left.any() or not self._update(batch.select(left)):
                 left[:] = False
                 if not self._num_bad_batches:
@@ -265,14 +267,14 @@ class Learner:
             for learnt, old in zip(left, stale, strict=True)
         ]
 
-    def _is_finite(self, segment: ExperienceBatch) -> bool:
-        return is_finite(self.model, _tensors(segment), self.spec.impala)
+    def _has_finite_loss(self, segment: ExperienceBatch) -> bool:
+        return has_finite_loss(self.model, _to_tensors(segment), self.spec.impala)
 
     def _update(self, batch: ExperienceBatch) -> bool:
         """One update; False when its loss was not finite, and nothing has changed."""
         started = time.perf_counter()
         try:
-            metrics = update(self.model, self._optimizer, _tensors(batch), self.spec.impala)
+            metrics = update(self.model, self._optimizer, _to_tensors(batch), self.spec.impala)
         except NonFiniteLoss:
             return False
         self._num_bad_batches = 0
@@ -291,9 +293,9 @@ class Learner:
 
     def _publish_if_due(self) -> None:
         if time.monotonic() - self._published_at >= self.spec.learner.publish_interval_s:
-            self._publish_if_possible()
+            self._try_publish()
 
-    def _publish_if_possible(self) -> None:
+    def _try_publish(self) -> None:
         try:
             self._publish()
         except OSError as error:  # no room for the number of the version: it is tried again
@@ -303,18 +305,18 @@ class Learner:
         """Raises OSError, having published nothing, when the version cannot be reserved."""
         if self.version + 1 > self._num_reserved:
             num_reserved = self.version + 1 + VERSIONS_RESERVED
-            atomic_file.replace_synced(self._reserved, str(num_reserved).encode())
+            atomic_file.replace_synced(self._reserved_path, str(num_reserved).encode())
             self._num_reserved = num_reserved
         self.version += 1
         self._published_updates, self._published_at = self.updates, time.monotonic()
         snapshot = self.snapshot()
         self._sink.publish(snapshot)
-        self._published.append(Published(self.version, self.steps, snapshot.sha256, snapshot.published_at))
+        self._published.append(PublishedVersion(self.version, self.steps, snapshot.sha256, snapshot.published_at))
 
     def _save_if_due(self) -> None:
         """A disk that is full for a while costs a checkpoint, and not the run. What is saved is not saved again."""
         is_due = time.monotonic() - self._saved_at >= self.spec.learner.checkpoint_every_s
-        if is_due and self._saved != self._progress():
+        if is_due and self._saved_progress != self._get_progress():
             try:
                 self.save()
             except CheckpointError as error:
@@ -344,8 +346,8 @@ def build_model(spec: RLSpec, experience: ExperienceSpec) -> ActorCritic:
     return ActorCritic(**network_kwargs(spec, experience))
 
 
-def _tensors(batch: ExperienceBatch) -> Batch:
-    return batch_of(
+def _to_tensors(batch: ExperienceBatch) -> ImpalaBatch:
+    return build_batch(
         batch.observations,
         batch.actions,
         batch.rewards,

@@ -81,7 +81,7 @@ class LocalLoop:
 
     def _learn(self) -> None:
         try:
-            self.learner.run_in_own_thread()
+            self.learner.run_as_thread()
         except BaseException as error:
             self._failure = error
             raise

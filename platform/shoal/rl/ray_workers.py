@@ -19,13 +19,13 @@ from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shoal.errors import ClusterError, ConnectionLost, LedgerUnwritable
-from shoal.gc_freeze import loading
+from shoal.gc_freeze import freeze_loaded_objects
 from shoal.rl.experience.queue import BatchRequest, ExperienceBatch, ExperienceQueue
 from shoal.rl.experience.segment_ledger import Ledger
 from shoal.rl.gateway.gateway import Gateway
-from shoal.rl.gateway.zmq_listener import address_of, reachable_host
+from shoal.rl.gateway.zmq_listener import format_tcp_address, resolve_reachable_host
 from shoal.rl.spec import RLSpec
-from shoal.weights import Published, WeightSnapshot
+from shoal.weights import PublishedVersion, WeightSnapshot
 from shoal.weights.ray_weight_store import (
     CALL_TIMEOUT_S,
     NAMESPACE,
@@ -33,13 +33,13 @@ from shoal.weights.ray_weight_store import (
     STORE_IS_AWAY,
     RayWeightPublisher,
     RayWeightSource,
+    get_stored_version,
     start_weight_store,
-    used_version,
 )
 from shoal.wire import DropReason, ExperienceSpec
 
 START_TIMEOUT_S = 300.0  # a learner may wait for a CPU of a busy cluster, and the gateway for its weights
-SETTLE_TIMEOUT_S = 60.0  # how long a learner waits for a gateway that restarts to take its answer
+ACKNOWLEDGE_TIMEOUT_S = 60.0  # how long a learner waits for a gateway that restarts to take its answer
 
 
 @dataclass(frozen=True)
@@ -74,19 +74,19 @@ class GatewayWorker:
 
     def address(self) -> str:
         """Where actors reach it; for a wildcard host, the address of this node."""
-        host = reachable_host(self._gateway.spec.host, ray.util.get_node_ip_address())
-        return address_of(host, self._gateway.port)
+        host = resolve_reachable_host(self._gateway.spec.host, ray.util.get_node_ip_address())
+        return format_tcp_address(host, self._gateway.port)
 
     def take(self, consumer: str, request: BatchRequest) -> bytes | None:
         """A batch as bytes, which Ray passes on as they are; it pickles arrays one by one."""
         batch = self._queue.take(consumer, request)
         return None if batch is None else batch.to_bytes()
 
-    def settle(self, lease_id: int, fates: Sequence[DropReason | None]) -> bool:
-        return self._queue.settle(lease_id, fates)
+    def acknowledge(self, lease_id: int, fates: Sequence[DropReason | None]) -> bool:
+        return self._queue.acknowledge(lease_id, fates)
 
     def stats(self) -> dict[str, Any]:
-        if not self._gateway.alive:
+        if not self._gateway.is_alive:
             os._exit(1)  # Ray starts this worker again, and the ledger knows where it was
         return {**self._gateway.stats(), "address": self.address()}
 
@@ -114,14 +114,14 @@ class RayExperienceSource:
             time.sleep(RETRY_S)
             return None
 
-    def settle(self, lease_id: int, fates: Sequence[DropReason | None]) -> bool:
-        deadline = time.monotonic() + SETTLE_TIMEOUT_S
+    def acknowledge(self, lease_id: int, fates: Sequence[DropReason | None]) -> bool:
+        deadline = time.monotonic() + ACKNOWLEDGE_TIMEOUT_S
         while True:
             try:
-                return bool(ray.get(self._gateway.settle.remote(lease_id, fates), timeout=CALL_TIMEOUT_S))
+                return bool(ray.get(self._gateway.acknowledge.remote(lease_id, fates), timeout=CALL_TIMEOUT_S))
             except STORE_IS_AWAY as error:
                 if time.monotonic() > deadline:
-                    raise ConnectionLost(f"the gateway has been away for {SETTLE_TIMEOUT_S} s") from error
+                    raise ConnectionLost(f"the gateway has been away for {ACKNOWLEDGE_TIMEOUT_S} s") from error
                 time.sleep(RETRY_S)
 
 
@@ -130,7 +130,7 @@ class LearnerWorker:
     """A Learner in a process of its own; it starts to learn at once, from its newest checkpoint if there is one."""
 
     def __init__(self, spec: RLSpec, experience: ExperienceSpec, setting: RunSetting) -> None:
-        with loading():  # where it runs: the driver would load a second of torch for nothing
+        with freeze_loaded_objects():  # where it runs: the driver would load a second of torch for nothing
             import torch._dynamo  # noqa: F401 - as every optimiser does
 
             from shoal.rl.learner import Learner
@@ -139,7 +139,7 @@ class LearnerWorker:
         self._publisher = RayWeightPublisher(store)
         source = RayExperienceSource(ray.get_actor(_gateway_name(setting.run_id), NAMESPACE))
         folder = setting.folder / "checkpoints"
-        self._learner = Learner(spec, experience, source, self._publisher, folder, used_version(store))
+        self._learner = Learner(spec, experience, source, self._publisher, folder, get_stored_version(store))
         self._failure, self._finished = "", False
         self._thread = threading.Thread(target=self._run, name="learner", daemon=True)
         self._thread.start()
@@ -148,7 +148,7 @@ class LearnerWorker:
         ended = "" if self._thread.is_alive() or self._finished else "its thread has ended"
         return {**self._learner.stats(), "failure": self._failure or ended}
 
-    def take_published(self) -> list[Published]:
+    def take_published(self) -> list[PublishedVersion]:
         return self._learner.take_published()
 
     def pause(self) -> WeightSnapshot:
@@ -168,7 +168,7 @@ class LearnerWorker:
 
     def _run(self) -> None:
         try:
-            self._learner.run_in_own_thread()
+            self._learner.run_as_thread()
         except BaseException as error:
             self._failure = f"{type(error).__name__}: {error}"
             raise
@@ -190,16 +190,16 @@ class ActorLearnerWorkers:
             name=f"learner-{setting.run_id}", num_cpus=spec.learner.num_cpus, **options
         ).remote(spec, experience, setting)
 
-    def weight_source(self) -> RayWeightSource:
+    def make_weight_source(self) -> RayWeightSource:
         return RayWeightSource(self._store)
 
-    def gateway_address(self, timeout_s: float = START_TIMEOUT_S) -> str:
+    def wait_for_gateway(self, timeout_s: float = START_TIMEOUT_S) -> str:
         """Wait for the learner's first weights, and for the gateway. Raises ClusterError when one does not come up."""
         deadline = time.monotonic() + timeout_s
-        self._wait_for("learner", self._learner.stats, deadline)
-        return str(self._wait_for("gateway", self._gateway.address, deadline))
+        self._wait_for_start("learner", self._learner.stats, deadline)
+        return str(self._wait_for_start("gateway", self._gateway.address, deadline))
 
-    def _wait_for(self, name: str, method: Any, deadline: float) -> Any:
+    def _wait_for_start(self, name: str, method: Any, deadline: float) -> Any:
         try:
             return ray.get(method.remote(), timeout=max(0.0, deadline - time.monotonic()))
         except ray.exceptions.GetTimeoutError as error:
@@ -210,20 +210,20 @@ class ActorLearnerWorkers:
 
     def stats(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """(gateway's, learner's); None for one that is restarting. Raises ClusterError when one is gone for good."""
-        return self._ask(self._gateway, "stats"), self._ask(self._learner, "stats")
+        return self._call_or_none(self._gateway, "stats"), self._call_or_none(self._learner, "stats")
 
-    def events(self) -> list[tuple[float, str, dict[str, Any]]]:
-        return self._ask(self._gateway, "take_events") or []
+    def take_events(self) -> list[tuple[float, str, dict[str, Any]]]:
+        return self._call_or_none(self._gateway, "take_events") or []
 
-    def published(self) -> list[Published]:
-        return self._ask(self._learner, "take_published") or []
+    def take_published(self) -> list[PublishedVersion]:
+        return self._call_or_none(self._learner, "take_published") or []
 
     def pause_learner(self) -> WeightSnapshot:
         """Stop learning for a while; the weights that stay until `resume_learner`. Raises ClusterError."""
-        return self._require(self._learner.pause)
+        return self._call_until_answered(self._learner.pause)
 
     def resume_learner(self) -> None:
-        self._require(self._learner.resume)
+        self._call_until_answered(self._learner.resume)
 
     def finish_learner(self, timeout_s: float = 60.0) -> bool:
         """Stop learning, publish and save; False when the learner is away or does not end in time."""
@@ -246,9 +246,9 @@ class ActorLearnerWorkers:
         for worker in (self._learner, self._gateway, self._store):
             ray.kill(worker, no_restart=True)
 
-    def _require(self, method: Any) -> Any:
+    def _call_until_answered(self, method: Any) -> Any:
         """Ask until there is an answer: a worker may be on its way back. Raises ClusterError."""
-        deadline = time.monotonic() + SETTLE_TIMEOUT_S + CALL_TIMEOUT_S
+        deadline = time.monotonic() + ACKNOWLEDGE_TIMEOUT_S + CALL_TIMEOUT_S
         while True:
             try:
                 return ray.get(method.remote(), timeout=max(RETRY_S, deadline - time.monotonic()))
@@ -257,7 +257,7 @@ class ActorLearnerWorkers:
                     raise ClusterError(f"a worker did not answer: {error}") from error
                 time.sleep(RETRY_S)
 
-    def _ask(self, worker: Any, method: str) -> Any:
+    def _call_or_none(self, worker: Any, method: str) -> Any:
         try:
             return ray.get(getattr(worker, method).remote(), timeout=CALL_TIMEOUT_S)
         except ray.exceptions.ActorUnavailableError:

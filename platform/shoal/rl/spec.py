@@ -99,11 +99,11 @@ def experience_spec(observation_space: Any, action_space: Any, spec: RLSpec) -> 
     )
     action = TensorSpec("int64", (), 0, int(action_space.n) - 1)
     experience = ExperienceSpec(observation, action, spec.segment_length, policy_spec(spec.hidden))
-    require_message_room(spec.gateway, experience)
+    require_segment_fits(spec.gateway, experience)
     return experience
 
 
-def require_message_room(gateway: GatewaySpec, experience: ExperienceSpec) -> None:
+def require_segment_fits(gateway: GatewaySpec, experience: ExperienceSpec) -> None:
     """Raise ConfigError when the longest segment is longer than a message may be."""
     largest = largest_segment_bytes(experience)
     if largest > gateway.max_message_bytes:

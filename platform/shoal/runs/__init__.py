@@ -1,26 +1,26 @@
 """The durable run record: runs, their events, metrics, weight versions, models and endpoints, and the report."""
 
 from shoal.runs.record.recorder import RunRecorder, create, reopen
-from shoal.runs.record.recording import record_of
-from shoal.runs.report.report import report_at_end, write_report
-from shoal.runs.run_kind import Kind
-from shoal.runs.run_reader import Endpoint, Run, list_running, list_runs, load
+from shoal.runs.record.recording import recording
+from shoal.runs.report.report import write_report, write_report_at_end
+from shoal.runs.run_kind import RunKind
+from shoal.runs.run_reader import EndpointRecord, Run, list_running, list_runs, load
 from shoal.runs.run_status import HEARTBEAT_TIMEOUT_S, Status, transition
 
 __all__ = [
     "HEARTBEAT_TIMEOUT_S",
-    "Endpoint",
-    "Kind",
+    "EndpointRecord",
     "Run",
+    "RunKind",
     "RunRecorder",
     "Status",
     "create",
     "list_running",
     "list_runs",
     "load",
-    "record_of",
+    "recording",
     "reopen",
-    "report_at_end",
     "transition",
     "write_report",
+    "write_report_at_end",
 ]

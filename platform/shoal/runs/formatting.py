@@ -9,7 +9,7 @@ from collections.abc import Mapping
 _UNITS = ((86_400, "d", 3_600, "h"), (3_600, "h", 60, "min"), (60, "min", 1, "s"))
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Whole numbers with separators, others with four digits that matter."""
     if not math.isfinite(value):
         return "not a number" if math.isnan(value) else ("∞" if value > 0 else "-∞")
@@ -18,7 +18,7 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if 1e3 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """8.2 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
     whole = round(seconds)
     for unit_s, unit, part_s, part in _UNITS:
@@ -27,7 +27,7 @@ def duration(seconds: float) -> str:
     return f"{max(seconds, 0.0):.1f} s"
 
 
-def age(seconds: float) -> str:
+def format_age(seconds: float) -> str:
     """8 s, 3 min, 2 h, 3 d."""
     whole = max(int(seconds), 0)
     for unit_s, unit, _, _ in _UNITS:
@@ -36,7 +36,7 @@ def age(seconds: float) -> str:
     return f"{whole} s"
 
 
-def size(size_bytes: int) -> str:
+def format_size(size_bytes: int) -> str:
     """12 B, 3.5 KiB, 1.2 GiB."""
     for unit_bytes, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if size_bytes >= unit_bytes:
@@ -44,16 +44,16 @@ def size(size_bytes: int) -> str:
     return f"{size_bytes} B"
 
 
-def moment(epoch_s: float) -> str:
+def format_timestamp(epoch_s: float) -> str:
     """A local time of day with its date."""
     return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(epoch_s))
 
 
-def brief(value: object, most: int = 4) -> str:
+def format_value(value: object, most: int = 4) -> str:
     """What an event tells: of a float the digits that matter, of a list `most` values and how many there are."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {brief(each, most)}" for name, each in value.items())
+        return ", ".join(f"{name} {format_value(each, most)}" for name, each in value.items())
     if isinstance(value, list):
-        shown = [brief(each, most) for each in value[:most]]
+        shown = [format_value(each, most) for each in value[:most]]
         return f"[{', '.join(shown)}{f', ... ({len(value)})' if len(value) > most else ''}]"
-    return number(value) if isinstance(value, float) else str(value)
+    return format_number(value) if isinstance(value, float) else str(value)

@@ -19,9 +19,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from shoal.errors import RunError, ShoalError
 
 CALL_TIMEOUT_S = 30.0
-DELIVERY_S = 0.2  # between two deliveries of rank 0; also how late it hears of a request to stop
-FLUSH_S = 5.0  # the longest that rank 0 waits for a mailbox which does not answer, and with it all ranks
-NO_ANSWER_YET = (GetTimeoutError, ActorUnavailableError)  # it is slow, or out of reach: the call may have been heard
+DELIVERY_INTERVAL_S = 0.2  # between two deliveries of rank 0; also how late it hears of a request to stop
+FLUSH_TIMEOUT_S = 5.0  # the longest that rank 0 waits for a mailbox which does not answer, and with it all ranks
+RETRYABLE_ERRORS = (GetTimeoutError, ActorUnavailableError)  # it is slow, or out of reach: the call may have been heard
 Message = tuple[str, tuple[Any, ...]]
 
 
@@ -33,7 +33,7 @@ class Mailbox:
         self._num_delivered = 0
         self._errors: list[ShoalError] = []
         self._stop = False
-        self._refusal = ""
+        self._abort_reason = ""
         self._lock = threading.Lock()
 
     def deliver(self, begin: int, messages: list[Message]) -> tuple[bool, str]:
@@ -43,28 +43,28 @@ class Mailbox:
             new = messages[self._num_delivered - begin :]
             self._messages += new
             self._num_delivered += len(new)
-            return self._stop, self._refusal
+            return self._stop, self._abort_reason
 
-    def fail(self, error: ShoalError) -> None:
+    def report_failure(self, error: ShoalError) -> None:
         """From any rank: why it ended."""
         with self._lock:
             self._errors.append(error)
 
-    def take(self, begin: int) -> tuple[list[Message], list[ShoalError]]:
+    def poll(self, begin: int) -> tuple[list[Message], list[ShoalError]]:
         """For the driver, which has those before number `begin`: the messages since, and every error so far."""
         with self._lock:
             first = self._num_delivered - len(self._messages)
             del self._messages[: max(0, begin - first)]
             return list(self._messages), list(self._errors)
 
-    def stop(self) -> None:
+    def request_stop(self) -> None:
         """For the driver: ask the workers to save and end."""
         self._stop = True
 
-    def refuse(self, why: str) -> None:
+    def abort(self, why: str) -> None:
         """For the driver: ask the workers to end, and to save nothing: the run is another's."""
         with self._lock:
-            self._stop, self._refusal = True, why
+            self._stop, self._abort_reason = True, why
 
 
 def start_mailbox() -> ActorHandle:
@@ -74,7 +74,7 @@ def start_mailbox() -> ActorHandle:
     return worker.options(scheduling_strategy=here).remote()
 
 
-class Posted:
+class RayLog:
     """The journal of rank 0: a thread delivers what it is told, and hears whether to stop.
 
     | capacity  | what blocks                  | who unblocks | close()                            |
@@ -91,21 +91,21 @@ class Posted:
         self._mailbox = mailbox
         self._pending: list[Message] = []
         self._num_delivered = 0
-        self._refusal = ""
-        self._is_wanted = self._is_closing = False
+        self._abort_reason = ""
+        self._is_flush_requested = self._is_closing = False
         self._changed = threading.Condition()  # of all of these
-        self.stop_asked = threading.Event()
+        self.stop_requested = threading.Event()
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._add(("log", (step, dict(values))))
+        self._enqueue(("log", (step, dict(values))))
 
-    def event(self, kind: str, /, **details: object) -> None:
-        self._add(("event", (kind, details)))
+    def record_event(self, kind: str, /, **details: object) -> None:
+        self._enqueue(("event", (kind, details)))
 
-    def histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
-        self._add(("histogram", (step, name, counts, edges)))
+    def log_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
+        self._enqueue(("histogram", (step, name, counts, edges)))
 
     def flush(self) -> None:
         """Until the mailbox, which outlives this process, has what was said so far; not for ever.
@@ -115,11 +115,11 @@ class Posted:
         """
         with self._changed:
             end = self._num_delivered + len(self._pending)
-            self._is_wanted = bool(self._pending)
+            self._is_flush_requested = bool(self._pending)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._num_delivered >= end, FLUSH_S)
-            if self._refusal:
-                raise RunError(self._refusal)
+            self._changed.wait_for(lambda: self._num_delivered >= end, FLUSH_TIMEOUT_S)
+            if self._abort_reason:
+                raise RunError(self._abort_reason)
 
     def close(self) -> None:
         """Deliver the rest. Idempotent."""
@@ -128,7 +128,7 @@ class Posted:
             self._changed.notify_all()
         self._thread.join(2 * CALL_TIMEOUT_S)  # for a delivery that is under way, and for the last one
 
-    def _add(self, message: Message) -> None:
+    def _enqueue(self, message: Message) -> None:
         with self._changed:
             self._pending.append(message)
 
@@ -136,8 +136,8 @@ class Posted:
         is_last = False
         while not is_last:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_wanted or self._is_closing, DELIVERY_S)
-                self._is_wanted, is_last = False, self._is_closing
+                self._changed.wait_for(lambda: self._is_flush_requested or self._is_closing, DELIVERY_INTERVAL_S)
+                self._is_flush_requested, is_last = False, self._is_closing
             self._deliver()
 
     def _deliver(self) -> None:
@@ -145,7 +145,7 @@ class Posted:
             messages = list(self._pending)
         try:
             answer = ray.get(self._mailbox.deliver.remote(self._num_delivered, messages), timeout=CALL_TIMEOUT_S)
-        except NO_ANSWER_YET:
+        except RETRYABLE_ERRORS:
             return  # they are still pending
         except RayError:  # the mailbox is dead: save, and end
             answer = (True, "")
@@ -153,7 +153,7 @@ class Posted:
         with self._changed:
             del self._pending[: len(messages)]
             self._num_delivered += len(messages)
-            self._refusal = refusal or self._refusal
+            self._abort_reason = refusal or self._abort_reason
             self._changed.notify_all()
         if is_to_stop:
-            self.stop_asked.set()
+            self.stop_requested.set()

@@ -11,7 +11,7 @@ from functools import lru_cache
 import yaml
 
 
-class Kind(StrEnum):
+class RunKind(StrEnum):
     """What a run does; OTHER is what a job of the user's own records."""
 
     LOOP = "loop"
@@ -23,19 +23,19 @@ class Kind(StrEnum):
 
 # The fields that a spec of the kind has, whatever else it has; the first that fits.
 _FIELDS = (
-    (Kind.LOOP, {"target_return"}),
-    (Kind.TRAINING, {"task"}),
-    (Kind.PREDICTION, {"model", "input", "output"}),
-    (Kind.SERVING, {"models", "endpoint"}),
+    (RunKind.LOOP, {"target_return"}),
+    (RunKind.TRAINING, {"task"}),
+    (RunKind.PREDICTION, {"model", "input", "output"}),
+    (RunKind.SERVING, {"models", "endpoint"}),
 )
 
 
 @lru_cache(maxsize=16)  # asked four times a second
-def kind_of(spec: str) -> Kind:
+def infer_kind(spec: str) -> RunKind:
     """By a recorded spec (YAML)."""
     try:
         fields = yaml.safe_load(spec)
     except yaml.YAMLError:
-        return Kind.OTHER
+        return RunKind.OTHER
     found = set(fields) if isinstance(fields, dict) else set()
-    return next((kind for kind, needed in _FIELDS if needed <= found), Kind.OTHER)
+    return next((kind for kind, needed in _FIELDS if needed <= found), RunKind.OTHER)

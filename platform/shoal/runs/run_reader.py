@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from shoal.errors import RunError
 from shoal.home import home
-from shoal.runs.record.database import reading
-from shoal.runs.run_kind import Kind, kind_of
-from shoal.runs.run_status import Status, observed
+from shoal.runs.record.database import read_connection
+from shoal.runs.run_kind import RunKind, infer_kind
+from shoal.runs.run_status import Status, resolve_status
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -55,7 +55,7 @@ _LESS_IS_BETTER = frozenset(("bpb", "bpc", "cer", "distance", "err", "fid", "kl"
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class EndpointRecord:
     """Where something of a run listens: a gateway for actors, an endpoint for requests."""
 
     name: str
@@ -70,30 +70,30 @@ def load(ref: str) -> Run:
     Raises RunError, with ids that look alike, when there is none.
     """
     folder = home()
-    with reading(folder) as connection:
-        return Run._of(find_row(connection, ref), folder)
+    with read_connection(folder) as connection:
+        return Run._from_row(find_run_row(connection, ref), folder)
 
 
 def list_runs(limit: int = 50) -> list[Run]:
     """The newest runs, newest first."""
     folder = home()
-    with reading(folder) as connection:
+    with read_connection(folder) as connection:
         rows = connection.execute("SELECT * FROM runs ORDER BY created_at DESC, number DESC LIMIT ?", (limit,))
-        return [Run._of(row, folder) for row in rows]
+        return [Run._from_row(row, folder) for row in rows]
 
 
 def list_running() -> list[Run]:
     """Every run that goes on, newest first, however many others have been created since."""
     folder = home()
-    with reading(folder) as connection:
+    with read_connection(folder) as connection:
         rows = connection.execute(
             "SELECT * FROM runs WHERE status = ? ORDER BY created_at DESC, number DESC", (Status.RUNNING,)
         )
-        seen = [Run._of(row, folder) for row in rows]
+        seen = [Run._from_row(row, folder) for row in rows]
     return [run for run in seen if run.status is Status.RUNNING]
 
 
-def find_row(connection: sqlite3.Connection, ref: str) -> sqlite3.Row:
+def find_run_row(connection: sqlite3.Connection, ref: str) -> sqlite3.Row:
     """The row of `runs` that `ref` means. Raises RunError."""
     ids = [row["id"] for row in connection.execute("SELECT id FROM runs ORDER BY created_at, number")]
     if not ids:
@@ -110,7 +110,7 @@ def find_row(connection: sqlite3.Connection, ref: str) -> sqlite3.Row:
     return row
 
 
-def direction_of(metric: str) -> bool | None:
+def infer_direction(metric: str) -> bool | None:
     """Whether a higher value of the metric is the better one; None when its name does not tell."""
     words = set(re.split(r"[^a-z0-9]+", metric.lower()))
     if words & _MORE_IS_BETTER or words & _LESS_IS_BETTER:
@@ -118,9 +118,9 @@ def direction_of(metric: str) -> bool | None:
     return next((more_is_better for part, more_is_better in _HEADLINES if part in metric.lower()), None)
 
 
-def is_more_better(metric: str) -> bool:
+def is_higher_better(metric: str) -> bool:
     """Whether a higher value of the metric is the better one, or its name does not tell."""
-    return direction_of(metric) is not False
+    return infer_direction(metric) is not False
 
 
 @dataclass(frozen=True)
@@ -155,12 +155,12 @@ class Run:
     _number: int = field(repr=False)
 
     @classmethod
-    def _of(cls, row: sqlite3.Row, folder: Path) -> Self:
+    def _from_row(cls, row: sqlite3.Row, folder: Path) -> Self:
         heartbeat_at, host, pid = row["heartbeat_at"], row["host"], row["pid"]
         return cls(
             id=row["id"],
             job=row["job"],
-            status=observed(Status(row["status"]), heartbeat_at, host, pid, socket.gethostname(), time.time()),
+            status=resolve_status(Status(row["status"]), heartbeat_at, host, pid, socket.gethostname(), time.time()),
             spec=row["spec"],
             command=row["command"],
             git_revision=row["git_revision"],
@@ -178,9 +178,9 @@ class Run:
         )
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> RunKind:
         """What it does, whatever its job is called."""
-        return kind_of(self.spec)
+        return infer_kind(self.spec)
 
     @property
     def duration_s(self) -> float:
@@ -227,7 +227,7 @@ class Run:
         """What happened, in order: columns time, kind, details (a dict)."""
         rows = self._query("SELECT time, kind, details FROM events WHERE run = ? ORDER BY number")
         details = [(row["time"] - self.created_at, row["kind"], json.loads(row["details"])) for row in rows]
-        return _frame(details, ["time", "kind", "details"])
+        return _to_frame(details, ["time", "kind", "details"])
 
     def last_events(self, since_resumed: bool = False) -> dict[str, dict[str, Any]]:
         """The details of the newest event of each kind; cheap enough to poll several times a second.
@@ -239,7 +239,7 @@ class Run:
         rows = self._query(f"SELECT kind, details, max(number) FROM events WHERE run = ?1{since} GROUP BY kind")
         return {row["kind"]: json.loads(row["details"]) for row in rows}
 
-    def life_began_at(self) -> float:
+    def last_started_at(self) -> float:
         """When the run was last resumed, or else created; Unix time in seconds."""
         (row,) = self._query(f"SELECT (SELECT time FROM events WHERE number = {_RESUMED}) AS time")
         return self.created_at if row["time"] is None else float(row["time"])
@@ -258,18 +258,18 @@ class Run:
             "SELECT version, step, time - ?2, sha256 FROM versions"
             f" WHERE run = ?1 AND (version % {int(every)} = 0 OR version IN ({ends})) ORDER BY version"
         )
-        return _frame([tuple(row) for row in rows], ["version", "step", "time", "sha256"])
+        return _to_frame([tuple(row) for row in rows], ["version", "step", "time", "sha256"])
 
     def models(self) -> DataFrame:
         """The models that the run registered: columns name, version, time, aliases (a list, as given then)."""
         rows = self._query("SELECT name, version, time, aliases FROM models WHERE run = ? ORDER BY time")
         models = [(r["name"], r["version"], r["time"] - self.created_at, json.loads(r["aliases"])) for r in rows]
-        return _frame(models, ["name", "version", "time", "aliases"])
+        return _to_frame(models, ["name", "version", "time", "aliases"])
 
-    def endpoints(self) -> list[Endpoint]:
+    def endpoints(self) -> list[EndpointRecord]:
         """Where the run listens or listened, by name. Of what a lost run had not closed, the state is `lost` too."""
         rows = self._query("SELECT name, kind, address, state FROM endpoints WHERE run = ? ORDER BY name")
-        found = [Endpoint(*row) for row in rows]
+        found = [EndpointRecord(*row) for row in rows]
         if self.status is Status.LOST:
             return [replace(each, state="lost") if each.state != "closed" else each for each in found]
         return found
@@ -296,11 +296,11 @@ class Run:
     def _query(self, sql: str) -> list[sqlite3.Row]:
         """The rows of a question whose first parameter is this run, and whose second is its creation time."""
         parameters = (self._number, self.created_at)[: 2 if "?2" in sql else 1]
-        with reading(self._home) as connection:
+        with read_connection(self._home) as connection:
             return connection.execute(sql, parameters).fetchall()
 
 
-def _frame(rows: Sequence[tuple[object, ...]], columns: list[str]) -> DataFrame:
+def _to_frame(rows: Sequence[tuple[object, ...]], columns: list[str]) -> DataFrame:
     import pandas
 
     return pandas.DataFrame(rows, columns=columns)

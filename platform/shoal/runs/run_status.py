@@ -42,7 +42,7 @@ def transition(current: Status, to: Status) -> Status:
     return to
 
 
-def observed(stored: Status, heartbeat_at: float, host: str, pid: int, here: str, now: float) -> Status:
+def resolve_status(stored: Status, heartbeat_at: float, host: str, pid: int, here: str, now: float) -> Status:
     """The stored status as a reader on host `here` should see it: a running run without a living writer is lost.
 
     The heartbeat decides; on the writer's own host a process that is gone is known to be gone at once.

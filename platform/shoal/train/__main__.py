@@ -9,38 +9,38 @@ import os
 import sys
 from functools import partial
 
-from shoal.config import last_value
+from shoal.config import last_override
 from shoal.errors import ConfigError, ShoalError
-from shoal.gc_freeze import loading
-from shoal.train.launch.local import train_here
-from shoal.train.launch.overrides import spec_from_words
-from shoal.train.reporting.console import in_words
+from shoal.gc_freeze import freeze_loaded_objects
+from shoal.train.launch.local import fit_locally
+from shoal.train.launch.overrides import spec_from_overrides
+from shoal.train.reporting.console import format_metrics
 
 
 def main(words: list[str]) -> int:
     """The exit status."""
     if not words or words[0] in ("-h", "--help"):
-        print(f"{__doc__}\nfields and their defaults:\n\n{spec_from_words([]).to_yaml()}")
+        print(f"{__doc__}\nfields and their defaults:\n\n{spec_from_overrides([]).to_yaml()}")
         return 0
-    with loading():  # what has been loaded above stays for good, too
+    with freeze_loaded_objects():  # what has been loaded above stays for good, too
         import torch._dynamo  # noqa: F401 - as every optimiser does
     rank, is_alone = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1") == "1"
     try:
-        _require_as_many(last_value(words, "workers"))
-        outcome = train_here(spec_from_words(words), predicts=True, say=partial(print, flush=True))
+        _require_num_workers(last_override(words, "workers"))
+        outcome = fit_locally(spec_from_overrides(words), predicts=True, say=partial(print, flush=True))
     except ShoalError as error:
         # Each rank says its own, also what is the same on all: torchrun ends the others as soon as one has ended.
         print(f"error: {error}" if is_alone else f"[rank {rank}] error: {error}", file=sys.stderr, flush=True)
         return 1
     if rank == "0":
         ended = f"run {outcome.run_id}: {outcome.detail}, {outcome.seconds:.1f} s."
-        print(f"{ended} {in_words(outcome.metrics)}", flush=True)
+        print(f"{ended} {format_metrics(outcome.metrics)}", flush=True)
         if outcome.is_interrupted:
             print(f"Go on with: python -m shoal.train resume={outcome.run_id}", flush=True)
     return 130 if outcome.is_interrupted else 0
 
 
-def _require_as_many(workers: str) -> None:
+def _require_num_workers(workers: str) -> None:
     """Raise ConfigError when the words ask for more, or fewer, processes than were started."""
     size = os.environ.get("WORLD_SIZE", "1")
     if workers not in ("", size):

@@ -11,9 +11,9 @@ from pydantic import Field, field_validator, model_validator
 
 from shoal.config import Spec
 from shoal.data import LoaderSpec
-from shoal.parallel import Degrees, ParallelSpec
-from shoal.registry import AliasWords
-from shoal.runs.run_reader import direction_of
+from shoal.parallel import ParallelDims, ParallelSpec
+from shoal.registry import AliasNames
+from shoal.runs.run_reader import infer_direction
 
 Direction = Literal["auto", "max", "min"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -163,14 +163,14 @@ class TrainSpec(Spec):
     log_every_steps: int | None = Field(default=None, ge=1, description="None: about twice a second")
     histograms_every_steps: int | None = Field(default=None, ge=1)
     name: str = ""
-    aliases: AliasWords = ("champion",)
+    aliases: AliasNames = ("champion",)
     resume: str = ""
 
     @field_validator("args", mode="after")
     @classmethod
     def _args_outlast_the_record(cls, args: dict[str, Any]) -> dict[str, Any]:
         """What a run is resumed with is read back from its record."""
-        return {name: _plain(value, name) for name, value in args.items()}
+        return {name: _to_plain(value, name) for name, value in args.items()}
 
     @model_validator(mode="after")
     def _fits_together(self) -> TrainSpec:
@@ -180,20 +180,20 @@ class TrainSpec(Spec):
             raise ValueError("selective_backprop does not go with a pipeline: no rank sees both samples and losses")
         return self
 
-    def degrees(self) -> Degrees:
+    def resolve_dims(self) -> ParallelDims:
         """The degrees of the plan. Raises PlanError when they do not fit the workers."""
-        return self.parallel.degrees(self.workers)
+        return self.parallel.resolve_dims(self.workers)
 
 
 def _require_direction(metric: str, direction: Direction) -> None:
     """Raises ValueError when it cannot be told which values are better: the worst network would be kept as the best."""
-    if direction == "auto" and direction_of(metric) is None:
+    if direction == "auto" and infer_direction(metric) is None:
         raise ValueError(
             f"direction: the name {metric!r} does not tell whether more is better: say direction=max or min"
         )
 
 
-def _plain(value: Any, path: str) -> Any:
+def _to_plain(value: Any, path: str) -> Any:
     """The value, or a like one, of types that YAML gives back as they were. Raises ValueError for others."""
     match value:
         case None | bool() | int() | str():
@@ -201,9 +201,9 @@ def _plain(value: Any, path: str) -> Any:
         case float():
             return float(value)
         case list() | tuple():
-            return [_plain(each, f"{path}[{number}]") for number, each in enumerate(value)]
+            return [_to_plain(each, f"{path}[{number}]") for number, each in enumerate(value)]
         case dict() if all(isinstance(name, str) for name in value):
-            return {name: _plain(each, f"{path}.{name}") for name, each in value.items()}
+            return {name: _to_plain(each, f"{path}.{name}") for name, each in value.items()}
     remedy = "say it as a text, a number, or a list or dictionary (by texts) of these"
     raise ValueError(
         f"{path} = {value!r} ({type(value).__name__}) would be another value when the run is resumed: {remedy}"

@@ -102,14 +102,14 @@ def find_task(word: str) -> TaskFactory:
     file does not load.
     """
     place, _, name = word.partition(":")
-    module = _load(word, place)
+    module = _load_module(word, place)
     if name:
         found = getattr(module, name, None)
         if not callable(found):
-            raise ConfigError("task", word, f"{place} has no Task {name!r}", _near(name, _tasks_of(module)))
+            raise ConfigError("task", word, f"{place} has no Task {name!r}", _suggest_name(name, _find_tasks(module)))
         factory: TaskFactory = found
         return factory
-    tasks = _tasks_of(module)
+    tasks = _find_tasks(module)
     if len(tasks) != 1:
         problem = f"{place} has {len(tasks)} Tasks" if tasks else f"{place} has no Task"
         named = next(iter(tasks), "MyTask")
@@ -124,7 +124,7 @@ def make_task(word: str, args: Mapping[str, Any]) -> Task:
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in accepted.values())
     for name, value in args.items():
         if name not in accepted and not takes_any:
-            raise ConfigError(f"args.{name}", value, f"{word} takes no such argument", _near(name, accepted))
+            raise ConfigError(f"args.{name}", value, f"{word} takes no such argument", _suggest_name(name, accepted))
     try:
         task = factory(**args)
     except TypeError as error:
@@ -134,7 +134,7 @@ def make_task(word: str, args: Mapping[str, Any]) -> Task:
     return task
 
 
-def data_of(task: Task, word: str) -> Data:
+def load_data(task: Task, word: str) -> Data:
     """What `task.data()` gives. Raises ConfigError when that is something else than a Data, and DataError."""
     try:
         found: object = task.data()
@@ -147,7 +147,7 @@ def data_of(task: Task, word: str) -> Data:
     return found
 
 
-def model_of(task: Task, word: str) -> nn.Module:
+def build_model(task: Task, word: str) -> nn.Module:
     """What `task.model()` gives. Raises ConfigError when that is no module."""
     found: object = task.model()
     if not isinstance(found, nn.Module):
@@ -156,7 +156,7 @@ def model_of(task: Task, word: str) -> nn.Module:
     return found
 
 
-def source_file(word: str) -> Path | None:
+def find_source_file(word: str) -> Path | None:
     """The file that `word` names, where it names one and not an installed module."""
     place = word.partition(":")[0]
     if place.endswith(".py"):
@@ -165,13 +165,13 @@ def source_file(word: str) -> Path | None:
     return recipe.resolve() if recipe.is_file() else None
 
 
-def renew(word: str) -> None:
+def unload_if_changed(word: str) -> None:
     """Let go of the file that `word` names if it has changed since this process loaded it: it is then loaded again.
 
     Called where something new begins, so that in a process that lives on (a notebook) a run trains what the file says
     now, and yet one text from its beginning to its end. Other modules are Python's own affair.
     """
-    path = source_file(word)
+    path = find_source_file(word)
     loaded = None if path is None else sys.modules.get(_module_name(path))
     if path is None or loaded is None or loaded.__file__ != str(path):
         return
@@ -183,27 +183,27 @@ def renew(word: str) -> None:
         del sys.modules[loaded.__name__]
 
 
-def source_of(word: str) -> str | None:
+def get_source(word: str) -> str | None:
     """The text of the file that `word` names, as it was when this process loaded it; None for an installed module.
 
     Raises ConfigError as `find_task` does.
     """
-    if source_file(word) is None:
+    if find_source_file(word) is None:
         return None
-    source: str = vars(_load(word, word.partition(":")[0]))[_SOURCE]
+    source: str = vars(_load_module(word, word.partition(":")[0]))[_SOURCE]
     return source
 
 
-def _load(word: str, place: str) -> ModuleType:
-    path = source_file(word)
+def _load_module(word: str, place: str) -> ModuleType:
+    path = find_source_file(word)
     if path is None:
-        return _import(word, place)
+        return _import_module(word, place)
     if not path.is_file():
         raise ConfigError("task", word, f"there is no file {place}", f"from {Path.cwd()}, give the path of a file")
-    return load_file(path, word)
+    return load_task_file(path, word)
 
 
-def load_file(path: Path, word: str) -> ModuleType:
+def load_task_file(path: Path, word: str) -> ModuleType:
     """The module of a file, loaded once for each process. It is found again by name, so that its classes pickle."""
     name = _module_name(path)
     loaded = sys.modules.get(name)
@@ -233,7 +233,7 @@ def _module_name(path: Path) -> str:
     return "shoal_task_" + re.sub(r"\W", "_", path.stem)
 
 
-def _import(word: str, place: str) -> ModuleType:
+def _import_module(word: str, place: str) -> ModuleType:
     recipes = sorted(path.stem for path in JOBS.glob("*.py"))
     others = f"one of {', '.join(recipes)}" if recipes else "a recipe's name where its folder, jobs/, is"
     remedy = f"give file.py:Class, package.module:Class, or {others}"
@@ -248,13 +248,13 @@ def _import(word: str, place: str) -> ModuleType:
         raise ConfigError("task", word, f"cannot be found ({error})", remedy) from error
 
 
-def _tasks_of(module: ModuleType) -> dict[str, type[Task]]:
+def _find_tasks(module: ModuleType) -> dict[str, type[Task]]:
     """The Task classes that the module itself defines."""
     found = {name: value for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, Task)}
     return {name: value for name, value in found.items() if value.__module__ == module.__name__ and name[0] != "_"}
 
 
-def _near(name: str, known: Iterable[str]) -> str:
+def _suggest_name(name: str, known: Iterable[str]) -> str:
     names = list(known)
     close = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {close[0]!r}?" if close else f"there is {', '.join(names) or 'none'}"

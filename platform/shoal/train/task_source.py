@@ -26,7 +26,7 @@ from shoal.train.task import Task
 MAIN = "__main__"
 
 
-def word_of_task(task: type[Task]) -> str:
+def get_task_path(task: type[Task]) -> str:
     """The word by which a spec names the class: `package.module:Class`, or `path.py:Class`.
 
     Raises ConfigError for a class within a function, and for one that uses what only the running program has.
@@ -40,16 +40,16 @@ def word_of_task(task: type[Task]) -> str:
     return f"{file if is_of_file else task.__module__}:{task.__name__}"
 
 
-def standalone_source(task: type[Task]) -> str:
+def build_standalone_source(task: type[Task]) -> str:
     """Python text that defines the class, with all that it refers to in `__main__`. Raises ConfigError."""
     main = sys.modules[MAIN]
-    head, body = _collect(task, main, set())
+    head, body = _collect_definitions(task, main, set())
     future = ["from __future__ import annotations"] if hasattr(main, "annotations") else []
     return "\n".join([*future, *sorted(set(head))]) + "\n\n\n" + "\n\n\n".join(body) + "\n"
 
 
 def _write_source(task: type[Task]) -> Path:
-    text = standalone_source(task)
+    text = build_standalone_source(task)
     folder = home() / "tasks"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{task.__name__.lower()}_{hashlib.sha256(text.encode()).hexdigest()[:8]}.py"
@@ -58,10 +58,10 @@ def _write_source(task: type[Task]) -> Path:
     return path
 
 
-def _collect(found: type | FunctionType, main: ModuleType, seen: set[str]) -> tuple[list[str], list[str]]:
+def _collect_definitions(found: type | FunctionType, main: ModuleType, seen: set[str]) -> tuple[list[str], list[str]]:
     """Import lines, and definitions in an order in which each comes after what it refers to."""
     seen.add(found.__name__)
-    text = _source_of(found)
+    text = _get_source_text(found)
     head: list[str] = []
     body: list[str] = []
     for name in _global_names(text):
@@ -69,7 +69,7 @@ def _collect(found: type | FunctionType, main: ModuleType, seen: set[str]) -> tu
             continue
         value = vars(main)[name]
         if getattr(value, "__module__", None) == MAIN and isinstance(value, type | FunctionType):
-            more_head, more_body = _collect(value, main, seen)
+            more_head, more_body = _collect_definitions(value, main, seen)
             head += more_head
             body += more_body
         else:
@@ -114,19 +114,19 @@ def _global_names(text: str) -> list[str]:
     return [name for name in names if not hasattr(builtins, name)]
 
 
-def _source_of(found: type | FunctionType) -> str:
+def _get_source_text(found: type | FunctionType) -> str:
     """The text of a class or function. Raises ConfigError where Python has not kept it."""
     try:
         return textwrap.dedent(inspect.getsource(found)).rstrip()
     except (OSError, TypeError):  # of a class in a notebook Python knows no file, but its methods know their cell
         for method in vars(found).values():
-            if isinstance(method, FunctionType) and (text := _class_around(found.__name__, method)):
+            if isinstance(method, FunctionType) and (text := _find_class_text(found.__name__, method)):
                 return text
     remedy = "put it into a file, and give file.py:Class"
     raise ConfigError("task", found.__name__, "has no source here, from which other processes could build it", remedy)
 
 
-def _class_around(name: str, method: FunctionType) -> str | None:
+def _find_class_text(name: str, method: FunctionType) -> str | None:
     cell = "".join(linecache.getlines(method.__code__.co_filename))
     for node in ast.parse(cell).body:
         if isinstance(node, ast.ClassDef) and node.name == name:

@@ -1,7 +1,7 @@
 """Weights that flow: a `WeightStore` that keeps only the latest version, and the `WeightSource` that consumers read."""
 
 from shoal.weights.store import (
-    Published,
+    PublishedVersion,
     WeightSnapshot,
     WeightSource,
     WeightStore,
@@ -9,4 +9,4 @@ from shoal.weights.store import (
     encode_tensors,
 )
 
-__all__ = ["Published", "WeightSnapshot", "WeightSource", "WeightStore", "decode_tensors", "encode_tensors"]
+__all__ = ["PublishedVersion", "WeightSnapshot", "WeightSource", "WeightStore", "decode_tensors", "encode_tensors"]

@@ -91,7 +91,7 @@ class RayWeightPublisher(WeightPublisher):
         )
 
 
-def used_version(store: ActorHandle, timeout_s: float = 30.0) -> int:
+def get_stored_version(store: ActorHandle, timeout_s: float = 30.0) -> int:
     """The newest version that the store has had; 0 when it has none, or does not come back within `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while True:

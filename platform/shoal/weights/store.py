@@ -88,7 +88,7 @@ class WeightSnapshot:
             raise WeightsError(f"weights version {self.version}: the checksum does not match the payload")
 
 
-class Published(NamedTuple):
+class PublishedVersion(NamedTuple):
     """One published version: for the run record."""
 
     version: int

@@ -18,7 +18,7 @@ PROTOCOL_VERSION = 1
 
 
 @dataclass(frozen=True)
-class Limits:
+class MessageLimits:
     """Hard limits of one message. The gateway states its own in `welcome`."""
 
     max_header_bytes: int = 64 * 1024
@@ -93,7 +93,7 @@ class Pull(msgspec.Struct, frozen=True, tag_field="kind", tag="pull"):
     newer_than: int
 
 
-class Weights(msgspec.Struct, frozen=True, tag_field="kind", tag="weights"):
+class WeightsMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="weights"):
     """gateway → actor. One frame follows: safetensors, whose SHA-256 is given in hex."""
 
     version: int
@@ -119,7 +119,7 @@ class Bye(msgspec.Struct, frozen=True, tag_field="kind", tag="bye"):
     finished: bool = False
 
 
-class Error(msgspec.Struct, frozen=True, tag_field="kind", tag="error"):
+class ErrorMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="error"):
     """gateway → actor. `fatal` means: do not try again with the same words."""
 
     code: str
@@ -127,17 +127,17 @@ class Error(msgspec.Struct, frozen=True, tag_field="kind", tag="error"):
     fatal: bool = False
 
 
-Message = Hello | Welcome | SegmentMessage | Ack | Credit | Pull | Weights | Ping | Pong | Bye | Error
+Message = Hello | Welcome | SegmentMessage | Ack | Credit | Pull | WeightsMessage | Ping | Pong | Bye | ErrorMessage
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Message)
 
 
-class _Kind(msgspec.Struct):
+class _KindHeader(msgspec.Struct):
     kind: str
 
 
-_KIND_DECODER = msgspec.msgpack.Decoder(_Kind)
+_KIND_DECODER = msgspec.msgpack.Decoder(_KindHeader)
 _KINDS = frozenset({"hello", "welcome", "segment", "ack", "credit", "pull", "weights", "ping", "pong", "bye", "error"})
 
 
@@ -146,7 +146,7 @@ def encode(message: Message) -> bytes:
     return _ENCODER.encode(message)
 
 
-def decode(frames: Sequence[bytes], limits: Limits) -> Message:
+def decode(frames: Sequence[bytes], limits: MessageLimits) -> Message:
     """The message whose header is `frames[0]`. The other frames are only counted and weighed.
 
     Raises ProtocolViolation with code `too_large`, `unknown_kind` or `malformed`.
@@ -163,11 +163,11 @@ def decode(frames: Sequence[bytes], limits: Limits) -> Message:
     try:
         message: Message = _DECODER.decode(frames[0])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _violation(frames[0], error) from None
+        raise _make_violation(frames[0], error) from None
     return message
 
 
-def _violation(header: bytes, error: Exception) -> ProtocolViolation:
+def _make_violation(header: bytes, error: Exception) -> ProtocolViolation:
     """Tell an unknown kind, which a newer peer may send in good faith, from a header that is simply wrong."""
     try:
         kind = _KIND_DECODER.decode(header).kind

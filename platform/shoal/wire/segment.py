@@ -84,7 +84,7 @@ def largest_segment_bytes(spec: ExperienceSpec) -> int:
     return _HEADER_BYTES + (length + 1) * observation + length * (action + 4 + 4 + 8)
 
 
-def segment_bytes(segment: Segment) -> int:
+def estimate_segment_bytes(segment: Segment) -> int:
     """The size of its message, with room for the header."""
     return _HEADER_BYTES + sum(int(getattr(segment, name).nbytes) for name in _TENSORS)
 
@@ -96,7 +96,7 @@ class PackedSegment(NamedTuple):
     tensors: list[bytes]
 
     @classmethod
-    def of(cls, segment: Segment) -> PackedSegment:
+    def from_segment(cls, segment: Segment) -> PackedSegment:
         """Raises InvalidSegment when an array has a dtype that cannot travel."""
         headers, tensors = [], []
         for name in _TENSORS:
@@ -114,14 +114,14 @@ class PackedSegment(NamedTuple):
         )
         return cls(header, tensors)
 
-    def frames(self, seq: int) -> list[bytes]:
+    def to_frames(self, seq: int) -> list[bytes]:
         """Those of the message: the header, then one a tensor."""
         return [encode(msgspec.structs.replace(self.header, seq=seq)), *self.tensors]
 
 
 def pack_segment(segment: Segment, seq: int) -> list[bytes]:
     """The frames of a segment message. Raises InvalidSegment when an array has a dtype that cannot travel."""
-    return PackedSegment.of(segment).frames(seq)
+    return PackedSegment.from_segment(segment).to_frames(seq)
 
 
 def _dtype_name(name: str, array: np.ndarray) -> str:
@@ -144,14 +144,14 @@ def unpack_segment(message: SegmentMessage, frames: Sequence[bytes], spec: Exper
     described = {header.name: (header, frame) for header, frame in zip(message.tensors, frames, strict=True)}
     if len(described) != len(frames):
         raise InvalidSegment(DropReason.MALFORMED, "tensors", "one name stands there twice")
-    length = _length(described, spec.segment_length)
+    length = _read_length(described, spec.segment_length)
     _check_ending(message, length)
     return Segment(
-        _read("observations", described, length + 1, spec.observation),
-        _read("actions", described, length, spec.action),
-        _read("rewards", described, length, _REWARD),
-        _read("log_probabilities", described, length, _LOG_PROBABILITY),
-        _read("versions", described, length, _VERSION),
+        _read_tensor("observations", described, length + 1, spec.observation),
+        _read_tensor("actions", described, length, spec.action),
+        _read_tensor("rewards", described, length, _REWARD),
+        _read_tensor("log_probabilities", described, length, _LOG_PROBABILITY),
+        _read_tensor("versions", described, length, _VERSION),
         message.terminated,
         message.truncated,
         message.episode_return,
@@ -159,7 +159,7 @@ def unpack_segment(message: SegmentMessage, frames: Sequence[bytes], spec: Exper
     )
 
 
-def _length(described: Mapping[str, tuple[TensorHeader, bytes]], segment_length: int) -> int:
+def _read_length(described: Mapping[str, tuple[TensorHeader, bytes]], segment_length: int) -> int:
     if "rewards" not in described:
         raise InvalidSegment(DropReason.MALFORMED, "rewards", "is missing")
     shape = described["rewards"][0].shape
@@ -169,7 +169,9 @@ def _length(described: Mapping[str, tuple[TensorHeader, bytes]], segment_length:
     return shape[0]
 
 
-def _read(name: str, described: Mapping[str, tuple[TensorHeader, bytes]], length: int, spec: TensorSpec) -> np.ndarray:
+def _read_tensor(
+    name: str, described: Mapping[str, tuple[TensorHeader, bytes]], length: int, spec: TensorSpec
+) -> np.ndarray:
     """One tensor, checked from the outside in: present, dtype, shape, size of the frame, finite, range."""
     if name not in described:
         raise InvalidSegment(DropReason.MALFORMED, name, "is missing")

@@ -18,34 +18,34 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from shoal.cli.commands.find import folder_of, write_files
-from shoal.cli.support.console import literal_console, without_key
-from shoal.config import word_of
-from shoal.runs.formatting import duration, number, size
-from shoal.train.launch.local import train_here
-from shoal.train.launch.overrides import spec_from_words
-from shoal.train.launch.validate import check
+from shoal.cli.commands.find import prepare_output_folder, write_files
+from shoal.cli.support.console import make_literal_console, strip_task_key
+from shoal.config import format_override
+from shoal.runs.formatting import format_duration, format_number, format_size
+from shoal.train.launch.local import fit_locally
+from shoal.train.launch.overrides import spec_from_overrides
+from shoal.train.launch.validate import validate_run
 from shoal.train.tune.ablation import (
     COSTS,
     MEMORY,
     PARAMETERS,
     STEP_S,
-    Measured,
+    AblationRun,
     Spread,
-    Worth,
-    main_metric,
-    variants_of,
-    worths,
+    VariantSummary,
+    build_variants,
+    choose_metric,
+    summarise_variants,
 )
 from shoal.train.tune.ablation import ablate as measure
-from shoal.train.tune.plots import ablation_picture
+from shoal.train.tune.plots import plot_ablation
 
 LABELS = {STEP_S: "s per step", MEMORY: "memory", PARAMETERS: "parameters"}
 JOB = "ablate"
 
 
 @click.command()
-@click.argument("task", callback=without_key)
+@click.argument("task", callback=strip_task_key)
 @click.argument("words", nargs=-1, metavar="[A.B=C]...")
 @click.option("--part", "parts", multiple=True, metavar="NAME", help="A part to leave out; all of them by default.")
 @click.option("--change", "changes", multiple=True, metavar="NAME=A.B=C", help="Something to change instead.")
@@ -73,21 +73,21 @@ def ablate(
       shoal ablate lenet --part normalisation --seeds 5 stop.steps=500
       shoal ablate lenet --change sgd=optimizer.name=sgd --change sgd=optimizer.learning_rate=0.1
     """
-    folder = folder_of(out)
+    folder = prepare_output_folder(out)
 
-    def say(each: Measured) -> None:
+    def say(each: AblationRun) -> None:
         said.append(each)
-        told = each.failure or "  ".join(f"{name} {number(value)}" for name, value in each.values.items())
+        told = each.failure or "  ".join(f"{name} {format_number(value)}" for name, value in each.values.items())
         click.echo(f"[{len(said)}/{num_runs}] {each.variant}, seed {each.seed}: {told}", err=True)
 
-    said: list[Measured] = []
+    said: list[AblationRun] = []
     with redirect_stdout(sys.stderr):  # what a Task prints is no part of the answer
-        spec = spec_from_words([word_of("task", task), *words]).model_copy(update={"workers": 1})
-        variants = variants_of(spec, parts, changes)
-        judged = main_metric(check(spec).measured, spec, metric)
+        spec = spec_from_overrides([format_override("task", task), *words]).model_copy(update={"workers": 1})
+        variants = build_variants(spec, parts, changes)
+        judged = choose_metric(validate_run(spec).metric_names, spec, metric)
         num_runs = len(variants) * seeds
-        measured = measure(variants, seeds, lambda each: train_here(each, JOB, registers=False, renews=False), say)
-    found = worths(measured)
+        measured = measure(variants, seeds, lambda each: fit_locally(each, JOB, registers=False, renews=False), say)
+    found = summarise_variants(measured)
     text = json.dumps(_as_dict(task, found, measured), indent=2)
     if as_json:
         click.echo(text)
@@ -95,8 +95,8 @@ def ablate(
         _show(found, judged, seeds)
     shown = [(judged, judged), *LABELS.items()]
     files = {
-        "png": ablation_picture(found, shown, f"{task}: whole, and without each part (seeds: {seeds})"),
-        "csv": _csv(measured).encode(),
+        "png": plot_ablation(found, shown, f"{task}: whole, and without each part (seeds: {seeds})"),
+        "csv": _to_csv(measured).encode(),
         "json": text.encode(),
     }
     paths = write_files(folder, f"ablate-{Path(task).name}", files)
@@ -105,9 +105,9 @@ def ablate(
             click.echo(f"  {path}")
 
 
-def _show(found: Sequence[Worth], judged: str, seeds: int) -> None:
-    console = literal_console(soft_wrap=False)
-    console.print(_table(found, judged, shows_spread=seeds > 1), soft_wrap=not console.is_terminal)
+def _show(found: Sequence[VariantSummary], judged: str, seeds: int) -> None:
+    console = make_literal_console(soft_wrap=False)
+    console.print(_build_table(found, judged, shows_spread=seeds > 1), soft_wrap=not console.is_terminal)
     for worth in found:
         for failure in worth.failures:
             console.print(Text(f"{worth.name} did not end: {failure}", style="red"))
@@ -115,7 +115,7 @@ def _show(found: Sequence[Worth], judged: str, seeds: int) -> None:
     click.echo(f"Below each part's own numbers: their differences from the whole{over}.")
 
 
-def _table(found: Sequence[Worth], metric: str, *, shows_spread: bool) -> Table:
+def _build_table(found: Sequence[VariantSummary], metric: str, *, shows_spread: bool) -> Table:
     """Two lines a part, so that all numbers have room in 80 columns: its own, and what differs from the whole."""
     names = (metric, *COSTS)
     spread_of = frozenset(names) - {MEMORY, PARAMETERS} if shows_spread else frozenset[str]()
@@ -123,34 +123,36 @@ def _table(found: Sequence[Worth], metric: str, *, shows_spread: bool) -> Table:
     for title in ("variant", metric, "step", "memory", "parameters"):
         table.add_column(title, justify="left" if title == "variant" else "right", no_wrap=True)
     for worth in found:
-        own = [_written(worth.values.get(name), name, name in spread_of) for name in names]
-        table.add_row(Text(worth.name, style="bold" if worth.is_whole else ""), *own)
-        if not worth.is_whole:
-            table.add_row("", *[_difference(worth.differences.get(name), name, name in spread_of) for name in names])
+        own = [_format_spread(worth.values.get(name), name, name in spread_of) for name in names]
+        table.add_row(Text(worth.name, style="bold" if worth.is_baseline else ""), *own)
+        if not worth.is_baseline:
+            table.add_row(
+                "", *[_format_difference(worth.differences.get(name), name, name in spread_of) for name in names]
+            )
     return table
 
 
-def _difference(spread: Spread | None, name: str, shows_spread: bool) -> Text:
+def _format_difference(spread: Spread | None, name: str, shows_spread: bool) -> Text:
     sign = "+" if spread is not None and spread.mean > 0 else ""
-    return Text(sign + _written(spread, name, shows_spread), style="dim")
+    return Text(sign + _format_spread(spread, name, shows_spread), style="dim")
 
 
-def _written(spread: Spread | None, name: str, shows_spread: bool) -> str:
+def _format_spread(spread: Spread | None, name: str, shows_spread: bool) -> str:
     if spread is None:
         return ""
-    shown = ("-" if spread.mean < 0 else "") + _unit(abs(spread.mean), name)
-    return f"{shown} ± {_unit(spread.deviation, name)}" if shows_spread else shown
+    shown = ("-" if spread.mean < 0 else "") + _format_quantity(abs(spread.mean), name)
+    return f"{shown} ± {_format_quantity(spread.deviation, name)}" if shows_spread else shown
 
 
-def _unit(value: float, name: str) -> str:
+def _format_quantity(value: float, name: str) -> str:
     if name == MEMORY:
-        return size(int(value))
+        return format_size(int(value))
     if name == STEP_S:
-        return f"{1e3 * value:.3g} ms" if value < 1 else duration(value)
-    return number(value)
+        return f"{1e3 * value:.3g} ms" if value < 1 else format_duration(value)
+    return format_number(value)
 
 
-def _csv(measured: Sequence[Measured]) -> str:
+def _to_csv(measured: Sequence[AblationRun]) -> str:
     """One line a run."""
     names = list(dict.fromkeys(name for each in measured for name in each.values))
     text = io.StringIO()
@@ -162,5 +164,5 @@ def _csv(measured: Sequence[Measured]) -> str:
     return text.getvalue()
 
 
-def _as_dict(task: str, found: Sequence[Worth], measured: Sequence[Measured]) -> dict[str, object]:
+def _as_dict(task: str, found: Sequence[VariantSummary], measured: Sequence[AblationRun]) -> dict[str, object]:
     return {"task": task, "variants": [asdict(each) for each in found], "runs": [asdict(each) for each in measured]}

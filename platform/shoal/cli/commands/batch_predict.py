@@ -13,24 +13,24 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from shoal.cli.support.console import literal_console
+from shoal.cli.support.console import make_literal_console
 from shoal.cli.support.job_output import (
-    end_as_by_ctrl_c,
-    failure,
+    describe_failure,
     ignore_further_interrupts,
+    interrupt_on_termination,
     job_environment,
     new_run_id,
-    said,
+    read_job_lines,
 )
 from shoal.cluster.attach import find_cluster
 from shoal.cluster.cluster_handle import ClusterHandle
-from shoal.cluster.embedded_cluster import start
-from shoal.cluster.jobs import Job, JobStatus, new_submission_id, submit
-from shoal.config import word_of
+from shoal.cluster.embedded_cluster import start_cluster
+from shoal.cluster.jobs import JobHandle, JobStatus, new_submission_id, submit
+from shoal.config import format_override
 from shoal.errors import ConfigError, RunError
 from shoal.flows.batch_predict import BatchPredictSpec, check
-from shoal.runs.record.provenance import as_typed, command_variable
-from shoal.runs.record.serialization import storable
+from shoal.runs.record.provenance import format_masked_command, make_command_variable
+from shoal.runs.record.serialization import escape_text
 
 POLL_S = 0.2
 MODULE = "shoal.flows.batch_predict"
@@ -75,18 +75,18 @@ def batch_predict(
     """
     paths = {"input": str(Path(source).resolve()), "output": str(Path(output).resolve())}
     for field, path in paths.items():
-        if storable(path) != path:  # the job is told in words, and the record has them
+        if escape_text(path) != path:  # the job is told in words, and the record has them
             raise ConfigError(field, path, "is no text", "give files and folders names in UTF-8")
-    fields = [word_of(path, value) for path, value in {"model": model, **paths}.items()] + list(words)
-    fields += [word_of("columns", list(columns))] if columns else []
-    fields += [word_of("keep", [each.strip() for each in keep.split(",")])] if keep else []
+    fields = [format_override(path, value) for path, value in {"model": model, **paths}.items()] + list(words)
+    fields += [format_override("columns", list(columns))] if columns else []
+    fields += [format_override("keep", [each.strip() for each in keep.split(",")])] if keep else []
     fields += [f"workers={workers}"] if workers else []
     fields += ["skip_errors=true"] if skip_errors else []
     spec, cluster = BatchPredictSpec().override(fields), find_cluster(address)
     if cluster is None or cluster.is_local:
         check(spec)  # before a cluster is started for it
-    end_as_by_ctrl_c()
-    console = literal_console()
+    interrupt_on_termination()
+    console = make_literal_console()
     with ExitStack() as stack:
         try:
             _run(fields, cluster, console, stack)
@@ -100,29 +100,29 @@ def batch_predict(
 def _run(fields: list[str], cluster: ClusterHandle | None, console: Console, stack: ExitStack) -> None:
     if cluster is None:
         console.print("starting a Ray cluster for this run ...")
-        embedded = start()
+        embedded = start_cluster()
         stack.callback(embedded.stop)
         cluster = embedded
-    command = as_typed(["shoal", *sys.argv[1:]])
-    job = Job(cluster, new_submission_id())
-    stack.callback(job.end)  # before it begins: an interruption may come at any moment
+    command = format_masked_command(["shoal", *sys.argv[1:]])
+    job = JobHandle(cluster, new_submission_id())
+    stack.callback(job.stop_quietly)  # before it begins: an interruption may come at any moment
     if cluster.is_local:
         environment, python, folder = job_environment(new_run_id(), command), sys.executable, None
     else:
-        environment, python, folder = command_variable(command), "python", Path.cwd()  # where hooks lie
+        environment, python, folder = make_command_variable(command), "python", Path.cwd()  # where hooks lie
     words = [python, "-m", MODULE, *fields]
     submit(cluster, words, env=environment, working_dir=folder, submission_id=job.submission_id)
-    outcome = _followed(job, console)
+    outcome = _follow_job(job, console)
     if outcome is not JobStatus.SUCCEEDED:
-        raise RunError(failure(job, "batch prediction", outcome))
+        raise RunError(describe_failure(job, "batch prediction", outcome))
 
 
-def _followed(job: Job, console: Console) -> JobStatus:
+def _follow_job(job: JobHandle, console: Console) -> JobStatus:
     """Print what the job says until it is over; the state that it ended in."""
     num_printed = 0
     while True:
-        outcome = job.outcome()
-        lines = said(job)
+        outcome = job.poll_outcome()
+        lines = read_job_lines(job)
         for line in lines[num_printed:]:
             console.print(line)
         num_printed = len(lines)

@@ -16,18 +16,18 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from shoal.cli.support.console import literal_console
-from shoal.cli.support.job_output import end_as_by_ctrl_c
-from shoal.cluster.attach import find_cluster, left_by_up, only_one, started_by_up, state_path
+from shoal.cli.support.console import make_literal_console
+from shoal.cli.support.job_output import interrupt_on_termination
+from shoal.cluster.attach import find_cluster, find_running_cluster, load_saved_cluster, lock_cluster_state, state_path
 from shoal.cluster.cluster_handle import ClusterHandle
-from shoal.cluster.dashboard_api import Resources, resources
-from shoal.cluster.embedded_cluster import start
-from shoal.cluster.jobs import Job, JobInfo, list_jobs
+from shoal.cluster.dashboard_api import ClusterResources, get_resources
+from shoal.cluster.embedded_cluster import start_cluster
+from shoal.cluster.jobs import JobHandle, JobInfo, list_jobs
 from shoal.cluster.processes import end_cluster
 from shoal.errors import ClusterError, ConnectionLost, RunError
 from shoal.runs import Run, list_running
-from shoal.runs.formatting import age, duration, size
-from shoal.runs.record.provenance import masked_line
+from shoal.runs.formatting import format_age, format_duration, format_size
+from shoal.runs.record.provenance import mask_command_line
 
 NUM_JOBS_SHOWN = 10
 # What `ray job submit` and `ray status` need to reach the cluster; `--json` has the rest.
@@ -50,17 +50,17 @@ def up(cpus: int | None, gpus: int | None, object_store_gib: float | None) -> No
 
     It listens on this machine only, asks for a token, and stays until `shoal down`, also when the terminal is closed.
     """
-    end_as_by_ctrl_c()
+    interrupt_on_termination()
     store_bytes = None if object_store_gib is None else int(object_store_gib * (1 << 30))
-    with only_one():
-        if (running := started_by_up()) is not None:
+    with lock_cluster_state():
+        if (running := find_running_cluster()) is not None:
             raise ClusterError(
                 f"a cluster is running at {running.dashboard_url}: `shoal status` shows it, `shoal down` ends it"
             )
-        if (dead := left_by_up()) is not None:
-            _end(dead)
+        if (dead := load_saved_cluster()) is not None:
+            _remove_cluster(dead)
         begun_s = time.monotonic()
-        cluster = start(
+        cluster = start_cluster(
             num_cpus=cpus, num_gpus=gpus, object_store_memory_bytes=store_bytes, detached=True, save_as=state_path()
         )
     click.echo(
@@ -82,15 +82,15 @@ def down(now: bool, timeout_s: float) -> None:
 
     Does nothing when there is none. Other clusters, embedded, remote or of another host, are left alone.
     """
-    with only_one():
-        cluster = left_by_up()
+    with lock_cluster_state():
+        cluster = load_saved_cluster()
         if cluster is None:
             click.echo("No cluster is up.")
             return
-        was_alive = cluster.head_is_alive()
+        was_alive = cluster.is_head_alive()
         if was_alive and not now:
             _stop_jobs(cluster, timeout_s)
-        _end(cluster)
+        _remove_cluster(cluster)
     click.echo("The cluster is down." if was_alive else "The cluster had died; what was left of it is removed.")
 
 
@@ -98,18 +98,18 @@ def _stop_jobs(cluster: ClusterHandle, timeout_s: float) -> None:
     deadline_s = time.monotonic() + timeout_s
     # A cluster that does not answer any more, or a job that will not stop, is ended with the processes.
     with contextlib.suppress(ConnectionLost, ClusterError):
-        jobs = [Job(cluster, info.submission_id) for info in list_jobs(cluster) if not info.status.is_over]
+        jobs = [JobHandle(cluster, info.submission_id) for info in list_jobs(cluster) if not info.status.is_over]
         for job in jobs:  # all of them first: each has the whole time to save what it has
             click.echo(f"stopping job {job.submission_id} ...")
             with contextlib.suppress(RunError, ClusterError):  # it has ended, and is forgotten
-                job.ask_to_stop()
+                job.request_stop()
         for job in jobs:
             with contextlib.suppress(RunError, ClusterError):
                 for _ in job.follow(max(0.1, deadline_s - time.monotonic())):
                     pass
 
 
-def _end(cluster: ClusterHandle) -> None:
+def _remove_cluster(cluster: ClusterHandle) -> None:
     assert cluster.cluster_id is not None
     assert cluster.temp_dir is not None
     end_cluster(cluster.cluster_id, cluster.temp_dir)
@@ -128,20 +128,20 @@ examples:
 def status(address: str | None, as_json: bool) -> None:
     """Say what is running: the cluster, its jobs, and the gateways and endpoints of the runs that are on."""
     cluster = find_cluster(address)
-    offer = resources(cluster) if cluster is not None else None
+    offer = get_resources(cluster) if cluster is not None else None
     jobs = list_jobs(cluster) if cluster is not None else []
     running = list_running()
     if as_json:
         click.echo(json.dumps(_as_dict(cluster, offer, jobs, running), indent=2))
         return
-    console = literal_console()
+    console = make_literal_console()
     _show_cluster(console, cluster, offer)
     _show_jobs(console, jobs)
     _show_runs(console, running)
 
 
 def _as_dict(
-    cluster: ClusterHandle | None, offer: Resources | None, jobs: list[JobInfo], running: list[Run]
+    cluster: ClusterHandle | None, offer: ClusterResources | None, jobs: list[JobInfo], running: list[Run]
 ) -> dict[str, object]:
     described: dict[str, object] | None = None
     if cluster is not None and offer is not None:
@@ -155,7 +155,7 @@ def _as_dict(
         }
     return {
         "cluster": described,
-        "jobs": [asdict(info) | {"entrypoint": masked_line(info.entrypoint)} for info in jobs],
+        "jobs": [asdict(info) | {"entrypoint": mask_command_line(info.entrypoint)} for info in jobs],
         "runs": [
             {"id": run.id, "job": run.job, "endpoints": [asdict(endpoint) for endpoint in run.endpoints()]}
             for run in running
@@ -163,16 +163,18 @@ def _as_dict(
     }
 
 
-def _show_cluster(console: Console, cluster: ClusterHandle | None, offer: Resources | None) -> None:
+def _show_cluster(console: Console, cluster: ClusterHandle | None, offer: ClusterResources | None) -> None:
     if cluster is None or offer is None:
         console.print("cluster  none is up: `shoal up` starts one, and `shoal run` one of its own when it needs it")
         return
     gpus = f", {offer.num_gpus:g} GPUs" if offer.num_gpus else ""
     nodes = f"{offer.num_nodes} nodes, " if offer.num_nodes > 1 else ""
-    console.print(f"cluster  up for {duration(time.time() - offer.started_at_s)}, dashboard {cluster.dashboard_url}")
     console.print(
-        f"         {nodes}{offer.num_cpus:g} CPUs{gpus}, {size(offer.memory_bytes)} memory, "
-        f"{size(offer.object_store_bytes)} object store"
+        f"cluster  up for {format_duration(time.time() - offer.started_at_s)}, dashboard {cluster.dashboard_url}"
+    )
+    console.print(
+        f"         {nodes}{offer.num_cpus:g} CPUs{gpus}, {format_size(offer.memory_bytes)} memory, "
+        f"{format_size(offer.object_store_bytes)} object store"
     )
     words = {**cluster.environment, "RAY_ADDRESS": cluster.dashboard_url}
     setting = " ".join(f"{name}={shlex.quote(words[name])}" for name in ATTACH_VARIABLES if name in words)
@@ -185,8 +187,8 @@ def _show_jobs(console: Console, jobs: list[JobInfo]) -> None:
     console.print(Text("\njobs", style="bold"))
     for info in jobs[:NUM_JOBS_SHOWN]:
         state = Text(info.status.value.ljust(9), style=_COLOURS.get(info.status.value, "default"))
-        since = f"{age(time.time() - info.started_at_s)} ago"
-        command = masked_line(info.entrypoint)
+        since = f"{format_age(time.time() - info.started_at_s)} ago"
+        command = mask_command_line(info.entrypoint)
         console.print(Text(f"  {info.submission_id}  ") + state + Text(f"  {since:>10}  {command}"))
     if len(jobs) > NUM_JOBS_SHOWN:
         console.print(f"  and {len(jobs) - NUM_JOBS_SHOWN} older ones", style="dim")
@@ -195,6 +197,6 @@ def _show_jobs(console: Console, jobs: list[JobInfo]) -> None:
 def _show_runs(console: Console, running: list[Run]) -> None:
     console.print(Text("\nruns", style="bold") if running else Text("runs     none is on: `shoal runs` lists them all"))
     for run in running:
-        console.print(f"  {run.id}  {run.job}, on for {duration(run.duration_s)}")
+        console.print(f"  {run.id}  {run.job}, on for {format_duration(run.duration_s)}")
         for endpoint in run.endpoints():
             console.print(f"    {endpoint.kind} {endpoint.name}  {endpoint.address}  {endpoint.state}")

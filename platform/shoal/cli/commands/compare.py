@@ -17,11 +17,11 @@ from rich.text import Text
 
 from shoal.errors import ConfigError
 from shoal.runs import Run, load
-from shoal.runs.formatting import duration, number
+from shoal.runs.formatting import format_duration, format_number
 
 if TYPE_CHECKING:
     from shoal.cost.compare.comparison import Column
-    from shoal.train.reporting.time_to_accuracy import Reached
+    from shoal.train.reporting.time_to_accuracy import TargetReached
 
 
 @click.command()
@@ -42,30 +42,30 @@ def compare(runs: tuple[str, ...], metric: str | None, target: str | None, plot:
       shoal compare 20261120-0645 20261120-0712 --target accuracy=0.9
       shoal compare latest 20261120-0645 --metric validation/loss --plot runs.png --json
     """
-    from shoal.cost.compare.comparison import column_of, common_metric
+    from shoal.cost.compare.comparison import build_column, find_common_metric
 
     found = list({run.id: run for run in map(load, runs)}.values())
     if len(found) < 2:
         raise ConfigError("run", " ".join(runs), "is one run", "name two or more: `shoal runs` lists them")
-    columns = [column_of(run, metric or common_metric(found)) for run in found]
+    columns = [build_column(run, metric or find_common_metric(found)) for run in found]
     if metric and not any(column.headline for column in columns):
         known = sorted({name for run in found for name in run.latest()})
         raise ConfigError("--metric", metric, "is in none of these runs", f"they have {', '.join(known)}")
-    reached = [_reached(column, target) if target else None for column in columns]
-    path = _draw(columns, plot)
+    reached = [_find_reached(column, target) if target else None for column in columns]
+    path = _save_plot(columns, plot)
     if as_json:
-        click.echo(json.dumps({"runs": list(map(_fields, columns, reached)), "plot": str(path)}, indent=2))
+        click.echo(json.dumps({"runs": list(map(_to_dict, columns, reached)), "plot": str(path)}, indent=2))
         return
     console = Console(highlight=False)
-    console.print(_table(columns, reached, target))
+    console.print(_build_table(columns, reached, target))
     if any(column.predicted for column in columns):
         click.echo("~ predicted, and not measured in that run")
     click.echo(f"The picture: {path}")
 
 
-def _reached(column: Column, target: str) -> Reached | None:
+def _find_reached(column: Column, target: str) -> TargetReached | None:
     """The first evaluation of the run that met the target. Raises ConfigError for a target that is none."""
-    from shoal.train.reporting.time_to_accuracy import evaluations_of, first_reached, lives_of
+    from shoal.train.reporting.time_to_accuracy import find_attempts, find_target_reached, get_evaluations
     from shoal.train.spec import StopSpec, TargetSpec
 
     name, separator, value = target.partition("=")
@@ -82,16 +82,16 @@ def _reached(column: Column, target: str) -> Reached | None:
         wanted = parsed
     metrics = column.run.metrics()
     logged = next((each for each in (f"validation/{wanted.metric}", wanted.metric) if each in metrics), wanted.metric)
-    lives = lives_of(column.run.events(), column.workers or 1)
-    return first_reached(evaluations_of(metrics, logged), wanted, lives, column.price_per_device_hour)
+    lives = find_attempts(column.run.events(), column.workers or 1)
+    return find_target_reached(get_evaluations(metrics, logged), wanted, lives, column.price_per_device_hour)
 
 
-def _draw(columns: list[Column], plot: Path | None) -> Path:
-    from shoal.cost.compare.comparison_plot import picture
-    from shoal.runs.report.plots import png
+def _save_plot(columns: list[Column], plot: Path | None) -> Path:
+    from shoal.cost.compare.comparison_plot import plot_comparison
+    from shoal.runs.report.plots import to_png
 
     path = plot or columns[0].run.folder / "comparison.png"
-    drawn = png(picture(columns, _names([column.run for column in columns])))
+    drawn = to_png(plot_comparison(columns, _format_labels([column.run for column in columns])))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(drawn)
@@ -101,11 +101,11 @@ def _draw(columns: list[Column], plot: Path | None) -> Path:
     return path
 
 
-def _names(runs: list[Run]) -> list[str]:
+def _format_labels(runs: list[Run]) -> list[str]:
     return [f"{run.id} {run.job}" for run in runs]
 
 
-def _fields(column: Column, reached: Reached | None) -> dict[str, object]:
+def _to_dict(column: Column, reached: TargetReached | None) -> dict[str, object]:
     run, headline = column.run, column.headline
     facts: dict[str, object] = {"id": run.id, "job": run.job, "status": run.status.value, "plan": column.plan}
     facts["workers"] = column.workers
@@ -116,9 +116,9 @@ def _fields(column: Column, reached: Reached | None) -> dict[str, object]:
     return facts | {name: value for name, value in column.values.items() if math.isfinite(value)}
 
 
-def _table(columns: list[Column], reached: list[Reached | None], target: str | None) -> Table:
+def _build_table(columns: list[Column], reached: list[TargetReached | None], target: str | None) -> Table:
     from shoal.cost.compare.comparison import ROWS
-    from shoal.cost.compare.comparison_plot import display
+    from shoal.cost.compare.comparison_plot import format_value
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("")
@@ -134,13 +134,13 @@ def _table(columns: list[Column], reached: list[Reached | None], target: str | N
     add("plan", [column.plan for column in columns])
     add("workers", [str(column.workers or "-") for column in columns])
     metric = next((column.headline[0] for column in columns if column.headline), "")
-    add(f"best {metric}", [number(column.headline[1]) if column.headline else "-" for column in columns])
+    add(f"best {metric}", [format_number(column.headline[1]) if column.headline else "-" for column in columns])
     if target:
-        add(f"time to {target}", [duration(each.training_s) if each else "not reached" for each in reached])
-        add(f"cost to {target}", [number(each.money) if each and each.money else "-" for each in reached])
+        add(f"time to {target}", [format_duration(each.training_s) if each else "not reached" for each in reached])
+        add(f"cost to {target}", [format_number(each.money) if each and each.money else "-" for each in reached])
     for name, (unit, meaning) in ROWS.items():
         known = [column.values.get(name, math.nan) for column in columns]
-        words = [duration(value) if name == "lived_s" else display(value, unit) for value in known]
+        words = [format_duration(value) if name == "lived_s" else format_value(value, unit) for value in known]
         marks = ["~" if name in column.predicted else "" for column in columns]
         told = [
             f"{mark}{word}" if math.isfinite(value) else "-"

@@ -25,13 +25,13 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import shoal
-from shoal.cluster.attach import remedy_elsewhere, state_path
-from shoal.cluster.cluster_handle import load
-from shoal.cluster.jobs import refuse_shadowing
-from shoal.cpu_count import usable_cores
+from shoal.cluster.attach import format_remote_remedy, state_path
+from shoal.cluster.cluster_handle import load_handle
+from shoal.cluster.jobs import require_no_shadowing
+from shoal.cpu_count import count_usable_cores
 from shoal.errors import ClusterError, ConfigError
 from shoal.home import home
-from shoal.runs.formatting import size
+from shoal.runs.formatting import format_size
 
 GIB = 1 << 30
 IMPORTS = ("numpy", "zmq", "msgspec", "safetensors", "torch", "ray", "ray.train", "ray.serve", "ray.tune")
@@ -57,7 +57,9 @@ class Finding:
     remedy: str = ""
 
 
-def graded(check: str, value: float, detail: str, *, warn_below: float, fail_below: float, remedy: str) -> Finding:
+def grade_finding(
+    check: str, value: float, detail: str, *, warn_below: float, fail_below: float, remedy: str
+) -> Finding:
     """A finding about something of which there should be enough."""
     level = Level.FAIL if value < fail_below else Level.WARN if value < warn_below else Level.OK
     return Finding(check, level, detail, "" if level is Level.OK else remedy)
@@ -107,17 +109,17 @@ def check_imports(modules: Sequence[str]) -> Finding:
 def check_cores(num_cores: int) -> Finding:
     """The CPUs that this process may use."""
     remedy = "a job and its Ray services share one core: give the container more"
-    return graded("cores", num_cores, f"{num_cores}", warn_below=2, fail_below=1, remedy=remedy)
+    return grade_finding("cores", num_cores, f"{num_cores}", warn_below=2, fail_below=1, remedy=remedy)
 
 
 def check_memory(total_bytes: int, limit_bytes: int | None, available_bytes: int) -> Finding:
     """The machine's memory, the control group's limit if there is one, and what is free of it."""
     usable = min(total_bytes, limit_bytes or total_bytes)
-    limited = f", limited to {size(limit_bytes)}" if limit_bytes and limit_bytes < total_bytes else ""
+    limited = f", limited to {format_size(limit_bytes)}" if limit_bytes and limit_bytes < total_bytes else ""
     free = min(available_bytes, usable)
-    detail = f"{size(total_bytes)}{limited}, {size(free)} available"
+    detail = f"{format_size(total_bytes)}{limited}, {format_size(free)} available"
     remedy = "Ray alone takes about 1.5 GiB: end something, or raise the limit"
-    return graded("memory", free, detail, warn_below=4 * GIB, fail_below=GIB, remedy=remedy)
+    return grade_finding("memory", free, detail, warn_below=4 * GIB, fail_below=GIB, remedy=remedy)
 
 
 def check_home() -> Finding:
@@ -131,9 +133,9 @@ def check_home() -> Finding:
 def check_disk(folder: Path, what: str) -> Finding:
     """The free space of the disk that holds `folder`; Ray refuses to spill objects to a disk that is 95 % full."""
     usage = shutil.disk_usage(folder)
-    detail = f"{size(usage.free)} free in {folder} ({what})"
+    detail = f"{format_size(usage.free)} free in {folder} ({what})"
     remedy = f"make room on the disk of {folder}"
-    found = graded("disk", usage.free, detail, warn_below=5 * GIB, fail_below=GIB, remedy=remedy)
+    found = grade_finding("disk", usage.free, detail, warn_below=5 * GIB, fail_below=GIB, remedy=remedy)
     if found.level is Level.OK and usage.free < 0.05 * usage.total:
         return Finding("disk", Level.WARN, f"{detail}, more than 95 % full", remedy)
     return found
@@ -145,8 +147,8 @@ def check_shared_memory(folder: Path) -> Finding:
         return Finding("shared memory", Level.WARN, f"there is no {folder}", "objects will lie on the disk: mount it")
     total = shutil.disk_usage(folder).total
     remedy = "objects will lie on the disk: start the container with --shm-size=4g"
-    detail = f"{size(total)} in {folder}"
-    return graded("shared memory", total, detail, warn_below=2 * GIB, fail_below=0, remedy=remedy)
+    detail = f"{format_size(total)} in {folder}"
+    return grade_finding("shared memory", total, detail, warn_below=2 * GIB, fail_below=0, remedy=remedy)
 
 
 def check_loopback() -> Finding:
@@ -163,7 +165,9 @@ def check_loopback() -> Finding:
 def check_open_files(soft_limit: int) -> Finding:
     """Each Ray process holds dozens of files and connections."""
     remedy = "ulimit -n 65536"
-    return graded("open files", soft_limit, f"at most {soft_limit}", warn_below=4096, fail_below=512, remedy=remedy)
+    return grade_finding(
+        "open files", soft_limit, f"at most {soft_limit}", warn_below=4096, fail_below=512, remedy=remedy
+    )
 
 
 def check_haproxy() -> Finding:
@@ -205,15 +209,15 @@ def check_cluster(path: Path, environment: Mapping[str, str]) -> Finding:
         remedy = "unset RAY_ADDRESS RAY_API_SERVER_ADDRESS, if that is not meant"
         return Finding("cluster", Level.WARN, f"the environment sends jobs to {asked}", remedy)
     try:
-        cluster = load(path)
+        cluster = load_handle(path)
     except ClusterError as error:
         return Finding("cluster", Level.WARN, str(error), f"rm {path}")
     if cluster is None:
         return Finding("cluster", Level.OK, "none is up; `shoal run` starts one of its own")
-    if not cluster.is_of_this_host:
+    if not cluster.is_on_this_host:
         detail = f"{path} speaks of a cluster on {cluster.host}"
-        return Finding("cluster", Level.WARN, detail, remedy_elsewhere(cluster, path))
-    if not cluster.head_is_alive():
+        return Finding("cluster", Level.WARN, detail, format_remote_remedy(cluster, path))
+    if not cluster.is_head_alive():
         return Finding("cluster", Level.WARN, f"{path} speaks of a cluster that has died", "shoal down")
     return Finding("cluster", Level.OK, f"up, {cluster.dashboard_url}")
 
@@ -222,7 +226,7 @@ def check_shadowing(folders: Sequence[Path]) -> Finding:
     """No module that would hide one of Python's own, such as a stray platform/__init__.py."""
     for folder in folders:
         try:
-            refuse_shadowing(folder)
+            require_no_shadowing(folder)
         except ConfigError as error:
             return Finding("imports", Level.FAIL, f"{folder} {error.problem}", error.remedy)
     return Finding("imports", Level.OK, "nothing hides a module of Python's own")
@@ -237,7 +241,7 @@ def memory_limit_bytes() -> int | None:
     return None
 
 
-def examine() -> Iterator[Finding]:
+def run_checks() -> Iterator[Finding]:
     """Every finding about this machine, the slow ones last."""
     import resource
 
@@ -245,9 +249,9 @@ def examine() -> Iterator[Finding]:
     folders = [root, Path.cwd()] if (root / "pyproject.toml").exists() else [Path.cwd()]
     memory = psutil.virtual_memory()
     yield check_python(".".join(map(str, sys.version_info[:3])), metadata("shoal")["Requires-Python"])
-    yield from check_packages(requires("shoal") or [], _installed)
+    yield from check_packages(requires("shoal") or [], _find_installed_version)
     yield check_shadowing(list(dict.fromkeys(folders)))
-    yield check_cores(usable_cores())
+    yield check_cores(count_usable_cores())
     yield check_memory(memory.total, memory_limit_bytes(), memory.available)
     found = check_home()
     yield found
@@ -266,7 +270,7 @@ def examine() -> Iterator[Finding]:
     yield check_imports(IMPORTS)
 
 
-def _installed(name: str) -> str | None:
+def _find_installed_version(name: str) -> str | None:
     try:
         return version(name)
     except PackageNotFoundError:
@@ -283,7 +287,7 @@ examples:
 def doctor(as_json: bool) -> None:
     """Check this machine and say the remedy for what does not fit. Exits with status 1 if something will not work."""
     findings: list[Finding] = []
-    for finding in examine():
+    for finding in run_checks():
         findings.append(finding)
         if not as_json:
             _show(finding)

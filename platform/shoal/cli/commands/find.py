@@ -21,22 +21,22 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from shoal.cli.support.console import Verbs, without_key
-from shoal.config import word_of
+from shoal.cli.support.console import CommandGroup, strip_task_key
+from shoal.config import format_override
 from shoal.errors import ConfigError
 from shoal.home import home
-from shoal.runs.formatting import number, size
-from shoal.train.launch.overrides import spec_from_words
+from shoal.runs.formatting import format_number, format_size
+from shoal.train.launch.overrides import spec_from_overrides
 from shoal.train.spec import TrainSpec
 from shoal.train.task import Task, make_task
-from shoal.train.tune.finders import BatchFound, RateFound, find_batch, find_rate
-from shoal.train.tune.plots import batch_picture, rate_picture
+from shoal.train.tune.finders import BatchSizeResult, LearningRateResult, find_batch_size, find_learning_rate
+from shoal.train.tune.plots import plot_batch_size, plot_learning_rate
 
 NUM_ROWS = 12
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
-@click.group(cls=Verbs)
+@click.group(cls=CommandGroup)
 def find() -> None:
     """Find a learning rate or a batch size for a TASK, before training it.
 
@@ -48,7 +48,7 @@ def find() -> None:
 
 
 @find.command()
-@click.argument("task", callback=without_key)
+@click.argument("task", callback=strip_task_key)
 @click.argument("words", nargs=-1, metavar="[A.B=C]...")
 @click.option("--lowest", default=1e-7, show_default=True, type=float, help="The first rate.")
 @click.option("--highest", default=10.0, show_default=True, type=float, help="The last rate.")
@@ -69,21 +69,23 @@ def rate(
     """
     if not 0 < lowest < highest:
         raise ConfigError("--lowest", lowest, f"is not between 0 and --highest ({highest:g})")
-    folder = folder_of(out)
+    folder = prepare_output_folder(out)
     with redirect_stdout(sys.stderr):  # what a Task prints is no part of the answer
-        spec = _spec(task, words)
-        found = find_rate(spec, lowest, highest, steps)
+        spec = _make_spec(task, words)
+        found = find_learning_rate(spec, lowest, highest, steps)
     if as_json:
-        click.echo(json.dumps(_plain(asdict(found))))
+        click.echo(json.dumps(_to_json_value(asdict(found))))
     else:
         _show_rate(found, spec)
-    paths = _write(folder, "rate", task, rate_picture(found, f"{task}: loss by learning rate"), asdict(found))
+    paths = _write_results(
+        folder, "rate", task, plot_learning_rate(found, f"{task}: loss by learning rate"), asdict(found)
+    )
     if not as_json:
-        _say(paths)
+        _print_paths(paths)
 
 
 @find.command()
-@click.argument("task", callback=without_key)
+@click.argument("task", callback=strip_task_key)
 @click.argument("words", nargs=-1, metavar="[A.B=C]...")
 @click.option("--memory", default=None, help="The most to use, as 512M or 2G; what is free when left out.")
 @click.option("--up-to", default=65_536, show_default=True, type=click.IntRange(min=1), help="The largest to try.")
@@ -106,18 +108,18 @@ def batch(
       shoal find batch lenet
       shoal find batch my_task.py:MyTask args.width=512 --memory 2G
     """
-    folder = folder_of(out)
+    folder = prepare_output_folder(out)
     limit_bytes = None if memory is None else parse_bytes(memory)
     with redirect_stdout(sys.stderr):
-        found = find_batch(_spec(task, words), limit_bytes, up_to, longest)
+        found = find_batch_size(_make_spec(task, words), limit_bytes, up_to, longest)
     if as_json:
-        click.echo(json.dumps(_plain(_as_dict(found))))
+        click.echo(json.dumps(_to_json_value(_as_dict(found))))
     else:
         _show_batch(found)
-    picture = batch_picture(found, f"{task}: speed and memory by batch size")
-    paths = _write(folder, "batch", task, picture, _as_dict(found))
+    picture = plot_batch_size(found, f"{task}: speed and memory by batch size")
+    paths = _write_results(folder, "batch", task, picture, _as_dict(found))
     if not as_json:
-        _say(paths)
+        _print_paths(paths)
 
 
 def parse_bytes(text: str) -> int:
@@ -128,10 +130,10 @@ def parse_bytes(text: str) -> int:
     return int(float(matched[1]) * _UNITS[matched[2]])
 
 
-def folder_of(out: Path | None) -> Path:
+def prepare_output_folder(out: Path | None) -> Path:
     """`out` or $SHOAL_HOME/found, made; asked for before hours of work. Raises ConfigError when it takes no files."""
     folder = out or home() / "found"
-    with _writing_into(folder):
+    with _translate_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     return folder
@@ -142,7 +144,7 @@ def write_files(folder: Path, stem: str, files: dict[str, bytes]) -> list[Path]:
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", stem)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     paths = []
-    with _writing_into(folder):
+    with _translate_write_errors(folder):
         for suffix, content in files.items():
             path = folder / f"{stem}-{stamp}.{suffix}"
             path.write_bytes(content)
@@ -151,7 +153,7 @@ def write_files(folder: Path, stem: str, files: dict[str, bytes]) -> list[Path]:
 
 
 @contextmanager
-def _writing_into(folder: Path) -> Iterator[None]:
+def _translate_write_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -159,38 +161,38 @@ def _writing_into(folder: Path) -> Iterator[None]:
         raise ConfigError("--out", str(folder), problem, "name a folder where you may write") from None
 
 
-def _spec(task: str, words: tuple[str, ...]) -> TrainSpec:
-    return spec_from_words([word_of("task", task), *words])
+def _make_spec(task: str, words: tuple[str, ...]) -> TrainSpec:
+    return spec_from_overrides([format_override("task", task), *words])
 
 
-def _write(folder: Path, what: str, task: str, picture: bytes, found: dict[str, Any]) -> list[Path]:
-    text = json.dumps({"task": task, **_plain(found)}, indent=2)
+def _write_results(folder: Path, what: str, task: str, picture: bytes, found: dict[str, Any]) -> list[Path]:
+    text = json.dumps({"task": task, **_to_json_value(found)}, indent=2)
     return write_files(folder, f"{what}-{Path(task).name}", {"png": picture, "json": text.encode()})
 
 
-def _say(paths: list[Path]) -> None:
+def _print_paths(paths: list[Path]) -> None:
     for path in paths:
         click.echo(f"  {path}")
 
 
-def _as_dict(found: BatchFound) -> dict[str, Any]:
+def _as_dict(found: BatchSizeResult) -> dict[str, Any]:
     values = asdict(found)
     for each, row in zip(found.tried, values["tried"], strict=True):
         row["samples_per_s"] = each.samples_per_s
     return values
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     """Ready for JSON: what is not a number becomes null."""
     if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
+        return {name: _to_json_value(each) for name, each in value.items()}
     if isinstance(value, list):
-        return [_plain(each) for each in value]
+        return [_to_json_value(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _show_rate(found: RateFound, spec: TrainSpec) -> None:
-    Console().print(_rate_table(found))
+def _show_rate(found: LearningRateResult, spec: TrainSpec) -> None:
+    Console().print(_build_rate_table(found))
     if found.suggestion is None:
         advice = "look at the picture, or try more --steps, a wider sweep, or a larger batch_size"
         click.echo(f"The loss falls nowhere by more than chance: {advice}.")
@@ -202,40 +204,47 @@ def _show_rate(found: RateFound, spec: TrainSpec) -> None:
         click.echo(f"Suggested: optimizer.learning_rate={found.suggestion:.2g} (lowest loss at {found.lowest:.2g})")
 
 
-def _show_batch(found: BatchFound) -> None:
-    Console().print(_batch_table(found))
+def _show_batch(found: BatchSizeResult) -> None:
+    Console().print(_build_batch_table(found))
     bound = (
-        f"that fits into {size(found.limit_bytes)}" if found.is_limited else "that was tried; the memory held them all"
+        f"that fits into {format_size(found.limit_bytes)}"
+        if found.is_limited
+        else "that was tried; the memory held them all"
     )
     click.echo(f"Largest {bound}: batch_size={found.largest}. Most samples per second: batch_size={found.fastest}")
 
 
-def _rate_table(found: RateFound) -> Table:
-    table = _table("learning rate", "loss", "smoothed", "")
+def _build_rate_table(found: LearningRateResult) -> Table:
+    table = _make_table("learning rate", "loss", "smoothed", "")
     every = max(1, len(found.rates) // NUM_ROWS)
     for place in range(0, len(found.rates), every):
         rate = found.rates[place]
         near = range(place, min(place + every, len(found.rates)))
         mark = "steepest" if any(found.rates[index] == found.suggestion for index in near) else ""
         mark = mark or ("lowest" if any(found.rates[index] == found.lowest for index in near) else "")
-        table.add_row(f"{rate:.2e}", number(found.losses[place]), number(found.smoothed[place]), mark)
+        table.add_row(f"{rate:.2e}", format_number(found.losses[place]), format_number(found.smoothed[place]), mark)
     return table
 
 
-def _batch_table(found: BatchFound) -> Table:
-    table = _table("batch size", "step", "samples/s", "memory", "")
+def _build_batch_table(found: BatchSizeResult) -> Table:
+    table = _make_table("batch size", "step", "samples/s", "memory", "")
     for each in found.tried:
         if each.fits:
             note = "fastest" if each.batch_size == found.fastest else ""
             note = "largest" if each.batch_size == found.largest else note
-            cells = [f"{1e3 * each.step_s:.1f} ms", number(round(each.samples_per_s)), size(each.memory_bytes), note]
+            cells = [
+                f"{1e3 * each.step_s:.1f} ms",
+                format_number(round(each.samples_per_s)),
+                format_size(each.memory_bytes),
+                note,
+            ]
         else:
-            cells = ["", "", size(each.memory_bytes), "does not fit" if each.was_run else "would not fit"]
+            cells = ["", "", format_size(each.memory_bytes), "does not fit" if each.was_run else "would not fit"]
         table.add_row(f"{each.batch_size:,}", *cells)
     return table
 
 
-def _table(*titles: str) -> Table:
+def _make_table(*titles: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for title in titles:
         table.add_column(title, justify="right" if title else "left", no_wrap=True)

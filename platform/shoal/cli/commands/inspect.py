@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shoal.cli.support.console import without_key
-from shoal.config import word_of
+from shoal.cli.support.console import strip_task_key
+from shoal.config import format_override
 from shoal.errors import RunError
 from shoal.runs import Run, load
 
@@ -30,7 +30,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is importe
 
 
 @click.command()
-@click.argument("what", metavar="TASK|RUN", callback=without_key)
+@click.argument("what", metavar="TASK|RUN", callback=strip_task_key)
 @click.argument("words", nargs=-1, metavar="[A.B=C]...")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def inspect(what: str, words: tuple[str, ...], as_json: bool) -> None:
@@ -46,18 +46,18 @@ def inspect(what: str, words: tuple[str, ...], as_json: bool) -> None:
       shoal inspect latest
     """
     console = Console(highlight=False)
-    run = None if words else _run(what)
+    run = None if words else _find_run(what)
     if run is not None:
         _show_run(console, run, as_json)
     else:
         _show_task(console, what, words, as_json)
 
 
-def _run(what: str) -> Run | None:
+def _find_run(what: str) -> Run | None:
     """The run, where it is not rather a task that is meant."""
-    from shoal.train.task import source_file
+    from shoal.train.task import find_source_file
 
-    if ":" in what or source_file(what) is not None:
+    if ":" in what or find_source_file(what) is not None:
         return None
     try:
         return load(what)
@@ -66,24 +66,29 @@ def _run(what: str) -> Run | None:
 
 
 def _show_task(console: Console, word: str, words: tuple[str, ...], as_json: bool) -> None:
-    from shoal.train.launch.overrides import spec_from_words
-    from shoal.train.launch.predicted_cost import predicted_table
+    from shoal.train.launch.overrides import spec_from_overrides
+    from shoal.train.launch.predicted_cost import predict_table
     from shoal.train.task import make_task
 
     with redirect_stdout(sys.stderr):  # what a Task prints is no part of the answer
-        spec = spec_from_words([word_of("task", word), *words])
+        spec = spec_from_overrides([format_override("task", word), *words])
         task = make_task(word, spec.args)
-        table = predicted_table(task, spec)
+        table = predict_table(task, spec)
     if as_json:
-        plan = {"task": word, "plan": spec.degrees().words, "workers": spec.workers, "batch_size": spec.batch_size}
-        placed = [asdict(line) for line in table.placed]
-        click.echo(json.dumps({**plan, **table.details(), "placement": placed}, indent=2))
+        plan = {
+            "task": word,
+            "plan": spec.resolve_dims().description,
+            "workers": spec.workers,
+            "batch_size": spec.batch_size,
+        }
+        placed = [asdict(line) for line in table.placement_rows]
+        click.echo(json.dumps({**plan, **table.to_details(), "placement": placed}, indent=2))
         return
-    title = f"{word}, {spec.degrees().words}, {spec.workers} worker(s), batch of {spec.batch_size}"
+    title = f"{word}, {spec.resolve_dims().description}, {spec.workers} worker(s), batch of {spec.batch_size}"
     console.print(Text(title, style="bold"))
-    console.print(_columns({"predicted": table.values}))
-    _words(console, table)
-    console.print(_placement(table))
+    console.print(_build_cost_table({"predicted": table.values}))
+    _print_notes(console, table)
+    console.print(_build_placement_table(table))
 
 
 def _show_run(console: Console, run: Run, as_json: bool) -> None:
@@ -92,20 +97,20 @@ def _show_run(console: Console, run: Run, as_json: bool) -> None:
     events = run.last_events()
     if PREDICTED not in events and MEASURED not in events:
         raise RunError(f"run {run.id!r} has no record of what it costs: it is no training run, or ended too early")
-    predicted, measured = (CostTable.of(events.get(kind, {})) for kind in (PREDICTED, MEASURED))
+    predicted, measured = (CostTable.from_details(events.get(kind, {})) for kind in (PREDICTED, MEASURED))
     if as_json:
-        both = {"predicted": predicted.details(), "measured": measured.details()}
+        both = {"predicted": predicted.to_details(), "measured": measured.to_details()}
         click.echo(json.dumps({"run": run.id, **both}, indent=2))
         return
     console.print(Text(f"{run.id}: predicted beside measured", style="bold"))
-    console.print(_columns({"predicted": predicted.values, "measured": measured.values}))
+    console.print(_build_cost_table({"predicted": predicted.values, "measured": measured.values}))
     if PREDICTED not in events:
         console.print("A run is predicted when it ends by itself; before that: shoal inspect TASK a.b=c", style="dim")
-    _words(console, predicted)
+    _print_notes(console, predicted)
 
 
-def _columns(tables: dict[str, dict[str, float]]) -> Table:
-    from shoal.cost.cost_table import QUANTITIES, off, shown
+def _build_cost_table(tables: dict[str, dict[str, float]]) -> Table:
+    from shoal.cost.cost_table import QUANTITIES, format_quantity, relative_error
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("")
@@ -117,27 +122,27 @@ def _columns(tables: dict[str, dict[str, float]]) -> Table:
         values = [each.get(quantity.name, math.nan) for each in tables.values()]
         if not any(map(math.isfinite, values)):
             continue
-        row = [quantity.meaning, *(shown(value, quantity.unit) for value in values)]
+        row = [quantity.meaning, *(format_quantity(value, quantity.unit) for value in values)]
         if len(values) == 2:
-            missed = off(*values)
+            missed = relative_error(*values)
             row.append(f"{missed:+.1%}" if math.isfinite(missed) else "-")
         table.add_row(*map(Text, row))
     return table
 
 
-def _placement(table: CostTable) -> Table:
+def _build_placement_table(table: CostTable) -> Table:
     """Which rank holds what."""
     from shoal.parallel.placement import HEADINGS
 
     drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for heading in HEADINGS:
         drawn.add_column(heading, justify="right" if heading == "parameters" else "left", overflow="fold")
-    for line in table.placed:
-        drawn.add_row(*map(Text, line.cells()))
+    for line in table.placement_rows:
+        drawn.add_row(*map(Text, line.to_cells()))
     return drawn
 
 
-def _words(console: Console, table: CostTable) -> None:
+def _print_notes(console: Console, table: CostTable) -> None:
     if table.unknown:
         console.print(Text(f"unknown, and not in the FLOPs: {', '.join(table.unknown)}", style="yellow"))
     if table.cuts:

@@ -17,18 +17,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shoal.cli.support.console import Verbs
+from shoal.cli.support.console import CommandGroup
 from shoal.errors import ConfigError
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
 from shoal.registry.manifest import PAYLOAD_FILES, Format
-from shoal.runs.formatting import age, moment, number, size
+from shoal.runs.formatting import format_age, format_number, format_size, format_timestamp
 from shoal.weights import WeightSnapshot
 
 NUM_MOVES = 5
 FORMATS: dict[str, Format] = {".pt2": "torch_export", ".onnx": "onnx"}
 
 
-@click.group(cls=Verbs)
+@click.group(cls=CommandGroup)
 def models() -> None:
     """List, show, add, promote and roll back registered models.
 
@@ -75,11 +75,11 @@ def list_models(name: str | None, as_json: bool) -> None:
     now = time.time()
     for each in found:
         manifest = each.manifest
-        numbers = ", ".join(f"{key} {number(value)}" for key, value in manifest.metrics.items())
-        since, how_big = age(now - manifest.created_at), size(manifest.size_bytes)
+        numbers = ", ".join(f"{key} {format_number(value)}" for key, value in manifest.metrics.items())
+        since, how_big = format_age(now - manifest.created_at), format_size(manifest.size_bytes)
         table.add_row(
             Text(each.ref),
-            _aliases(each),
+            _format_aliases(each),
             Text(since),
             Text(how_big),
             Text(manifest.run_id or "-"),
@@ -108,30 +108,32 @@ def show(model: str, as_json: bool) -> None:
         return
     snapshot = found.snapshot()
     manifest = found.manifest
-    payload, built_by = f"{size(manifest.size_bytes)}, whole", f"{PAYLOAD_FILES[manifest.model.format]} alone"
+    payload, built_by = f"{format_size(manifest.size_bytes)}, whole", f"{PAYLOAD_FILES[manifest.model.format]} alone"
     if manifest.model.format == "module":
         shapes = snapshot.shapes()
         num_values = sum(math.prod(shape) for shape in shapes.values())
         payload = f"{len(shapes)} tensors, {num_values:,} values, {payload}"
-        built_by = f"{manifest.model.factory} {json.dumps(_shortened(manifest.model.kwargs))}"
-    since = age(time.time() - manifest.created_at)
+        built_by = f"{manifest.model.factory} {json.dumps(_shorten_kwargs(manifest.model.kwargs))}"
+    since = format_age(time.time() - manifest.created_at)
     facts = [
         ("model", found.ref),
         ("aliases", ", ".join(found.aliases) or "-"),
-        ("registered", f"{moment(manifest.created_at)}, {since} ago"),
+        ("registered", f"{format_timestamp(manifest.created_at)}, {since} ago"),
         ("from run", f"{manifest.run_id or '-'}, weights version {manifest.weights_version}"),
         ("built by", built_by),
-        *((f"{hook} by", reference) for hook, reference in _hooks(manifest.model) if reference),
-        *(("input", _tensor(each)) for each in manifest.signature.inputs),
-        *(("output", _tensor(each)) for each in manifest.signature.outputs),
-        *((key, number(value)) for key, value in manifest.metrics.items()),
+        *((f"{hook} by", reference) for hook, reference in _list_hooks(manifest.model) if reference),
+        *(("input", _format_tensor(each)) for each in manifest.signature.inputs),
+        *(("output", _format_tensor(each)) for each in manifest.signature.outputs),
+        *((key, format_number(value)) for key, value in manifest.metrics.items()),
         *((f"{part} data", fingerprint) for part, fingerprint in manifest.data.items()),
         ("weights" if manifest.model.format == "module" else "program", payload),
         ("sha256", manifest.sha256),
         ("files", str(found.folder)),
     ]
     for alias, moves in sorted(registry.aliases(found.name).moves.items()):
-        facts += [(f"{alias}", f"{each.kind} to {each.version}, {moment(each.time)}") for each in moves[-NUM_MOVES:]]
+        facts += [
+            (f"{alias}", f"{each.kind} to {each.version}, {format_timestamp(each.time)}") for each in moves[-NUM_MOVES:]
+        ]
     width = max(len(label) for label, _ in facts)
     for label, value in facts:
         click.echo(f"{click.style(label.ljust(width), dim=True)}  {value}")
@@ -172,7 +174,7 @@ def add(file: Path, name: str | None, alias: str) -> None:
     )
     click.echo(f"{found.name}@{alias} is {found.ref} now.")
     for word, tensors in (("takes", signature.inputs), ("gives", signature.outputs)):
-        click.echo(f"It {word} {'; '.join(map(_tensor, tensors))}")
+        click.echo(f"It {word} {'; '.join(map(_format_tensor, tensors))}")
     click.echo(f"Serve it: shoal serve deploy {found.name}@{alias}")
 
 
@@ -191,7 +193,9 @@ def promote(model: str, alias: str) -> None:
       shoal models promote cartpole@3 --alias candidate
     """
     found = Registry().promote(model, alias)
-    click.echo(f"{found.name}@{alias} is {found.ref} now. Back to the one before: {_rollback_command(found, alias)}")
+    click.echo(
+        f"{found.name}@{alias} is {found.ref} now. Back to the one before: {_format_rollback_command(found, alias)}"
+    )
 
 
 @models.command()
@@ -214,19 +218,19 @@ def rollback(name: str, alias: str) -> None:
 def _read_signature(kind: Format, payload: bytes, file: str) -> Signature:
     """Imports the format's libraries, which take a second, when they are needed."""
     if kind == "onnx":
-        from shoal.serve.model.formats.onnx import signature_of
+        from shoal.serve.model.formats.onnx import read_signature
     else:
-        from shoal.serve.model.formats.exported import signature_of
-    return signature_of(payload, file)
+        from shoal.serve.model.formats.exported import read_signature
+    return read_signature(payload, file)
 
 
-def _shortened(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _shorten_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """With a word in place of a text of many lines, such as the source of a Task."""
     long = {name: value.count("\n") for name, value in kwargs.items() if isinstance(value, str) and "\n" in value}
     return {**kwargs, **{name: f"({count} lines, see --json)" for name, count in long.items()}}
 
 
-def _rollback_command(found: ModelVersion, alias: str) -> str:
+def _format_rollback_command(found: ModelVersion, alias: str) -> str:
     option = "" if alias == "champion" else f" --alias {alias}"
     return f"shoal models rollback {found.name}{option}"
 
@@ -236,14 +240,14 @@ def _as_dict(found: ModelVersion) -> dict[str, object]:
     return {**described, "aliases": list(found.aliases), "folder": str(found.folder)}
 
 
-def _aliases(found: ModelVersion) -> Text:
+def _format_aliases(found: ModelVersion) -> Text:
     return Text(", ".join(found.aliases) or "-", style="green" if found.aliases else "default")
 
 
-def _hooks(model: ModelFactory) -> list[tuple[str, str]]:
+def _list_hooks(model: ModelFactory) -> list[tuple[str, str]]:
     return [("preprocess", model.preprocess), ("postprocess", model.postprocess)]
 
 
-def _tensor(tensor: TensorSignature) -> str:
+def _format_tensor(tensor: TensorSignature) -> str:
     sizes = ", ".join("any" if size == -1 else str(size) for size in tensor.shape)
     return f"{tensor.name}: {tensor.datatype} [{sizes}]"

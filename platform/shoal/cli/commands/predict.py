@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.cli.support import input_readers as read
-from shoal.cli.support.console import literal_console
+from shoal.cli.support.console import make_literal_console
 from shoal.client import Answer, Client
 from shoal.client.discovery import find_endpoint, token_for
 from shoal.client.payload import ArrayLike
@@ -110,22 +110,22 @@ def predict(
         inputs = kinds[given[0]][1](signature.inputs)
         options = {"deadline_s": deadline_s, "sticky": sticky, "track": track, "version": version}
         begun_s = time.monotonic()
-        answers = _ask(client, name, inputs, rows_per_request, options)
+        answers = _request_predictions(client, name, inputs, rows_per_request, options)
         took_s = time.monotonic() - begun_s
     _show(signature, answers, output)
     versions = ", ".join(str(version) for version in sorted({answer.version for answer in answers}))
     click.secho(f"{name} version {versions}, {took_s * 1000:.1f} ms", dim=True, err=True)
-    if images and white is None and not read.is_whole(signature.inputs[0]):
+    if images and white is None and not read.is_integer(signature.inputs[0]):
         click.secho(
             "a white pixel was sent as 1; --white 255 if the model takes pixels of 0 to 255", dim=True, err=True
         )
 
 
-def _ask(
+def _request_predictions(
     client: Client, model: str, inputs: dict[str, ArrayLike], rows_per_request: int, options: dict[str, Any]
 ) -> list[Answer]:
     """One request after the other, of so many rows each. Raises InferenceError."""
-    parts = read.in_requests(inputs, rows_per_request)
+    parts = read.split_requests(inputs, rows_per_request)
     try:
         return [client.infer(model, part, **options) for part in parts]
     except InferenceError as error:
@@ -143,28 +143,28 @@ def _show(signature: ModelMetadata, answers: Sequence[Answer], output: str) -> N
     versions = [answer.version for answer in answers for _ in range(len(answer[names[0]]))]
     if output == "json":
         rows = [
-            {**{name: _plain(values[row]) for name, values in outputs.items()}, "version": version}
+            {**{name: _to_json_value(values[row]) for name, values in outputs.items()}, "version": version}
             for row, version in enumerate(versions)
         ]
         click.echo(json.dumps(rows, indent=2))
         return
-    console = literal_console(soft_wrap=not sys.stdout.isatty())
+    console = make_literal_console(soft_wrap=not sys.stdout.isatty())
     shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     shown.add_column("row", justify="right")
     for name in names:
         shown.add_column(name, overflow="fold")
     limit = MAX_ROWS_SHOWN if console.is_terminal else len(versions)
     for row in range(min(limit, len(versions))):
-        shown.add_row(str(row), *(Text(_told(values[row])) for values in outputs.values()))
+        shown.add_row(str(row), *(Text(_format_value(values[row])) for values in outputs.values()))
     console.print(shown)
     if len(versions) > limit:
         console.print(f"and {len(versions) - limit} more rows: --output json has them all", style="dim")
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     """For JSON: what is not finite is null, bytes are text."""
     if isinstance(value, np.ndarray):
-        return [_plain(each) for each in value]
+        return [_to_json_value(each) for each in value]
     if isinstance(value, bytes):
         return value.decode(errors="replace")
     if isinstance(value, np.floating):
@@ -172,14 +172,14 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _told(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """For people: a few digits; of many values the first, and where the largest is."""
     if not isinstance(value, np.ndarray) or value.ndim == 0:
         if isinstance(value, bytes):
             return value.decode(errors="replace")
         return f"{value:.4g}" if value.dtype.kind == "f" else str(value)
     flat = value.ravel()
-    shown = " ".join(_told(each) for each in flat[:FEW_VALUES])
+    shown = " ".join(_format_value(each) for each in flat[:FEW_VALUES])
     if flat.size > FEW_VALUES:
         shown += f" ... ({flat.size} values)"
     if flat.dtype.kind == "f" and value.ndim == 1 and flat.size > 2 and np.isfinite(flat).all():

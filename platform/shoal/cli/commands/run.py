@@ -20,33 +20,33 @@ from rich.text import Text
 
 import shoal
 import shoal.runs
-from shoal.actor.connection import options_of
-from shoal.cli.commands.runs import can_be_resumed
+from shoal.actor.connection import format_actor_options
+from shoal.cli.commands.runs import is_resumable
 from shoal.cli.display import run_view, train_display
-from shoal.cli.support.console import literal_console
-from shoal.cli.support.job_lookup import check_words, find_job, words_apart
+from shoal.cli.support.console import make_literal_console
+from shoal.cli.support.job_lookup import find_job, split_secret_overrides, validate_overrides
 from shoal.cli.support.job_output import (
-    Words,
-    end_as_by_ctrl_c,
-    failure,
+    JobLogReader,
+    describe_failure,
+    follow_lines,
     ignore_further_interrupts,
+    interrupt_on_termination,
     job_environment,
-    lines_of,
     new_run_id,
 )
 from shoal.cluster import jobs as ray_jobs
 from shoal.cluster.attach import find_cluster
 from shoal.cluster.cluster_handle import ClusterHandle
-from shoal.cluster.embedded_cluster import start
-from shoal.config import last_value, word_of
+from shoal.cluster.embedded_cluster import start_cluster
+from shoal.config import format_override, last_override
 from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError
-from shoal.home import access_token
+from shoal.home import load_access_token
 from shoal.runs import Run, Status
-from shoal.runs.formatting import duration, number
-from shoal.runs.record.provenance import as_typed, command_variable
+from shoal.runs.formatting import format_duration, format_number
+from shoal.runs.record.provenance import format_masked_command, make_command_variable
 
 ACTORS_END_S = 10.0
-FOLLOWED_FOR_S = 7 * 24 * 3600.0  # a job elsewhere
+REMOTE_TIMEOUT_S = 7 * 24 * 3600.0  # a job elsewhere
 
 
 @click.command(
@@ -73,13 +73,13 @@ def run(job: str, words: tuple[str, ...], actors: int, address: str | None, plai
 
     Without a cluster (see `shoal up`), one is started for this run and ends with it.
     """
-    end_as_by_ctrl_c()
-    console = literal_console()
+    interrupt_on_termination()
+    console = make_literal_console()
     session: _Session | None = None
     with ExitStack() as stack:
         try:
             path = find_job(job)
-            typed = Typed(job, words, actors, address)
+            typed = RunArguments(job, words, actors, address)
             found = find_cluster(address)
             if found is not None and not found.is_local:
                 _run_remote(found, typed, path, console)
@@ -90,12 +90,12 @@ def run(job: str, words: tuple[str, ...], actors: int, address: str | None, plai
             ignore_further_interrupts()
             console.print("stopping what was started for this run ...")
             stack.close()
-            console.print(f"stopped. {session.how_to_resume() if session else ''}".rstrip())
+            console.print(f"stopped. {session.format_resume_hint() if session else ''}".rstrip())
             sys.exit(130)
 
 
 @dataclass(frozen=True)
-class Typed:
+class RunArguments:
     """What the user typed, as far as it says what to run."""
 
     job: str
@@ -103,20 +103,20 @@ class Typed:
     num_actors: int
     address: str | None = None
 
-    def command(self) -> str:
+    def to_command_line(self) -> str:
         """The line that starts the same again, without secrets."""
         actors = ["--actors", str(self.num_actors)] if self.num_actors else []
         address = ["--address", self.address] if self.address else []
-        return as_typed(["shoal", "run", self.job, *actors, *address, *self.words])
+        return format_masked_command(["shoal", "run", self.job, *actors, *address, *self.words])
 
 
 class _Session:
     """One `shoal run` on a cluster of this machine: what was started, and what is shown."""
 
-    def __init__(self, typed: Typed, path: Path, console: Console, plain: bool) -> None:
+    def __init__(self, typed: RunArguments, path: Path, console: Console, plain: bool) -> None:
         self._typed, self._path, self._words, self._num_actors = typed, path, typed.words, typed.num_actors
         self._console, self._plain = console, plain
-        resumed = last_value(self._words, "resume")
+        resumed = last_override(self._words, "resume")
         if not resumed and any(word.startswith("resume=") for word in self._words):
             raise ConfigError("resume", "", "names no run", "`shoal runs` lists them")
         before = shoal.runs.load(resumed) if resumed else None
@@ -125,45 +125,51 @@ class _Session:
         self._resumed = before is not None
         self._actors: list[subprocess.Popen[bytes]] = []
         self._notes: list[str] = []
-        self._said: list[str] = []  # of the notes; the picture shows them all the time
+        self._printed_notes: list[str] = []  # of the notes; the picture shows them all the time
         self._view: run_view.View | None = None
         self._record: Run | None = None
-        self._job: ray_jobs.Job | None = None
-        self._lines = run_view.Lines()
-        self._said_by_job: Words | None = None
+        self._job: ray_jobs.JobHandle | None = None
+        self._line_throttle = run_view.LineThrottle()
+        self._job_log: JobLogReader | None = None
 
     def run(self, cluster: ClusterHandle | None, stack: ExitStack) -> None:
         """Start everything, show it, and say how it ended. Raises RunError when the job failed."""
-        self._console.print(f"run {self.run_id}: {self._path.stem} {as_typed(self._words)}".rstrip())
+        self._console.print(f"run {self.run_id}: {self._path.stem} {format_masked_command(self._words)}".rstrip())
         if cluster is None:
-            check_words(self._path, self._words)  # where a cluster is up, the job itself looks first, and as soon
+            validate_overrides(
+                self._path, self._words
+            )  # where a cluster is up, the job itself looks first, and as soon
             self._console.print("starting a Ray cluster for this run ...")
-            embedded = start()
+            embedded = start_cluster()
             stack.callback(embedded.stop)
             cluster = embedded
-        env = job_environment(self.run_id, self._typed.command())
+        env = job_environment(self.run_id, self._typed.to_command_line())
         words = [each for each in self._words if not each.startswith("resume=")]
-        words += [word_of("resume", self.run_id)] if self._resumed else []
-        shown, secrets = words_apart(self._path, words)
-        self._job = ray_jobs.Job(cluster, ray_jobs.new_submission_id())
-        self._said_by_job = Words(self._job)
-        stack.callback(self._job.end)  # before it begins: an interruption may come at any moment
+        words += [format_override("resume", self.run_id)] if self._resumed else []
+        shown, secrets = split_secret_overrides(self._path, words)
+        self._job = ray_jobs.JobHandle(cluster, ray_jobs.new_submission_id())
+        self._job_log = JobLogReader(self._job)
+        stack.callback(self._job.stop_quietly)  # before it begins: an interruption may come at any moment
         stack.callback(self._end_actors)
         entrypoint = [sys.executable, str(self._path), *shown]
         ray_jobs.submit(cluster, entrypoint, env=env | secrets, submission_id=self._job.submission_id)
         try:
             outcome = self._follow()
         except (ClusterError, ConnectionLost) as error:
-            lost = (f"the cluster has ended, or does not answer: {error}", self.how_to_resume())
+            lost = (f"the cluster has ended, or does not answer: {error}", self.format_resume_hint())
             raise RunError("\n".join(lost).rstrip()) from None
-        notes = self._new_notes()  # of actors that ended by themselves; the rest are ended now
+        notes = self._take_new_notes()  # of actors that ended by themselves; the rest are ended now
         self._finish_actors()
         if outcome is not ray_jobs.JobStatus.SUCCEEDED:
-            said = (failure(self._job, f"the job of run {self.run_id}", outcome), *notes, self.how_to_resume())
+            said = (
+                describe_failure(self._job, f"the job of run {self.run_id}", outcome),
+                *notes,
+                self.format_resume_hint(),
+            )
             raise RunError("\n".join(said).rstrip())
-        self._summary()
+        self._print_summary()
 
-    def how_to_resume(self) -> str:
+    def format_resume_hint(self) -> str:
         """What to type to go on, when there is a record of what can be resumed; or to see how it has finished."""
         if self._record is None and not self._resumed:
             return ""
@@ -172,39 +178,39 @@ class _Session:
         record = shoal.runs.load(self.run_id)
         if record.status is Status.FINISHED and not others:
             return f"The run has finished: shoal runs {record.id}"
-        if not (self._resumed or can_be_resumed(record)):
+        if not (self._resumed or is_resumable(record)):
             return ""
-        return f"Go on with: {replace(self._typed, words=(f'resume={self.run_id}', *others)).command()}"
+        return f"Go on with: {replace(self._typed, words=(f'resume={self.run_id}', *others)).to_command_line()}"
 
     # -- while it runs --------------------------------------------------------------------------------------------
 
     def _follow(self) -> ray_jobs.JobStatus:
         if self._plain:
-            while (outcome := self._step()) is None:
+            while (outcome := self._poll()) is None:
                 self._print_plain()
             return outcome
         with Live(console=self._console, refresh_per_second=4, transient=True) as live:
-            while (outcome := self._step()) is None:
+            while (outcome := self._poll()) is None:
                 if self._view is not None:
-                    live.update(run_view.picture(self._view, self._console.width))
+                    live.update(run_view.render(self._view, self._console.width))
         return outcome
 
-    def _step(self) -> ray_jobs.JobStatus | None:
+    def _poll(self) -> ray_jobs.JobStatus | None:
         """Look at the run; what the job ended as, when it is over."""
         assert self._job is not None
         time.sleep(run_view.REFRESH_S)
         self._read_record()
-        outcome = self._job.outcome()  # asked first: what the job said last must not be missed
+        outcome = self._job.poll_outcome()  # asked first: what the job said last must not be missed
         if self._view is None or not (self._view.metrics or self._view.phase == train_display.TRAINING):
-            self._print_new_words(is_over=outcome is ray_jobs.JobStatus.SUCCEEDED)
+            self._print_new_lines(is_over=outcome is ray_jobs.JobStatus.SUCCEEDED)
             if outcome is None:
                 self._require_actors()
         return outcome
 
-    def _print_new_words(self, is_over: bool) -> None:
+    def _print_new_lines(self, is_over: bool) -> None:
         """What the job says, as long as its record has nothing to show: not every job measures something."""
-        assert self._said_by_job is not None
-        for line in self._said_by_job.new(is_over=is_over):
+        assert self._job_log is not None
+        for line in self._job_log.read_new_lines(is_over=is_over):
             self._console.print(line)
 
     def _read_record(self) -> None:
@@ -218,22 +224,26 @@ class _Session:
         addresses = {point.kind: point.address for point in self._record.endpoints() if point.state == "ready"}
         if "gateway" in addresses and not self._actors and self._num_actors:
             self._start_actors(self._record)
-        notes = self._notes + self._dead_actors()
-        self._view = run_view.view_of(record, self._view, notes)
+        notes = self._notes + self._describe_dead_actors()
+        self._view = run_view.make_view(record, self._view, notes)
 
     def _print_plain(self) -> None:
         if self._view is None:
             return
-        for note in self._new_notes():
+        for note in self._take_new_notes():
             self._console.print(note)
-        if said := self._lines.due(self._view):
+        if said := self._line_throttle.format_if_due(self._view):
             self._console.print(said)
 
-    def _new_notes(self) -> list[str]:
+    def _take_new_notes(self) -> list[str]:
         """What went wrong, and was not said yet."""
         seen = self._view.notes if self._view is not None else ()
-        found = [note for note in dict.fromkeys((*self._notes, *self._dead_actors(), *seen)) if note not in self._said]
-        self._said += found
+        found = [
+            note
+            for note in dict.fromkeys((*self._notes, *self._describe_dead_actors(), *seen))
+            if note not in self._printed_notes
+        ]
+        self._printed_notes += found
         return found
 
     # -- actors ---------------------------------------------------------------------------------------------------
@@ -241,8 +251,8 @@ class _Session:
     def _start_actors(self, record: Run) -> None:
         details = record.last_events(since_resumed=True)["gateway_ready"]
         words = [sys.executable, "-m", "shoal.actor", "--lifeline"]
-        words += options_of(details["address"], details["env"], details["server_key"])
-        environment = {**os.environ, "SHOAL_TOKEN": access_token(), "OMP_NUM_THREADS": "1"}
+        words += format_actor_options(details["address"], details["env"], details["server_key"])
+        environment = {**os.environ, "SHOAL_TOKEN": load_access_token(), "OMP_NUM_THREADS": "1"}
         # The job finds modules beside its file, and so do they.
         places = [os.environ.get("PYTHONPATH", ""), str(self._path.parent)]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, places))
@@ -259,17 +269,17 @@ class _Session:
                     )
                 )
 
-    def _dead_actors(self) -> list[str]:
+    def _describe_dead_actors(self) -> list[str]:
         dead = [(index, actor.poll()) for index, actor in enumerate(self._actors) if actor.poll()]
-        return [f"actor-{index} ended with status {code}: {self._last_words(index)}" for index, code in dead]
+        return [f"actor-{index} ended with status {code}: {self._read_last_log_line(index)}" for index, code in dead]
 
     def _require_actors(self) -> None:
         """Raise RunError when all actors that were started have failed before there was anything to learn from."""
         if self._actors and all(actor.poll() for actor in self._actors):
-            said = ("no actor is left, and none has sent anything", *self._new_notes(), self.how_to_resume())
+            said = ("no actor is left, and none has sent anything", *self._take_new_notes(), self.format_resume_hint())
             raise RunError("\n".join(said))
 
-    def _last_words(self, index: int) -> str:
+    def _read_last_log_line(self, index: int) -> str:
         assert self._record is not None
         lines = (self._record.folder / f"actor-{index}.log").read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else "it said nothing"
@@ -299,20 +309,20 @@ class _Session:
 
     # -- the end --------------------------------------------------------------------------------------------------
 
-    def _summary(self) -> None:
+    def _print_summary(self) -> None:
         try:
             record = shoal.runs.load(self.run_id)
         except RunError:
             return  # a program that keeps no record: what it said has been shown
         events, registered = record.last_events(since_resumed=True), record.models()
-        models = registered[registered["time"] >= record.life_began_at() - record.created_at].to_dict("records")
+        models = registered[registered["time"] >= record.last_started_at() - record.created_at].to_dict("records")
         say = self._console.print
         if "trained" in events:
             trained = events["trained"]
-            ended = f" after {duration(trained['seconds'])}, step {trained['kept']:,} kept"
+            ended = f" after {format_duration(trained['seconds'])}, step {trained['kept']:,} kept"
             say(Text.assemble((trained["detail"], "green"), ended))
             measured = [
-                Text.assemble(f"{name} ", (number(value), "bold")) for name, value in trained["metrics"].items()
+                Text.assemble(f"{name} ", (format_number(value), "bold")) for name, value in trained["metrics"].items()
             ]
             say(Text("evaluated ") + Text(", ").join(measured) if measured else "there was no validation data")
         if "solved" in events:
@@ -338,7 +348,7 @@ class _Session:
             say(f"  shoal models show {model['name']}@{model['version']}")
 
 
-def _run_remote(cluster: ClusterHandle, typed: Typed, path: Path, console: Console) -> None:
+def _run_remote(cluster: ClusterHandle, typed: RunArguments, path: Path, console: Console) -> None:
     """Submit to a cluster elsewhere and follow its words; the record lives there."""
     if typed.num_actors:
         remedy = "start actors by hand, with the command that the job prints"
@@ -346,18 +356,18 @@ def _run_remote(cluster: ClusterHandle, typed: Typed, path: Path, console: Conso
     folder = Path.cwd().resolve()
     if not path.is_relative_to(folder):
         raise ConfigError("job", str(path), f"lies outside {folder}", "run from the folder that holds the job")
-    shown, secrets = words_apart(path, typed.words)
+    shown, secrets = split_secret_overrides(path, typed.words)
     entrypoint = ["python", str(path.relative_to(folder)), *shown]
-    env = command_variable(typed.command()) | secrets
-    job = ray_jobs.Job(cluster, ray_jobs.new_submission_id())
+    env = make_command_variable(typed.to_command_line()) | secrets
+    job = ray_jobs.JobHandle(cluster, ray_jobs.new_submission_id())
     try:
         ray_jobs.submit(cluster, entrypoint, env=env, working_dir=folder, submission_id=job.submission_id)
         console.print(f"job {job.submission_id} on {cluster.dashboard_url}")
-        for line in lines_of(job, FOLLOWED_FOR_S):
+        for line in follow_lines(job, REMOTE_TIMEOUT_S):
             console.print(line)
     except KeyboardInterrupt:
         ignore_further_interrupts()
-        job.end()
+        job.stop_quietly()
         console.print("stopped")
         sys.exit(130)
     outcome = job.status()

@@ -17,13 +17,13 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.cli.display import run_view
-from shoal.cli.support.console import literal_console
+from shoal.cli.support.console import make_literal_console
 from shoal.errors import ConfigError
 from shoal.runs import Run, Status, list_runs, load, write_report
-from shoal.runs.formatting import age, brief, duration, moment, number
+from shoal.runs.formatting import format_age, format_duration, format_number, format_timestamp, format_value
 
 NUM_EVENTS = 8
-LONGEST_WHOLE_ID = 32  # ids of one's own may be longer: these are folded, that the rest has room
+MAX_UNFOLDED_ID_LENGTH = 32  # ids of one's own may be longer: these are folded, that the rest has room
 _COLOURS = {
     Status.RUNNING: "blue",
     Status.FINISHED: "green",
@@ -70,7 +70,7 @@ def runs(run: str | None, limit: int, as_json: bool, follow: bool) -> None:
     elif not listed:
         console.print("There are no runs yet. Start one:\n\n  shoal run --help", highlight=False)
     else:
-        console.print(_table(listed))
+        console.print(_build_table(listed))
         console.print(f"One of them: shoal runs {listed[0].id}", style="dim", highlight=False)
 
 
@@ -100,7 +100,7 @@ def report(run: str, open_path: bool) -> None:
 def _follow(console: Console, run: Run) -> None:
     """Show it until it has ended, and how; or until who looks at it has seen enough."""
     try:
-        ended = run_view.follow(run, literal_console())
+        ended = run_view.follow_run(run, make_literal_console())
     except KeyboardInterrupt:
         click.echo(f"{run.id} goes on: shoal runs {run.id} --follow")
         return
@@ -111,9 +111,9 @@ def _print_json(value: object) -> None:
     click.echo(json.dumps(value, indent=2))
 
 
-def _table(listed: list[Run]) -> Table:
+def _build_table(listed: list[Run]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    is_short = all(len(each.id) <= LONGEST_WHOLE_ID for each in listed)
+    is_short = all(len(each.id) <= MAX_UNFOLDED_ID_LENGTH for each in listed)
     table.add_column("run", no_wrap=is_short, overflow="fold")
     table.add_column("job", overflow="fold")
     table.add_column("status", no_wrap=True)
@@ -123,13 +123,15 @@ def _table(listed: list[Run]) -> Table:
     now = time.time()
     for each in listed:
         best = each.best()
-        judged = f"{number(best[1])} {best[0]}" if best else "-"  # the number is whole also where the name is folded
-        row = (Text(each.id), Text(each.job), _status(each), Text(age(now - each.created_at)))
-        table.add_row(*row, Text(duration(each.duration_s)), Text(judged))
+        judged = (
+            f"{format_number(best[1])} {best[0]}" if best else "-"
+        )  # the number is whole also where the name is folded
+        row = (Text(each.id), Text(each.job), _format_status(each), Text(format_age(now - each.created_at)))
+        table.add_row(*row, Text(format_duration(each.duration_s)), Text(judged))
     return table
 
 
-def _status(run: Run) -> Text:
+def _format_status(run: Run) -> Text:
     return Text(run.status.value, style=_COLOURS.get(run.status, "default"))
 
 
@@ -140,8 +142,8 @@ def _show(console: Console, run: Run) -> None:
         ("job", run.job),
         ("status", click.style(run.status.value, fg=_COLOURS.get(run.status))),
         *([("error", click.style(run.error, fg="red"))] if run.error else []),
-        ("started", f"{moment(run.created_at)}, {age(time.time() - run.created_at)} ago"),
-        ("duration", duration(run.duration_s)),
+        ("started", f"{format_timestamp(run.created_at)}, {format_age(time.time() - run.created_at)} ago"),
+        ("duration", format_duration(run.duration_s)),
         ("process", f"{run.pid} on {run.host}"),
         ("git", f"{run.git_revision[:10]}{dirty}" if run.git_revision else "not in a repository"),
         ("command", run.command),
@@ -150,18 +152,18 @@ def _show(console: Console, run: Run) -> None:
     for label, value in facts:  # not a table: what may be copied is not folded
         click.echo(f"{click.style(label.ljust(8), dim=True)}  {value}")
     _show_metrics(console, run)
-    _show_places(console, run)
+    _show_endpoints(console, run)
     _show_events(console, run)
     _show_next(console, run)
 
 
-def _section(console: Console, title: str, table: Table) -> None:
+def _print_section(console: Console, title: str, table: Table) -> None:
     console.print()
     console.print(Text(title, style="bold"))
     console.print(table)
 
 
-def _plain_table(num_columns: int) -> Table:
+def _make_plain_table(num_columns: int) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 2))
     for _ in range(num_columns):
         table.add_column(overflow="fold")
@@ -173,54 +175,56 @@ def _show_metrics(console: Console, run: Run) -> None:
     if not latest:
         console.print("\nNo metrics have been logged.", highlight=False)
         return
-    table = _plain_table(2)
+    table = _make_plain_table(2)
     for name, value in sorted(latest.items()):
-        table.add_row(Text(name), Text(number(value), justify="right"))
-    _section(console, "Newest metrics", table)
+        table.add_row(Text(name), Text(format_number(value), justify="right"))
+    _print_section(console, "Newest metrics", table)
 
 
-def _show_places(console: Console, run: Run) -> None:
+def _show_endpoints(console: Console, run: Run) -> None:
     endpoints, models = run.endpoints(), run.models().to_dict("records")
     if endpoints:
-        table = _plain_table(4)
+        table = _make_plain_table(4)
         for place in endpoints:
             table.add_row(*(Text(word) for word in (place.name, place.kind, place.address, place.state)))
-        _section(console, "Endpoints", table)
+        _print_section(console, "Endpoints", table)
     if models:
-        table = _plain_table(2)
+        table = _make_plain_table(2)
         for model in models:
             table.add_row(Text(f"{model['name']}@{model['version']}"), Text(", ".join(model["aliases"])))
-        _section(console, "Registered models (aliases then)", table)
+        _print_section(console, "Registered models (aliases then)", table)
 
 
 def _show_events(console: Console, run: Run) -> None:
     events = run.events().tail(NUM_EVENTS).to_dict("records")
     if not events:
         return
-    table = _plain_table(3)
+    table = _make_plain_table(3)
     for event in events:
-        details = "  ".join(f"{name}={brief(value)}" for name, value in event["details"].items() if name != "at")
-        table.add_row(Text(duration(event["time"]), style="dim", justify="right"), Text(event["kind"]), Text(details))
-    _section(console, "Last events", table)
+        details = "  ".join(f"{name}={format_value(value)}" for name, value in event["details"].items() if name != "at")
+        table.add_row(
+            Text(format_duration(event["time"]), style="dim", justify="right"), Text(event["kind"]), Text(details)
+        )
+    _print_section(console, "Last events", table)
 
 
-def command_to_go_on(run: Run) -> str:
+def format_resume_command(run: Run) -> str:
     """What to type to go on with a run: the job as it was typed, on the same cluster, with as many actors.
 
     What cannot be resumed, as an endpoint or an ablation, begins again: by the command that it was started with.
     """
     typed = shlex.split(run.command)
     is_job = typed[:2] == ["shoal", "run"]
-    if not can_be_resumed(run) or (typed[:1] == ["shoal"] and not is_job):
+    if not is_resumable(run) or (typed[:1] == ["shoal"] and not is_job):
         return run.command
     if "shoal.train" in typed[:4]:  # python -m, without Ray
         return f"python -m shoal.train resume={run.id}"
     job = typed[2] if is_job and len(typed) > 2 else run.job
-    options = [word for name in ("--actors", "--address") for word in _option(typed, name)]
+    options = [word for name in ("--actors", "--address") for word in _find_option(typed, name)]
     return shlex.join(["shoal", "run", job, *options, f"resume={run.id}"])
 
 
-def can_be_resumed(run: Run) -> bool:
+def is_resumable(run: Run) -> bool:
     """Whether its spec has a field for it."""
     try:
         recorded = yaml.safe_load(run.spec)
@@ -229,7 +233,7 @@ def can_be_resumed(run: Run) -> bool:
     return isinstance(recorded, dict) and "resume" in recorded
 
 
-def _option(typed: Sequence[str], name: str) -> list[str]:
+def _find_option(typed: Sequence[str], name: str) -> list[str]:
     """An option and its value as they were typed; nothing when it was not."""
     for index, word in enumerate(typed):
         if word == name:
@@ -246,6 +250,6 @@ def _show_next(console: Console, run: Run) -> None:
         words.append(f"tensorboard --logdir {shlex.quote(str(run.folder / 'tensorboard'))}")
     words += [f"shoal models show {row['name']}@{row['version']}" for row in run.models().tail(1).to_dict("records")]
     if run.status in (Status.FAILED, Status.LOST, Status.STOPPED):
-        words.append(command_to_go_on(run))
+        words.append(format_resume_command(run))
     for word in words:
         click.echo(f"  {word}")

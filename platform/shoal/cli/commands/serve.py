@@ -20,7 +20,7 @@ from rich.live import Live
 from shoal.cli.commands.serve_deploy import delete, deploy
 from shoal.cli.commands.serve_simulate import simulate_verb
 from shoal.cli.display import serve_display
-from shoal.cli.support.console import Verbs, literal_console
+from shoal.cli.support.console import CommandGroup, make_literal_console
 from shoal.client import Client
 from shoal.client.discovery import FoundEndpoint, find_endpoint, token_for
 from shoal.client.endpoint_status import EndpointStatus, ModelStatus
@@ -35,7 +35,7 @@ _endpoint_option = click.option(
 )
 
 
-@click.group(cls=Verbs)
+@click.group(cls=CommandGroup)
 def serve() -> None:
     """Serve models: deploy, look at, roll out, roll back, delete.
 
@@ -56,7 +56,7 @@ for verb in (deploy, delete, simulate_verb):
 
 
 @contextmanager
-def asking(endpoint: str | None, timeout_s: float = STATUS_TIMEOUT_S) -> Iterator[tuple[FoundEndpoint, Client]]:
+def connect_client(endpoint: str | None, timeout_s: float = STATUS_TIMEOUT_S) -> Iterator[tuple[FoundEndpoint, Client]]:
     """The endpoint that is meant, and a client for it."""
     found = find_endpoint(endpoint)
     with Client(found.url, token=token_for(found.url), timeout_s=timeout_s, num_retries=NUM_RETRIES) as client:
@@ -82,22 +82,22 @@ def status(endpoint: str | None, once: bool, as_json: bool, interval_s: float) -
       shoal serve status shop --once
       shoal serve status http://127.0.0.1:8000 --json
     """
-    console = literal_console(soft_wrap=not sys.stdout.isatty())
-    with asking(endpoint) as (found, client):
+    console = make_literal_console(soft_wrap=not sys.stdout.isatty())
+    with connect_client(endpoint) as (found, client):
         now = client.status()
         if as_json:
             click.echo(json.dumps(msgspec.to_builtins(now), indent=2))
         elif once:
-            _print(console, now, found.url)
+            _print_status(console, now, found.url)
         else:
             _watch(console, found.url, now, client.status, interval_s)
 
 
-def _print(console: Console, now: EndpointStatus, url: str) -> None:
+def _print_status(console: Console, now: EndpointStatus, url: str) -> None:
     if console.is_terminal:
         console.print(serve_display.render(now, url))
         return
-    for line in serve_display.plain_lines(now, url):
+    for line in serve_display.format_plain_lines(now, url):
         console.print(line)
 
 
@@ -109,22 +109,22 @@ def _watch(
     try:
         if not console.is_terminal:
             while True:
-                for line in [trouble] if trouble else serve_display.plain_lines(now, url):
+                for line in [trouble] if trouble else serve_display.format_plain_lines(now, url):
                     console.print(f"{time.strftime('%H:%M:%S')} {line}")
                 time.sleep(interval_s)
-                now, trouble = _look(ask, now)
+                now, trouble = _poll_status(ask, now)
         with Live(console=console, auto_refresh=False, transient=False) as live:
             while True:
                 at = time.strftime("%H:%M:%S", time.localtime(now.time))
                 note = f"this is how it was at {at}: {trouble}" if trouble else ""
                 live.update(serve_display.render(now, url, note), refresh=True)
                 time.sleep(interval_s)
-                now, trouble = _look(ask, now)
+                now, trouble = _poll_status(ask, now)
     except KeyboardInterrupt:
         return
 
 
-def _look(ask: Callable[[], EndpointStatus], before: EndpointStatus) -> tuple[EndpointStatus, str]:
+def _poll_status(ask: Callable[[], EndpointStatus], before: EndpointStatus) -> tuple[EndpointStatus, str]:
     """How it is; or how it was, and why there is nothing newer."""
     try:
         return ask(), ""
@@ -156,9 +156,9 @@ def canary(model: str, percent: float, endpoint: str | None) -> None:
       shoal serve canary fashion --percent 20         another share for the candidate that is open
       shoal serve canary cartpole                     the run's newest weights
     """
-    name, version = _candidate(model)
-    with asking(endpoint) as (_, client):
-        _say(client.rollout("canary", name, version=version, percent=percent))
+    name, version = _parse_candidate(model)
+    with connect_client(endpoint) as (_, client):
+        _print_shares(client.rollout("canary", name, version=version, percent=percent))
 
 
 @serve.command()
@@ -176,9 +176,9 @@ def promote(model: str, endpoint: str | None) -> None:
       shoal serve promote fashion@4
       shoal serve promote cartpole                    the run's newest weights, and all that come
     """
-    name, version = _candidate(model)
-    with asking(endpoint) as (_, client):
-        _say(client.rollout("promote", name, version=version))
+    name, version = _parse_candidate(model)
+    with connect_client(endpoint) as (_, client):
+        _print_shares(client.rollout("promote", name, version=version))
 
 
 @serve.command()
@@ -208,12 +208,12 @@ def rollback(model: str, to: int | None, left: int | None, reason: str, endpoint
       shoal serve rollback fashion --reason "complaints about shoes"
       shoal serve rollback cartpole --to 412
     """
-    with asking(endpoint) as (_, client):
-        name = _name(model)
-        before = _model(client.status(), name)
-        left = left or (None if to else _answering(before))
+    with connect_client(endpoint) as (_, client):
+        name = _parse_name(model)
+        before = _find_model(client.status(), name)
+        left = left or (None if to else _get_rollback_version(before))
         now = client.rollout("rollback", name, version=to, from_version=left, reason=reason or None)
-        _say(now)
+        _print_shares(now)
         if before.candidate and now.stable != before.stable:
             click.echo(f"{now.source} had come to mean version {now.stable}, which is followed now")
 
@@ -232,33 +232,33 @@ def shadow(model: str, percent: float, endpoint: str | None) -> None:
       shoal serve shadow fashion@4 --percent 0        ends it
       shoal serve shadow cartpole                     the run's newest weights, beside those that answer now
     """
-    name, version = _candidate(model)
-    with asking(endpoint) as (_, client):
-        _say(client.rollout("shadow", name, version=version, percent=percent))
+    name, version = _parse_candidate(model)
+    with connect_client(endpoint) as (_, client):
+        _print_shares(client.rollout("shadow", name, version=version, percent=percent))
 
 
-def _model(status: EndpointStatus, name: str) -> ModelStatus:
+def _find_model(status: EndpointStatus, name: str) -> ModelStatus:
     """What is said of a model; of one that is not there, nothing."""
     return {model.name: model for model in status.models}.get(name, ModelStatus(name))
 
 
-def _answering(model: ModelStatus) -> int | None:
+def _get_rollback_version(model: ModelStatus) -> int | None:
     """The version that a rollback would leave; None of a model that takes another by itself, or that is not there."""
     return model.candidate or model.stable or (model.pinned if model.newest_percent is None else 0) or None
 
 
-def _candidate(ref: str) -> tuple[str, str | None]:
+def _parse_candidate(ref: str) -> tuple[str, str | None]:
     """Name, and number or alias, of a version; the endpoint knows what the alias, or none at all, means."""
     name, word = split_ref(ref)
     return name, word or None
 
 
-def _name(ref: str) -> str:
+def _parse_name(ref: str) -> str:
     name, word = split_ref(ref)
     if word:
         raise ConfigError("model", ref, "names a version, where the whole model is meant", f"write {name}")
     return name
 
 
-def _say(model: ModelStatus) -> None:
-    click.echo(f"{model.name}: {serve_display.shares(model)}")
+def _print_shares(model: ModelStatus) -> None:
+    click.echo(f"{model.name}: {serve_display.format_shares(model)}")

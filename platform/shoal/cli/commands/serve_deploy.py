@@ -16,26 +16,26 @@ from urllib.parse import urlsplit
 import click
 
 import shoal.runs
-from shoal.cli.display.serve_display import shares
+from shoal.cli.display.serve_display import format_shares
 from shoal.cli.support.job_output import (
-    end_as_by_ctrl_c,
-    ended_when_given_up,
-    failure,
+    describe_failure,
+    end_on_interrupt,
+    interrupt_on_termination,
     job_environment,
     new_run_id,
 )
-from shoal.cli.support.predict_hint import first_question
+from shoal.cli.support.predict_hint import suggest_predict_command
 from shoal.client import Client
-from shoal.client.discovery import GRPC, INFERENCE, FoundEndpoint, find_endpoint, list_endpoints, token_for
+from shoal.client.discovery import GRPC_KIND, INFERENCE_KIND, FoundEndpoint, find_endpoint, list_endpoints, token_for
 from shoal.cluster.attach import find_cluster
 from shoal.cluster.cluster_handle import ClusterHandle
-from shoal.cluster.jobs import Job, list_jobs, submit
-from shoal.config import last_value, word_of
+from shoal.cluster.jobs import JobHandle, list_jobs, submit
+from shoal.config import format_override, last_override
 from shoal.errors import ClusterError, ConfigError, RunError
-from shoal.flows.serving_spec import NAMED_BY_MODEL, ServingSpec, check, port_for_serve, spec_from_words
+from shoal.flows.serving_spec import NAMED_BY_MODEL, ServingSpec, check, read_serve_port, spec_from_overrides
 from shoal.registry import Registry, split_ref
-from shoal.runs import Endpoint
-from shoal.runs.record.provenance import apart, as_typed, command_variable
+from shoal.runs import EndpointRecord
+from shoal.runs.record.provenance import format_masked_command, make_command_variable, split_secrets
 
 POLL_S = 0.1
 MODULE = "shoal.flows.serving"
@@ -77,33 +77,33 @@ def deploy(
     if into is not None:
         _deploy_into(into, words, {"name": name, "port": port, "replicas": replicas, "address": address}, timeout_s)
         return
-    fields = _fields(words) + ([] if name is None else [word_of("endpoint.name", name)])
+    fields = _parse_fields(words) + ([] if name is None else [format_override("endpoint.name", name)])
     options = {"endpoint.port": port, "endpoint.num_replicas": replicas}
     fields += [f"{field}={value}" for field, value in options.items() if value is not None]
-    spec = spec_from_words(fields).override(fields)
+    spec = spec_from_overrides(fields).override(fields)
     cluster = find_cluster(address)
     if cluster is not None and not cluster.is_local:
-        deploy_elsewhere(cluster, MODULE, spec, fields, timeout_s)
+        deploy_remote(cluster, MODULE, spec, fields, timeout_s)
         return
     check(spec)  # here, where its words can still be mended
-    cluster = _up(cluster)
+    cluster = _require_cluster(cluster)
     _require_no_endpoint(cluster)
     run_id = new_run_id()
-    end_as_by_ctrl_c()
-    shown, secrets = apart(fields)
-    env = job_environment(run_id, as_typed(["shoal", *sys.argv[1:]])) | secrets
-    with ended_when_given_up(lambda: Job(cluster, run_id).end()):
+    interrupt_on_termination()
+    shown, secrets = split_secrets(fields)
+    env = job_environment(run_id, format_masked_command(["shoal", *sys.argv[1:]])) | secrets
+    with end_on_interrupt(lambda: JobHandle(cluster, run_id).stop_quietly()):
         job = submit(cluster, [sys.executable, "-m", MODULE, *shown], env=env, submission_id=run_id)
         found = _wait_until_ready(job, run_id, timeout_s)
-    grpc = [f", gRPC at {each.address}" for each in _endpoints(run_id) if each.kind == GRPC]
+    grpc = [f", gRPC at {each.address}" for each in _list_run_endpoints(run_id) if each.kind == GRPC_KIND]
     click.echo(f"endpoint {found.name} is ready at {found.url}{''.join(grpc)}")
-    meant = port_for_serve(Path(spec.file)) if spec.file and not spec.endpoint.port else None
+    meant = read_serve_port(Path(spec.file)) if spec.file and not spec.endpoint.port else None
     if meant is not None:
         click.echo(
             f"(the http_options of {spec.file} are for Ray's own `serve deploy`; --port {meant} is the same here)"
         )
     click.echo("what next:")
-    click.echo(f"  {first_question(Registry().get(spec.models[0]))}")
+    click.echo(f"  {suggest_predict_command(Registry().get(spec.models[0]))}")
     click.echo(f"  shoal serve status {found.name}")
     click.echo(f"  shoal serve delete {found.name}")
 
@@ -128,7 +128,7 @@ def delete(endpoint: str | None, model: str | None, address: str | None, timeout
         raise ConfigError("address", address, "is a cluster's, and a model is taken from an endpoint", remedy)
     cluster = None if model else find_cluster(address)
     if cluster is not None and not cluster.is_local:
-        delete_elsewhere(cluster, MODULE, endpoint, timeout_s)
+        delete_remote(cluster, MODULE, endpoint, timeout_s)
         return
     found = find_endpoint(endpoint)
     if model:
@@ -139,7 +139,7 @@ def delete(endpoint: str | None, model: str | None, address: str | None, timeout
     if not found.run_id:
         remedy = "give its name, on the machine where it was deployed"
         raise ConfigError("endpoint", found.url, "is an address, and endpoints are ended by name", remedy)
-    job = Job(_up(cluster), found.run_id)
+    job = JobHandle(_require_cluster(cluster), found.run_id)
     try:
         job.stop(timeout_s)
     except RunError:
@@ -163,7 +163,7 @@ def _deploy_into(endpoint: str, words: Sequence[str], options: Mapping[str, obje
     with Client(found.url, token=token_for(found.url)) as client:
         for model in words:
             served = client.rollout("deploy", model, timeout_s=timeout_s)
-            click.echo(f"{served.name}: {shares(served)}")
+            click.echo(f"{served.name}: {format_shares(served)}")
 
 
 def _require_no_endpoint(cluster: ClusterHandle) -> None:
@@ -175,69 +175,69 @@ def _require_no_endpoint(cluster: ClusterHandle) -> None:
             raise ClusterError(f"this cluster has an endpoint, {there.name}, and cannot have two: {remedy}")
 
 
-def _fields(words: Sequence[str]) -> list[str]:
+def _parse_fields(words: Sequence[str]) -> list[str]:
     """`A.B=C` words as they are, a YAML file as `file=...`, models as the list of them."""
     models = [each for each in words if "=" not in each and not each.endswith((".yaml", ".yml"))]
     files = [each for each in words if "=" not in each and each.endswith((".yaml", ".yml"))]
     if len(files) > 1:
         raise ConfigError("file", files[1], "is a second file", "an endpoint has one")
-    fields = [word_of("file", str(Path(file).resolve())) for file in files]
+    fields = [format_override("file", str(Path(file).resolve())) for file in files]
     if models:
-        fields.append(word_of("models", ",".join(models)))
+        fields.append(format_override("models", ",".join(models)))
     return fields + [each for each in words if "=" in each]
 
 
-def _up(cluster: ClusterHandle | None) -> ClusterHandle:
+def _require_cluster(cluster: ClusterHandle | None) -> ClusterHandle:
     if cluster is None:
         raise ClusterError("no cluster is up, which an endpoint could live on: `shoal up` starts one")
     return cluster
 
 
-def _wait_until_ready(job: Job, run_id: str, timeout_s: float) -> FoundEndpoint:
+def _wait_until_ready(job: JobHandle, run_id: str, timeout_s: float) -> FoundEndpoint:
     """Raises RunError with the job's own words when it has failed, ClusterError when it takes too long."""
     deadline_s = time.monotonic() + timeout_s
     while True:
-        for point in _endpoints(run_id):
-            if point.kind == INFERENCE and point.state == "ready":
+        for point in _list_run_endpoints(run_id):
+            if point.kind == INFERENCE_KIND and point.state == "ready":
                 return FoundEndpoint(point.name, point.address, run_id)
-        if (outcome := job.outcome()) is not None:
-            raise RunError(failure(job, "the job of the endpoint", outcome))
+        if (outcome := job.poll_outcome()) is not None:
+            raise RunError(describe_failure(job, "the job of the endpoint", outcome))
         if time.monotonic() > deadline_s:
             raise ClusterError(f"the endpoint was not ready within {timeout_s:g} s: give it more with --timeout-s")
         time.sleep(POLL_S)
 
 
-def _endpoints(run_id: str) -> list[Endpoint]:
+def _list_run_endpoints(run_id: str) -> list[EndpointRecord]:
     try:
         return shoal.runs.load(run_id).endpoints()
     except RunError:
         return []  # the job has not begun to record yet
 
 
-POLL_S = 0.5
+JOB_POLL_S = 0.5
 _READY = re.compile(r"^serving \S+ \(now \S+\) at (http://[^/\s]+)", re.MULTILINE)
 _GRPC = re.compile(r"^serving gRPC at (\S+)", re.MULTILINE)
 
 
-def deploy_elsewhere(
+def deploy_remote(
     cluster: ClusterHandle, module: str, spec: ServingSpec, fields: Sequence[str], timeout_s: float
 ) -> None:
     """Returns when the models answer there. Raises ClusterError, ConfigError, ConnectionLost, RunError."""
     if not spec.models:
         raise ConfigError("models", [], "there is nothing to serve", "name a model of the cluster's registry")
-    if there := _endpoints_of_jobs(cluster, module):
+    if there := _list_remote_endpoints(cluster, module):
         remedy = f"`shoal serve delete --address {cluster.dashboard_url}` ends it"
         raise ClusterError(f"this cluster has an endpoint, {', '.join(there)}, and cannot have two: {remedy}")
     own = spec.endpoint.name
     name = split_ref(spec.models[0])[0] if own == NAMED_BY_MODEL else own
-    shown, secrets = apart([*map(_within, fields), word_of("endpoint.name", name)])
+    shown, secrets = split_secrets([*map(_make_file_relative, fields), format_override("endpoint.name", name)])
     run_id = new_run_id()
-    env = {"SHOAL_RUN_ID": run_id, **command_variable(as_typed(["shoal", *sys.argv[1:]])), **secrets}
-    job = Job(cluster, run_id)
-    end_as_by_ctrl_c()
-    with ended_when_given_up(job.end):
+    env = {"SHOAL_RUN_ID": run_id, **make_command_variable(format_masked_command(["shoal", *sys.argv[1:]])), **secrets}
+    job = JobHandle(cluster, run_id)
+    interrupt_on_termination()
+    with end_on_interrupt(job.stop_quietly):
         submit(cluster, ["python", "-m", module, *shown], env=env, working_dir=Path.cwd(), submission_id=run_id)
-        url, grpc = _wait_for_job(job, timeout_s)
+        url, grpc = _wait_for_remote(job, timeout_s)
     ports = [f"-L {urlsplit(each).port}:127.0.0.1:{urlsplit(each).port}" for each in (url, grpc) if each]
     click.echo(f"endpoint {name} is ready at {url}, on the loopback of the head of {cluster.dashboard_url}")
     click.echo("what next:")
@@ -246,29 +246,29 @@ def deploy_elsewhere(
     click.echo(f"  shoal serve delete {name} --address {cluster.dashboard_url}")
 
 
-def delete_elsewhere(cluster: ClusterHandle, module: str, endpoint: str | None, timeout_s: float) -> None:
+def delete_remote(cluster: ClusterHandle, module: str, endpoint: str | None, timeout_s: float) -> None:
     """Ends the endpoint that `deploy` started there. Raises RunError naming what there is."""
-    there = _endpoints_of_jobs(cluster, module)
+    there = _list_remote_endpoints(cluster, module)
     if endpoint is None and len(there) == 1:
         endpoint = next(iter(there))
     if endpoint not in there:
         known = f"there is {', '.join(there)}" if there else "`shoal serve deploy` has none there"
         raise RunError(f"there is no endpoint {endpoint or ''} on {cluster.dashboard_url}: {known}")
-    Job(cluster, there[endpoint]).stop(timeout_s)
+    JobHandle(cluster, there[endpoint]).stop(timeout_s)
     click.echo(f"endpoint {endpoint} is gone")
 
 
-def _within(field: str) -> str:
+def _make_file_relative(field: str) -> str:
     """A file is where the current folder is uploaded to. Raises ConfigError for one outside."""
-    if not (value := last_value([field], "file")):
+    if not (value := last_override([field], "file")):
         return field
     file, here = Path(value).resolve(), Path.cwd().resolve()
     if not file.is_relative_to(here):
         raise ConfigError("file", value, f"lies outside {here}", "deploy from the folder that holds the file")
-    return word_of("file", str(file.relative_to(here)))
+    return format_override("file", str(file.relative_to(here)))
 
 
-def _endpoints_of_jobs(cluster: ClusterHandle, module: str) -> dict[str, str]:
+def _list_remote_endpoints(cluster: ClusterHandle, module: str) -> dict[str, str]:
     """Name -> job, of the endpoints that are kept up by jobs of ours."""
     found = {}
     for info in list_jobs(cluster):
@@ -277,22 +277,22 @@ def _endpoints_of_jobs(cluster: ClusterHandle, module: str) -> dict[str, str]:
         except ValueError:
             continue  # somebody else's, for whom a shell reads it
         if not info.status.is_over and module in words:
-            first = (last_value(words, "models") or info.submission_id).partition(",")[0]
-            found[last_value(words, "endpoint.name") or split_ref(first)[0]] = info.submission_id
+            first = (last_override(words, "models") or info.submission_id).partition(",")[0]
+            found[last_override(words, "endpoint.name") or split_ref(first)[0]] = info.submission_id
     return found
 
 
-def _wait_for_job(job: Job, timeout_s: float) -> tuple[str, str]:
+def _wait_for_remote(job: JobHandle, timeout_s: float) -> tuple[str, str]:
     """Where it listens: HTTP, and `//host:port` of gRPC or "". Raises RunError with the job's own words when it has
     failed, ClusterError when it takes too long."""
     deadline_s = time.monotonic() + timeout_s
     while True:
-        words = job.logs_or_none() or ""
+        words = job.try_read_logs() or ""
         if ready := _READY.search(words):
             grpc = _GRPC.search(words)
             return ready[1], f"//{grpc[1]}" if grpc else ""
-        if (outcome := job.outcome()) is not None:
-            raise RunError(failure(job, "the job of the endpoint", outcome))
+        if (outcome := job.poll_outcome()) is not None:
+            raise RunError(describe_failure(job, "the job of the endpoint", outcome))
         if time.monotonic() > deadline_s:
             raise ClusterError(f"the endpoint was not ready within {timeout_s:g} s: give it more with --timeout-s")
-        time.sleep(POLL_S)
+        time.sleep(JOB_POLL_S)

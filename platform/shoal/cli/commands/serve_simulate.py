@@ -63,9 +63,9 @@ def simulate_verb(
     if (model is None) == (latency is None):
         raise ConfigError("model", model, "one of a model and --latency is needed", "name one of both")
     if latency is not None:
-        points, most, count = _points(latency), max_batch or DEFAULT_MAX_BATCH, replicas or 1
+        points, most, count = _parse_latency(latency), max_batch or DEFAULT_MAX_BATCH, replicas or 1
     else:
-        status, num_replicas = _ask(str(model), endpoint)
+        status, num_replicas = _fetch_model_status(str(model), endpoint)
         points, most = status.latency, max_batch or status.max_batch_rows
         count, deadline_s = replicas or num_replicas, deadline_s or status.deadline_s
     capacity_per_s = ForwardTime(points).capacity_per_s(most) * count
@@ -75,10 +75,10 @@ def simulate_verb(
         for rate in wanted
     ]
     if as_json:
-        rows = [{"requests_per_s": rate, **_scaled(load, count)} for rate, load in loads]
+        rows = [{"requests_per_s": rate, **_scale_to_replicas(load, count)} for rate, load in loads]
         click.echo(json.dumps({"capacity_per_s": capacity_per_s, "replicas": count, "loads": rows}, indent=2))
         return
-    Console(highlight=False).print(_table(loads, count, deadline_s))
+    Console(highlight=False).print(_build_table(loads, count, deadline_s))
     plural = "replicas" if count > 1 else "replica"
     told = f"forwards of {count} {plural} take {capacity_per_s:,.0f} requests/s, in batches of up to {most}"
     click.echo(f"{told}; what parsing and sending take comes on top")
@@ -86,7 +86,7 @@ def simulate_verb(
         click.echo(f"forwards were measured up to {largest} rows: what larger batches take is a guess")
 
 
-def _points(latency: str) -> list[tuple[int, float]]:
+def _parse_latency(latency: str) -> list[tuple[int, float]]:
     """`1:0.02,32:0.036`."""
     try:
         pairs = [point.split(":") for point in latency.split(",")]
@@ -98,7 +98,7 @@ def _points(latency: str) -> list[tuple[int, float]]:
     return points
 
 
-def _ask(model: str, endpoint: str | None) -> tuple[ModelStatus, int]:
+def _fetch_model_status(model: str, endpoint: str | None) -> tuple[ModelStatus, int]:
     """The model's status and the number of replicas. Raises ConfigError for a model without measurements."""
     found = find_endpoint(endpoint)
     with Client(found.url, token=token_for(found.url), timeout_s=TIMEOUT_S) as client:
@@ -112,14 +112,14 @@ def _ask(model: str, endpoint: str | None) -> tuple[ModelStatus, int]:
     return models[model], max(1, len(status.replicas))
 
 
-def _scaled(load: SimulatedLoad, replicas: int) -> dict[str, float | None]:
+def _scale_to_replicas(load: SimulatedLoad, replicas: int) -> dict[str, float | None]:
     """For JSON, and for all replicas together."""
     values = asdict(load) | {"goodput_per_s": load.goodput_per_s * replicas}
     del values["requests_per_s"]
     return {name: None if math.isnan(value) else value for name, value in values.items()}
 
 
-def _table(loads: list[tuple[float, SimulatedLoad]], replicas: int, deadline_s: float | None) -> Table:
+def _build_table(loads: list[tuple[float, SimulatedLoad]], replicas: int, deadline_s: float | None) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     in_time = "answered/s" if deadline_s is None else f"within {deadline_s:g} s"
     for title in ("requests/s", "p50", "p90", "p99", in_time, "refused", "busy", "batch"):
@@ -127,7 +127,7 @@ def _table(loads: list[tuple[float, SimulatedLoad]], replicas: int, deadline_s: 
     for rate, load in loads:
         table.add_row(
             f"{rate:,.0f}",
-            *(_milliseconds(seconds) for seconds in (load.p50_s, load.p90_s, load.p99_s)),
+            *(_format_milliseconds(seconds) for seconds in (load.p50_s, load.p90_s, load.p99_s)),
             f"{load.goodput_per_s * replicas:,.0f}",
             f"{load.refused / load.requests:.1%}",
             f"{load.utilisation:.0%}",
@@ -136,5 +136,5 @@ def _table(loads: list[tuple[float, SimulatedLoad]], replicas: int, deadline_s: 
     return table
 
 
-def _milliseconds(seconds: float) -> str:
+def _format_milliseconds(seconds: float) -> str:
     return "-" if math.isnan(seconds) else f"{seconds * 1000:.4g} ms"

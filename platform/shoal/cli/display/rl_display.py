@@ -1,7 +1,7 @@
 """What a run looks like while it goes on: one picture on a terminal, plain lines elsewhere.
 
 Reads the run record and nothing else, so it shows the same for a run of this process, of another, or of yesterday.
-Called by `watch`. `RunView` is the data, `render` and `plain_line` are pure functions of it.
+Called by `watch`. `RunView` is the data, `render` and `format_plain_line` are pure functions of it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from shoal.runs import Run
-from shoal.runs.report.event_messages import trouble
+from shoal.runs.report.event_messages import format_warning
 
 MAX_HISTORY, MAX_BARS = 120, 40
 _BARS = "▁▂▃▄▅▆▇█"
@@ -49,12 +49,14 @@ class RunView:
     def value(self, name: str) -> float:
         return self.metrics.get(name, math.nan)
 
-    def named(self, prefix: str) -> dict[str, float]:
+    def get_group(self, prefix: str) -> dict[str, float]:
         """Metrics under `prefix/`, without it."""
         return {name[len(prefix) + 1 :]: v for name, v in self.metrics.items() if name.startswith(prefix + "/")}
 
 
-def view_of(run: Run, phase: str, target_return: float | None, before: RunView | None, notes: Sequence[str]) -> RunView:
+def make_view(
+    run: Run, phase: str, target_return: float | None, before: RunView | None, notes: Sequence[str]
+) -> RunView:
     """The run as it is now; `before` carries the history on."""
     metrics = run.latest(since_resumed=True)
     history, lowest = (before.history, before.lowest) if before else ((), math.inf)
@@ -65,24 +67,24 @@ def view_of(run: Run, phase: str, target_return: float | None, before: RunView |
     return RunView(
         run.id,
         phase,
-        time.time() - run.life_began_at(),
+        time.time() - run.last_started_at(),
         target_return,
         metrics,
         history,
         lowest,
         addresses.get("inference", ""),
         addresses.get("gateway", ""),
-        (*notes, *filter(None, (trouble(*event) for event in run.last_events(since_resumed=True).items()))),
+        (*notes, *filter(None, (format_warning(*event) for event in run.last_events(since_resumed=True).items()))),
     )
 
 
 def render(view: RunView) -> RenderableType:
     """The picture for a terminal."""
-    parts: list[RenderableType] = [_return_line(view), _numbers(view)]
-    lags = view.named("actor_lag")
+    parts: list[RenderableType] = [_render_return(view), _render_numbers(view)]
+    lags = view.get_group("actor_lag")
     if lags:
-        parts.append(_actors(view, lags))
-    drops = {reason: count for reason, count in view.named("drops").items() if count}
+        parts.append(_render_actors(view, lags))
+    drops = {reason: count for reason, count in view.get_group("drops").items() if count}
     dropped = ", ".join(f"{reason} {count:,.0f}" for reason, count in sorted(drops.items())) or "none"
     parts.append(Text.assemble(("drops     ", "dim"), dropped))
     if view.endpoint:
@@ -92,24 +94,24 @@ def render(view: RunView) -> RenderableType:
     return Panel(Group(*parts), title=title, title_align="left", border_style="cyan", padding=(0, 1))
 
 
-def plain_line(view: RunView) -> str:
+def format_plain_line(view: RunView) -> str:
     """One line for a log file."""
     if math.isnan(view.value("steps/total")):
         return f"[{view.elapsed_s:5.1f} s] {view.phase}"
-    drops = sum(view.named("drops").values())
+    drops = sum(view.get_group("drops").values())
     numbers = {
-        "return": _number(view.value("return/mean_100"), ".1f"),
-        "steps/s": _number(view.value("steps/per_s"), ",.0f"),
-        "weights": _number(view.value("weights/version"), ".0f"),
-        "max lag": _number(view.value("lag/max"), ".0f"),
-        "queue": _number(view.value("queue/depth"), ".0f"),
+        "return": _format_number(view.value("return/mean_100"), ".1f"),
+        "steps/s": _format_number(view.value("steps/per_s"), ",.0f"),
+        "weights": _format_number(view.value("weights/version"), ".0f"),
+        "max lag": _format_number(view.value("lag/max"), ".0f"),
+        "queue": _format_number(view.value("queue/depth"), ".0f"),
         "drops": f"{drops:.0f}",
-        "endpoint requests/s": _number(view.value("endpoint/requests_per_s"), ".0f"),
+        "endpoint requests/s": _format_number(view.value("endpoint/requests_per_s"), ".0f"),
     }
     return f"[{view.elapsed_s:5.1f} s] {view.phase}: " + ", ".join(f"{k} {v}" for k, v in numbers.items())
 
 
-def sparkline(values: Sequence[float], width: int, low: float | None = None, high: float | None = None) -> str:
+def format_sparkline(values: Sequence[float], width: int, low: float | None = None, high: float | None = None) -> str:
     """Finite `values`, oldest first, as bars between `low` and `high`.
 
     When None, `low` is the lowest value, or 0 when there is none below; `high` is the highest value.
@@ -132,20 +134,23 @@ class Sparkline:
     high: float | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text(sparkline(self.values, min(MAX_BARS, options.max_width), self.low, self.high), "green")
+        yield Text(format_sparkline(self.values, min(MAX_BARS, options.max_width), self.low, self.high), "green")
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         return Measurement(1, min(MAX_BARS, options.max_width))
 
 
-def _return_line(view: RunView) -> RenderableType:
+def _render_return(view: RunView) -> RenderableType:
     mean, target = view.value("return/mean_100"), view.target_return
-    label = Text.assemble(("return    ", "dim"), (f"{_number(mean, '.1f'):>6}", "bold green"))
+    label = Text.assemble(("return    ", "dim"), (f"{_format_number(mean, '.1f'):>6}", "bold green"))
     line = Table.grid(Column(no_wrap=True), padding=(0, 1))  # what is counted is not cut
     cells: list[RenderableType] = [label]
     low = _lowest_return(view)
     if target is not None:
-        cells += [ProgressBar(total=1.0, completed=_progress(mean, low, target), width=24), Text(f"{target:g}", "dim")]
+        cells += [
+            ProgressBar(total=1.0, completed=_compute_progress(mean, low, target), width=24),
+            Text(f"{target:g}", "dim"),
+        ]
     cells.append(Sparkline(view.history, low, target))
     line.add_row(*cells)
     return line
@@ -158,27 +163,29 @@ def _lowest_return(view: RunView) -> float:
     return lowest if math.isfinite(lowest) else 0.0
 
 
-def _progress(mean: float, low: float, target: float) -> float:
+def _compute_progress(mean: float, low: float, target: float) -> float:
     """How much of the way from `low` to `target` is done, from 0 to 1."""
     if not math.isfinite(mean) or mean >= target:
         return 1.0 if mean >= target else 0.0
     return min(1.0, max(0.0, (mean - low) / (target - low))) if target > low else 0.0
 
 
-def _numbers(view: RunView) -> RenderableType:
+def _render_numbers(view: RunView) -> RenderableType:
     cells = (
-        _cell("steps/s", view.value("steps/per_s"), ",.0f"),
-        _cell("steps", view.value("steps/total"), ",.0f"),
-        _cell("episodes", view.value("episodes/total"), ",.0f"),
-        _cell("weights", view.value("weights/version"), ".0f"),
-        _cell("queue", view.value("queue/depth"), ".0f"),
-        _cell("endpoint req/s", view.value("endpoint/requests_per_s"), ".0f"),
+        _format_cell("steps/s", view.value("steps/per_s"), ",.0f"),
+        _format_cell("steps", view.value("steps/total"), ",.0f"),
+        _format_cell("episodes", view.value("episodes/total"), ",.0f"),
+        _format_cell("weights", view.value("weights/version"), ".0f"),
+        _format_cell("queue", view.value("queue/depth"), ".0f"),
+        _format_cell("endpoint req/s", view.value("endpoint/requests_per_s"), ".0f"),
     )
     return Columns(cells, padding=(0, 3, 0, 0))  # in several rows where the terminal is narrow
 
 
-def _actors(view: RunView, lags: dict[str, float]) -> RenderableType:
-    text = Text.assemble(("actors    ", "dim"), f"{_number(view.value('actors/connected'), '.0f')} connected, lag ")
+def _render_actors(view: RunView, lags: dict[str, float]) -> RenderableType:
+    text = Text.assemble(
+        ("actors    ", "dim"), f"{_format_number(view.value('actors/connected'), '.0f')} connected, lag "
+    )
     for index, (name, lag) in enumerate(sorted(lags.items())):
         style = "green" if lag <= 2 else "yellow" if lag <= 10 else "red"
         text.append("  " if index else "")
@@ -187,10 +194,10 @@ def _actors(view: RunView, lags: dict[str, float]) -> RenderableType:
     return text
 
 
-def _cell(name: str, value: float, form: str) -> Text:
-    return Text.assemble((f"{name} ", "dim"), (_number(value, form), "bold"))
+def _format_cell(name: str, value: float, form: str) -> Text:
+    return Text.assemble((f"{name} ", "dim"), (_format_number(value, form), "bold"))
 
 
-def _number(value: float, form: str) -> str:
+def _format_number(value: float, form: str) -> str:
     """As long as a cell is wide: of very large ones the first digits."""
     return format(value, form if abs(value) < 1e12 else ".3g") if math.isfinite(value) else "-"

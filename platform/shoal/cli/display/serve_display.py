@@ -1,7 +1,7 @@
 """What an endpoint looks like: one picture on a terminal, plain lines elsewhere.
 
-Reads the endpoint's status document and nothing else. Called by `shoal serve`; `render` and `plain_lines` are pure
-functions of the document.
+Reads the endpoint's status document and nothing else. Called by `shoal serve`; `render` and `format_plain_lines` are
+pure functions of the document.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.client.endpoint_status import EndpointStatus, ModelStatus, ReplicaStatus, RolloutEvent, VersionStatus
-from shoal.runs.formatting import duration
+from shoal.runs.formatting import format_duration
 
 NUM_EVENTS = 4
 LIVE = "live"  # the phase of a model that follows the weights of a run
@@ -24,61 +24,67 @@ _COLUMNS = ("model", "version", "share", "req/s", "p50", "p99", "errors", "diffe
 
 def render(status: EndpointStatus, url: str, note: str = "") -> RenderableType:
     """The picture for a terminal; `note` says what is wrong with it, such as its age."""
-    parts: list[RenderableType] = [_versions(status), *(_about(model) for model in status.models), _replicas(status)]
-    parts += [_event(event, status.time) for event in status.events[-NUM_EVENTS:]]
+    parts: list[RenderableType] = [
+        _render_versions(status),
+        *(_render_model(model) for model in status.models),
+        _render_replicas(status),
+    ]
+    parts += [_render_event(event, status.time) for event in status.events[-NUM_EVENTS:]]
     if note:
         parts.append(Text(note, style="red"))
     state = ("ready", "green") if status.ready else ("not ready", "yellow")
-    up = f"  up {duration(status.time - status.started_at)}" if status.started_at else ""
-    where = (f"  {_where(status, url)}{up}", "dim")
+    up = f"  up {format_duration(status.time - status.started_at)}" if status.started_at else ""
+    where = (f"  {_format_address(status, url)}{up}", "dim")
     title = Text.assemble((status.endpoint, "bold"), "  ", state, where)
     return Panel(Group(*parts), title=title, title_align="left", border_style="cyan", padding=(0, 1))
 
 
-def plain_lines(status: EndpointStatus, url: str) -> list[str]:
+def format_plain_lines(status: EndpointStatus, url: str) -> list[str]:
     """For a log file: a line for the endpoint, for each version of each model, and for what is to be said of it."""
     state = "ready" if status.ready else "not ready"
-    lines = [f"{status.endpoint}: {state} at {_where(status, url)}, replicas {_num_ready(status)}"]
+    lines = [f"{status.endpoint}: {state} at {_format_address(status, url)}, replicas {_format_ready_count(status)}"]
     for model in status.models:
         for version in model.versions:
             numbers = {
-                "share": _share(version.share),
-                "requests/s": _rate(version.requests_per_s),
-                "p50": _seconds(version.p50_s),
-                "p99": _seconds(version.p99_s),
-                "errors": _errors(version),
-                "differ": _disagreement(version),
-                "batch": _batch(model),
+                "share": _format_share(version.share),
+                "requests/s": _format_rate(version.requests_per_s),
+                "p50": _format_seconds(version.p50_s),
+                "p99": _format_seconds(version.p99_s),
+                "errors": _format_error_rate(version),
+                "differ": _format_disagreement(version),
+                "batch": _format_batch(model),
                 "queue": f"{model.queued_rows}/{model.max_queued_rows}",
                 "refused": f"{model.refused}",
             }
-            told = ", ".join([f"{name} {number}" for name, number in numbers.items()] + _followed(model))
+            told = ", ".join([f"{name} {number}" for name, number in numbers.items()] + _format_following(model))
             lines.append(f"{model.name}@{version.version} {version.track or 'loaded'}: {told}")
         if not model.versions or model.state != "READY" or model.reason:
             lines.append(f"{model.name}: {model.state.lower()} {model.reason}".rstrip())
-    lines += [f"replica {each.id}: {_replica_state(each, status.generation)}" for each in _unwell(status)]
+    lines += [
+        f"replica {each.id}: {_format_replica_state(each, status.generation)}" for each in _find_unhealthy(status)
+    ]
     return lines
 
 
-def _where(status: EndpointStatus, url: str) -> str:
+def _format_address(status: EndpointStatus, url: str) -> str:
     return f"{url}, gRPC at {status.grpc}" if status.grpc else url
 
 
-def _pinned_or_live(model: ModelStatus) -> list[str]:
-    return _followed(model) if model.phase == LIVE else []
+def _format_live_source(model: ModelStatus) -> list[str]:
+    return _format_following(model) if model.phase == LIVE else []
 
 
-def shares(model: ModelStatus) -> str:
+def format_shares(model: ModelStatus) -> str:
     """Which versions answer, in one line: `90% by 3 (stable), 10% by 4 (candidate)`."""
     told = [
-        f"{_share(version.share)} by {version.version} ({version.track})"
-        for version in sorted(model.versions, key=_order)
+        f"{_format_share(version.share)} by {version.version} ({version.track})"
+        for version in sorted(model.versions, key=_sort_key)
         if version.track
     ]
-    return ", ".join(told + _pinned_or_live(model)) or f"{model.state.lower()} {model.reason}".rstrip()
+    return ", ".join(told + _format_live_source(model)) or f"{model.state.lower()} {model.reason}".rstrip()
 
 
-def _versions(status: EndpointStatus) -> RenderableType:
+def _render_versions(status: EndpointStatus) -> RenderableType:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for title in _COLUMNS:
         is_word = title in ("model", "version")
@@ -86,44 +92,44 @@ def _versions(status: EndpointStatus) -> RenderableType:
     for model in status.models:
         if not model.versions:
             table.add_row(Text(model.name, "bold"), Text(model.state.lower(), "yellow"))
-        for index, version in enumerate(sorted(model.versions, key=_order)):
-            table.add_row(Text(model.name, "bold") if index == 0 else "", *_version_cells(version))
+        for index, version in enumerate(sorted(model.versions, key=_sort_key)):
+            table.add_row(Text(model.name, "bold") if index == 0 else "", *_make_version_cells(version))
     return table
 
 
-def _order(version: VersionStatus) -> tuple[int, int]:
+def _sort_key(version: VersionStatus) -> tuple[int, int]:
     tracks = [*_TRACKS, ""]
     return (tracks.index(version.track) if version.track in tracks else len(tracks), -version.version)
 
 
-def _version_cells(version: VersionStatus) -> tuple[RenderableType, ...]:
+def _make_version_cells(version: VersionStatus) -> tuple[RenderableType, ...]:
     track = Text.assemble(f"{version.version} ", (version.track or "loaded", _TRACKS.get(version.track, "dim")))
-    errors = Text(_errors(version), "red" if version.errors else "")
+    errors = Text(_format_error_rate(version), "red" if version.errors else "")
     return (
         track,
-        _share(version.share),
-        _rate(version.requests_per_s),
-        _seconds(version.p50_s),
-        _seconds(version.p99_s),
+        _format_share(version.share),
+        _format_rate(version.requests_per_s),
+        _format_seconds(version.p50_s),
+        _format_seconds(version.p99_s),
         errors,
-        _disagreement(version),
+        _format_disagreement(version),
     )
 
 
-def _about(model: ModelStatus) -> RenderableType:
+def _render_model(model: ModelStatus) -> RenderableType:
     """What the versions of a model have in common."""
     told = [f"queue {model.queued_rows}/{model.max_queued_rows}", f"refused {model.refused:,}"]
-    told += [f"batches of {_batch(model)}"] if model.batch_rows is not None else []
+    told += [f"batches of {_format_batch(model)}"] if model.batch_rows is not None else []
     if model.latency:
         (first, first_s), (last, last_s) = model.latency[0], model.latency[-1]
-        forward = f"a forward of {first} takes {_seconds(first_s)}"
-        told.append(forward if first == last else f"{forward}, of {last} {_seconds(last_s)}")
-    told += _followed(model)
+        forward = f"a forward of {first} takes {_format_seconds(first_s)}"
+        told.append(forward if first == last else f"{forward}, of {last} {_format_seconds(last_s)}")
+    told += _format_following(model)
     text = Text.assemble((f"{model.name}  ", "dim bold"), (", ".join(told), "dim"))
     return text.append(f"\n{model.name}  {model.reason}", "yellow") if model.reason else text
 
 
-def _followed(model: ModelStatus) -> list[str]:
+def _format_following(model: ModelStatus) -> list[str]:
     if model.pinned:
         beside = "" if model.newest_percent is None else ", beside its newest"
         return [f"pinned at version {model.pinned} of {model.source}{beside}"]
@@ -131,32 +137,32 @@ def _followed(model: ModelStatus) -> list[str]:
     return [f"follows {model.source}"] if model.phase == LIVE or (word and not word.isdigit()) else []
 
 
-def _replicas(status: EndpointStatus) -> RenderableType:
-    text = Text.assemble(("replicas  ", "dim"), _num_ready(status))
+def _render_replicas(status: EndpointStatus) -> RenderableType:
+    text = Text.assemble(("replicas  ", "dim"), _format_ready_count(status))
     text.append(f", generation {status.generation}", "dim")
-    for each in _unwell(status):
-        text.append(f"\n          {each.id} {_replica_state(each, status.generation)}", "yellow")
+    for each in _find_unhealthy(status):
+        text.append(f"\n          {each.id} {_format_replica_state(each, status.generation)}", "yellow")
     return text
 
 
-def _num_ready(status: EndpointStatus) -> str:
+def _format_ready_count(status: EndpointStatus) -> str:
     hosts = {each.host for each in status.replicas if each.host}
     on = f" on {len(hosts)} hosts" if len(hosts) > 1 else ""
     wanted = max(len(status.replicas), status.num_replicas)
     return f"{sum(each.ready for each in status.replicas)} of {wanted} ready{on}"
 
 
-def _unwell(status: EndpointStatus) -> list[ReplicaStatus]:
+def _find_unhealthy(status: EndpointStatus) -> list[ReplicaStatus]:
     return [each for each in status.replicas if each.error or not each.ready or each.generation < status.generation]
 
 
-def _replica_state(replica: ReplicaStatus, generation: int) -> str:
+def _format_replica_state(replica: ReplicaStatus, generation: int) -> str:
     state = "ready" if replica.ready else "not ready"
     behind = f", at generation {replica.generation}" if replica.generation < generation else ""
     return f"{state}{behind}{': ' + replica.error if replica.error else ''}"
 
 
-def _event(event: RolloutEvent, now_s: float) -> RenderableType:
+def _render_event(event: RolloutEvent, now_s: float) -> RenderableType:
     about = f"{event.model}@{event.version}" if event.version is not None else event.model
     text = Text.assemble((time.strftime("%H:%M:%S  ", time.localtime(event.time)), "dim"), (event.kind, "bold"))
     text.append(f" {about}")
@@ -165,27 +171,27 @@ def _event(event: RolloutEvent, now_s: float) -> RenderableType:
     return text
 
 
-def _share(share: float) -> str:
+def _format_share(share: float) -> str:
     return f"{share:.0%}" if share in (0.0, 1.0) or share >= 0.01 else f"{share:.1%}"
 
 
-def _rate(requests_per_s: float) -> str:
+def _format_rate(requests_per_s: float) -> str:
     return f"{requests_per_s:,.0f}" if requests_per_s >= 10 else f"{requests_per_s:.1f}"
 
 
-def _seconds(seconds: float | None) -> str:
+def _format_seconds(seconds: float | None) -> str:
     if seconds is None:
         return "-"
     return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
-def _errors(version: VersionStatus) -> str:
+def _format_error_rate(version: VersionStatus) -> str:
     return f"{version.errors / version.requests:.2%}" if version.errors and version.requests else f"{version.errors}"
 
 
-def _disagreement(version: VersionStatus) -> str:
+def _format_disagreement(version: VersionStatus) -> str:
     return f"{version.disagreed / version.compared:.2%}" if version.compared else "-"
 
 
-def _batch(model: ModelStatus) -> str:
+def _format_batch(model: ModelStatus) -> str:
     return "-" if model.batch_rows is None else f"{model.batch_rows:.1f}/{model.max_batch_rows}"

@@ -1,6 +1,6 @@
 """What a training run looks like while it goes on: the way to its end, its speed, what it waits for, how good it is.
 
-Reads the run record and nothing else. Called by `watch`. `TrainView` is the data, `render` and `plain_line` are
+Reads the run record and nothing else. Called by `watch`. `TrainView` is the data, `render` and `format_plain_line` are
 pure functions of it.
 """
 
@@ -21,8 +21,8 @@ from rich.text import Text
 
 from shoal.cli.display.rl_display import MAX_HISTORY, Sparkline
 from shoal.runs import Run
-from shoal.runs.formatting import duration, number
-from shoal.runs.report.event_messages import trouble
+from shoal.runs.formatting import format_duration, format_number
+from shoal.runs.report.event_messages import format_warning
 
 TRAINING = "training"
 RATES = (
@@ -68,25 +68,25 @@ class TrainView:
         return max(0.0, total - self.value("train/step")) * self.value("step/seconds") if total else math.nan
 
     @property
-    def evaluated(self) -> dict[str, float]:
+    def evaluation_metrics(self) -> dict[str, float]:
         """What the last evaluation gave."""
         start = "validation/"
         return {name.removeprefix(start): v for name, v in self.metrics.items() if name.startswith(start)}
 
 
-def view_of(run: Run, before: TrainView | None, notes: Sequence[str]) -> TrainView:
+def make_view(run: Run, before: TrainView | None, notes: Sequence[str]) -> TrainView:
     """The run as it is now; `before` carries the history on."""
     metrics, seen = run.latest(since_resumed=True), run.last_events(since_resumed=True)
     history = before.history if before is not None else ()
     loss = metrics.get("train/loss", math.nan)
     if math.isfinite(loss) and (not history or history[-1] != loss):
         history = (*history, loss)[-MAX_HISTORY:]
-    elapsed_s = time.time() - run.life_began_at()
-    told = (*notes, *filter(None, (trouble(*event) for event in seen.items())))
-    return TrainView(run.id, _phase(seen), elapsed_s, metrics, seen.get("training", {}), history, told)
+    elapsed_s = time.time() - run.last_started_at()
+    told = (*notes, *filter(None, (format_warning(*event) for event in seen.items())))
+    return TrainView(run.id, _infer_phase(seen), elapsed_s, metrics, seen.get("training", {}), history, told)
 
 
-def _phase(seen: dict[str, dict[str, Any]]) -> str:
+def _infer_phase(seen: dict[str, dict[str, Any]]) -> str:
     for kind, phase in (("trained", "writing the report"), ("stopped", "registering"), ("training", TRAINING)):
         if kind in seen:
             return phase
@@ -95,12 +95,12 @@ def _phase(seen: dict[str, dict[str, Any]]) -> str:
 
 def render(view: TrainView) -> RenderableType:
     """The picture for a terminal."""
-    parts: list[RenderableType] = [_way(view), _loss(view), _rates(view)]
-    if view.evaluated:
+    parts: list[RenderableType] = [_render_progress(view), _render_loss(view), _render_rates(view)]
+    if view.evaluation_metrics:
         text = Text.assemble(("evaluated ", "dim"))
-        for name, value in view.evaluated.items():
+        for name, value in view.evaluation_metrics.items():
             text.append(f"{name} ", "dim")
-            text.append(f"{number(value)}  ", "bold green")
+            text.append(f"{format_number(value)}  ", "bold green")
         parts.append(text)
     if view.setting:
         setting = view.setting
@@ -111,48 +111,48 @@ def render(view: TrainView) -> RenderableType:
     return Panel(Group(*parts), title=title, title_align="left", border_style="cyan", padding=(0, 1))
 
 
-def plain_line(view: TrainView) -> str:
+def format_plain_line(view: TrainView) -> str:
     """One line for a log file."""
     at = f"[{view.elapsed_s:5.1f} s] {view.phase}"
     if not math.isfinite(view.value("train/step")):
         return at
-    parts = [f"step {view.value('train/step'):,.0f}", f"loss {number(view.value('train/loss'))}"]
-    parts += [f"{name} {value}" for name, value in _rate_words(view)]
-    parts += [f"validation {name} {number(value)}" for name, value in view.evaluated.items()]
+    parts = [f"step {view.value('train/step'):,.0f}", f"loss {format_number(view.value('train/loss'))}"]
+    parts += [f"{name} {value}" for name, value in _format_rates(view)]
+    parts += [f"validation {name} {format_number(value)}" for name, value in view.evaluation_metrics.items()]
     if math.isfinite(view.remaining_s):
-        parts.append(f"{duration(view.remaining_s)} to go")
+        parts.append(f"{format_duration(view.remaining_s)} to go")
     return f"{at}: {', '.join(parts)}"
 
 
-def _way(view: TrainView) -> RenderableType:
+def _render_progress(view: TrainView) -> RenderableType:
     line = Table.grid(Column(no_wrap=True), padding=(0, 1))  # what is counted is not cut
     step, epoch = view.value("train/step"), view.value("train/epoch")
-    label = Text.assemble(("step      ", "dim"), (f"{_number(step, ',.0f'):>6}", "bold"))
+    label = Text.assemble(("step      ", "dim"), (f"{_format_or_dash(step, ',.0f'):>6}", "bold"))
     cells: list[RenderableType] = [label]
     if math.isfinite(view.progress):
         cells.append(ProgressBar(total=1.0, completed=view.progress, width=24))
         cells.append(Text(f"of {view.setting['total_steps']:,}", "dim"))
-    cells.append(Text(f"epoch {_number(epoch, '.2f')}", "dim"))
+    cells.append(Text(f"epoch {_format_or_dash(epoch, '.2f')}", "dim"))
     if math.isfinite(view.remaining_s):
-        cells.append(Text(f"{duration(view.remaining_s)} to go", "dim"))
+        cells.append(Text(f"{format_duration(view.remaining_s)} to go", "dim"))
     line.add_row(*cells)
     return line
 
 
-def _loss(view: TrainView) -> RenderableType:
-    loss = number(view.value("train/loss")) if "train/loss" in view.metrics else "-"
+def _render_loss(view: TrainView) -> RenderableType:
+    loss = format_number(view.value("train/loss")) if "train/loss" in view.metrics else "-"
     line = Table.grid(Column(no_wrap=True), padding=(0, 1))  # what is counted is not cut
     label = Text.assemble(("loss      ", "dim"), (f"{loss:>6}", "bold"))
     line.add_row(label, Sparkline(view.history, min(view.history, default=0.0)))
     return line
 
 
-def _rates(view: TrainView) -> RenderableType:
-    cells = [Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in _rate_words(view)]
+def _render_rates(view: TrainView) -> RenderableType:
+    cells = [Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in _format_rates(view)]
     return Columns(cells, padding=(0, 3, 0, 0))  # in several rows where the terminal is narrow
 
 
-def _rate_words(view: TrainView) -> list[tuple[str, str]]:
+def _format_rates(view: TrainView) -> list[tuple[str, str]]:
     """The rates that are known."""
     words = []
     for name, metric, form, factor in RATES:
@@ -162,5 +162,5 @@ def _rate_words(view: TrainView) -> list[tuple[str, str]]:
     return words
 
 
-def _number(value: float, form: str) -> str:
+def _format_or_dash(value: float, form: str) -> str:
     return format(value, form) if math.isfinite(value) else "-"

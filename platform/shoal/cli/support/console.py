@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 
 
-def literal_console(*, soft_wrap: bool = True) -> Console:
+def make_literal_console(*, soft_wrap: bool = True) -> Console:
     """Takes no string for markup or an emoji, nor the heading of a table. `soft_wrap`: long lines stay whole."""
     return Console(highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap)
 
@@ -17,7 +17,7 @@ def literal_console(*, soft_wrap: bool = True) -> Console:
 _ANY_LENGTH = 1_000
 
 
-class Verbs(click.Group):
+class CommandGroup(click.Group):
     """click's own list cuts each sentence where the line ends."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -27,6 +27,6 @@ class Verbs(click.Group):
             formatter.write_dl(rows)
 
 
-def without_key(_context: object, _argument: object, task: str) -> str:
+def strip_task_key(_context: object, _argument: object, task: str) -> str:
     """A click callback: the task also where it is typed as for `shoal run`, `task=NAME`."""
     return task.removeprefix("task=")

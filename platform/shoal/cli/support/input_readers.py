@@ -22,55 +22,63 @@ import numpy as np
 
 from shoal.client.payload import ArrayLike
 from shoal.errors import DataError
-from shoal.open_inference.datatypes import NUMPY
-from shoal.serve.tables.table import TensorSpec, alike, choose_columns, csv_types, described, inputs_of, parse_columns
+from shoal.open_inference.datatypes import NUMPY_DTYPES
+from shoal.serve.tables.table import (
+    TensorDescription,
+    build_inputs,
+    choose_columns,
+    format_tensor_spec,
+    infer_csv_types,
+    parse_columns,
+    split_by_length,
+)
 
 _DAMAGED = (zipfile.BadZipFile, zlib.error, struct.error, tokenize.TokenError)
 
 
-def from_words(words: Sequence[str], inputs: Sequence[TensorSpec]) -> dict[str, ArrayLike]:
+def from_words(words: Sequence[str], inputs: Sequence[TensorDescription]) -> dict[str, ArrayLike]:
     """`x=1,2,3`, `x=[[1, 2], [3, 4]]`, or without `x=` for the only input; of one input, rows after rows.
 
     A text for BYTES is one value, with its commas and blanks, but for a JSON list of them.
     """
     found: dict[str, ArrayLike] = {}
     for word in words:
-        spec, text = _aimed("input", word, inputs)
-        values = _parsed("input", word, text) if text.lstrip().startswith("[") else _values(word, text, spec)
-        rows = _shaped("input", word, values, spec)
+        spec, text = _split_target("input", word, inputs)
+        values = _parse_json("input", word, text) if text.lstrip().startswith("[") else _parse_values(word, text, spec)
+        rows = _reshape_rows("input", word, values, spec)
         if (before := found.get(spec.name)) is not None:
             rows = [*before, *rows]
             if len({np.shape(row) for row in rows}) > 1 and -1 not in spec.shape[1:]:
                 problem = f"has rows of another shape than {spec.name}=... before it"
-                raise DataError("input", word, problem, f"the input is {described(spec)}")
+                raise DataError("input", word, problem, f"the input is {format_tensor_spec(spec)}")
         found[spec.name] = rows
     return found
 
 
-def from_json(path: str, inputs: Sequence[TensorSpec]) -> dict[str, ArrayLike]:
+def from_json(path: str, inputs: Sequence[TensorDescription]) -> dict[str, ArrayLike]:
     """An object of inputs, rows, or a request as the protocol writes it; `-` is standard input.
 
     Rows are objects of inputs, or those of the only input.
     """
-    text = _read(path)
-    content = _parsed("json", path, text)
+    text = _read_text(path)
+    content = _parse_json("json", path, text)
     if isinstance(content, dict) and isinstance(content.get("inputs"), list):
-        return _requested(path, content["inputs"])
+        return _parse_request(path, content["inputs"])
     if isinstance(content, dict):
-        return _by_name(path, content, inputs)
+        return _parse_named_inputs(path, content, inputs)
     if isinstance(content, list) and content and all(isinstance(row, dict) for row in content):
-        return _from_rows(path, content, inputs)
+        return _parse_rows(path, content, inputs)
     if isinstance(content, list) and len(inputs) == 1:
-        return {inputs[0].name: _shaped("json", path, content, inputs[0])}
+        return {inputs[0].name: _reshape_rows("json", path, content, inputs[0])}
     lists, row = (", ".join(f'"{spec.name}": {dots}' for spec in inputs) for dots in ("[...]", "..."))
-    remedy = f"write {{{lists}}} or [{{{row}}}, ...]; inputs: {', '.join(map(described_by, inputs))}"
+    remedy = f"write {{{lists}}} or [{{{row}}}, ...]; inputs: {', '.join(map(describe_input, inputs))}"
     raise DataError("json", path, "is neither inputs nor rows", remedy)
 
 
-def _requested(path: str, tensors: list[Any]) -> dict[str, ArrayLike]:
+def _parse_request(path: str, tensors: list[Any]) -> dict[str, ArrayLike]:
     try:
         found = {
-            each["name"]: np.array(each["data"], _exact(each.get("datatype"))).reshape(each["shape"])
+            each["name"]: np.array(each["data"], _choose_numpy_dtype(each.get("datatype"))).reshape(each["shape"])
             for each in tensors
         }
     except (KeyError, TypeError, ValueError) as error:
@@ -80,28 +88,32 @@ def _requested(path: str, tensors: list[Any]) -> dict[str, ArrayLike]:
     return {**found}
 
 
-def _by_name(path: str, content: Mapping[str, Any], inputs: Sequence[TensorSpec]) -> dict[str, ArrayLike]:
+def _parse_named_inputs(
+    path: str, content: Mapping[str, Any], inputs: Sequence[TensorDescription]
+) -> dict[str, ArrayLike]:
     specs = {spec.name: spec for spec in inputs}
     if unknown := [name for name in content if name not in specs]:
-        told = ", ".join(map(described_by, inputs))
+        told = ", ".join(map(describe_input, inputs))
         raise DataError("json", path, f"the model has no input {unknown[0]!r}", f"inputs: {told}")
-    return {name: _shaped("json", path, rows, specs[name]) for name, rows in content.items()}
+    return {name: _reshape_rows("json", path, rows, specs[name]) for name, rows in content.items()}
 
 
-def _from_rows(path: str, rows: Sequence[Mapping[str, Any]], inputs: Sequence[TensorSpec]) -> dict[str, ArrayLike]:
+def _parse_rows(
+    path: str, rows: Sequence[Mapping[str, Any]], inputs: Sequence[TensorDescription]
+) -> dict[str, ArrayLike]:
     """One object for each row. Raises DataError for one that differs from the first."""
     for number, row in enumerate(rows):
         if row.keys() != rows[0].keys():
             raise DataError("json", path, f"row {number} has other inputs than row 0", "give each the same")
-    arrays = _by_name(path, {name: [row[name] for row in rows] for name in rows[0]}, inputs)
+    arrays = _parse_named_inputs(path, {name: [row[name] for row in rows] for name in rows[0]}, inputs)
     for spec in inputs:
         if spec.name in arrays and len(arrays[spec.name]) != len(rows):
             problem = f"its {len(rows)} rows do not make {len(rows)} of the input {spec.name!r}"
-            raise DataError("json", path, problem, f"the input is {described(spec)}")
+            raise DataError("json", path, problem, f"the input is {format_tensor_spec(spec)}")
     return arrays
 
 
-def from_table(path: Path, columns: Sequence[str], inputs: Sequence[TensorSpec]) -> dict[str, ArrayLike]:
+def from_table(path: Path, columns: Sequence[str], inputs: Sequence[TensorDescription]) -> dict[str, ArrayLike]:
     """Columns of a CSV or Parquet file; see `serve.tables.table` for which."""
     import pyarrow as pa
     import pyarrow.csv
@@ -115,25 +127,27 @@ def from_table(path: Path, columns: Sequence[str], inputs: Sequence[TensorSpec])
             with pa.csv.open_csv(path, read_options=alone, parse_options=parsing) as reader:
                 seen = reader.schema
             chosen = choose_columns(inputs, seen.names, said)
-            types = pa.csv.ConvertOptions(column_types=csv_types(inputs, chosen, seen))
+            types = pa.csv.ConvertOptions(column_types=infer_csv_types(inputs, chosen, seen))
             table = pa.csv.read_csv(path, read_options=alone, parse_options=parsing, convert_options=types)
         else:
             table = pa.parquet.read_table(path, partitioning=None)  # a folder that is called day=3 is no column
             chosen = choose_columns(inputs, table.column_names, said)
     except (OSError, pa.ArrowException) as error:
-        raise DataError("file", str(path), f"cannot be read: {_line(error)}", "give a CSV or a Parquet file") from None
+        raise DataError(
+            "file", str(path), f"cannot be read: {_error_summary(error)}", "give a CSV or a Parquet file"
+        ) from None
     if not len(table):
         raise DataError("file", str(path), "has no rows", "there is nothing to predict")
     parts, row = [], 0
-    for part in alike(table, inputs, chosen):
-        parts.append(inputs_of(part, inputs, chosen, row))
+    for part in split_by_length(table, inputs, chosen):
+        parts.append(build_inputs(part, inputs, chosen, row))
         row += len(part)
     if len(parts) == 1:
         return dict(parts[0])
     return {name: [row for part in parts for row in part[name]] for name in parts[0]}
 
 
-def _line(error: BaseException) -> str:
+def _error_summary(error: BaseException) -> str:
     """What it says, which may be of several lines; of what the system refuses, why alone."""
     if isinstance(error, FileNotFoundError):
         return "there is no such file"
@@ -142,17 +156,17 @@ def _line(error: BaseException) -> str:
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
-def from_arrays(words: Sequence[str], inputs: Sequence[TensorSpec]) -> dict[str, ArrayLike]:
+def from_arrays(words: Sequence[str], inputs: Sequence[TensorDescription]) -> dict[str, ArrayLike]:
     """`.npy` files, each for the only input or as `x=FILE`; a `.npz` has the inputs by name."""
     found: dict[str, ArrayLike] = {}
     for word in words:
         if word.endswith(".npz"):
-            arrays = _loaded(word)
+            arrays = _load_arrays(word)
             if "" in arrays:
                 raise DataError("npy", word, "is a single array, whatever its name", "write it with numpy.savez")
         else:
-            spec, file = _aimed("npy", word, inputs, is_file=True)
-            loaded = _loaded(file)
+            spec, file = _split_target("npy", word, inputs, is_file=True)
+            loaded = _load_arrays(file)
             if "" not in loaded:
                 raise DataError("npy", file, "holds arrays by name", "call it .npz, or write one with numpy.save")
             array = loaded[""]
@@ -163,7 +177,7 @@ def from_arrays(words: Sequence[str], inputs: Sequence[TensorSpec]) -> dict[str,
     return found
 
 
-def _loaded(file: str) -> dict[str, np.ndarray]:
+def _load_arrays(file: str) -> dict[str, np.ndarray]:
     """The arrays of a file by name; a single one has none."""
     remedy = "write it with numpy.save or numpy.savez"
     try:
@@ -174,39 +188,41 @@ def _loaded(file: str) -> dict[str, np.ndarray]:
             arrays = {name: loaded[name] for name in loaded.files}
     # What is damaged at a place of its own may raise nearly anything in NumPy's reader, or in that of archives.
     except (OSError, ValueError, KeyError, EOFError, SyntaxError, MemoryError, RuntimeError, *_DAMAGED) as error:
-        problem = "is no array of NumPy's, or one of objects" if "pickle" in str(error) else _line(error)
+        problem = "is no array of NumPy's, or one of objects" if "pickle" in str(error) else _error_summary(error)
         raise DataError("npy", file, f"cannot be read: {problem}", remedy) from None
     if others := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
         raise DataError("npy", file, f"cannot be read: {others[0]!r} in it is no array", remedy)
     return arrays
 
 
-def from_images(paths: Sequence[Path], white: float | None, inputs: Sequence[TensorSpec]) -> dict[str, ArrayLike]:
+def from_images(
+    paths: Sequence[Path], white: float | None, inputs: Sequence[TensorDescription]
+) -> dict[str, ArrayLike]:
     """Pictures as rows of the only input, in its size, with its channels (1 or 3, before or after height and width).
 
     white: the number of a white pixel; None for 255 in whole numbers and 1.0 in floats
     """
-    spec = _only("image", str(paths[0]), inputs)
+    spec = _require_single_input("image", str(paths[0]), inputs)
     if white is not None and not math.isfinite(white):
         raise DataError("white", white, "is no number of a pixel", "for example 1 or 255")
-    scale = (white if white is not None else 255.0 if is_whole(spec) else 1.0) / 255.0
-    pictures = [_scaled(_picture(path, spec), scale, spec) for path in paths]
+    scale = (white if white is not None else 255.0 if is_integer(spec) else 1.0) / 255.0
+    pictures = [_scale_pixels(_load_picture(path, spec), scale, spec) for path in paths]
     is_one_size = len({picture.shape for picture in pictures}) == 1
     return {spec.name: np.stack(pictures) if is_one_size else pictures}
 
 
-def _scaled(picture: np.ndarray, scale: float, spec: TensorSpec) -> np.ndarray:
-    if is_whole(spec):  # whether the input can hold them, the client says
+def _scale_pixels(picture: np.ndarray, scale: float, spec: TensorDescription) -> np.ndarray:
+    if is_integer(spec):  # whether the input can hold them, the client says
         return picture if scale == 1.0 else np.rint(picture * scale).astype(np.int64)
-    return (picture * scale).astype(np.float32 if spec.datatype == "BF16" else NUMPY[spec.datatype])
+    return (picture * scale).astype(np.float32 if spec.datatype == "BF16" else NUMPY_DTYPES[spec.datatype])
 
 
-def is_whole(spec: TensorSpec) -> bool:
+def is_integer(spec: TensorDescription) -> bool:
     """Whether it takes whole numbers."""
-    return spec.datatype != "BF16" and NUMPY[spec.datatype].kind in "iu"
+    return spec.datatype != "BF16" and NUMPY_DTYPES[spec.datatype].kind in "iu"
 
 
-def _picture(path: Path, spec: TensorSpec) -> np.ndarray:
+def _load_picture(path: Path, spec: TensorDescription) -> np.ndarray:
     """Bytes [1, H, W], [3, H, W], [H, W] or [H, W, 3], as the input has it."""
     from PIL import Image
 
@@ -214,7 +230,9 @@ def _picture(path: Path, spec: TensorSpec) -> np.ndarray:
     first = len(sizes) == 3 and sizes[0] in (1, 3)
     last = len(sizes) == 3 and sizes[2] in (1, 3) and not first
     if not (len(sizes) == 2 or first or last) or spec.datatype in ("BYTES", "BOOL"):
-        raise DataError("image", str(path), f"the model takes {described(spec)}, which is no picture", "use --npy")
+        raise DataError(
+            "image", str(path), f"the model takes {format_tensor_spec(spec)}, which is no picture", "use --npy"
+        )
     height, width = sizes[1:] if first else sizes[:2]
     is_grey = len(sizes) == 2 or (sizes[0] if first else sizes[2]) == 1
     try:
@@ -228,7 +246,9 @@ def _picture(path: Path, spec: TensorSpec) -> np.ndarray:
     except DataError:
         raise
     except (OSError, ValueError, EOFError, SyntaxError, Image.DecompressionBombError, *_DAMAGED) as error:
-        raise DataError("image", str(path), f"is no picture: {_line(error)}", "give a PNG, JPEG or the like") from None
+        raise DataError(
+            "image", str(path), f"is no picture: {_error_summary(error)}", "give a PNG, JPEG or the like"
+        ) from None
     wanted = (width if width > 0 else image.width, height if height > 0 else image.height)
     pixels = np.asarray(image if image.size == wanted else image.resize(wanted, Image.Resampling.BILINEAR))
     if is_grey and len(sizes) == 3:
@@ -238,7 +258,9 @@ def _picture(path: Path, spec: TensorSpec) -> np.ndarray:
     return pixels
 
 
-def _aimed(field: str, word: str, inputs: Sequence[TensorSpec], *, is_file: bool = False) -> tuple[TensorSpec, str]:
+def _split_target(
+    field: str, word: str, inputs: Sequence[TensorDescription], *, is_file: bool = False
+) -> tuple[TensorDescription, str]:
     """The input that `x=...` is for, and what follows."""
     specs = {spec.name: spec for spec in inputs}
     name, is_named, text = word.partition("=")
@@ -246,44 +268,44 @@ def _aimed(field: str, word: str, inputs: Sequence[TensorSpec], *, is_file: bool
         return specs[name], text
     if is_named and not (is_file and Path(word).exists()):
         raise DataError(
-            field, word, f"the model has no input {name!r}", f"inputs: {', '.join(map(described_by, inputs))}"
+            field, word, f"the model has no input {name!r}", f"inputs: {', '.join(map(describe_input, inputs))}"
         )
-    return _only(field, word, inputs), word
+    return _require_single_input(field, word, inputs), word
 
 
-def _only(field: str, word: str, inputs: Sequence[TensorSpec]) -> TensorSpec:
+def _require_single_input(field: str, word: str, inputs: Sequence[TensorDescription]) -> TensorDescription:
     if len(inputs) != 1:
-        told = ", ".join(map(described_by, inputs))
+        told = ", ".join(map(describe_input, inputs))
         raise DataError(field, word, "does not say for which input", f"write {inputs[0].name}=...; inputs: {told}")
     return inputs[0]
 
 
-def described_by(spec: TensorSpec) -> str:
+def describe_input(spec: TensorDescription) -> str:
     """`x: FP32 [any, 3]`."""
-    return f"{spec.name}: {described(spec)}"
+    return f"{spec.name}: {format_tensor_spec(spec)}"
 
 
-def _values(word: str, text: str, spec: TensorSpec) -> list[Any]:
+def _parse_values(word: str, text: str, spec: TensorDescription) -> list[Any]:
     if spec.datatype == "BYTES":
         return [text]
     parts = [part.strip() for part in text.split(",")]
     try:
         if spec.datatype == "BOOL":
             return [{"true": True, "1": True, "false": False, "0": False}[part.lower()] for part in parts]
-        return [int(part) if is_whole(spec) else float(part) for part in parts]
+        return [int(part) if is_integer(spec) else float(part) for part in parts]
     except (ValueError, KeyError):
         raise DataError("input", word, f"is not a list of {spec.datatype}", f"for example {spec.name}=1,0,1") from None
 
 
-def _shaped(field: str, word: str, rows: Any, spec: TensorSpec) -> ArrayLike:
+def _reshape_rows(field: str, word: str, rows: Any, spec: TensorDescription) -> ArrayLike:
     """Values without a batch dimension, or without any but their order, get the input's shape."""
     inner = spec.shape[1:]
     try:
-        array = np.array(rows, dtype=_exact(spec.datatype))
+        array = np.array(rows, dtype=_choose_numpy_dtype(spec.datatype))
         if array.ndim < len(spec.shape) and any(isinstance(row, list) for row in array.flat):
             raise ValueError  # lists of different lengths, which NumPy takes for elements where they can be anything
     except ValueError:
-        return _ragged(field, word, rows, spec)
+        return _to_ragged_rows(field, word, rows, spec)
     if array.ndim == len(spec.shape):
         return array
     size = math.prod(inner)
@@ -293,45 +315,45 @@ def _shaped(field: str, word: str, rows: Any, spec: TensorSpec) -> ArrayLike:
         return array.reshape(-1, *inner)
     if array.ndim == 1 and len(inner) == 1:
         return array[None]
-    problem = f"{array.size} values do not make rows of {described(spec)}"
+    problem = f"{array.size} values do not make rows of {format_tensor_spec(spec)}"
     raise DataError(field, word, problem, "give whole rows, or nested lists")
 
 
-def _exact(datatype: object) -> type[object] | None:
+def _choose_numpy_dtype(datatype: object) -> type[object] | None:
     """Of what NumPy is to make an array: of texts, and of numbers that it would make floats of, as they are."""
     return object if datatype in ("BYTES", "UINT64") else None
 
 
-def _ragged(field: str, word: str, rows: Sequence[Any], spec: TensorSpec) -> list[np.ndarray]:
+def _to_ragged_rows(field: str, word: str, rows: Sequence[Any], spec: TensorDescription) -> list[np.ndarray]:
     """Rows of different lengths, each by itself. Raises DataError where the input has none of that."""
     inner = spec.shape[1:]
     try:
-        found = [np.array(row, dtype=_exact(spec.datatype)) for row in rows]
+        found = [np.array(row, dtype=_choose_numpy_dtype(spec.datatype)) for row in rows]
         is_open = -1 in inner and all(row.ndim == len(inner) for row in found)
     except ValueError:
         is_open = False
     if not is_open:
-        raise DataError(field, word, "has rows of different lengths", f"the input is {described(spec)}")
+        raise DataError(field, word, "has rows of different lengths", f"the input is {format_tensor_spec(spec)}")
     return found
 
 
-def _parsed(field: str, word: str, text: str) -> Any:
+def _parse_json(field: str, word: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # also of numbers with thousands of digits
         raise DataError(field, word, f"is not JSON: {error}", "for example [[1, 2], [3, 4]]") from None
 
 
-def _read(path: str) -> str:
+def _read_text(path: str) -> str:
     try:
         return sys.stdin.read() if path == "-" else Path(path).read_text()
     except (OSError, ValueError) as error:  # the latter of bytes that are no text, and of a name with a NUL
         raise DataError(
-            "json", path, f"cannot be read: {_line(error)}", "give a file, or - for standard input"
+            "json", path, f"cannot be read: {_error_summary(error)}", "give a file, or - for standard input"
         ) from None
 
 
-def in_requests(arrays: Mapping[str, ArrayLike], max_rows: int) -> list[dict[str, ArrayLike]]:
+def split_requests(arrays: Mapping[str, ArrayLike], max_rows: int) -> list[dict[str, ArrayLike]]:
     """At most so many rows in each, one after the other, and only such as have equal shapes.
 
     Raises DataError when the inputs have different numbers of rows.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import shoal
 from shoal.errors import ConfigError, RunError
-from shoal.runs.record.provenance import apart
+from shoal.runs.record.provenance import split_secrets
 
 OUR_JOBS = Path(shoal.__file__).parents[2] / "jobs"  # of the checkout that is installed, where it is one
 _TAKES_CHECK = re.compile(r"\b(job|train)_main\b")  # in the file of a job whose words we read
@@ -26,15 +26,15 @@ def find_job(job: str) -> Path:
     raise ConfigError("job", job, "is neither a file nor in ./jobs", f"jobs: {known}")
 
 
-def words_apart(path: Path, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+def split_secret_overrides(path: Path, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """The words without secrets, which travel in the environment; all of them for a job that reads its words itself."""
-    shown, secrets = apart(words)
-    return (shown, secrets) if secrets and _takes_check(path) else (list(words), {})
+    shown, secrets = split_secrets(words)
+    return (shown, secrets) if secrets and _supports_check(path) else (list(words), {})
 
 
-def check_words(path: Path, words: Sequence[str]) -> None:
+def validate_overrides(path: Path, words: Sequence[str]) -> None:
     """Let the job look at its words before a cluster is started for it. Raises RunError with the job's own words."""
-    if not words or not _takes_check(path):
+    if not words or not _supports_check(path):
         return
     checked = subprocess.run([sys.executable, str(path), *words, "--check"], capture_output=True, text=True)
     if checked.returncode:
@@ -43,5 +43,5 @@ def check_words(path: Path, words: Sequence[str]) -> None:
         raise RunError(error if is_typed else said)  # what is not typed is the user's own, with its traceback
 
 
-def _takes_check(path: Path) -> bool:
+def _supports_check(path: Path) -> bool:
     return bool(_TAKES_CHECK.search(path.read_text(errors="replace")))  # in whichever encoding it is

@@ -16,18 +16,18 @@ from itertools import takewhile
 
 import click
 
-from shoal.cluster.embedded_cluster import absolute_python_path
-from shoal.cluster.jobs import Job, JobStatus
+from shoal.cluster.embedded_cluster import make_python_path_variable
+from shoal.cluster.jobs import JobHandle, JobStatus
 from shoal.errors import ClusterError, ConnectionLost
-from shoal.home import access_token, home
-from shoal.runs.record.provenance import command_variable
+from shoal.home import home, load_access_token
+from shoal.runs.record.provenance import make_command_variable
 
 # What Ray and Serve say in a job's log about themselves.
-_RAYS_OWN = re.compile(
+_RAY_LOG_LINE = re.compile(
     r" job_manager\.py:|^Running entrypoint for job|^INFO .* serve \d+ -- |\(raylet\)|core_worker\.cc:"
 )
-_TYPED = "error: "  # how the line of a ShoalError begins: see cluster.driver
-_NUM_LAST_WORDS = 15
+_ERROR_PREFIX = "error: "  # how the line of a ShoalError begins: see cluster.driver
+_NUM_LAST_LINES = 15
 
 
 def new_run_id() -> str:
@@ -40,66 +40,68 @@ def job_environment(run_id: str, command: str) -> dict[str, str]:
     return {
         "SHOAL_RUN_ID": run_id,
         "SHOAL_HOME": str(home()),
-        "SHOAL_TOKEN": access_token(),
-        **command_variable(command),
+        "SHOAL_TOKEN": load_access_token(),
+        **make_command_variable(command),
         # What is found here is found there, on a cluster that somebody else has started too.
-        **absolute_python_path(),
+        **make_python_path_variable(),
     }
 
 
-def said(job: Job) -> list[str]:
+def read_job_lines(job: JobHandle) -> list[str]:
     """The lines of the job so far, up to an error of ours, which is told at the end."""
-    lines = [line for line in job.logs().splitlines() if not _RAYS_OWN.search(line)]
-    return list(takewhile(lambda line: not line.startswith(_TYPED), lines))
+    lines = [line for line in job.read_logs().splitlines() if not _RAY_LOG_LINE.search(line)]
+    return list(takewhile(lambda line: not line.startswith(_ERROR_PREFIX), lines))
 
 
-class Words:
+class JobLogReader:
     """The lines of a job as it writes them, up to an error of ours, which is told at the end. Reads each once."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: JobHandle) -> None:
         self._job = job
-        self._start, self._begun, self._has_failed = 0, "", False
+        self._start, self._partial_line, self._has_failed = 0, "", False
 
-    def new(self, *, is_over: bool) -> list[str]:
+    def read_new_lines(self, *, is_over: bool) -> list[str]:
         """Those since the last time; one that has only begun is left for the next, unless nothing comes any more."""
-        piece, self._start = self._job.logs_from(self._start, is_whole=is_over)
-        lines = (self._begun + piece).splitlines(keepends=True)
+        piece, self._start = self._job.read_logs_from(self._start, is_whole=is_over)
+        lines = (self._partial_line + piece).splitlines(keepends=True)
         is_whole = is_over or not lines or (lines[-1].splitlines() != [lines[-1]] and not lines[-1].endswith("\r"))
-        self._begun = "" if is_whole else lines.pop()
-        ours = [line.splitlines()[0] for line in lines if not _RAYS_OWN.search(line)]
-        new = [] if self._has_failed else list(takewhile(lambda line: not line.startswith(_TYPED), ours))
+        self._partial_line = "" if is_whole else lines.pop()
+        ours = [line.splitlines()[0] for line in lines if not _RAY_LOG_LINE.search(line)]
+        new = [] if self._has_failed else list(takewhile(lambda line: not line.startswith(_ERROR_PREFIX), ours))
         self._has_failed = self._has_failed or len(new) < len(ours)
         return new
 
 
-def lines_of(job: Job, timeout_s: float) -> Iterator[str]:
+def follow_lines(job: JobHandle, timeout_s: float) -> Iterator[str]:
     """The lines of the job as they come, until it is over. Raises as `Job.follow` does."""
     begun = ""
     for piece in job.follow(timeout_s):
         *lines, begun = (begun + piece).split("\n")
-        yield from (line for line in lines if not _RAYS_OWN.search(line))
-    if begun and not _RAYS_OWN.search(begun):
+        yield from (line for line in lines if not _RAY_LOG_LINE.search(line))
+    if begun and not _RAY_LOG_LINE.search(begun):
         yield begun
 
 
-def failure(job: Job, what: str, outcome: JobStatus) -> str:
+def describe_failure(job: JobHandle, what: str, outcome: JobStatus) -> str:
     """Why the job ended as `outcome`, which is no success: its own error, or the last words of its log.
 
     what: names it where there is no error
     """
-    lines = [line for line in job.logs().splitlines() if line.strip() and not _RAYS_OWN.search(line)]
-    begins = [index for index, line in enumerate(lines) if line.startswith(_TYPED)]
+    lines = [line for line in job.read_logs().splitlines() if line.strip() and not _RAY_LOG_LINE.search(line)]
+    begins = [index for index, line in enumerate(lines) if line.startswith(_ERROR_PREFIX)]
     if begins:
-        return "\n".join(lines[begins[-1] :]).removeprefix(_TYPED)  # a Task's own error has a traceback, of many lines
+        return "\n".join(lines[begins[-1] :]).removeprefix(
+            _ERROR_PREFIX
+        )  # a Task's own error has a traceback, of many lines
     ended = "was stopped by another" if outcome is JobStatus.STOPPED else "failed"
-    return "\n".join([f"{what} {ended}; its last words:", *lines[-_NUM_LAST_WORDS:]])
+    return "\n".join([f"{what} {ended}; its last words:", *lines[-_NUM_LAST_LINES:]])
 
 
-def end_as_by_ctrl_c() -> None:
+def interrupt_on_termination() -> None:
     """Let SIGTERM end this program as Ctrl-C does, and so let a terminal that is closed, except under `nohup`."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, _raise_interrupt)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, _interrupt)
+        signal.signal(signal.SIGHUP, _raise_interrupt)
 
 
 def ignore_further_interrupts() -> None:
@@ -109,7 +111,7 @@ def ignore_further_interrupts() -> None:
 
 
 @contextmanager
-def ended_when_given_up(end: Callable[[], object]) -> Iterator[None]:
+def end_on_interrupt(end: Callable[[], object]) -> Iterator[None]:
     """`end` the job of an endpoint that never becomes ready; and the program, when it is interrupted."""
     try:
         yield
@@ -123,7 +125,7 @@ def ended_when_given_up(end: Callable[[], object]) -> Iterator[None]:
         raise
 
 
-def _interrupt(signum: int, frame: object) -> None:
+def _raise_interrupt(signum: int, frame: object) -> None:
     if signum == signal.SIGHUP:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the shell and the kernel both say so
     raise KeyboardInterrupt

@@ -13,14 +13,14 @@ OPEN_SIZE = 3  # stands for a dimension of variable size
 MIN_PIXELS = 8  # a side of what may be a picture
 
 
-def first_question(version: ModelVersion) -> str:
+def suggest_predict_command(version: ModelVersion) -> str:
     """`shoal predict` with a row of zeros, a text, or a picture to be named; `--help` where that is long to type."""
     inputs = version.manifest.signature.inputs
-    words = ["--image", "FILE"] if len(inputs) == 1 and _may_be_picture(inputs[0]) else _row(inputs)
+    words = ["--image", "FILE"] if len(inputs) == 1 and _can_be_picture(inputs[0]) else _make_row_options(inputs)
     return shlex.join(["shoal", "predict", version.name, *(words or ["--help"])])
 
 
-def _row(inputs: Sequence[TensorSignature]) -> list[str]:
+def _make_row_options(inputs: Sequence[TensorSignature]) -> list[str]:
     """Options that give one row of every input; none where an input is too large."""
     words: list[str] = []
     for spec in inputs:
@@ -33,7 +33,7 @@ def _row(inputs: Sequence[TensorSignature]) -> list[str]:
     return words
 
 
-def _may_be_picture(spec: TensorSignature) -> bool:
+def _can_be_picture(spec: TensorSignature) -> bool:
     """[1 or 3, H, W] or [H, W, 1 or 3]."""
     sizes = spec.shape[1:]
     if len(sizes) != 3 or spec.datatype == "BYTES":

@@ -17,10 +17,10 @@ from importlib.util import find_spec
 from typing import TypedDict
 
 ADDRESS_VARIABLE = "SHOAL_FORK_SERVER"  # the path of its unix socket
-PATIENCE_S = 30.0  # for a fork server that has taken the request, on a busy machine
+FORK_TIMEOUT_S = 30.0  # for a fork server that has taken the request, on a busy machine
 
 # Libraries, and Python itself, read these once as they are loaded, which the fork server has done.
-READ_AT_START = (
+STARTUP_VARIABLES = (
     *("PYTHON", "LD_", "MALLOC_", "GLIBC_", "LC_", "LANG", "TZ", "OPENSSL_", "SSL_", "PROTOCOL_BUFFERS_", "SYMPY_"),
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "NPY_", "TORCH", "PYTORCH_", "AOT_", "PT2_"),
     *("AIOHTTP_", "YARL_", "MULTIDICT_", "FROZENLIST_", "PROPCACHE_", "PYDANTIC_"),
@@ -30,7 +30,7 @@ _CONTEXT = "--serialized-runtime-env-context="
 _PYTHON = "--language=PYTHON"
 
 
-class Request(TypedDict):
+class WorkerRequest(TypedDict):
     """What a worker is, as JSON over the socket; its standard streams go with it."""
 
     command: list[str]  # the worker's script, and its arguments
@@ -43,7 +43,7 @@ class Request(TypedDict):
     open_files: tuple[int, int]  # the limits, soft and hard
 
 
-def worker_of(arguments: list[str], environment: dict[str, str]) -> Request | None:
+def parse_worker_request(arguments: list[str], environment: dict[str, str]) -> WorkerRequest | None:
     """The worker that the arguments of `setup_worker.py` ask for; None when it is to be started as Ray does it."""
     contexts = [word.removeprefix(_CONTEXT) for word in arguments if word.startswith(_CONTEXT)]
     command = [word for word in arguments if not word.startswith((_CONTEXT, "--language="))]
@@ -57,7 +57,7 @@ def worker_of(arguments: list[str], environment: dict[str, str]) -> Request | No
     if any("$" in value for value in variables.values()):  # Ray expands it
         return None
     with open(OOM_SCORE) as oom_score:
-        return Request(
+        return WorkerRequest(
             command=command,
             environment=environment | variables,
             folder=os.getcwd(),
@@ -68,10 +68,10 @@ def worker_of(arguments: list[str], environment: dict[str, str]) -> Request | No
         )
 
 
-def ask(address: str, worker: Request) -> bool:
+def request_fork(address: str, worker: WorkerRequest) -> bool:
     """Whether the fork server at `address` has started the worker, with the standard streams of this process."""
     with socket.socket(socket.AF_UNIX) as server:
-        server.settimeout(PATIENCE_S)
+        server.settimeout(FORK_TIMEOUT_S)
         try:
             server.connect(address)
             text = json.dumps(worker).encode()
@@ -85,12 +85,12 @@ def ask(address: str, worker: Request) -> bool:
 def main() -> None:
     """Have the worker forked, or become what Ray runs."""
     address = os.environ.get(ADDRESS_VARIABLE, "")
-    worker = worker_of(sys.argv[1:], dict(os.environ))
-    if worker is None or not ask(address, worker):
-        os.execv(sys.executable, [sys.executable, _setup_worker(), *sys.argv[1:]])
+    worker = parse_worker_request(sys.argv[1:], dict(os.environ))
+    if worker is None or not request_fork(address, worker):
+        os.execv(sys.executable, [sys.executable, _find_setup_worker(), *sys.argv[1:]])
 
 
-def _setup_worker() -> str:
+def _find_setup_worker() -> str:
     ray = find_spec("ray")  # imports nothing
     assert ray is not None
     assert ray.origin is not None

@@ -27,8 +27,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shoal.cluster.forking.fork_client import OOM_SCORE, READ_AT_START, Request
-from shoal.cluster.forking.preloaded_modules import Imported
+from shoal.cluster.forking.fork_client import OOM_SCORE, STARTUP_VARIABLES, WorkerRequest
+from shoal.cluster.forking.preloaded_modules import PreloadedModuleFinder
 
 # What workers import sooner or later, and what may be forked: no threads but numpy's, whose library minds forks, and no
 # connections. So neither pyarrow, which has a thread, nor pandas, which imports it. torch's compiler is what the first
@@ -41,7 +41,7 @@ LIBRARIES = (
 REQUEST_TIMEOUT_S = 10.0
 BACKLOG = 128
 CHUNK_BYTES = 64 * 1024
-Files = dict[str, tuple[int, int] | None]  # inode and time of change
+FileStamps = dict[str, tuple[int, int] | None]  # inode and time of change
 
 
 def main() -> None:
@@ -50,13 +50,13 @@ def main() -> None:
     for name in LIBRARIES:
         importlib.import_module(name)
     imported = sys.modules.keys() - before
-    _take_environment(environment)  # torch's compiler has written to it, and will again in who uses it
+    _replace_environment(environment)  # torch's compiler has written to it, and will again in who uses it
     gc.collect()
     gc.freeze()  # else a worker's first search for garbage would copy the pages of all that it shares
-    become(_worker_of_this_process(sys.argv[1], files_of(filter(_is_outermost, imported))), imported)
+    become_worker(_serve_forks(sys.argv[1], stat_module_files(filter(_is_outermost, imported))), imported)
 
 
-def _worker_of_this_process(address: str, read: Files) -> Request:
+def _serve_forks(address: str, read: FileStamps) -> WorkerRequest:
     """Returns in each process that is forked, with the worker that it is to become.
 
     read: the files of what was imported; when one is another by now, as after an upgrade, nothing is forked any more
@@ -71,12 +71,12 @@ def _worker_of_this_process(address: str, read: Files) -> Request:
                 sys.exit()
             connection, _ = listener.accept()
             with connection:
-                worker = _answer(connection, read)
+                worker = _handle_request(connection, read)
                 if worker is not None:
                     return worker
 
 
-def _answer(connection: socket.socket, read: Files) -> Request | None:
+def _handle_request(connection: socket.socket, read: FileStamps) -> WorkerRequest | None:
     """Fork if that gives the worker that is asked for; what it is, in the new process, and None in this one.
 
     Raises OSError in the new process when who asked has given up waiting.
@@ -85,8 +85,8 @@ def _answer(connection: socket.socket, read: Files) -> Request | None:
     streams: list[int] = []
     try:
         head, streams, _, _ = socket.recv_fds(connection, 8, 3)
-        worker: Request = json.loads(_received(connection, int.from_bytes(head, "big")))
-        is_worker = fits(worker) and files_of(read) == read and os.fork() == 0
+        worker: WorkerRequest = json.loads(_receive(connection, int.from_bytes(head, "big")))
+        is_worker = can_fork(worker) and stat_module_files(read) == read and os.fork() == 0
     except (OSError, EOFError):  # who asked has ended, or there may be no more processes
         is_worker = False
     for number, stream in enumerate(streams):
@@ -99,7 +99,7 @@ def _answer(connection: socket.socket, read: Files) -> Request | None:
     return worker
 
 
-def _received(connection: socket.socket, size_bytes: int) -> bytes:
+def _receive(connection: socket.socket, size_bytes: int) -> bytes:
     text = bytearray()
     while len(text) < max(1, size_bytes):
         part = connection.recv(CHUNK_BYTES)
@@ -115,9 +115,9 @@ def _is_outermost(name: str) -> bool:
     return getattr(around, "__file__", None) is None
 
 
-def files_of(names: Iterable[str]) -> Files:
+def stat_module_files(names: Iterable[str]) -> FileStamps:
     """By the names of modules, the files that they were read from, as they lie on the disk now."""
-    found: Files = {}
+    found: FileStamps = {}
     for name in names:
         file = getattr(sys.modules[name], "__file__", None)
         try:
@@ -128,38 +128,43 @@ def files_of(names: Iterable[str]) -> Files:
     return found
 
 
-def fits(worker: Request) -> bool:
+def can_fork(worker: WorkerRequest) -> bool:
     """Whether a fork of this process is what a fresh one would be: what it has read and imported is what that would."""
-    names = {name for name in (*os.environ, *worker["environment"]) if name.startswith(READ_AT_START)}
+    names = {name for name in (*os.environ, *worker["environment"]) if name.startswith(STARTUP_VARIABLES)}
     names -= {"PYTHONPATH"}
     if any(os.environ.get(name) != worker["environment"].get(name) for name in names):
         return False
-    ours, theirs = python_path(os.environ, os.getcwd()), python_path(worker["environment"], worker["folder"])
+    ours, theirs = (
+        resolve_python_path(os.environ, os.getcwd()),
+        resolve_python_path(worker["environment"], worker["folder"]),
+    )
     if not set(ours) <= set(theirs):
         return False
     added = [folder for folder in theirs if folder not in ours]
     importlib.invalidate_caches()  # here and in the fork: a folder that was not there for an earlier worker may be now
-    return not any(_is_found(name, added) for name in (*_imported_packages(), "sitecustomize", "usercustomize"))
+    return not any(
+        _is_importable(name, added) for name in (*_list_imported_packages(), "sitecustomize", "usercustomize")
+    )
 
 
-def _is_found(name: str, folders: list[str]) -> bool:
+def _is_importable(name: str, folders: list[str]) -> bool:
     spec = PathFinder.find_spec(name, folders) if folders else None
     return spec is not None and spec.loader is not None  # a folder of that name is none
 
 
-def _imported_packages() -> set[str]:
+def _list_imported_packages() -> set[str]:
     """What has been imported; shoal is, for a worker, not imported."""
     return {name.partition(".")[0] for name in sys.modules} - {"shoal", "__main__"}
 
 
-def python_path(environment: Mapping[str, str], folder: str) -> list[str]:
+def resolve_python_path(environment: Mapping[str, str], folder: str) -> list[str]:
     """The folders of PYTHONPATH, as `sys.path` has them of who starts in `folder`; an empty one is that."""
     value = environment.get("PYTHONPATH", "")
     entries = value.split(os.pathsep) if value else []
     return list(dict.fromkeys(os.path.normpath(os.path.join(folder, entry)) for entry in entries))
 
 
-def become(worker: Request, imported: Iterable[str]) -> None:
+def become_worker(worker: WorkerRequest, imported: Iterable[str]) -> None:
     """Make this process the worker, which does not see yet what was imported for it, and run it."""
     script = worker["command"][0]
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -169,26 +174,29 @@ def become(worker: Request, imported: Iterable[str]) -> None:
     os.setpriority(os.PRIO_PROCESS, 0, worker["niceness"])
     Path(OOM_SCORE).write_text(worker["oom_score"])
     os.setpgid(0, 0)  # the raylet ends the group of a worker that has ended
-    ours, theirs = python_path(os.environ, os.getcwd()), python_path(worker["environment"], worker["folder"])
+    ours, theirs = (
+        resolve_python_path(os.environ, os.getcwd()),
+        resolve_python_path(worker["environment"], worker["folder"]),
+    )
     os.chdir(worker["folder"])
     sys.path[:] = [
         str(Path(script).parent),
         *theirs,
         *(p for p in sys.path if p not in ours),
     ]
-    _take_environment(worker["environment"])
+    _replace_environment(worker["environment"])
     sys.argv[:] = worker["command"]
     tempfile.tempdir = None  # somebody has asked for it, and so fixed it
     for name in [name for name in sys.modules if name.partition(".")[0] == "shoal"]:
         del sys.modules[name]
-    Imported(imported, BEGIN)
+    PreloadedModuleFinder(imported, INITIALIZERS)
     module = ModuleType("__main__")
     module.__file__ = script
     sys.modules["__main__"] = module
     exec(compile(Path(script).read_bytes(), script, "exec"), vars(module))
 
 
-def _take_environment(environment: Mapping[str, str]) -> None:
+def _replace_environment(environment: Mapping[str, str]) -> None:
     """Change what differs: to set all anew would move what the process's title is written over."""
     for name in [name for name in os.environ if name not in environment]:
         del os.environ[name]
@@ -197,7 +205,7 @@ def _take_environment(environment: Mapping[str, str]) -> None:
             os.environ[name] = value
 
 
-def _begin_torch(torch: Any) -> None:
+def _initialize_torch(torch: Any) -> None:
     """What torch does as it is loaded: draw a seed, and read how many processors Ray says that the worker has."""
     torch.default_generator.seed()
     number = os.environ.get("OMP_NUM_THREADS", "")
@@ -205,16 +213,16 @@ def _begin_torch(torch: Any) -> None:
         torch.set_num_threads(min(int(number), torch.get_num_threads()))  # never more than there are
 
 
-def _begin_multiprocessing(multiprocessing: Any) -> None:
+def _initialize_multiprocessing(multiprocessing: Any) -> None:
     multiprocessing.current_process().authkey = os.urandom(32)
 
 
 # What these do as they are loaded. Python's own generator of random numbers takes another seed by itself.
-BEGIN: dict[str, Callable[[Any], None]] = {
+INITIALIZERS: dict[str, Callable[[Any], None]] = {
     "numpy": lambda numpy: numpy.random.seed(),
     "sympy": lambda sympy: sympy.core.random.rng.seed(),
-    "multiprocessing": _begin_multiprocessing,
-    "torch": _begin_torch,
+    "multiprocessing": _initialize_multiprocessing,
+    "torch": _initialize_torch,
 }
 
 

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from types import ModuleType
 
 
-class Imported(MetaPathFinder, Loader):
+class PreloadedModuleFinder(MetaPathFinder, Loader):
     """Modules that are in memory, hidden until they are imported.
 
     They come back a package at a time, with its first import, if that would find the same files now; else it is
@@ -25,14 +25,14 @@ class Imported(MetaPathFinder, Loader):
         """Hide the modules of these names. `begin` has functions of a package's module, by its name."""
         self._packages: dict[str, dict[str, ModuleType]] = defaultdict(dict)
         self._found: dict[str, dict[str, ModuleType]] = {}
-        self._begin = begin
+        self._initializers = begin
         for name in names:
             self._packages[name.partition(".")[0]][name] = sys.modules.pop(name)
         sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         modules = self._packages.pop(name, None)  # of what lies in a package its package is imported first
-        if modules is None or not _is_the_same(modules[name].__spec__, find_spec(name)):
+        if modules is None or not _is_same_module(modules[name].__spec__, find_spec(name)):
             return None
         self._found[name] = modules
         return ModuleSpec(name, self)
@@ -46,11 +46,11 @@ class Imported(MetaPathFinder, Loader):
         assert module.__spec__ is not None
         name, module.__spec__ = module.__name__, module.__spec__.loader_state
         sys.modules.update(self._found.pop(name))
-        if name in self._begin:
-            self._begin[name](module)
+        if name in self._initializers:
+            self._initializers[name](module)
 
 
-def _is_the_same(ours: ModuleSpec | None, found: ModuleSpec | None) -> bool:
+def _is_same_module(ours: ModuleSpec | None, found: ModuleSpec | None) -> bool:
     """Whether both mean the same files; a package without a file of its own may have more folders than it had."""
     if ours is None or found is None or ours.origin != found.origin:
         return False

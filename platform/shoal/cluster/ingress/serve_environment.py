@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from shoal.cluster.ingress import haproxy_config
-from shoal.cluster.ports import free_port
+from shoal.cluster.ports import find_free_port
 from shoal.errors import ClusterError, ConfigError
 
 # Serve puts HAProxy's sockets into FOLDER/NODE_ID/, and HAProxy binds them as NAME.PID.tmp first.
@@ -63,8 +63,8 @@ def serve_environment(temp_dir: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "m.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
-        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
-        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(free_port()),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(find_free_port()),
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(find_free_port()),
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
         # Else HAProxy sends one log datagram per request, which Python parses; replicas then count by themselves.
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from shoal.cost.cost_table import MEASURED, PREDICTED, CostTable
-from shoal.runs.run_reader import Run, is_more_better
+from shoal.runs.run_reader import Run, is_higher_better
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -36,7 +36,7 @@ ROWS = {
     "parameters": ("count", "parameters"),
 }
 # Names under which runs log these: the newest value counts.
-_LOGGED = {
+_METRIC_NAMES = {
     "training_s": ("time/training_s",),
     "samples_per_s": ("samples/per_s", "steps/per_s"),
     "data_wait": ("wait/data",),
@@ -66,20 +66,20 @@ class Column:
     curve: tuple[list[float], list[float]] = field(default=((), ()))  # type: ignore[assignment]
 
 
-def column_of(run: Run, metric: str | None = None) -> Column:
+def build_column(run: Run, metric: str | None = None) -> Column:
     """What the record says of the run; `metric` is what it is judged by, its own headline when None."""
     spec = yaml.safe_load(run.spec)
     spec = spec if isinstance(spec, dict) else {}
     last = run.last_events()
-    metrics, lives = run.metrics(), lives_of(run)
+    metrics, lives = run.metrics(), find_attempt_spans(run)
     lived_s = sum(end - begin for begin, end in lives)
-    workers = _whole(last.get("training", {}).get("workers", spec.get("workers")))
+    workers = _as_int(last.get("training", {}).get("workers", spec.get("workers")))
     price = float(spec.get("price_per_device_hour") or 0.0)
-    predicted, measured = (CostTable.of(last.get(kind, {})).values for kind in (PREDICTED, MEASURED))
+    predicted, measured = (CostTable.from_details(last.get(kind, {})).values for kind in (PREDICTED, MEASURED))
     values = {name: value for name, value in (predicted | measured).items() if name in ROWS}
     only_predicted = frozenset(values) - measured.keys() - {"parameters"}  # which are counted
     latest = run.latest()
-    for name, candidates in _LOGGED.items():
+    for name, candidates in _METRIC_NAMES.items():
         found = next((latest[each] for each in candidates if each in latest), math.nan)
         if math.isfinite(found):
             values[name] = found
@@ -89,21 +89,21 @@ def column_of(run: Run, metric: str | None = None) -> Column:
     events = run.events()
     began = events[events["kind"] == "training"]
     if price and workers:
-        spent_s = sum((end - begin) * _workers_of(began, begin, workers) for begin, end in lives)
+        spent_s = sum((end - begin) * _find_num_workers(began, begin, workers) for begin, end in lives)
         values["money"] = price * spent_s / _S_PER_HOUR
-    headline = _best(metrics, metric) if metric else run.best()
-    curve = _curve(metrics, headline[0], lives) if headline else ([], [])
+    headline = _find_best(metrics, metric) if metric else run.best()
+    curve = _build_curve(metrics, headline[0], lives) if headline else ([], [])
     plans = ", ".join(dict.fromkeys(str(each.get("plan", "-")) for each in began["details"])) or "-"
-    return Column(run, plans, workers, price, headline, values, only_predicted - _LOGGED.keys(), curve)
+    return Column(run, plans, workers, price, headline, values, only_predicted - _METRIC_NAMES.keys(), curve)
 
 
-def _workers_of(began: DataFrame, life_began_s: float, otherwise: int) -> int:
+def _find_num_workers(began: DataFrame, life_began_s: float, otherwise: int) -> int:
     """How many trained in the life that began at a moment, or in the next one that came to it."""
     since = began[began["time"] >= life_began_s]
-    return _whole(since["details"].iloc[0].get("workers")) or otherwise if len(since) else otherwise
+    return _as_int(since["details"].iloc[0].get("workers")) or otherwise if len(since) else otherwise
 
 
-def lives_of(run: Run) -> list[tuple[float, float]]:
+def find_attempt_spans(run: Run) -> list[tuple[float, float]]:
     """When the run lived, in seconds since it was created: from each start to the last sign before the next one."""
     events, metrics = run.events(), run.metrics()
     resumed = [float(at) for at in events["time"][events["kind"] == "resumed"]]
@@ -115,32 +115,32 @@ def lives_of(run: Run) -> list[tuple[float, float]]:
     return [*lives, (begin, max(run.duration_s, begin))]
 
 
-def lived_at(moment_s: float, lives: list[tuple[float, float]]) -> float:
+def compute_run_time_s(moment_s: float, lives: list[tuple[float, float]]) -> float:
     """How long the run had lived at a moment: the time between two lives is not counted."""
     return sum(max(0.0, min(end, moment_s) - begin) for begin, end in lives)
 
 
-def common_metric(runs: list[Run]) -> str | None:
+def find_common_metric(runs: list[Run]) -> str | None:
     """The metric that most of the runs are judged by; the first run's where none is common."""
     names = [best[0] for best in (run.best() for run in runs) if best is not None]
     return max(names, key=names.count) if names else None
 
 
-def _best(metrics: DataFrame, name: str) -> tuple[str, float] | None:
+def _find_best(metrics: DataFrame, name: str) -> tuple[str, float] | None:
     if name not in metrics:
         return None
     known = metrics[name].dropna()
     if not len(known):
         return None
-    return name, float(known.max() if is_more_better(name) else known.min())
+    return name, float(known.max() if is_higher_better(name) else known.min())
 
 
-def _curve(metrics: DataFrame, name: str, lives: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
+def _build_curve(metrics: DataFrame, name: str, lives: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
     known = metrics[["time", name]].dropna() if name in metrics else metrics.iloc[:0]
     if not len(known):
         return [], []
-    return [lived_at(float(at), lives) for at in known["time"]], [float(value) for value in known[name]]
+    return [compute_run_time_s(float(at), lives) for at in known["time"]], [float(value) for value in known[name]]
 
 
-def _whole(value: Any) -> int | None:
+def _as_int(value: Any) -> int | None:
     return int(value) if isinstance(value, int) and not isinstance(value, bool) else None

@@ -11,20 +11,20 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shoal.cost.compare.comparison import ROWS, Column
-from shoal.cost.cost_table import shown
-from shoal.runs.formatting import number
-from shoal.runs.report.plots import fitting
+from shoal.cost.cost_table import format_quantity
+from shoal.runs.formatting import format_number
+from shoal.runs.report.plots import truncate_middle
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
-LETTERS_OF_NAME, LETTERS_OF_METRIC, LETTERS_OF_BARS = 44, 60, 26  # for which a panel has room, in a line
+MAX_NAME_CHARS, MAX_METRIC_CHARS, MAX_BAR_CHARS = 44, 60, 26  # for which a panel has room, in a line
 _BARS = ("lived_s", "money", "memory_peak", "sent_bytes", "communication")
 
 
-def picture(columns: Sequence[Column], names: Sequence[str]) -> Figure:
+def plot_comparison(columns: Sequence[Column], names: Sequence[str]) -> Figure:
     """The curves on the left, a panel of bars for each quantity that some run knows. `names` label the runs."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -33,30 +33,30 @@ def picture(columns: Sequence[Column], names: Sequence[str]) -> Figure:
     with rc_context({"font.size": 9.0}):
         figure = Figure(figsize=(5.0 + 2.4 * len(bars), 3.6), facecolor="white", layout="constrained")
         panels = figure.subplots(1, 1 + len(bars), width_ratios=[2.4, *[1.0] * len(bars)], squeeze=False)[0]
-        _curves(panels[0], columns, names)
+        _plot_curves(panels[0], columns, names)
         for panel, name in zip(panels[1:], bars, strict=True):
-            _bars(panel, columns, name)
+            _plot_bars(panel, columns, name)
     return figure
 
 
-def _curves(axes: Axes, columns: Sequence[Column], names: Sequence[str]) -> None:
+def _plot_curves(axes: Axes, columns: Sequence[Column], names: Sequence[str]) -> None:
     for index, (column, name) in enumerate(zip(columns, names, strict=True)):
         seconds, values = column.curve
         marker = "o" if len(seconds) == 1 else ""
         axes.plot(seconds, values, color=COLOURS[index % len(COLOURS)], linewidth=1.6, marker=marker)
-        axes.lines[-1].set_label(fitting(name, LETTERS_OF_NAME))
+        axes.lines[-1].set_label(truncate_middle(name, MAX_NAME_CHARS))
     metric = next((column.headline[0] for column in columns if column.headline), "")
     axes.set_xlabel("seconds lived")
-    axes.set_title(fitting(metric, LETTERS_OF_METRIC), loc="left", fontsize=10).set_parse_math(False)
+    axes.set_title(truncate_middle(metric, MAX_METRIC_CHARS), loc="left", fontsize=10).set_parse_math(False)
     for text in axes.legend(frameon=False, fontsize=8).get_texts():
         text.set_parse_math(False)
     if not any(len(column.curve[0]) for column in columns):
         axes.set(xticks=[], yticks=[])
         axes.text(0.02, 0.02, "no run has logged what it could be judged by", fontsize=8, transform=axes.transAxes)
-    _plain(axes)
+    _hide_spines(axes)
 
 
-def _bars(axes: Axes, columns: Sequence[Column], name: str) -> None:
+def _plot_bars(axes: Axes, columns: Sequence[Column], name: str) -> None:
     values = [column.values.get(name, math.nan) for column in columns]
     places = range(len(values))
     drawn = axes.bar(
@@ -65,19 +65,21 @@ def _bars(axes: Axes, columns: Sequence[Column], name: str) -> None:
         color=[COLOURS[index % len(COLOURS)] for index in places],
     )
     unit, meaning = ROWS[name]
-    axes.bar_label(drawn, [display(value, unit) if math.isfinite(value) else "-" for value in values], fontsize=7.5)
-    axes.set_title(textwrap.fill(meaning, LETTERS_OF_BARS), loc="left", fontsize=10)
+    axes.bar_label(
+        drawn, [format_value(value, unit) if math.isfinite(value) else "-" for value in values], fontsize=7.5
+    )
+    axes.set_title(textwrap.fill(meaning, MAX_BAR_CHARS), loc="left", fontsize=10)
     axes.set_xticks([])
     axes.set_yticks([])
     axes.margins(y=0.12)
-    _plain(axes)
+    _hide_spines(axes)
 
 
-def _plain(axes: Axes) -> None:
+def _hide_spines(axes: Axes) -> None:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
 
 
-def display(value: float, unit: str) -> str:
+def format_value(value: float, unit: str) -> str:
     """A value of ROWS as people read it."""
-    return number(value) if unit in ("rate", "money", "count") else shown(value, unit)
+    return format_number(value) if unit in ("rate", "money", "count") else format_quantity(value, unit)

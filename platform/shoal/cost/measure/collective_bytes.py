@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 
 # operator -> (which of its arguments is the whole, factor of (n - 1) / n)
-_WHOLE: dict[str, tuple[int, float]] = {
+_FULL_ARGUMENT: dict[str, tuple[int, float]] = {
     "allreduce_": (0, 2.0),
     "allreduce_coalesced_": (0, 2.0),
     "_allgather_base_": (0, 1.0),
@@ -53,13 +53,13 @@ def sent_bytes(op: Any, args: Sequence[Any], out: Any) -> float:
     name: str = op._overloadpacket.__name__
     if op.namespace == "c10d":
         if name == "send":
-            return float(_size(args[0]))
-        if name not in _WHOLE:
+            return float(_count_bytes(args[0]))
+        if name not in _FULL_ARGUMENT:
             return 0.0
-        index, factor = _WHOLE[name]
+        index, factor = _FULL_ARGUMENT[name]
         if "reduce_scatter" in name and is_on_cpu(args):
             factor = 2.0
-        return factor * _size(args[index]) * _share(_ranks(args))
+        return factor * _count_bytes(args[index]) * _share(_group_size(args))
     if op.namespace in _NAMESPACES:
         name = name.removesuffix("_")
         if name not in _FUNCTIONAL:
@@ -67,30 +67,30 @@ def sent_bytes(op: Any, args: Sequence[Any], out: Any) -> float:
         takes_whole, factor = _FUNCTIONAL[name]
         if "reduce_scatter" in name and is_on_cpu(args):
             factor = 2.0
-        return factor * _size(args[0] if takes_whole else out) * _share(_ranks_of_name(op, args))
+        return factor * _count_bytes(args[0] if takes_whole else out) * _share(_named_group_size(op, args))
     return 0.0
 
 
-def scratched(op: Any, args: Sequence[Any], out: Any) -> list[Tensor]:
+def find_scratch_tensors(op: Any, args: Sequence[Any], out: Any) -> list[Tensor]:
     """Tensors of which Gloo makes another for itself while it carries this: of what it gathers, or reduces."""
     if op.namespace not in _NAMESPACES or not is_on_cpu(args):
         return []
     name = op._overloadpacket.__name__
     whole: Any = ()
     if op.namespace == "c10d" and name in ("_allgather_base_", "_reduce_scatter_base_"):
-        whole = args[_WHOLE[name][0]]
+        whole = args[_FULL_ARGUMENT[name][0]]
     elif name.startswith("all_gather_into"):
         whole = out
     elif name.startswith("reduce_scatter_tensor"):
         whole = args[0]
-    return _flat(whole)
+    return _flatten(whole)
 
 
 def is_collective(op: Any) -> bool:
     """Whether all ranks of a group call `op`."""
     name: str = op._overloadpacket.__name__
     if op.namespace == "c10d":
-        return name in _WHOLE
+        return name in _FULL_ARGUMENT
     return op.namespace in _NAMESPACES and name.removesuffix("_") in _FUNCTIONAL
 
 
@@ -101,29 +101,29 @@ def is_wait(op: Any) -> bool:
 
 def is_on_cpu(args: Sequence[Any]) -> bool:
     """Whether Gloo carries it, and no device's own library."""
-    return any(each.is_cpu for each in _flat(args))
+    return any(each.is_cpu for each in _flatten(args))
 
 
-def _flat(value: Any) -> list[Tensor]:
+def _flatten(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
-    return [tensor for each in value for tensor in _flat(each)] if isinstance(value, (list, tuple)) else []
+    return [tensor for each in value for tensor in _flatten(each)] if isinstance(value, (list, tuple)) else []
 
 
 def _share(num_ranks: int) -> float:
     return (num_ranks - 1) / num_ranks
 
 
-def _ranks(args: Sequence[Any]) -> int:
+def _group_size(args: Sequence[Any]) -> int:
     """The size of the group among the arguments."""
     for each in args:
-        group = _unboxed(each)
+        group = _unbox_group(each)
         if group is not None:
             return group.size()
     return dist.get_world_size()
 
 
-def _unboxed(value: Any) -> dist.ProcessGroup | None:
+def _unbox_group(value: Any) -> dist.ProcessGroup | None:
     if isinstance(value, dist.ProcessGroup):
         return value
     if type(value).__name__ != "ScriptObject":
@@ -134,16 +134,16 @@ def _unboxed(value: Any) -> dist.ProcessGroup | None:
         return None
 
 
-def _ranks_of_name(op: Any, args: Sequence[Any]) -> int:
+def _named_group_size(op: Any, args: Sequence[Any]) -> int:
     names = [argument.name for argument in op._schema.arguments]
     group = args[names.index("group_name")]
     if isinstance(group, str):
         return _resolve_process_group(dist.GroupName(group)).size()
-    group = _unboxed(group) or dist.group.WORLD
+    group = _unbox_group(group) or dist.group.WORLD
     assert group is not None
     return int(group.size())
 
 
-def _size(value: Any) -> int:
+def _count_bytes(value: Any) -> int:
     """Bytes of the tensors in `value`, however nested."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in _flat(value))
+    return sum(tensor.numel() * tensor.element_size() for tensor in _flatten(value))

@@ -58,9 +58,9 @@ _FREE_NAMESPACES = frozenset(
 )
 
 
-def count(op: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int | None:
+def count_flops(op: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int | None:
     """The operations of one call; 0 where nothing is multiplied, None where it is unknown."""
-    packet = _not_in_place(op)
+    packet = _get_functional_packet(op)
     own = FORMULAS.get(packet)
     if own is not None:
         return own(args, out)
@@ -73,7 +73,7 @@ def count(op: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int
     return 0 if op.namespace in _FREE_NAMESPACES else None
 
 
-def _not_in_place(op: Any) -> Any:
+def _get_functional_packet(op: Any) -> Any:
     """`addmm_` multiplies as much as `addmm`, and has no formula of its own."""
     packet = op._overloadpacket
     if op.namespace != "aten" or not packet.__name__.endswith("_"):
@@ -81,22 +81,22 @@ def _not_in_place(op: Any) -> Any:
     return getattr(aten, packet.__name__.removesuffix("_"), packet)
 
 
-def _rows(inputs: Tensor) -> int:
+def _count_rows(inputs: Tensor) -> int:
     return int(inputs.numel() // max(inputs.shape[-1], 1))
 
 
 def _onednn_rnn(args: Sequence[Any], out: Any) -> int:
     """One layer in one direction: every row of the input meets the input's and the hidden state's weights."""
     inputs, weight_input, weight_hidden = args[0], args[1], args[2]
-    return 2 * _rows(inputs) * int(weight_input.numel() + weight_hidden.numel())
+    return 2 * _count_rows(inputs) * int(weight_input.numel() + weight_hidden.numel())
 
 
 def _cudnn_rnn(args: Sequence[Any], out: Any) -> int:
     inputs, weights = args[0], args[1]
-    return 2 * _rows(inputs) * sum(int(weight.numel()) for weight in weights if weight.dim() == 2)
+    return 2 * _count_rows(inputs) * sum(int(weight.numel()) for weight in weights if weight.dim() == 2)
 
 
-def _twice(forward: Formula) -> Formula:
+def _double(forward: Formula) -> Formula:
     """A backward pass multiplies once for the inputs' gradient and once for the weights'."""
     return lambda args, out: 2 * forward(args, out)
 
@@ -182,9 +182,9 @@ def _integer_product(args: Sequence[Any], out: Any) -> int:
 
 FORMULAS: dict[Any, Formula] = {
     aten.mkldnn_rnn_layer: _onednn_rnn,
-    aten.mkldnn_rnn_layer_backward: _twice(_onednn_rnn),
+    aten.mkldnn_rnn_layer_backward: _double(_onednn_rnn),
     aten._cudnn_rnn: _cudnn_rnn,
-    aten._cudnn_rnn_backward: _twice(_cudnn_rnn),
+    aten._cudnn_rnn_backward: _double(_cudnn_rnn),
     aten._trilinear: _trilinear,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,

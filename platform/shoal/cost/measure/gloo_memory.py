@@ -24,16 +24,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from shoal.cost.measure import collective_bytes
-from shoal.cost.measure.memory import Growth
+from shoal.cost.measure.memory import MemoryGrowth
 
 POLL_S = 1e-4
 OWN_REFERENCES = 3  # to a tensor: the list's, of who looks at it, of who counts
-MOST_S = 1.0  # to wait for a thread; a count that is too high is better than a run that hangs
+MAX_WAIT_S = 1.0  # to wait for a thread; a count that is too high is better than a run that hangs
 ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
 @dataclass(frozen=True)
-class Held:
+class WorkMemory:
     """What a Work holds.
 
     tensors:  of memory that others have as well, in this Work's own objects
@@ -43,14 +43,14 @@ class Held:
     tensors: list[Tensor]
     storages: list[weakref.ref[Any]]
 
-    def wait(self) -> None:
+    def wait_until_released(self) -> None:
         """Until nobody else holds any of it, for at most MOST_S; then let go of it, too."""
-        until_s = time.perf_counter() + MOST_S
-        while not self._is_let_go() and time.perf_counter() < until_s:
+        until_s = time.perf_counter() + MAX_WAIT_S
+        while not self._is_released() and time.perf_counter() < until_s:
             time.sleep(POLL_S)
         self.tensors.clear()
 
-    def _is_let_go(self) -> bool:
+    def _is_released(self) -> bool:
         for tensor in self.tensors:
             # C++ counts one reference less before it lets go of the Python object.
             if tensor._use_count() > 1 or sys.getrefcount(tensor) > OWN_REFERENCES:  # type: ignore[attr-defined]
@@ -58,15 +58,15 @@ class Held:
         return all(each() is None for each in self.storages)
 
 
-class Carried:
+class GlooMemoryTracker:
     """One for each metered step."""
 
-    def __init__(self, grown: Growth) -> None:
-        self._grown = grown
-        self._held: dict[int, Held] = {}  # by the id of a result's storage, until it is waited for
-        self._works: list[Waited] = []  # which would lose their Python half, were nobody to keep them
+    def __init__(self, grown: MemoryGrowth) -> None:
+        self._growth = grown
+        self._memory_by_storage: dict[int, WorkMemory] = {}  # by the id of a result's storage, until it is waited for
+        self._works: list[TrackedWork] = []  # which would lose their Python half, were nobody to keep them
 
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """func(*args, **kwargs), a collective that its caller waits for by the result or by the Work in it."""
         given: dict[int, Tensor] = {}
 
@@ -76,33 +76,33 @@ class Carried:
             return other
 
         passed = tree_map_only(Tensor, alias, (args, kwargs))
-        with Making(self._grown) as making:
+        with CollectiveAllocations(self._growth) as making:
             out = func(*passed[0], **passed[1])
-        held = making.held_beside(_tensors((passed, out)))
+        held = making.find_work_memory(_tensors((passed, out)))
         out = tree_map_only(Tensor, lambda each: given[id(each)] if id(each) in given else each.detach(), out)
         if func.namespace == "c10d":
-            return tree_map_only(torch.ScriptObject, lambda work: self._waited(work, held), out)
+            return tree_map_only(torch.ScriptObject, lambda work: self._wrap_work(work, held), out)
         for each in _tensors(out):
-            self._held[id(each.untyped_storage())] = held
+            self._memory_by_storage[id(each.untyped_storage())] = held
         return out
 
-    def _waited(self, work: Any, held: Held) -> Any:
-        self._works.append(Waited(dist.Work.unbox(work), held))
+    def _wrap_work(self, work: Any, held: WorkMemory) -> Any:
+        self._works.append(TrackedWork(dist.Work.unbox(work), held))
         return self._works[-1].boxed()
 
-    def let_go(self, result: Tensor) -> None:
+    def release(self, result: Tensor) -> None:
         """Called when a functional collective's result has been waited for."""
-        held = self._held.pop(id(result.untyped_storage()), None)
+        held = self._memory_by_storage.pop(id(result.untyped_storage()), None)
         if held is not None:
-            held.wait()
+            held.wait_until_released()
 
 
-class Making(TorchDispatchMode):
+class CollectiveAllocations(TorchDispatchMode):
     """What a collective makes before a thread has it: views of what it was given, and memory of its own."""
 
-    def __init__(self, grown: Growth) -> None:
+    def __init__(self, grown: MemoryGrowth) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._grown = grown
+        self._growth = grown
         self._thread = threading.get_ident()
         self._tensors: list[weakref.ref[Tensor]] = []
         self._storages: dict[int, weakref.ref[Any]] = {}
@@ -120,43 +120,43 @@ class Making(TorchDispatchMode):
                 self._tensors.append(weakref.ref(tensor))
                 storage = tensor.untyped_storage()
                 if id(storage) not in self._storages:
-                    self._storages[id(storage)] = watched(storage, self._grown)
+                    self._storages[id(storage)] = report_when_freed(storage, self._growth)
         return out
 
-    def held_beside(self, tensors: Sequence[Tensor]) -> Held:
+    def find_work_memory(self, tensors: Sequence[Tensor]) -> WorkMemory:
         """With these, and the views of them."""
         known = {id(each.untyped_storage()) for each in tensors}
         made = [each for each in (made() for made in self._tensors) if each is not None]
         views = [each for each in made if id(each.untyped_storage()) in known]
         each_once = {id(each): each for each in (*tensors, *views)}
         own = [storage for key, storage in self._storages.items() if key not in known]
-        return Held(list(each_once.values()), own)
+        return WorkMemory(list(each_once.values()), own)
 
 
-def watched(storage: torch.UntypedStorage, grown: Growth) -> weakref.ref[Any]:
+def report_when_freed(storage: torch.UntypedStorage, grown: MemoryGrowth) -> weakref.ref[Any]:
     """When a thread frees it that the profiler does not listen to, this one tells."""
     num_bytes = storage.nbytes()
 
     def tell(_: object) -> None:
         if not torch._C._autograd._profiler_enabled():
-            grown.freed(num_bytes)
+            grown.report_freed(num_bytes)
 
     return weakref.ref(storage, tell)
 
 
-class Waited(dist.Work):
+class TrackedWork(dist.Work):
     """A Work that lets go of another one when it has been waited for, and sees that Gloo does."""
 
-    def __init__(self, work: dist.Work, held: Held) -> None:
+    def __init__(self, work: dist.Work, held: WorkMemory) -> None:
         super().__init__()
         self._work: dist.Work | None = work
-        self._held = held
+        self._memory = held
 
     def wait(self, *timeout: Any) -> bool:
         if self._work is not None:
             self._work.wait(*timeout)
             self._work = None
-            self._held.wait()
+            self._memory.wait_until_released()
         return True
 
     def is_completed(self) -> bool:

@@ -21,24 +21,24 @@ from torch.optim import Optimizer
 
 
 @dataclass
-class Growth:
+class MemoryGrowth:
     """peak_bytes: the most that was allocated at once since the body began, without what was there before."""
 
     peak_bytes: int = 0
-    _unheard: list[tuple[float, int]] = field(default_factory=list)  # microseconds of the wall clock, bytes
+    _unseen_changes: list[tuple[float, int]] = field(default_factory=list)  # microseconds of the wall clock, bytes
 
-    def freed(self, num_bytes: int) -> None:
+    def report_freed(self, num_bytes: int) -> None:
         """Called on a thread that the profiler does not listen to, when it frees what was allocated in the body."""
-        self._unheard.append((now_us(), -num_bytes))
+        self._unseen_changes.append((now_us(), -num_bytes))
 
-    def mapped(self, num_bytes: int, began_us: float) -> None:
+    def report_mapped(self, num_bytes: int, began_us: float) -> None:
         """Called when a file was mapped that stays: the profiler has heard of it, since this time, as if allocated."""
-        self._unheard.append((began_us, -num_bytes))
+        self._unseen_changes.append((began_us, -num_bytes))
 
-    def follow(self, changes: Iterable[tuple[float, int]]) -> None:
+    def compute_peak(self, changes: Iterable[tuple[float, int]]) -> None:
         """The peak is what these make it, in the order of their times, with what was freed unheard."""
         live = 0
-        for _, change in sorted([*changes, *self._unheard]):
+        for _, change in sorted([*changes, *self._unseen_changes]):
             live += change
             self.peak_bytes = max(self.peak_bytes, live)
 
@@ -49,13 +49,13 @@ def now_us() -> float:
 
 
 @contextmanager
-def growth(device: torch.device) -> Iterator[Growth]:
+def track_growth(device: torch.device) -> Iterator[MemoryGrowth]:
     """Watch what this thread allocates in the body, and Gloo's threads in its name."""
     gc.collect()  # what is freed in the body was allocated in it: garbage of before would count against it
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        with _watched(device) as found:
+        with _track_allocations(device) as found:
             yield found
     finally:
         if was_enabled:
@@ -63,8 +63,8 @@ def growth(device: torch.device) -> Iterator[Growth]:
 
 
 @contextmanager
-def _watched(device: torch.device) -> Iterator[Growth]:
-    found = Growth()
+def _track_allocations(device: torch.device) -> Iterator[MemoryGrowth]:
+    found = MemoryGrowth()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -82,7 +82,7 @@ def _watched(device: torch.device) -> Iterator[Growth]:
     finally:
         threads = torch.autograd._disable_profiler_legacy()  # type: ignore[attr-defined]
         events: Iterable[Any] = (event for thread in threads for event in thread)
-        found.follow(
+        found.compute_peak(
             (event.start_us(), event.cpu_memory_usage()) for event in events if str(event.kind()) == "memory_alloc"
         )
 
@@ -98,19 +98,19 @@ def bytes_of(tensors: Iterable[Tensor | None]) -> int:
 
 def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
     """What of a tensor lies on this rank: one storage; of a sparse one, that of its indices and that of its values."""
-    here = local(tensor)
+    here = to_local(tensor)
     parts = [here._indices(), here._values()] if here.layout is torch.sparse_coo else [here]
     return [part.untyped_storage() for part in parts]
 
 
-def local(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     """What of a distributed tensor lies on this rank."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def averages_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+def allocate_averages(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Tensors that take what an average of these takes on this rank; of at least float32, as a run keeps it."""
-    here = [local(parameter) for parameter in parameters]
+    here = [to_local(parameter) for parameter in parameters]
     numbers = [each for each in here if each.is_floating_point() or each.is_complex()]
     return [torch.empty_like(each, dtype=torch.promote_types(each.dtype, torch.float32)) for each in numbers]
 

@@ -20,12 +20,12 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.cost.measure import collective_bytes, flop_formulas
-from shoal.cost.measure.gloo_memory import Carried
-from shoal.cost.measure.memory import Growth, now_us, storages_of
+from shoal.cost.measure.gloo_memory import GlooMemoryTracker
+from shoal.cost.measure.memory import MemoryGrowth, now_us, storages_of
 
 
 @dataclass
-class Reading:
+class OpCounts:
     """What was counted between entering and leaving.
 
     held_bytes:  of storages that were there before: named by `hold`, or touched by the forward pass
@@ -48,7 +48,7 @@ class Reading:
         return self.flops_forward + self.flops_backward
 
 
-class Meter(TorchDispatchMode):
+class OpCounter(TorchDispatchMode):
     """Counts in `reading` while entered; one use each.
 
     An operator that takes functions (attention whose scores are a function's, say) is one call of which nobody says
@@ -62,27 +62,27 @@ class Meter(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __init__(self, grown: Growth, is_pretended: bool = False) -> None:
+    def __init__(self, grown: MemoryGrowth, is_pretended: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._is_pretended = is_pretended
+        self._is_fake = is_pretended
         self._thread = threading.get_ident()
-        self._grown, self._carried = grown, Carried(grown)
-        self.reading = Reading()
+        self._growth, self._gloo_memory = grown, GlooMemoryTracker(grown)
+        self.counts = OpCounts()
         self._mapped: list[Tensor] = []
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}  # by the storage's id
         self._allocated_bytes = 0  # since entering, and still alive
-        self._most_bytes = 0
+        self._peak_bytes = 0
         self._in_backward = False
 
-    def hold(self, tensors: Iterable[Tensor], storages: Iterable[torch.UntypedStorage] = ()) -> None:
+    def track(self, tensors: Iterable[Tensor], storages: Iterable[torch.UntypedStorage] = ()) -> None:
         """Count these as there from the beginning, touched or not."""
         for storage in (*(each for tensor in tensors for each in storages_of(tensor)), *storages):
-            self._note(storage, is_new=False)
+            self._note_storage(storage, is_new=False)
 
-    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+    def exclude(self, tensors: Iterable[Tensor]) -> None:
         """Let the storages of these count nothing."""
         for storage in (tensor.untyped_storage() for tensor in tensors):
-            self._alive[id(storage)] = (weakref.ref(storage, self._forgetting(id(storage), False)), 0)
+            self._alive[id(storage)] = (weakref.ref(storage, self._make_finalizer(id(storage), False)), 0)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -93,74 +93,74 @@ class Meter(TorchDispatchMode):
         if threading.get_ident() != self._thread and not any(each.is_cuda for each in _tensors((args, kwargs))):
             return func(*args, **kwargs)  # Gloo's own threads, which move their own copies
         for each in _tensors((args, kwargs)):
-            self._see(each, is_new=False)
+            self._note_tensor(each, is_new=False)
         if not self._in_backward and torch._C._current_graph_task_id() != -1:
             self._in_backward = True
-            self.reading.saved_bytes = self._allocated_bytes
+            self.counts.saved_bytes = self._allocated_bytes
         if func is torch.ops.aten.from_file.default:
-            return self._map(func, args, kwargs)
+            return self._map_file(func, args, kwargs)
         out = self._call(func, args, kwargs)
-        if self._is_pretended and not isinstance(func, HigherOrderOperator):
-            for each in collective_bytes.scratched(func, args, out):
+        if self._is_fake and not isinstance(func, HigherOrderOperator):
+            for each in collective_bytes.find_scratch_tensors(func, args, out):
                 torch.empty_like(each)
         for each in _tensors(out):
-            self._see(each, is_new=True)
+            self._note_tensor(each, is_new=True)
         self._count(func, args, kwargs, out)
         return out
 
-    def _map(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def _map_file(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """A file in memory (in which ranks of a host pass messages, say) is none of the allocator's: it counts nothing.
 
         It is kept, for the profiler would hear of its end, too, at a time that nobody can tell it.
         """
         began_us = now_us()
         mapped: Tensor = func(*args, **kwargs)
-        self._grown.mapped(mapped.untyped_storage().nbytes(), began_us)
+        self._growth.report_mapped(mapped.untyped_storage().nbytes(), began_us)
         self._mapped.append(mapped)
-        self.leave_out([mapped])
+        self.exclude([mapped])
         return mapped
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._is_pretended or isinstance(func, HigherOrderOperator) or not collective_bytes.is_on_cpu(args):
+        if self._is_fake or isinstance(func, HigherOrderOperator) or not collective_bytes.is_on_cpu(args):
             return func(*args, **kwargs)
         if collective_bytes.is_collective(func):
-            return self._carried.call(func, args, kwargs)
+            return self._gloo_memory.run_collective(func, args, kwargs)
         out = func(*args, **kwargs)
         if collective_bytes.is_wait(func):
-            self._carried.let_go(out)
+            self._gloo_memory.release(out)
         return out
 
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         if isinstance(func, HigherOrderOperator):
-            self.reading.unknown[func.name()] += 1
+            self.counts.unknown[func.name()] += 1
             return
-        operations = flop_formulas.count(func, args, kwargs, out)
+        operations = flop_formulas.count_flops(func, args, kwargs, out)
         if operations is None:
-            self.reading.unknown[str(func._overloadpacket)] += 1
+            self.counts.unknown[str(func._overloadpacket)] += 1
         elif torch._C._current_graph_task_id() != -1:
-            self.reading.flops_backward += operations
+            self.counts.flops_backward += operations
         else:
-            self.reading.flops_forward += operations
+            self.counts.flops_forward += operations
         sent = collective_bytes.sent_bytes(func, args, out)
         if sent:
-            self.reading.sent_bytes += sent
-            self.reading.sent[func._overloadpacket.__name__] += int(sent)
+            self.counts.sent_bytes += sent
+            self.counts.sent[func._overloadpacket.__name__] += int(sent)
 
-    def _see(self, tensor: Tensor, is_new: bool) -> None:
+    def _note_tensor(self, tensor: Tensor, is_new: bool) -> None:
         for storage in storages_of(tensor):
-            self._note(storage, is_new)
+            self._note_storage(storage, is_new)
 
-    def _note(self, storage: torch.UntypedStorage, is_new: bool) -> None:
+    def _note_storage(self, storage: torch.UntypedStorage, is_new: bool) -> None:
         if id(storage) in self._alive:
             return
         size = storage.nbytes()
-        self._alive[id(storage)] = (weakref.ref(storage, self._forgetting(id(storage), is_new)), size)
+        self._alive[id(storage)] = (weakref.ref(storage, self._make_finalizer(id(storage), is_new)), size)
         if is_new:
             self._grow(size)
         elif not self._in_backward:  # later, what nobody has seen before is what a collective has made for itself
-            self.reading.held_bytes += size
+            self.counts.held_bytes += size
 
-    def _forgetting(self, key: int, is_new: bool) -> Callable[[Any], None]:
+    def _make_finalizer(self, key: int, is_new: bool) -> Callable[[Any], None]:
         myself = weakref.ref(self)
 
         def forget(_: Any) -> None:
@@ -173,25 +173,25 @@ class Meter(TorchDispatchMode):
 
     def _grow(self, size: int) -> None:
         self._allocated_bytes += size
-        self._most_bytes = max(self._most_bytes, self._allocated_bytes)
+        self._peak_bytes = max(self._peak_bytes, self._allocated_bytes)
 
-    def _resized(self, storage: torch.UntypedStorage) -> None:
+    def _on_resize(self, storage: torch.UntypedStorage) -> None:
         """FSDP frees and remakes what it has gathered by resizing storages in place, which no operator tells."""
         if id(storage) not in self._alive:
-            self._alive[id(storage)] = (weakref.ref(storage, self._forgetting(id(storage), True)), 0)
+            self._alive[id(storage)] = (weakref.ref(storage, self._make_finalizer(id(storage), True)), 0)
         reference, before = self._alive[id(storage)]
         self._alive[id(storage)] = (reference, storage.nbytes())
         self._grow(storage.nbytes() - before)
 
 
 @contextmanager
-def metered(
-    grown: Growth | None = None,
+def count_ops(
+    grown: MemoryGrowth | None = None,
     held: Iterable[Tensor] = (),
     buckets: Iterable[torch.UntypedStorage] = (),
     is_pretended: bool = False,
     elsewhere: Iterable[Tensor] = (),
-) -> Iterator[Reading]:
+) -> Iterator[OpCounts]:
     """Count what the body does; the reading is complete when the body has ended.
 
     grown:         who hears of memory, and is told what it cannot hear
@@ -199,23 +199,23 @@ def metered(
     is_pretended:  the group is; what a real one would allocate for itself is allocated in its place
     elsewhere:     tensors in memory that is not this rank's own
     """
-    meter = Meter(grown or Growth(), is_pretended)
-    meter.leave_out(elsewhere)
-    meter.hold(held, buckets)
+    meter = OpCounter(grown or MemoryGrowth(), is_pretended)
+    meter.exclude(elsewhere)
+    meter.track(held, buckets)
     resize = torch.UntypedStorage.resize_
 
     def resize_and_tell(storage: Any, size: int) -> Any:
         result = resize(storage, size)
-        meter._resized(storage)
+        meter._on_resize(storage)
         return result
 
     torch.UntypedStorage.resize_ = resize_and_tell  # type: ignore[method-assign, assignment]
     try:
         with meter:
-            yield meter.reading
+            yield meter.counts
     finally:
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
-        meter.reading.peak_bytes = meter.reading.held_bytes + meter._most_bytes
+        meter.counts.peak_bytes = meter.counts.held_bytes + meter._peak_bytes
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -14,7 +14,7 @@ _SIZE = {"cpu": 768, "cuda": 8192}
 _REPEATS = 4
 
 
-def peak_flops(device: torch.device, precision: str) -> float:
+def measure_peak_flops(device: torch.device, precision: str) -> float:
     """Operations per second of square matrix products in `precision`, the fastest of a few."""
     size = _SIZE.get(device.type, _SIZE["cpu"])
     left = torch.ones(size, size, dtype=_DTYPES[precision], device=device)

@@ -17,25 +17,25 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shoal.cost.measure.memory import averages_of
-from shoal.cost.predict.fake_process_group import Handled, Play, pretended
-from shoal.cost.predict.single_device import Costed, first_batch
-from shoal.cost.step_profile import metering
+from shoal.cost.measure.memory import allocate_averages
+from shoal.cost.predict.fake_process_group import MessageCosts, SimulatedRanks, fake_world
+from shoal.cost.predict.single_device import CostTaskProtocol, load_first_batch
+from shoal.cost.step_profile import profile_step
 from shoal.data import Data
-from shoal.parallel import Degrees, ParallelSpec
+from shoal.parallel import ParallelDims, ParallelSpec
 from shoal.parallel.build import parallelize
 from shoal.parallel.model import ParallelModel
-from shoal.parallel.pipeline.model import Pipelined
-from shoal.parallel.pipeline.partition import Layout
+from shoal.parallel.pipeline.model import PipelineModel
+from shoal.parallel.pipeline.partition import StagePartition
 
-MOST_TIMED, TIMED_S = 5, 0.2
-LEAST_OF_PIPELINE = 3
-NUM_WARM = 2  # DDP arranges its buckets anew before its second step, optimisers make their states in the first
+MAX_TIMED_STEPS, TIMING_BUDGET_S = 5, 0.2
+MIN_PIPELINE_STEPS = 3
+NUM_WARM_UP_STEPS = 2  # DDP arranges its buckets anew before its second step, optimisers make their states in the first
 
 MakeOptimizer = Callable[[Any, Any, Iterable[nn.Parameter]], Optimizer]  # of task, spec.optimizer, parameters
 
 
-class Configured(Protocol):
+class TrainSpecProtocol(Protocol):
     """What is asked of a TrainSpec."""
 
     parallel: ParallelSpec
@@ -52,10 +52,10 @@ class Configured(Protocol):
     @property
     def device(self) -> str: ...
 
-    def degrees(self) -> Degrees: ...
+    def resolve_dims(self) -> ParallelDims: ...
 
 
-def representatives(degrees: Degrees) -> list[int]:
+def pick_representative_ranks(degrees: ParallelDims) -> list[int]:
     """One rank of each stage: the first shard and the first share are never smaller than the others."""
     return [degrees.rank(degrees.coordinates(0)._replace(pipeline=stage)) for stage in range(degrees.pipeline)]
 
@@ -76,9 +76,9 @@ class DryRun:
     besides_s: float = 0.0
     messages_s: dict[int, tuple[float, float]] = field(default_factory=dict)
     handed_bytes: dict[int, float] = field(default_factory=dict)
-    layout: Layout | None = None
+    layout: StagePartition | None = None
 
-    def at_best(self, again: DryRun) -> DryRun:
+    def merge_fastest(self, again: DryRun) -> DryRun:
         """The same with the shorter times of two runs: whatever else the machine did has made neither shorter."""
         messages_s = dict(self.messages_s)
         for size, both in again.messages_s.items():
@@ -93,14 +93,14 @@ class DryRun:
 
 
 def dry_run(
-    task: Costed,
-    spec: Configured,
+    task: CostTaskProtocol,
+    spec: TrainSpecProtocol,
     data: Data,
     rank: int,
     batch_size: int,
     device: torch.device,
     make: MakeOptimizer,
-    play: Play,
+    play: SimulatedRanks,
 ) -> DryRun:
     """What `rank` does in one step over a global batch of `batch_size`.
 
@@ -108,43 +108,43 @@ def dry_run(
 
     Raises PlanError as `parallelize` does, and NotSaidYet when another rank must be run before.
     """
-    degrees = spec.degrees()
-    with pretended(rank, degrees.workers, device, play) as world:
+    degrees = spec.resolve_dims()
+    with fake_world(rank, degrees.workers, device, play) as world:
         torch.manual_seed(spec.seed)
-        batch = first_batch(data, batch_size // degrees.data, device)
-        model = parallelize(task.model(), task, _eager(spec.parallel), degrees, world, batch, spec.seed)
+        batch = load_first_batch(data, batch_size // degrees.data, device)
+        model = parallelize(task.model(), task, _make_eager_spec(spec.parallel), degrees, world, batch, spec.seed)
         try:
-            if isinstance(model, Pipelined) and device.type == "cpu":
+            if isinstance(model, PipelineModel) and device.type == "cpu":
                 model.clock.now_s = time.thread_time  # stages are timed in turn: who disturbs one slows no other
             parameters = [parameter for _, parameter in model.named_parameters()]
             optimizer = make(task, spec.optimizer, parameters)
             steps = count()
-            timer = partial(_timed, model, optimizer, batch, clip_norm=spec.clip_norm, handled=play.handled)
-            *_, warm = (timer(next(steps)) for _ in range(NUM_WARM))
-            timed = [timer(next(steps)) for _ in range(_repeats(warm, degrees))]
-            messages_s = play.handled.medians()
-            average = averages_of(parameters) if spec.average is not None else []
-            with metering(model, optimizer, is_pretended=True, average=average) as found:
-                _step(model, optimizer, batch, next(steps), spec.clip_norm)
+            timer = partial(_time_step, model, optimizer, batch, clip_norm=spec.clip_norm, handled=play.message_costs)
+            *_, warm = (timer(next(steps)) for _ in range(NUM_WARM_UP_STEPS))
+            timed = [timer(next(steps)) for _ in range(_choose_repeats(warm, degrees))]
+            messages_s = play.message_costs.compute_medians()
+            average = allocate_averages(parameters) if spec.average is not None else []
+            with profile_step(model, optimizer, is_pretended=True, average=average) as found:
+                _run_step(model, optimizer, batch, next(steps), spec.clip_norm)
             values = {**found, "step_s": min(each.step_s for each in timed)}
-            if not isinstance(model, Pipelined):
+            if not isinstance(model, PipelineModel):
                 return DryRun(values)
             busy_s = {name: min(each.busy_s[name] for each in timed) for name in warm.busy_s}
             besides_s = min(each.besides_s for each in timed)
-            handed_bytes = {stage: float(size) for stage, size in model.handed_bytes.items()}
-            return DryRun(values, busy_s, besides_s, messages_s, handed_bytes, model.layout)
+            handed_bytes = {stage: float(size) for stage, size in model.stage_output_bytes.items()}
+            return DryRun(values, busy_s, besides_s, messages_s, handed_bytes, model.partition)
         finally:
             model.close()
 
 
-def _eager(parallel: ParallelSpec) -> ParallelSpec:
+def _make_eager_spec(parallel: ParallelSpec) -> ParallelSpec:
     """Without a compiler, and without a scale that is tried again until it fits: the losses here mean nothing."""
     precision = "bf16" if parallel.precision == "fp16" else parallel.precision
     return parallel.model_copy(update={"compile": False, "precision": precision})
 
 
 @dataclass(frozen=True)
-class _Timed:
+class _StepTimes:
     """One step: seconds of all of it; by stage and way, of what was computed; the schedules besides messages."""
 
     step_s: float
@@ -152,28 +152,28 @@ class _Timed:
     besides_s: float
 
 
-def _repeats(warm: _Timed, degrees: Degrees) -> int:
-    least = LEAST_OF_PIPELINE if degrees.pipeline > 1 else 1
-    return max(least, min(MOST_TIMED, int(TIMED_S / max(warm.step_s, 1e-9))))
+def _choose_repeats(warm: _StepTimes, degrees: ParallelDims) -> int:
+    least = MIN_PIPELINE_STEPS if degrees.pipeline > 1 else 1
+    return max(least, min(MAX_TIMED_STEPS, int(TIMING_BUDGET_S / max(warm.step_s, 1e-9))))
 
 
-def _timed(
-    model: ParallelModel, optimizer: Optimizer, batch: Any, step: int, clip_norm: float | None, handled: Handled
-) -> _Timed:
+def _time_step(
+    model: ParallelModel, optimizer: Optimizer, batch: Any, step: int, clip_norm: float | None, handled: MessageCosts
+) -> _StepTimes:
     before_s, scheduled_s, handled_s = model.busy_by_stage, model.scheduled_s, handled.total_s
     began_s = time.perf_counter()
-    _step(model, optimizer, batch, step, clip_norm)
+    _run_step(model, optimizer, batch, step, clip_norm)
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     step_s = time.perf_counter() - began_s
     busy_s = {name: seconds - before_s.get(name, 0.0) for name, seconds in model.busy_by_stage.items()}
     besides_s = model.scheduled_s - scheduled_s - sum(busy_s.values()) - (handled.total_s - handled_s)
-    return _Timed(step_s, busy_s, besides_s)
+    return _StepTimes(step_s, busy_s, besides_s)
 
 
-def _step(model: ParallelModel, optimizer: Optimizer, batch: Any, step: int, clip_norm: float | None) -> None:
+def _run_step(model: ParallelModel, optimizer: Optimizer, batch: Any, step: int, clip_norm: float | None) -> None:
     model.train_step(batch, step)
     if clip_norm is not None:
-        model.clip(clip_norm)
+        model.clip_gradients(clip_norm)
     optimizer.step()
-    model.optimizer_stepped()
+    model.on_optimizer_step()

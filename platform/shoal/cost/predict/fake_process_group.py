@@ -26,30 +26,30 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shoal.errors import PlanError
 from shoal.parallel import World
-from shoal.parallel.comm.shm_all_reduce import HostSum
-from shoal.parallel.comm.shm_p2p import HostMessages
+from shoal.parallel.comm.shm_all_reduce import ShmAllReduce
+from shoal.parallel.comm.shm_p2p import ShmP2P
 
 T = TypeVar("T")
 
 
-class NotSaidYet(Exception):
+class NotYetSent(Exception):
     """A rank waits for a message of one that has not been played so far."""
 
 
 @dataclass
-class Handled:
+class MessageCosts:
     """Seconds of processor time that one rank spends with messages, each by its bytes; and with playing the others."""
 
     send_s: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     take_s: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     total_s: float = 0.0
 
-    def note(self, of: dict[int, list[float]], size_bytes: int, began_s: float) -> None:
+    def record(self, of: dict[int, list[float]], size_bytes: int, began_s: float) -> None:
         seconds = time.thread_time() - began_s
         of[size_bytes].append(seconds)
         self.total_s += seconds
 
-    def medians(self) -> dict[int, tuple[float, float]]:
+    def compute_medians(self) -> dict[int, tuple[float, float]]:
         """By bytes: (of a message sent, of one taken in)."""
 
         def median_s(of: dict[int, list[float]], size_bytes: int) -> float:
@@ -61,29 +61,29 @@ class Handled:
 
 
 @dataclass
-class Play:
+class SimulatedRanks:
     """What has been said in one round: by rank 0 to all, and from rank to rank. `handled`: by the rank that plays."""
 
-    said: list[bytes] = field(default_factory=list)
-    sent: dict[tuple[int, int], list[Tensor]] = field(default_factory=lambda: defaultdict(list))
-    handled: Handled = field(default_factory=Handled)
+    broadcasts: list[bytes] = field(default_factory=list)
+    messages: dict[tuple[int, int], list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    message_costs: MessageCosts = field(default_factory=MessageCosts)
 
 
 @dataclass(frozen=True)
-class _Pretended(World):
+class _FakeWorld(World):
     """A world whose other ranks say what this one says."""
 
-    play: Play = field(default_factory=Play)
-    _num_heard: list[int] = field(default_factory=lambda: [0])
+    play: SimulatedRanks = field(default_factory=SimulatedRanks)
+    _num_received: list[int] = field(default_factory=lambda: [0])
 
     def broadcast(self, value: T) -> T:
-        place = self._num_heard[0]
-        self._num_heard[0] += 1
-        if place == len(self.play.said):
+        place = self._num_received[0]
+        self._num_received[0] += 1
+        if place == len(self.play.broadcasts):
             if not self.is_first:
-                raise NotSaidYet
-            self.play.said.append(pickle.dumps(value))
-        heard: T = pickle.loads(self.play.said[place])
+                raise NotYetSent
+            self.play.broadcasts.append(pickle.dumps(value))
+        heard: T = pickle.loads(self.play.broadcasts[place])
         return heard
 
     def gather(self, value: T) -> list[T]:
@@ -94,7 +94,7 @@ class _Pretended(World):
 
 
 @contextmanager
-def pretended(rank: int, size: int, device: torch.device, play: Play) -> Iterator[World]:
+def fake_world(rank: int, size: int, device: torch.device, play: SimulatedRanks) -> Iterator[World]:
     """This process as one rank of `size`. Raises PlanError when it is in a group already."""
     if size == 1:
         yield World(0, 1, device)
@@ -102,21 +102,21 @@ def pretended(rank: int, size: int, device: torch.device, play: Play) -> Iterato
     if dist.is_initialized():
         raise PlanError("workers", size, "the cost of a plan is told before a process joins a group", "ask earlier")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    originals = DistributedDataParallel.__init__, HostSum.form, HostMessages.form, dist.send, dist.recv
-    DistributedDataParallel.__init__ = _made_to_answer(originals[0])  # type: ignore[method-assign]
-    HostSum.form = _PretendedSum  # type: ignore[method-assign]
-    play.handled = Handled()
-    HostMessages.form = partial(_PretendedMessages, handled=play.handled)  # type: ignore[method-assign]
-    dist.send, dist.recv = _post(rank, play)
+    originals = DistributedDataParallel.__init__, ShmAllReduce.try_create, ShmP2P.try_create, dist.send, dist.recv
+    DistributedDataParallel.__init__ = _add_comm_hook(originals[0])  # type: ignore[method-assign]
+    ShmAllReduce.try_create = _FakeAllReduce  # type: ignore[method-assign]
+    play.message_costs = MessageCosts()
+    ShmP2P.try_create = partial(_FakeP2P, handled=play.message_costs)  # type: ignore[method-assign]
+    dist.send, dist.recv = _make_send_recv(rank, play)
     try:
-        yield _Pretended(rank, size, device, play=play)
+        yield _FakeWorld(rank, size, device, play=play)
     finally:
-        DistributedDataParallel.__init__, HostSum.form, HostMessages.form, dist.send, dist.recv = originals  # type: ignore[method-assign]
+        DistributedDataParallel.__init__, ShmAllReduce.try_create, ShmP2P.try_create, dist.send, dist.recv = originals  # type: ignore[method-assign]
         dist.destroy_process_group()
         _clear_sharding_prop_cache()  # of distributed tensors, which still names this rank's groups
 
 
-class _PretendedSum(HostSum):
+class _FakeAllReduce(ShmAllReduce):
     """In place of memory that ranks share: collectives, whose bytes are counted. The ranks are taken to be on one host,
     of which it is only a question how much memory gradients take on their way."""
 
@@ -139,33 +139,33 @@ class _PretendedSum(HostSum):
         """There is nothing to leave."""
 
 
-class _PretendedMessages(HostMessages):
+class _FakeP2P(ShmP2P):
     """The same messages through the same memory. The other ranks are played at once: they read what is sent, and have
     sent what is expected; what they send is whatever the receiver's tensor held."""
 
-    def __init__(self, group: dist.ProcessGroup, handled: Handled) -> None:
+    def __init__(self, group: dist.ProcessGroup, handled: MessageCosts) -> None:
         rank, pairs = dist.get_rank(group), {}
         for other in range(dist.get_world_size(group)):
             if other != rank:
                 pairs[other] = socket.socketpair()
         super().__init__(rank, {other: ours for other, (ours, _) in pairs.items()})
-        self._others = {other: HostMessages(other, {rank: theirs}) for other, (_, theirs) in pairs.items()}
-        self._own_rank, self._handled = rank, handled
+        self._others = {other: ShmP2P(other, {rank: theirs}) for other, (_, theirs) in pairs.items()}
+        self._own_rank, self._message_costs = rank, handled
 
     def send(self, tensor: Tensor, to: int) -> Any:
         began_s = time.thread_time()
         sent = super().send(tensor, to)
-        self._handled.note(self._handled.send_s, tensor.nbytes, began_s)
+        self._message_costs.record(self._message_costs.send_s, tensor.nbytes, began_s)
         began_s = time.thread_time()
         self._others[to].receive(tensor, self._own_rank).wait()
-        self._handled.total_s += time.thread_time() - began_s
+        self._message_costs.total_s += time.thread_time() - began_s
         return sent
 
     def receive(self, tensor: Tensor, sender: int) -> Any:
         began_s = time.thread_time()
         self._others[sender].send(tensor, self._own_rank)
-        self._handled.total_s += time.thread_time() - began_s
-        return _Arrived(super().receive(tensor, sender), tensor.nbytes, self._handled)
+        self._message_costs.total_s += time.thread_time() - began_s
+        return _TimedReceive(super().receive(tensor, sender), tensor.nbytes, self._message_costs)
 
     def close(self) -> None:
         super().close()
@@ -174,21 +174,21 @@ class _PretendedMessages(HostMessages):
 
 
 @dataclass(frozen=True)
-class _Arrived:
+class _TimedReceive:
     """A message that is there. `message`: what the real thing would wait for."""
 
     message: Any
     size_bytes: int
-    handled: Handled
+    handled: MessageCosts
 
     def wait(self) -> bool:
         began_s = time.thread_time()
         self.message.wait()
-        self.handled.note(self.handled.take_s, self.size_bytes, began_s)
+        self.handled.record(self.handled.take_s, self.size_bytes, began_s)
         return True
 
 
-def _made_to_answer(original: Callable[..., None]) -> Callable[..., None]:
+def _add_comm_hook(original: Callable[..., None]) -> Callable[..., None]:
     """DDP wants to be handed what was reduced, and the pretended group hands over nothing."""
 
     def reduce(group: Any, bucket: Any) -> Any:
@@ -204,17 +204,17 @@ def _made_to_answer(original: Callable[..., None]) -> Callable[..., None]:
     return made
 
 
-def _post(rank: int, play: Play) -> tuple[Callable[..., None], Callable[..., int]]:
+def _make_send_recv(rank: int, play: SimulatedRanks) -> tuple[Callable[..., None], Callable[..., int]]:
     """`send` and `recv` of single messages, by which stages tell one another shapes; schedules use other means."""
-    for pair in [pair for pair in play.sent if pair[0] == rank]:
-        del play.sent[pair]  # this rank is played again
+    for pair in [pair for pair in play.messages if pair[0] == rank]:
+        del play.messages[pair]  # this rank is played again
     num_read: dict[int, int] = defaultdict(int)
 
     def send(
         tensor: Tensor, dst: int | None = None, group: Any = None, tag: int = 0, group_dst: int | None = None
     ) -> None:
         if group_dst is not None:
-            play.sent[rank, dist.get_global_rank(group, group_dst)].append(tensor.detach().clone())
+            play.messages[rank, dist.get_global_rank(group, group_dst)].append(tensor.detach().clone())
 
     def recv(
         tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0, group_src: int | None = None
@@ -223,9 +223,9 @@ def _post(rank: int, play: Play) -> tuple[Callable[..., None], Callable[..., int
             tensor.fill_(1)
             return int(src or 0)
         sender = dist.get_global_rank(group, group_src)
-        messages = play.sent.get((sender, rank), [])
+        messages = play.messages.get((sender, rank), [])
         if num_read[sender] == len(messages):
-            raise NotSaidYet
+            raise NotYetSent
         tensor.copy_(messages[num_read[sender]])
         num_read[sender] += 1
         return sender

@@ -14,13 +14,13 @@ from contextlib import closing
 
 import torch
 
-from shoal.parallel.comm.shm_p2p import HostMessages
+from shoal.parallel.comm.shm_p2p import ShmP2P
 
-ROUNDS = 20
+NUM_ROUNDS = 20
 PAUSE_S = 0.001  # after which who waits has fallen asleep
 
 
-def way_s() -> float:
+def measure_latency_s() -> float:
     """Seconds from the end of `send` to the end of `wait`, for a message of no size to speak of; the median of some.
 
     0 where most are taken in before the call of `send` returns.
@@ -29,10 +29,10 @@ def way_s() -> float:
     """
     ours, theirs = socket.socketpair()
     sent_s, heard_s = list[float](), list[float]()
-    with closing(HostMessages(0, {1: ours})) as messages, closing(HostMessages(1, {0: theirs})) as others:
+    with closing(ShmP2P(0, {1: ours})) as messages, closing(ShmP2P(1, {0: theirs})) as others:
         waiting = threading.Thread(target=_listen, args=(others, heard_s), daemon=True)
         waiting.start()
-        for _ in range(ROUNDS):
+        for _ in range(NUM_ROUNDS):
             time.sleep(PAUSE_S)
             messages.send(torch.empty(8, dtype=torch.uint8), 1)
             sent_s.append(time.perf_counter())
@@ -40,8 +40,8 @@ def way_s() -> float:
     return max(0.0, statistics.median(heard - sent for sent, heard in zip(sent_s, heard_s, strict=True)))
 
 
-def _listen(messages: HostMessages, heard_s: list[float]) -> None:
+def _listen(messages: ShmP2P, heard_s: list[float]) -> None:
     tensor = torch.empty(8, dtype=torch.uint8)
-    for _ in range(ROUNDS):
+    for _ in range(NUM_ROUNDS):
         messages.receive(tensor, 0).wait()
         heard_s.append(time.perf_counter())

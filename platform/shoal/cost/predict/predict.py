@@ -15,54 +15,60 @@ import numpy as np
 import torch
 from torch import nn
 
-from shoal.cost.cost_table import CostTable, most
-from shoal.cost.predict.dry_run import Configured, DryRun, MakeOptimizer, dry_run, representatives
-from shoal.cost.predict.fake_process_group import NotSaidYet, Play
-from shoal.cost.predict.message_latency import way_s
-from shoal.cost.predict.single_device import Alone, Costed, first_batch, look, undisturbed
-from shoal.cpu_count import usable_cores
+from shoal.cost.cost_table import CostTable, combine_ranks
+from shoal.cost.predict.dry_run import DryRun, MakeOptimizer, TrainSpecProtocol, dry_run, pick_representative_ranks
+from shoal.cost.predict.fake_process_group import NotYetSent, SimulatedRanks
+from shoal.cost.predict.message_latency import measure_latency_s
+from shoal.cost.predict.single_device import (
+    CostTaskProtocol,
+    SingleDeviceProfile,
+    load_first_batch,
+    preserve_rng,
+    profile_single_device,
+)
+from shoal.cpu_count import count_usable_cores
 from shoal.data import Batch, Data
 from shoal.parallel.comm.world import choose_device
-from shoal.parallel.pipeline.partition import Layout
-from shoal.parallel.pipeline.schedules import order, stage_ranks
-from shoal.parallel.pipeline.simulate import Message
-from shoal.parallel.pipeline.simulate import predict as play
-from shoal.parallel.placement import Placed, placement
-from shoal.parallel.spec import Degrees
-from shoal.parallel.tensor.plan import tensor_plan
+from shoal.parallel.pipeline.partition import StagePartition
+from shoal.parallel.pipeline.schedules import get_stage_ranks, plan_actions
+from shoal.parallel.pipeline.simulate import TransferTime
+from shoal.parallel.pipeline.simulate import simulate_step as play
+from shoal.parallel.placement import PlacementRow, build_placement
+from shoal.parallel.spec import ParallelDims
+from shoal.parallel.tensor.plan import find_tensor_plan
 
-ROUNDS_OF_PIPELINE = 2  # dry runs of each rank
+NUM_PIPELINE_ROUNDS = 2  # dry runs of each rank
 BUDGET_S = 1.5  # of a step of a dry run; a longer one is scaled
 
 
-def predict(task: Costed, spec: Configured, make_optimizer: MakeOptimizer) -> CostTable:
+def predict_cost(task: CostTaskProtocol, spec: TrainSpecProtocol, make_optimizer: MakeOptimizer) -> CostTable:
     """The table for `task` under `spec`. Call it in one process, before a process group is joined.
 
     make_optimizer: (task, spec.optimizer, parameters) -> the optimiser, as the run will make it
 
     Raises PlanError, DataError or ConfigError for what could not be run.
     """
-    degrees = spec.degrees()
-    samples = spec.parallel.samples(spec.batch_size, degrees)
+    degrees = spec.resolve_dims()
+    samples = spec.parallel.compute_micro_batch_size(spec.batch_size, degrees)
     device = choose_device(spec.device, 0)
-    threads = spec.threads or max(1, usable_cores() // spec.workers)
-    with undisturbed(spec.seed, threads):
+    threads = spec.threads or max(1, count_usable_cores() // spec.workers)
+    with preserve_rng(spec.seed, threads):
         data = task.data()
         model = task.model().to(device)
-        alone = look(task, model, data, samples, device)
-        runs, notes = _ranks(task, spec, data, alone, samples, degrees, device, make_optimizer)
+        alone = profile_single_device(task, model, data, samples, device)
+        runs, notes = _run_ranks(task, spec, data, alone, samples, degrees, device, make_optimizer)
         layout = next(iter(runs.values())).layout
-        placed = _placed(task, spec, model, first_batch(data, samples, device), layout)
+        placed = _build_placement_rows(task, spec, model, load_first_batch(data, samples, device), layout)
     ranks = {rank: run.values for rank, run in runs.items()}
-    values = _of_model(alone) | most(ranks)
+    values = _get_model_values(alone) | combine_ranks(ranks)
     values["flops_step"] *= degrees.workers / len(ranks)  # the ranks of a stage do alike
     if degrees.pipeline > 1:
-        values |= _pipeline(spec, degrees, runs, device)
-    cuts = tuple(cut.module for cut in layout.cuts) if layout is not None else ()
+        values |= _simulate_pipeline(spec, degrees, runs, device)
+    cuts = tuple(cut.module for cut in layout.split_points) if layout is not None else ()
     return CostTable(values, alone.unknown, notes, cuts, ranks, placed)
 
 
-def _of_model(alone: Alone) -> dict[str, float]:
+def _get_model_values(alone: SingleDeviceProfile) -> dict[str, float]:
     return {
         "parameters": float(alone.parameters),
         "parameters_trainable": float(alone.trainable),
@@ -72,13 +78,13 @@ def _of_model(alone: Alone) -> dict[str, float]:
     }
 
 
-def _ranks(
-    task: Costed,
-    spec: Configured,
+def _run_ranks(
+    task: CostTaskProtocol,
+    spec: TrainSpecProtocol,
     data: Data,
-    alone: Alone,
+    alone: SingleDeviceProfile,
     samples: int,
-    degrees: Degrees,
+    degrees: ParallelDims,
     device: torch.device,
     make: MakeOptimizer,
 ) -> tuple[dict[int, DryRun], tuple[str, ...]]:
@@ -86,17 +92,19 @@ def _ranks(
     repeats = spec.batch_size // samples  # micro-batches of all ranks in a step
 
     def at(size: int) -> dict[int, DryRun]:
-        return _round(lambda rank, play: dry_run(task, spec, data, rank, size * repeats, device, make, play), degrees)
+        return _run_round(
+            lambda rank, play: dry_run(task, spec, data, rank, size * repeats, device, make, play), degrees
+        )
 
-    small, large = _sizes(alone.sample_s * repeats / degrees.data, samples)
+    small, large = _choose_sizes(alone.sample_s * repeats / degrees.data, samples)
     if large == samples:
         return at(samples), ()
     less, more = at(small), at(large)
-    found = {rank: _scaled(less[rank], more[rank], samples / small - 1) for rank in less}
+    found = {rank: _extrapolate(less[rank], more[rank], samples / small - 1) for rank in less}
     return found, (f"scaled from steps of {small} and {large} samples a micro-batch to {samples}",)
 
 
-def _sizes(sample_s: float, samples: int) -> tuple[int, int]:
+def _choose_sizes(sample_s: float, samples: int) -> tuple[int, int]:
     """The samples of a micro-batch in one dry run and twice as many in another; or all of them, if that is quick.
 
     sample_s: what a step takes for each sample of its micro-batches
@@ -108,27 +116,27 @@ def _sizes(sample_s: float, samples: int) -> tuple[int, int]:
     return small, 2 * small
 
 
-def _round(run: Callable[[int, Play], DryRun], degrees: Degrees) -> dict[int, DryRun]:
+def _run_round(run: Callable[[int, SimulatedRanks], DryRun], degrees: ParallelDims) -> dict[int, DryRun]:
     """Each representative rank; one that needs to hear from a later one is run again after that one.
 
     Ranks of a pipeline are run several times, in turn: their bubble tells how unlike their times are, and so would all
     that slows a machine while it times one of them.
     """
-    play, found = Play(), dict[int, DryRun]()
-    waiting = representatives(degrees)
+    play, found = SimulatedRanks(), dict[int, DryRun]()
+    waiting = pick_representative_ranks(degrees)
     for _ in range(2 * degrees.pipeline):
         for rank in list(waiting):
-            with suppress(NotSaidYet):
+            with suppress(NotYetSent):
                 found[rank] = run(rank, play)
                 waiting.remove(rank)
         waiting.reverse()
     assert not waiting, "the stages wait for each other"
-    for rank in sorted(found) * (ROUNDS_OF_PIPELINE - 1 if degrees.pipeline > 1 else 0):
-        found[rank] = found[rank].at_best(run(rank, play))
+    for rank in sorted(found) * (NUM_PIPELINE_ROUNDS - 1 if degrees.pipeline > 1 else 0):
+        found[rank] = found[rank].merge_fastest(run(rank, play))
     return dict(sorted(found.items()))
 
 
-def _scaled(one: DryRun, two: DryRun, by: float) -> DryRun:
+def _extrapolate(one: DryRun, two: DryRun, by: float) -> DryRun:
     """What grows with the samples goes on growing as it did from `one` to `two`."""
     values = {name: one.values[name] + (two.values[name] - one.values[name]) * by for name in one.values}
     # All of them, when backward begins.
@@ -139,20 +147,22 @@ def _scaled(one: DryRun, two: DryRun, by: float) -> DryRun:
     return DryRun(values, busy_s, two.besides_s, one.messages_s | two.messages_s, handed, two.layout)
 
 
-def _placed(
-    task: Costed, spec: Configured, model: nn.Module, batch: Batch, layout: Layout | None
-) -> tuple[Placed, ...]:
+def _build_placement_rows(
+    task: CostTaskProtocol, spec: TrainSpecProtocol, model: nn.Module, batch: Batch, layout: StagePartition | None
+) -> tuple[PlacementRow, ...]:
     """Which rank holds what."""
-    degrees = spec.degrees()
-    split = tensor_plan(model, task, degrees.tensor, batch) if degrees.tensor > 1 else None
+    degrees = spec.resolve_dims()
+    split = find_tensor_plan(model, task, degrees.tensor, batch) if degrees.tensor > 1 else None
     along: dict[str, list[int]] | None = None
     if layout is not None:
-        ranks = stage_ranks(spec.parallel.schedule, degrees.pipeline)
+        ranks = get_stage_ranks(spec.parallel.schedule, degrees.pipeline)
         along = {name: sorted({ranks[stage] for stage in stages}) for name, stages in layout.parameters.items()}
-    return tuple(placement(model, degrees, split, along))
+    return tuple(build_placement(model, degrees, split, along))
 
 
-def _pipeline(spec: Configured, degrees: Degrees, runs: dict[int, DryRun], device: torch.device) -> dict[str, float]:
+def _simulate_pipeline(
+    spec: TrainSpecProtocol, degrees: ParallelDims, runs: dict[int, DryRun], device: torch.device
+) -> dict[str, float]:
     """The bubble and the length of a step, from what each stage computes, played through in the schedule's order."""
     busy_s = {name: seconds for run in runs.values() for name, seconds in run.busy_s.items()}
     schedule, accumulate = spec.parallel.schedule, spec.parallel.accumulate
@@ -161,26 +171,26 @@ def _pipeline(spec: Configured, degrees: Degrees, runs: dict[int, DryRun], devic
     forward_s, backward_s = (
         [busy_s.get((stage, way), 0.0) / (micro * accumulate) for stage in stages] for way in ("forward", "backward")
     )
-    num_works = sum(len(works) for works in order(schedule, degrees.pipeline, micro)) * accumulate
+    num_works = sum(len(works) for works in plan_actions(schedule, degrees.pipeline, micro)) * accumulate
     between_s = sum(run.besides_s for run in runs.values()) / num_works
-    messages = _messages(runs) if device.type == "cpu" else []
+    messages = _estimate_transfers(runs) if device.type == "cpu" else []
     played = play(schedule, degrees.pipeline, micro, forward_s, backward_s, messages, between_s)
     return {"bubble": played.idle_share, "step_s": played.step_s * accumulate}
 
 
-def _messages(runs: dict[int, DryRun]) -> list[Message]:
+def _estimate_transfers(runs: dict[int, DryRun]) -> list[TransferTime]:
     """By each stage but the last, what it hands on, as the dry runs have sent and taken it in."""
     known = {size: both for run in runs.values() for size, both in run.messages_s.items()}
     handed = {stage: size for run in runs.values() for stage, size in run.handed_bytes.items()}
-    on_the_way_s = way_s()
+    on_the_way_s = measure_latency_s()
     found = []
     for _, size in sorted(handed.items()):
-        send_s, take_s = (_along_a_line({each: both[way] for each, both in known.items()}, size) for way in (0, 1))
-        found.append(Message(send_s, on_the_way_s, take_s))
+        send_s, take_s = (_interpolate_s({each: both[way] for each, both in known.items()}, size) for way in (0, 1))
+        found.append(TransferTime(send_s, on_the_way_s, take_s))
     return found
 
 
-def _along_a_line(known: dict[int, float], size: float) -> float:
+def _interpolate_s(known: dict[int, float], size: float) -> float:
     """The seconds of a message of this size, from those of some sizes; none are known of what a group carries."""
     if len(known) < 2:
         return next(iter(known.values()), 0.0)

@@ -19,18 +19,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.cost.measure.op_counter import metered
+from shoal.cost.measure.op_counter import count_ops
 from shoal.data import Batch, Data, Loader, LoaderSpec
-from shoal.parallel.model import Learnable
-from shoal.parallel.state.module_snapshot import evaluating
+from shoal.parallel.model import TaskProtocol
+from shoal.parallel.state.module_snapshot import eval_mode
 
 NUM_LATENCIES = 20
 LATENCY_BUDGET_S = 0.2
-WORTH_TIMING_S = 0.03  # a step that is shorter says little of how long a larger one takes
+MIN_TIMING_S = 0.03  # a step that is shorter says little of how long a larger one takes
 _PARAMETERS_WITHOUT_PRODUCT = (nn.Embedding, nn.EmbeddingBag)
 
 
-class Costed(Learnable, Protocol):
+class CostTaskProtocol(TaskProtocol, Protocol):
     """What is asked of a Task before it runs."""
 
     def model(self) -> nn.Module:
@@ -47,7 +47,7 @@ class Costed(Learnable, Protocol):
 
 
 @dataclass(frozen=True)
-class Alone:
+class SingleDeviceProfile:
     """Of the whole model in one process, at `num_samples` a batch."""
 
     parameters: int
@@ -61,7 +61,7 @@ class Alone:
 
 
 @contextmanager
-def undisturbed(seed: int, threads: int) -> Iterator[None]:
+def preserve_rng(seed: int, threads: int) -> Iterator[None]:
     """Random numbers begin at `seed` within, and go on afterwards as if nothing had been; so do torch's threads."""
     states = random.getstate(), np.random.get_state(), torch.get_num_threads()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
@@ -78,17 +78,17 @@ def undisturbed(seed: int, threads: int) -> Iterator[None]:
             torch.set_num_threads(states[2])
 
 
-def first_batch(data: Data, num_samples: int, device: torch.device) -> Batch:
+def load_first_batch(data: Data, num_samples: int, device: torch.device) -> Batch:
     """The first samples of the training data, collated. Raises DataError when there are not so many."""
-    return _first(data, num_samples, device, drop_last=True)
+    return _load_first(data, num_samples, device, drop_last=True)
 
 
-def first_samples(data: Data, most: int, device: torch.device) -> Batch:
+def load_first_samples(data: Data, most: int, device: torch.device) -> Batch:
     """At most so many of the first samples of the training data, collated: all of them when there are fewer."""
-    return _first(data, most, device, drop_last=False)
+    return _load_first(data, most, device, drop_last=False)
 
 
-def _first(data: Data, num_samples: int, device: torch.device, *, drop_last: bool) -> Batch:
+def _load_first(data: Data, num_samples: int, device: torch.device, *, drop_last: bool) -> Batch:
     loader = Loader(
         data.train,
         batch_size=num_samples,
@@ -102,7 +102,9 @@ def _first(data: Data, num_samples: int, device: torch.device, *, drop_last: boo
         return next(iter(loader))
 
 
-def look(task: Costed, model: nn.Module, data: Data, most: int, device: torch.device) -> Alone:
+def profile_single_device(
+    task: CostTaskProtocol, model: nn.Module, data: Data, most: int, device: torch.device
+) -> SingleDeviceProfile:
     """Run the model forward and backward on so many samples as tell how long one takes, and forward on one.
 
     Its modules are looked at in the modes that they are in, as they are trained: some may be frozen.
@@ -110,34 +112,34 @@ def look(task: Costed, model: nn.Module, data: Data, most: int, device: torch.de
     most: samples of a micro-batch: no more are tried
     """
     num_samples, seconds = 0, 0.0
-    while num_samples < most and seconds < WORTH_TIMING_S:
+    while num_samples < most and seconds < MIN_TIMING_S:
         num_samples = min(most, max(2, 4 * num_samples))
-        batch = first_batch(data, num_samples, device)
+        batch = load_first_batch(data, num_samples, device)
         _forward_backward(task, model, batch)
-        seconds = min(_seconds(task, model, batch, device) for _ in range(2))
+        seconds = min(_time_pass(task, model, batch, device) for _ in range(2))
     sample_s = seconds / num_samples
-    with silent_modules(model) as silent, metered() as reading:
+    with watch_silent_modules(model) as silent, count_ops() as reading:
         _forward_backward(task, model, batch)
     model.zero_grad()
     parameters = list(model.parameters())
-    return Alone(
+    return SingleDeviceProfile(
         parameters=sum(each.numel() for each in parameters),
         trainable=sum(each.numel() for each in parameters if each.requires_grad),
         num_samples=num_samples,
         flops_forward=reading.flops_forward,
         flops_backward=reading.flops_backward,
-        latency_s=_latency_s(task, model, first_batch(data, 1, device), device),
+        latency_s=_measure_latency_s(task, model, load_first_batch(data, 1, device), device),
         sample_s=sample_s,
         unknown=(*sorted(reading.unknown), *silent),
     )
 
 
-def _forward_backward(task: Costed, model: nn.Module, batch: Batch) -> None:
+def _forward_backward(task: CostTaskProtocol, model: nn.Module, batch: Batch) -> None:
     model.zero_grad()
     task.loss(model(*task.inputs(batch)), batch).backward()
 
 
-def _seconds(task: Costed, model: nn.Module, batch: Batch, device: torch.device) -> float:
+def _time_pass(task: CostTaskProtocol, model: nn.Module, batch: Batch, device: torch.device) -> float:
     began_s = time.perf_counter()
     _forward_backward(task, model, batch)
     if device.type == "cuda":
@@ -145,11 +147,11 @@ def _seconds(task: Costed, model: nn.Module, batch: Batch, device: torch.device)
     return time.perf_counter() - began_s
 
 
-def _latency_s(task: Costed, model: nn.Module, batch: Batch, device: torch.device) -> float:
+def _measure_latency_s(task: CostTaskProtocol, model: nn.Module, batch: Batch, device: torch.device) -> float:
     """The median of some forward passes, after two that warm up."""
     seconds: list[float] = []
     inputs = task.inputs(batch)
-    with evaluating(model), torch.no_grad():
+    with eval_mode(model), torch.no_grad():
         while len(seconds) < 5 or (len(seconds) < NUM_LATENCIES and sum(seconds) < LATENCY_BUDGET_S):
             began_s = time.perf_counter()
             model(*inputs)
@@ -160,7 +162,7 @@ def _latency_s(task: Costed, model: nn.Module, batch: Batch, device: torch.devic
 
 
 @contextmanager
-def silent_modules(model: nn.Module) -> Iterator[list[str]]:
+def watch_silent_modules(model: nn.Module) -> Iterator[list[str]]:
     """Names of modules with matrices of their own that no operator ever used, though they were called.
 
     They compute where torch does not see it (NumPy, an extension): their arithmetic is unknown, and not 0.
@@ -173,7 +175,7 @@ def silent_modules(model: nn.Module) -> Iterator[list[str]]:
     }
     called: set[str] = set()
     modules = dict(model.named_modules())
-    watch = _Used()
+    watch = _StorageReads()
 
     def note(name: str) -> Any:
         return lambda *_: called.add(name)
@@ -190,7 +192,7 @@ def silent_modules(model: nn.Module) -> Iterator[list[str]]:
                 silent.append(f"{name or 'model'} ({type(modules[name]).__name__})")
 
 
-class _Used(torch.utils._python_dispatch.TorchDispatchMode):
+class _StorageReads(torch.utils._python_dispatch.TorchDispatchMode):
     """The storages that an operator has read, other than to look at them in another way."""
 
     def __init__(self) -> None:

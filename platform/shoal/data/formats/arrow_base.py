@@ -12,12 +12,12 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as arrow
 
-from shoal.data.formats.base import Fields, FileDataset, as_tensor, existing, names_and_places, structured
+from shoal.data.formats.base import Fields, FileDataset, as_tensor, build_batch, parse_fields, require_path
 from shoal.data.sampling.sampler import Indices
 from shoal.errors import DataError
 
 
-class Columns(FileDataset):
+class ColumnDataset(FileDataset):
     """Columns of one file, or of all files of the format in a folder, by name.
 
     A mapping {name in the batch: column} gives batches that are dicts, a list tuples. Number columns are [B]; lists of
@@ -31,26 +31,26 @@ class Columns(FileDataset):
     suffixes: ClassVar[tuple[str, ...]]
 
     def __init__(self, path: str | Path, fields: Fields) -> None:
-        place = existing(path)
-        self.places, self.as_dict = names_and_places(fields)
+        place = require_path(path)
+        self.places, self.as_dict = parse_fields(fields)
         files = [place]
         if place.is_dir():
             files = sorted(file for file in place.iterdir() if file.suffix in self.suffixes)
         if not files:
             raise DataError("path", str(path), f"has no {' or '.join(f'*{suffix}' for suffix in self.suffixes)} in it")
-        heads = [self._head_of(file) for file in files]
-        kinds = {column: _checked(heads, files, column) for column in self.places.values()}
+        heads = [self._read_head_checked(file) for file in files]
+        kinds = {column: _check_column(heads, files, column) for column in self.places.values()}
         self._shapes = {name: f"{kinds[column]} of {column}" for name, column in self.places.items()}
         super().__init__(files, sum(rows for rows, _ in heads))
 
     @staticmethod
     @abstractmethod
-    def _head(path: Path) -> tuple[int, Any]:
+    def _read_head(path: Path) -> tuple[int, Any]:
         """How many rows a file has, and its schema. Raises ArrowException or OSError."""
 
     @staticmethod
     @abstractmethod
-    def _read(path: Path, columns: list[str]) -> Any:
+    def _read_columns(path: Path, columns: list[str]) -> Any:
         """The table of these columns. Raises ArrowException or OSError."""
 
     def shapes(self) -> dict[str, str]:
@@ -58,31 +58,31 @@ class Columns(FileDataset):
 
     def batch(self, indices: Indices) -> Any:
         tensors = {name: as_tensor(values[indices], name) for name, values in self._files.items()}
-        return structured(tensors, self.as_dict)
+        return build_batch(tensors, self.as_dict)
 
     def _open(self) -> dict[str, np.ndarray[Any, Any]]:
         columns = list(dict.fromkeys(self.places.values()))
-        tables = [self._read_of(file, columns) for file in self.paths]
+        tables = [self._read_columns_checked(file, columns) for file in self.paths]
         table = arrow.concat_tables(tables, promote_options="default")  # the types are equal: nullability may differ
-        return {name: _values(table.column(column), column) for name, column in self.places.items()}
+        return {name: _read_values(table.column(column), column) for name, column in self.places.items()}
 
-    def _head_of(self, path: Path) -> tuple[int, Any]:
+    def _read_head_checked(self, path: Path) -> tuple[int, Any]:
         try:
-            return self._head(path)
+            return self._read_head(path)
         except (arrow.ArrowException, OSError) as error:
-            raise self._damaged(path, error) from error
+            raise self._make_damage_error(path, error) from error
 
-    def _read_of(self, path: Path, columns: list[str]) -> Any:
+    def _read_columns_checked(self, path: Path, columns: list[str]) -> Any:
         try:
-            return self._read(path, columns)
+            return self._read_columns(path, columns)
         except (arrow.ArrowException, OSError) as error:
-            raise self._damaged(path, error) from error
+            raise self._make_damage_error(path, error) from error
 
-    def _damaged(self, path: Path, error: Exception) -> DataError:
+    def _make_damage_error(self, path: Path, error: Exception) -> DataError:
         return DataError("path", str(path), f"cannot be read as {self.kind} ({error})", "is it whole?")
 
 
-def _checked(heads: list[tuple[int, Any]], files: list[Path], column: str) -> str:
+def _check_column(heads: list[tuple[int, Any]], files: list[Path], column: str) -> str:
     """The column's type, the same in every file. Raises DataError."""
     kinds = {}
     for (_, schema), file in zip(heads, files, strict=True):
@@ -103,7 +103,7 @@ def _is_list(kind: Any) -> bool:
     return any((types.is_list(kind), types.is_large_list(kind), types.is_fixed_size_list(kind)))
 
 
-def _values(column: Any, name: str) -> np.ndarray[Any, Any]:
+def _read_values(column: Any, name: str) -> np.ndarray[Any, Any]:
     """[N] or [N, length]. Raises DataError for missing values and for lists of unequal lengths."""
     if column.null_count:
         remedy = "fill them, or leave those rows out"

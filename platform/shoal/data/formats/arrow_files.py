@@ -10,31 +10,31 @@ from typing import Any
 import pyarrow as arrow
 from pyarrow import ipc
 
-from shoal.data.formats.arrow_base import Columns
+from shoal.data.formats.arrow_base import ColumnDataset
 
 _MAGIC = b"ARROW1"  # with which a file begins, and a stream does not
 
 
-class Arrow(Columns):
+class Arrow(ColumnDataset):
     """Columns of one Arrow file or stream, or of all `*.arrow`, `*.feather` and `*.ipc` in a folder."""
 
     kind, suffixes = "Arrow", (".arrow", ".feather", ".ipc")
 
     @staticmethod
-    def _head(path: Path) -> tuple[int, Any]:
-        with _batches(path, []) as (_, batches):
+    def _read_head(path: Path) -> tuple[int, Any]:
+        with _open_batches(path, []) as (_, batches):
             num_rows = sum(batch.num_rows for batch in batches)
-        with _batches(path, None) as (schema, _):
+        with _open_batches(path, None) as (schema, _):
             return num_rows, schema
 
     @staticmethod
-    def _read(path: Path, columns: list[str]) -> Any:
-        with _batches(path, columns) as (schema, batches):
+    def _read_columns(path: Path, columns: list[str]) -> Any:
+        with _open_batches(path, columns) as (schema, batches):
             return arrow.Table.from_batches(batches, schema).select(columns)
 
 
 @contextmanager
-def _batches(path: Path, columns: list[str] | None) -> Iterator[tuple[Any, Iterator[Any]]]:
+def _open_batches(path: Path, columns: list[str] | None) -> Iterator[tuple[Any, Iterator[Any]]]:
     """The schema of these columns (None: of all), and the record batches, of which only these columns are read."""
     with arrow.OSFile(str(path)) as source:
         is_file = source.read(len(_MAGIC)) == _MAGIC

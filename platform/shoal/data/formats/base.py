@@ -58,13 +58,13 @@ class FileDataset(ABC):
     def __getitem__(self, index: int) -> Any:
         if not -self.num_samples <= index < self.num_samples:
             raise IndexError(index)
-        return first_of(self.batch(np.array([index % self.num_samples])))
+        return get_first_sample(self.batch(np.array([index % self.num_samples])))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": None}
 
 
-def existing(path: str | Path, field: str = "path") -> Path:
+def require_path(path: str | Path, field: str = "path") -> Path:
     """The absolute path of a file or folder that is there. Raises DataError."""
     found = Path(path).expanduser().absolute()
     if not found.exists():
@@ -73,7 +73,7 @@ def existing(path: str | Path, field: str = "path") -> Path:
     return found
 
 
-def names_and_places(fields: Fields) -> tuple[dict[str, str], bool]:
+def parse_fields(fields: Fields) -> tuple[dict[str, str], bool]:
     """{name in the batch: place in the file}, and whether a batch is a dict (a mapping was given) or a tuple."""
     if isinstance(fields, str) or not fields:
         raise DataError(
@@ -81,10 +81,10 @@ def names_and_places(fields: Fields) -> tuple[dict[str, str], bool]:
         )
     if isinstance(fields, Mapping):
         return dict(fields), True
-    return named(fields), False
+    return name_places(fields), False
 
 
-def named(places: Sequence[Place]) -> dict[str, Place]:
+def name_places(places: Sequence[Place]) -> dict[str, Place]:
     """Each place of a list under its own name; one that comes again gets primes, so that a tuple has it as often."""
     names: dict[str, Place] = {}
     for place in places:
@@ -95,7 +95,7 @@ def named(places: Sequence[Place]) -> dict[str, Place]:
     return names
 
 
-def equally_long(lengths: Mapping[str, int], path: Path) -> int:
+def check_equal_lengths(lengths: Mapping[str, int], path: Path) -> int:
     """The one length of all fields. Raises DataError when they differ."""
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
@@ -114,15 +114,15 @@ def as_tensor(values: np.ndarray[Any, Any], name: str) -> Tensor:
         raise DataError("fields", name, f"has dtype {values.dtype}, which no tensor can hold", remedy) from error
 
 
-def structured(tensors: dict[str, Tensor], as_dict: bool) -> Any:
+def build_batch(tensors: dict[str, Tensor], as_dict: bool) -> Any:
     """The batch: a dict, or a tuple in the same order."""
     return tensors if as_dict else tuple(tensors.values())
 
 
-def first_of(batch: Any) -> Any:
+def get_first_sample(batch: Any) -> Any:
     """The one sample of a batch of one."""
     if isinstance(batch, Mapping):
-        return {name: first_of(value) for name, value in batch.items()}
+        return {name: get_first_sample(value) for name, value in batch.items()}
     if isinstance(batch, tuple):
-        return tuple(first_of(value) for value in batch)
+        return tuple(get_first_sample(value) for value in batch)
     return batch[0]

@@ -13,10 +13,10 @@ from shoal.data.formats.base import (
     Fields,
     FileDataset,
     as_tensor,
-    equally_long,
-    existing,
-    names_and_places,
-    structured,
+    build_batch,
+    check_equal_lengths,
+    parse_fields,
+    require_path,
 )
 from shoal.data.sampling.sampler import Indices
 from shoal.errors import DataError
@@ -33,37 +33,37 @@ class Hdf5(FileDataset):
     """
 
     def __init__(self, path: str | Path, fields: Fields, cache_bytes: int = 64 * 2**20) -> None:
-        file_path = existing(path)
-        self.places, self.as_dict = names_and_places(fields)
+        file_path = require_path(path)
+        self.places, self.as_dict = parse_fields(fields)
         self.cache_bytes = cache_bytes
-        with _file(file_path, cache_bytes) as file:
-            found = {name: _dataset(file, place, file_path) for name, place in self.places.items()}
+        with _open_file(file_path, cache_bytes) as file:
+            found = {name: _get_dataset(file, place, file_path) for name, place in self.places.items()}
             self._shapes = {
                 name: f"{each.dtype.name}{each.shape[1:]} of {self.places[name]}" for name, each in found.items()
             }
-            num_samples = equally_long({name: each.shape[0] for name, each in found.items()}, file_path)
+            num_samples = check_equal_lengths({name: each.shape[0] for name, each in found.items()}, file_path)
         super().__init__([file_path], num_samples)
 
     def shapes(self) -> dict[str, str]:
         return self._shapes
 
     def batch(self, indices: Indices) -> Any:
-        tensors = {name: as_tensor(_rows(dataset, indices), name) for name, dataset in self._files.items()}
-        return structured(tensors, self.as_dict)
+        tensors = {name: as_tensor(_read_rows(dataset, indices), name) for name, dataset in self._files.items()}
+        return build_batch(tensors, self.as_dict)
 
     def _open(self) -> dict[str, Any]:
-        file = _file(self.paths[0], self.cache_bytes)
+        file = _open_file(self.paths[0], self.cache_bytes)
         return {name: file[place] for name, place in self.places.items()}
 
 
-def _file(path: Path, cache_bytes: int) -> Any:
+def _open_file(path: Path, cache_bytes: int) -> Any:
     try:
         return h5py.File(path, "r", rdcc_nbytes=cache_bytes)
     except OSError as error:
         raise DataError("path", str(path), f"cannot be opened as HDF5 ({error})", "is it whole?") from error
 
 
-def _dataset(file: Any, place: str, path: Path) -> Any:
+def _get_dataset(file: Any, place: str, path: Path) -> Any:
     found = file.get(place)
     if not isinstance(found, h5py.Dataset):
         there: list[str] = []
@@ -77,14 +77,14 @@ def _dataset(file: Any, place: str, path: Path) -> Any:
     return found
 
 
-def _rows(dataset: Any, indices: Indices) -> np.ndarray[Any, Any]:
+def _read_rows(dataset: Any, indices: Indices) -> np.ndarray[Any, Any]:
     """The rows in the order of `indices`, read in runs: sorted, and split where a gap is worth it or a run is large."""
     row_bytes = max(dataset.dtype.itemsize * int(np.prod(dataset.shape[1:])), 1)
     gap = dataset.chunks[0] if dataset.chunks else max(_RUN_GAP_BYTES // row_bytes, 1)
     order = np.argsort(indices, kind="stable")
     places = indices[order]
     rows = np.empty((len(indices), *dataset.shape[1:]), dataset.dtype)
-    for part in _runs(places.tolist(), gap, max(_READ_BYTES // row_bytes, 1)):
+    for part in _iter_runs(places.tolist(), gap, max(_READ_BYTES // row_bytes, 1)):
         first, last = int(places[part.start]), int(places[part.stop - 1])
         try:
             block = dataset[first : last + 1]
@@ -94,7 +94,7 @@ def _rows(dataset: Any, indices: Indices) -> np.ndarray[Any, Any]:
     return rows
 
 
-def _runs(places: list[int], gap: int, most: int) -> Iterator[slice]:
+def _iter_runs(places: list[int], gap: int, most: int) -> Iterator[slice]:
     """Parts of sorted `places` that are read in one go: without a wider gap, and over `most` rows at most."""
     start = 0
     for at in range(1, len(places) + 1):

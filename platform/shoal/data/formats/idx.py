@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.data.formats.base import FileDataset, as_tensor, equally_long, existing
+from shoal.data.formats.base import FileDataset, as_tensor, check_equal_lengths, require_path
 from shoal.data.sampling.sampler import Indices
 from shoal.errors import DataError
 
@@ -34,18 +34,18 @@ class Idx(FileDataset):
     """
 
     def __init__(self, *paths: str | Path, scale: bool = True) -> None:
-        files = [existing(path) for path in paths]
+        files = [require_path(path) for path in paths]
         if not files:
             raise DataError("paths", paths, "names no file")
         self.scale = scale
-        self._headers = [_checked(path) for path in files]
+        self._headers = [_read_header(path) for path in files]
         lengths = {path.name: header.shape[0] for path, header in zip(files, self._headers, strict=True)}
-        super().__init__(files, equally_long(lengths, files[0].parent))
+        super().__init__(files, check_equal_lengths(lengths, files[0].parent))
 
     @classmethod
     def mnist(cls, folder: str | Path, train: bool) -> Self:
         """The training or test half of a folder with MNIST's file names, `.gz` or not. Raises DataError."""
-        place, stem = existing(folder, "folder"), "train" if train else "t10k"
+        place, stem = require_path(folder, "folder"), "train" if train else "t10k"
         found = []
         for name in (f"{stem}-images-idx3-ubyte", f"{stem}-labels-idx1-ubyte"):
             candidates = [path for path in (place / name, place / f"{name}.gz") if path.exists()]
@@ -58,9 +58,9 @@ class Idx(FileDataset):
         return {str(place): f"{head.dtype.name}{head.shape[1:]}" for place, head in enumerate(self._headers)}
 
     def batch(self, indices: Indices) -> tuple[Tensor, ...]:
-        return tuple(self._tensor(array[indices]) for array in self._files)
+        return tuple(self._to_tensor(array[indices]) for array in self._files)
 
-    def _tensor(self, values: np.ndarray[Any, Any]) -> Tensor:
+    def _to_tensor(self, values: np.ndarray[Any, Any]) -> Tensor:
         tensor = as_tensor(values, "idx")
         if values.ndim == 1 and not tensor.is_floating_point():
             return tensor.to(torch.int64)
@@ -69,10 +69,10 @@ class Idx(FileDataset):
         return tensor
 
     def _open(self) -> list[np.ndarray[Any, Any]]:
-        return [_array(path, header) for path, header in zip(self.paths, self._headers, strict=True)]
+        return [_load_array(path, header) for path, header in zip(self.paths, self._headers, strict=True)]
 
 
-def _array(path: Path, header: _Header) -> np.ndarray[Any, Any]:
+def _load_array(path: Path, header: _Header) -> np.ndarray[Any, Any]:
     if path.suffix != ".gz":
         return np.memmap(path, header.dtype, "r", header.offset, header.shape)
     try:
@@ -82,7 +82,7 @@ def _array(path: Path, header: _Header) -> np.ndarray[Any, Any]:
     return np.frombuffer(payload, header.dtype, offset=header.offset).reshape(header.shape)
 
 
-def _checked(path: Path) -> _Header:
+def _read_header(path: Path) -> _Header:
     """The header, once the file is as long as it says. Raises DataError."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
@@ -96,7 +96,7 @@ def _checked(path: Path) -> _Header:
         raise DataError("path", str(path), "is truncated within its header", "fetch the file again")
     header = _Header(np.dtype(_DTYPES[magic[2]]), struct.unpack(f">{magic[3]}I", words), 4 + len(words))
     expected = header.offset + header.dtype.itemsize * int(np.prod(header.shape, dtype=np.int64))
-    actual = _size(path)
+    actual = _get_size_bytes(path)
     if actual != expected % 2**32 if path.suffix == ".gz" else actual != expected:
         shape = " x ".join(map(str, header.shape))
         problem = f"is truncated or damaged: {shape} {header.dtype.name} take {expected} bytes, it says {actual}"
@@ -104,7 +104,7 @@ def _checked(path: Path) -> _Header:
     return header
 
 
-def _size(path: Path) -> int:
+def _get_size_bytes(path: Path) -> int:
     """Bytes; of a gzipped file, what its last word says of the unpacked ones (modulo 2**32)."""
     if path.suffix != ".gz":
         return path.stat().st_size

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from shoal.data.formats.base import FileDataset, existing
+from shoal.data.formats.base import FileDataset, require_path
 from shoal.data.sampling.sampler import Indices
 from shoal.errors import DataError
 
@@ -35,7 +35,7 @@ class ImageFolder(FileDataset):
         mode: Literal["RGB", "L"] = "RGB",
         transform: Callable[[Image.Image], Tensor] | None = None,
     ) -> None:
-        place = existing(folder, "folder")
+        place = require_path(folder, "folder")
         if not place.is_dir():
             raise DataError("folder", str(folder), "is a file", "give the folder that has one folder for each class")
         self.classes = sorted(each.name for each in place.iterdir() if each.is_dir())
@@ -60,17 +60,17 @@ class ImageFolder(FileDataset):
         return {"classes": classes, "mode": self.mode, "size": str(self.size)}
 
     def batch(self, indices: Indices) -> tuple[Tensor, Tensor]:
-        pictures = [self._read(self.paths[index]) for index in indices]
+        pictures = [self._read_picture(self.paths[index]) for index in indices]
         for picture, index in zip(pictures, indices, strict=True):
             if picture.shape != pictures[0].shape:
                 sizes = f"{tuple(picture.shape)} where another is {tuple(pictures[0].shape)}"
                 raise DataError("path", str(self.paths[index]), f"is ragged: {sizes}", "give ImageFolder a size")
         return torch.stack(pictures), torch.from_numpy(self.labels[indices])
 
-    def _read(self, path: Path) -> Tensor:
+    def _read_picture(self, path: Path) -> Tensor:
         try:
             with Image.open(path) as opened:
-                picture = self._in_mode(opened, path)
+                picture = self._convert_mode(opened, path)
         except (OSError, SyntaxError, Image.DecompressionBombError) as error:
             raise DataError("path", str(path), f"is no picture, or a damaged one ({error})", "remove it") from error
         if self.transform is not None:
@@ -80,7 +80,7 @@ class ImageFolder(FileDataset):
         values = torch.from_numpy(np.array(picture)).to(torch.float32).div_(255)
         return values.unsqueeze(0) if values.dim() == 2 else values.permute(2, 0, 1)
 
-    def _in_mode(self, opened: Image.Image, path: Path) -> Image.Image:
+    def _convert_mode(self, opened: Image.Image, path: Path) -> Image.Image:
         """Pillow's own `convert` cuts off what is above 255: such pictures would be white in silence."""
         if opened.mode.startswith("I;16"):
             return Image.fromarray((np.asarray(opened) >> 8).astype(np.uint8)).convert(self.mode)

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.lib import format as npy
 
-from shoal.data.formats.base import FileDataset, as_tensor, equally_long, existing, named, structured
+from shoal.data.formats.base import FileDataset, as_tensor, build_batch, check_equal_lengths, name_places, require_path
 from shoal.data.sampling.sampler import Indices
 from shoal.errors import DataError
 
-_WANTED = "save an array of numbers with the sample as dimension 0"
-_UNREADABLE = (ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error)
+_REMEDY = "save an array of numbers with the sample as dimension 0"
+_READ_ERRORS = (ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error)
 _Place = tuple[Path, str]  # a file, and the array's name in an .npz
 
 
@@ -30,54 +30,54 @@ class NumpyFiles(FileDataset):
 
     def __init__(self, fields: str | Path | Mapping[str, str | Path] | Sequence[str | Path]) -> None:
         if isinstance(fields, str | Path):
-            path = existing(fields)
+            path = require_path(fields)
             if path.suffix == ".npy":
                 raise DataError("fields", str(fields), "holds one array, without a name", "give a list: [path]")
-            fields = {name: f"{path}:{name}" for name in _names(path)}
+            fields = {name: f"{path}:{name}" for name in _list_names(path)}
         self.as_dict = isinstance(fields, Mapping)
-        places = fields if isinstance(fields, Mapping) else named(fields)
-        self._places = {name: _place(place) for name, place in places.items()}
+        places = fields if isinstance(fields, Mapping) else name_places(fields)
+        self._places = {name: _parse_place(place) for name, place in places.items()}
         if not self._places:
             raise DataError("fields", fields, "names no array")
-        heads = {name: _head(place) for name, place in self._places.items()}
+        heads = {name: _read_head(place) for name, place in self._places.items()}
         within = {name: f" of {array}" if array else "" for name, (_, array) in self._places.items()}
         self._shapes = {name: f"{dtype.name}{shape[1:]}{within[name]}" for name, (shape, dtype) in heads.items()}
         paths = list(dict.fromkeys(path for path, _ in self._places.values()))
-        super().__init__(paths, equally_long({name: shape[0] for name, (shape, _) in heads.items()}, paths[0]))
+        super().__init__(paths, check_equal_lengths({name: shape[0] for name, (shape, _) in heads.items()}, paths[0]))
 
     def shapes(self) -> dict[str, str]:
         return self._shapes
 
     def batch(self, indices: Indices) -> Any:
         tensors = {name: as_tensor(array[indices], name) for name, array in self._files.items()}
-        return structured(tensors, self.as_dict)
+        return build_batch(tensors, self.as_dict)
 
     def _open(self) -> dict[str, np.ndarray[Any, Any]]:
-        return {name: _array(place) for name, place in self._places.items()}
+        return {name: _load_array(place) for name, place in self._places.items()}
 
 
-def _place(text: str | Path) -> _Place:
+def _parse_place(text: str | Path) -> _Place:
     path, separator, name = str(text).rpartition(":")
     if separator and path.endswith(".npz"):
-        return existing(path), name
-    found = existing(text)
+        return require_path(path), name
+    found = require_path(text)
     if found.suffix != ".npz":
         return found, ""
-    names = _names(found)
+    names = _list_names(found)
     if len(names) != 1:
         raise DataError("fields", str(text), f"holds {', '.join(names) or 'nothing'}", f"say which: {text}:NAME")
     return found, names[0]
 
 
-def _names(path: Path) -> list[str]:
+def _list_names(path: Path) -> list[str]:
     try:
         with zipfile.ZipFile(path) as archive:
             return [name.removesuffix(".npy") for name in archive.namelist()]
-    except _UNREADABLE as error:
-        raise _damaged(path, error) from error
+    except _READ_ERRORS as error:
+        raise _make_damage_error(path, error) from error
 
 
-def _head(place: _Place) -> tuple[tuple[int, ...], np.dtype[Any]]:
+def _read_head(place: _Place) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Shape and dtype, without reading the array. Raises DataError when it cannot be one of samples."""
     path, name = place
     try:
@@ -91,13 +91,13 @@ def _head(place: _Place) -> tuple[tuple[int, ...], np.dtype[Any]]:
                 read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
                 shape, _, dtype = read(file)
     except KeyError as error:
-        raise DataError("fields", name, f"is not in {path.name}", f"there is {', '.join(_names(path))}") from error
-    except _UNREADABLE as error:
+        raise DataError("fields", name, f"is not in {path.name}", f"there is {', '.join(_list_names(path))}") from error
+    except _READ_ERRORS as error:
         if "Python objects" in str(error):  # which cannot be mapped, and are not looked for
-            raise DataError("fields", name or str(path), "holds Python objects, no numbers", _WANTED) from error
-        raise _damaged(path, error) from error
+            raise DataError("fields", name or str(path), "holds Python objects, no numbers", _REMEDY) from error
+        raise _make_damage_error(path, error) from error
     if not shape or dtype.kind not in "biuf":
-        raise DataError("fields", name or str(path), f"is ragged or no numbers: {dtype}, shape {shape}", _WANTED)
+        raise DataError("fields", name or str(path), f"is ragged or no numbers: {dtype}, shape {shape}", _REMEDY)
     return shape, dtype
 
 
@@ -110,7 +110,7 @@ def _require_npy(path: Path) -> None:
         raise DataError("path", str(path), f"is no .npy file (it begins with {magic.hex() or 'nothing'})", remedy)
 
 
-def _array(place: _Place) -> np.ndarray[Any, Any]:
+def _load_array(place: _Place) -> np.ndarray[Any, Any]:
     path, name = place
     try:
         if not name:
@@ -119,9 +119,9 @@ def _array(place: _Place) -> np.ndarray[Any, Any]:
         with np.load(path) as archive:
             array: np.ndarray[Any, Any] = archive[name]
             return array
-    except _UNREADABLE as error:
-        raise _damaged(path, error) from error
+    except _READ_ERRORS as error:
+        raise _make_damage_error(path, error) from error
 
 
-def _damaged(path: Path, error: Exception) -> DataError:
+def _make_damage_error(path: Path, error: Exception) -> DataError:
     return DataError("path", str(path), f"is truncated or damaged ({error})", "write or fetch the file again")

@@ -7,19 +7,19 @@ from typing import Any
 
 from pyarrow import parquet
 
-from shoal.data.formats.arrow_base import Columns
+from shoal.data.formats.arrow_base import ColumnDataset
 
 
-class Parquet(Columns):
+class Parquet(ColumnDataset):
     """Columns of one Parquet file, or of all `*.parquet` in a folder; pages that have checksums are checked."""
 
     kind, suffixes = "Parquet", (".parquet",)
 
     @staticmethod
-    def _head(path: Path) -> tuple[int, Any]:
+    def _read_head(path: Path) -> tuple[int, Any]:
         with parquet.ParquetFile(path) as file:
             return file.metadata.num_rows, file.schema_arrow
 
     @staticmethod
-    def _read(path: Path, columns: list[str]) -> Any:
+    def _read_columns(path: Path, columns: list[str]) -> Any:
         return parquet.read_table(path, columns=columns, page_checksum_verification=True)

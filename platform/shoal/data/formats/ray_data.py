@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
-from shoal.data.sampling.sampler import Share
+from shoal.data.sampling.sampler import RankShare
 from shoal.errors import ConfigError
 
 
@@ -28,7 +28,7 @@ class RayData:
             raise ConfigError("shard", type(shard).__name__, "has no iter_torch_batches", remedy)
         self.shard, self.columns, self.shuffle_buffer = shard, columns, shuffle_buffer
 
-    def batches(self, batch_size: int, *, epoch: int, drop_last: bool, share: Share) -> Iterator[dict[str, Any]]:
+    def batches(self, batch_size: int, *, epoch: int, drop_last: bool, share: RankShare) -> Iterator[dict[str, Any]]:
         """This rank's batches of one epoch. Raises ConfigError for a whole dataset that several ranks would repeat."""
         if share.size > 1 and hasattr(self.shard, "streaming_split"):
             problem = f"is a whole dataset, and each of {share.size} ranks needs a shard of its own"

@@ -27,9 +27,9 @@ from typing import Any
 from torch.utils.data import default_collate, default_convert
 
 from shoal.batch_tree import tensors_of
-from shoal.data.dataset import Batch, Collate, Source, length_of, offers
-from shoal.data.readers.map_reader import Ended, Made, seed_all, unreadable
-from shoal.data.sampling.sampler import EPOCH_BEFORE, Share, StreamRequest
+from shoal.data.dataset import Batch, Collate, Source, has_shoal_method, length_of
+from shoal.data.readers.map_reader import EpochEnd, ReadBatch, make_read_error, seed_all
+from shoal.data.sampling.sampler import PREVIOUS_EPOCH, RankShare, StreamRequest
 from shoal.errors import ConfigError, DataError
 
 
@@ -41,34 +41,34 @@ class StreamReader(ABC):
     collate: Collate | None
     seed: int
     batch_size: int  # global
-    share: Share
+    share: RankShare
     drop_last: bool
     num_workers: int  # 0 and 1 alike: one reader for the rank
 
-    is_alike = False  # whether every rank and worker sees the same stream, so that the place of one is that of all
+    is_replicated = False  # whether every rank and worker sees the same stream, so that the place of one is that of all
 
     def __post_init__(self) -> None:
-        self.draws = self.collate is not None or not getattr(self.source, "deterministic", False)
+        self.is_random = self.collate is not None or not getattr(self.source, "deterministic", False)
         self.stride = max(self.num_workers, 1)
         self._at = 0
         self._iterator: Iterator[Any] = iter(())
-        self._holder: Any = None  # what has a state: the iterator, or what it is of
+        self._stateful: Any = None  # what has a state: the iterator, or what it is of
 
-    def read(self, request: StreamRequest) -> Made | Ended:
+    def read(self, request: StreamRequest) -> ReadBatch | EpochEnd:
         """The batch of the request; this reader's requests come in order. Raises DataError."""
         try:
             if request.restart:
-                self._begin(request)
-            while self._at < request.position and self._take(request):
+                self._restart(request)
+            while self._at < request.position and self._take_samples(request):
                 pass
-            return self._make(request)
+            return self._make_batch(request)
         except Exception as error:  # the dataset is the user's code: whatever it raises is said as the data's
-            raise unreadable(error, self.source, None) from error
+            raise make_read_error(error, self.source, None) from error
 
     @property
-    def counts_epochs(self) -> bool:
+    def has_epoch_state(self) -> bool:
         """Whether the dataset's state may know which epoch it is, which nobody tells it."""
-        return self.is_alike and not hasattr(self.source, "set_epoch")
+        return self.is_replicated and not hasattr(self.source, "set_epoch")
 
     def close(self) -> None:
         """Let the stream go: a generator that is left half-way ends now, and not when the interpreter does."""
@@ -76,57 +76,57 @@ class StreamReader(ABC):
         if isinstance(left, Generator):  # anything else may be the dataset itself, which somebody reads again
             left.close()
 
-    def _begin(self, request: StreamRequest) -> None:
-        self._at = self._first(request)
+    def _restart(self, request: StreamRequest) -> None:
+        self._at = self._get_start(request)
         self._seed(request, 0)
         if hasattr(self.source, "set_epoch"):
             self.source.set_epoch(request.epoch)
         stream = self._open(request)
-        self._seed(request, self._own())
+        self._seed(request, self._get_seed_place())
         self._iterator = iter(stream)
         if request.state is not None:
             self._at, state = copy.deepcopy(request.state)  # who takes it up may go on to change it
-            if _is_stateful(self._iterator):
+            if _has_state_dict(self._iterator):
                 self._iterator.load_state_dict(state)  # type: ignore[attr-defined]
-            elif _is_stateful(stream):
+            elif _has_state_dict(stream):
                 stream.load_state_dict(state)
                 self._iterator = iter(stream)
-            if self._at == EPOCH_BEFORE:
+            if self._at == PREVIOUS_EPOCH:
                 deque(self._iterator, maxlen=0)  # what made no whole batch there
-                self._at = self._first(request)
-                self._seed(request, self._own())
+                self._at = self._get_start(request)
+                self._seed(request, self._get_seed_place())
                 self._iterator = iter(stream)
-        self._holder = next((each for each in (self._iterator, stream) if _is_stateful(each)), None)
+        self._stateful = next((each for each in (self._iterator, stream) if _has_state_dict(each)), None)
 
-    def _first(self, request: StreamRequest) -> int:
+    def _get_start(self, request: StreamRequest) -> int:
         return 0
 
-    def _take(self, request: StreamRequest, wanted: int | None = None) -> list[Any]:
+    def _take_samples(self, request: StreamRequest, wanted: int | None = None) -> list[Any]:
         """The next samples of the stream, at most up to the request's position, or as many as `wanted`."""
-        self._seed(request, self._own())
-        taken = list(islice(self._iterator, wanted or self._unread(request)))
-        self._at += self._advance(len(taken))
+        self._seed(request, self._get_seed_place())
+        taken = list(islice(self._iterator, wanted or self._count_unread(request)))
+        self._at += self._count_advance(len(taken))
         return taken
 
     def _seed(self, request: StreamRequest, place: int) -> None:
         """What the dataset draws follows from its place. One that draws nothing leaves the process's numbers alone:
-        nobody would put them back, see `Inline`."""
-        if self.draws:
+        nobody would put them back, see `InProcessReader`."""
+        if self.is_random:
             seed_all(self.seed, request.epoch, place)
 
-    def _own(self) -> int:
+    def _get_seed_place(self) -> int:
         """The place of what is read next: of those who read different samples, no two have the same."""
         each = self.batch_size // self.share.size
-        return self._at if self.is_alike else self._at + self.share.rank * each
+        return self._at if self.is_replicated else self._at + self.share.rank * each
 
     def _state(self) -> tuple[int, Any] | None:
         """As it is now: the dataset's own, which it may go on to change, is copied."""
-        return None if self._holder is None else (self._at, copy.deepcopy(self._holder.state_dict()))
+        return None if self._stateful is None else (self._at, copy.deepcopy(self._stateful.state_dict()))
 
-    def _unread(self, request: StreamRequest) -> int:
+    def _count_unread(self, request: StreamRequest) -> int:
         return min(self.batch_size, request.position - self._at)
 
-    def _advance(self, num_taken: int) -> int:
+    def _count_advance(self, num_taken: int) -> int:
         return num_taken
 
     @abstractmethod
@@ -134,10 +134,10 @@ class StreamReader(ABC):
         """The iterable that this reader goes through."""
 
     @abstractmethod
-    def _make(self, request: StreamRequest) -> Made | Ended:
+    def _make_batch(self, request: StreamRequest) -> ReadBatch | EpochEnd:
         """The batch at the place that has been reached."""
 
-    def _collated(self, samples: list[Any]) -> Batch:
+    def _collate_samples(self, samples: list[Any]) -> Batch:
         collate: Collate = self.collate or default_collate
         return collate(samples)
 
@@ -148,22 +148,22 @@ class StreamReader(ABC):
 class PlainReader(StreamReader):
     """Goes through the whole stream, and keeps this rank's share."""
 
-    is_alike = True
+    is_replicated = True
 
     def _open(self, request: StreamRequest) -> Any:
         return self.source if hasattr(self.source, "__iter__") else self.source.shard(0, 1)
 
-    def _make(self, request: StreamRequest) -> Made | Ended:
-        samples = self._take(request, self.batch_size)
+    def _make_batch(self, request: StreamRequest) -> ReadBatch | EpochEnd:
+        samples = self._take_samples(request, self.batch_size)
         if len(samples) < self.batch_size:
             self._check_length()
         if not samples or (self.drop_last and len(samples) < self.batch_size):
-            return Ended(self._at)
-        part = self.share.of(len(samples))
+            return EpochEnd(self._at)
+        part = self.share.get_slice(len(samples))
         mine = samples[part] or samples[-1:]  # a rank without a share takes part with a filler
         if self.collate is not None:  # all have read the same, and each collates a part of its own
             self._seed(request, -1 - (self._at - len(samples) + part.start))
-        return Made(self._collated(mine), part.stop - part.start, len(samples), None, self._state())
+        return ReadBatch(self._collate_samples(mine), part.stop - part.start, len(samples), None, self._state())
 
     def _check_length(self) -> None:
         length = length_of(self.source)
@@ -179,25 +179,25 @@ class ShardReader(StreamReader):
         shard = self.share.rank * self.stride + request.position // self.batch_size % self.stride
         return self.source.shard(shard, self.share.size * self.stride)
 
-    def _first(self, request: StreamRequest) -> int:
+    def _get_start(self, request: StreamRequest) -> int:
         return request.position // self.batch_size % self.stride * self.batch_size
 
-    def _unread(self, request: StreamRequest) -> int:
+    def _count_unread(self, request: StreamRequest) -> int:
         return self.batch_size // self.share.size
 
-    def _advance(self, num_taken: int) -> int:
+    def _count_advance(self, num_taken: int) -> int:
         return self.batch_size * self.stride
 
-    def _make(self, request: StreamRequest) -> Made | Ended:
+    def _make_batch(self, request: StreamRequest) -> ReadBatch | EpochEnd:
         each = self.batch_size // self.share.size
         of_each_share = len(self.source) // (self.share.size * self.stride)
         if request.position // self.batch_size >= of_each_share // each * self.stride:
-            return Ended(len(self.source))
-        samples = self._take(request, each)
+            return EpochEnd(len(self.source))
+        samples = self._take_samples(request, each)
         if len(samples) < each:
             problem = f"yields too few samples: one of its shares has less than {of_each_share}"
             raise DataError("data", self._name(), problem, "let shard() divide equally, and __len__ tell the truth")
-        return Made(self._collated(samples), each, self.batch_size, None, self._state())
+        return ReadBatch(self._collate_samples(samples), each, self.batch_size, None, self._state())
 
 
 class BatchesReader(StreamReader):
@@ -215,27 +215,27 @@ class BatchesReader(StreamReader):
         size = self.batch_size // self.share.size
         return self.source.batches(size, epoch=request.epoch, drop_last=self.drop_last, share=self.share)
 
-    def _unread(self, request: StreamRequest) -> int:
+    def _count_unread(self, request: StreamRequest) -> int:
         return 1
 
-    def _advance(self, num_taken: int) -> int:
+    def _count_advance(self, num_taken: int) -> int:
         return self.batch_size
 
-    def _make(self, request: StreamRequest) -> Made | Ended:
-        taken = self._take(request, 1)
+    def _make_batch(self, request: StreamRequest) -> ReadBatch | EpochEnd:
+        taken = self._take_samples(request, 1)
         if not taken:
-            return Ended(0)
+            return EpochEnd(0)
         batch = default_convert(taken[0])
         num_samples = num_samples_of(batch)
-        return Made(batch, num_samples, num_samples * self.share.size, None, self._state())
+        return ReadBatch(batch, num_samples, num_samples * self.share.size, None, self._state())
 
 
-def stream_reader(
+def make_stream_reader(
     source: Source,
     collate: Collate | None,
     seed: int,
     batch_size: int,
-    share: Share,
+    share: RankShare,
     drop_last: bool,
     num_workers: int,
 ) -> StreamReader:
@@ -243,7 +243,7 @@ def stream_reader(
     kind: type[StreamReader] = PlainReader
     if hasattr(source, "batches"):
         kind = BatchesReader
-    elif drop_last and offers(source, "shard"):
+    elif drop_last and has_shoal_method(source, "shard"):
         kind = ShardReader
         if length_of(source) is None:
             problem = "has shard(), but no length: ranks could not agree on the number of steps"
@@ -256,5 +256,5 @@ def num_samples_of(batch: Batch) -> int:
     return next(tensors_of(batch)).shape[0]
 
 
-def _is_stateful(value: Any) -> bool:
+def _has_state_dict(value: Any) -> bool:
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")

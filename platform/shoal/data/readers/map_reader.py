@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from torch.utils.data import Subset, TensorDataset, default_collate, default_convert
 
-from shoal.data.dataset import Batch, Collate, Source, offers
+from shoal.data.dataset import Batch, Collate, Source, has_shoal_method
 from shoal.data.sampling.sampler import Indices, MapRequest, Request
 from shoal.errors import DataError, ShoalError
 
 NUM_NAMED = 8  # sample indices that an error message lists
 
 
-class Made(NamedTuple):
+class ReadBatch(NamedTuple):
     """A batch, this rank's samples in it, and the samples of the whole global batch. `state` is of an iterable."""
 
     batch: Batch
@@ -33,7 +33,7 @@ class Made(NamedTuple):
     state: Any = None
 
 
-class Ended(NamedTuple):
+class EpochEnd(NamedTuple):
     """In place of a batch: the iterable has no more of them."""
 
     num_items: int  # that it gave in this epoch, as far as this reader has seen
@@ -42,9 +42,9 @@ class Ended(NamedTuple):
 class Reader(Protocol):
     """Makes batches. Picklable, so that a worker process can do it."""
 
-    draws: bool  # whether the dataset may draw random numbers
+    is_random: bool  # whether the dataset may draw random numbers
 
-    def read(self, request: Any) -> Made | Ended:
+    def read(self, request: Any) -> ReadBatch | EpochEnd:
         """What is asked for. Raises DataError."""
         ...
 
@@ -53,7 +53,7 @@ class Reader(Protocol):
         ...
 
 
-class Inline:
+class InProcessReader:
     """Reads in the training process, when a batch is asked for. The process's random numbers are left as they were."""
 
     def __init__(self, reader: Reader) -> None:
@@ -64,12 +64,12 @@ class Inline:
         """Follow this plan from now on."""
         self._plan = plan
 
-    def next(self) -> Made | Ended:
+    def next(self) -> ReadBatch | EpochEnd:
         """What the plan's next request asks for. Raises DataError."""
         request = next(self._plan)
-        if not self._reader.draws:
+        if not self._reader.is_random:
             return self._reader.read(request)
-        with random_state_kept():
+        with preserve_rng():
             return self._reader.read(request)
 
     def pids(self) -> list[int]:
@@ -91,35 +91,35 @@ class MapReader:
 
     def __init__(self, source: Source, collate: Collate | None, seed: int) -> None:
         self._source, self._collate, self._seed = source, collate, seed
-        self._is_tensors, self._reads_many = _is_tensors(source), _reads_many(source)
-        self._makes_batches = collate is None and offers(source, "batch")
-        self._source_draws = not (getattr(source, "deterministic", False) or self._is_tensors)
-        self.draws = self._source_draws or collate is not None
+        self._is_tensor_dataset, self._has_getitems = _is_plain_tensor_dataset(source), _has_own_getitems(source)
+        self._has_batch_method = collate is None and has_shoal_method(source, "batch")
+        self._is_source_random = not (getattr(source, "deterministic", False) or self._is_tensor_dataset)
+        self.is_random = self._is_source_random or collate is not None
 
-    def read(self, request: MapRequest) -> Made:
+    def read(self, request: MapRequest) -> ReadBatch:
         """The batch of the request. Raises DataError naming the samples."""
         try:
-            batch = self._make(request.epoch, request.indices)
+            batch = self._make_batch(request.epoch, request.indices)
         except Exception as error:  # the dataset is the user's code: whatever it raises is said with its samples
-            raise unreadable(error, self._source, request.indices) from error
-        return Made(batch, request.num_samples, request.num_global, request.indices)
+            raise make_read_error(error, self._source, request.indices) from error
+        return ReadBatch(batch, request.num_samples, request.num_global, request.indices)
 
     def close(self) -> None:
         """Nothing is held."""
 
-    def _make(self, epoch: int, indices: Indices) -> Batch:
+    def _make_batch(self, epoch: int, indices: Indices) -> Batch:
         source = self._source
-        if self._collate is None and self._is_tensors:
+        if self._collate is None and self._is_tensor_dataset:
             chosen = torch.from_numpy(indices if indices.flags.writeable else indices.copy())
             rows = ((tensor, chosen.to(tensor.device)) for tensor in source.tensors)
             return tuple(tensor.index_select(0, places) for tensor, places in rows)  # a quarter of tensor[chosen]
         listed = indices.tolist()
-        if self.draws:
+        if self.is_random:
             seed_all(self._seed, epoch, listed[0])
-        if self._makes_batches:
+        if self._has_batch_method:
             return default_convert(source.batch(indices))
-        many = self._reads_many
-        samples = source.__getitems__(listed) if many else [self._sample(epoch, index) for index in listed]
+        many = self._has_getitems
+        samples = source.__getitems__(listed) if many else [self._read_sample(epoch, index) for index in listed]
         if isinstance(samples, list) and len(samples) != len(listed):
             problem = f"gives {len(samples)} samples where {len(listed)} are asked for"
             raise DataError(
@@ -128,29 +128,29 @@ class MapReader:
         collate: Collate = self._collate or default_collate
         return collate(samples)
 
-    def _sample(self, epoch: int, index: int) -> Any:
-        if self._source_draws:
+    def _read_sample(self, epoch: int, index: int) -> Any:
+        if self._is_source_random:
             seed_all(self._seed, epoch, index)
         return self._source[index]
 
 
-def _is_tensors(source: Source) -> bool:
+def _is_plain_tensor_dataset(source: Source) -> bool:
     """Whether it is a TensorDataset whose samples are nothing but rows of its tensors: a subclass may augment them."""
-    if not isinstance(source, TensorDataset) or offers(source, "batch") or hasattr(source, "__getitems__"):
+    if not isinstance(source, TensorDataset) or has_shoal_method(source, "batch") or hasattr(source, "__getitems__"):
         return False
     return type(source).__getitem__ is TensorDataset.__getitem__
 
 
-def _reads_many(source: Source) -> bool:
+def _has_own_getitems(source: Source) -> bool:
     """Whether it has a `__getitems__` of its own: torch's Subset has one whatever it is of, and reads one by one."""
     while type(source) is Subset:
         source = source.dataset
     return hasattr(source, "__getitems__")
 
 
-def unreadable(error: Exception, source: Source, indices: Indices | None) -> DataError:
+def make_read_error(error: Exception, source: Source, indices: Indices | None) -> DataError:
     """`error` as one of the data's, with the samples that it belongs to."""
-    place = "" if indices is None else f" (in samples {name_samples(indices)})"
+    place = "" if indices is None else f" (in samples {format_samples(indices)})"
     if isinstance(error, DataError):
         return DataError(error.field, error.value, error.problem + place, error.remedy)
     words = str(error) if isinstance(error, ShoalError) else f"{type(error).__name__}: {error}"
@@ -158,7 +158,7 @@ def unreadable(error: Exception, source: Source, indices: Indices | None) -> Dat
     return DataError("data", type(source).__name__, f"cannot be read{place}: {words}", remedy)
 
 
-def name_samples(indices: Indices) -> str:
+def format_samples(indices: Indices) -> str:
     """A few of them, for a message."""
     named = ", ".join(str(index) for index in indices[:NUM_NAMED].tolist())
     return f"{named}, ... {len(indices)} in all" if len(indices) > NUM_NAMED else named
@@ -174,7 +174,7 @@ def seed_all(seed: int, epoch: int, index: int) -> None:
 
 
 @contextmanager
-def random_state_kept() -> Iterator[None]:
+def preserve_rng() -> Iterator[None]:
     """What is drawn within changes nothing outside."""
     kept = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:

@@ -14,17 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 Indices = NDArray[np.int64]
-EPOCH_BEFORE = -1  # in place of a position: the end of the epoch before
+PREVIOUS_EPOCH = -1  # in place of a position: the end of the epoch before
 _WORD = 2**64 - 1
 
 
-class Share(NamedTuple):
+class RankShare(NamedTuple):
     """Rank `rank` of `size`: whose part of each global batch is made here."""
 
     rank: int
     size: int
 
-    def of(self, count: int) -> slice:
+    def get_slice(self, count: int) -> slice:
         """This rank's part of `count` samples: contiguous, the first `count % size` ranks take one more."""
         each, rest = divmod(count, self.size)
         start = self.rank * each + min(self.rank, rest)
@@ -59,7 +59,7 @@ Request = MapRequest | StreamRequest
 
 
 @lru_cache(maxsize=2)
-def permutation(num_samples: int, seed: int, epoch: int) -> Indices:
+def compute_permutation(num_samples: int, seed: int, epoch: int) -> Indices:
     """The order of an epoch, [num_samples]. Not to be written to."""
     draws = np.random.Philox(key=np.array([seed & _WORD, epoch & _WORD], dtype=np.uint64)).random_raw(num_samples)
     order = np.argsort(draws, kind="stable").astype(np.int64, copy=False)
@@ -72,7 +72,7 @@ class MapOrder(NamedTuple):
 
     num_samples: int
     batch_size: int  # global
-    share: Share
+    share: RankShare
     seed: int
     shuffle: bool
     drop_last: bool
@@ -88,17 +88,17 @@ class MapOrder(NamedTuple):
         whole, rest = divmod(self.num_samples, self.batch_size)
         return whole + (rest > 0 and not self.drop_last)
 
-    def request(self, epoch: int, position: int) -> MapRequest | None:
+    def make_request(self, epoch: int, position: int) -> MapRequest | None:
         """This rank's share of the global batch at `position`; None when the epoch is over."""
         count = self.num_global(position)
         if not count:
             return None
-        part = self.share.of(count)
+        part = self.share.get_slice(count)
         num_samples = part.stop - part.start
         if not num_samples:  # its rank must still take the step, because steps are collective
             part = slice(count - 1, count)
         start, stop = position + part.start, position + part.stop
         if not self.shuffle:
             return MapRequest(epoch, position, count, num_samples, np.arange(start, stop))
-        order = permutation(self.num_samples, self.seed, epoch)
+        order = compute_permutation(self.num_samples, self.seed, epoch)
         return MapRequest(epoch, position, count, num_samples, order[start:stop].copy())

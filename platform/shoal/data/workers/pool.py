@@ -24,10 +24,10 @@ from importlib.machinery import PathFinder
 from typing import Any, NamedTuple
 
 from shoal.data.loader_spec import LoaderSpec
-from shoal.data.readers.map_reader import Ended, Made, Reader, name_samples
+from shoal.data.readers.map_reader import EpochEnd, ReadBatch, Reader, format_samples
 from shoal.data.sampling.sampler import Request
 from shoal.data.workers.shm_transfer import pack, receive, send, send_packed
-from shoal.data.workers.worker_main import Failure, Origin
+from shoal.data.workers.worker_main import ModuleOrigin, WorkerFailure
 from shoal.errors import Closed, ConfigError, DataError
 
 _IN_WORKER = "SHOAL_DATA_WORKER"
@@ -39,11 +39,11 @@ _BOOT = (
     "from shoal.data.workers.worker_main import main; main(int(sys.argv[2]))"
 )
 _GRACE_S = 0.5
-_ENDING_S = 10.0  # for a worker that has let go of its socket to end: how it did is then known
+_EXIT_TIMEOUT_S = 10.0  # for a worker that has let go of its socket to end: how it did is then known
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", _IN_WORKER), "1")
 
 
-class WorkerTrace(Exception):
+class WorkerTraceback(Exception):
     """The cause of an error that happened in a worker: its traceback there."""
 
 
@@ -57,87 +57,91 @@ class WorkerPool:
 
     def __init__(self, reader: Reader, spec: LoaderSpec) -> None:
         self._spec = spec
-        self._descriptor, modules = _packed(reader, spec.workers)
+        self._descriptor, modules = _pack_reader(reader, spec.workers)
         self._end_descriptor = weakref.finalize(self, os.close, self._descriptor)
-        self._origins = _origins(modules)
+        self._origins = _find_origins(modules)
         self._workers: list[_Worker] = []
         self._end_workers: weakref.finalize[..., WorkerPool] | None = None
         self._plan: Iterator[Request] = iter(())
-        self._waiting: deque[tuple[int, Request]] = deque()
-        self._turn = 0
-        self._is_matched = True  # whether what is waited for is what will come: not after an interruption in between
+        self._pending: deque[tuple[int, Request]] = deque()
+        self._next_worker = 0
+        self._is_in_sync = True  # whether what is waited for is what will come: not after an interruption in between
 
     def restart(self, plan: Iterator[Request], turn: int = 0) -> None:
         """Follow this plan from now on; its first request goes to worker `turn`, counted modulo the workers."""
         if not self._end_descriptor.alive:
             raise Closed("the loader is closed")
-        if not self._is_matched:
-            self._end()
-        self._is_matched = False  # until all that was asked for has come
+        if not self._is_in_sync:
+            self._stop()
+        self._is_in_sync = False  # until all that was asked for has come
         try:
-            while self._waiting:
+            while self._pending:
                 self._receive()
         except (DataError, EOFError):
-            self._end()
-        self._is_matched = True
+            self._stop()
+        self._is_in_sync = True
         if not self._workers:
             self._start()
-        self._plan, self._turn = plan, turn
+        self._plan, self._next_worker = plan, turn
 
-    def next(self) -> Made | Ended:
+    def next(self) -> ReadBatch | EpochEnd:
         """What the oldest request asked for. Raises DataError when there is no such batch or no such worker."""
-        self._is_matched = False  # until it is
-        self._ask()
-        number, request = self._waiting[0]
+        self._is_in_sync = False  # until it is
+        self._send_requests()
+        number, request = self._pending[0]
         try:
-            made: Made | Ended | Failure = self._receive()
+            made: ReadBatch | EpochEnd | WorkerFailure = self._receive()
         except EOFError:
-            raise self._died(number, request) from None
-        if isinstance(made, Failure):
-            self._is_matched = True
-            raise made.error from WorkerTrace(f"\n{made.trace}")
-        self._ask()
-        self._is_matched = True
+            raise self._make_death_error(number, request) from None
+        if isinstance(made, WorkerFailure):
+            self._is_in_sync = True
+            raise made.error from WorkerTraceback(f"\n{made.trace}")
+        self._send_requests()
+        self._is_in_sync = True
         return made
 
     def close(self) -> None:
         """End the processes. May be called again."""
-        self._end()
+        self._stop()
         self._end_descriptor()
 
     def pids(self) -> list[int]:
         """Of the processes that are running."""
         return [worker.process.pid for worker in self._workers]
 
-    def _ask(self) -> None:
+    def _send_requests(self) -> None:
         """Give every worker as much to do as it may have before it."""
-        while len(self._waiting) < self._spec.workers * self._spec.prefetch:
-            number, request = self._turn % self._spec.workers, next(self._plan)
-            self._waiting.append((number, request))
-            self._turn += 1
+        while len(self._pending) < self._spec.workers * self._spec.prefetch:
+            number, request = self._next_worker % self._spec.workers, next(self._plan)
+            self._pending.append((number, request))
+            self._next_worker += 1
             with suppress(ConnectionError):  # it died: said when its batch is due
                 send(self._workers[number].connection, request)
 
     def _receive(self) -> Any:
-        number, request = self._waiting.popleft()
+        number, request = self._pending.popleft()
         try:
             return receive(self._workers[number].connection)
         except TimeoutError:
-            problem = f"worker {number} has made no batch for {self._spec.timeout_s:g} s{_samples_of(request)}"
-            self._end()
+            problem = f"worker {number} has made no batch for {self._spec.timeout_s:g} s{_format_samples_of(request)}"
+            self._stop()
             raise DataError("data", "dataset", problem, "raise loader.timeout_s if that is how long it takes") from None
 
-    def _died(self, number: int, request: Request) -> DataError:
+    def _make_death_error(self, number: int, request: Request) -> DataError:
         process = self._workers[number].process
         with suppress(subprocess.TimeoutExpired):
-            process.wait(_ENDING_S)
+            process.wait(_EXIT_TIMEOUT_S)
         code = process.returncode
-        self._end()
+        self._stop()
         if code is None:
-            problem = f"its worker process {number} (pid {process.pid}) has closed its socket{_samples_of(request)}"
+            problem = (
+                f"its worker process {number} (pid {process.pid}) has closed its socket{_format_samples_of(request)}"
+            )
             return DataError("data", "dataset", problem, "let the dataset close no files but its own")
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        problem = f"its worker process {number} (pid {process.pid}) {how} while it made a batch{_samples_of(request)}"
+        problem = (
+            f"its worker process {number} (pid {process.pid}) {how} while it made a batch{_format_samples_of(request)}"
+        )
         remedy = "its own words are above"
         if code == -signal.SIGKILL:
             remedy = "if memory ran out, lower loader.workers or loader.prefetch"
@@ -147,7 +151,7 @@ class WorkerPool:
         if _IN_WORKER in os.environ:
             remedy = 'put what starts the training under `if __name__ == "__main__":`'
             raise ConfigError("loader.workers", self._spec.workers, "asked for within a worker", remedy)
-        self._end_workers = weakref.finalize(self, _end, self._workers)
+        self._end_workers = weakref.finalize(self, _stop_workers, self._workers)
         for _ in range(self._spec.workers):
             ours, theirs = socket.socketpair()
             arguments = [json.dumps(sys.path), str(theirs.fileno())]
@@ -163,14 +167,14 @@ class WorkerPool:
             send(ours, self._origins)
             send_packed(ours, self._descriptor)
 
-    def _end(self) -> None:
-        self._waiting.clear()
+    def _stop(self) -> None:
+        self._pending.clear()
         if self._end_workers is not None:
             self._end_workers()
         self._workers = []
 
 
-def _end(workers: list[_Worker]) -> None:
+def _stop_workers(workers: list[_Worker]) -> None:
     """Close the sockets, which ends the workers; one that is too busy to notice soon is killed."""
     deadline_s = time.monotonic() + _GRACE_S
     for worker in workers:
@@ -183,7 +187,7 @@ def _end(workers: list[_Worker]) -> None:
             worker.process.wait()
 
 
-def _packed(reader: Reader, num_workers: int) -> tuple[int, set[str]]:
+def _pack_reader(reader: Reader, num_workers: int) -> tuple[int, set[str]]:
     try:
         return pack(reader)
     except Exception as error:  # whatever a user's object raises is why it cannot travel
@@ -192,7 +196,7 @@ def _packed(reader: Reader, num_workers: int) -> tuple[int, set[str]]:
         raise ConfigError("loader.workers", num_workers, problem, remedy) from error
 
 
-def _origins(modules: set[str]) -> list[Origin]:
+def _find_origins(modules: set[str]) -> list[ModuleOrigin]:
     """The modules that a fresh process would not find by name."""
     found = []
     for name in sorted(modules):
@@ -200,16 +204,16 @@ def _origins(modules: set[str]) -> list[Origin]:
         file = getattr(module, "__file__", None)
         spec = getattr(module, "__spec__", None)
         if name == "__main__" and spec is not None:
-            found.append(Origin(name, None, spec.name))
+            found.append(ModuleOrigin(name, None, spec.name))
         elif name == "__main__" and file is None:
             problem = "the dataset is defined in an interactive session, which worker processes cannot see"
             raise ConfigError("loader.workers", name, problem, "put it into a file, or set loader.workers=0")
         elif file is not None and "." not in name:
             by_name = PathFinder.find_spec(name)
             if name == "__main__" or by_name is None or by_name.origin != file:
-                found.append(Origin(name, os.path.abspath(file), None))
+                found.append(ModuleOrigin(name, os.path.abspath(file), None))
     return found
 
 
-def _samples_of(request: Request) -> str:
-    return "" if request.indices is None else f" of samples {name_samples(request.indices)}"
+def _format_samples_of(request: Request) -> str:
+    return "" if request.indices is None else f" of samples {format_samples(request.indices)}"

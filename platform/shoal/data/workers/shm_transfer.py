@@ -39,8 +39,8 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if type(value) is Tensor and _is_plain(value):
             flat = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-            return _tensor, (pickle.PickleBuffer(flat.data), value.dtype, tuple(value.shape))
-        if type(value) is np.memmap and (place := _place_of(value)) is not None:
+            return _rebuild_tensor, (pickle.PickleBuffer(flat.data), value.dtype, tuple(value.shape))
+        if type(value) is np.memmap and (place := _get_memmap_arguments(value)) is not None:
             return np.memmap, place
         if isinstance(value, type | FunctionType) and value.__module__:
             self.modules.add(value.__module__)
@@ -54,11 +54,11 @@ def _is_plain(value: Tensor) -> bool:
     )
 
 
-def _tensor(memory: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def _rebuild_tensor(memory: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype).reshape(shape)
 
 
-def _place_of(value: np.memmap[Any, Any]) -> tuple[object, ...] | None:
+def _get_memmap_arguments(value: np.memmap[Any, Any]) -> tuple[object, ...] | None:
     """How it is mapped again, from the file that it is a part of; None for what lies in memory, or only with gaps.
 
     What is written to it then is the reader's own, as for everything else that many read.

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shoal.data.readers.map_reader import name_samples
+from shoal.data.readers.map_reader import format_samples
 from shoal.data.workers.shm_transfer import receive, send
 from shoal.errors import ConfigError, DataError
 
 
-class Origin(NamedTuple):
+class ModuleOrigin(NamedTuple):
     """Where a module is loaded from that the worker could not import by its name: a file, or another name."""
 
     name: str
@@ -29,7 +29,7 @@ class Origin(NamedTuple):
     other_name: str | None
 
 
-class Failure(NamedTuple):
+class WorkerFailure(NamedTuple):
     """In place of a batch: why there is none, and where that happened."""
 
     error: ConfigError
@@ -41,20 +41,20 @@ def main(descriptor: int) -> None:
     torch.set_num_threads(1)
     with socket.socket(fileno=descriptor) as connection:
         try:
-            answer = _prepare(connection)
+            answer = _load_reader(connection)
             while True:
                 request = receive(connection)
-                _answer(connection, answer(request))
+                _send_answer(connection, answer(request))
         except (EOFError, BrokenPipeError):
             return
 
 
-def _prepare(connection: socket.socket) -> Callable[[Any], Any]:
+def _load_reader(connection: socket.socket) -> Callable[[Any], Any]:
     """What answers requests: the reader, or, where it cannot be loaded here, the reason."""
-    origins: list[Origin] = receive(connection)
+    origins: list[ModuleOrigin] = receive(connection)
     try:
         for origin in origins:
-            _load(origin)
+            _load_module(origin)
         reader = receive(connection, private=True)
     except EOFError:
         raise
@@ -62,31 +62,31 @@ def _prepare(connection: socket.socket) -> Callable[[Any], Any]:
         words = f"cannot be loaded in a worker: {type(error).__name__}: {error}"
         remedy = "import it in a fresh Python, or set loader.workers=0"
         refused = error if isinstance(error, ConfigError) else DataError("data", "dataset", words, remedy)
-        failure = Failure(refused, traceback.format_exc())
+        failure = WorkerFailure(refused, traceback.format_exc())
         return lambda request: failure
 
     def answer(request: Any) -> Any:
         try:
             return reader.read(request)
         except ConfigError as error:  # everything that a reader raises
-            return Failure(error, traceback.format_exc())
+            return WorkerFailure(error, traceback.format_exc())
 
     return answer
 
 
-def _answer(connection: socket.socket, made: Any) -> None:
+def _send_answer(connection: socket.socket, made: Any) -> None:
     try:
         send(connection, made)
     except (EOFError, BrokenPipeError):
         raise
     except Exception as error:  # noqa: BLE001 - a batch that pickle or memory does not take: said in its place
-        named = "" if getattr(made, "indices", None) is None else f" of samples {name_samples(made.indices)}"
+        named = "" if getattr(made, "indices", None) is None else f" of samples {format_samples(made.indices)}"
         problem = f"a batch{named} cannot be handed over by a worker: {type(error).__name__}: {error}"
         refused = DataError("data", "dataset", problem, "make it of tensors, arrays and texts, or set loader.workers=0")
-        send(connection, Failure(refused, traceback.format_exc()))
+        send(connection, WorkerFailure(refused, traceback.format_exc()))
 
 
-def _load(origin: Origin) -> None:
+def _load_module(origin: ModuleOrigin) -> None:
     if origin.other_name is not None:
         sys.modules[origin.name] = importlib.import_module(origin.other_name)
         return

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 
-class Waiting:
+class CollectiveTimer:
     """waited_s: seconds so far in which collectives were under way and nothing was computed
 
     NaN on CUDA, where a stream waits and not a thread.
@@ -30,12 +30,12 @@ class Waiting:
         self._is_known = device.type == "cpu"
         self.waited_s = 0.0 if self._is_known else float("nan")
 
-    def counted(self) -> AbstractContextManager[None]:
+    def time_collectives(self) -> AbstractContextManager[None]:
         """Count within. Takes 20 us."""
-        return self._counted() if self._is_known else nullcontext()
+        return self._time_collectives() if self._is_known else nullcontext()
 
     @contextmanager
-    def _counted(self) -> Iterator[None]:
+    def _time_collectives(self) -> Iterator[None]:
         thread = threading.get_ident()
 
         def timed(function: Callable[..., Any], *args: Any) -> Any:

@@ -6,10 +6,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shoal.parallel.comm.world import World
-from shoal.parallel.spec import Coordinates, Degrees
+from shoal.parallel.spec import Coordinates, ParallelDims
 
 
-def make_mesh(degrees: Degrees, world: World) -> DeviceMesh:
+def make_mesh(degrees: ParallelDims, world: World) -> DeviceMesh:
     """The ranks as [pipeline, replicate, shard, tensor]. Collective.
 
     Without `shard`, each of the `data` ranks is a copy.
@@ -19,7 +19,7 @@ def make_mesh(degrees: Degrees, world: World) -> DeviceMesh:
     return init_device_mesh(world.device.type, shape, mesh_dim_names=("pipeline", "replicate", "shard", "tensor"))
 
 
-def data_group(degrees: Degrees, world: World) -> dist.ProcessGroup:
+def make_data_group(degrees: ParallelDims, world: World) -> dist.ProcessGroup:
     """The ranks that hold what this one holds and are fed other samples. Collective."""
     if degrees.data == world.size:
         world_group = dist.group.WORLD

@@ -25,19 +25,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.parallel.comm.shm_rendezvous import GONE, Peers, formed, wait_in_the_system
+from shoal.parallel.comm.shm_rendezvous import PEER_GONE, Peers, rendezvous, set_socket_timeouts
 from shoal.parallel.comm.world import TIMEOUT_S
 
 CHUNK_BYTES = 4 << 20  # of larger values so much is summed at a time
-_WORD = struct.Struct("<I")
+_COUNT_STRUCT = struct.Struct("<I")
 
 
-class _Rows(NamedTuple):
+class _BufferRows(NamedTuple):
     rows: list[Tensor]
     word: bytes
 
 
-class HostSum:
+class ShmAllReduce:
     """One rank's place in the sums of its group. Every rank makes the same calls in the same order.
 
     waited_s:   seconds that this rank has spent in sums so far
@@ -50,16 +50,16 @@ class HostSum:
         self._rank, self._peers = rank, list(peers.values())
         self.size = len(peers) + 1
         self.waited_s = self.sent_bytes = 0.0
-        memory = _shared(self._peers, rank, 2 * self.size * CHUNK_BYTES)
-        wait_in_the_system(peers)
+        memory = _map_shared_memory(self._peers, rank, 2 * self.size * CHUNK_BYTES)
+        set_socket_timeouts(peers)
         self.memory = torch.frombuffer(memory, dtype=torch.uint8).view(2, self.size, CHUNK_BYTES)
-        self._turn = 0
-        self._rows: dict[tuple[int, int, torch.dtype], _Rows] = {}
+        self._buffer_index = 0
+        self._rows: dict[tuple[int, int, torch.dtype], _BufferRows] = {}
 
     @classmethod
-    def form(cls, group: dist.ProcessGroup) -> HostSum | None:
+    def try_create(cls, group: dist.ProcessGroup) -> ShmAllReduce | None:
         """Meet the other ranks of `group`; None, on all of them, unless gloo carries it within one host. Collective."""
-        return formed(group, socket.SOCK_STREAM, cls, cls.close)
+        return rendezvous(group, socket.SOCK_STREAM, cls, cls.close)
 
     def sum(self, values: Tensor, factor: float = 1.0) -> Tensor:
         """Make `values`, which are contiguous, the sum over all ranks times `factor`, and return them. Collective.
@@ -72,12 +72,12 @@ class HostSum:
         for part in (flat,) if flat.numel() <= most else flat.split(most):
             rows, word = self._next_rows(part)
             rows[self._rank].copy_(part)
-            self._meet(word)
+            self._sync_peers(word)
             if self.size == 2:
                 torch.add(rows[0], rows[1], out=part)
             else:
                 self._sum_share(rows)
-                self._meet(word)
+                self._sync_peers(word)
                 part.copy_(rows[0])
             if factor != 1.0:
                 part.mul_(factor)
@@ -97,23 +97,23 @@ class HostSum:
         flat = mine.view(-1)
         rows, word = self._next_rows(flat)
         rows[self._rank].copy_(flat)
-        self._meet(word)
+        self._sync_peers(word)
         everyone = torch.stack(rows).view(self.size, *mine.shape)
         self.sent_bytes += mine.nbytes * (self.size - 1)
         self.waited_s += time.perf_counter() - began_s
         return everyone
 
-    def _next_rows(self, part: Tensor) -> _Rows:
+    def _next_rows(self, part: Tensor) -> _BufferRows:
         """Each rank's row of the next turn, as much of it as `part` needs; and what to say at the meeting."""
-        self._turn ^= 1
-        key = (self._turn, part.numel(), part.dtype)
+        self._buffer_index ^= 1
+        key = (self._buffer_index, part.numel(), part.dtype)
         if key not in self._rows:
             size = part.numel() * part.element_size()
-            rows = [row[:size].view(part.dtype) for row in self.memory[self._turn]]
-            self._rows[key] = _Rows(rows, _WORD.pack(part.numel()))
+            rows = [row[:size].view(part.dtype) for row in self.memory[self._buffer_index]]
+            self._rows[key] = _BufferRows(rows, _COUNT_STRUCT.pack(part.numel()))
         return self._rows[key]
 
-    def _meet(self, word: bytes) -> None:
+    def _sync_peers(self, word: bytes) -> None:
         """Return when every rank has come here. The calls of the system order the writes before them, too."""
         try:
             for peer in self._peers:
@@ -123,12 +123,12 @@ class HostSum:
                 if not said:
                     raise ConnectionError
                 if said != word:
-                    numbers = [_WORD.unpack(each)[0] for each in (word, said)]
+                    numbers = [_COUNT_STRUCT.unpack(each)[0] for each in (word, said)]
                     raise RuntimeError("ranks sum different things: {:,} values here, {:,} there".format(*numbers))
         except BlockingIOError as error:
             raise RuntimeError(f"Timed out: a rank of this host did not come within {TIMEOUT_S:.0f} s") from error
         except OSError as error:
-            raise RuntimeError(GONE) from error
+            raise RuntimeError(PEER_GONE) from error
 
     def close(self) -> None:
         """Leave; who waits for this rank is told. Idempotent."""
@@ -138,7 +138,7 @@ class HostSum:
         self.memory = self.memory.new_empty(0)  # the last that keeps it mapped
 
 
-def _shared(peers: list[socket.socket], rank: int, size: int) -> mmap.mmap:
+def _map_shared_memory(peers: list[socket.socket], rank: int, size: int) -> mmap.mmap:
     """The memory: made by the first rank, handed to all others. Raises OSError."""
     if rank == 0:
         descriptor = os.memfd_create("shoal-sums")

@@ -24,17 +24,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.parallel.comm.shm_rendezvous import GONE, Peers, formed, wait_in_the_system
+from shoal.parallel.comm.shm_rendezvous import PEER_GONE, Peers, rendezvous, set_socket_timeouts
 from shoal.parallel.comm.world import TIMEOUT_S
 
-_NOTE = struct.Struct("<IQ")  # the number of the piece, the bytes in it
+_HEADER = struct.Struct("<IQ")  # the number of the piece, the bytes in it
 _DESCRIPTOR = struct.Struct("@i")
-_BESIDE = socket.CMSG_LEN(_DESCRIPTOR.size)
+_ANCILLARY_BYTES = socket.CMSG_LEN(_DESCRIPTOR.size)
 _HEAD_BYTES = 64  # of a piece, before the message; the first one is the flag
 _FREE, _TAKEN = 0, 1
 
 
-class _Piece:
+class _ShmBuffer:
     """Memory for messages of one size, which two ranks have. The descriptor is closed."""
 
     def __init__(self, descriptor: int, size: int) -> None:
@@ -47,134 +47,134 @@ class _Piece:
         self.flag, self.message = memory[:1].numpy(), memory[_HEAD_BYTES:].numpy()
 
 
-class _Line:
+class _Channel:
     """What one rank knows of its messages with another. `lines`: those with everybody, by socket."""
 
-    def __init__(self, peer: socket.socket, lines: dict[socket.socket, _Line]) -> None:
-        self.peer, self._lines = peer, lines
-        self.pieces: list[_Piece] = []  # in which this rank sends
-        self.by_size: dict[int, list[int]] = defaultdict(list)
-        self.theirs: dict[int, _Piece] = {}  # in which the other one sends
+    def __init__(self, peer: socket.socket, lines: dict[socket.socket, _Channel]) -> None:
+        self.peer, self._channels = peer, lines
+        self.buffers: list[_ShmBuffer] = []  # in which this rank sends
+        self.buffers_by_size: dict[int, list[int]] = defaultdict(list)
+        self.peer_buffers: dict[int, _ShmBuffer] = {}  # in which the other one sends
         self.arrived: dict[int, tuple[int, int]] = {}  # number of a message -> piece, bytes
-        self.num_arrived = self.num_asked = 0
+        self.num_arrived = self.num_requested = 0
 
-    def read(self) -> None:
+    def receive_header(self) -> None:
         """The next note. Raises RuntimeError."""
         try:
             # As each note was written: a stream does not run over from one with a descriptor into the next. (Python's
             # own `recv_fds` and `send_fds` do not hear of flags.)
-            note, beside, _, _ = self.peer.recvmsg(_NOTE.size, _BESIDE, socket.MSG_CMSG_CLOEXEC)
+            note, beside, _, _ = self.peer.recvmsg(_HEADER.size, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError as error:
-            raise RuntimeError(_late("sent")) from error
+            raise RuntimeError(_timeout_message("sent")) from error
         except OSError as error:
-            raise RuntimeError(GONE) from error
+            raise RuntimeError(PEER_GONE) from error
         if not note:
-            raise RuntimeError(GONE)
-        piece, size = _NOTE.unpack(note)
+            raise RuntimeError(PEER_GONE)
+        piece, size = _HEADER.unpack(note)
         for _, _, descriptor in beside:  # the first message in a new piece
-            self.theirs[piece] = _Piece(_DESCRIPTOR.unpack(descriptor)[0], size)
+            self.peer_buffers[piece] = _ShmBuffer(_DESCRIPTOR.unpack(descriptor)[0], size)
         self.arrived[self.num_arrived] = (piece, size)
         self.num_arrived += 1
 
-    def write(self, piece: int, size: int, descriptor: int | None = None) -> None:
+    def send_header(self, piece: int, size: int, descriptor: int | None = None) -> None:
         """Raises RuntimeError."""
         beside = []
         if descriptor is not None:
             beside.append((socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR.pack(descriptor)))
         while True:
             try:
-                self.peer.sendmsg([_NOTE.pack(piece, size)], beside, socket.MSG_DONTWAIT)
+                self.peer.sendmsg([_HEADER.pack(piece, size)], beside, socket.MSG_DONTWAIT)
                 return
             except BlockingIOError:
-                readable, writable, _ = select.select(list(self._lines), [self.peer], [], TIMEOUT_S)
+                readable, writable, _ = select.select(list(self._channels), [self.peer], [], TIMEOUT_S)
                 for peer in readable:
-                    self._lines[peer].read()
+                    self._channels[peer].receive_header()
                 if not readable and not writable:
-                    raise RuntimeError(_late("read")) from None
+                    raise RuntimeError(_timeout_message("read")) from None
             except OSError as error:
-                raise RuntimeError(GONE) from error
+                raise RuntimeError(PEER_GONE) from error
 
 
-class _Sent:
+class _CompletedSend:
     """A message that is on its way: nothing is left to do."""
 
     def wait(self) -> bool:
         return True
 
 
-class _Asked:
+class _PendingReceive:
     """A message that is expected."""
 
-    def __init__(self, line: _Line, number: int, tensor: Tensor) -> None:
-        self._line, self._number, self._tensor = line, number, tensor
+    def __init__(self, line: _Channel, number: int, tensor: Tensor) -> None:
+        self._channel, self._number, self._tensor = line, number, tensor
 
     def wait(self) -> bool:
         """Until it is in the tensor. Raises RuntimeError when the other rank is gone, or sends something else."""
-        line = self._line
+        line = self._channel
         while line.num_arrived <= self._number:
-            line.read()
+            line.receive_header()
         piece, size = line.arrived.pop(self._number)
         if size != self._tensor.nbytes:
             raise RuntimeError(f"a rank of this host sent {size:,} bytes, where {self._tensor.nbytes:,} were expected")
         if size:
-            theirs = line.theirs[piece]
-            np.copyto(_bytes(self._tensor), theirs.message)
+            theirs = line.peer_buffers[piece]
+            np.copyto(_as_bytes(self._tensor), theirs.message)
             theirs.flag[0] = _FREE
         return True
 
 
-class HostMessages:
+class ShmP2P:
     """One rank's messages with the others of its group.
 
     sent_bytes: what it has sent so far
     """
 
     def __init__(self, rank: int, peers: Peers) -> None:
-        wait_in_the_system(peers)
-        lines: dict[socket.socket, _Line] = {}
-        lines |= {peer: _Line(peer, lines) for peer in peers.values()}
-        self._lines = {other: lines[peer] for other, peer in peers.items()}
+        set_socket_timeouts(peers)
+        lines: dict[socket.socket, _Channel] = {}
+        lines |= {peer: _Channel(peer, lines) for peer in peers.values()}
+        self._channels = {other: lines[peer] for other, peer in peers.items()}
         self.sent_bytes = 0.0
 
     @classmethod
-    def form(cls, group: dist.ProcessGroup) -> HostMessages | None:
+    def try_create(cls, group: dist.ProcessGroup) -> ShmP2P | None:
         """Meet the other ranks of `group`; None, on all of them, unless gloo carries it within one host. Collective."""
-        return formed(group, socket.SOCK_STREAM, cls, cls.close)
+        return rendezvous(group, socket.SOCK_STREAM, cls, cls.close)
 
-    def send(self, tensor: Tensor, to: int) -> _Sent:
+    def send(self, tensor: Tensor, to: int) -> _CompletedSend:
         """Send to a rank of the group, which has to ask for it; the tensor may change at once. Raises RuntimeError."""
-        line, size = self._lines[to], tensor.nbytes
+        line, size = self._channels[to], tensor.nbytes
         self.sent_bytes += size
         if not size:
-            line.write(0, 0)
-            return _Sent()
-        free = next((each for each in line.by_size[size] if line.pieces[each].flag[0] == _FREE), None)
+            line.send_header(0, 0)
+            return _CompletedSend()
+        free = next((each for each in line.buffers_by_size[size] if line.buffers[each].flag[0] == _FREE), None)
         if free is None:
-            self._send_in_new_piece(line, tensor)
+            self._send_in_new_buffer(line, tensor)
         else:
-            _fill(line.pieces[free], tensor)
-            line.write(free, size)
-        return _Sent()
+            _fill_buffer(line.buffers[free], tensor)
+            line.send_header(free, size)
+        return _CompletedSend()
 
     @staticmethod
-    def _send_in_new_piece(line: _Line, tensor: Tensor) -> None:
-        descriptor, number = os.memfd_create("shoal-messages"), len(line.pieces)
+    def _send_in_new_buffer(line: _Channel, tensor: Tensor) -> None:
+        descriptor, number = os.memfd_create("shoal-messages"), len(line.buffers)
         try:
             os.truncate(descriptor, _HEAD_BYTES + tensor.nbytes)
-            line.pieces.append(_Piece(os.dup(descriptor), tensor.nbytes))
-            line.by_size[tensor.nbytes].append(number)
-            _fill(line.pieces[number], tensor)
-            line.write(number, tensor.nbytes, descriptor)
+            line.buffers.append(_ShmBuffer(os.dup(descriptor), tensor.nbytes))
+            line.buffers_by_size[tensor.nbytes].append(number)
+            _fill_buffer(line.buffers[number], tensor)
+            line.send_header(number, tensor.nbytes, descriptor)
         finally:
             os.close(descriptor)
 
-    def receive(self, tensor: Tensor, sender: int) -> _Asked:
+    def receive(self, tensor: Tensor, sender: int) -> _PendingReceive:
         """Ask for the next message of a rank of the group; it is in `tensor`, contiguous, after `wait()`."""
-        line = self._lines[sender]
-        line.num_asked += 1
-        return _Asked(line, line.num_asked - 1, tensor)
+        line = self._channels[sender]
+        line.num_requested += 1
+        return _PendingReceive(line, line.num_requested - 1, tensor)
 
-    def take_over(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+    def redirect_ops(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         """The same messages, as torch's schedules make them up, by this way instead of the group's."""
         ours = {dist.isend: self._isend, dist.irecv: self._irecv}
         for op in ops:
@@ -183,29 +183,29 @@ class HostMessages:
 
     # torch calls whatever is neither of its own functions with the other rank as `group_src`.
 
-    def _isend(self, tensor: Tensor, *, group_src: int, **others: Any) -> _Sent:
+    def _isend(self, tensor: Tensor, *, group_src: int, **others: Any) -> _CompletedSend:
         return self.send(tensor.detach(), group_src)
 
-    def _irecv(self, tensor: Tensor, *, group_src: int, **others: Any) -> _Asked:
+    def _irecv(self, tensor: Tensor, *, group_src: int, **others: Any) -> _PendingReceive:
         return self.receive(tensor.detach(), group_src)
 
     def close(self) -> None:
         """Leave; who waits for this rank is told. Idempotent."""
-        for line in self._lines.values():
+        for line in self._channels.values():
             line.peer.close()
-            line.pieces.clear()
-            line.by_size.clear()
-            line.theirs.clear()
+            line.buffers.clear()
+            line.buffers_by_size.clear()
+            line.peer_buffers.clear()
 
 
-def _late(what: str) -> str:
+def _timeout_message(what: str) -> str:
     return f"Timed out: a rank of this host {what} nothing for {TIMEOUT_S:.0f} s"
 
 
-def _bytes(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _as_bytes(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy()
 
 
-def _fill(piece: _Piece, tensor: Tensor) -> None:
+def _fill_buffer(piece: _ShmBuffer, tensor: Tensor) -> None:
     piece.flag[0] = _TAKEN
-    np.copyto(piece.message, _bytes(tensor))
+    np.copyto(piece.message, _as_bytes(tensor))

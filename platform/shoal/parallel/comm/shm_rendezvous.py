@@ -19,12 +19,12 @@ from shoal.parallel.comm.world import TIMEOUT_S
 
 T = TypeVar("T")
 Peers = dict[int, socket.socket]  # by rank of the group, without the own one
-GONE = "Connection closed by peer: a rank of this host is gone"
-_WORD = struct.Struct("<I")
-_FORMING_S = 10.0
+PEER_GONE = "Connection closed by peer: a rank of this host is gone"
+_RANK_STRUCT = struct.Struct("<I")
+_CONNECT_TIMEOUT_S = 10.0
 
 
-def formed(
+def rendezvous(
     group: dist.ProcessGroup, kind: socket.SocketKind, make: Callable[[int, Peers], T], undo: Callable[[T], None]
 ) -> T | None:
     """What `make` makes of a rank and its connections to all others, on every rank; None, on all of them, unless gloo
@@ -39,54 +39,56 @@ def formed(
         listener = closing.enter_context(socket.socket(socket.AF_UNIX, kind))
         listener.bind("")  # Linux finds a name, which no file has
         listener.listen(dist.get_world_size(group))
-        found = _gathered((_host(), listener.getsockname(), secrets.token_bytes(16)), group)
+        found = _all_gather((_host_id(), listener.getsockname(), secrets.token_bytes(16)), group)
         if len({host for host, _, _ in found}) > 1:
             return None
         made: T | None = None
         with suppress(OSError):
-            made = _joined(dist.get_rank(group), listener, [(name, token) for _, name, token in found], make)
-        if all(_gathered(made is not None, group)):
+            made = _connect_peers(dist.get_rank(group), listener, [(name, token) for _, name, token in found], make)
+        if all(_all_gather(made is not None, group)):
             return made
         if made is not None:
             undo(made)
         return None
 
 
-def _joined(rank: int, listener: socket.socket, known: list[tuple[bytes, bytes]], make: Callable[[int, Peers], T]) -> T:
+def _connect_peers(
+    rank: int, listener: socket.socket, known: list[tuple[bytes, bytes]], make: Callable[[int, Peers], T]
+) -> T:
     """Connect to the ranks before this one, and be connected to by those after it. Raises OSError."""
     with ExitStack() as undo:
         peers: Peers = {}
         for other, (name, token) in enumerate(known[:rank]):
             peers[other] = peer = undo.enter_context(socket.socket(socket.AF_UNIX, listener.type))
-            peer.settimeout(_FORMING_S)
+            peer.settimeout(_CONNECT_TIMEOUT_S)
             peer.connect(name)
-            peer.sendall(token + _WORD.pack(rank))
-        listener.settimeout(_FORMING_S)
+            peer.sendall(token + _RANK_STRUCT.pack(rank))
+        listener.settimeout(_CONNECT_TIMEOUT_S)
         while len(peers) < len(known) - 1:
             peer = undo.enter_context(listener.accept()[0])
-            peer.settimeout(_FORMING_S)
+            peer.settimeout(_CONNECT_TIMEOUT_S)
             said = peer.recv(20, socket.MSG_WAITALL)
             if said[:16] == known[rank][1]:  # anybody on this host can connect
-                peers[_WORD.unpack(said[16:])[0]] = peer
+                peers[_RANK_STRUCT.unpack(said[16:])[0]] = peer
         made = make(rank, {other: peers[other] for other in sorted(peers)})
         undo.pop_all()
     return made
 
 
-def wait_in_the_system(peers: Peers) -> None:
+def set_socket_timeouts(peers: Peers) -> None:
     """The system's own limit for a socket that does not answer saves a call to poll."""
     for peer in peers.values():
         peer.settimeout(None)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(TIMEOUT_S), 0))
 
 
-def _host() -> str:
+def _host_id() -> str:
     """The same for two processes that can reach each other's sockets and memory."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
 
 
-def _gathered(value: T, group: dist.ProcessGroup) -> list[T]:
+def _all_gather(value: T, group: dist.ProcessGroup) -> list[T]:
     found: list[T] = [value] * dist.get_world_size(group)
     dist.all_gather_object(found, value, group=group)
     return found

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from shoal.errors import ConfigError
-from shoal.network_address import ELSEWHERE, address_towards, is_loopback
+from shoal.network_address import EXTERNAL_PROBE_HOST, find_local_address, is_loopback
 
 T = TypeVar("T")
 CUDA_BACKEND = "cpu:gloo,cuda:nccl"
@@ -38,7 +38,7 @@ class World:
     _owns_group: bool = field(default=False, repr=False)
 
     @classmethod
-    def alone(cls, device: str = "auto") -> World:
+    def single(cls, device: str = "auto") -> World:
         """One process, no group."""
         return cls(0, 1, choose_device(device, 0))
 
@@ -47,11 +47,11 @@ class World:
         """As torchrun says (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...); alone where it says nothing."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
-            return cls.alone(device)
+            return cls.single(device)
         rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
         chosen = choose_device(device, local)
         has_others = int(os.environ.get("LOCAL_WORLD_SIZE", size)) < size
-        speak_towards(os.environ.get("MASTER_ADDR", ""), has_others)
+        set_gloo_interface_towards(os.environ.get("MASTER_ADDR", ""), has_others)
         store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=TIMEOUT_S)))
         # torchrun keeps its store over restarts, with the addresses of ranks that are dead.
         life = f"life-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -65,10 +65,10 @@ class World:
         return cls(rank, size, chosen, local, _owns_group=True)
 
     @classmethod
-    def joined(cls, device: str = "auto", local_rank: int = 0) -> World:
+    def from_process_group(cls, device: str = "auto", local_rank: int = 0) -> World:
         """The group that this process is in already; alone when it is in none."""
         if not dist.is_initialized():
-            return cls.alone(device)
+            return cls.single(device)
         return cls(dist.get_rank(), dist.get_world_size(), choose_device(device, local_rank), local_rank)
 
     @property
@@ -123,22 +123,22 @@ def backend_for(device: torch.device) -> str:
     return CUDA_BACKEND if device.type == "cuda" else "gloo"
 
 
-VARIABLE = "GLOO_SOCKET_IFNAME"  # of torch; what a user has set stays
+GLOO_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"  # of torch; what a user has set stays
 
 
-def speak_from(address: str) -> None:
+def set_gloo_interface(address: str) -> None:
     """Groups that this process forms from now on speak by the interface that has `address`, when one has."""
     for name, addresses in psutil.net_if_addrs().items():
         if address in (each.address.partition("%")[0] for each in addresses):
-            os.environ.setdefault(VARIABLE, name)
+            os.environ.setdefault(GLOO_INTERFACE_VARIABLE, name)
             return
 
 
-def speak_towards(first_host: str, has_others: bool) -> None:
+def set_gloo_interface_towards(first_host: str, has_others: bool) -> None:
     """The same by the address that leads to `first_host`, where there are ranks on other hosts, too: of the first host
     itself, whose own name leads to loopback, that which leads out."""
-    address = address_towards(first_host)
+    address = find_local_address(first_host)
     if address is not None and has_others and is_loopback(address):
-        address = address_towards(ELSEWHERE)
+        address = find_local_address(EXTERNAL_PROBE_HOST)
     if address is not None:
-        speak_from(address)
+        set_gloo_interface(address)

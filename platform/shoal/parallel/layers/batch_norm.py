@@ -16,38 +16,38 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.errors import PlanError
-from shoal.parallel.comm.shm_all_reduce import HostSum
+from shoal.parallel.comm.shm_all_reduce import ShmAllReduce
 
 _OWN_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
-class DataRanks:
+class DataGroup:
     """The ranks that share a global batch, and the seconds that this one has waited for the others.
 
     on_host: how they sum when all of them are on one host; None when not, or when that is not wanted
     """
 
-    def __init__(self, group: dist.ProcessGroup, on_host: HostSum | None = None) -> None:
-        self.group, self.on_host = group, on_host
+    def __init__(self, group: dist.ProcessGroup, on_host: ShmAllReduce | None = None) -> None:
+        self.group, self.shm_all_reduce = group, on_host
         self.size = dist.get_world_size(group)
         self._waited_s = 0.0
 
     @property
     def waited_s(self) -> float:
-        return self._waited_s + (self.on_host.waited_s if self.on_host else 0.0)
+        return self._waited_s + (self.shm_all_reduce.waited_s if self.shm_all_reduce else 0.0)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DataRanks:
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataGroup:
         return self  # a copy of a model speaks with the same ranks
 
-    def told_on(self, device: torch.device) -> torch.device:
+    def control_device(self, device: torch.device) -> torch.device:
         """Where they gather what only their hosts ask for: there, if anything carries it, else on their own device."""
-        is_told_by_host = self.on_host is not None or "gloo" in dist.get_backend_config(self.group)
+        is_told_by_host = self.shm_all_reduce is not None or "gloo" in dist.get_backend_config(self.group)
         return torch.device("cpu") if is_told_by_host else device
 
     def gather(self, mine: Tensor) -> Tensor:
         """Every rank's values, [R, *mine]."""
-        if self.on_host:
-            return self.on_host.gather(mine)
+        if self.shm_all_reduce:
+            return self.shm_all_reduce.gather(mine)
         start_s = time.perf_counter()
         everyone = mine.new_empty(self.size * mine.numel())
         dist.all_gather_single(everyone, mine.view(-1), self.group)
@@ -56,8 +56,8 @@ class DataRanks:
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over the ranks, in place."""
-        if self.on_host:
-            return self.on_host.sum(values)
+        if self.shm_all_reduce:
+            return self.shm_all_reduce.sum(values)
         start_s = time.perf_counter()
         dist.all_reduce(values, group=self.group)
         self._waited_s += time.perf_counter() - start_s
@@ -70,7 +70,7 @@ class GlobalBatchNorm(_BatchNorm):
     ranks: None while this one tries the model alone
     """
 
-    ranks: DataRanks | None
+    ranks: DataGroup | None
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
@@ -79,7 +79,7 @@ class GlobalBatchNorm(_BatchNorm):
         normalised: Tensor
         normalised, mean, variance, count = _Normalise.apply(input, self.eps, self.ranks)  # type: ignore[no-untyped-call]
         if self.track_running_stats:
-            self._track(mean, variance, count)
+            self._update_running_stats(mean, variance, count)
         if not self.affine:
             return normalised.to(input.dtype)
         shape = [1, -1, *(1 for _ in input.shape[2:])]
@@ -88,7 +88,7 @@ class GlobalBatchNorm(_BatchNorm):
         bias: Tensor | None = self.bias
         return (scaled if bias is None else scaled + bias.view(shape)).to(input.dtype)
 
-    def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+    def _update_running_stats(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
@@ -106,7 +106,7 @@ class _Normalise(torch.autograd.Function):
     """(x - mean) / sqrt(variance + eps) over [N, C, ...], the moments being those of all ranks' values together."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, eps: float, ranks: DataRanks | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, input: Tensor, eps: float, ranks: DataGroup | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         values = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         dims = [0, *range(2, input.ndim)]
         variance, mean = torch.var_mean(values, dims, correction=0)
@@ -152,7 +152,7 @@ def check_batch_norm(model: nn.Module) -> None:
             raise PlanError("model", name, problem, remedy)
 
 
-def globalise_batch_norm(model: nn.Module, ranks: DataRanks | None) -> None:
+def globalise_batch_norm(model: nn.Module, ranks: DataGroup | None) -> None:
     """Let every batch normalisation of `model` speak with the other data ranks, in place.
 
     ranks: None before they are known: for passes that this rank makes alone, and of which one sample is enough

@@ -14,7 +14,7 @@ from torch import nn
 
 from shoal.errors import PlanError
 
-_kinds = count()  # of modules that were compiled in this process
+_code_ids = count()  # of modules that were compiled in this process
 
 
 def compile_module(module: nn.Module) -> None:
@@ -22,27 +22,27 @@ def compile_module(module: nn.Module) -> None:
 
     Not by `module.compile()`, which silently leaves PyTorch's own modules (a Sequential, say) as they are.
     """
-    module._compiled_call_impl = _compiled(module, lambda *args, **kwargs: module._call_impl(*args, **kwargs))
+    module._compiled_call_impl = _compile_function(module, lambda *args, **kwargs: module._call_impl(*args, **kwargs))
 
 
 def compile_forward(module: nn.Module) -> None:
     """As `compile_module`, but hooks stay outside: what FSDP and pipelines do around a block would break its graph."""
     forward = module.forward
-    module.forward = _compiled(module, lambda *args, **kwargs: forward(*args, **kwargs))
+    module.forward = _compile_function(module, lambda *args, **kwargs: forward(*args, **kwargs))
 
 
-def _compiled(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
-    kind = _kind_of(module, function)
+def _compile_function(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+    kind = _get_shared_code(module, function)
     compiled = torch.compile(FunctionType(kind.code, function.__globals__, closure=function.__closure__))
-    before = _num_graphs()
+    before = _count_graphs()
 
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             output = compiled(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
-            raise _not_compiled(module, f"{type(error).__name__}: {error}") from error
-        if not kind.has_graph and _num_graphs() == before:
-            raise _not_compiled(module, "no graph was made of it")
+            raise _compile_error(module, f"{type(error).__name__}: {error}") from error
+        if not kind.has_graph and _count_graphs() == before:
+            raise _compile_error(module, "no graph was made of it")
         kind.has_graph = True
         return output
 
@@ -50,7 +50,7 @@ def _compiled(module: nn.Module, function: Callable[..., Any]) -> Callable[..., 
 
 
 @dataclass
-class _Kind:
+class _SharedCode:
     """What modules that are alike share, so that they are compiled once.
 
     torch.compile keeps its graphs by code object, a few (8) for each; past that it silently compiles no more. So those
@@ -61,20 +61,22 @@ class _Kind:
     has_graph: bool = False
 
 
-def _kind_of(module: nn.Module, function: Callable[..., Any]) -> _Kind:
+def _get_shared_code(module: nn.Module, function: Callable[..., Any]) -> _SharedCode:
     shapes = [(name, tuple(parameter.shape)) for name, parameter in module.named_parameters()]
-    return _kind(function.__code__, f"{module} {shapes}")
+    return _make_shared_code(function.__code__, f"{module} {shapes}")
 
 
 @cache
-def _kind(code: CodeType, description: str) -> _Kind:
-    return _Kind(code.replace(co_name=f"compiled_{next(_kinds)}"))  # torch remembers by name which sizes have changed
+def _make_shared_code(code: CodeType, description: str) -> _SharedCode:
+    return _SharedCode(
+        code.replace(co_name=f"compiled_{next(_code_ids)}")
+    )  # torch remembers by name which sizes have changed
 
 
-def _num_graphs() -> int:
+def _count_graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def _not_compiled(module: nn.Module, reason: str) -> PlanError:
+def _compile_error(module: nn.Module, reason: str) -> PlanError:
     problem = f"{type(module).__name__} cannot be compiled ({reason})"
     return PlanError("parallel.compile", True, problem, "use compile=false")

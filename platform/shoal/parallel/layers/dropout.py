@@ -21,7 +21,7 @@ from torch import Tensor, nn
 _MASK_64 = (1 << 64) - 1
 
 
-def mixed(*words: int) -> int:
+def mix_seed(*words: int) -> int:
     """A seed of 63 bits out of several numbers (SplitMix64's finaliser)."""
     state = 0x9E3779B97F4A7C15
     for word in words:
@@ -32,7 +32,7 @@ def mixed(*words: int) -> int:
     return state >> 1
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """One of `number` equal parts along a dimension."""
 
     dim: int
@@ -40,7 +40,7 @@ class Part(NamedTuple):
     number: int
 
 
-class Draws:
+class DropoutRng:
     """All that is random within a step. One object for each rank, shared by its dropout layers."""
 
     def __init__(self, seed: int, data_rank: int, num_data_ranks: int, device: torch.device) -> None:
@@ -52,30 +52,30 @@ class Draws:
             self._global.append(torch.cuda.default_generators[device.index])
         self._key = (seed, 0, 0)
         self._calls: dict[tuple[int, ...], int] = {}
-        self._seen: dict[int, int] = {}
+        self._seeds_by_token: dict[int, int] = {}
         self._step = -1
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Draws:
+    def __deepcopy__(self, memo: dict[int, Any]) -> DropoutRng:
         return self  # a copy of the model is still this rank's
 
-    def begin(self, step: int, micro_step: int, num_samples: int) -> None:
+    def begin_micro_step(self, step: int, micro_step: int, num_samples: int) -> None:
         """What is drawn from here on belongs to this micro-step, of so many samples on this rank."""
         if step != self._step:
             self._calls.clear()
-            self._seen.clear()
+            self._seeds_by_token.clear()
             self._step = step
         self.num_samples = num_samples
         self._key = (self.seed, step, micro_step)
-        seed = mixed(*self._key, self.data_rank)
+        seed = mix_seed(*self._key, self.data_rank)
         for generator in self._global:
             generator.manual_seed(seed)
 
-    def keep_mask(self, layer: int, shape: torch.Size, keep: float, like: Tensor, part: Part | None) -> Tensor:
+    def draw_mask(self, layer: int, shape: torch.Size, keep: float, like: Tensor, part: TensorPart | None) -> Tensor:
         """Ones with probability `keep` and zeros, [*shape]: the part of this rank's samples in the global mask.
 
         part: what this rank holds of a dimension that tensor ranks split
         """
-        self._generator.manual_seed(self._seed_of_call(layer))
+        self._generator.manual_seed(self._get_call_seed(layer))
         full = list(shape)
         if part is not None and shape[part.dim] == 1:  # a mask of whole channels, which are not what is split
             part = None
@@ -91,17 +91,17 @@ class Draws:
             mask = mask.narrow(part.dim, part.which * shape[part.dim], shape[part.dim])
         return mask
 
-    def _seed_of_call(self, layer: int) -> int:
+    def _get_call_seed(self, layer: int) -> int:
         """A layer called again draws another mask, but not when activation checkpointing recomputes a call.
 
         Recomputing restores the state of PyTorch's own generator: the token drawn from it tells which call it is.
         """
         token = int(torch.empty((), dtype=torch.int64).random_().item())
-        seed = self._seen.get(token)
+        seed = self._seeds_by_token.get(token)
         if seed is None:
             key = (*self._key, layer)
             call = self._calls[key] = self._calls.get(key, -1) + 1
-            seed = self._seen[token] = mixed(*key, call)
+            seed = self._seeds_by_token[token] = mix_seed(*key, call)
         return seed
 
     def _sample_dim(self, shape: torch.Size) -> int | None:
@@ -118,10 +118,10 @@ class Draws:
 class SeededDropout(nn.Dropout):
     """`nn.Dropout` and its relatives, with masks from `Draws`. Zeroes whole channels when `channels` is true."""
 
-    draws: Draws
+    rng: DropoutRng
     layer: int
     channels: bool
-    part: Part | None
+    part: TensorPart | None
 
     def forward(self, input: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
@@ -133,14 +133,14 @@ class SeededDropout(nn.Dropout):
         shape = input.shape
         if self.channels:
             shape = torch.Size([*shape[:2], *(1 for _ in shape[2:])])
-        mask = self.draws.keep_mask(self.layer, shape, 1.0 - self.p, input, self.part)
+        mask = self.rng.draw_mask(self.layer, shape, 1.0 - self.p, input, self.part)
         return input * mask / (1.0 - self.p)
 
 
 _CHANNELS = {nn.Dropout: False, nn.Dropout1d: True, nn.Dropout2d: True, nn.Dropout3d: True}
 
 
-def seed_dropout(model: nn.Module, draws: Draws, prefix: str = "") -> None:
+def seed_dropout(model: nn.Module, draws: DropoutRng, prefix: str = "") -> None:
     """Let the dropout layers of `model` draw from `draws`, in place.
 
     prefix: what stands before the names of `model`'s modules in the whole model, for a stage: layers are told apart by
@@ -151,5 +151,5 @@ def seed_dropout(model: nn.Module, draws: Draws, prefix: str = "") -> None:
             channels = _CHANNELS[type(module)]
             module.__class__ = SeededDropout
             assert isinstance(module, SeededDropout)
-            module.draws, module.layer, module.channels = draws, crc32(f"{prefix}{name}".encode()), channels
+            module.rng, module.layer, module.channels = draws, crc32(f"{prefix}{name}".encode()), channels
             module.part = None

@@ -25,10 +25,10 @@ def use_channels_last(model: nn.Module) -> None:
     """Each convolution reads its images channels last, and so do the layers that follow: they keep what they get."""
     for module in model.modules():
         if isinstance(module, CONVOLUTIONS):
-            module.register_forward_pre_hook(_channels_last)
+            module.register_forward_pre_hook(_to_channels_last)
 
 
-def _channels_last(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _to_channels_last(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     images, *others = inputs
     if images.ndim == 3 or images.stride(1) == 1:  # one image without [B]; as it should be
         return inputs

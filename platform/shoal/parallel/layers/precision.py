@@ -37,7 +37,7 @@ class LossScale:
     hands to the Trainer is always the gradient of the whole batch.
     """
 
-    LEAST = 1.0
+    MIN_VALUE = 1.0
 
     def __init__(self, initial: float = 65536.0, growth_steps: int = 2000) -> None:
         self.value = initial
@@ -59,7 +59,7 @@ class LossScale:
                 self.value, self._good_steps = self.value * 2, 0
             return True
         self._good_steps = 0
-        if self.value <= self.LEAST:
+        if self.value <= self.MIN_VALUE:
             return True
         self.value /= 2
         return False

@@ -14,43 +14,43 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shoal.parallel.spec import Coordinates, Degrees
-from shoal.parallel.state.gradients import local
+from shoal.parallel.spec import Coordinates, ParallelDims
+from shoal.parallel.state.gradients import to_local
 
 BUCKET_BYTES = 25 << 20
 HEADER_SIZE = 12  # of a tensor whose shape the receiver does not know: dtype, dimensions, sizes
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-class Groups:
+class PipelineGroups:
     """pipeline: the ranks with the same samples, and the same part of split layers; data: those with the same stages,
     and the same part; None where it is this rank alone."""
 
-    def __init__(self, degrees: Degrees, rank: int) -> None:
-        self.degrees, self.at = degrees, degrees.coordinates(rank)
-        self.pipeline = self._form([self._along_pipeline(*each) for each in self._pipelines()], rank)
+    def __init__(self, degrees: ParallelDims, rank: int) -> None:
+        self.degrees, self.coordinates = degrees, degrees.coordinates(rank)
+        self.pipeline = self._create_groups([self._pipeline_ranks(*each) for each in self._list_pipelines()], rank)
         shares = [
             [degrees.rank(Coordinates(stage, data, tensor)) for data in range(degrees.data)]
             for stage in range(degrees.pipeline)
             for tensor in range(degrees.tensor)
         ]
-        self.data = self._form(shares, rank) if degrees.data > 1 else None
+        self.data = self._create_groups(shares, rank) if degrees.data > 1 else None
         self._rank = rank
 
-    def among(self, pipeline_ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    def make_group(self, pipeline_ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """The group of some stages' ranks in one pipeline; None on other ranks. Collective."""
-        sets = [[self._along_pipeline(*each)[rank] for rank in pipeline_ranks] for each in self._pipelines()]
-        return self._form(sets, self._rank)
+        sets = [[self._pipeline_ranks(*each)[rank] for rank in pipeline_ranks] for each in self._list_pipelines()]
+        return self._create_groups(sets, self._rank)
 
-    def _pipelines(self) -> list[tuple[int, int]]:
+    def _list_pipelines(self) -> list[tuple[int, int]]:
         """Each as (data, tensor)."""
         return list(product(range(self.degrees.data), range(self.degrees.tensor)))
 
-    def _along_pipeline(self, data: int, tensor: int) -> list[int]:
+    def _pipeline_ranks(self, data: int, tensor: int) -> list[int]:
         return [self.degrees.rank(Coordinates(index, data, tensor)) for index in range(self.degrees.pipeline)]
 
     @staticmethod
-    def _form(sets: list[list[int]], rank: int) -> dist.ProcessGroup | None:
+    def _create_groups(sets: list[list[int]], rank: int) -> dist.ProcessGroup | None:
         own: dist.ProcessGroup | None = None
         for ranks in sets:
             formed = dist.new_group(ranks)
@@ -78,7 +78,7 @@ def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, 
             assert isinstance(parameter, DTensor)
             parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
     under_way: list[tuple[list[Tensor], Tensor, Any]] = []
-    for bucket in _buckets([local(parameter.grad) for parameter in used if parameter.grad is not None]):
+    for bucket in _make_buckets([to_local(parameter.grad) for parameter in used if parameter.grad is not None]):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
         under_way.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
     for bucket, flat, work in under_way:
@@ -89,7 +89,7 @@ def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, 
             gradient.copy_(summed.view(gradient.shape))
 
 
-def _buckets(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
+def _make_buckets(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
     buckets: list[list[Tensor]] = []
     size_bytes = 0
     for gradient in gradients:
@@ -101,7 +101,7 @@ def _buckets(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
     return buckets
 
 
-def send(tensor: Tensor, to: int, group: dist.ProcessGroup) -> None:
+def send_tensor(tensor: Tensor, to: int, group: dist.ProcessGroup) -> None:
     """Send to a rank of `group` that does not know the shape."""
     header = torch.zeros(HEADER_SIZE, dtype=torch.int64, device=tensor.device)
     words = [DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
@@ -110,7 +110,7 @@ def send(tensor: Tensor, to: int, group: dist.ProcessGroup) -> None:
     dist.send(tensor.contiguous(), group=group, group_dst=to)
 
 
-def receive(sender: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:
+def receive_tensor(sender: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:
     """What a rank of `group` sends by `send`."""
     header = torch.zeros(HEADER_SIZE, dtype=torch.int64, device=device)
     dist.recv(header, group=group, group_src=sender)

@@ -18,76 +18,83 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from shoal.batch_tree import num_samples
+from shoal.batch_tree import count_samples
 from shoal.errors import ConfigError, PlanError
 from shoal.parallel.comm.mesh import make_mesh
-from shoal.parallel.comm.shm_p2p import HostMessages
+from shoal.parallel.comm.shm_p2p import ShmP2P
 from shoal.parallel.comm.world import World
-from shoal.parallel.layers.batch_norm import DataRanks, globalise_batch_norm
+from shoal.parallel.layers.batch_norm import DataGroup, globalise_batch_norm
 from shoal.parallel.layers.dropout import seed_dropout
 from shoal.parallel.layers.precision import autocast
-from shoal.parallel.micro_batches import micro_batches, pieces
-from shoal.parallel.model import Learnable, ParallelModel, measured
-from shoal.parallel.pipeline.groups import Groups, receive, send, sum_gradients
-from shoal.parallel.pipeline.partition import Layout, lay_out
-from shoal.parallel.pipeline.schedules import SPLITTING, check, stage_ranks
-from shoal.parallel.pipeline.stage_forward import GatedModel, View, views_of
-from shoal.parallel.pipeline.stage_weights import Weights, check_copies
-from shoal.parallel.pipeline.stages import Clock, Schedules, StageDraws, StageModule, build_schedule, form_of
-from shoal.parallel.spec import Degrees, ParallelSpec
+from shoal.parallel.micro_batches import iter_chunks, split_micro_batches
+from shoal.parallel.model import ParallelModel, TaskProtocol, compute_loss_and_metrics
+from shoal.parallel.pipeline.groups import PipelineGroups, receive_tensor, send_tensor, sum_gradients
+from shoal.parallel.pipeline.partition import StagePartition, partition_model
+from shoal.parallel.pipeline.schedules import SPLIT_BACKWARD, check_schedule, get_stage_ranks
+from shoal.parallel.pipeline.stage_forward import StageForward, StageSlice, build_stage_slices
+from shoal.parallel.pipeline.stage_weights import StageWeights, check_copied_weights
+from shoal.parallel.pipeline.stages import (
+    ScheduleCache,
+    StageClock,
+    StageDropoutRng,
+    StageModule,
+    build_schedule,
+    shape_key,
+)
+from shoal.parallel.spec import ParallelDims, ParallelSpec
 from shoal.parallel.spmd.buffer_consistency import check_buffers
-from shoal.parallel.spmd.fsdp import shard
+from shoal.parallel.spmd.fsdp import apply_fsdp
 from shoal.parallel.spmd.fsdp_blocks import find_blocks
-from shoal.parallel.spmd.fsdp_consistency import Usage
+from shoal.parallel.spmd.fsdp_consistency import BlockUsageCheck
 from shoal.parallel.state import gradients, state_dict
-from shoal.parallel.state.module_snapshot import attributes_kept, evaluating
-from shoal.parallel.tensor.apply import agreed_plan, part_dropouts, split_layers
+from shoal.parallel.state.module_snapshot import eval_mode, preserve_parameter_attributes
+from shoal.parallel.tensor.apply import agree_on_tensor_plan, split_dropouts, split_layers
 
 
 def build_pipeline(
     model: nn.Module,
-    learnable: Learnable,
+    learnable: TaskProtocol,
     spec: ParallelSpec,
-    degrees: Degrees,
+    degrees: ParallelDims,
     world: World,
     example: Any,
     seed: int,
 ) -> ParallelModel:
     """This rank's stages of `model`. Collective. Raises PlanError, on every rank, when it cannot be cut or run so."""
     num_micro_batches = spec.num_micro_batches(degrees)
-    _check(spec, degrees, num_micro_batches)
+    _check_spec(spec, degrees, num_micro_batches)
     model.to(world.device)
     if degrees.data > 1:
         globalise_batch_norm(model, None)  # a micro-batch may be of one sample, which has no statistics of its own
-    ranks = stage_ranks(spec.schedule, degrees.pipeline)
-    batch = micro_batches(example, spec.accumulate * num_micro_batches)[0]
-    layout = lay_out(model, learnable, batch, len(ranks), world, lambda: autocast(spec.precision, world.device))
+    ranks = get_stage_ranks(spec.schedule, degrees.pipeline)
+    batch = split_micro_batches(example, spec.accumulate * num_micro_batches)[0]
+    layout = partition_model(model, learnable, batch, len(ranks), world, lambda: autocast(spec.precision, world.device))
     held = {ranks[stage] for stages in layout.parameters.values() for stage in stages}
     for rank in range(degrees.pipeline):
         if rank not in held:
-            cuts = [cut.module for cut in layout.cuts]
+            cuts = [cut.module for cut in layout.split_points]
             raise PlanError("pipeline_cuts", cuts, f"leave rank {rank} without a parameter", "cut elsewhere")
-    check_copies(model, layout, ranks)
+    check_copied_weights(model, layout, ranks)
     mesh = make_mesh(degrees, world) if degrees.tensor > 1 or degrees.is_sharded else None
     if mesh is None or degrees.tensor == 1:
-        return Pipelined(model, learnable, spec, degrees, world, layout, mesh, seed)
-    plan = agreed_plan(model, learnable, degrees.tensor, world, batch)
+        return PipelineModel(model, learnable, spec, degrees, world, layout, mesh, seed)
+    plan = agree_on_tensor_plan(model, learnable, degrees.tensor, world, batch)
     split_layers(model, plan, mesh["tensor"])
-    pipelined = Pipelined(model, learnable, spec, degrees, world, layout, mesh, seed)
-    part_dropouts(model, plan, mesh["tensor"])
+    pipelined = PipelineModel(model, learnable, spec, degrees, world, layout, mesh, seed)
+    split_dropouts(model, plan, mesh["tensor"])
     return pipelined
 
 
-def _check(spec: ParallelSpec, degrees: Degrees, num_micro_batches: int) -> None:
-    check(spec.schedule, degrees.pipeline, num_micro_batches, degrees.is_sharded)
+def _check_spec(spec: ParallelSpec, degrees: ParallelDims, num_micro_batches: int) -> None:
+    check_schedule(spec.schedule, degrees.pipeline, num_micro_batches, degrees.is_sharded)
     if spec.precision == "fp16":
         raise PlanError("parallel.precision", spec.precision, "does not go with a pipeline", "use bf16")
-    if spec.compile and spec.schedule in SPLITTING:
+    if spec.compile and spec.schedule in SPLIT_BACKWARD:
         problem = f"the schedule {spec.schedule} splits the backward pass, which compiled modules do not allow"
         raise PlanError("parallel.compile", True, problem, "use compile=false, or schedule=1f1b")
 
 
-class Pipelined(ParallelModel):
+class PipelineModel(ParallelModel):
     """The stages of this rank. The ranks of one pipeline are fed the same samples.
 
     layout: what each stage has
@@ -97,69 +104,78 @@ class Pipelined(ParallelModel):
     def __init__(
         self,
         model: nn.Module,
-        learnable: Learnable,
+        learnable: TaskProtocol,
         spec: ParallelSpec,
-        degrees: Degrees,
+        degrees: ParallelDims,
         world: World,
-        layout: Layout,
+        layout: StagePartition,
         mesh: DeviceMesh | None,
         seed: int,
     ) -> None:
-        self.layout, self.clock, self.modules = layout, Clock(), [model]
+        self.partition, self.clock, self.modules = layout, StageClock(), [model]
         self.data_rank, self.num_data_ranks = degrees.coordinates(world.rank).data, degrees.data
         self._model, self._learnable, self._spec, self._degrees, self._world = model, learnable, spec, degrees, world
-        self._groups = Groups(degrees, world.rank)
-        self._rank, self._stage_ranks = self._groups.at.pipeline, stage_ranks(spec.schedule, degrees.pipeline)
+        self._groups = PipelineGroups(degrees, world.rank)
+        self._rank, self._stage_ranks = (
+            self._groups.coordinates.pipeline,
+            get_stage_ranks(spec.schedule, degrees.pipeline),
+        )
         own = [stage for stage, rank in enumerate(self._stage_ranks) if rank == self._rank]
         self._has_last = len(self._stage_ranks) - 1 in own
         self._num_micro_batches = spec.num_micro_batches(degrees)
-        self._messages: HostMessages | None = None
-        if self._groups.pipeline is not None and spec.goes_through_memory(world.device.type):
-            self._messages = HostMessages.form(self._groups.pipeline)
-        self._data_ranks = DataRanks(self._groups.data) if self._groups.data is not None else None
+        self._shm_p2p: ShmP2P | None = None
+        if self._groups.pipeline is not None and spec.uses_shared_memory(world.device.type):
+            self._shm_p2p = ShmP2P.try_create(self._groups.pipeline)
+        self._data_ranks = DataGroup(self._groups.data) if self._groups.data is not None else None
         if self._data_ranks is not None:
             globalise_batch_norm(model, self._data_ranks)
-        calls, cuts = layout.calls, layout.cuts
-        self._draws = StageDraws(seed, self.data_rank, degrees.data, world.device, calls, cuts)
-        seed_dropout(model, self._draws)
+        calls, cuts = layout.calls, layout.split_points
+        self._dropout_rng = StageDropoutRng(seed, self.data_rank, degrees.data, world.device, calls, cuts)
+        seed_dropout(model, self._dropout_rng)
         blocks = _shard_blocks(model, layout, own, mesh, spec) if mesh is not None and degrees.is_sharded else []
         self._sharded = {f"{path}.{name}" for path, block in blocks for name, _ in block.named_parameters()}
-        self._usage = Usage(blocks, self._data_ranks, spec.dynamic) if blocks and self._data_ranks is not None else None
-        self._weights = Weights(model, layout, self._stage_ranks, self._rank)
-        ties = [(self._groups.among(ranks), names) for ranks, names in self._weights.tied.items()]
-        kept = self._weights.kept
-        self._ties = [(group, [kept[name] for name in names]) for group, names in ties if group is not None]
+        self._usage_check = (
+            BlockUsageCheck(blocks, self._data_ranks, spec.dynamic) if blocks and self._data_ranks is not None else None
+        )
+        self._weights = StageWeights(model, layout, self._stage_ranks, self._rank)
+        ties = [(self._groups.make_group(ranks), names) for ranks, names in self._weights.tied_names.items()]
+        kept = self._weights.local_parameters
+        self._tied_groups = [(group, [kept[name] for name in names]) for group, names in ties if group is not None]
         compiled: list[str] = []
         if spec.compile:
             begun = [name for name, stage in layout.blocks.items() if stage in own]
-            compiled = _compile(model, begun, views_of(calls, cuts))
-        self._gated = GatedModel(model, views_of(calls, cuts, _watched(model, compiled)))
-        self._stages = {each: StageModule(each, self._weights.of_stage(each), self._compute) for each in own}
-        self._schedules = Schedules(self._data_ranks if degrees.is_sharded else None, world.device)
-        self._handed: dict[int, Tensor] = {}  # by stage, a tensor like those that it hands on, without memory
+            compiled = _compile_blocks(model, begun, build_stage_slices(calls, cuts))
+        self._stage_forward = StageForward(model, build_stage_slices(calls, cuts, _find_gated_modules(model, compiled)))
+        self._stages = {
+            each: StageModule(each, self._weights.get_stage_parameters(each), self._compute_stage) for each in own
+        }
+        self._schedules = ScheduleCache(self._data_ranks if degrees.is_sharded else None, world.device)
+        self._stage_outputs: dict[int, Tensor] = {}  # by stage, a tensor like those that it hands on, without memory
         self._batches: list[Any] = []  # under way
         self._step, self._first_index = 0, 0
-        self._names: list[str] = []  # of what evaluate gives
+        self._metric_names: list[str] = []  # of what evaluate gives
         self._reduced_s = 0.0
 
     # -- a step
 
     def train_step(self, batch: Any, step: int) -> Tensor:
-        gradients.clear(self._weights.kept.values())
+        gradients.clear(self._weights.local_parameters.values())
         self._step = step
-        batches = micro_batches(batch, self._spec.accumulate * self._num_micro_batches)
+        batches = split_micro_batches(batch, self._spec.accumulate * self._num_micro_batches)
         losses: list[Tensor] = []
         for first in range(0, len(batches), self._num_micro_batches):
             self._first_index, self._batches = first, batches[first : first + self._num_micro_batches]
-            losses += self._run(self._schedule(self._batches[0]))
+            losses += self._run_schedule(self._get_schedule(self._batches[0]))
         self._batches = []
-        self._check_usage([(name, each) for name, each in self._weights.kept.items() if name in self._sharded])
-        self._reduce()
+        self._check_usage(
+            [(name, each) for name, each in self._weights.local_parameters.items() if name in self._sharded]
+        )
+        self._reduce_gradients()
         if not losses:
             return torch.zeros((), device=self._world.device)
         return torch.stack(losses).detach().sum()
 
-    def _run(self, schedule: Any) -> list[Tensor]:
+    def _run_schedule(self, schedule: Any) -> list[Tensor]:
         """One schedule, start to end; the losses on the rank of the last stage."""
         losses: list[Tensor] = []
         index = torch.arange(self._num_micro_batches)
@@ -173,84 +189,84 @@ class Pipelined(ParallelModel):
         self.clock.total_s += self.clock.now_s() - began_s
         return losses
 
-    def _compute(self, stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
+    def _compute_stage(self, stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
         batch = self._batches[micro_batch]
-        self._draws.begin_stage(stage, self._step, self._first_index + micro_batch, num_samples(batch))
+        self._dropout_rng.begin_stage(stage, self._step, self._first_index + micro_batch, count_samples(batch))
         with autocast(self._spec.precision, self._world.device):
-            handed: Tensor = self._gated.run(stage, self._learnable.inputs(batch), received)
+            handed: Tensor = self._stage_forward.run(stage, self._learnable.inputs(batch), received)
             if stage == len(self._stage_ranks) - 1:
-                return self._share_of_loss(self._learnable.loss(handed, batch))
-        expected = self._handed[stage]
+                return self._scale_loss(self._learnable.loss(handed, batch))
+        expected = self._stage_outputs[stage]
         if (handed.shape, handed.dtype) != (expected.shape, expected.dtype):
             problem = f"was handed {list(handed.shape)} {handed.dtype}, not {list(expected.shape)} {expected.dtype}"
             remedy = "a pipeline needs the same shapes in every pass over inputs of the same shapes"
-            raise PlanError("parallel.pipeline", self.layout.cuts[stage].module, problem, remedy)
+            raise PlanError("parallel.pipeline", self.partition.split_points[stage].module, problem, remedy)
         # Schedules that split the backward pass cut what was handed on out of its graph, which no view can be.
         is_view = handed._is_view()
         handed = handed.clone(memory_format=torch.contiguous_format) if is_view else handed.contiguous()
         return handed if handed.requires_grad else handed.detach().requires_grad_()
 
-    def _share_of_loss(self, loss: Tensor) -> Tensor:
+    def _scale_loss(self, loss: Tensor) -> Tensor:
         if loss.ndim:
             raise ConfigError("Task.loss", list(loss.shape), "is not a scalar", "return the mean over the samples")
         return loss / (self._spec.accumulate * self._num_micro_batches)
 
-    def _schedule(self, batch: Any) -> Any:
+    def _get_schedule(self, batch: Any) -> Any:
         """The schedule for micro-batches of this form; what stages hand on is found by a pass in evaluation mode."""
-        form = form_of(batch)
-        if self._schedules.must_try(form):
-            self._handed = {}
-            with evaluating(self._model):  # with gradients: fast paths may compute in other types
-                self._forward(batch)
+        form = shape_key(batch)
+        if self._schedules.is_missing(form):
+            self._stage_outputs = {}
+            with eval_mode(self._model):  # with gradients: fast paths may compute in other types
+                self._run_forward(batch)
         if form not in self._schedules:
             group, num_stages = self._groups.pipeline, len(self._stage_ranks)
             assert group is not None
-            stages = (self._stages, self._handed, num_stages, self._num_micro_batches)
-            ways = (self._world.device, group, self.clock, self._messages)
-            self._schedules.keep(form, build_schedule(self._spec.schedule, *stages, *ways), self._handed)
-        made, self._handed = self._schedules.get(form)
+            stages = (self._stages, self._stage_outputs, num_stages, self._num_micro_batches)
+            ways = (self._world.device, group, self.clock, self._shm_p2p)
+            self._schedules.put(form, build_schedule(self._spec.schedule, *stages, *ways), self._stage_outputs)
+        made, self._stage_outputs = self._schedules.get(form)
         return made
 
     def _check_usage(self, parameters: list[tuple[str, nn.Parameter]]) -> None:
-        if self._usage is not None:
-            self._usage.check(parameters, self._world.device)
+        if self._usage_check is not None:
+            self._usage_check.check(parameters, self._world.device)
 
-    def _reduce(self) -> None:
+    def _reduce_gradients(self) -> None:
         began_s = time.perf_counter()
         if self._groups.data is not None:
-            others = [each for name, each in self._weights.kept.items() if name not in self._sharded]
-            sum_gradients(_trainable(others), self._groups.data, 1.0 / self.num_data_ranks)
-        for group, tied in self._ties:
-            sum_gradients(_trainable(tied), group)
+            others = [each for name, each in self._weights.local_parameters.items() if name not in self._sharded]
+            sum_gradients(_filter_trainable(others), self._groups.data, 1.0 / self.num_data_ranks)
+        for group, tied in self._tied_groups:
+            sum_gradients(_filter_trainable(tied), group)
         self._reduced_s += time.perf_counter() - began_s
 
     # -- evaluation
 
     def evaluate(self, batch: Any, num_samples: int) -> dict[str, Tensor]:
         sums: list[Tensor] = []
-        self._handed = {}
+        self._stage_outputs = {}
         # Data ranks that gather one another's parameters must all do so equally often, however many samples they have.
-        with evaluating(self._model), torch.no_grad():
-            for part, share in pieces(batch, 1 if self._degrees.is_sharded else self._num_micro_batches):
-                outputs = self._forward(part)
+        with eval_mode(self._model), torch.no_grad():
+            for part, share in iter_chunks(batch, 1 if self._degrees.is_sharded else self._num_micro_batches):
+                outputs = self._run_forward(part)
                 if self._has_last:
                     with autocast(self._spec.precision, self._world.device):
-                        means = measured(self._learnable, outputs, part)
+                        means = compute_loss_and_metrics(self._learnable, outputs, part)
                     names = list(means)
                     sums.append(torch.stack([mean.double() for mean in means.values()]) * share)
         self._check_usage([])
-        last = self._degrees.rank(self._groups.at._replace(pipeline=self._stage_ranks[-1]))
-        if not self._names:
+        last = self._degrees.rank(self._groups.coordinates._replace(pipeline=self._stage_ranks[-1]))
+        if not self._metric_names:
             box = [names if self._has_last else None]
             dist.broadcast_object_list(box, last, self._groups.pipeline)
-            self._names = box[0] or []
-        blank = torch.zeros(len(self._names), dtype=torch.float64, device=self._world.device)
+            self._metric_names = box[0] or []
+        blank = torch.zeros(len(self._metric_names), dtype=torch.float64, device=self._world.device)
         values = torch.stack(sums).sum(0) if self._has_last else blank
         dist.broadcast(values, last, self._groups.pipeline)
         values = values * num_samples if num_samples else torch.zeros_like(values)
-        return dict(zip(self._names, values.float().unbind(), strict=True))
+        return dict(zip(self._metric_names, values.float().unbind(), strict=True))
 
-    def _forward(self, batch: Any) -> Any:
+    def _run_forward(self, batch: Any) -> Any:
         """The model's outputs, on the rank of the last stage; None elsewhere."""
         group, inputs, handed = self._groups.pipeline, self._learnable.inputs(batch), None
         assert group is not None
@@ -258,34 +274,34 @@ class Pipelined(ParallelModel):
         for stage in self._stages:
             before = self._stage_ranks[stage - 1] if stage else self._rank
             if before != self._rank:
-                handed = receive(before, group, self._world.device)
+                handed = receive_tensor(before, group, self._world.device)
             if handed is not None:
-                self._handed[stage - 1] = _like(handed)
+                self._stage_outputs[stage - 1] = _empty_like(handed)
             with autocast(self._spec.precision, self._world.device):
-                handed = self._gated.run(stage, inputs, handed)
+                handed = self._stage_forward.run(stage, inputs, handed)
             if stage == last:
                 return handed
-            self._handed[stage] = _like(handed)
+            self._stage_outputs[stage] = _empty_like(handed)
             if self._stage_ranks[stage + 1] != self._rank:
-                send(handed.detach(), self._stage_ranks[stage + 1], group)
+                send_tensor(handed.detach(), self._stage_ranks[stage + 1], group)
                 handed = None
         return None
 
-    def total(self, values: Tensor) -> Tensor:
-        counts = self._has_last and self._groups.at.tensor == 0
+    def sum_over_data_ranks(self, values: Tensor) -> Tensor:
+        counts = self._has_last and self._groups.coordinates.tensor == 0
         summed = values.clone() if counts else torch.zeros_like(values)
         dist.all_reduce(summed)
         return summed
 
-    def clip(self, max_norm: float) -> Tensor:
-        norm = gradients.global_norm(self._weights.counted, self._world.device, self._groups.pipeline)
-        gradients.scale(self._weights.kept.values(), float((max_norm / (norm + 1e-6)).clamp(max=1.0)))
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        norm = gradients.global_norm(self._weights.owned_parameters, self._world.device, self._groups.pipeline)
+        gradients.scale(self._weights.local_parameters.values(), float((max_norm / (norm + 1e-6)).clamp(max=1.0)))
         return norm
 
     # -- state
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return iter(self._weights.kept.items())
+        return iter(self._weights.local_parameters.items())
 
     def model_state(self) -> dict[str, Any]:
         return self._weights.state()
@@ -300,8 +316,8 @@ class Pipelined(ParallelModel):
         state_dict.load_optimizer_state(self.named_parameters(), optimizer, values)
 
     def full_weights(self) -> dict[str, Tensor]:
-        whole = self._weights.whole()
-        if (self.data_rank, self._groups.at.tensor) != (0, 0):
+        whole = self._weights.gather_shards()
+        if (self.data_rank, self._groups.coordinates.tensor) != (0, 0):
             return {}
         return self._weights.gather(whole, self._rank, self._degrees.peers(self._world.rank, "pipeline"))
 
@@ -322,9 +338,9 @@ class Pipelined(ParallelModel):
         return self.clock.total_s
 
     @property
-    def handed_bytes(self) -> dict[int, int]:
+    def stage_output_bytes(self) -> dict[int, int]:
         """By each of this rank's stages but the last, the size of the tensor that it hands on, as last scheduled."""
-        return {stage: self._handed[stage].nbytes for stage in self._stages if stage in self._handed}
+        return {stage: self._stage_outputs[stage].nbytes for stage in self._stages if stage in self._stage_outputs}
 
     @property
     def communication_s(self) -> float:
@@ -332,7 +348,7 @@ class Pipelined(ParallelModel):
             return float("nan")  # the host does not wait for what the device does
         return self.clock.total_s - self.clock.busy_s + self._reduced_s
 
-    def idle_share(self) -> float:
+    def measure_idle_share(self) -> float:
         """Of the time of all schedules so far, the part in which ranks of this pipeline have waited. Collective.
 
         They have been in a schedule for as long as the rank that was in it for longest: others leave it before its end.
@@ -346,38 +362,38 @@ class Pipelined(ParallelModel):
         return 1.0 - float(busy_s / total_s) / dist.get_world_size(group)
 
     @property
-    def sent_past_group_bytes(self) -> float:
-        return self._messages.sent_bytes if self._messages else 0.0
+    def shm_sent_bytes(self) -> float:
+        return self._shm_p2p.sent_bytes if self._shm_p2p else 0.0
 
     def close(self) -> None:
-        self._gated.remove()
+        self._stage_forward.remove()
         self._schedules.clear()
-        if self._messages:
-            self._messages.close()
+        if self._shm_p2p:
+            self._shm_p2p.close()
 
 
-def _like(tensor: Tensor) -> Tensor:
+def _empty_like(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=True)
 
 
 def _shard_blocks(
-    model: nn.Module, layout: Layout, own: list[int], mesh: DeviceMesh, spec: ParallelSpec
+    model: nn.Module, layout: StagePartition, own: list[int], mesh: DeviceMesh, spec: ParallelSpec
 ) -> list[tuple[str, nn.Module]]:
     """Shard the blocks that these stages alone use, and return them with their names. The rest stays whole."""
     blocks = []
     for path, block in find_blocks(model):
         if all(set(layout.parameters[f"{path}.{name}"]) <= set(own) for name, _ in block.named_parameters()):
             blocks.append((path, block))
-    with attributes_kept(model):
-        shard([block for _, block in blocks], mesh, spec.dynamic)
+    with preserve_parameter_attributes(model):
+        apply_fsdp([block for _, block in blocks], mesh, spec.dynamic)
     return blocks
 
 
-def _trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+def _filter_trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     return [parameter for parameter in parameters if parameter.requires_grad]
 
 
-def _watched(model: nn.Module, compiled: list[str]) -> set[str]:
+def _find_gated_modules(model: nn.Module, compiled: list[str]) -> set[str]:
     """Modules with parameters of their own, but for what lies within compiled blocks, which would ask no gate."""
     named = dict(model.named_modules())
     within = {inner for block in compiled for inner in named[block].modules() if inner is not named[block]}
@@ -385,7 +401,7 @@ def _watched(model: nn.Module, compiled: list[str]) -> set[str]:
     return {name for name in own if named[name] not in within}
 
 
-def _compile(model: nn.Module, blocks: list[str], views: list[View]) -> list[str]:
+def _compile_blocks(model: nn.Module, blocks: list[str], views: list[StageSlice]) -> list[str]:
     """Those of the blocks that run as a whole, or not at all: a compiled one would not ask the gates within it."""
     gated = {name for view in views for name in view.actions}
     compiled = [name for name in blocks if not any(each.startswith(f"{name}.") for each in gated)]

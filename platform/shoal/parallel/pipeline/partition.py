@@ -15,14 +15,21 @@ from torch import Tensor, nn
 
 from shoal.errors import PlanError
 from shoal.parallel.comm.world import World
-from shoal.parallel.model import Learnable, measured
-from shoal.parallel.pipeline.split_points import Call, Cut, Survey, choose, survey, undisturbed
-from shoal.parallel.pipeline.stage_forward import GatedModel, views_of, without
-from shoal.parallel.state.module_snapshot import evaluating
+from shoal.parallel.model import TaskProtocol, compute_loss_and_metrics
+from shoal.parallel.pipeline.split_points import (
+    ModuleCall,
+    SplitPoint,
+    SplitProfile,
+    preserve_training_state,
+    profile_splits,
+    select_splits,
+)
+from shoal.parallel.pipeline.stage_forward import StageForward, build_stage_slices, mask_parameters
+from shoal.parallel.state.module_snapshot import eval_mode
 
 
 @dataclass(frozen=True)
-class Layout:
+class StagePartition:
     """The stages of a model.
 
     calls, cuts: of which the views of the stages are made
@@ -32,8 +39,8 @@ class Layout:
     forward_s, backward_s: measured, of each stage and micro-batch, when the layout was made
     """
 
-    calls: list[Call]
-    cuts: list[Cut]
+    calls: list[ModuleCall]
+    split_points: list[SplitPoint]
     blocks: dict[str, int]
     parameters: dict[str, list[int]]
     buffers: dict[str, int]
@@ -41,23 +48,23 @@ class Layout:
     backward_s: list[float]
 
 
-def lay_out(
+def partition_model(
     model: nn.Module,
-    learnable: Learnable,
+    learnable: TaskProtocol,
     batch: Any,
     num_stages: int,
     world: World,
     context: Callable[[], Any],
-) -> Layout:
+) -> StagePartition:
     """The layout, the same on every rank. Collective. Raises PlanError, on every rank, when the model has none.
 
     batch:   a micro-batch
     context: of a forward pass (autocast)
     """
-    answer: Layout | PlanError | None = None
+    answer: StagePartition | PlanError | None = None
     if world.is_first:
         try:
-            answer = _decide(model, learnable, batch, num_stages, world, context)
+            answer = _find_partition(model, learnable, batch, num_stages, world, context)
         except PlanError as error:
             answer = error
     answer = world.broadcast(answer)
@@ -67,59 +74,64 @@ def lay_out(
     return answer
 
 
-def _decide(
-    model: nn.Module, learnable: Learnable, batch: Any, num_stages: int, world: World, context: Callable[[], Any]
-) -> Layout:
+def _find_partition(
+    model: nn.Module, learnable: TaskProtocol, batch: Any, num_stages: int, world: World, context: Callable[[], Any]
+) -> StagePartition:
     def run() -> Tensor:
         with context():
             return learnable.loss(model(*learnable.inputs(batch)), batch)
 
-    found = survey(model, run, world.device)
-    found.changed = changed_buffers(model, run, found.cuts)
+    found = profile_splits(model, run, world.device)
+    found.changed = find_changed_buffers(model, run, found.split_points)
     wanted = learnable.pipeline_cuts()
     refusal: PlanError | None = None
     while True:
         try:
-            cuts = choose(found, num_stages, wanted)
+            cuts = select_splits(found, num_stages, wanted)
         except PlanError as error:
             if refusal is not None and wanted is None:
                 raise refusal from error
             raise
-        refused = parted(found, _stages_of_parts(found, cuts), cuts)
+        refused = find_shared_buffer(found, _map_segments_to_stages(found, cuts), cuts)
         if refused is None:
-            cut = _refuted(model, learnable, batch, found, cuts, context)
+            cut = _find_invalid_split(model, learnable, batch, found, cuts, context)
             if cut is None:
-                return _layout(found, cuts)
-            refused = cut, _refusal(cut)
+                return _build_partition(found, cuts)
+            refused = cut, _make_plan_error(cut)
         cut, refusal = refused
         if wanted is not None:
             raise refusal
-        found = _without_cut(found, cut)
+        found = _remove_split_point(found, cut)
 
 
-def _refusal(cut: Cut) -> PlanError:
+def _make_plan_error(cut: SplitPoint) -> PlanError:
     problem = "what follows needs more of what came before than the tensor that is handed on"
     remedy = "let blocks hand on one tensor, and derive masks and positions from the inputs; or use ddp or fsdp"
     return PlanError("parallel.pipeline", cut.module, problem, remedy)
 
 
-def _refuted(
-    model: nn.Module, learnable: Learnable, batch: Any, found: Survey, cuts: Sequence[Cut], context: Callable[[], Any]
-) -> Cut | None:
+def _find_invalid_split(
+    model: nn.Module,
+    learnable: TaskProtocol,
+    batch: Any,
+    found: SplitProfile,
+    cuts: Sequence[SplitPoint],
+    context: Callable[[], Any],
+) -> SplitPoint | None:
     """The first cut after which the model does not compute what it did; None when the stages make the same model.
 
     Every stage runs with the parameters of all others, and what skipped calls return, not being numbers: once as in an
     evaluation, whose outcome is known, and once as in training, where modules may depend on more.
     """
-    with evaluating(model), context(), torch.no_grad():
-        expected = _judged(learnable, model(*learnable.inputs(batch)), batch)
-    gated = GatedModel(model, views_of(found.calls, cuts))
+    with eval_mode(model), context(), torch.no_grad():
+        expected = _stack_metrics(learnable, model(*learnable.inputs(batch)), batch)
+    gated = StageForward(model, build_stage_slices(found.calls, cuts))
     gated.filler = float("nan")
     try:
-        with evaluating(model), context():
+        with eval_mode(model), context():
             refused, judged = _run_in_stages(gated, learnable, batch, found, cuts)
         if refused is None:
-            with undisturbed(model), context():
+            with preserve_training_state(model), context():
                 refused, _ = _run_in_stages(gated, learnable, batch, found, cuts)
     finally:
         gated.remove()
@@ -129,19 +141,19 @@ def _refuted(
 
 
 def _run_in_stages(
-    gated: GatedModel, learnable: Learnable, batch: Any, found: Survey, cuts: Sequence[Cut]
-) -> tuple[Cut | None, Tensor]:
+    gated: StageForward, learnable: TaskProtocol, batch: Any, found: SplitProfile, cuts: Sequence[SplitPoint]
+) -> tuple[SplitPoint | None, Tensor]:
     """The first cut after which something is not a number, or cannot be computed; and by what the model is judged."""
     inputs = learnable.inputs(batch)
-    stages = _stages_of_parameters(found, cuts)
+    stages = _map_parameters_to_stages(found, cuts)
     handed: Any = None
     judged = torch.zeros(())
     for stage, cut in enumerate([None, *cuts]):
         received = None if cut is None else handed.detach().requires_grad_()
-        with without(gated.model, {name for name, users in stages.items() if stage not in users}, float("nan")):
+        with mask_parameters(gated.model, {name for name, users in stages.items() if stage not in users}, float("nan")):
             try:
                 handed = gated.run(stage, inputs, received)
-                judged = _judged(learnable, handed, batch) if stage == len(cuts) else handed
+                judged = _stack_metrics(learnable, handed, batch) if stage == len(cuts) else handed
             except RuntimeError:  # a result or a shape that depends on what is not there
                 if cut is None:
                     raise
@@ -151,23 +163,25 @@ def _run_in_stages(
     return None, judged
 
 
-def _judged(learnable: Learnable, outputs: Any, batch: Any) -> Tensor:
+def _stack_metrics(learnable: TaskProtocol, outputs: Any, batch: Any) -> Tensor:
     """The numbers by which a model is judged: the loss and the metrics."""
-    return torch.stack([each.detach().double() for each in measured(learnable, outputs, batch).values()])
+    return torch.stack(
+        [each.detach().double() for each in compute_loss_and_metrics(learnable, outputs, batch).values()]
+    )
 
 
-def _without_cut(found: Survey, refused: Cut) -> Survey:
+def _remove_split_point(found: SplitProfile, refused: SplitPoint) -> SplitProfile:
     """The survey with two parts made one."""
-    place = found.cuts.index(refused)
+    place = found.split_points.index(refused)
     (forward_s, backward_s), (more_forward_s, more_backward_s) = found.cost_s[place : place + 2]
     together = (forward_s + more_forward_s, backward_s + more_backward_s)
 
     def merged(part: int) -> int:
         return part - (part > place)
 
-    return Survey(
+    return SplitProfile(
         found.calls,
-        [cut for cut in found.cuts if cut != refused],
+        [cut for cut in found.split_points if cut != refused],
         found.inner,
         {name: sorted({merged(part) for part in parts}) for name, parts in found.parameters.items()},
         {name: merged(part) for name, part in found.buffers.items()},
@@ -177,46 +191,50 @@ def _without_cut(found: Survey, refused: Cut) -> Survey:
     )
 
 
-def _stages_of_parameters(found: Survey, cuts: Sequence[Cut]) -> dict[str, list[int]]:
-    stage = _stages_of_parts(found, cuts)
+def _map_parameters_to_stages(found: SplitProfile, cuts: Sequence[SplitPoint]) -> dict[str, list[int]]:
+    stage = _map_segments_to_stages(found, cuts)
     return {name: sorted({stage[part] for part in parts}) or [0] for name, parts in found.parameters.items()}
 
 
-def _stages_of_parts(found: Survey, cuts: Sequence[Cut]) -> list[int]:
+def _map_segments_to_stages(found: SplitProfile, cuts: Sequence[SplitPoint]) -> list[int]:
     begins = [cut.call for cut in cuts]
-    return [0, *(bisect_right(begins, cut.call) for cut in found.cuts)]
+    return [0, *(bisect_right(begins, cut.call) for cut in found.split_points)]
 
 
-def _layout(found: Survey, cuts: list[Cut]) -> Layout:
-    stage = _stages_of_parts(found, cuts)
+def _build_partition(found: SplitProfile, cuts: list[SplitPoint]) -> StagePartition:
+    stage = _map_segments_to_stages(found, cuts)
     costs = [[0.0, 0.0] for _ in range(len(cuts) + 1)]
     for part, (forward_s, backward_s) in enumerate(found.cost_s):
         costs[stage[part]][0] += forward_s
         costs[stage[part]][1] += backward_s
     blocks: dict[str, int] = {}
-    for part, cut in enumerate(found.cuts, start=1):
+    for part, cut in enumerate(found.split_points, start=1):
         blocks.setdefault(cut.module, stage[part])
-    return Layout(
+    return StagePartition(
         found.calls,
         cuts,
         blocks,
-        _stages_of_parameters(found, cuts),
+        _map_parameters_to_stages(found, cuts),
         {name: stage[part] for name, part in found.buffers.items()},
         [forward_s for forward_s, _ in costs],
         [backward_s for _, backward_s in costs],
     )
 
 
-def changed_buffers(model: nn.Module, run: Callable[[], Tensor], cuts: Sequence[Cut]) -> dict[str, list[int]]:
+def find_changed_buffers(
+    model: nn.Module, run: Callable[[], Tensor], cuts: Sequence[SplitPoint]
+) -> dict[str, list[int]]:
     """The parts between the cuts in which a buffer gets another value, by its name; others are not listed.
 
     run: one pass, with the modules in their own modes
     """
-    changing = _changed(model, run, {name for name, _ in model.named_buffers()}, [])
-    return _changed(model, run, set(changing), cuts) if changing else {}
+    changing = _trace_buffer_changes(model, run, {name for name, _ in model.named_buffers()}, [])
+    return _trace_buffer_changes(model, run, set(changing), cuts) if changing else {}
 
 
-def _changed(model: nn.Module, run: Callable[[], Tensor], names: set[str], cuts: Sequence[Cut]) -> dict[str, list[int]]:
+def _trace_buffer_changes(
+    model: nn.Module, run: Callable[[], Tensor], names: set[str], cuts: Sequence[SplitPoint]
+) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     places = {cut.call for cut in cuts}
     part = num_calls = 0
@@ -235,7 +253,7 @@ def _changed(model: nn.Module, run: Callable[[], Tensor], names: set[str], cuts:
             part += 1
         num_calls += 1
 
-    with undisturbed(model), torch.enable_grad():
+    with preserve_training_state(model), torch.enable_grad():
         handles = [module.register_forward_pre_hook(enter) for module in model.modules()]
         try:
             run()
@@ -252,7 +270,9 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
     return bool(((one == other) | ((one != one) & (other != other))).all())  # NaN is as it was, too
 
 
-def parted(found: Survey, stages: Sequence[int], cuts: Sequence[Cut]) -> tuple[Cut, PlanError] | None:
+def find_shared_buffer(
+    found: SplitProfile, stages: Sequence[int], cuts: Sequence[SplitPoint]
+) -> tuple[SplitPoint, PlanError] | None:
     """The first cut found between two stages that would change the same buffer, or of which one keeps it; and what to
     say of it. None when each buffer is its stage's own.
 

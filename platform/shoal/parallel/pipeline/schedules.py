@@ -22,7 +22,7 @@ from torch.distributed.pipelining.schedules import (
 from shoal.errors import PlanError
 from shoal.parallel.spec import ScheduleName
 
-CLASSES: dict[ScheduleName, Any] = {
+SCHEDULE_CLASSES: dict[ScheduleName, Any] = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
     "interleaved_1f1b": ScheduleInterleaved1F1B,
@@ -31,13 +31,13 @@ CLASSES: dict[ScheduleName, Any] = {
     "zbv": ScheduleZBVZeroBubble,
     "dualpipev": ScheduleDualPipeV,
 }
-SINGLE = ("gpipe", "1f1b")  # one stage for each rank; the others have two
+SINGLE_STAGE = ("gpipe", "1f1b")  # one stage for each rank; the others have two
 V_SHAPED = ("zbv", "dualpipev")  # the first rank has the first and the last stage, and so on inwards
-SPLITTING = ("interleaved_zero_bubble", "zbv", "dualpipev")  # gradients of inputs and of weights apart
-ROUNDS = ("interleaved_1f1b", "interleaved_zero_bubble")  # work in rounds of about one micro-batch for each rank
+SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv", "dualpipev")  # gradients of inputs and of weights apart
+IN_ROUNDS = ("interleaved_1f1b", "interleaved_zero_bubble")  # work in rounds of about one micro-batch for each rank
 
 
-class Work(NamedTuple):
+class ComputeAction(NamedTuple):
     """One action of a rank: `F`orward, full `B`ackward, or the backward of `I`nputs and of `W`eights apart."""
 
     stage: int
@@ -45,36 +45,36 @@ class Work(NamedTuple):
     micro_batch: int
 
 
-def stage_ranks(schedule: ScheduleName, num_ranks: int) -> list[int]:
+def get_stage_ranks(schedule: ScheduleName, num_ranks: int) -> list[int]:
     """The pipeline rank of each stage."""
     once = list(range(num_ranks))
-    if schedule in SINGLE:
+    if schedule in SINGLE_STAGE:
         return once
     return once + (once[::-1] if schedule in V_SHAPED else once)
 
 
-def check(schedule: ScheduleName, num_ranks: int, micro_batches: int, is_sharded: bool = False) -> None:
+def check_schedule(schedule: ScheduleName, num_ranks: int, micro_batches: int, is_sharded: bool = False) -> None:
     """Raises PlanError when the schedule cannot be made of so many ranks and micro-batches, or of sharded stages."""
-    if is_sharded and schedule in SPLITTING:
+    if is_sharded and schedule in SPLIT_BACKWARD:
         problem = f"the schedule {schedule} splits the backward pass, in which FSDP2 could not gather parameters"
         raise PlanError("parallel.shard", True, problem, "use schedule=1f1b, or shard=false")
-    num_stages = len(stage_ranks(schedule, num_ranks))
+    num_stages = len(get_stage_ranks(schedule, num_ranks))
     least = num_stages if schedule in ("1f1b", "dualpipev") else 1
     if micro_batches < least:
         problem = f"the schedule {schedule} needs one for each of its {num_stages} stages"
         raise PlanError("parallel.micro_batches", micro_batches, problem, f"use {least} or more")
     rounds = max(1, micro_batches // num_ranks)
-    if schedule in ROUNDS and micro_batches % rounds:
+    if schedule in IN_ROUNDS and micro_batches % rounds:
         problem = f"the schedule {schedule} cannot divide them into {rounds} rounds"
         raise PlanError("parallel.micro_batches", micro_batches, problem, f"use a multiple of {num_ranks}")
 
 
-def order(schedule: ScheduleName, num_ranks: int, micro_batches: int) -> list[list[Work]]:
+def plan_actions(schedule: ScheduleName, num_ranks: int, micro_batches: int) -> list[list[ComputeAction]]:
     """What each rank computes, one after the other, as the schedule's own class plans it."""
-    check(schedule, num_ranks, micro_batches)
+    check_schedule(schedule, num_ranks, micro_batches)
     if schedule == "1f1b":  # torch 2.13 runs it from code; the order that it shows starts the last rank with 1 for 0
-        return [_one_forward_one_backward(rank, num_ranks, micro_batches) for rank in range(num_ranks)]
-    ranks = stage_ranks(schedule, num_ranks)
+        return [_plan_1f1b(rank, num_ranks, micro_batches) for rank in range(num_ranks)]
+    ranks = get_stage_ranks(schedule, num_ranks)
     stand_ins = [
         SimpleNamespace(
             num_stages=len(ranks), group_size=num_ranks, group_rank=0, stage_index=stage, submod=nn.Identity()
@@ -82,25 +82,27 @@ def order(schedule: ScheduleName, num_ranks: int, micro_batches: int) -> list[li
         for stage, rank in enumerate(ranks)
         if rank == 0
     ]
-    made = CLASSES[schedule](stand_ins[0] if schedule in SINGLE else stand_ins, micro_batches)
-    return [[work for action in made.pipeline_order[rank] for work in _works(action)] for rank in range(num_ranks)]
+    made = SCHEDULE_CLASSES[schedule](stand_ins[0] if schedule in SINGLE_STAGE else stand_ins, micro_batches)
+    return [
+        [work for action in made.pipeline_order[rank] for work in _flatten_action(action)] for rank in range(num_ranks)
+    ]
 
 
-def _one_forward_one_backward(rank: int, num_ranks: int, micro_batches: int) -> list[Work]:
+def _plan_1f1b(rank: int, num_ranks: int, micro_batches: int) -> list[ComputeAction]:
     ahead = min(micro_batches, num_ranks - rank)
-    works = [Work(rank, "F", index) for index in range(ahead)]
+    works = [ComputeAction(rank, "F", index) for index in range(ahead)]
     for index in range(micro_batches):
-        works.append(Work(rank, "B", index))
+        works.append(ComputeAction(rank, "B", index))
         if ahead + index < micro_batches:
-            works.append(Work(rank, "F", ahead + index))
+            works.append(ComputeAction(rank, "F", ahead + index))
     return works
 
 
-def _works(action: Any) -> list[Work]:
+def _flatten_action(action: Any) -> list[ComputeAction]:
     if action is None:
         return []
     if action.sub_actions is not None:
-        return [work for each in action.sub_actions for work in _works(each)]
+        return [work for each in action.sub_actions for work in _flatten_action(each)]
     if not action.is_compute_op:
         return []
-    return [Work(action.stage_index, action.computation_type.value, action.microbatch_index)]
+    return [ComputeAction(action.stage_index, action.computation_type.value, action.microbatch_index)]

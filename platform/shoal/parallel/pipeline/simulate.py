@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shoal.parallel.pipeline.schedules import Work, order, stage_ranks
+from shoal.parallel.pipeline.schedules import ComputeAction, get_stage_ranks, plan_actions
 from shoal.parallel.spec import ScheduleName
 
 
 @dataclass(frozen=True)
-class Message:
+class TransferTime:
     """The seconds of one tensor from rank to rank: who sends it computes nothing meanwhile, nor does who takes it in.
 
     way_s: from the end of the sending until who waits for it can take it in
@@ -26,7 +26,7 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Bubble:
+class SimulatedStep:
     """A step as it is played through.
 
     step_s:     from the first action to the end of the last
@@ -42,16 +42,16 @@ class Bubble:
         return 1.0 - sum(self.busy_s) / (len(self.busy_s) * self.step_s)
 
 
-def predict(
+def simulate_step(
     schedule: ScheduleName,
     num_ranks: int,
     micro_batches: int,
     forward_s: Sequence[float],
     backward_s: Sequence[float],
-    messages: Sequence[Message] = (),
+    messages: Sequence[TransferTime] = (),
     between_s: float = 0.0,
     weight_share: float = 0.5,
-) -> Bubble:
+) -> SimulatedStep:
     """One step of the schedule.
 
     forward_s, backward_s: of each stage and micro-batch; two stages for each rank where the schedule has two
@@ -61,64 +61,73 @@ def predict(
 
     Raises PlanError when the schedule cannot be made of so many ranks and micro-batches.
     """
-    ranks = stage_ranks(schedule, num_ranks)
-    waiting = [list(reversed(works)) for works in order(schedule, num_ranks, micro_batches)]
+    ranks = get_stage_ranks(schedule, num_ranks)
+    waiting = [list(reversed(works)) for works in plan_actions(schedule, num_ranks, micro_batches)]
     free_s, busy_s = [0.0] * num_ranks, [0.0] * num_ranks
-    done_s: dict[Work, float] = {}
+    done_s: dict[ComputeAction, float] = {}
     last = len(ranks) - 1
     while any(waiting):
         before = len(done_s)
         for rank, works in enumerate(waiting):
             while works:
-                heard = _heard(works[-1], done_s, ranks, last, messages)
+                heard = _find_input_ready(works[-1], done_s, ranks, last, messages)
                 if heard is None:
                     break
                 work = works.pop()
-                lasts_s = _lasts_s(work, forward_s, backward_s, weight_share)
+                lasts_s = _duration_s(work, forward_s, backward_s, weight_share)
                 began_s = max(free_s[rank] + between_s, heard.ready_s) + heard.take_s
                 done_s[work] = began_s + lasts_s
                 free_s[rank] = done_s[work] + _send_s(work, ranks, last, messages)
                 busy_s[rank] += lasts_s
         assert len(done_s) > before, "the schedule waits for itself"
-    return Bubble(max(free_s), busy_s)
+    return SimulatedStep(max(free_s), busy_s)
 
 
-class _Heard(NamedTuple):
+class _InputReady(NamedTuple):
     """When what an action needs from other stages is there, and how long it takes to take it in."""
 
     ready_s: float
     take_s: float
 
 
-def _heard(
-    work: Work, done_s: dict[Work, float], ranks: Sequence[int], last: int, messages: Sequence[Message]
-) -> _Heard | None:
+def _find_input_ready(
+    work: ComputeAction,
+    done_s: dict[ComputeAction, float],
+    ranks: Sequence[int],
+    last: int,
+    messages: Sequence[TransferTime],
+) -> _InputReady | None:
     """None while nobody knows."""
     if work.kind == "W" or (work.kind == "F" and work.stage == 0) or (work.kind != "F" and work.stage == last):
-        return _Heard(0.0, 0.0)  # the rank's own order sees to it
+        return _InputReady(0.0, 0.0)  # the rank's own order sees to it
     needed = [work._replace(stage=work.stage - 1)]
     if work.kind != "F":
-        needed = [Work(work.stage + 1, "B", work.micro_batch), Work(work.stage + 1, "I", work.micro_batch)]
+        needed = [
+            ComputeAction(work.stage + 1, "B", work.micro_batch),
+            ComputeAction(work.stage + 1, "I", work.micro_batch),
+        ]
     for each in needed:
         if each in done_s:
-            message = _between(each.stage, work.stage, ranks, messages)
-            return _Heard(done_s[each] + message.send_s + message.way_s, message.take_s)
+            message = _get_transfer(each.stage, work.stage, ranks, messages)
+            return _InputReady(done_s[each] + message.send_s + message.way_s, message.take_s)
     return None
 
 
-def _send_s(work: Work, ranks: Sequence[int], last: int, messages: Sequence[Message]) -> float:
+def _send_s(work: ComputeAction, ranks: Sequence[int], last: int, messages: Sequence[TransferTime]) -> float:
     """How long the rank hands on what an action has made, to the stage after it or before it."""
     to = work.stage + 1 if work.kind == "F" else work.stage - 1
-    return _between(work.stage, to, ranks, messages).send_s if work.kind != "W" and 0 <= to <= last else 0.0
+    return _get_transfer(work.stage, to, ranks, messages).send_s if work.kind != "W" and 0 <= to <= last else 0.0
 
 
-def _between(one: int, other: int, ranks: Sequence[int], messages: Sequence[Message]) -> Message:
+def _get_transfer(one: int, other: int, ranks: Sequence[int], messages: Sequence[TransferTime]) -> TransferTime:
     """What goes from one of two neighbours to the other."""
     stays = not messages or ranks[one] == ranks[other]
-    return Message() if stays else messages[min(one, other)]
+    return TransferTime() if stays else messages[min(one, other)]
 
 
-def _lasts_s(work: Work, forward_s: Sequence[float], backward_s: Sequence[float], weight_share: float) -> float:
+def _duration_s(
+    work: ComputeAction, forward_s: Sequence[float], backward_s: Sequence[float], weight_share: float
+) -> float:
     if work.kind == "F":
         return forward_s[work.stage]
     if work.kind == "B":

@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from shoal.errors import PlanError
-from shoal.parallel.state.module_snapshot import evaluating
+from shoal.parallel.state.module_snapshot import eval_mode
 
-UNFIT = "is recomputed in the backward pass, or not called in evaluation"
-NUM_TIMED = 2  # passes, after one that warms up; the fastest counts
+UNFIT_REASON = "is recomputed in the backward pass, or not called in evaluation"
+NUM_TIMED_PASSES = 2  # passes, after one that warms up; the fastest counts
 
 
 @dataclass
-class Call:
+class ModuleCall:
     """One call of a module during a pass. `last` is the last call within it: a call's inner ones follow it."""
 
     module: str
@@ -37,7 +37,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Cut:
+class SplitPoint:
     """Just before call number `call`, which takes the tensor that is handed over as `argument` (position or name).
 
     size_bytes: of that tensor, for the micro-batch that the survey was made with
@@ -50,7 +50,7 @@ class Cut:
 
 
 @dataclass
-class Survey:
+class SplitProfile:
     """What one pass has shown: the parts between every possible cut, in order.
 
     cuts:       between part i and part i + 1
@@ -63,9 +63,9 @@ class Survey:
                 evaluation does not call them (fast paths)
     """
 
-    calls: list[Call]
-    cuts: list[Cut]
-    inner: dict[str, Cut]
+    calls: list[ModuleCall]
+    split_points: list[SplitPoint]
+    inner: dict[str, SplitPoint]
     parameters: dict[str, list[int]]
     buffers: dict[str, int]
     cost_s: list[tuple[float, float]] = field(default_factory=list)
@@ -73,30 +73,30 @@ class Survey:
     changed: dict[str, list[int]] = field(default_factory=dict)
 
 
-def survey(model: nn.Module, run: Callable[[], Tensor], device: torch.device) -> Survey:
+def profile_splits(model: nn.Module, run: Callable[[], Tensor], device: torch.device) -> SplitProfile:
     """Find every possible cut, and what each part between two of them costs.
 
     run: one pass over a micro-batch, giving the loss
     """
-    with undisturbed(model), torch.enable_grad():
-        found = _find_cuts(model, run)
-        passes = [_timed_pass(model, run, found, device) for _ in range(NUM_TIMED + 1)]
+    with preserve_training_state(model), torch.enable_grad():
+        found = _find_split_points(model, run)
+        passes = [_time_pass(model, run, found, device) for _ in range(NUM_TIMED_PASSES + 1)]
         model.zero_grad(set_to_none=True)
-        found.unfit |= _not_in_evaluation(model, run, found.calls)
+        found.unfit |= _find_eval_differences(model, run, found.calls)
     found.cost_s = [(min(f for f, _ in part), min(b for _, b in part)) for part in zip(*passes, strict=True)]
     return found
 
 
-def choose(found: Survey, num_stages: int, wanted: Sequence[str] | None) -> list[Cut]:
+def select_splits(found: SplitProfile, num_stages: int, wanted: Sequence[str] | None) -> list[SplitPoint]:
     """The cuts between so many stages: those that the user wants, or those whose slowest stage is fastest.
 
     Raises PlanError when there are too few places, or when a wanted one is none.
     """
     if wanted is not None:
-        return _wanted(found, num_stages, wanted)
-    places = _worthwhile(found)
+        return _resolve_wanted(found, num_stages, wanted)
+    places = _find_useful_splits(found)
     if len(places) + 1 < num_stages:
-        named = ", ".join(found.cuts[place].module for place in places) or "none"
+        named = ", ".join(found.split_points[place].module for place in places) or "none"
         problem = (
             f"needs {num_stages} stages, but the model can be cut at {len(places)} places only, where one tensor is "
             f"handed on and parameters lie on both sides ({named})"
@@ -107,15 +107,15 @@ def choose(found: Survey, num_stages: int, wanted: Sequence[str] | None) -> list
         raise PlanError("parallel.pipeline", num_stages, problem, remedy)
     edges = [0, *(place + 1 for place in places), len(found.cost_s)]
     costs = [sum(map(sum, found.cost_s[begin:end])) for begin, end in pairwise(edges)]
-    return [found.cuts[places[end - 1]] for end in balance(costs, num_stages)]
+    return [found.split_points[places[end - 1]] for end in balance_stages(costs, num_stages)]
 
 
-def _worthwhile(found: Survey) -> list[int]:
+def _find_useful_splits(found: SplitProfile) -> list[int]:
     """The cuts between which there always is a parameter."""
     used = {part for parts in found.parameters.values() for part in parts}
     places: list[int] = []
     begin = 0
-    for place, cut in enumerate(found.cuts):
+    for place, cut in enumerate(found.split_points):
         if cut.module in found.unfit:
             continue
         if any(begin <= part <= place for part in used) and any(part > place for part in used):
@@ -124,7 +124,7 @@ def _worthwhile(found: Survey) -> list[int]:
     return places
 
 
-def balance(costs: Sequence[float], num_stages: int) -> list[int]:
+def balance_stages(costs: Sequence[float], num_stages: int) -> list[int]:
     """Where stages after the first begin, so that the costliest of these contiguous stages is as cheap as can be."""
     total = [0.0, *accumulate(costs)]
     # best[j]: the smallest maximum of the first j parts in so many stages; begin[j]: where the last of these begins
@@ -147,26 +147,28 @@ def balance(costs: Sequence[float], num_stages: int) -> list[int]:
     return found[::-1]
 
 
-def _wanted(found: Survey, num_stages: int, wanted: Sequence[str]) -> list[Cut]:
+def _resolve_wanted(found: SplitProfile, num_stages: int, wanted: Sequence[str]) -> list[SplitPoint]:
     if len(wanted) != num_stages - 1:
         problem = f"names {len(wanted)} cuts for {num_stages} stages"
         raise PlanError("pipeline_cuts", list(wanted), problem, f"name {num_stages - 1} of its modules")
-    known = found.inner | {cut.module: cut for cut in reversed(found.cuts)}
-    cuts: list[Cut] = []
+    known = found.inner | {cut.module: cut for cut in reversed(found.split_points)}
+    cuts: list[SplitPoint] = []
     for name in wanted:
         if name not in known:
             called = any(call.module == name for call in found.calls)
             problem = "more than its first tensor is handed on there" if called else "no module of this name is called"
-            raise PlanError("pipeline_cuts", name, problem, f"cut at {', '.join(cut.module for cut in found.cuts)}")
+            raise PlanError(
+                "pipeline_cuts", name, problem, f"cut at {', '.join(cut.module for cut in found.split_points)}"
+            )
         if known[name].module in found.unfit:
-            raise PlanError("pipeline_cuts", name, UNFIT, "cut elsewhere, or do not checkpoint it")
+            raise PlanError("pipeline_cuts", name, UNFIT_REASON, "cut elsewhere, or do not checkpoint it")
         cuts.append(known[name])
     if sorted({cut.call for cut in cuts}) != [cut.call for cut in cuts]:
         raise PlanError("pipeline_cuts", list(wanted), "are not in the order of the calls", "sort them, each once")
     return cuts
 
 
-def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Tensor] | None:
+def find_first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Tensor] | None:
     """The argument through which a chain hands on what it has computed: the first that has a gradient."""
     named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     for position, value in named:
@@ -175,7 +177,7 @@ def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | s
     return None
 
 
-def with_argument(
+def replace_argument(
     args: tuple[Any, ...], kwargs: dict[str, Any], position: int | str, value: Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The same arguments but for one."""
@@ -185,53 +187,55 @@ def with_argument(
 
 
 @dataclass
-class _Entry:
+class _Candidate:
     """A candidate. `node` made the tensor that is handed on; what follows the call has greater sequence numbers."""
 
-    cut: Cut
+    cut: SplitPoint
     node: Any
     sequence: int
 
 
-class _Recorder:
+class _CallRecorder:
     """Hooks on every module that note calls, and the first tensor of each."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.calls: list[Call] = []
-        self.entries: list[_Entry] = []
+        self.calls: list[ModuleCall] = []
+        self.candidates: list[_Candidate] = []
         self.inner: dict[str, int] = {}
-        self._open: list[int] = []
+        self._call_stack: list[int] = []
         self._places: dict[Any, int] = {}  # by the node of an entry: its index
         self._names = {module: name for name, module in model.named_modules()}
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         index, name = len(self.calls), self._names[module]
         torch.clear_autocast_cache()  # a weight that is cast once and used twice would be handed on beside the tensor
-        self.calls.append(Call(name))
-        self._open.append(index)
-        found = first_tensor(args, kwargs) if torch.is_grad_enabled() else None
+        self.calls.append(ModuleCall(name))
+        self._call_stack.append(index)
+        found = find_first_tensor(args, kwargs) if torch.is_grad_enabled() else None
         if found is None:
             return
         position, tensor = found
         if tensor.grad_fn in self._places:  # an earlier call, as of the module that encloses this, takes it already
             self.inner.setdefault(name, self._places[tensor.grad_fn])
             return
-        self._places[tensor.grad_fn] = len(self.entries)
-        now = _sequence(tensor.view_as(tensor).grad_fn)
+        self._places[tensor.grad_fn] = len(self.candidates)
+        now = _sequence_number(tensor.view_as(tensor).grad_fn)
         size_bytes = tensor.numel() * tensor.element_size()
-        self.entries.append(_Entry(Cut(index, name, position, size_bytes), tensor.grad_fn, now))
+        self.candidates.append(_Candidate(SplitPoint(index, name, position, size_bytes), tensor.grad_fn, now))
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.calls[self._open.pop()].last = len(self.calls) - 1
+        self.calls[self._call_stack.pop()].last = len(self.calls) - 1
 
 
-def _sequence(node: Any) -> int:
+def _sequence_number(node: Any) -> int:
     number: int = node._sequence_nr()
     return number
 
 
 @contextmanager
-def _hooked(model: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any] | None = None) -> Iterator[None]:
+def _hook_modules(
+    model: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any] | None = None
+) -> Iterator[None]:
     handles = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in model.modules()]
     if leave is not None:
         handles += [module.register_forward_hook(leave) for module in model.modules()]
@@ -242,24 +246,24 @@ def _hooked(model: nn.Module, enter: Callable[..., Any], leave: Callable[..., An
             handle.remove()
 
 
-def _find_cuts(model: nn.Module, run: Callable[[], Tensor]) -> Survey:
+def _find_split_points(model: nn.Module, run: Callable[[], Tensor]) -> SplitProfile:
     frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
-    recorder = _Recorder(model)
+    recorder = _CallRecorder(model)
     try:
         for parameter in frozen:
             parameter.requires_grad_(True)  # so that the graph shows where it is used
-        with _hooked(model, recorder.enter, recorder.leave):
+        with _hook_modules(model, recorder.enter, recorder.leave):
             loss = run()
-        crossed, used = _walk(loss, recorder.entries)
+        crossed, used = _walk_graph(loss, recorder.candidates)
     finally:
         for parameter in frozen:
             parameter.requires_grad_(False)
     valid = [not each for each in crossed]
     part_of = [0, *accumulate(int(each) for each in valid)]  # by the number of entries that came before
-    cuts = [entry.cut for entry, each in zip(recorder.entries, valid, strict=True) if each]
-    inner = {name: recorder.entries[place].cut for name, place in recorder.inner.items() if valid[place]}
+    cuts = [entry.cut for entry, each in zip(recorder.candidates, valid, strict=True) if each]
+    inner = {name: recorder.candidates[place].cut for name, place in recorder.inner.items() if valid[place]}
     parts = {parameter: sorted({part_of[place] for place in places}) for parameter, places in used.items()}
-    called = _first_calls(recorder.calls, [cut.call for cut in cuts])
+    called = _find_first_calls(recorder.calls, [cut.call for cut in cuts])
     parameters: dict[str, list[int]] = {}
     for name, parameter in model.named_parameters():
         owner = name.rpartition(".")[0]
@@ -270,10 +274,10 @@ def _find_cuts(model: nn.Module, run: Callable[[], Tensor]) -> Survey:
         for prefix, module in model.named_modules(remove_duplicate=False)
         for name, _ in module.named_buffers(recurse=False)
     }
-    return Survey(recorder.calls, cuts, inner, parameters, buffers)
+    return SplitProfile(recorder.calls, cuts, inner, parameters, buffers)
 
 
-def _walk(loss: Tensor, entries: list[_Entry]) -> tuple[list[bool], dict[Tensor, set[int]]]:
+def _walk_graph(loss: Tensor, entries: list[_Candidate]) -> tuple[list[bool], dict[Tensor, set[int]]]:
     """Which candidates have edges across them to another node than their own, and which parts use a parameter."""
     sequences = [entry.sequence for entry in entries]
     place_of = {entry.node: place for place, entry in enumerate(entries)}
@@ -286,11 +290,11 @@ def _walk(loss: Tensor, entries: list[_Entry]) -> tuple[list[bool], dict[Tensor,
         for following, _ in node.next_functions:
             if following is None:
                 continue
-            end = bisect_left(sequences, _sequence(node))
+            end = bisect_left(sequences, _sequence_number(node))
             if hasattr(following, "variable"):
                 used.setdefault(following.variable, set()).add(end)
                 continue
-            begin = min(end, bisect_left(sequences, _sequence(following)))
+            begin = min(end, bisect_left(sequences, _sequence_number(following)))
             crossings[begin] += 1
             crossings[end] -= 1
             own = place_of.get(following)
@@ -303,7 +307,7 @@ def _walk(loss: Tensor, entries: list[_Entry]) -> tuple[list[bool], dict[Tensor,
     return [count > 0 for count in accumulate(crossings)][: len(entries)], used
 
 
-def _first_calls(calls: Sequence[Call], cut_calls: list[int]) -> dict[str, int]:
+def _find_first_calls(calls: Sequence[ModuleCall], cut_calls: list[int]) -> dict[str, int]:
     """The part in which a module is called first."""
     first: dict[str, int] = {}
     for index, call in enumerate(calls):
@@ -311,11 +315,11 @@ def _first_calls(calls: Sequence[Call], cut_calls: list[int]) -> dict[str, int]:
     return first
 
 
-def _timed_pass(
-    model: nn.Module, run: Callable[[], Tensor], found: Survey, device: torch.device
+def _time_pass(
+    model: nn.Module, run: Callable[[], Tensor], found: SplitProfile, device: torch.device
 ) -> list[tuple[float, float]]:
     """Seconds of each part, forward and backward. The first pass warms up, and finds what is recomputed."""
-    cuts = found.cuts
+    cuts = found.split_points
     places = {cut.call: place for place, cut in enumerate(cuts)}
     reached_s: dict[int, float] = {}  # by the backward pass, which runs through the parts in order
     began_s: list[float] = []
@@ -338,7 +342,7 @@ def _timed_pass(
             handed.register_hook(lambda gradient: reached_s.__setitem__(place, _now_s(device)))
 
     began_s.append(_now_s(device))
-    with _hooked(model, enter):
+    with _hook_modules(model, enter):
         loss = run()
         began_s.append(_now_s(device))
         loss.backward()
@@ -348,7 +352,7 @@ def _timed_pass(
     return list(zip(forward_s, (before - after for before, after in pairwise(moments_s)), strict=True))
 
 
-def _not_in_evaluation(model: nn.Module, run: Callable[[], Tensor], calls: Sequence[Call]) -> set[str]:
+def _find_eval_differences(model: nn.Module, run: Callable[[], Tensor], calls: Sequence[ModuleCall]) -> set[str]:
     """Modules that evaluation calls more or less often than training."""
     names = {module: name for name, module in model.named_modules()}
     counts: Counter[str] = Counter()
@@ -359,7 +363,7 @@ def _not_in_evaluation(model: nn.Module, run: Callable[[], Tensor], calls: Seque
 
     hook = register_module_forward_pre_hook(enter)  # a module's own hooks would keep it from its fast path
     try:
-        with evaluating(model), torch.no_grad():
+        with eval_mode(model), torch.no_grad():
             run()
     finally:
         hook.remove()
@@ -374,7 +378,7 @@ def _now_s(device: torch.device) -> float:
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
+def preserve_training_state(model: nn.Module) -> Iterator[None]:
     """Whatever passes run within: buffers, gradients and random state are as before."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]

@@ -23,11 +23,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from shoal.errors import PlanError
-from shoal.parallel.pipeline.split_points import Call, Cut, with_argument
+from shoal.parallel.pipeline.split_points import ModuleCall, SplitPoint, replace_argument
 
 
 @dataclass(frozen=True)
-class Action:
+class GateAction:
     """What a gate does with one call."""
 
     kind: Literal["skip", "enter", "leave"]
@@ -35,7 +35,7 @@ class Action:
 
 
 @dataclass
-class View:
+class StageSlice:
     """What the gates do in a pass of one stage: by module, and by how often the pass has called it before.
 
     foreign: modules of which this stage has no parameters, as it was not seen to run them
@@ -43,33 +43,35 @@ class View:
 
     begins: str | None
     ends: str | None
-    actions: dict[str, dict[int, Action]] = field(default_factory=dict)
+    actions: dict[str, dict[int, GateAction]] = field(default_factory=dict)
     foreign: set[str] = field(default_factory=set)
 
 
-def views_of(calls: Sequence[Call], cuts: Sequence[Cut], watched: Collection[str] = ()) -> list[View]:
+def build_stage_slices(
+    calls: Sequence[ModuleCall], cuts: Sequence[SplitPoint], watched: Collection[str] = ()
+) -> list[StageSlice]:
     """The views of the stages between these cuts.
 
     watched: modules that no stage runs but those that were seen to; the first may run what nobody was seen to, since it
              is given those parameters
     """
     called = {call.module for call in calls}
-    views = [_view(calls, begin, end) for begin, end in pairwise([None, *cuts, None])]
+    views = [_build_slice(calls, begin, end) for begin, end in pairwise([None, *cuts, None])]
     for view, (begin, end) in zip(views, pairwise([None, *cuts, None]), strict=True):
-        view.foreign = set(watched) - _run_between(calls, begin, end)
+        view.foreign = set(watched) - _find_modules_between(calls, begin, end)
         if begin is None:
             view.foreign &= called
     return views
 
 
-def _run_between(calls: Sequence[Call], begin: Cut | None, end: Cut | None) -> set[str]:
+def _find_modules_between(calls: Sequence[ModuleCall], begin: SplitPoint | None, end: SplitPoint | None) -> set[str]:
     """The modules of calls that lie between two cuts, or enclose the first."""
     first, after = begin.call if begin else 0, end.call if end else len(calls)
     return {call.module for call in calls[:after] if call.last >= first}
 
 
-def _view(calls: Sequence[Call], begin: Cut | None, end: Cut | None) -> View:
-    view = View(begin.module if begin else None, end.module if end else None)
+def _build_slice(calls: Sequence[ModuleCall], begin: SplitPoint | None, end: SplitPoint | None) -> StageSlice:
+    view = StageSlice(begin.module if begin else None, end.module if end else None)
     counts: Counter[str] = Counter()
     index = 0
     while index < len(calls):
@@ -78,114 +80,114 @@ def _view(calls: Sequence[Call], begin: Cut | None, end: Cut | None) -> View:
         counts[call.module] += 1
         actions = view.actions.setdefault(call.module, {})
         if end is not None and index == end.call:
-            actions[count] = Action("leave", end.argument)
+            actions[count] = GateAction("leave", end.argument)
             break
         if begin is not None and index == begin.call:
-            actions[count] = Action("enter", begin.argument)
+            actions[count] = GateAction("enter", begin.argument)
         elif begin is not None and call.last < begin.call:
-            actions[count] = Action("skip")
+            actions[count] = GateAction("skip")
             index = call.last
         index += 1
     view.actions = {name: actions for name, actions in view.actions.items() if actions}
     return view
 
 
-class _Left(BaseException):  # not an Exception: no model's own handler may take it
+class _LeaveForward(BaseException):  # not an Exception: no model's own handler may take it
     def __init__(self, handed: Tensor) -> None:
         super().__init__()
         self.handed = handed
 
 
-class GatedModel:
+class StageForward:
     """A model whose forward can be run in parts. Until `remove`, it cannot be called in any other way.
 
     filler: what stands for the results of skipped calls; not a number while it is proven that nothing depends on them
     """
 
-    def __init__(self, model: nn.Module, views: Sequence[View]) -> None:
+    def __init__(self, model: nn.Module, views: Sequence[StageSlice]) -> None:
         self.model = model
-        self.views = list(views)
+        self.slices = list(views)
         self.filler = 0.0
-        self._view: View | None = None
+        self._slice: StageSlice | None = None
         self._counts: Counter[str] = Counter()
         self._received: Tensor | None = None
         self._shapes: dict[Any, tuple[list[Any], Any]] = {}
         modules = dict(model.named_modules())
-        self._gated = [
+        self._gated_modules = [
             modules[name] for name in sorted({name for view in views for name in {*view.actions, *view.foreign}})
         ]
         names = {module: name for name, module in modules.items()}
-        self._compiled = [module._compiled_call_impl for module in self._gated]
-        for module, compiled in zip(self._gated, self._compiled, strict=True):
+        self._compiled = [module._compiled_call_impl for module in self._gated_modules]
+        for module, compiled in zip(self._gated_modules, self._compiled, strict=True):
             # PyTorch calls this before any hook: those that gather and split weights run with their module, or not.
             module._compiled_call_impl = partial(self._gate, names[module], module, compiled or module._call_impl)
 
     def remove(self) -> None:
         """Give the modules their calls back."""
-        for module, compiled in zip(self._gated, self._compiled, strict=False):
+        for module, compiled in zip(self._gated_modules, self._compiled, strict=False):
             module._compiled_call_impl = compiled
-        self._gated = []
+        self._gated_modules = []
 
     def run(self, stage: int, inputs: tuple[Any, ...], received: Tensor | None) -> Any:
         """What a stage hands on, or what the model returns where it is the last.
 
         received: what the stage before handed on; None for the first
         """
-        view = self.views[stage]
-        self._view, self._counts, self._received = view, Counter(), received
+        view = self.slices[stage]
+        self._slice, self._counts, self._received = view, Counter(), received
         try:
             result = self.model(*inputs)
-        except _Left as left:
+        except _LeaveForward as left:
             return left.handed
         finally:
-            self._view = None
+            self._slice = None
         if view.ends is not None or (view.begins is not None and self._received is not None):
-            raise _not_as_surveyed(view.ends or view.begins or "", "was not called in this pass")
+            raise _changed_calls_error(view.ends or view.begins or "", "was not called in this pass")
         return result
 
     def _gate(self, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._view is None:
-            if torch._C._current_graph_task_id() == -1 and any(name in view.actions for view in self.views):
-                raise _not_as_surveyed(name, "was called outside of a stage's pass")
+        if self._slice is None:
+            if torch._C._current_graph_task_id() == -1 and any(name in view.actions for view in self.slices):
+                raise _changed_calls_error(name, "was called outside of a stage's pass")
             return forward(*args, **kwargs)  # activation checkpointing recomputes it
         count = self._counts[name]
         self._counts[name] += 1
-        action = self._view.actions.get(name, {}).get(count)
+        action = self._slice.actions.get(name, {}).get(count)
         if action is None:
-            if name in self._view.foreign:
-                raise _not_as_surveyed(name, "was not called in this stage when the model was surveyed")
+            if name in self._slice.foreign:
+                raise _changed_calls_error(name, "was not called in this stage when the model was surveyed")
             return forward(*args, **kwargs)
         if action.kind == "skip":
-            return self._placeholder(name, module, forward, args, kwargs)
+            return self._make_placeholder(name, module, forward, args, kwargs)
         if action.kind == "leave":
-            raise _Left(kwargs[action.argument] if isinstance(action.argument, str) else args[action.argument])
+            raise _LeaveForward(kwargs[action.argument] if isinstance(action.argument, str) else args[action.argument])
         received, self._received = self._received, None
         stand_in = kwargs[action.argument] if isinstance(action.argument, str) else args[action.argument]
         assert received is not None, "a module is called twice where it was called once"
         if not _overwrite(stand_in, received):
-            args, kwargs = with_argument(args, kwargs, action.argument, received)
+            args, kwargs = replace_argument(args, kwargs, action.argument, received)
         return forward(*args, **kwargs)
 
-    def _placeholder(
+    def _make_placeholder(
         self, name: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Tensors like those that the call would have returned; what shapes these have is found once."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        key = (name, structure, tuple(_kind(leaf) for leaf in leaves))
+        key = (name, structure, tuple(_make_leaf_key(leaf) for leaf in leaves))
         if key not in self._shapes:
-            results, form = pytree.tree_flatten(self._without_gates(module, forward, args, kwargs))
+            results, form = pytree.tree_flatten(self._call_ungated(module, forward, args, kwargs))
             self._shapes[key] = (
-                [_Shape.of(result) if isinstance(result, Tensor) else result for result in results],
+                [_TensorShape.of(result) if isinstance(result, Tensor) else result for result in results],
                 form,
             )
         shapes, form = self._shapes[key]
-        made = [shape.filled(self.filler) if isinstance(shape, _Shape) else shape for shape in shapes]
+        made = [shape.make_full(self.filler) if isinstance(shape, _TensorShape) else shape for shape in shapes]
         return pytree.tree_unflatten(made, form)
 
-    def _without_gates(
+    def _call_ungated(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        view, self._view = self._view, View(None, None)
+        view, self._slice = self._slice, StageSlice(None, None)
         counts, self._counts = self._counts, Counter()
         modes = [(each, each.training) for each in module.modules()]
         try:
@@ -193,7 +195,7 @@ class GatedModel:
                 module.eval()  # neither random state nor running statistics are touched
                 return forward(*args, **kwargs)
         finally:
-            self._view, self._counts = view, counts
+            self._slice, self._counts = view, counts
             for each, training in modes:
                 each.training = training
 
@@ -210,61 +212,61 @@ def _overwrite(stand_in: Any, received: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class _Shape:
+class _TensorShape:
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _Shape:
+    def of(cls, tensor: Tensor) -> _TensorShape:
         return cls(tensor.shape, tensor.dtype, tensor.device)
 
-    def filled(self, value: float) -> Tensor:
+    def make_full(self, value: float) -> Tensor:
         return torch.full(
             self.shape, value if self.dtype.is_floating_point else 0, dtype=self.dtype, device=self.device
         )
 
 
-def _kind(leaf: Any) -> Any:
+def _make_leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        return _Shape.of(leaf)
+        return _TensorShape.of(leaf)
     return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf)
 
 
-def _not_as_surveyed(module: str, problem: str) -> PlanError:
+def _changed_calls_error(module: str, problem: str) -> PlanError:
     remedy = "a pipeline needs the same calls in every pass: turn off what skips or chooses layers, or use ddp"
     return PlanError("parallel.pipeline", module, problem, remedy)
 
 
 @contextmanager
-def without(model: nn.Module, parameters: set[str], value: float = 0.0) -> Iterator[None]:
+def mask_parameters(model: nn.Module, parameters: set[str], value: float = 0.0) -> Iterator[None]:
     """Within, these parameters (by their first names) have no values of their own: all are `value`."""
     values = {name: parameter.data for name, parameter in model.named_parameters() if name in parameters}
     named = dict(model.named_parameters())
     try:
         for name, data in values.items():
-            named[name].data = _hollow(data, value)
+            named[name].data = _make_filler(data, value)
         yield
     finally:
         for name, data in values.items():
             named[name].data = data
 
 
-def hollow(model: nn.Module, kept: set[str]) -> None:
+def release_parameters(model: nn.Module, kept: set[str]) -> None:
     """Free the memory of all parameters but these; zeros of the same shape, which need none, take their place."""
     dropped: dict[nn.Parameter, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
         if name not in kept:
-            dropped[parameter] = nn.Parameter(_hollow(parameter.data, 0.0), requires_grad=False)
+            dropped[parameter] = nn.Parameter(_make_filler(parameter.data, 0.0), requires_grad=False)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter in dropped:
                 setattr(module, name, dropped[parameter])
 
 
-def _hollow(data: Tensor, value: float) -> Tensor:
+def _make_filler(data: Tensor, value: float) -> Tensor:
     if isinstance(data, DTensor):
-        part = _hollow(data.to_local(), value)
+        part = _make_filler(data.to_local(), value)
         shape, stride = data.shape, data.stride()
         return DTensor.from_local(part, data.device_mesh, data.placements, run_check=False, shape=shape, stride=stride)
     filling = value if data.is_floating_point() else 0

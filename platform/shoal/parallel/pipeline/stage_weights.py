@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.errors import PlanError, SpecMismatch
-from shoal.parallel.pipeline.partition import Layout
-from shoal.parallel.pipeline.stage_forward import hollow
-from shoal.parallel.state.state_dict import assign, full_tensor
+from shoal.parallel.pipeline.partition import StagePartition
+from shoal.parallel.pipeline.stage_forward import release_parameters
+from shoal.parallel.state.state_dict import copy_into, gather_full_tensor
 
 
-class Weights:
+class StageWeights:
     """This rank's part of the model.
 
     kept:    parameters by their first names, those of other ranks that this one holds copies of included
@@ -27,30 +27,34 @@ class Weights:
     tied:    names of parameters that several pipeline ranks hold, by those ranks, in the same order everywhere
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, stage_ranks: list[int], rank: int) -> None:
+    def __init__(self, model: nn.Module, layout: StagePartition, stage_ranks: list[int], rank: int) -> None:
         self._model, self._layout, self._stage_ranks, self._rank = model, layout, stage_ranks, rank
         holders = {name: sorted({stage_ranks[stage] for stage in stages}) for name, stages in layout.parameters.items()}
         first_names = {parameter: name for name, parameter in model.named_parameters()}
-        self._first = {
+        self._first_names = {
             name: first_names[parameter] for name, parameter in model.named_parameters(remove_duplicate=False)
         }
-        hollow(model, {name for name, ranks in holders.items() if rank in ranks})
+        release_parameters(model, {name for name, ranks in holders.items() if rank in ranks})
         everything = dict(model.named_parameters())
-        self.kept = {name: everything[name] for name, ranks in holders.items() if rank in ranks}
+        self.local_parameters = {name: everything[name] for name, ranks in holders.items() if rank in ranks}
         self._owners = {name: stage_ranks[stages[0]] for name, stages in layout.parameters.items()}
-        self.counted = [parameter for name, parameter in self.kept.items() if self._owners[name] == rank]
-        self.tied: dict[tuple[int, ...], list[str]] = {}
+        self.owned_parameters = [
+            parameter for name, parameter in self.local_parameters.items() if self._owners[name] == rank
+        ]
+        self.tied_names: dict[tuple[int, ...], list[str]] = {}
         for name, ranks in holders.items():
             if len(ranks) > 1:
-                self.tied.setdefault(tuple(ranks), []).append(name)
+                self.tied_names.setdefault(tuple(ranks), []).append(name)
 
-    def of_stage(self, stage: int) -> list[nn.Parameter]:
+    def get_stage_parameters(self, stage: int) -> list[nn.Parameter]:
         """What the stage computes with."""
-        return [parameter for name, parameter in self.kept.items() if stage in self._layout.parameters[name]]
+        return [
+            parameter for name, parameter in self.local_parameters.items() if stage in self._layout.parameters[name]
+        ]
 
     def state(self) -> dict[str, Any]:
         """Parameters that lie here under all their names, and the persistent buffers that are kept here."""
-        return {name: value for name, value in self._model.state_dict().items() if self._lies_here(name)}
+        return {name: value for name, value in self._model.state_dict().items() if self._is_local(name)}
 
     def load(self, values: Mapping[str, Any]) -> None:
         """Raises SpecMismatch, naming the first tensor that is missing, strange or of another shape."""
@@ -65,12 +69,12 @@ class Weights:
                 raise SpecMismatch(f"model.{name}", list(values[name].shape), problem, remedy)
         for name, value in values.items():
             if isinstance(value, Tensor):
-                assign(mine[name], value)
+                copy_into(mine[name], value)
 
-    def whole(self) -> dict[str, Any]:
+    def gather_shards(self) -> dict[str, Any]:
         """The model's state, what lies here not split over ranks. Collective over those that share it."""
         return {
-            name: full_tensor(value) if isinstance(value, DTensor) and self._lies_here(name) else value
+            name: gather_full_tensor(value) if isinstance(value, DTensor) and self._is_local(name) else value
             for name, value in self._model.state_dict().items()
         }
 
@@ -83,35 +87,35 @@ class Weights:
         """
         whole: dict[str, Tensor] = {}
         for name, value in values.items():
-            first = self._first.get(name, name)
+            first = self._first_names.get(name, name)
             if not isinstance(value, Tensor):
                 continue
             if first != name and first in whole:
                 whole[name] = whole[first]
                 continue
-            owner = self._owner(name)
+            owner = self._get_owner(name)
             if owner == 0 and rank == 0:
                 whole[name] = value.detach().to("cpu", copy=True)
             elif rank == 0:
                 whole[name] = torch.empty(value.shape, dtype=value.dtype)
                 if value.numel():
-                    dist.recv(_bytes(whole[name]), global_ranks[owner])
+                    dist.recv(_as_bytes(whole[name]), global_ranks[owner])
             elif rank == owner and first == name and value.numel():
-                dist.send(_bytes(value.detach().cpu().contiguous()), global_ranks[0])
+                dist.send(_as_bytes(value.detach().cpu().contiguous()), global_ranks[0])
         return whole
 
-    def _owner(self, name: str) -> int:
-        first = self._first.get(name)
+    def _get_owner(self, name: str) -> int:
+        first = self._first_names.get(name)
         if first is not None:
             return self._owners[first]
         return self._stage_ranks[self._layout.buffers.get(name, 0)]
 
-    def _lies_here(self, name: str) -> bool:
-        first = self._first.get(name)
-        return first in self.kept if first is not None else self._owner(name) == self._rank
+    def _is_local(self, name: str) -> bool:
+        first = self._first_names.get(name)
+        return first in self.local_parameters if first is not None else self._get_owner(name) == self._rank
 
 
-def check_copies(model: nn.Module, layout: Layout, stage_ranks: list[int]) -> None:
+def check_copied_weights(model: nn.Module, layout: StagePartition, stage_ranks: list[int]) -> None:
     """Raises PlanError for a layer that changes its weight when it is called, of which another rank has a copy."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for name, module in model.named_modules():
@@ -123,5 +127,5 @@ def check_copies(model: nn.Module, layout: Layout, stage_ranks: list[int]) -> No
             raise PlanError("model", name, problem, "normalise what it gives in the forward pass")
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)

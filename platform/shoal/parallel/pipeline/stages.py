@@ -18,19 +18,19 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from shoal.batch_tree import tensors_of
-from shoal.parallel.comm.shm_p2p import HostMessages
-from shoal.parallel.layers.batch_norm import DataRanks
-from shoal.parallel.layers.dropout import Draws, mixed
-from shoal.parallel.pipeline.schedules import CLASSES, SINGLE
-from shoal.parallel.pipeline.split_points import Call, Cut
+from shoal.parallel.comm.shm_p2p import ShmP2P
+from shoal.parallel.layers.batch_norm import DataGroup
+from shoal.parallel.layers.dropout import DropoutRng, mix_seed
+from shoal.parallel.pipeline.schedules import SCHEDULE_CLASSES, SINGLE_STAGE
+from shoal.parallel.pipeline.split_points import ModuleCall, SplitPoint
 from shoal.parallel.spec import ScheduleName
 
 # (stage, micro-batch, what the stage before handed on) -> what is handed on, or the loss to be differentiated
-Compute = Callable[[int, int, Tensor | None], Tensor]
+StageCompute = Callable[[int, int, Tensor | None], Tensor]
 
 
 @dataclass
-class Clock:
+class StageClock:
     """Seconds, as `now_s` tells them: of whole schedules, and of what this rank's stages computed in them, by stage."""
 
     now_s: Callable[[], float] = time.perf_counter
@@ -52,14 +52,14 @@ class Clock:
 class StageModule(nn.Module):
     """A stage for torch: its parameters, and its computation of one micro-batch."""
 
-    def __init__(self, stage: int, parameters: list[nn.Parameter], compute: Compute) -> None:
+    def __init__(self, stage: int, parameters: list[nn.Parameter], compute: StageCompute) -> None:
         super().__init__()
-        self._stage, self._held, self._compute = stage, parameters, compute
+        self._stage, self._stage_parameters, self._compute = stage, parameters, compute
         self.micro_batch = 0
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Those of this stage: the modules belong to the model, of which other stages run other parts."""
-        return iter(self._held)
+        return iter(self._stage_parameters)
 
     def forward(self, received: Tensor) -> Tensor:
         """received: from the stage before; on the first stage, nothing of interest."""
@@ -74,57 +74,63 @@ class StageModule(nn.Module):
 class TimedStage(PipelineStage):
     """A stage that tells its module which micro-batch is computed, and how long it took."""
 
-    clock: Clock
+    clock: StageClock
     submod: StageModule
-    messages: HostMessages | None = None
+    messages: ShmP2P | None = None
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._carried(super().get_fwd_recv_ops(fwd_chunk_id))
+        return self._redirect_ops(super().get_fwd_recv_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._carried(super().get_bwd_recv_ops(bwd_chunk_id))
+        return self._redirect_ops(super().get_bwd_recv_ops(bwd_chunk_id))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._carried(super().get_fwd_send_ops(fwd_chunk_id))
+        return self._redirect_ops(super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._carried(super().get_bwd_send_ops(bwd_chunk_id))
+        return self._redirect_ops(super().get_bwd_send_ops(bwd_chunk_id))
 
-    def _carried(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
-        return self.messages.take_over(ops) if self.messages is not None else ops
+    def _redirect_ops(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        return self.messages.redirect_ops(ops) if self.messages is not None else ops
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.submod.micro_batch = fwd_chunk_id
-        return self._timed(self.clock.forward_s, super().forward_one_chunk, fwd_chunk_id, *args, **kwargs)
+        return self._time_call(self.clock.forward_s, super().forward_one_chunk, fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        self._timed(self.clock.backward_s, super().backward_one_chunk, *args, **kwargs)
+        self._time_call(self.clock.backward_s, super().backward_one_chunk, *args, **kwargs)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        self._timed(self.clock.backward_s, super().backward_weight_one_chunk, *args, **kwargs)
+        self._time_call(self.clock.backward_s, super().backward_weight_one_chunk, *args, **kwargs)
 
-    def _timed(self, spent_s: dict[int, float], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _time_call(self, spent_s: dict[int, float], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         began_s = self.clock.now_s()
         result = function(*args, **kwargs)
         spent_s[self.stage_index] = spent_s.get(self.stage_index, 0.0) + self.clock.now_s() - began_s
         return result
 
 
-class StageDraws(Draws):
+class StageDropoutRng(DropoutRng):
     """What is random in stages: dropout draws the masks that it draws in one process with the same micro-batches."""
 
     def __init__(
-        self, seed: int, data_rank: int, num_data_ranks: int, device: torch.device, calls: list[Call], cuts: list[Cut]
+        self,
+        seed: int,
+        data_rank: int,
+        num_data_ranks: int,
+        device: torch.device,
+        calls: list[ModuleCall],
+        cuts: list[SplitPoint],
     ) -> None:
         super().__init__(seed, data_rank, num_data_ranks, device)
-        self._before = [Counter(crc32(call.module.encode()) for call in calls[: cut.call]) for cut in cuts]
+        self._calls_before = [Counter(crc32(call.module.encode()) for call in calls[: cut.call]) for cut in cuts]
 
     def begin_stage(self, stage: int, step: int, micro_step: int, num_samples: int) -> None:
         """What is drawn from here on belongs to this stage's part of a micro-step."""
-        self.begin(step, micro_step, num_samples)
+        self.begin_micro_step(step, micro_step, num_samples)
         if stage > 0:
-            torch.manual_seed(mixed(self.seed, step, micro_step, self.data_rank, stage))
-            for layer, count in self._before[stage - 1].items():  # calls that other stages have made
+            torch.manual_seed(mix_seed(self.seed, step, micro_step, self.data_rank, stage))
+            for layer, count in self._calls_before[stage - 1].items():  # calls that other stages have made
                 self._calls[(*self._key, layer)] = count - 1
 
 
@@ -136,8 +142,8 @@ def build_schedule(
     num_micro_batches: int,
     device: torch.device,
     group: dist.ProcessGroup,
-    clock: Clock,
-    messages: HostMessages | None,
+    clock: StageClock,
+    messages: ShmP2P | None,
 ) -> Any:
     """The schedule over this rank's stages, for tensors of these shapes.
 
@@ -154,51 +160,51 @@ def build_schedule(
         stages.append(made)
     # The loss is computed within the last stage, whose outputs may be anything; what torch takes for it is the output.
     # Gradients are scaled there, too.
-    first = stages[0] if name in SINGLE else stages
-    return CLASSES[name](first, num_micro_batches, loss_fn=lambda output, _: output, scale_grads=False)
+    first = stages[0] if name in SINGLE_STAGE else stages
+    return SCHEDULE_CLASSES[name](first, num_micro_batches, loss_fn=lambda output, _: output, scale_grads=False)
 
 
-NUM_KEPT = 32  # each has memory for what its stages are handed, of all micro-batches
+MAX_SCHEDULES = 32  # each has memory for what its stages are handed, of all micro-batches
 
-Form = tuple[tuple[torch.Size, torch.dtype], ...]
+ShapeKey = tuple[tuple[torch.Size, torch.dtype], ...]
 
 
-def form_of(batch: Any) -> Form:
+def shape_key(batch: Any) -> ShapeKey:
     """Shapes and types: what a schedule is made for."""
     return tuple((tensor.shape, tensor.dtype) for tensor in tensors_of(batch))
 
 
-class Schedules:
+class ScheduleCache:
     """Each with what its stages hand on, by stage. The ranks of one pipeline, which see the same forms, keep the same.
 
     ranks: data ranks that gather one another's parameters, and must run the model equally often; None where they do not
     """
 
-    def __init__(self, ranks: DataRanks | None, device: torch.device) -> None:
+    def __init__(self, ranks: DataGroup | None, device: torch.device) -> None:
         self._ranks, self._device = ranks, device
-        self._kept: OrderedDict[Form, tuple[Any, dict[int, Tensor]]] = OrderedDict()
+        self._schedules: OrderedDict[ShapeKey, tuple[Any, dict[int, Tensor]]] = OrderedDict()
 
-    def __contains__(self, form: Form) -> bool:
-        return form in self._kept
+    def __contains__(self, form: ShapeKey) -> bool:
+        return form in self._schedules
 
-    def must_try(self, form: Form) -> bool:
+    def is_missing(self, form: ShapeKey) -> bool:
         """Whether one of the data ranks has no schedule for what it is given, here of this form. Collective."""
-        is_new = form not in self._kept
+        is_new = form not in self._schedules
         if self._ranks is None:
             return is_new
-        return bool(self._ranks.gather(torch.tensor([is_new], device=self._ranks.told_on(self._device))).any())
+        return bool(self._ranks.gather(torch.tensor([is_new], device=self._ranks.control_device(self._device))).any())
 
-    def keep(self, form: Form, schedule: Any, handed: dict[int, Tensor]) -> None:
+    def put(self, form: ShapeKey, schedule: Any, handed: dict[int, Tensor]) -> None:
         """In place of the one that was not used for longest, where there are too many."""
-        self._kept[form] = schedule, handed
-        if len(self._kept) > NUM_KEPT:
-            self._kept.popitem(last=False)
+        self._schedules[form] = schedule, handed
+        if len(self._schedules) > MAX_SCHEDULES:
+            self._schedules.popitem(last=False)
 
-    def get(self, form: Form) -> tuple[Any, dict[int, Tensor]]:
+    def get(self, form: ShapeKey) -> tuple[Any, dict[int, Tensor]]:
         """The schedule, and what its stages hand on. It must be kept."""
-        self._kept.move_to_end(form)
-        return self._kept[form]
+        self._schedules.move_to_end(form)
+        return self._schedules[form]
 
     def clear(self) -> None:
         """Let all of them go."""
-        self._kept.clear()
+        self._schedules.clear()

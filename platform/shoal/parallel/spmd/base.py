@@ -1,6 +1,6 @@
 """The whole model in one process; and what all plans do alike that hold a model whose forward pass is one call.
 
-`Replicated` and `Sharded` change what is called and when gradients are exchanged. Called by `parallelize`.
+`DdpModel` and `FsdpModel` change what is called and when gradients are exchanged. Called by `parallelize`.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.batch_tree import num_samples
+from shoal.batch_tree import count_samples
 from shoal.errors import ConfigError, PlanError
-from shoal.parallel.comm.collective_timer import Waiting
-from shoal.parallel.comm.shm_all_reduce import HostSum
+from shoal.parallel.comm.collective_timer import CollectiveTimer
+from shoal.parallel.comm.shm_all_reduce import ShmAllReduce
 from shoal.parallel.comm.world import World
-from shoal.parallel.layers.batch_norm import DataRanks, globalise_batch_norm
+from shoal.parallel.layers.batch_norm import DataGroup, globalise_batch_norm
 from shoal.parallel.layers.compile import compile_module
-from shoal.parallel.layers.dropout import Draws, seed_dropout
+from shoal.parallel.layers.dropout import DropoutRng, seed_dropout
 from shoal.parallel.layers.precision import LossScale, autocast
-from shoal.parallel.micro_batches import micro_batches
-from shoal.parallel.model import Learnable, ParallelModel, measured
+from shoal.parallel.micro_batches import split_micro_batches
+from shoal.parallel.model import ParallelModel, TaskProtocol, compute_loss_and_metrics
 from shoal.parallel.spec import ParallelSpec
 from shoal.parallel.spmd.buffer_consistency import check_buffers
 from shoal.parallel.state import gradients
 from shoal.parallel.state import state_dict as state
-from shoal.parallel.state.module_snapshot import evaluating, remembered, trainable
+from shoal.parallel.state.module_snapshot import eval_mode, get_trainable_parameters, snapshot_module
 
 
-class Whole(ParallelModel):
+class SpmdModel(ParallelModel):
     """A model that each rank calls as a whole; alone, or (with `data_group`) beside ranks with other samples."""
 
     def __init__(
         self,
         model: nn.Module,
-        learnable: Learnable,
+        learnable: TaskProtocol,
         spec: ParallelSpec,
         world: World,
         seed: int,
@@ -50,92 +50,92 @@ class Whole(ParallelModel):
         self.num_data_ranks = dist.get_world_size(data_group) if data_group else 1
         self._learnable, self._spec, self._world = learnable, spec, world
         self._data_group = data_group
-        self._on_host: HostSum | None = None
-        if data_group is not None and spec.goes_through_memory(world.device.type):
-            self._on_host = HostSum.form(data_group)
-        self._ranks = DataRanks(data_group, self._on_host) if data_group else None
+        self._shm_all_reduce: ShmAllReduce | None = None
+        if data_group is not None and spec.uses_shared_memory(world.device.type):
+            self._shm_all_reduce = ShmAllReduce.try_create(data_group)
+        self._ranks = DataGroup(data_group, self._shm_all_reduce) if data_group else None
         if self._ranks:
             globalise_batch_norm(model, self._ranks)
-        self._draws = Draws(seed, self.data_rank, self.num_data_ranks, world.device)
-        seed_dropout(model, self._draws)
+        self._dropout_rng = DropoutRng(seed, self.data_rank, self.num_data_ranks, world.device)
+        seed_dropout(model, self._dropout_rng)
         self._forward: nn.Module = model
-        self._scale = LossScale() if spec.precision == "fp16" else None
-        self._know_trainable()
+        self._loss_scale = LossScale() if spec.precision == "fp16" else None
+        self._collect_trainable()
 
     # -- a step
 
     def train_step(self, batch: Any, step: int) -> Tensor:
-        if self._scale is None:
-            return self._gradients(batch, step)
-        take_back = remembered(self.module)
+        if self._loss_scale is None:
+            return self._compute_gradients(batch, step)
+        take_back = snapshot_module(self.module)
         while True:
-            loss = self._gradients(batch, step)
-            gradients.scale(self._trainable, 1.0 / self._scale.value)
-            if self._scale.update(bool(gradients.global_norm(self._trainable, self._world.device).isfinite())):
+            loss = self._compute_gradients(batch, step)
+            gradients.scale(self._trainable, 1.0 / self._loss_scale.value)
+            if self._loss_scale.update(bool(gradients.global_norm(self._trainable, self._world.device).isfinite())):
                 return loss
             take_back()  # running statistics have had this batch: once is enough
 
-    def _know_trainable(self) -> None:
-        self._trainable = trainable(self.module)
+    def _collect_trainable(self) -> None:
+        self._trainable = get_trainable_parameters(self.module)
         self._frozen = [parameter for parameter in self.module.parameters() if not parameter.requires_grad]
 
-    def _gradients(self, batch: Any, step: int) -> Tensor:
+    def _compute_gradients(self, batch: Any, step: int) -> Tensor:
         for parameter in self._frozen:
             if parameter.requires_grad:
-                self._refuse_thawed()
+                self._raise_thawed()
         for parameter in self._trainable:
             parameter.grad = None
         accumulate = self._spec.accumulate
         if accumulate == 1:
             return self._micro_step(batch, step, 0)
-        parts = micro_batches(batch, accumulate)
+        parts = split_micro_batches(batch, accumulate)
         losses = []
         for index, part in enumerate(parts):
-            with self._exchange(index == accumulate - 1):
+            with self._gradient_sync_context(index == accumulate - 1):
                 losses.append(self._micro_step(part, step, index))
         return torch.stack(losses).mean()
 
-    def _refuse_thawed(self) -> NoReturn:
+    def _raise_thawed(self) -> NoReturn:
         frozen = {id(parameter) for parameter in self._frozen}
         name = next(name for name, each in self.named_parameters() if id(each) in frozen and each.requires_grad)
         raise PlanError("model", name, "was frozen when the run began, and is not now", "thaw it in Task.model()")
 
     def _micro_step(self, batch: Any, step: int, index: int) -> Tensor:
-        self._draws.begin(step, index, num_samples(batch))
+        self._dropout_rng.begin_micro_step(step, index, count_samples(batch))
         with autocast(self._spec.precision, self._world.device):
             outputs = self._forward(*self._learnable.inputs(batch))
             loss = self._learnable.loss(outputs, batch)
         if loss.ndim:
             raise ConfigError("Task.loss", list(loss.shape), "is not a scalar", "return the mean over the samples")
         scaled = loss if self._spec.accumulate == 1 else loss / self._spec.accumulate
-        self._backward(scaled if self._scale is None else scaled * self._scale.value)
+        self._backward(scaled if self._loss_scale is None else scaled * self._loss_scale.value)
         return loss.detach()
 
     def _backward(self, loss: Tensor) -> None:
         loss.backward()
 
-    def _exchange(self, last: bool) -> AbstractContextManager[object]:
+    def _gradient_sync_context(self, last: bool) -> AbstractContextManager[object]:
         """The context of a micro-step: gradients are exchanged in the last one only."""
         return nullcontext()
 
     # -- evaluation
 
     def evaluate(self, batch: Any, num_samples: int) -> dict[str, Tensor]:
-        with evaluating(self.module), torch.no_grad(), autocast(self._spec.precision, self._world.device):
+        with eval_mode(self.module), torch.no_grad(), autocast(self._spec.precision, self._world.device):
             outputs = self.module(*self._learnable.inputs(batch))
-            means = measured(self._learnable, outputs, batch)
+            means = compute_loss_and_metrics(self._learnable, outputs, batch)
         if not num_samples:
             return {name: torch.zeros_like(mean, dtype=torch.float32) for name, mean in means.items()}
         return {name: mean.float() * num_samples for name, mean in means.items()}
 
-    def total(self, values: Tensor) -> Tensor:
+    def sum_over_data_ranks(self, values: Tensor) -> Tensor:
         if self._data_group is None:
             return values
         summed = values.clone()
         dist.all_reduce(summed, group=self._data_group)
         return summed
 
-    def clip(self, max_norm: float) -> Tensor:
+    def clip_gradients(self, max_norm: float) -> Tensor:
         return gradients.clip(self._trainable, max_norm, self._world.device)
 
     def check_buffers(self) -> None:
@@ -144,16 +144,16 @@ class Whole(ParallelModel):
             check_buffers({name: each for name, each in self.module.named_buffers() if name in saved}, self._ranks)
 
     @property
-    def sent_past_group_bytes(self) -> float:
-        return self._on_host.sent_bytes if self._on_host else 0.0
+    def shm_sent_bytes(self) -> float:
+        return self._shm_all_reduce.sent_bytes if self._shm_all_reduce else 0.0
 
     @property
-    def host_memory(self) -> list[Tensor]:
-        return [self._on_host.memory] if self._on_host else []
+    def shared_memory(self) -> list[Tensor]:
+        return [self._shm_all_reduce.memory] if self._shm_all_reduce else []
 
     def close(self) -> None:
-        if self._on_host:
-            self._on_host.close()
+        if self._shm_all_reduce:
+            self._shm_all_reduce.close()
 
     # -- state
 
@@ -172,37 +172,37 @@ class Whole(ParallelModel):
     def load_optimizer_state(self, optimizer: Optimizer, values: dict[str, Any]) -> None:
         state.load_optimizer_state(self.named_parameters(), optimizer, values)
 
-    def scale_state(self) -> dict[str, float]:
-        return {} if self._scale is None else self._scale.state_dict()
+    def loss_scale_state(self) -> dict[str, float]:
+        return {} if self._loss_scale is None else self._loss_scale.state_dict()
 
-    def load_scale_state(self, state: dict[str, float]) -> None:
-        if self._scale is not None and state:
-            self._scale.load_state_dict(state)
+    def load_loss_scale_state(self, state: dict[str, float]) -> None:
+        if self._loss_scale is not None and state:
+            self._loss_scale.load_state_dict(state)
 
     def full_weights(self) -> dict[str, Tensor]:
         return state.full_weights(self.model_state(), keep=self._world.is_first)
 
 
-class Watched(Whole):
+class TimedCollectivesMixin(SpmdModel):
     """Of which torch's own code calls the collectives: they are timed from outside."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._waiting = Waiting(self._world.device)
+        self._collective_timer = CollectiveTimer(self._world.device)
 
     def train_step(self, batch: Any, step: int) -> Tensor:
-        with self._waiting.counted():
+        with self._collective_timer.time_collectives():
             return super().train_step(batch, step)
 
     @property
     def communication_s(self) -> float:
-        return self._waiting.waited_s + (self._on_host.waited_s if self._on_host else 0.0)
+        return self._collective_timer.waited_s + (self._shm_all_reduce.waited_s if self._shm_all_reduce else 0.0)
 
 
-class Single(Whole):
+class SingleProcessModel(SpmdModel):
     """One process alone."""
 
-    def __init__(self, model: nn.Module, learnable: Learnable, spec: ParallelSpec, world: World, seed: int) -> None:
+    def __init__(self, model: nn.Module, learnable: TaskProtocol, spec: ParallelSpec, world: World, seed: int) -> None:
         super().__init__(model.to(world.device), learnable, spec, world, seed)
         if spec.compile:
             compile_module(self.module)

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from shoal.errors import PlanError
-from shoal.parallel.layers.batch_norm import DataRanks
-from shoal.parallel.state.gradients import local
+from shoal.parallel.layers.batch_norm import DataGroup
+from shoal.parallel.state.gradients import to_local
 
 # Of a buffer's norm: hosts of several kinds round differently, samples differ by far more.
 TOLERANCE = 1e-5
 
 
-def check_buffers(buffers: Mapping[str, Tensor], ranks: DataRanks) -> None:
+def check_buffers(buffers: Mapping[str, Tensor], ranks: DataGroup) -> None:
     """Raises PlanError, on all ranks or none, for the first buffer that is not the same on all of them. Collective."""
     if not buffers:
         return
-    everyone = ranks.gather(torch.stack([_sums(local(buffer)) for buffer in buffers.values()]))  # [R, B, 2]
+    everyone = ranks.gather(torch.stack([_checksum(to_local(buffer)) for buffer in buffers.values()]))  # [R, B, 2]
     first = everyone[0]
     alike = (everyone - first).abs() <= TOLERANCE * first[:, 1:]
     alike |= everyone.isfinite().logical_not() & (everyone.isfinite() == first.isfinite())
@@ -35,6 +35,6 @@ def check_buffers(buffers: Mapping[str, Tensor], ranks: DataRanks) -> None:
         raise PlanError("model", list(buffers)[place], problem, remedy)
 
 
-def _sums(buffer: Tensor) -> Tensor:
+def _checksum(buffer: Tensor) -> Tensor:
     values = (torch.view_as_real(buffer) if buffer.is_complex() else buffer).detach().double()
     return torch.stack([values.sum(), values.square().sum().sqrt()])

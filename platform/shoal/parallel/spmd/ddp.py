@@ -20,21 +20,21 @@ from shoal.errors import PlanError
 from shoal.parallel.comm.world import World
 from shoal.parallel.layers.batch_norm import globalise_batch_norm
 from shoal.parallel.layers.compile import compile_module
-from shoal.parallel.micro_batches import micro_batches
-from shoal.parallel.model import Learnable
+from shoal.parallel.micro_batches import split_micro_batches
+from shoal.parallel.model import TaskProtocol
 from shoal.parallel.spec import ParallelSpec
-from shoal.parallel.spmd.base import Whole
+from shoal.parallel.spmd.base import SpmdModel
 from shoal.parallel.spmd.gradient_buffer import FlatGradients
-from shoal.parallel.state.module_snapshot import unchanged
+from shoal.parallel.state.module_snapshot import preserve_module
 
 
-class Replicated(Whole):
+class DdpModel(SpmdModel):
     """DDP. Whether it must look for unused parameters at each step is found by trying one."""
 
     def __init__(
         self,
         model: nn.Module,
-        learnable: Learnable,
+        learnable: TaskProtocol,
         spec: ParallelSpec,
         world: World,
         example: Any,
@@ -43,14 +43,14 @@ class Replicated(Whole):
     ) -> None:
         model.to(world.device)
         globalise_batch_norm(model, None)  # a share may be of one sample, which has no statistics of its own
-        order = _order_of_gradients(model, learnable, micro_batches(example, spec.accumulate)[0])
+        order = _find_gradient_order(model, learnable, split_micro_batches(example, spec.accumulate)[0])
         super().__init__(model, learnable, spec, world, seed, group)
         self._may_skip = spec.dynamic or not all(world.gather(len(set(order)) == len(self._trainable)))
         self._waited_s = 0.0 if world.device.type == "cpu" else float("nan")  # CUDA's waits are not this process's
         self._complete_s: float | None = None
-        if self._on_host:
-            self._flat = FlatGradients(self._trainable, self._on_host)
-            _take_those_of_first(model, group)
+        if self._shm_all_reduce:
+            self._flat_gradients = FlatGradients(self._trainable, self._shm_all_reduce)
+            _broadcast_weights(model, group)
             if spec.compile:
                 compile_module(model)
             return
@@ -64,19 +64,19 @@ class Replicated(Whole):
         if spec.compile:
             compile_module(self._ddp)
         if world.device.type == "cpu" and order:
-            order[-1].register_post_accumulate_grad_hook(self._last_gradient)
+            order[-1].register_post_accumulate_grad_hook(self._on_last_gradient)
 
-    def _gradients(self, batch: Any, step: int) -> Tensor:
-        loss = super()._gradients(batch, step)
+    def _compute_gradients(self, batch: Any, step: int) -> Tensor:
+        loss = super()._compute_gradients(batch, step)
         if not self._may_skip and any(parameter.grad is None for parameter in self._trainable):
             name = next(name for name, each in self.named_parameters() if each.requires_grad and each.grad is None)
             problem = f"{name} had a gradient at first, and has none in this step"
             raise PlanError("parallel.dynamic", False, problem, "say parallel.dynamic=true when layers may be skipped")
-        if self._on_host:
-            self._flat.average(self._may_skip)
+        if self._shm_all_reduce:
+            self._flat_gradients.average(self._may_skip)
         return loss
 
-    def _last_gradient(self, parameter: Tensor) -> None:
+    def _on_last_gradient(self, parameter: Tensor) -> None:
         """Nothing is left to compute: what backward still takes is waiting for the other ranks."""
         self._complete_s = time.perf_counter()
 
@@ -85,15 +85,15 @@ class Replicated(Whole):
         super()._backward(loss)
         self._waited_s += time.perf_counter() - (self._complete_s or time.perf_counter())
 
-    def _exchange(self, last: bool) -> AbstractContextManager[object]:
-        return nullcontext() if last or self._on_host else self._ddp.no_sync()
+    def _gradient_sync_context(self, last: bool) -> AbstractContextManager[object]:
+        return nullcontext() if last or self._shm_all_reduce else self._ddp.no_sync()
 
     @property
     def communication_s(self) -> float:
         return self._waited_s + (self._ranks.waited_s if self._ranks else 0.0)
 
 
-def _take_those_of_first(model: nn.Module, group: dist.ProcessGroup) -> None:
+def _broadcast_weights(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Begin with the first rank's parameters and buffers. Collective."""
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
@@ -102,12 +102,12 @@ def _take_those_of_first(model: nn.Module, group: dist.ProcessGroup) -> None:
             tensor.copy_(whole)
 
 
-def _order_of_gradients(model: nn.Module, learnable: Learnable, batch: Any) -> list[nn.Parameter]:
+def _find_gradient_order(model: nn.Module, learnable: TaskProtocol, batch: Any) -> list[nn.Parameter]:
     """The parameters that get a gradient from `batch`, in that order. Leaves the model as it was."""
     order: list[nn.Parameter] = []
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     hooks = [each.register_post_accumulate_grad_hook(order.append) for each in parameters]
-    with unchanged(model), torch.random.fork_rng():
+    with preserve_module(model), torch.random.fork_rng():
         learnable.loss(model(*learnable.inputs(batch)), batch).backward()
     for hook in hooks:
         hook.remove()

@@ -19,15 +19,15 @@ from torch.utils._pytree import tree_map_only
 
 from shoal.parallel.comm.world import World
 from shoal.parallel.layers.compile import compile_forward
-from shoal.parallel.model import Learnable
+from shoal.parallel.model import TaskProtocol
 from shoal.parallel.spec import ParallelSpec
-from shoal.parallel.spmd.base import Watched
+from shoal.parallel.spmd.base import TimedCollectivesMixin
 from shoal.parallel.spmd.fsdp_blocks import find_blocks
-from shoal.parallel.spmd.fsdp_consistency import Usage
-from shoal.parallel.state.module_snapshot import attributes_kept
+from shoal.parallel.spmd.fsdp_consistency import BlockUsageCheck
+from shoal.parallel.state.module_snapshot import preserve_parameter_attributes
 
 
-class Sharded(Watched):
+class FsdpModel(TimedCollectivesMixin):
     """FSDP2. Blocks are compiled one by one, as their parameters come and go between them.
 
     Data ranks must call the same blocks in the same order and, without `dynamic`, use the same parameters: what differs
@@ -38,7 +38,7 @@ class Sharded(Watched):
     def __init__(
         self,
         model: nn.Module,
-        learnable: Learnable,
+        learnable: TaskProtocol,
         spec: ParallelSpec,
         world: World,
         seed: int,
@@ -49,26 +49,26 @@ class Sharded(Watched):
         blocks = list(find_blocks(model))
         for block in [block for _, block in blocks] if spec.compile and blocks else [model] * spec.compile:
             compile_forward(block)
-        with attributes_kept(model):
-            shard([*(block for _, block in blocks), model], mesh, spec.dynamic)
+        with preserve_parameter_attributes(model):
+            apply_fsdp([*(block for _, block in blocks), model], mesh, spec.dynamic)
             model.to(world.device)  # what is not sharded: buffers
-        self._know_trainable()
+        self._collect_trainable()
         assert self._ranks is not None
-        self._usage = Usage([*blocks, ("", model)], self._ranks, spec.dynamic)
+        self._usage_check = BlockUsageCheck([*blocks, ("", model)], self._ranks, spec.dynamic)
 
-    def _gradients(self, batch: Any, step: int) -> Tensor:
-        loss = super()._gradients(batch, step)
+    def _compute_gradients(self, batch: Any, step: int) -> Tensor:
+        loss = super()._compute_gradients(batch, step)
         named = [(name, each) for name, each in self.named_parameters() if each.requires_grad]
-        self._usage.check(named, self._world.device)
+        self._usage_check.check(named, self._world.device)
         return loss
 
     def evaluate(self, batch: Any, num_samples: int) -> dict[str, Tensor]:
         sums = super().evaluate(batch, num_samples)
-        self._usage.check([], self._world.device)
+        self._usage_check.check([], self._world.device)
         return sums
 
     @contextmanager
-    def _delayed(self) -> Iterator[None]:
+    def _defer_gradient_sync(self) -> Iterator[None]:
         assert isinstance(self.module, FSDPModule)
         self.module.set_requires_gradient_sync(False)
         try:
@@ -76,21 +76,21 @@ class Sharded(Watched):
         finally:
             self.module.set_requires_gradient_sync(True)
 
-    def _exchange(self, last: bool) -> AbstractContextManager[Any]:
-        return super()._exchange(last) if last else self._delayed()
+    def _gradient_sync_context(self, last: bool) -> AbstractContextManager[Any]:
+        return super()._gradient_sync_context(last) if last else self._defer_gradient_sync()
 
 
-def shard(parts: Iterable[nn.Module], mesh: DeviceMesh, dynamic: bool) -> None:
+def apply_fsdp(parts: Iterable[nn.Module], mesh: DeviceMesh, dynamic: bool) -> None:
     """Shard each of `parts`, in place, over [replicate, shard] of the mesh; inner ones come first. Collective.
 
     dynamic: whether a parameter that a rank has not used counts as zero there
     """
     names = ("replicate", "shard") if mesh["replicate"].size() > 1 else ("shard",)
     for part in parts:
-        part.register_forward_hook(_without_views)
+        part.register_forward_hook(_clone_views)
         fully_shard(part, mesh=mesh[names]).set_reduce_scatter_unused_params(dynamic)
 
 
-def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
+def _clone_views(module: nn.Module, args: Any, output: Any) -> Any:
     """FSDP2 watches what its modules give; changing a view of it in place would escape its notice."""
     return tree_map_only(Tensor, lambda tensor: tensor.clone() if tensor._is_view() else tensor, output)

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
-LEAST_SHARE = 0.01  # of all parameters: a smaller block is gathered together with the rest of the model
-LARGEST_SHARE = 0.5  # a larger block is divided further, where it can be
+MIN_SHARE = 0.01  # of all parameters: a smaller block is gathered together with the rest of the model
+MAX_SHARE = 0.5  # a larger block is divided further, where it can be
 
 
 def find_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -22,24 +22,22 @@ def find_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """
     total = sum(parameter.numel() for parameter in model.parameters())
     holders = Counter(id(each) for _, each in model.named_parameters(remove_duplicate=False))
-    yield from _blocks_within(model, "", total, holders)
+    yield from _iter_blocks(model, "", total, holders)
 
 
-def _blocks_within(
-    module: nn.Module, prefix: str, total: int, holders: Counter[int]
-) -> Iterator[tuple[str, nn.Module]]:
+def _iter_blocks(module: nn.Module, prefix: str, total: int, holders: Counter[int]) -> Iterator[tuple[str, nn.Module]]:
     is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         size = sum(parameter.numel() for parameter in child.parameters())
-        inner = list(_blocks_within(child, f"{path}.", total, holders))
-        divides = size > LARGEST_SHARE * total and len(inner) > 1
+        inner = list(_iter_blocks(child, f"{path}.", total, holders))
+        divides = size > MAX_SHARE * total and len(inner) > 1
         if not is_list or divides or (isinstance(child, (nn.ModuleList, nn.Sequential)) and inner):
             yield from inner
-        elif size >= LEAST_SHARE * total and _is_closed(child, holders) and not isinstance(child, nn.ModuleList):
+        elif size >= MIN_SHARE * total and _is_self_contained(child, holders) and not isinstance(child, nn.ModuleList):
             yield path, child
 
 
-def _is_closed(block: nn.Module, holders: Counter[int]) -> bool:
+def _is_self_contained(block: nn.Module, holders: Counter[int]) -> bool:
     own = Counter(id(each) for _, each in block.named_parameters(remove_duplicate=False))
     return all(holders[each] == count for each, count in own.items())

@@ -18,24 +18,24 @@ import torch.distributed as dist
 from torch import nn
 
 from shoal.errors import PlanError
-from shoal.parallel.layers.batch_norm import DataRanks
+from shoal.parallel.layers.batch_norm import DataGroup
 
 
-class Usage:
+class BlockUsageCheck:
     """The blocks that this rank calls, in order, and the parameters that have a gradient afterwards.
 
     blocks:     with their names; of those that are sharded each
     may_differ: whether a parameter may have a gradient on some ranks only, as it is zero on the others
     """
 
-    def __init__(self, blocks: Sequence[tuple[str, nn.Module]], ranks: DataRanks, may_differ: bool) -> None:
+    def __init__(self, blocks: Sequence[tuple[str, nn.Module]], ranks: DataGroup, may_differ: bool) -> None:
         self._names = [name for name, _ in blocks]
         self._ranks, self._may_differ = ranks, may_differ
         self._calls: list[int] = []
         for index, (_, block) in enumerate(blocks):
-            block.register_forward_pre_hook(partial(self._note, index))
+            block.register_forward_pre_hook(partial(self._record_call, index))
 
-    def _note(self, index: int, module: nn.Module, args: Any) -> None:
+    def _record_call(self, index: int, module: nn.Module, args: Any) -> None:
         self._calls.append(index)
 
     def check(self, parameters: Sequence[tuple[str, nn.Parameter]], device: torch.device) -> None:
@@ -49,14 +49,14 @@ class Usage:
         calls, self._calls = self._calls, []
         has = [] if self._may_differ else [parameter.grad is not None for _, parameter in parameters]
         sums = [crc32(repr(calls).encode()), crc32(bytes(has))]
-        mine = torch.tensor(sums, device=self._ranks.told_on(device))
+        mine = torch.tensor(sums, device=self._ranks.control_device(device))
         everyone = self._ranks.gather(mine)
         if bool((everyone == everyone[0]).all()):
             return
         used = [name for (name, _), is_used in zip(parameters, has, strict=False) if is_used]
-        self._refuse([self._names[index] for index in calls], used)
+        self._raise_difference([self._names[index] for index in calls], used)
 
-    def _refuse(self, calls: list[str], used: list[str]) -> None:
+    def _raise_difference(self, calls: list[str], used: list[str]) -> None:
         found: list[Any] = [None] * self._ranks.size
         dist.all_gather_object(found, (calls, used), group=self._ranks.group)
         (first_calls, first_used), *others = found

@@ -1,7 +1,7 @@
 """All gradients of a replica end to end, averaged over the ranks of a host in one sum after the backward pass.
 
-In place of DistributedDataParallel where `HostSum` carries the sums: those are made by the thread that computes, so
-that buckets, which are there to send some gradients while others are computed, only cost. Called by `Replicated`.
+In place of DistributedDataParallel where `ShmAllReduce` carries the sums: those are made by the thread that computes,
+so that buckets, which are there to send some gradients while others are computed, only cost. Called by `DdpModel`.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from shoal.parallel.comm.shm_all_reduce import HostSum
+from shoal.parallel.comm.shm_all_reduce import ShmAllReduce
 
 
 class FlatGradients:
     """The gradients of `parameters`, in the memory of one tensor for each dtype, where they are put as they appear."""
 
-    def __init__(self, parameters: list[nn.Parameter], on_host: HostSum) -> None:
-        self._on_host = on_host
+    def __init__(self, parameters: list[nn.Parameter], on_host: ShmAllReduce) -> None:
+        self._shm_all_reduce = on_host
         self._flat: list[Tensor] = []
-        self._places: list[tuple[nn.Parameter, Tensor]] = []
+        self._views: list[tuple[nn.Parameter, Tensor]] = []
         for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
             alike = [parameter for parameter in parameters if parameter.dtype == dtype]
             flat = torch.zeros(sum(each.numel() for each in alike), dtype=dtype)
             begin = 0
             for parameter in alike:
-                place = _like(parameter, flat[begin : begin + parameter.numel()])
-                parameter.register_post_accumulate_grad_hook(_putting(place))
-                self._places.append((parameter, place))
+                place = _view_like(parameter, flat[begin : begin + parameter.numel()])
+                parameter.register_post_accumulate_grad_hook(_make_copy_hook(place))
+                self._views.append((parameter, place))
                 begin += parameter.numel()
             self._flat.append(flat)
 
@@ -37,30 +37,30 @@ class FlatGradients:
 
         A parameter that no rank has used keeps None. Without `may_skip` every rank has to have all of them.
         """
-        used = self._used_anywhere() if may_skip else None
+        used = self._find_used() if may_skip else None
         for flat in self._flat:
-            self._on_host.sum(flat, 1.0 / self._on_host.size)
+            self._shm_all_reduce.sum(flat, 1.0 / self._shm_all_reduce.size)
         if used is not None:
-            for (parameter, place), by_any in zip(self._places, used, strict=True):
+            for (parameter, place), by_any in zip(self._views, used, strict=True):
                 parameter.grad = place if by_any else None
 
-    def _used_anywhere(self) -> list[bool]:
-        used = torch.zeros(len(self._places), dtype=torch.int32)
-        for index, (parameter, place) in enumerate(self._places):
+    def _find_used(self) -> list[bool]:
+        used = torch.zeros(len(self._views), dtype=torch.int32)
+        for index, (parameter, place) in enumerate(self._views):
             if parameter.grad is None:
                 place.zero_()
             else:
                 used[index] = 1
-        return [bool(count) for count in self._on_host.sum(used)]
+        return [bool(count) for count in self._shm_all_reduce.sum(used)]
 
 
-def _like(parameter: nn.Parameter, flat: Tensor) -> Tensor:
+def _view_like(parameter: nn.Parameter, flat: Tensor) -> Tensor:
     """`flat`, in the parameter's shape and order in memory, as an optimiser's own state has it."""
     like = torch.empty_like(parameter)  # packed, in the order of the parameter's dimensions in memory
     return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
 
 
-def _putting(place: Tensor) -> Callable[[Tensor], None]:
+def _make_copy_hook(place: Tensor) -> Callable[[Tensor], None]:
     """A hook that puts a new gradient into `place`; later micro-steps of the same step add to it there."""
 
     def put(parameter: Tensor) -> None:

@@ -19,14 +19,14 @@ def clear(parameters: Iterable[nn.Parameter]) -> None:
         parameter.grad = None
 
 
-def local(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor; any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def held(gradient: Tensor) -> Tensor:
+def get_local_values(gradient: Tensor) -> Tensor:
     """The values of a gradient that lie on this rank, in its own memory; of a sparse one, those that it has."""
-    return gradient._values() if gradient.is_sparse else local(gradient)
+    return gradient._values() if gradient.is_sparse else to_local(gradient)
 
 
 def global_norm(
@@ -43,13 +43,13 @@ def global_norm(
         grad = parameter.grad
         if grad is not None and grad.is_sparse:  # rows that are used twice stand in it twice
             parameter.grad = grad.coalesce()
-            plain.append(held(parameter.grad))
+            plain.append(get_local_values(parameter.grad))
         elif isinstance(grad, DTensor):
             split.setdefault((grad.device_mesh, grad.placements), []).append(grad)
         elif grad is not None:
             plain.append(grad)
-    squares = [_square(plain)] if plain else []
-    squares += [_square_of_split(grads) for grads in split.values()]
+    squares = [_sum_squares(plain)] if plain else []
+    squares += [_sum_dtensor_squares(grads) for grads in split.values()]
     total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
     if group is not None:
         dist.all_reduce(total, group=group)
@@ -61,7 +61,7 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float, device: torch.devi
     parameters = list(parameters)
     norm = global_norm(parameters, device)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    grads = [held(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    grads = [get_local_values(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if grads:
         torch._foreach_mul_(grads, factor)
     return norm
@@ -69,20 +69,20 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float, device: torch.devi
 
 def scale(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiply every gradient by `factor`."""
-    grads = [held(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    grads = [get_local_values(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if grads:
         torch._foreach_mul_(grads, factor)
 
 
-def _square(tensors: list[Tensor]) -> Tensor:
+def _sum_squares(tensors: list[Tensor]) -> Tensor:
     return torch.stack([norm.float() for norm in torch._foreach_norm(tensors)]).square().sum()
 
 
-def _square_of_split(grads: list[DTensor]) -> Tensor:
+def _sum_dtensor_squares(grads: list[DTensor]) -> Tensor:
     mesh, placements = grads[0].device_mesh, grads[0].placements
     assert not any(isinstance(placement, Partial) for placement in placements), placements
     parts = [grad.to_local() for grad in grads]
-    total = _square([part for part in parts if part.numel()] or [parts[0].new_zeros(1)])
+    total = _sum_squares([part for part in parts if part.numel()] or [parts[0].new_zeros(1)])
     for dim, placement in enumerate(placements):
         if not placement.is_replicate():
             dist.all_reduce(total, group=mesh.get_group(dim))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 
-def remembered(model: nn.Module) -> Callable[[], None]:
+def snapshot_module(model: nn.Module) -> Callable[[], None]:
     """What lets all modules hold again what they hold now: buffers with their values, and attributes of their own."""
     held = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     tensors = [each for _, *both in held for some in both for each in some.values() if isinstance(each, Tensor)]
@@ -33,9 +33,9 @@ def remembered(model: nn.Module) -> Callable[[], None]:
 
 
 @contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
+def preserve_module(model: nn.Module) -> Iterator[None]:
     """Afterwards all modules hold what they held before."""
-    restore = remembered(model)
+    restore = snapshot_module(model)
     try:
         yield
     finally:
@@ -43,7 +43,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def attributes_kept(model: nn.Module) -> Iterator[None]:
+def preserve_parameter_attributes(model: nn.Module) -> Iterator[None]:
     """Afterwards its parameters have the attributes that they had before (`no_decay`, say, of a user's own), though
     others, which hold a part of each, have taken their places."""
     before = {name: dict(vars(parameter)) for name, parameter in model.named_parameters(remove_duplicate=False)}
@@ -53,17 +53,17 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
             vars(parameter).setdefault(attribute, value)
 
 
-def is_hooked(parameter: nn.Parameter) -> bool:
+def has_hooks(parameter: nn.Parameter) -> bool:
     """Whether something is called with the parameter's gradient."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
-def trainable(model: nn.Module) -> list[nn.Parameter]:
+def get_trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 @contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
+def eval_mode(module: nn.Module) -> Iterator[None]:
     """Evaluation mode within; afterwards each layer is in the mode that it was in (some may be frozen)."""
     training = [each for each in module.modules() if each.training]
     module.eval()

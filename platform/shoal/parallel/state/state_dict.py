@@ -19,10 +19,10 @@ from torch.optim import Optimizer, SparseAdam
 
 from shoal.errors import SpecMismatch
 
-Named = Iterable[tuple[str, nn.Parameter]]
+NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
 
-def assign(target: Tensor, value: Tensor) -> None:
+def copy_into(target: Tensor, value: Tensor) -> None:
     """Copy `value` into `target`, which may be split over ranks while `value` is whole."""
     if value is target:
         return
@@ -47,7 +47,7 @@ def load_model_state(module: nn.Module, state: Mapping[str, Any]) -> None:
             problem = f"the model has {list(mine[name].shape)}"
             raise SpecMismatch(f"model.{name}", list(value.shape), problem, "load it into the model of these weights")
         else:
-            assign(mine[name], value)
+            copy_into(mine[name], value)
     if others:  # what modules give by get_extra_state
         module.load_state_dict(others, strict=False)
 
@@ -58,13 +58,13 @@ def full_weights(state: Mapping[str, Any], keep: bool) -> dict[str, Tensor]:
     for name, value in state.items():
         if not isinstance(value, Tensor):
             continue
-        full = full_tensor(value) if isinstance(value, DTensor) else value
+        full = gather_full_tensor(value) if isinstance(value, DTensor) else value
         if keep:
             whole[name] = full.detach().cpu().clone() if full is value else full.detach().cpu()
     return whole
 
 
-def full_tensor(value: DTensor) -> Tensor:
+def gather_full_tensor(value: DTensor) -> Tensor:
     """Whole, without the warning that a tensor which is split twice takes two collectives: it is not done often."""
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
     level = logger.level
@@ -75,7 +75,7 @@ def full_tensor(value: DTensor) -> Tensor:
         logger.setLevel(level)
 
 
-def optimizer_state(named: Named, optimizer: Optimizer, *, to_fill: bool = False) -> dict[str, Any]:
+def optimizer_state(named: NamedParameters, optimizer: Optimizer, *, to_fill: bool = False) -> dict[str, Any]:
     """{parameter's name: {"state": {name: tensor}, "settings": the numbers of its group, in order of their names}}.
 
     Of parameters that have not had a step there is what an optimiser's first step makes, without the step. The
@@ -83,20 +83,20 @@ def optimizer_state(named: Named, optimizer: Optimizer, *, to_fill: bool = False
 
     to_fill: leave what was made with the optimiser: a checkpoint is read into it, and then it is in place
     """
-    undo = _initialise(optimizer)
+    undo = _initialise_state(optimizer)
     found: dict[str, Any] = {}
-    for name, parameter, group in _members(named, optimizer):
+    for name, parameter, group in _iter_parameters(named, optimizer):
         state = {key: _as_tensor(value) for key, value in optimizer.state[parameter].items() if value is not None}
-        found[name] = {"state": state, "settings": torch.tensor(list(_settings(group)), dtype=torch.float64)}
+        found[name] = {"state": state, "settings": torch.tensor(list(_iter_settings(group)), dtype=torch.float64)}
     if not to_fill:
         undo()
     return found
 
 
-def load_optimizer_state(named: Named, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+def load_optimizer_state(named: NamedParameters, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Raises SpecMismatch when a parameter's state is missing or has other parts than this optimiser keeps."""
-    _initialise(optimizer)
-    for name, parameter, group in _members(named, optimizer):
+    _initialise_state(optimizer)
+    for name, parameter, group in _iter_parameters(named, optimizer):
         if name not in state:
             raise SpecMismatch(f"optimizer.{name}", "", "is missing", "resume with the model that was saved")
         mine, theirs = optimizer.state[parameter], state[name].get("state", {})
@@ -105,13 +105,15 @@ def load_optimizer_state(named: Named, optimizer: Optimizer, state: Mapping[str,
                 problem = f"has no {key}, which {type(optimizer).__name__} keeps"
                 raise SpecMismatch(f"optimizer.{name}", sorted(theirs), problem, "resume with the optimiser of the run")
             if isinstance(mine[key], Tensor):
-                assign(mine[key], theirs[key])
+                copy_into(mine[key], theirs[key])
             else:
                 mine[key] = type(mine[key])(theirs[key].item())
         _restore_settings(group, state[name]["settings"].tolist())
 
 
-def _members(named: Named, optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter, dict[str, Any]]]:
+def _iter_parameters(
+    named: NamedParameters, optimizer: Optimizer
+) -> Iterator[tuple[str, nn.Parameter, dict[str, Any]]]:
     names = {parameter: name for name, parameter in named}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -123,7 +125,7 @@ def _as_tensor(value: Any) -> Tensor:
     return value if isinstance(value, Tensor) else torch.tensor(value)
 
 
-def _settings(group: Mapping[str, Any]) -> Iterator[float]:
+def _iter_settings(group: Mapping[str, Any]) -> Iterator[float]:
     """The numbers among a group's settings (rates, decays, betas): some optimisers change them as they go."""
     for key in _numeric_keys(group):
         value = group[key]
@@ -133,7 +135,7 @@ def _settings(group: Mapping[str, Any]) -> Iterator[float]:
 
 
 def _restore_settings(group: dict[str, Any], values: list[float]) -> None:
-    if len(values) != len(list(_settings(group))):
+    if len(values) != len(list(_iter_settings(group))):
         raise SpecMismatch("optimizer", len(values), "settings, not as many as were saved", "use the same optimiser")
     rest = iter(values)
 
@@ -157,16 +159,16 @@ def _numeric_keys(group: Mapping[str, Any]) -> list[str]:
     return sorted(key for key in group if key not in ("params", "initial_lr"))
 
 
-def _initialise(optimizer: Optimizer) -> Callable[[], None]:
+def _initialise_state(optimizer: Optimizer) -> Callable[[], None]:
     """Let the optimiser make the state of parameters that have none, by a step that moves nothing; how to undo it.
 
     The step runs with zero gradients and a zero rate on those parameters alone, unseen by hooks; counts and settings
     are set back afterwards.
     """
-    new = [each for each in _all_of(optimizer) if each.requires_grad and not optimizer.state.get(each)]
+    new = [each for each in _all_parameters(optimizer) if each.requires_grad and not optimizer.state.get(each)]
     before = [set(group) for group in optimizer.param_groups]
     if new:
-        with _standing_still(optimizer, new), _without_hooks(optimizer):
+        with _freeze_parameters(optimizer, new), _disable_hooks(optimizer):
             type(optimizer).step(optimizer)  # not the instance's, which a schedule wraps to count steps
     for parameter in new:
         for key, entry in optimizer.state[parameter].items():
@@ -183,23 +185,23 @@ def _initialise(optimizer: Optimizer) -> Callable[[], None]:
     return undo
 
 
-def _all_of(optimizer: Optimizer) -> list[nn.Parameter]:
+def _all_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 @contextmanager
-def _standing_still(optimizer: Optimizer, new: list[nn.Parameter]) -> Iterator[None]:
+def _freeze_parameters(optimizer: Optimizer, new: list[nn.Parameter]) -> Iterator[None]:
     """Within, the rate is 0, and only `new` have gradients, zeros; afterwards all that there was is as it was."""
-    everything = _all_of(optimizer)
+    everything = _all_parameters(optimizer)
     layout = torch.sparse_coo if isinstance(optimizer, SparseAdam) else torch.strided  # it takes no other
     grads = [parameter.grad for parameter in everything]
     kept = [parameter.detach().clone() for parameter in new]
-    settings = [{key: (each, _copied(each)) for key, each in group.items()} for group in optimizer.param_groups]
+    settings = [{key: (each, _clone(each)) for key, each in group.items()} for group in optimizer.param_groups]
     try:
         for parameter in everything:
             parameter.grad = None
         for parameter in new:  # zeros, of which weight decay makes nothing
-            assign(parameter.data, torch.zeros_like(parameter))
+            copy_into(parameter.data, torch.zeros_like(parameter))
             parameter.grad = torch.zeros_like(parameter, layout=layout)
         for group in optimizer.param_groups:
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
@@ -211,15 +213,15 @@ def _standing_still(optimizer: Optimizer, new: list[nn.Parameter]) -> Iterator[N
         for parameter, grad in zip(everything, grads, strict=True):
             parameter.grad = grad
         for parameter, value in zip(new, kept, strict=True):
-            assign(parameter.data, value)
+            copy_into(parameter.data, value)
 
 
-def _copied(value: Any) -> Any:
+def _clone(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
 @contextmanager
-def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
+def _disable_hooks(optimizer: Optimizer) -> Iterator[None]:
     """A schedule may count the steps of its optimiser by them."""
     hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()

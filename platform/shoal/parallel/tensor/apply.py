@@ -14,57 +14,65 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from shoal.errors import PlanError
-from shoal.parallel.comm.mesh import data_group, make_mesh
+from shoal.parallel.comm.mesh import make_data_group, make_mesh
 from shoal.parallel.comm.world import World
 from shoal.parallel.layers.compile import compile_module
-from shoal.parallel.layers.dropout import Part, SeededDropout
-from shoal.parallel.model import Learnable, ParallelModel
-from shoal.parallel.spec import Degrees, ParallelSpec
-from shoal.parallel.spmd.base import Watched, Whole
-from shoal.parallel.spmd.fsdp import Sharded
-from shoal.parallel.state.module_snapshot import attributes_kept
-from shoal.parallel.tensor.plan import TensorPlan, tensor_plan
+from shoal.parallel.layers.dropout import SeededDropout, TensorPart
+from shoal.parallel.model import ParallelModel, TaskProtocol
+from shoal.parallel.spec import ParallelDims, ParallelSpec
+from shoal.parallel.spmd.base import SpmdModel, TimedCollectivesMixin
+from shoal.parallel.spmd.fsdp import FsdpModel
+from shoal.parallel.state.module_snapshot import preserve_parameter_attributes
+from shoal.parallel.tensor.plan import TensorPlan, find_tensor_plan
 
 
-class TensorParallel(Watched):
+class TensorParallelModel(TimedCollectivesMixin):
     """One copy of a model, its layers split over all ranks."""
 
-    def __init__(self, model: nn.Module, learnable: Learnable, spec: ParallelSpec, world: World, seed: int) -> None:
+    def __init__(self, model: nn.Module, learnable: TaskProtocol, spec: ParallelSpec, world: World, seed: int) -> None:
         super().__init__(model, learnable, spec, world, seed)
         if spec.compile:
             compile_module(model)
 
 
-def build_tensor(
-    model: nn.Module, learnable: Learnable, spec: ParallelSpec, degrees: Degrees, world: World, example: Any, seed: int
+def build_tensor_parallel(
+    model: nn.Module,
+    learnable: TaskProtocol,
+    spec: ParallelSpec,
+    degrees: ParallelDims,
+    world: World,
+    example: Any,
+    seed: int,
 ) -> ParallelModel:
     """Split the layers, as rank 0 has found, then spread the copies over the data ranks. Collective."""
-    plan = agreed_plan(model, learnable, degrees.tensor, world, example)
+    plan = agree_on_tensor_plan(model, learnable, degrees.tensor, world, example)
     mesh = make_mesh(degrees, world)
     split_layers(model.to(world.device), plan, mesh["tensor"])
-    parallel: Whole
+    parallel: SpmdModel
     if degrees.data == 1:
-        parallel = TensorParallel(model, learnable, spec, world, seed)
+        parallel = TensorParallelModel(model, learnable, spec, world, seed)
     else:
-        parallel = Sharded(model, learnable, spec, world, seed, mesh, data_group(degrees, world))
-    part_dropouts(model, plan, mesh["tensor"])
+        parallel = FsdpModel(model, learnable, spec, world, seed, mesh, make_data_group(degrees, world))
+    split_dropouts(model, plan, mesh["tensor"])
     return parallel
 
 
-def part_dropouts(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
+def split_dropouts(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
     """Let dropout layers that see a part of the features draw that part of their masks. They must be seeded."""
     for name, dim in plan.dropouts.items():
         layer = model.get_submodule(name)
         assert isinstance(layer, SeededDropout)
-        layer.part = Part(dim, mesh.get_local_rank(), mesh.size())
+        layer.part = TensorPart(dim, mesh.get_local_rank(), mesh.size())
 
 
-def agreed_plan(model: nn.Module, learnable: Learnable, size: int, world: World, example: Any) -> TensorPlan:
+def agree_on_tensor_plan(
+    model: nn.Module, learnable: TaskProtocol, size: int, world: World, example: Any
+) -> TensorPlan:
     """Ranks are fed different samples, of which a model may make different calls: one of them decides."""
     answer: TensorPlan | PlanError | None = None
     if world.is_first:
         try:
-            answer = tensor_plan(model, learnable, size, example)
+            answer = find_tensor_plan(model, learnable, size, example)
         except PlanError as error:
             answer = error
     answer = world.broadcast(answer)
@@ -79,20 +87,20 @@ def split_layers(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    styles = {name: _style(style) for name, style in plan.styles.items()}
-    with attributes_kept(model):
+    styles = {name: _make_style(style) for name, style in plan.styles.items()}
+    with preserve_parameter_attributes(model):
         parallelize_module(model, mesh, styles, src_data_rank=None)
     for first, *others in names.values():  # tied weights were split one by one: tie them again
         for other in others:
             owner, _, attribute = other.rpartition(".")
             setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
-    for name in plan.written:  # what DTensor hands out is a view, which autograd lets nobody change
+    for name in plan.modified_in_place:  # what DTensor hands out is a view, which autograd lets nobody change
         model.get_submodule(name).register_forward_hook(lambda module, args, output: output.clone())
     for (owner, attribute), value in plan.changes.items():
         setattr(model.get_submodule(owner), attribute, value)
 
 
-def _style(name: str) -> ParallelStyle:
+def _make_style(name: str) -> ParallelStyle:
     match name:
         case "column":
             return ColwiseParallel()

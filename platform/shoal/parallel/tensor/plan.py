@@ -19,16 +19,16 @@ from torch import nn
 
 from shoal.batch_tree import map_tensors
 from shoal.errors import PlanError
-from shoal.parallel.model import Learnable
-from shoal.parallel.state.module_snapshot import is_hooked, unchanged
-from shoal.parallel.tensor.dataflow import is_seen_elsewhere, is_used_elsewhere
-from shoal.parallel.tensor.trace import LinearCall, Pair, Trace, traced
-from shoal.parallel.tensor.verify import Split, try_pair
+from shoal.parallel.model import TaskProtocol
+from shoal.parallel.state.module_snapshot import has_hooks, preserve_module
+from shoal.parallel.tensor.dataflow import is_activation_used_elsewhere, is_weight_used_elsewhere
+from shoal.parallel.tensor.trace import LinearCall, ModelTrace, Pair, trace_model
+from shoal.parallel.tensor.verify import PairSplit, verify_pair
 
 # A layer without a partner is split where that is worth a collective of its own: it holds a share of all parameters,
 # and has many times more entries than features, as the ends of a language model.
-LEAST_SHARE, LEAST_RATIO = 0.1, 4
-TRIED_SAMPLES = 2
+MIN_LAYER_SHARE, MIN_LAYER_RATIO = 0.1, 4
+NUM_TRIAL_SAMPLES = 2
 
 # How a layer is split. `column` and `row` belong together; the others stand alone: what they give is whole again.
 STYLES = ("column", "row", "column_gathered", "vocabulary")
@@ -39,7 +39,7 @@ _REASONS = {
     nn.modules.batchnorm._BatchNorm: "normalisations are not split",
     nn.LayerNorm: "normalisations are not split",
 }
-_SHOWN = "what lies between them is used elsewhere as well, where a part would not do"
+_EXPOSED = "what lies between them is used elsewhere as well, where a part would not do"
 
 
 @dataclass
@@ -56,40 +56,40 @@ class TensorPlan:
     styles: dict[str, str] = field(default_factory=dict)
     changes: dict[tuple[str, str], int] = field(default_factory=dict)
     dropouts: dict[str, int] = field(default_factory=dict)
-    written: set[str] = field(default_factory=set)
-    whole: dict[str, str] = field(default_factory=dict)
+    modified_in_place: set[str] = field(default_factory=set)
+    unsplit: dict[str, str] = field(default_factory=dict)
 
-    def add(self, split: Split) -> None:
+    def add(self, split: PairSplit) -> None:
         self.styles |= {call.name: "column" for call in split.pair.columns} | {split.pair.row.name: "row"}
         self.changes |= split.changes
         self.dropouts |= split.dropouts
 
 
-def tensor_plan(model: nn.Module, learnable: Learnable, size: int, example: Any = None) -> TensorPlan:
+def find_tensor_plan(model: nn.Module, learnable: TaskProtocol, size: int, example: Any = None) -> TensorPlan:
     """The user's plan, or one found; split `size` ways. Without an example, a user's plan is checked for sizes only.
 
     Raises PlanError naming the layer that cannot be split, its size and a remedy; or when nothing can be.
     """
     given = learnable.tensor_plan()
-    styles = _given_styles(model, given, size) if given is not None else {}
+    styles = _resolve_given_styles(model, given, size) if given is not None else {}
     if example is None:
         return TensorPlan(styles)
-    few = map_tensors(example, lambda tensor: tensor[:TRIED_SAMPLES] if tensor.ndim else tensor)
+    few = map_tensors(example, lambda tensor: tensor[:NUM_TRIAL_SAMPLES] if tensor.ndim else tensor)
     device = next(model.parameters()).device
     few = map_tensors(few, lambda tensor: tensor.to(device))
-    with unchanged(model):
-        trace = traced(model, learnable.inputs(few), lambda outputs: learnable.loss(outputs, few))
-        plan = _tried(trace, styles, size) if given is not None else _found(trace, size)
-    plan.written = trace.written & plan.styles.keys()
-    _explain(model, plan)
+    with preserve_module(model):
+        trace = trace_model(model, learnable.inputs(few), lambda outputs: learnable.loss(outputs, few))
+        plan = _verify_given_plan(trace, styles, size) if given is not None else _search_plan(trace, size)
+    plan.modified_in_place = trace.modified_in_place & plan.styles.keys()
+    _add_reasons(model, plan)
     if not plan.styles:
-        listed = "; ".join(f"{name or 'the model itself'}: {reason}" for name, reason in list(plan.whole.items())[:4])
+        listed = "; ".join(f"{name or 'the model itself'}: {reason}" for name, reason in list(plan.unsplit.items())[:4])
         remedy = "change the layer's size or the degree, use fsdp, or write Task.tensor_plan()"
         raise PlanError("parallel.tensor", size, f"no layer can be split ({listed})", remedy)
     return plan
 
 
-def _given_styles(model: nn.Module, given: dict[str, str], size: int) -> dict[str, str]:
+def _resolve_given_styles(model: nn.Module, given: dict[str, str], size: int) -> dict[str, str]:
     """{layer: style}: the first pattern that matches a layer's name counts."""
     styles: dict[str, str] = {}
     layers = {name: module for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Embedding))}
@@ -101,18 +101,18 @@ def _given_styles(model: nn.Module, given: dict[str, str], size: int) -> dict[st
             problem = "matches no linear layer and no embedding"
             raise PlanError("tensor_plan", pattern, problem, f"there are {', '.join(list(layers)[:8])}")
         for name in matching:
-            if (misfit := _misfit(layers[name], style, size)) is not None:
+            if (misfit := _find_misfit(layers[name], style, size)) is not None:
                 remedy = "change its size or parallel.tensor, or leave it out of the plan"
                 raise PlanError("parallel.tensor", size, f"{name} {misfit}", remedy)
             styles.setdefault(name, style)
     return styles
 
 
-def _misfit(layer: nn.Module, style: str, size: int) -> str | None:
+def _find_misfit(layer: nn.Module, style: str, size: int) -> str | None:
     """Why `layer` cannot be split so; None when its sizes allow it."""
     if isinstance(layer, nn.Embedding) != (style == "vocabulary"):
         return f"is a {type(layer).__name__}, which cannot be split by {style}"
-    if any(map(is_hooked, layer.parameters())):
+    if any(map(has_hooks, layer.parameters())):
         return "has a parameter with a hook, which a part of its gradient would pass by"
     if isinstance(layer, nn.Embedding):
         if layer.max_norm is not None or layer.padding_idx is not None or layer.sparse:
@@ -124,7 +124,7 @@ def _misfit(layer: nn.Module, style: str, size: int) -> str | None:
     return f"has {number} {what}, which {size} ranks cannot share" if number % size else None
 
 
-def _tried(trace: Trace, styles: dict[str, str], size: int) -> TensorPlan:
+def _verify_given_plan(trace: ModelTrace, styles: dict[str, str], size: int) -> TensorPlan:
     """A user's plan, proven: each row layer belongs to the column layers called since the last one."""
     plan = TensorPlan({name: style for name, style in styles.items() if style not in ("column", "row")})
     columns: list[LinearCall] = []
@@ -135,7 +135,7 @@ def _tried(trace: Trace, styles: dict[str, str], size: int) -> TensorPlan:
         elif styles.get(call.name) == "row":
             if not columns:
                 raise PlanError("tensor_plan", call.name, "is split by rows, and no layer before it by columns")
-            split = try_pair(trace, Pair(tuple(columns), call), size)
+            split = verify_pair(trace, Pair(tuple(columns), call), size)
             if isinstance(split, str):
                 raise PlanError("tensor_plan", call.name, split, "leave these layers out of the plan")
             plan.add(split)
@@ -145,24 +145,24 @@ def _tried(trace: Trace, styles: dict[str, str], size: int) -> TensorPlan:
         if name not in plan.styles:
             partner = "no layer split by rows follows it" if style == "column" else "it is not called as a layer"
             raise PlanError("tensor_plan", name, partner, "use column_gathered, or leave it out")
-    if shown := _shown(trace, pairs):
+    if shown := _find_exposed_pairs(trace, pairs):
         names = [name for pair in shown for name in pair.names]
-        raise PlanError("tensor_plan", names, _SHOWN, "leave these layers out of the plan")
-    _keep_tied_together(trace.model, plan)
-    if is_used_elsewhere(trace, list(plan.styles)):
+        raise PlanError("tensor_plan", names, _EXPOSED, "leave these layers out of the plan")
+    _reconcile_tied_layers(trace.model, plan)
+    if is_weight_used_elsewhere(trace, list(plan.styles)):
         raise PlanError("tensor_plan", list(plan.styles), "a weight of these is used outside its layer's call")
     return plan
 
 
-def _found(trace: Trace, size: int) -> TensorPlan:
+def _search_plan(trace: ModelTrace, size: int) -> TensorPlan:
     plan = TensorPlan()
-    splits: list[Split] = []
-    tied = _tied(trace.model)
-    runs = _runs(trace.linears)
+    splits: list[PairSplit] = []
+    tied = _find_tied_layers(trace.model)
+    runs = _group_calls(trace.linears)
     index = 0
     while index < len(runs):
-        pairs = [pair for pair in _candidates(runs, index) if not tied & set(pair.names)]
-        split = next((each for pair in pairs if (each := _attempt(trace, pair, size, plan)) is not None), None)
+        pairs = [pair for pair in _iter_candidates(runs, index) if not tied & set(pair.names)]
+        split = next((each for pair in pairs if (each := _try_split(trace, pair, size, plan)) is not None), None)
         if split is None:
             index += 1
             continue
@@ -170,33 +170,33 @@ def _found(trace: Trace, size: int) -> TensorPlan:
         names = set(split.pair.names)
         while index < len(runs) and names & {call.name for call in runs[index]}:
             index += 1
-    shown = _shown(trace, [split.pair for split in splits])
+    shown = _find_exposed_pairs(trace, [split.pair for split in splits])
     for pair in shown:
-        plan.whole |= dict.fromkeys(pair.names, _SHOWN)
+        plan.unsplit |= dict.fromkeys(pair.names, _EXPOSED)
     splits = [split for split in splits if split.pair not in shown]
-    lone = _lone_layers(trace, plan, {name for split in splits for name in split.pair.names}, size)
+    lone = _find_lone_layers(trace, plan, {name for split in splits for name in split.pair.names}, size)
     groups = [split.pair.names for split in splits] + [[name] for name in lone]
-    if is_used_elsewhere(trace, [name for names in groups for name in names]):
-        elsewhere = {name for names in groups if is_used_elsewhere(trace, names) for name in names}
-        plan.whole |= dict.fromkeys(elsewhere, "a weight of it is used outside its layer's call")
+    if is_weight_used_elsewhere(trace, [name for names in groups for name in names]):
+        elsewhere = {name for names in groups if is_weight_used_elsewhere(trace, names) for name in names}
+        plan.unsplit |= dict.fromkeys(elsewhere, "a weight of it is used outside its layer's call")
         splits = [split for split in splits if not elsewhere & set(split.pair.names)]
         lone = {name: style for name, style in lone.items() if name not in elsewhere}
     for split in splits:
         plan.add(split)
     plan.styles |= lone
-    _keep_tied_together(trace.model, plan)
+    _reconcile_tied_layers(trace.model, plan)
     return plan
 
 
-def _shown(trace: Trace, pairs: list[Pair]) -> list[Pair]:
+def _find_exposed_pairs(trace: ModelTrace, pairs: list[Pair]) -> list[Pair]:
     """Those of which what lies between the layers is used elsewhere, too."""
     shown: list[Pair] = []
-    while (left := [pair for pair in pairs if pair not in shown]) and is_seen_elsewhere(trace, left):
-        shown += [pair for pair in left if is_seen_elsewhere(trace, [pair])] or left
+    while (left := [pair for pair in pairs if pair not in shown]) and is_activation_used_elsewhere(trace, left):
+        shown += [pair for pair in left if is_activation_used_elsewhere(trace, [pair])] or left
     return shown
 
 
-def _runs(calls: list[LinearCall]) -> list[list[LinearCall]]:
+def _group_calls(calls: list[LinearCall]) -> list[list[LinearCall]]:
     """The calls, those that follow one another with the same input together."""
     runs: list[list[LinearCall]] = []
     for call in calls:
@@ -207,7 +207,7 @@ def _runs(calls: list[LinearCall]) -> list[list[LinearCall]]:
     return runs
 
 
-def _candidates(runs: list[list[LinearCall]], index: int) -> Iterator[Pair]:
+def _iter_candidates(runs: list[list[LinearCall]], index: int) -> Iterator[Pair]:
     """A run and the next layer; or two runs (the queries, and the keys and values of another sequence) and the next."""
     columns: list[LinearCall] = []
     for last in (index, index + 1):
@@ -219,40 +219,40 @@ def _candidates(runs: list[list[LinearCall]], index: int) -> Iterator[Pair]:
             yield Pair(tuple(columns), row[0])
 
 
-def _attempt(trace: Trace, pair: Pair, size: int, plan: TensorPlan) -> Split | None:
+def _try_split(trace: ModelTrace, pair: Pair, size: int, plan: TensorPlan) -> PairSplit | None:
     """The pair, split; None, and the reason noted, when it cannot be."""
     for call in (*pair.columns, pair.row):
-        problem = _misfit(call.module, "row" if call is pair.row else "column", size)
+        problem = _find_misfit(call.module, "row" if call is pair.row else "column", size)
         if problem is not None:
-            plan.whole.setdefault(call.name, problem)
+            plan.unsplit.setdefault(call.name, problem)
             return None
-    split = try_pair(trace, pair, size)
+    split = verify_pair(trace, pair, size)
     if isinstance(split, str):
-        plan.whole.setdefault(pair.columns[0].name, split)
+        plan.unsplit.setdefault(pair.columns[0].name, split)
         return None
     return split
 
 
-def _lone_layers(trace: Trace, plan: TensorPlan, paired: set[str], size: int) -> dict[str, str]:
+def _find_lone_layers(trace: ModelTrace, plan: TensorPlan, paired: set[str], size: int) -> dict[str, str]:
     """Large embeddings and large linear layers without a partner: the ends of a language model."""
     styles: dict[str, str] = {}
     total = sum(parameter.numel() for parameter in trace.model.parameters())
     for name, module in trace.model.named_modules():
-        if name in paired or type(module) not in (nn.Linear, nn.Embedding) or name not in trace.called:
+        if name in paired or type(module) not in (nn.Linear, nn.Embedding) or name not in trace.call_counts:
             continue
         assert isinstance(module, (nn.Linear, nn.Embedding))
         style = "vocabulary" if isinstance(module, nn.Embedding) else "column_gathered"
         entries, features = module.weight.shape
-        if module.weight.numel() < LEAST_SHARE * total or entries < LEAST_RATIO * features:
-            plan.whole.setdefault(name, "has no partner, and is too small to be split alone")
-        elif (problem := _misfit(module, style, size)) is not None:
-            plan.whole.setdefault(name, problem)
+        if module.weight.numel() < MIN_LAYER_SHARE * total or entries < MIN_LAYER_RATIO * features:
+            plan.unsplit.setdefault(name, "has no partner, and is too small to be split alone")
+        elif (problem := _find_misfit(module, style, size)) is not None:
+            plan.unsplit.setdefault(name, problem)
         else:
             styles[name] = style
     return styles
 
 
-def _tied(model: nn.Module) -> set[str]:
+def _find_tied_layers(model: nn.Module) -> set[str]:
     """The layers that share a parameter with another."""
     holders: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -260,7 +260,7 @@ def _tied(model: nn.Module) -> set[str]:
     return {name for names in holders.values() if len(names) > 1 for name in names}
 
 
-def _keep_tied_together(model: nn.Module, plan: TensorPlan) -> None:
+def _reconcile_tied_layers(model: nn.Module, plan: TensorPlan) -> None:
     """Layers that share a weight are split alike, over dimension 0, or not at all."""
     holders: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -270,14 +270,14 @@ def _keep_tied_together(model: nn.Module, plan: TensorPlan) -> None:
             for name in names:
                 if plan.styles.pop(name, None) is not None:
                     others = ", ".join(other for other in names if other != name)
-                    plan.whole[name] = f"shares a weight with {others}, which is not split alike"
+                    plan.unsplit[name] = f"shares a weight with {others}, which is not split alike"
 
 
-def _explain(model: nn.Module, plan: TensorPlan) -> None:
+def _add_reasons(model: nn.Module, plan: TensorPlan) -> None:
     """Every other module with parameters of its own is left whole."""
     for name, module in model.named_modules():
         if name in plan.styles:
-            plan.whole.pop(name, None)
+            plan.unsplit.pop(name, None)
         elif next(iter(module.parameters(recurse=False)), None) is not None:
             reasons = (reason for kind, reason in _REASONS.items() if isinstance(module, kind))
-            plan.whole.setdefault(name, next(reasons, "no pair of linear layers that it belongs to"))
+            plan.unsplit.setdefault(name, next(reasons, "no pair of linear layers that it belongs to"))

@@ -19,12 +19,12 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.parallel.layers.dropout import SeededDropout
-from shoal.parallel.state.module_snapshot import evaluating, unchanged
+from shoal.parallel.state.module_snapshot import eval_mode, preserve_module
 
 # The layers whose masks do not come from the generators that all parts share.
-DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, SeededDropout)
+DROPOUT_TYPES = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, SeededDropout)
 # What the code of a model raises when its tensors are not of the shape that it expects.
-MISFITS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
+SHAPE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
 TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the largest value; else 1e-4
 
 
@@ -48,15 +48,15 @@ class TrainedCall:
     """
 
     name: str
-    read: Node | None
-    gave: Node | None
+    input_node: Node | None
+    output_node: Node | None
     drawn_before: int
     drawn_after: int
     has_gradients: bool
 
 
 @dataclass
-class Trace:
+class ModelTrace:
     """What a model did with a few samples.
 
     loss:     of what the model makes of these samples
@@ -72,11 +72,11 @@ class Trace:
     inputs: tuple[Any, ...]
     loss: Callable[[Any], Tensor]
     linears: list[LinearCall] = field(default_factory=list)
-    trained: list[TrainedCall] = field(default_factory=list)
-    written: set[str] = field(default_factory=set)
-    entered: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
+    training_calls: list[TrainedCall] = field(default_factory=list)
+    modified_in_place: set[str] = field(default_factory=set)
+    first_arguments: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
     dropouts: dict[str, torch.Size] = field(default_factory=dict)
-    called: Counter[str] = field(default_factory=Counter)
+    call_counts: Counter[str] = field(default_factory=Counter)
     output: Any = None
 
 
@@ -92,46 +92,46 @@ class Pair:
         return [*(call.name for call in self.columns), self.row.name]
 
 
-def traced(model: nn.Module, inputs: tuple[Any, ...], loss: Callable[[Any], Tensor]) -> Trace:
+def trace_model(model: nn.Module, inputs: tuple[Any, ...], loss: Callable[[Any], Tensor]) -> ModelTrace:
     """Run `model` once in each mode, and note what is called, in which order, with what."""
-    trace = Trace(model, inputs, loss)
+    trace = ModelTrace(model, inputs, loss)
     names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
 
     def entering(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         name = names[module]
         holds = sum(type(each) is nn.Linear for each in module.modules())
-        if holds > 1 and name not in trace.entered:
-            trace.entered[name] = copy.deepcopy((args, kwargs))
+        if holds > 1 and name not in trace.first_arguments:
+            trace.first_arguments[name] = copy.deepcopy((args, kwargs))
 
     def leaving(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         name = names[module]
-        trace.called[name] += 1
-        if trace.called[name] > 1:
+        trace.call_counts[name] += 1
+        if trace.call_counts[name] > 1:
             return
         if type(module) is nn.Linear and args:
             trace.linears.append(LinearCall(name, module, args[0]))
-        elif type(module) in DROPOUTS:
+        elif type(module) in DROPOUT_TYPES:
             trace.dropouts[name] = output.shape
 
-    with looking(model), ExitStack() as hooks:
+    with eval_trace_mode(model), ExitStack() as hooks:
         for module in names:
             hooks.callback(module.register_forward_pre_hook(entering, with_kwargs=True).remove)
             hooks.callback(module.register_forward_hook(leaving).remove)
         trace.output = model(*inputs)
-    _train(trace)
+    _trace_training(trace)
     return trace
 
 
-def _train(trace: Trace) -> None:
+def _trace_training(trace: ModelTrace) -> None:
     """Note every call of a linear layer, as the model is trained."""
-    model, calls = trace.model, trace.trained
+    model, calls = trace.model, trace.training_calls
     outputs: list[tuple[str, Tensor]] = []
-    drawn = _Drawn(next(model.parameters()).device)
+    drawn = _RngWatch(next(model.parameters()).device)
 
     def entering(name: str) -> Callable[..., None]:
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            read = _node(*args, *kwargs.values())
-            calls.append(TrainedCall(name, read, None, drawn.times(), 0, torch.is_grad_enabled()))
+            read = _grad_node(*args, *kwargs.values())
+            calls.append(TrainedCall(name, read, None, drawn.count_draws(), 0, torch.is_grad_enabled()))
 
         return note
 
@@ -140,40 +140,40 @@ def _train(trace: Trace) -> None:
             copied = output.clone()  # it stays in the graph, whatever is done to it in place
             outputs.append((name, copied))
             if type(module) is nn.Linear:
-                calls[-1].gave = _node(copied)
-                calls[-1].drawn_after = drawn.times()
+                calls[-1].output_node = _grad_node(copied)
+                calls[-1].drawn_after = drawn.count_draws()
             return copied
 
         return note
 
-    with training(model), ExitStack() as hooks:
+    with train_trace_mode(model), ExitStack() as hooks:
         for name, module in model.named_modules():
             if type(module) is nn.Linear:
                 hooks.callback(module.register_forward_pre_hook(entering(name), with_kwargs=True).remove)
             if type(module) in (nn.Linear, nn.Embedding):
                 hooks.callback(module.register_forward_hook(leaving(name), prepend=True).remove)
         model(*trace.inputs)
-    trace.written = {name for name, output in outputs if output._version}
+    trace.modified_in_place = {name for name, output in outputs if output._version}
 
 
-def _node(tensor: Tensor) -> Node | None:
+def _grad_node(tensor: Tensor) -> Node | None:
     return get_gradient_edge(tensor).node if tensor.requires_grad else None
 
 
-class _Drawn:
+class _RngWatch:
     """Tells whether random numbers have been drawn, by the states of the generators that all ranks of a group share."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._times = 0
+        self._num_draws = 0
         self._last = self._state()
 
-    def times(self) -> int:
+    def count_draws(self) -> int:
         """A number that is larger than before when some have been drawn since."""
         state = self._state()
-        self._times += not torch.equal(state, self._last)
+        self._num_draws += not torch.equal(state, self._last)
         self._last = state
-        return self._times
+        return self._num_draws
 
     def _state(self) -> Tensor:
         state = torch.random.get_rng_state()
@@ -182,13 +182,13 @@ class _Drawn:
         return torch.cat([state, torch.cuda.get_rng_state(self._device)])
 
 
-def largest(tensor: Tensor) -> float:
+def max_magnitude(tensor: Tensor) -> float:
     """Of the finite numbers, without their signs; 0 when there is none."""
     finite = tensor[tensor.isfinite()]
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
-def alike(found: Tensor, expected: Tensor, scale: float) -> bool:
+def is_close(found: Tensor, expected: Tensor, scale: float) -> bool:
     """Whether both have the same numbers, as far as those of `scale` are exact, and NaN at the same places."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return False
@@ -199,24 +199,24 @@ def alike(found: Tensor, expected: Tensor, scale: float) -> bool:
 
 
 @contextmanager
-def looking(model: nn.Module) -> Iterator[None]:
+def eval_trace_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation, without gradients, through the layers' own forward methods."""
-    with _undisturbed(), evaluating(model), torch.no_grad():
+    with _preserve_rng(), eval_mode(model), torch.no_grad():
         yield
 
 
 @contextmanager
-def training(model: nn.Module) -> Iterator[None]:
+def train_trace_mode(model: nn.Module) -> Iterator[None]:
     """As it is trained, with gradients; but for dropout layers, which are seeded, and statistics of so few samples."""
-    with unchanged(model), _undisturbed(), ExitStack() as modes, torch.enable_grad():
+    with preserve_module(model), _preserve_rng(), ExitStack() as modes, torch.enable_grad():
         for module in model.modules():
-            if type(module) in DROPOUTS or isinstance(module, _BatchNorm):
-                modes.enter_context(evaluating(module))
+            if type(module) in DROPOUT_TYPES or isinstance(module, _BatchNorm):
+                modes.enter_context(eval_mode(module))
         yield
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def _preserve_rng() -> Iterator[None]:
     """Random numbers go on afterwards as if nothing had been; no fast path passes a layer by."""
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)

@@ -16,13 +16,13 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from shoal.parallel.layers.dropout import mixed
-from shoal.parallel.tensor.dataflow import drawn_alike, lost_gradient
-from shoal.parallel.tensor.trace import MISFITS, Pair, Trace, alike, largest, looking
+from shoal.parallel.layers.dropout import mix_seed
+from shoal.parallel.tensor.dataflow import find_lost_gradient, find_shared_randomness
+from shoal.parallel.tensor.trace import SHAPE_ERRORS, ModelTrace, Pair, eval_trace_mode, is_close, max_magnitude
 
 
 @dataclass(frozen=True)
-class Split:
+class PairSplit:
     """A pair that may be split.
 
     changes:  (module, attribute) -> its value where a part is held: numbers of heads
@@ -34,41 +34,41 @@ class Split:
     dropouts: dict[str, int]
 
 
-def try_pair(trace: Trace, pair: Pair, size: int) -> Split | str:
+def verify_pair(trace: ModelTrace, pair: Pair, size: int) -> PairSplit | str:
     """Whether the pair may be split `size` ways, and what must change besides; if not, the reason."""
-    if (problem := lost_gradient(trace, pair) or drawn_alike(trace, pair)) is not None:
+    if (problem := find_lost_gradient(trace, pair) or find_shared_randomness(trace, pair)) is not None:
         return problem
-    ancestor = _ancestor(trace, pair.names)
-    whole = _Passage(trace.called[pair.row.name])
+    ancestor = _find_common_module(trace, pair.names)
+    whole = _PairRun(trace.call_counts[pair.row.name])
     try:
-        _pass(whole, trace, ancestor, pair, {})
-    except MISFITS as error:
-        return f"what follows it cannot be tried ({_first_line(error)})"
+        _run_pair(whole, trace, ancestor, pair, {})
+    except SHAPE_ERRORS as error:
+        return f"what follows it cannot be tried ({_error_summary(error)})"
     reason = ""
-    for changes in _changes(trace.model, ancestor, pair, size):
-        parts = [whole.part(index, size) for index in range(size)]
+    for changes in _iter_changes(trace.model, ancestor, pair, size):
+        parts = [whole.make_part(index, size) for index in range(size)]
         try:
             for part in parts:
-                _pass(part, trace, ancestor, pair, changes)
-        except MISFITS as error:
-            reason = reason or f"a part of it does not fit what follows ({_first_line(error)})"
+                _run_pair(part, trace, ancestor, pair, changes)
+        except SHAPE_ERRORS as error:
+            reason = reason or f"a part of it does not fit what follows ({_error_summary(error)})"
             continue
-        if (mix := _mixed(whole, parts)) is None:
-            return Split(pair, changes, _split_dropouts(trace, parts[0].shapes, size))
+        if (mix := _find_mixing(whole, parts)) is None:
+            return PairSplit(pair, changes, _find_split_dropouts(trace, parts[0].shapes, size))
         reason = reason or mix.format(f"what lies between {pair.columns[0].name} and {pair.row.name}")
     return reason
 
 
-def _first_line(error: Exception) -> str:
+def _error_summary(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:100]
 
 
-class _Enough(Exception):
+class _StopForward(Exception):
     """The row layer has been called as often as it is: the rest of the module need not run."""
 
 
 @dataclass
-class _Passage:
+class _PairRun:
     """What passes through a pair when what holds it is run: all features, or one part of them.
 
     What the first layers give is made up. What they compute may be zeros, as of fresh weights, which show nothing; for
@@ -81,43 +81,45 @@ class _Passage:
     """
 
     num_calls: int
-    whole: _Passage | None = None
+    whole: _PairRun | None = None
     index: int = 0
     size: int = 1
-    given: dict[str, list[Tensor]] = field(default_factory=dict)
-    taken: list[Tensor] = field(default_factory=list)
+    column_outputs: dict[str, list[Tensor]] = field(default_factory=dict)
+    row_inputs: list[Tensor] = field(default_factory=list)
     shapes: dict[str, torch.Size] = field(default_factory=dict)
 
-    def part(self, index: int, size: int) -> _Passage:
-        return _Passage(self.num_calls, self, index, size)
+    def make_part(self, index: int, size: int) -> _PairRun:
+        return _PairRun(self.num_calls, self, index, size)
 
-    def give(self, name: str, computed: Tensor) -> Tensor:
+    def substitute_output(self, name: str, computed: Tensor) -> Tensor:
         """What a column layer gives instead of what it has computed."""
-        calls = self.given.setdefault(name, [])
+        calls = self.column_outputs.setdefault(name, [])
         if self.whole is None:
-            made = torch.randn(computed.shape, generator=_generator(name, len(calls)), dtype=torch.float32)
+            made = torch.randn(computed.shape, generator=_make_generator(name, len(calls)), dtype=torch.float32)
             calls.append(made.to(computed))
         else:
-            calls.append(self.whole.given[name][len(calls)].chunk(self.size, -1)[self.index])
+            calls.append(self.whole.column_outputs[name][len(calls)].chunk(self.size, -1)[self.index])
         return calls[-1].clone()
 
-    def take(self, entering: Tensor) -> Tensor:
+    def record_input(self, entering: Tensor) -> Tensor:
         """What the row layer works on instead of what enters it: all of the features."""
-        self.taken.append(entering.clone())
-        if len(self.taken) == self.num_calls:
-            raise _Enough
-        return entering if self.whole is None else self.whole.taken[len(self.taken) - 1].clone()
+        self.row_inputs.append(entering.clone())
+        if len(self.row_inputs) == self.num_calls:
+            raise _StopForward
+        return entering if self.whole is None else self.whole.row_inputs[len(self.row_inputs) - 1].clone()
 
 
-def _generator(name: str, call: int) -> torch.Generator:
-    return torch.Generator().manual_seed(mixed(crc32(name.encode()), call))
+def _make_generator(name: str, call: int) -> torch.Generator:
+    return torch.Generator().manual_seed(mix_seed(crc32(name.encode()), call))
 
 
-def _pass(passage: _Passage, trace: Trace, ancestor: str, pair: Pair, changes: dict[tuple[str, str], int]) -> None:
+def _run_pair(
+    passage: _PairRun, trace: ModelTrace, ancestor: str, pair: Pair, changes: dict[tuple[str, str], int]
+) -> None:
     """Run what holds the pair, with `changes`. Raises one of MISFITS when it does not fit."""
 
     def giving(name: str) -> Callable[..., Tensor]:
-        return lambda module, args, output: passage.give(name, output)
+        return lambda module, args, output: passage.substitute_output(name, output)
 
     def noting(name: str) -> Callable[..., None]:
         def note(module: nn.Module, args: Any, output: Tensor) -> None:
@@ -125,48 +127,50 @@ def _pass(passage: _Passage, trace: Trace, ancestor: str, pair: Pair, changes: d
 
         return note
 
-    args, kwargs = copy.deepcopy(trace.entered[ancestor])
-    with looking(trace.model), ExitStack() as undo:  # each begins with the same random numbers
+    args, kwargs = copy.deepcopy(trace.first_arguments[ancestor])
+    with eval_trace_mode(trace.model), ExitStack() as undo:  # each begins with the same random numbers
         for call in pair.columns:
             undo.callback(call.module.register_forward_hook(giving(call.name), prepend=True).remove)
-        undo.callback(pair.row.module.register_forward_pre_hook(lambda _, args: (passage.take(args[0]),)).remove)
+        undo.callback(
+            pair.row.module.register_forward_pre_hook(lambda _, args: (passage.record_input(args[0]),)).remove
+        )
         for name in trace.dropouts:
             undo.callback(trace.model.get_submodule(name).register_forward_hook(noting(name)).remove)
         for (owner, attribute), value in changes.items():
             holder = trace.model.get_submodule(owner)
             undo.callback(setattr, holder, attribute, getattr(holder, attribute))
             setattr(holder, attribute, value)
-        with suppress(_Enough):
+        with suppress(_StopForward):
             trace.model.get_submodule(ancestor)(*args, **kwargs)
-    if not passage.taken:
+    if not passage.row_inputs:
         raise RuntimeError("the second layer is not called after the first ones")
 
 
-def _mixed(whole: _Passage, parts: list[_Passage]) -> str | None:
+def _find_mixing(whole: _PairRun, parts: list[_PairRun]) -> str | None:
     """Why what the row layer is given in parts is not what it is given whole; None when it is."""
     for part in parts:
-        if len(part.taken) != len(whole.taken):
+        if len(part.row_inputs) != len(whole.row_inputs):
             return "{} is passed another number of times by a part"
-        for found, taken in zip(part.taken, whole.taken, strict=True):
+        for found, taken in zip(part.row_inputs, whole.row_inputs, strict=True):
             expected = taken.chunk(part.size, -1)[part.index]
             if found.shape != expected.shape:
                 return "{} gives a part another shape"
-            if largest(taken) == 0.0:
+            if max_magnitude(taken) == 0.0:
                 return "{} gives nothing but zeros, which prove nothing"
-            if not alike(found, expected, largest(taken)):
+            if not is_close(found, expected, max_magnitude(taken)):
                 return "{} mixes the parts"
     return None
 
 
-def _ancestor(trace: Trace, names: list[str]) -> str:
+def _find_common_module(trace: ModelTrace, names: list[str]) -> str:
     """The smallest module that was called and holds all of these."""
     common = names[0]
-    while common not in trace.entered or not all(name.startswith(f"{common}.") or not common for name in names):
+    while common not in trace.first_arguments or not all(name.startswith(f"{common}.") or not common for name in names):
         common = common.rpartition(".")[0]
     return common
 
 
-def _changes(model: nn.Module, ancestor: str, pair: Pair, size: int) -> Iterator[dict[tuple[str, str], int]]:
+def _iter_changes(model: nn.Module, ancestor: str, pair: Pair, size: int) -> Iterator[dict[tuple[str, str], int]]:
     """What may have to change along with the pair: nothing; numbers of heads; and widths that heads make up."""
     yield {}
     widths = {call.module.out_features for call in pair.columns}
@@ -185,7 +189,7 @@ def _changes(model: nn.Module, ancestor: str, pair: Pair, size: int) -> Iterator
         yield {**heads, **sizes}
 
 
-def _split_dropouts(trace: Trace, shapes: dict[str, torch.Size], size: int) -> dict[str, int]:
+def _find_split_dropouts(trace: ModelTrace, shapes: dict[str, torch.Size], size: int) -> dict[str, int]:
     split = {}
     for name, shape in shapes.items():
         whole = trace.dropouts[name]

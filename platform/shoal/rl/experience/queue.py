@@ -42,7 +42,7 @@ class ExperienceBatch:
     terminated: np.ndarray
 
     @classmethod
-    def of(cls, lease_id: int, segments: list[Segment]) -> ExperienceBatch:
+    def from_segments(cls, lease_id: int, segments: list[Segment]) -> ExperienceBatch:
         """Lay segments end to end."""
         return cls(
             lease_id,
@@ -112,7 +112,7 @@ class ExperienceSource(Protocol):
         any other are revoked."""
         ...
 
-    def settle(self, lease_id: int, fates: Sequence[DropReason | None]) -> bool:
+    def acknowledge(self, lease_id: int, fates: Sequence[DropReason | None]) -> bool:
         """Answer for a lease: each of its S segments was dropped for a reason, or consumed (None).
 
         May be said again. False: the lease was revoked, because another life of the learner has taken over. Raises
@@ -133,7 +133,7 @@ class ExperienceQueue:
     def __init__(self, capacity: int, ledger: Ledger) -> None:
         self.capacity = capacity
         self.ledger = ledger
-        self.on_room: Callable[[], None] = lambda: None  # called after segments have left
+        self.on_space_freed: Callable[[], None] = lambda: None  # called after segments have left
         self._arrived = Condition(ledger.lock)  # one lock: the book and the queue always agree
         self._segments: deque[tuple[ActorKey, Segment]] = deque()
         self._num_steps = 0
@@ -153,8 +153,8 @@ class ExperienceQueue:
                 return False
             self._segments.append((key, segment))
             self._num_steps += segment.num_steps
-            self.ledger.admit(key, seq)
-            if self._is_enough(*self._wanted):
+            self.ledger.record_received(key, seq)
+            if self._has_enough(*self._wanted):
                 self._arrived.notify()  # not for every segment: a learner woken for nothing is paid for by the actors
             return True
 
@@ -165,34 +165,34 @@ class ExperienceQueue:
             if self._newest_take[0] == consumer and number < self._newest_take[1]:
                 return None  # it was overtaken on its way: the lease of the newer one is in use
             with suppress(LedgerUnwritable):  # the lease that follows writes it, or there is none
-                self.ledger.end_open_leases(consumer)
+                self.ledger.revoke_open_leases(consumer)
             self._newest_take = (consumer, number)
             self._wanted = (min_steps, max_segments)
-            while not self._closed and not self._is_enough(min_steps, max_segments):
+            while not self._closed and not self._has_enough(min_steps, max_segments):
                 remaining_s = deadline - time.monotonic()
                 if remaining_s <= 0:
                     break
                 self._arrived.wait(remaining_s)
             if self._newest_take != (consumer, number):
                 return None  # given up by whoever asked: a newer request is waiting
-            if is_patient and not self._is_enough(min_steps, max_segments):
+            if is_patient and not self._has_enough(min_steps, max_segments):
                 return None
             keys, segments = self._pop(max_steps, max_segments)
             if not segments:
                 return None
             try:
-                lease_id = self.ledger.lease(consumer, keys)
+                lease_id = self.ledger.open_lease(consumer, keys)
             except LedgerUnwritable:
                 self._put_back(keys, segments)
                 self._arrived.wait_for(
                     lambda: self._closed, UNWRITABLE_PAUSE_S
                 )  # else who asks again asks all the time
                 return None
-        self.on_room()
-        return ExperienceBatch.of(lease_id, segments)
+        self.on_space_freed()
+        return ExperienceBatch.from_segments(lease_id, segments)
 
-    def settle(self, lease_id: int, fates: Sequence[DropReason | None]) -> bool:
-        return self.ledger.settle(lease_id, fates)
+    def acknowledge(self, lease_id: int, fates: Sequence[DropReason | None]) -> bool:
+        return self.ledger.acknowledge(lease_id, fates)
 
     def close(self) -> None:
         """Drop what is left as SHUTDOWN and wake `take`. Idempotent. Raises LedgerUnwritable, closed all the same."""
@@ -204,7 +204,7 @@ class ExperienceQueue:
             self._arrived.notify_all()  # they go on when this has let go of the lock
             self.ledger.commit()
 
-    def _is_enough(self, min_steps: int, max_segments: int) -> bool:
+    def _has_enough(self, min_steps: int, max_segments: int) -> bool:
         return self._num_steps >= min_steps or len(self._segments) >= max_segments
 
     def _pop(self, max_steps: int, max_segments: int) -> tuple[list[ActorKey], list[Segment]]:

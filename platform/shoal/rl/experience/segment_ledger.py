@@ -23,9 +23,9 @@ from shoal.errors import LedgerUnwritable
 from shoal.wire.segment import DropReason
 
 # What may pass: a disk that is full, or refuses to write; somebody who looks into the file.
-_PASSING = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
+_TRANSIENT_ERRORS = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
 
-BUSY_MS = 100  # that a commit waits for whoever holds the file; the gateway answers nobody meanwhile
+BUSY_TIMEOUT_MS = 100  # that a commit waits for whoever holds the file; the gateway answers nobody meanwhile
 
 ActorKey = tuple[str, int]  # (actor id, incarnation)
 
@@ -51,7 +51,7 @@ class Account:
     dropped: Counter[str] = field(default_factory=Counter)
 
     @property
-    def balanced(self) -> bool:
+    def is_balanced(self) -> bool:
         return self.received == self.consumed + self.queued + self.dropped.total()
 
     def to_dict(self) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class Account:
             "queued": self.queued,
             "duplicates": self.duplicates,
             "dropped": dict(self.dropped),
-            "balanced": self.balanced,
+            "balanced": self.is_balanced,
         }
 
 
@@ -85,39 +85,39 @@ class Ledger:
         self._database.executescript(_SCHEMA)
         self._accounts: dict[ActorKey, Account] = {}
         self._totals = Account()  # of all accounts; `next_seq` means nothing there
-        self._newest: dict[str, int] = {}  # incarnation of each actor
+        self._newest_incarnations: dict[str, int] = {}  # incarnation of each actor
         self._leases: dict[int, _Lease] = {}
         self._dirty: set[ActorKey] = set()
         self._dirty_leases: set[int] = set()
         self._new_facts: dict[str, str] = {}
         self._next_lease = 1  # never used twice, also after a crash: a late settlement must not hit another lease
-        self._last_settled = 0
+        self._last_acknowledged = 0
         self._closed = False
         self._load()
-        self._database.execute(f"PRAGMA busy_timeout={BUSY_MS}")
+        self._database.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}")
 
-    def account(self, key: ActorKey) -> Account:
+    def get_account(self, key: ActorKey) -> Account:
         """The account of an actor's incarnation, opened when it is new. The caller must not change it."""
         with self.lock:
             if (found := self._accounts.get(key)) is None:  # setdefault would make an account for every segment
-                found = self._open(key, Account())
+                found = self._add_account(key, Account())
             return found
 
     def newest_incarnation(self, actor_id: str) -> int | None:
         """The highest incarnation under which this actor has ever been seen."""
         with self.lock:
-            return self._newest.get(actor_id)
+            return self._newest_incarnations.get(actor_id)
 
     def open_account(self, key: ActorKey) -> Account:
         """The account, on disk from the next commit on even when nothing was received yet."""
         with self.lock:
             self._dirty.add(key)
-            return self.account(key)
+            return self.get_account(key)
 
-    def admit(self, key: ActorKey, seq: int, reason: DropReason | None = None) -> None:
+    def record_received(self, key: ActorKey, seq: int, reason: DropReason | None = None) -> None:
         """Count segment `seq` as received, and as queued, or as dropped for `reason`."""
         with self.lock:
-            account = self.account(key)
+            account = self.get_account(key)
             account.next_seq = seq + 1
             for each in (account, self._totals):
                 each.received += 1
@@ -129,11 +129,11 @@ class Ledger:
 
     def count_duplicate(self, key: ActorKey) -> None:
         with self.lock:
-            self.account(key).duplicates += 1
+            self.get_account(key).duplicates += 1
             self._totals.duplicates += 1
             self._dirty.add(key)
 
-    def lease(self, consumer: str, keys: Iterable[ActorKey]) -> int:
+    def open_lease(self, consumer: str, keys: Iterable[ActorKey]) -> int:
         """Note that `consumer` was handed one segment of each key; returns the lease's id, durable on return.
 
         Raises LedgerUnwritable; there is no lease then.
@@ -150,7 +150,7 @@ class Ledger:
                 raise
             return lease_id
 
-    def settle(self, lease_id: int, fates: Sequence[DropReason | None]) -> bool:
+    def acknowledge(self, lease_id: int, fates: Sequence[DropReason | None]) -> bool:
         """Close a lease: each of its segments was dropped for a reason, or consumed (None).
 
         Durable on return. Saying it again changes nothing and is True again: an answer may be lost on its way. False
@@ -159,10 +159,10 @@ class Ledger:
         with self.lock:
             if lease_id not in self._leases:
                 self.commit()  # when it was settled that may not have been possible
-                return lease_id == self._last_settled
-            self._last_settled = lease_id
+                return lease_id == self._last_acknowledged
+            self._last_acknowledged = lease_id
             self._new_facts["last_settled"] = str(lease_id)
-            keys = self._end_lease(lease_id)
+            keys = self._close_lease(lease_id)
             for (key, fate), count in Counter(zip(keys, fates, strict=True)).items():
                 if fate is not None:
                     self._drop(key, count, fate)
@@ -173,7 +173,7 @@ class Ledger:
             self.commit()
             return True
 
-    def end_open_leases(self, consumer: str) -> int:
+    def revoke_open_leases(self, consumer: str) -> int:
         """`consumer` asks for a new lease, so nobody will settle those that are open: its own, whose answer was lost
         (LEASE_LOST), and those of others, which are dead (LEARNER_CRASH). Returns how many segments that were; durable
         on return, as the lease that follows is: a crash between the two must not open them again."""
@@ -181,7 +181,7 @@ class Ledger:
             ended = list(self._leases.items())
             for lease_id, lease in ended:
                 reason = DropReason.LEASE_LOST if lease.consumer == consumer else DropReason.LEARNER_CRASH
-                self.drop_queued(self._end_lease(lease_id), reason)
+                self.drop_queued(self._close_lease(lease_id), reason)
             if ended:
                 self.commit()
             return sum(len(lease.keys) for _, lease in ended)
@@ -192,12 +192,12 @@ class Ledger:
             for key, count in Counter(keys).items():
                 self._drop(key, count, reason)
 
-    def totals(self) -> Account:
+    def get_totals(self) -> Account:
         """The sum of all accounts."""
         with self.lock:
             return replace(self._totals, dropped=self._totals.dropped.copy())
 
-    def accounts(self) -> dict[ActorKey, Account]:
+    def get_accounts(self) -> dict[ActorKey, Account]:
         """A copy of the book's index; the accounts themselves are live."""
         with self.lock:
             return dict(self._accounts)
@@ -207,7 +207,7 @@ class Ledger:
         with self.lock:
             self._new_facts[name] = value
 
-    def fact(self, name: str) -> str | None:
+    def get_fact(self, name: str) -> str | None:
         with self.lock:
             if name in self._new_facts:
                 return self._new_facts[name]
@@ -224,7 +224,7 @@ class Ledger:
                 self._write_all()
                 self._database.execute("COMMIT")
             except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode & 0xFF not in _PASSING:
+                if error.sqlite_errorcode & 0xFF not in _TRANSIENT_ERRORS:
                     raise
                 if self._database.in_transaction:  # SQLite has ended it already where the disk is full
                     self._database.execute("ROLLBACK")
@@ -250,25 +250,25 @@ class Ledger:
                 each.dropped[reason.value] += count
             self._dirty.add(key)
 
-    def _open(self, key: ActorKey, account: Account) -> Account:
+    def _add_account(self, key: ActorKey, account: Account) -> Account:
         actor_id, incarnation = key
         self._accounts[key] = account
-        self._newest[actor_id] = max(incarnation, self._newest.get(actor_id, incarnation))
+        self._newest_incarnations[actor_id] = max(incarnation, self._newest_incarnations.get(actor_id, incarnation))
         return account
 
-    def _end_lease(self, lease_id: int) -> tuple[ActorKey, ...]:
+    def _close_lease(self, lease_id: int) -> tuple[ActorKey, ...]:
         self._dirty_leases.add(lease_id)
         keys = self._leases.pop(lease_id).keys
         self._dirty.update(keys)
         return keys
 
-    def _row(self, key: ActorKey) -> tuple[object, ...]:
+    def _to_row(self, key: ActorKey) -> tuple[object, ...]:
         account = self._accounts[key]
         dropped = json.dumps(account.dropped)
         return (*key, account.next_seq, account.received, account.consumed, account.duplicates, dropped)
 
     def _write_all(self) -> None:
-        accounts = map(self._row, self._dirty)
+        accounts = map(self._to_row, self._dirty)
         self._database.executemany("INSERT OR REPLACE INTO accounts VALUES (?, ?, ?, ?, ?, ?, ?)", accounts)
         for lease_id in self._dirty_leases:
             self._write_lease(lease_id)
@@ -288,9 +288,9 @@ class Ledger:
             "SELECT * FROM accounts"
         ):
             account = Account(next_seq, received, consumed, 0, duplicates, Counter(json.loads(dropped)))
-            self._open((actor_id, incarnation), account)
-        self._next_lease = int(self.fact("next_lease") or 1)
-        self._last_settled = int(self.fact("last_settled") or 0)
+            self._add_account((actor_id, incarnation), account)
+        self._next_lease = int(self.get_fact("next_lease") or 1)
+        self._last_acknowledged = int(self.get_fact("last_settled") or 0)
         for lease_id, consumer, text in self._database.execute("SELECT * FROM leases"):
             keys = tuple((actor_id, incarnation) for actor_id, incarnation in json.loads(text))
             self._leases[lease_id] = _Lease(consumer, keys)

@@ -17,8 +17,8 @@ from shoal.rl.experience.segment_ledger import ActorKey
 from shoal.wire.segment import Segment
 
 EPISODE_WINDOW = 100
-MAX_GONE_ACTORS = 100  # that are remembered after they disconnected
-REFUSALS_INTERVAL_S = 10.0  # between two events that tell of refused actors
+MAX_DISCONNECTED_ACTORS = 100  # that are remembered after they disconnected
+REJECTIONS_INTERVAL_S = 10.0  # between two events that tell of refused actors
 
 
 @dataclass
@@ -42,13 +42,13 @@ class ActorProgress:
         return {**self.__dict__, "invalid": dict(self.invalid), "lag": lag}
 
 
-class Roster:
+class ActorTable:
     """The actors of a run: everyone who is connected, and the last MAX_GONE_ACTORS who were."""
 
     def __init__(self) -> None:
         self._actors: dict[ActorKey, ActorProgress] = {}
         self._incarnations: dict[str, set[int]] = {}  # of those, by actor id
-        self._gone: dict[ActorKey, None] = {}  # in the order in which they left
+        self._disconnected: dict[ActorKey, None] = {}  # in the order in which they left
 
     def __iter__(self) -> Iterator[ActorProgress]:
         return iter(self._actors.values())
@@ -57,34 +57,34 @@ class Roster:
         """A new actor, or one that is back."""
         progress = self._actors.setdefault(key, ActorProgress(*key))
         self._incarnations.setdefault(key[0], set()).add(key[1])
-        self._gone.pop(key, None)
+        self._disconnected.pop(key, None)
         progress.connected = True
         return progress
 
     def leave(self, key: ActorKey) -> None:
         """It disconnected; of too many of those the first to leave is forgotten."""
         self._actors[key].connected = False
-        self._gone[key] = None
-        if len(self._gone) > MAX_GONE_ACTORS:
-            self._forget(next(iter(self._gone)))
+        self._disconnected[key] = None
+        if len(self._disconnected) > MAX_DISCONNECTED_ACTORS:
+            self._remove(next(iter(self._disconnected)))
 
-    def forget_older(self, key: ActorKey) -> list[ActorProgress]:
+    def remove_older(self, key: ActorKey) -> list[ActorProgress]:
         """Forget the earlier incarnations of this actor, and return them. They have left."""
         actor_id, incarnation = key
         older = sorted(each for each in self._incarnations.get(actor_id, ()) if each < incarnation)
-        return [self._forget((actor_id, each)) for each in older]
+        return [self._remove((actor_id, each)) for each in older]
 
-    def _forget(self, key: ActorKey) -> ActorProgress:
+    def _remove(self, key: ActorKey) -> ActorProgress:
         actor_id, incarnation = key
         self._incarnations[actor_id].discard(incarnation)
         if not self._incarnations[actor_id]:
             del self._incarnations[actor_id]
-        del self._gone[key]
+        del self._disconnected[key]
         return self._actors.pop(key)
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """Counts of the run, over all lives of its gateway. `solved_s`: from the first segment to the first moment at which
     the mean return of the last EPISODE_WINDOW finished episodes was at least `target_return`, without the time between
     two lives."""
@@ -96,34 +96,34 @@ class Progress:
     solved_s: float | None = None
     solved_steps: int | None = None
     elapsed_before_s: float = 0.0  # in earlier lives
-    _began: float | None = None  # with the first segment of this life, by time.monotonic(): clocks are set
+    _started_at: float | None = None  # with the first segment of this life, by time.monotonic(): clocks are set
     returns: deque[float] = field(default_factory=lambda: deque(maxlen=EPISODE_WINDOW))
     lengths: deque[int] = field(default_factory=lambda: deque(maxlen=EPISODE_WINDOW))
     protocol_errors: Counter[str] = field(default_factory=Counter)
     events: deque[tuple[float, str, dict[str, Any]]] = field(default_factory=lambda: deque(maxlen=1000))
-    _refusals_told_at: float = -math.inf
+    _rejections_reported_at: float = -math.inf
 
-    def event(self, kind: str, **details: Any) -> None:
+    def record_event(self, kind: str, **details: Any) -> None:
         """Note that something happened; the oldest of 1,000 unread events gives way."""
         self.events.append((time.time(), kind, details))
 
-    def refused(self, actor_id: str) -> None:
+    def record_rejected_actor(self, actor_id: str) -> None:
         """Note one who came without the token, and how many have by now; a flood must not displace other events."""
-        if time.monotonic() >= self._refusals_told_at + REFUSALS_INTERVAL_S:
-            self._refusals_told_at = time.monotonic()
+        if time.monotonic() >= self._rejections_reported_at + REJECTIONS_INTERVAL_S:
+            self._rejections_reported_at = time.monotonic()
             count = self.protocol_errors["bad_token"]
-            self.event("actor_refused", actor_id=actor_id, reason="bad_token", count=count)
+            self.record_event("actor_refused", actor_id=actor_id, reason="bad_token", count=count)
 
-    def invalid_segment(self, actor: ActorProgress, reason: str, detail: str) -> None:
+    def record_invalid_segment(self, actor: ActorProgress, reason: str, detail: str) -> None:
         """Count a segment that broke the spec, and tell of the actor's first for this reason."""
         actor.invalid[reason] = actor.invalid.get(reason, 0) + 1
         if actor.invalid[reason] == 1:
-            self.event("invalid_segment", actor_id=actor.actor_id, reason=reason, detail=detail)
+            self.record_event("invalid_segment", actor_id=actor.actor_id, reason=reason, detail=detail)
 
-    def segment(self, actor: ActorProgress, segment: Segment) -> None:
+    def record_segment(self, actor: ActorProgress, segment: Segment) -> None:
         """Count a valid segment, whether it was accepted or too old."""
         if self.first_segment_at is None:
-            self.first_segment_at, self._began = time.time(), time.monotonic()
+            self.first_segment_at, self._started_at = time.time(), time.monotonic()
         actor.steps += segment.num_steps
         actor.segments += 1
         actor.weights_version = int(segment.versions[-1])
@@ -141,7 +141,7 @@ class Progress:
     @property
     def elapsed_s(self) -> float:
         """From the first segment on, in all lives."""
-        return self.elapsed_before_s + (0.0 if self._began is None else time.monotonic() - self._began)
+        return self.elapsed_before_s + (0.0 if self._started_at is None else time.monotonic() - self._started_at)
 
     def take_events(self) -> list[tuple[float, str, dict[str, Any]]]:
         """(time, kind, details) of what happened since the last call."""

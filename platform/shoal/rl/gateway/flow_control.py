@@ -12,7 +12,7 @@ from typing import TypeVar
 K = TypeVar("K")
 
 
-def share_credit(open_credit: Mapping[K, int], queued: int, capacity: int, max_credits: int) -> dict[K, int]:
+def grant_credit(open_credit: Mapping[K, int], queued: int, capacity: int, max_credits: int) -> dict[K, int]:
     """How many more segments each session may send: `open_credit` is what each may send already.
 
     The poorest come first, in the order of `open_credit` where they are equally poor. A session is topped up only when

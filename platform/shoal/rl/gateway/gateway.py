@@ -21,27 +21,27 @@ import zmq
 from shoal.errors import Closed, ConfigError, InvalidSegment, LedgerUnwritable, ProtocolViolation
 from shoal.rl.experience.queue import ExperienceQueue
 from shoal.rl.experience.segment_ledger import ActorKey
-from shoal.rl.gateway.actor_stats import Progress, Roster
-from shoal.rl.gateway.send_queue import Answers
+from shoal.rl.gateway.actor_stats import ActorTable, RunProgress
+from shoal.rl.gateway.send_queue import SendQueue
 from shoal.rl.gateway.sessions import Session, Sessions
-from shoal.rl.gateway.zmq_listener import address_of, listen
-from shoal.rl.spec import GatewaySpec, require_message_room
+from shoal.rl.gateway.zmq_listener import bind_router, format_tcp_address
+from shoal.rl.spec import GatewaySpec, require_segment_fits
 from shoal.weights import WeightSnapshot, WeightSource
-from shoal.wire import DropReason, ExperienceSpec, Limits, Segment, decode, encode, unpack_segment
+from shoal.wire import DropReason, ExperienceSpec, MessageLimits, Segment, decode, encode, unpack_segment
 from shoal.wire.messages import (
     PROTOCOL_VERSION,
     Bye,
-    Error,
+    ErrorMessage,
     Hello,
     Ping,
     Pong,
     Pull,
     SegmentMessage,
-    Weights,
+    WeightsMessage,
     Welcome,
 )
 
-_ROUND = 256  # messages handled between two commits, at most
+_MAX_ROUND_MESSAGES = 256  # messages handled between two commits, at most
 _FATAL = frozenset({"bad_token", "bad_version", "stale_incarnation", "superseded"})
 
 
@@ -66,12 +66,12 @@ class Gateway:
             raise ConfigError("gateway.curve", True, "needs a key pair", "pass curve_keys=zmq.curve_keypair()")
         self.spec, self.experience, self.queue = spec, experience, queue
         self._weights, self._token, self._run_id, self._curve_keys = weights, token, run_id, curve_keys
-        self._limits = Limits(max_message_bytes=spec.max_message_bytes)
-        require_message_room(spec, experience)
-        self._progress = Progress(target_return)
-        self._roster, self._sessions, self._answers = Roster(), Sessions(), Answers()
-        self._unwritable = False
-        self._latest: WeightSnapshot | None = None
+        self._limits = MessageLimits(max_message_bytes=spec.max_message_bytes)
+        require_segment_fits(spec, experience)
+        self._progress = RunProgress(target_return)
+        self._actors, self._sessions, self._send_queue = ActorTable(), Sessions(), SendQueue()
+        self._is_ledger_unwritable = False
+        self._latest_weights: WeightSnapshot | None = None
         self._lock = threading.Lock()  # guards the state above; never held while waiting
         self._stopping = threading.Event()
         self._finished = False
@@ -85,22 +85,24 @@ class Gateway:
     def start(self, weights_timeout_s: float = 60.0) -> None:
         """Wait for the first weights, bind, and serve. Raises ConfigError when the port that was asked for is taken."""
         deadline = time.monotonic() + weights_timeout_s
-        while self._latest is None and (left_s := deadline - time.monotonic()) > 0:
-            self._latest = self._weights.wait_newer(0, left_s)  # None at once from a store that is on its way back
-        if self._latest is None:
+        while self._latest_weights is None and (left_s := deadline - time.monotonic()) > 0:
+            self._latest_weights = self._weights.wait_newer(
+                0, left_s
+            )  # None at once from a store that is on its way back
+        if self._latest_weights is None:
             raise ConfigError("weights", None, f"none were published within {weights_timeout_s} s", "start the learner")
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
         self._context = zmq.Context()
-        remembered_port = int(self.queue.ledger.fact("port") or 0)
-        self._socket, self.port = listen(self._context, self.spec, remembered_port, self._curve_keys)
+        remembered_port = int(self.queue.ledger.get_fact("port") or 0)
+        self._socket, self.port = bind_router(self._context, self.spec, remembered_port, self._curve_keys)
         self.queue.ledger.set_fact("port", str(self.port))  # a restarted gateway must be found where it was
         with suppress(LedgerUnwritable):  # the first round writes it
             self.queue.ledger.commit()
-        if (before := self.queue.ledger.fact("progress")) is not None:
+        if (before := self.queue.ledger.get_fact("progress")) is not None:
             self._progress.restore(before)
-        self.queue.on_room = self._wake
+        self.queue.on_space_freed = self._wake
         for target in (self._serve, self._follow_weights):
             thread = threading.Thread(target=target, name=f"gateway{target.__name__}", daemon=True)
             thread.start()
@@ -108,10 +110,10 @@ class Gateway:
 
     @property
     def address(self) -> str:
-        return address_of(self.spec.host, self.port)
+        return format_tcp_address(self.spec.host, self.port)
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether its threads are there to serve; True before `start` and after `close`."""
         return self._stopping.is_set() or all(thread.is_alive() for thread in self._threads)
 
@@ -130,7 +132,7 @@ class Gateway:
         self._wake()
         for thread in self._threads:
             thread.join(timeout=10)
-        self.queue.on_room = lambda: None
+        self.queue.on_space_freed = lambda: None
         self.queue.ledger.set_fact("progress", self._progress.to_json())
         try:
             self.queue.close()
@@ -142,16 +144,16 @@ class Gateway:
     def stats(self) -> dict[str, Any]:
         """A copy of everything countable: progress, actors, queue, accounting. Plain values, ready for JSON."""
         with self._lock:
-            version = self._latest.version if self._latest else 0
+            version = self._latest_weights.version if self._latest_weights else 0
             return {
                 "pid": os.getpid(),
                 "weights_version": version,
                 **self._progress.to_dict(),
                 "queue_depth": len(self.queue),
                 "queue_capacity": self.queue.capacity,
-                "actors": [actor.to_dict(version) for actor in self._roster],
+                "actors": [actor.to_dict(version) for actor in self._actors],
                 "counted_at": time.time(),
-                "segments": self.queue.ledger.totals().to_dict(),
+                "segments": self.queue.ledger.get_totals().to_dict(),
             }
 
     def take_events(self) -> list[tuple[float, str, dict[str, Any]]]:
@@ -176,14 +178,14 @@ class Gateway:
                 if time.monotonic() >= sweep_at:
                     sweep_at = time.monotonic() + self.spec.heartbeat_s
                     self.queue.ledger.set_fact("progress", self._progress.to_json())
-                    for route in self._sessions.silent(self.spec.timeout_s):
+                    for route in self._sessions.find_silent(self.spec.timeout_s):
                         self._end_session(route, "timed out")
-                self._answer_round()
+                self._send_round()
         with self._lock:
-            if not self._committed():
-                self._answers.clear()  # what was not written down is told to nobody
+            if not self._try_commit():
+                self._send_queue.clear()  # what was not written down is told to nobody
             for route in list(self._sessions):
-                self._answers.add(
+                self._send_queue.add(
                     route, Bye("the run is over" if self._finished else "the gateway stops", self._finished)
                 )
             self._send_all()
@@ -191,10 +193,10 @@ class Gateway:
 
     def _follow_weights(self) -> None:
         while not self._stopping.is_set():
-            current = self._latest.version if self._latest else 0
+            current = self._latest_weights.version if self._latest_weights else 0
             newer = self._weights.wait_newer(current, timeout_s=0.25)  # also how long close() may take
             if newer is not None:
-                self._latest = newer  # one reference: readers see the old snapshot or the new one
+                self._latest_weights = newer  # one reference: readers see the old snapshot or the new one
                 self._wake()
 
     def _wake(self) -> None:
@@ -207,53 +209,53 @@ class Gateway:
                 raise
 
     def _receive_round(self) -> None:
-        for _ in range(_ROUND):
+        for _ in range(_MAX_ROUND_MESSAGES):
             try:
                 route, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._handle(route, frames)
+            self._handle_message(route, frames)
 
-    def _answer_round(self) -> None:
+    def _send_round(self) -> None:
         """Commit first, then hand out credit, acknowledgements and weights: nothing of it while that cannot be done."""
-        if not self._committed():
+        if not self._try_commit():
             return self._send_all(is_written=False)
         self._sessions.grant_credit(self.queue, self.spec.max_credits)
-        snapshot = self._latest
+        snapshot = self._latest_weights
         payload: list[bytes] | None = None
         for route, session in self._sessions.items():
-            if not session.is_welcome:
-                self._answers.add(route, self._welcome(session))
+            if not session.is_welcomed:
+                self._send_queue.add(route, self._make_welcome(session))
             if (credit := session.take_credit()) is not None:
-                self._answers.add(route, credit)
-            self._post_acks(route, session)
+                self._send_queue.add(route, credit)
+            self._queue_acks(route, session)
             if snapshot and session.pull_newer_than is not None and snapshot.version > session.pull_newer_than:
-                payload = payload or [encode(Weights(snapshot.version, snapshot.sha256)), snapshot.payload]
-                self._answers.add_frames(route, payload)
+                payload = payload or [encode(WeightsMessage(snapshot.version, snapshot.sha256)), snapshot.payload]
+                self._send_queue.add_frames(route, payload)
                 session.pull_newer_than = None
         self._send_all()
 
-    def _committed(self) -> bool:
+    def _try_commit(self) -> bool:
         """Write the ledger; False when that cannot be done now. That it has begun and ended is noted."""
         try:
             self.queue.ledger.commit()
         except LedgerUnwritable as error:
-            if not self._unwritable:
-                self._progress.event("ledger_unwritable", problem=str(error))
-            self._unwritable = True
+            if not self._is_ledger_unwritable:
+                self._progress.record_event("ledger_unwritable", problem=str(error))
+            self._is_ledger_unwritable = True
             return False
-        if self._unwritable:
-            self._progress.event("ledger_writable")
-        self._unwritable = False
+        if self._is_ledger_unwritable:
+            self._progress.record_event("ledger_writable")
+        self._is_ledger_unwritable = False
         return True
 
-    def _post_acks(self, route: bytes, session: Session) -> None:
+    def _queue_acks(self, route: bytes, session: Session) -> None:
         """Acks are sent after the next commit."""
-        for ack in session.take_acks(self._latest.version if self._latest else 0):
-            self._answers.add(route, ack)
+        for ack in session.take_acks(self._latest_weights.version if self._latest_weights else 0):
+            self._send_queue.add(route, ack)
 
     def _send_all(self, is_written: bool = True) -> None:
-        for route, frames, _ in self._answers.take(is_written):
+        for route, frames, _ in self._send_queue.take(is_written):
             try:
                 self._socket.send_multipart([route, *frames], zmq.NOBLOCK, copy=len(frames[-1]) < 65536)
             except zmq.ZMQError as error:
@@ -264,80 +266,82 @@ class Gateway:
 
     # -- messages -----------------------------------------------------------------------------------------------
 
-    def _handle(self, route: bytes, frames: list[bytes]) -> None:
+    def _handle_message(self, route: bytes, frames: list[bytes]) -> None:
         session = self._sessions.get(route)
         if session is not None:
             session.last_seen = time.monotonic()
         try:
             message = decode(frames, self._limits)
         except ProtocolViolation as violation:
-            self._refuse(route, violation.code, violation.message)
+            self._reject(route, violation.code, violation.message)
             return
         if isinstance(message, Hello):
             self._on_hello(route, message)
         elif session is None:
-            self._refuse(route, "hello_required", "say hello first")
+            self._reject(route, "hello_required", "say hello first")
         elif isinstance(message, SegmentMessage) and message.seq < 0:
-            self._refuse(route, "malformed", "segments are counted from 0")
+            self._reject(route, "malformed", "segments are counted from 0")
         elif isinstance(message, SegmentMessage):
             self._on_segment(route, session, message, frames[1:])
         elif isinstance(message, Pull):
             session.pull_newer_than = message.newer_than
         elif isinstance(message, Ping):
-            self._answers.add(route, Pong(message.nonce))
+            self._send_queue.add(route, Pong(message.nonce))
         elif isinstance(message, Bye):
-            self._end_session(route, "bye", message=_printable(message.reason))
+            self._end_session(route, "bye", message=_to_printable(message.reason))
         elif not isinstance(message, Pong):
-            self._refuse(route, "malformed", f"{type(message).__name__} goes from the gateway to the actor")
+            self._reject(
+                route, "malformed", f"{type(message).__struct_config__.tag} goes from the gateway to the actor"
+            )
 
-    def _refuse(self, route: bytes, code: str, message: str) -> None:
+    def _reject(self, route: bytes, code: str, message: str) -> None:
         self._progress.protocol_errors[code] += 1
-        self._answers.add(route, Error(code, message, code in _FATAL))
+        self._send_queue.add(route, ErrorMessage(code, message, code in _FATAL))
 
     def _on_hello(self, route: bytes, hello: Hello) -> None:
         if hello.protocol != PROTOCOL_VERSION:
             known = f"this gateway speaks protocol {PROTOCOL_VERSION}, not {hello.protocol}"
-            return self._refuse(route, "bad_version", known)
+            return self._reject(route, "bad_version", known)
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
-            self._refuse(route, "bad_token", "the token is not the one of this gateway")
-            return self._progress.refused(_printable(hello.actor_id))
+            self._reject(route, "bad_token", "the token is not the one of this gateway")
+            return self._progress.record_rejected_actor(_to_printable(hello.actor_id))
         if not 1 <= len(hello.actor_id) <= 64 or not hello.actor_id.isprintable():
-            return self._refuse(route, "malformed", "actor_id takes 1 to 64 printable characters")
+            return self._reject(route, "malformed", "actor_id takes 1 to 64 printable characters")
         if not 0 <= hello.incarnation < 2**63:
-            return self._refuse(route, "malformed", "incarnation takes 0 to 2^63-1")
+            return self._reject(route, "malformed", "incarnation takes 0 to 2^63-1")
         newest = self.queue.ledger.newest_incarnation(hello.actor_id)
         if newest is not None and hello.incarnation < newest:
-            return self._refuse(route, "stale_incarnation", f"incarnation {newest} has been seen: use a larger one")
+            return self._reject(route, "stale_incarnation", f"incarnation {newest} has been seen: use a larger one")
         self._supersede(route, hello)
-        self._enter(route, (hello.actor_id, hello.incarnation))
+        self._open_session(route, (hello.actor_id, hello.incarnation))
 
     def _supersede(self, route: bytes, hello: Hello) -> None:
         """End other connections of the same actor: an older incarnation for good, the same one because it is back."""
-        self._answers.forget(route)
+        self._send_queue.drop_route(route)
         self._end_session(route, "said hello again")
-        if (other := self._sessions.route_of(hello.actor_id)) is not None:
+        if (other := self._sessions.find_route(hello.actor_id)) is not None:
             is_older = self._sessions[other].key[1] < hello.incarnation
             if is_older:
-                self._refuse(other, "superseded", f"incarnation {hello.incarnation} has taken over")
+                self._reject(other, "superseded", f"incarnation {hello.incarnation} has taken over")
             self._end_session(other, "superseded" if is_older else "reconnected")
 
-    def _enter(self, route: bytes, key: ActorKey) -> None:
+    def _open_session(self, route: bytes, key: ActorKey) -> None:
         """A new session. It is welcomed when all that came with it have shared the credit."""
-        for older in self._roster.forget_older(key):
-            self._progress.event("actor_restarted", actor_id=older.actor_id, steps_before=older.steps)
+        for older in self._actors.remove_older(key):
+            self._progress.record_event("actor_restarted", actor_id=older.actor_id, steps_before=older.steps)
         next_seq = self.queue.ledger.open_account(key).next_seq
-        self._sessions[route] = Session(key, self._roster.join(key), next_seq)
-        self._progress.event("actor_joined", actor_id=key[0], incarnation=key[1], next_seq=next_seq)
+        self._sessions[route] = Session(key, self._actors.join(key), next_seq)
+        self._progress.record_event("actor_joined", actor_id=key[0], incarnation=key[1], next_seq=next_seq)
 
-    def _welcome(self, session: Session) -> Welcome:
-        session.is_welcome, session.told_limit = True, session.send_limit
+    def _make_welcome(self, session: Session) -> Welcome:
+        session.is_welcomed, session.reported_limit = True, session.send_limit
         return Welcome(
             PROTOCOL_VERSION,
             self._run_id,
             self.experience,
-            self.queue.ledger.account(session.key).next_seq,
+            self.queue.ledger.get_account(session.key).next_seq,
             session.send_limit,
-            self._latest.version if self._latest else 0,
+            self._latest_weights.version if self._latest_weights else 0,
             self.spec.heartbeat_s,
             self.spec.timeout_s,
             self.spec.max_message_bytes,
@@ -345,23 +349,23 @@ class Gateway:
 
     def _on_segment(self, route: bytes, session: Session, message: SegmentMessage, frames: Sequence[bytes]) -> None:
         ledger, key, seq = self.queue.ledger, session.key, message.seq
-        expected = ledger.account(key).next_seq
+        expected = ledger.get_account(key).next_seq
         if seq < expected:
             ledger.count_duplicate(key)
-            return session.settle(seq, "duplicate")
+            return session.add_ack(seq, "duplicate")
         if seq > expected:
-            return self._refuse(route, "sequence_gap", f"segment {seq} came, {expected} was expected")
+            return self._reject(route, "sequence_gap", f"segment {seq} came, {expected} was expected")
         reason, detail = self._admit(session, message, frames)
         if reason is not None:
-            ledger.admit(key, seq, reason)
+            ledger.record_received(key, seq, reason)
         session.send_limit = max(session.send_limit, seq + 1)
-        session.settle(seq, "dropped" if reason else "accepted", reason or "", detail)
+        session.add_ack(seq, "dropped" if reason else "accepted", reason or "", detail)
 
     def _admit(
         self, session: Session, message: SegmentMessage, frames: Sequence[bytes]
     ) -> tuple[DropReason | None, str]:
         """Validate and queue. Returns why the segment must be dropped and a detail, or (None, "") when it is queued."""
-        version = self._latest.version if self._latest else 0
+        version = self._latest_weights.version if self._latest_weights else 0
         try:
             segment = unpack_segment(message, frames, self.experience)
             if int(segment.versions.max()) > version:
@@ -369,9 +373,9 @@ class Gateway:
                 raise InvalidSegment(DropReason.INVALID_RANGE, "versions", problem)
         except InvalidSegment as error:
             detail = f"{error.field}: {error.problem}"
-            self._progress.invalid_segment(session.progress, error.reason, detail)
+            self._progress.record_invalid_segment(session.progress, error.reason, detail)
             return DropReason(error.reason), detail
-        self._progress.segment(session.progress, segment)
+        self._progress.record_segment(session.progress, segment)
         lag = version - segment.oldest_version
         if lag > self.spec.max_version_lag:
             return DropReason.STALE_ADMISSION, f"{lag} versions old, at most {self.spec.max_version_lag}"
@@ -387,14 +391,16 @@ class Gateway:
         return (None, "") if queued else (DropReason.OVER_CREDIT, "the queue is full")
 
     def _end_session(self, route: bytes, reason: str, **details: str) -> None:
-        session = self._sessions.end(route)
+        session = self._sessions.remove(route)
         if session is not None:
-            self._post_acks(route, session)
-            self._roster.leave(session.key)
+            self._queue_acks(route, session)
+            self._actors.leave(session.key)
             kind = "actor_lost" if reason in ("timed out", "unreachable", "does not read") else "actor_left"
-            self._progress.event(kind, actor_id=session.key[0], incarnation=session.key[1], reason=reason, **details)
+            self._progress.record_event(
+                kind, actor_id=session.key[0], incarnation=session.key[1], reason=reason, **details
+            )
 
 
-def _printable(text: str) -> str:
+def _to_printable(text: str) -> str:
     """What an actor says of itself, fit for a log."""
     return "".join(character if character.isprintable() else "?" for character in text[:64])

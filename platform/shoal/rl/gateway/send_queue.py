@@ -9,45 +9,45 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shoal.wire import encode
-from shoal.wire.messages import Error, Message, Pong
+from shoal.wire.messages import ErrorMessage, Message, Pong
 
-OF_NO_LEDGER = (Pong, Error)
+LEDGER_INDEPENDENT = (Pong, ErrorMessage)
 
 
-class Answer(NamedTuple):
+class QueuedMessage(NamedTuple):
     """The frames of a message, and who is to get it."""
 
     route: bytes
     frames: Sequence[bytes]
-    is_of_ledger: bool = True
+    should_await_commit: bool = True
 
 
-class Answers:
+class SendQueue:
     """A list that is taken whole, or without what speaks of the ledger."""
 
     def __init__(self) -> None:
-        self._waiting: list[Answer] = []
+        self._pending: list[QueuedMessage] = []
 
     def add(self, route: bytes, message: Message) -> None:
         """A message without a payload."""
-        self._waiting.append(Answer(route, [encode(message)], not isinstance(message, OF_NO_LEDGER)))
+        self._pending.append(QueuedMessage(route, [encode(message)], not isinstance(message, LEDGER_INDEPENDENT)))
 
     def add_frames(self, route: bytes, frames: Sequence[bytes]) -> None:
         """A message with its payload."""
-        self._waiting.append(Answer(route, frames))
+        self._pending.append(QueuedMessage(route, frames))
 
-    def forget(self, route: bytes) -> None:
+    def drop_route(self, route: bytes) -> None:
         """Who is there has begun anew."""
-        self._waiting = [answer for answer in self._waiting if answer.route != route]
+        self._pending = [answer for answer in self._pending if answer.route != route]
 
-    def take(self, is_written: bool) -> list[Answer]:
+    def take(self, is_written: bool) -> list[QueuedMessage]:
         """All; while the ledger is not written, what says nothing of it."""
-        taken, self._waiting = self._waiting, []
+        taken, self._pending = self._pending, []
         if not is_written:
-            self._waiting = [answer for answer in taken if answer.is_of_ledger]
-            taken = [answer for answer in taken if not answer.is_of_ledger]
+            self._pending = [answer for answer in taken if answer.should_await_commit]
+            taken = [answer for answer in taken if not answer.should_await_commit]
         return taken
 
     def clear(self) -> None:
         """Say nothing of it, ever."""
-        self._waiting.clear()
+        self._pending.clear()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from shoal.rl.experience.queue import ExperienceQueue
 from shoal.rl.experience.segment_ledger import ActorKey
 from shoal.rl.gateway.actor_stats import ActorProgress
-from shoal.rl.gateway.flow_control import share_credit
+from shoal.rl.gateway.flow_control import grant_credit
 from shoal.wire.messages import Ack, Credit
 
 
@@ -24,25 +24,25 @@ class Session:
     progress: ActorProgress
     send_limit: int
     last_seen: float = field(default_factory=time.monotonic)
-    told_limit: int = 0
-    is_welcome: bool = False  # it has been told so
+    reported_limit: int = 0
+    is_welcomed: bool = False  # it has been told so
     pull_newer_than: int | None = None  # an open pull
-    _settled: list[tuple[int, str, str, str]] = field(default_factory=list)  # seq, status, reason, detail
+    _pending_acks: list[tuple[int, str, str, str]] = field(default_factory=list)  # seq, status, reason, detail
 
-    def settle(self, seq: int, status: str, reason: str = "", detail: str = "") -> None:
+    def add_ack(self, seq: int, status: str, reason: str = "", detail: str = "") -> None:
         """Segment `seq` has met its fate; its actor is to be told."""
-        self._settled.append((seq, status, reason, detail))
+        self._pending_acks.append((seq, status, reason, detail))
 
     def take_acks(self, weights_version: int) -> list[Ack]:
         """What has been settled since the last call."""
-        settled, self._settled = self._settled, []
+        settled, self._pending_acks = self._pending_acks, []
         limit = self.send_limit
         return [Ack(seq, status, limit, weights_version, reason, detail) for seq, status, reason, detail in settled]
 
     def take_credit(self) -> Credit | None:
         """New credit that no acknowledgement is about to tell of. Call it before `take_acks`."""
-        news = Credit(self.send_limit) if self.send_limit > self.told_limit and not self._settled else None
-        self.told_limit = self.send_limit
+        news = Credit(self.send_limit) if self.send_limit > self.reported_limit and not self._pending_acks else None
+        self.reported_limit = self.send_limit
         return news
 
 
@@ -57,11 +57,11 @@ class Sessions(dict[bytes, Session]):
         super().__setitem__(route, session)
         self._routes[session.key[0]] = route
 
-    def route_of(self, actor_id: str) -> bytes | None:
+    def find_route(self, actor_id: str) -> bytes | None:
         """Where an actor is connected, if it is."""
         return self._routes.get(actor_id)
 
-    def end(self, route: bytes) -> Session | None:
+    def remove(self, route: bytes) -> Session | None:
         """Forget a connection; what there was of it."""
         if (session := self.pop(route, None)) is not None:
             del self._routes[session.key[0]]
@@ -70,12 +70,12 @@ class Sessions(dict[bytes, Session]):
     def grant_credit(self, queue: ExperienceQueue, max_credits: int) -> None:
         """Share what room the queue has among all; of those that are equally poor, who waited longest comes first."""
         ledger = queue.ledger
-        open_credit = {route: each.send_limit - ledger.account(each.key).next_seq for route, each in self.items()}
-        for route, grant in share_credit(open_credit, len(queue), queue.capacity, max_credits).items():
+        open_credit = {route: each.send_limit - ledger.get_account(each.key).next_seq for route, each in self.items()}
+        for route, grant in grant_credit(open_credit, len(queue), queue.capacity, max_credits).items():
             session = self[route] = self.pop(route)
             session.send_limit += grant
 
-    def silent(self, timeout_s: float) -> list[bytes]:
+    def find_silent(self, timeout_s: float) -> list[bytes]:
         """The routes of those that have said nothing for so long."""
         deadline = time.monotonic() - timeout_s
         return [route for route, session in self.items() if session.last_seen < deadline]

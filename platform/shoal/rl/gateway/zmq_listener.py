@@ -12,10 +12,10 @@ from contextlib import suppress
 import zmq
 
 from shoal.errors import ConfigError
-from shoal.network_address import ELSEWHERE, address_towards, is_loopback
+from shoal.network_address import EXTERNAL_PROBE_HOST, find_local_address, is_loopback
 from shoal.rl.spec import GatewaySpec
 
-UNREAD_MESSAGES = 16  # that one connection may have waiting here; further ones wait on its own side
+MAX_UNREAD_MESSAGES = 16  # that one connection may have waiting here; further ones wait on its own side
 # A peer that vanished without a word (no network, no power) gives its descriptor back after 60 + 4 * 15 s.
 _KEEPALIVE = (
     (zmq.TCP_KEEPALIVE, 1),
@@ -23,12 +23,12 @@ _KEEPALIVE = (
     (zmq.TCP_KEEPALIVE_INTVL, 15),
     (zmq.TCP_KEEPALIVE_CNT, 4),
 )
-OPEN_FILES = 65_536  # that it asks the system for: each connection is one
+MAX_OPEN_FILES = 65_536  # that it asks the system for: each connection is one
 WILDCARDS = ("0.0.0.0", "::", "*")
 _PORT_WAIT_S = 1.0  # for the gateway that had this port before to let go of it
 
 
-def listen(
+def bind_router(
     context: zmq.Context[zmq.Socket[bytes]],
     spec: GatewaySpec,
     remembered_port: int = 0,
@@ -38,10 +38,10 @@ def listen(
 
     Raises ConfigError when that cannot be.
     """
-    _allow_open_files()
+    _raise_open_file_limit()
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    socket.setsockopt(zmq.RCVHWM, UNREAD_MESSAGES)  # before hello nobody has a claim on memory
+    socket.setsockopt(zmq.RCVHWM, MAX_UNREAD_MESSAGES)  # before hello nobody has a claim on memory
     socket.setsockopt(zmq.MAXMSGSIZE, spec.max_message_bytes)
     socket.setsockopt(zmq.LINGER, 500)
     for option, value in _KEEPALIVE:
@@ -50,18 +50,18 @@ def listen(
     if spec.curve and curve_keys is not None:
         socket.curve_publickey, socket.curve_secretkey = curve_keys
         socket.curve_server = True
-    if spec.port or not remembered_port or not _bind_again(socket, spec.host, remembered_port):
+    if spec.port or not remembered_port or not _try_bind(socket, spec.host, remembered_port):
         _bind(socket, spec.host, spec.port)
     endpoint: str = socket.getsockopt_string(zmq.LAST_ENDPOINT)
     return socket, int(endpoint.rpartition(":")[2])
 
 
-def address_of(host: str, port: int) -> str:
+def format_tcp_address(host: str, port: int) -> str:
     """What actors connect to; an address of IPv6 stands in brackets."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-def reachable_host(host: str, node: str) -> str:
+def resolve_reachable_host(host: str, node: str) -> str:
     """The host that actors are told to connect to.
 
     For a wildcard, the one of this `node`; where a cluster knows that by loopback alone, the one that this machine has
@@ -69,27 +69,27 @@ def reachable_host(host: str, node: str) -> str:
     """
     if host not in WILDCARDS:
         return host
-    return (address_towards(ELSEWHERE) or node) if is_loopback(node) else node
+    return (find_local_address(EXTERNAL_PROBE_HOST) or node) if is_loopback(node) else node
 
 
-def _allow_open_files() -> None:
+def _raise_open_file_limit() -> None:
     """As many as this process may have, within reason. Unless they ask for more, most systems let processes have 1,024;
     libzmq leaves who comes then without an answer, and tries to accept them all the time."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _endpoint(host: str, port: int | str) -> str:
+def _format_endpoint(host: str, port: int | str) -> str:
     """What is bound: for localhost its address, as the resolver may not know it, or know another by that name."""
     return f"tcp://{'127.0.0.1' if host == 'localhost' else host}:{port}"
 
 
 def _bind(socket: zmq.Socket[bytes], host: str, port: int) -> None:
     try:
-        socket.bind(_endpoint(host, port or "*"))
+        socket.bind(_format_endpoint(host, port or "*"))
     except zmq.ZMQError as error:
         socket.close(linger=0)
         if port and error.errno == zmq.EADDRINUSE:
@@ -99,12 +99,12 @@ def _bind(socket: zmq.Socket[bytes], host: str, port: int) -> None:
         raise ConfigError("gateway.host", host, f"cannot be bound with port {port}: {error}", remedy) from None
 
 
-def _bind_again(socket: zmq.Socket[bytes], host: str, port: int) -> bool:
+def _try_bind(socket: zmq.Socket[bytes], host: str, port: int) -> bool:
     """Bind the port of before; False when another process has it by now, and keeps it."""
     deadline = time.monotonic() + _PORT_WAIT_S
     while True:
         try:
-            socket.bind(_endpoint(host, port))
+            socket.bind(_format_endpoint(host, port))
         except zmq.ZMQError:
             if time.monotonic() >= deadline:
                 return False

@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from shoal.errors import RecordUnwritable, RunError
-from shoal.home import exclusive
+from shoal.home import file_lock
 
 BUSY_TIMEOUT_S = 10.0
 SCHEMA_VERSION = 1
@@ -58,11 +58,11 @@ def connect(home: Path) -> sqlite3.Connection:
         connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
         connection.row_factory = sqlite3.Row
         connection.execute("PRAGMA synchronous = NORMAL")  # a power cut may cost the newest commits, a kill none
-        found = _version(connection)
+        found = _read_schema_version(connection)
         if found == 0:  # one after the other: SQLite refuses a second one that changes the journal, and does not wait
-            with exclusive(home / "runs.lock", BUSY_TIMEOUT_S):
-                if _version(connection) == 0:
-                    _create(connection)
+            with file_lock(home / "runs.lock", BUSY_TIMEOUT_S):
+                if _read_schema_version(connection) == 0:
+                    _create_tables(connection)
     except (sqlite3.Error, OSError) as error:
         if connection is not None:
             connection.close()
@@ -74,14 +74,14 @@ def connect(home: Path) -> sqlite3.Connection:
 
 
 @contextmanager
-def reading(home: Path) -> Iterator[sqlite3.Connection]:
+def read_connection(home: Path) -> Iterator[sqlite3.Connection]:
     """A connection to read with, which is closed at the end. Raises RunError when it cannot be opened, or not read."""
-    with closing(connect(home)) as connection, unreadable(home):
+    with closing(connect(home)) as connection, translate_read_errors(home):
         yield connection
 
 
 @contextmanager
-def unreadable(home: Path) -> Iterator[None]:
+def translate_read_errors(home: Path) -> Iterator[None]:
     """Raises RunError for what the database refuses to the body, which reads."""
     try:
         yield
@@ -90,11 +90,11 @@ def unreadable(home: Path) -> Iterator[None]:
         raise RunError(f"the run record {home / 'runs.sqlite'} cannot be read: {error}{remedy}") from error
 
 
-def _version(connection: sqlite3.Connection) -> int:
+def _read_schema_version(connection: sqlite3.Connection) -> int:
     return int(connection.execute("PRAGMA user_version").fetchone()[0])
 
 
-def _create(connection: sqlite3.Connection) -> None:
+def _create_tables(connection: sqlite3.Connection) -> None:
     connection.execute("PRAGMA journal_mode = WAL")
     with transaction(connection):
         for statement in _SCHEMA.split(";"):
@@ -103,7 +103,7 @@ def _create(connection: sqlite3.Connection) -> None:
 
 
 @contextmanager
-def refusals() -> Iterator[None]:
+def translate_write_errors() -> Iterator[None]:
     """Raises RecordUnwritable for what the database refuses to the body."""
     try:
         yield
@@ -118,7 +118,7 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
 
     Raises RecordUnwritable when the database refuses, or when others keep it busy for longer than BUSY_TIMEOUT_S.
     """
-    with refusals():
+    with translate_write_errors():
         try:  # around BEGIN too: an interruption that came while it waited for the lock is raised when it has it
             connection.execute("BEGIN IMMEDIATE")
             yield

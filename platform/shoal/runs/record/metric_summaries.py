@@ -1,6 +1,7 @@
 """The newest value and the finite extremes of each metric, which the record keeps beside its history.
 
-Called by the recorder, which alone writes the rows of its run: `up_to` before its transactions, the rest within them.
+Called by the recorder, which alone writes the rows of its run: `compute_summaries_up_to` before its transactions, the
+rest within them.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import math
 import sqlite3
 from collections.abc import Sequence
 
-from shoal.runs.record.tensorboard_writer import Logged
+from shoal.runs.record.tensorboard_writer import LogEntry
 
 _UPSERT = """
 INSERT INTO summaries (run, name, step, time, value, lowest, highest) VALUES (?, ?, ?, ?, ?, ?, ?)
@@ -31,7 +32,7 @@ _INSERT = "INSERT INTO summaries (run, name, step, time, value, lowest, highest)
 Row = tuple[int, str, int, float, float | None, float | None, float | None]
 
 
-def summarise(connection: sqlite3.Connection, run: int, logged: Sequence[Logged]) -> None:
+def update_summaries(connection: sqlite3.Connection, run: int, logged: Sequence[LogEntry]) -> None:
     """Add what was logged."""
     newest: dict[str, tuple[int, float, float]] = {}
     finite: dict[str, list[float]] = {}
@@ -45,7 +46,7 @@ def summarise(connection: sqlite3.Connection, run: int, logged: Sequence[Logged]
     connection.executemany(_UPSERT, rows)
 
 
-def forget_group(connection: sqlite3.Connection, run: int, group: str) -> None:
+def delete_group(connection: sqlite3.Connection, run: int, group: str) -> None:
     """Take out what is named `group/...`."""
     after = chr(ord("/") + 1)
     connection.execute(
@@ -53,7 +54,7 @@ def forget_group(connection: sqlite3.Connection, run: int, group: str) -> None:
     )
 
 
-def up_to(connection: sqlite3.Connection, run: int, step: int) -> list[Row] | None:
+def compute_summaries_up_to(connection: sqlite3.Connection, run: int, step: int) -> list[Row] | None:
     """The summaries of the history up to `step`; None when there is no later one, and so nothing to forget.
 
     It reads the whole history: before the transaction, so that nobody waits for the write lock meanwhile.
@@ -63,7 +64,7 @@ def up_to(connection: sqlite3.Connection, run: int, step: int) -> list[Row] | No
     return [tuple(row) for row in connection.execute(_UP_TO, (run, step))]
 
 
-def forget_after(connection: sqlite3.Connection, run: int, step: int, left: Sequence[Row]) -> None:
+def delete_after(connection: sqlite3.Connection, run: int, step: int, left: Sequence[Row]) -> None:
     """Take the later steps out of the history, of which the summaries `left` remain."""
     connection.execute("DELETE FROM metrics WHERE run = ? AND step > ?", (run, step))
     connection.execute("DELETE FROM summaries WHERE run = ?", (run,))

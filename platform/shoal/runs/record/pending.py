@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shoal.runs.record.tensorboard_writer import Logged
+from shoal.runs.record.tensorboard_writer import LogEntry
 
 
 @dataclass
-class Pending:
+class PendingWrites:
     """In the order in which it was said; `num_rows` of the database in all."""
 
-    logged: list[Logged] = field(default_factory=list)
-    shown: list[Logged] = field(default_factory=list)  # newest values, without a place in the history
-    groups: dict[str, Logged] = field(default_factory=dict)  # the newest of each
+    logged: list[LogEntry] = field(default_factory=list)
+    shown: list[LogEntry] = field(default_factory=list)  # newest values, without a place in the history
+    groups: dict[str, LogEntry] = field(default_factory=dict)  # the newest of each
     versions: list[tuple[int, int, int, float, str]] = field(default_factory=list)
     others: list[tuple[str, tuple[object, ...]]] = field(default_factory=list)
     forgotten_after: int | None = None  # of what was written before
@@ -27,7 +27,7 @@ class Pending:
         logged = sum(len(values) for _, _, values in [*self.logged, *self.shown, *self.groups.values()])
         self.num_rows = logged + len(self.versions) + len(self.others) + 1
 
-    def extend(self, later: Pending) -> None:
+    def extend(self, later: PendingWrites) -> None:
         self.logged += later.logged
         self.shown += later.shown
         self.groups |= later.groups

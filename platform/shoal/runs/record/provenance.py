@@ -49,48 +49,50 @@ def command_line() -> str:
     if typed:
         return typed.replace(_DOLLAR, "$")
     if Path(sys.argv[0]).name == "shoal":
-        return as_typed(["shoal", *sys.argv[1:]])
-    return as_typed(["python", *sys.orig_argv[1:]])
+        return format_masked_command(["shoal", *sys.argv[1:]])
+    return format_masked_command(["python", *sys.orig_argv[1:]])
 
 
-def command_variable(command: str) -> dict[str, str]:
+def make_command_variable(command: str) -> dict[str, str]:
     """The variable of a job's environment by which `command_line` has this command there."""
     return {COMMAND_VARIABLE: command.replace("$", _DOLLAR)}
 
 
-def as_typed(words: Sequence[str]) -> str:
+def format_masked_command(words: Sequence[str]) -> str:
     """The words of a command as one line for a shell; the value of a token (`endpoint.token=...`) is left out."""
-    return shlex.join(_all_masked(words))
+    return shlex.join(_mask_secrets(words))
 
 
-def masked_line(line: str) -> str:
+def mask_command_line(line: str) -> str:
     """A command of somebody else's, as one line for a shell; changed only when there is a secret in it."""
     try:
         words = shlex.split(line)
     except ValueError:  # a quotation that does not end
         secret = _SECRET.search(line)
         return f"{line[: secret.start()]}***" if secret else line
-    return line if words == _all_masked(words) else as_typed(words)
+    return line if words == _mask_secrets(words) else format_masked_command(words)
 
 
-def apart(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+def split_secrets(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """The words of a job as everybody may see them, and the variables of its environment that have what is masked."""
     secrets = [word for word in words if _SECRET.match(word)]
     told = json.dumps(secrets).replace("$", _DOLLAR)
-    return [_masked(word) for word in words], {SECRETS_VARIABLE: told} if secrets else {}
+    return [_mask_secret(word) for word in words], {SECRETS_VARIABLE: told} if secrets else {}
 
 
-def joined(words: Sequence[str]) -> list[str]:
+def restore_secrets(words: Sequence[str]) -> list[str]:
     """In the job: what `apart` was given."""
     secrets: list[str] = json.loads(os.environ.get(SECRETS_VARIABLE, "[]"))
-    return [secrets.pop(0) if secrets and word == _masked(secrets[0]) else word for word in words]
+    return [secrets.pop(0) if secrets and word == _mask_secret(secrets[0]) else word for word in words]
 
 
-def _all_masked(words: Sequence[str]) -> list[str]:
+def _mask_secrets(words: Sequence[str]) -> list[str]:
     before = ("", *words)
-    return ["***" if _OPTION.fullmatch(option) else _masked(word) for option, word in zip(before, words, strict=False)]
+    return [
+        "***" if _OPTION.fullmatch(option) else _mask_secret(word) for option, word in zip(before, words, strict=False)
+    ]
 
 
-def _masked(word: str) -> str:
+def _mask_secret(word: str) -> str:
     secret = _SECRET.match(word)
     return f"{secret['name'] or secret['parent']}=***" if secret else word

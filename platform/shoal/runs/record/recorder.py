@@ -26,13 +26,26 @@ import numpy as np
 from shoal.errors import Closed, ConfigError, RunError
 from shoal.home import home
 from shoal.runs.record import metric_summaries
-from shoal.runs.record.database import BUSY_TIMEOUT_S, connect, refusals, transaction, unreadable
-from shoal.runs.record.pending import Pending
+from shoal.runs.record.database import (
+    BUSY_TIMEOUT_S,
+    connect,
+    transaction,
+    translate_read_errors,
+    translate_write_errors,
+)
+from shoal.runs.record.pending import PendingWrites
 from shoal.runs.record.provenance import command_line, git_revision
-from shoal.runs.record.serialization import as_json, metric_name, metrics_of, storable, text_of, whole_number
-from shoal.runs.record.tensorboard_writer import Mirror
-from shoal.runs.run_reader import find_row
-from shoal.runs.run_status import TERMINAL, Status, observed, transition
+from shoal.runs.record.serialization import (
+    escape_text,
+    to_json,
+    validate_integer,
+    validate_metric_name,
+    validate_metrics,
+    validate_text,
+)
+from shoal.runs.record.tensorboard_writer import TensorBoardMirror
+from shoal.runs.run_reader import find_run_row
+from shoal.runs.run_status import TERMINAL, Status, resolve_status, transition
 
 FLUSH_INTERVAL_S = 0.5
 HEARTBEAT_INTERVAL_S = 3.0
@@ -62,7 +75,7 @@ def create(job: str, spec: str, run_id: str | None = None, *, command: str | Non
     if not _ID.fullmatch(run_id) or run_id == "latest":
         raise ConfigError("run_id", run_id, "cannot name a run", "use letters, digits, '.', '_' and '-', not 'latest'")
     revision, is_dirty = git_revision(Path.cwd())
-    job, spec, command = text_of("job", job), text_of("spec", spec), storable(command or command_line())
+    job, spec, command = validate_text("job", job), validate_text("spec", spec), escape_text(command or command_line())
     values = (run_id, job, Status.CREATED, spec, command, revision, is_dirty)
     connection, folder = connect(home()), home() / "runs" / run_id
     try:
@@ -75,7 +88,7 @@ def create(job: str, spec: str, run_id: str | None = None, *, command: str | Non
                 (*values, now, now, socket.gethostname(), os.getpid()),
             ).lastrowid
             assert number is not None
-            incarnation = _start(connection, number, is_resumed=False)
+            incarnation = _claim_run(connection, number, is_resumed=False)
             _make_folder(folder, spec)
     except BaseException:
         connection.close()
@@ -91,14 +104,14 @@ def reopen(ref: str, spec: str | None = None) -> RunRecorder:
 
     Raises RunError when there is no such run, or when a living process is still writing to it.
     """
-    spec = None if spec is None else text_of("spec", spec)
+    spec = None if spec is None else validate_text("spec", spec)
     connection = connect(home())
     try:
-        with unreadable(home()):
-            row = find_row(connection, ref)
+        with translate_read_errors(home()):
+            row = find_run_row(connection, ref)
         folder = home() / "runs" / row["id"]
         with transaction(connection):
-            incarnation = _start(connection, row["number"], is_resumed=True, spec=spec)
+            incarnation = _claim_run(connection, row["number"], is_resumed=True, spec=spec)
             _make_folder(folder, spec)
     except BaseException:
         connection.close()
@@ -106,14 +119,14 @@ def reopen(ref: str, spec: str | None = None) -> RunRecorder:
     return RunRecorder(connection, row["number"], row["id"], incarnation, folder)
 
 
-def _start(connection: sqlite3.Connection, number: int, *, is_resumed: bool, spec: str | None = None) -> int:
+def _claim_run(connection: sqlite3.Connection, number: int, *, is_resumed: bool, spec: str | None = None) -> int:
     """Make this process the writer of the run, and return its incarnation. Raises RunError when another lives.
 
     Called in a transaction: whoever sees the new incarnation sees its beginning, and nothing of the old one as alive.
     """
     now, host, pid = time.time(), socket.gethostname(), os.getpid()
     row = connection.execute("SELECT * FROM runs WHERE number = ?", (number,)).fetchone()
-    seen = observed(Status(row["status"]), row["heartbeat_at"], row["host"], row["pid"], host, now)
+    seen = resolve_status(Status(row["status"]), row["heartbeat_at"], row["host"], row["pid"], host, now)
     if seen is Status.RUNNING:
         raise RunError(f"run {row['id']!r} is still running (process {row['pid']} on {row['host']}): stop it first")
     connection.execute(
@@ -159,13 +172,13 @@ class RunRecorder:
         self.id, self.folder = run_id, folder
         self._number, self._incarnation = number, incarnation
         self._connection = connection
-        self._mirror = Mirror(run_id, folder / "tensorboard", incarnation)
-        self._pending = Pending()
+        self._mirror = TensorBoardMirror(run_id, folder / "tensorboard", incarnation)
+        self._pending = PendingWrites()
         self._status = Status.RUNNING
         self._closed = False
         self._heartbeat_monotonic_s = time.monotonic()
-        self._buffering = threading.Lock()  # guards _pending and _closed; held for moments
-        self._writing = threading.RLock()  # guards the connection and _status; held for a transaction
+        self._buffer_lock = threading.Lock()  # guards _pending and _closed; held for moments
+        self._write_lock = threading.RLock()  # guards the connection and _status; held for a transaction
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._write_until_stopped, name=f"run-{run_id}", daemon=True)
         self._thread.start()
@@ -176,20 +189,20 @@ class RunRecorder:
         in_history: False: they are the newest values, and may be the best, but no points of a curve
         Raises ConfigError for what cannot name a metric, for what is no number, and for a step beyond 64 bits.
         """
-        entry = (whole_number("step", step), time.time(), metrics_of(values))
-        self._make_room()
-        with self._buffering:
+        entry = (validate_integer("step", step), time.time(), validate_metrics(values))
+        self._flush_if_full()
+        with self._buffer_lock:
             self._require_open()
             (self._pending.logged if in_history else self._pending.shown).append(entry)
             self._pending.num_rows += len(values)
 
     def log_group(self, step: int, group: str, values: Mapping[str, float]) -> None:
         """Record the newest values of who is there, as `group/name`, and forget who was and is no more; no curves."""
-        group = text_of("group", group)
-        named = metrics_of({f"{group}/{name}": value for name, value in values.items()})
-        entry = (whole_number("step", step), time.time(), named)
-        self._make_room()
-        with self._buffering:
+        group = validate_text("group", group)
+        named = validate_metrics({f"{group}/{name}": value for name, value in values.items()})
+        entry = (validate_integer("step", step), time.time(), named)
+        self._flush_if_full()
+        with self._buffer_lock:
             self._require_open()
             self._pending.groups[group] = entry
             self._pending.num_rows += len(values) + 1
@@ -199,52 +212,52 @@ class RunRecorder:
 
         The newest and best values are those of the history that is left. Raises RunError as `flush` does.
         """
-        with self._writing:  # nothing is on its way to the database, which would come back if it failed
-            with self._buffering:
+        with self._write_lock:  # nothing is on its way to the database, which would come back if it failed
+            with self._buffer_lock:
                 self._require_open()
-                self._pending.forget_after(whole_number("step", step))
+                self._pending.forget_after(validate_integer("step", step))
             self.flush()
 
-    def histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
+    def log_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
         """Add a distribution to the TensorBoard files, which alone hold it: counts [bins] between edges [bins + 1]."""
-        with self._buffering:
+        with self._buffer_lock:
             self._require_open()
-        if not self._mirror.has_begun:  # what was logged before, and may be of an earlier step, begins the file
+        if not self._mirror.has_file:  # what was logged before, and may be of an earlier step, begins the file
             with suppress(RunError):  # it is written later, and whoever calls flush is told
                 self.flush()
             self._mirror.write()
-        self._mirror.add_histogram(whole_number("step", step), metric_name(name), counts, edges)
+        self._mirror.add_histogram(validate_integer("step", step), validate_metric_name(name), counts, edges)
 
-    def weights_published(self, version: int, step: int, sha256: str, published_at: float) -> None:
+    def record_weights(self, version: int, step: int, sha256: str, published_at: float) -> None:
         """Record that version `version` of the weights was handed out after step `step`."""
-        version, step = whole_number("version", version), whole_number("step", step)
-        row = (self._number, version, step, float(published_at), text_of("sha256", sha256))
-        self._make_room()
-        with self._buffering:
+        version, step = validate_integer("version", version), validate_integer("step", step)
+        row = (self._number, version, step, float(published_at), validate_text("sha256", sha256))
+        self._flush_if_full()
+        with self._buffer_lock:
             self._require_open()
             self._pending.versions.append(row)
             self._pending.num_rows += 1
 
-    def event(self, kind: str, /, **details: object) -> None:
+    def record_event(self, kind: str, /, **details: object) -> None:
         """Record that something happened; details are stored as JSON, and as text where JSON has no word for them."""
-        row = (self._number, time.time(), text_of("kind", kind), as_json(details))
+        row = (self._number, time.time(), validate_text("kind", kind), to_json(details))
         self._write_through(_INSERT_EVENT, row)
 
-    def endpoint(self, name: str, kind: str, address: str, state: str) -> None:
+    def record_endpoint(self, name: str, kind: str, address: str, state: str) -> None:
         """Record where a gateway or an endpoint of this run listens, and its state; the newest word counts."""
         said = {"name": name, "kind": kind, "address": address, "state": state}
-        texts = [text_of(field, value) for field, value in said.items()]
+        texts = [validate_text(field, value) for field, value in said.items()]
         self._write_through(_INSERT_ENDPOINT, (self._number, *texts, time.time()))
 
-    def model_registered(self, name: str, version: int, aliases: Sequence[str]) -> None:
+    def record_model(self, name: str, version: int, aliases: Sequence[str]) -> None:
         """Record that this run registered name@version."""
-        words = json.dumps([text_of("aliases", alias) for alias in aliases])
-        row = (self._number, text_of("name", name), whole_number("version", version), time.time(), words)
+        words = json.dumps([validate_text("aliases", alias) for alias in aliases])
+        row = (self._number, validate_text("name", name), validate_integer("version", version), time.time(), words)
         self._write_through(_INSERT_MODEL, row)
 
     def change_spec(self, spec: str) -> None:
         """Replace the recorded spec (YAML)."""
-        spec = text_of("spec", spec)
+        spec = validate_text("spec", spec)
         self._write_through("UPDATE runs SET spec = ? WHERE number = ?", (spec, self._number))
         _make_folder(self.folder, spec)
 
@@ -254,7 +267,7 @@ class RunRecorder:
 
     def heartbeat(self) -> None:
         """Say that the run is alive, now. The recorder's thread does so by itself every few seconds."""
-        with self._buffering:
+        with self._buffer_lock:
             self._require_open()
         self._flush(heartbeat_after_s=0.0)
 
@@ -263,10 +276,10 @@ class RunRecorder:
         if status not in set(Status):
             raise RunError(f"{status!r} is no way for a run to end: it is one of {', '.join(sorted(TERMINAL))}")
         to = Status(status)
-        error = None if error is None else storable(error)
-        with self._writing:
+        error = None if error is None else escape_text(error)
+        with self._write_lock:
             transition(self._status, to)
-            with self._buffering:
+            with self._buffer_lock:
                 self._closed = True
                 self._pending.others.append((_END, (to, time.time(), error, self._number)))
             try:
@@ -277,7 +290,7 @@ class RunRecorder:
 
     def close(self) -> None:
         """Write the rest; a run that nobody finished is recorded as stopped. Idempotent."""
-        with self._writing:
+        with self._write_lock:
             if self._status not in TERMINAL:
                 self.finish(Status.STOPPED)
         if threading.current_thread() is not self._thread:
@@ -313,51 +326,57 @@ class RunRecorder:
         if self._closed:
             raise Closed(f"run {self.id!r} is {self._status.value}: nothing more can be recorded")
 
-    def _make_room(self) -> None:
+    def _flush_if_full(self) -> None:
         if self._pending.num_rows >= MAX_PENDING:
             self.flush()
 
     def _write_through(self, statement: str, row: tuple[object, ...]) -> None:
-        self._make_room()
-        with self._buffering:
+        self._flush_if_full()
+        with self._buffer_lock:
             self._require_open()
             self._pending.others.append((statement, row))
             self._pending.num_rows += 1
         self.flush()
 
     def _flush(self, heartbeat_after_s: float) -> None:
-        with self._writing:
+        with self._write_lock:
             if self._status in TERMINAL:
                 return
-            with self._buffering:
-                pending, self._pending = self._pending, Pending()
+            with self._buffer_lock:
+                pending, self._pending = self._pending, PendingWrites()
             if not pending.num_rows and time.monotonic() - self._heartbeat_monotonic_s < heartbeat_after_s:
                 return
             try:
                 self._commit(pending)
             except BaseException:  # whatever interrupted it, nothing is lost: the next flush writes it
-                with self._buffering:
+                with self._buffer_lock:
                     pending.extend(self._pending)
                     self._pending = pending
                 raise
             self._heartbeat_monotonic_s = time.monotonic()
             if pending.forgotten_after is not None:
                 self._mirror.forget_after(pending.forgotten_after)
-            self._mirror.take(pending.logged)
+            self._mirror.enqueue(pending.logged)
 
-    def _commit(self, pending: Pending) -> None:
+    def _commit(self, pending: PendingWrites) -> None:
         run, connection = self._number, self._connection
         metrics = [(run, step, k, at, v) for step, at, values in pending.logged for k, v in values.items()]
         forgotten_after = pending.forgotten_after
-        with refusals():
-            left = None if forgotten_after is None else metric_summaries.up_to(connection, run, forgotten_after)
+        with translate_write_errors():
+            left = (
+                None
+                if forgotten_after is None
+                else metric_summaries.compute_summaries_up_to(connection, run, forgotten_after)
+            )
         with transaction(connection):
             if forgotten_after is not None and left is not None:  # first: what is pending was said since
-                metric_summaries.forget_after(connection, run, forgotten_after, left)
+                metric_summaries.delete_after(connection, run, forgotten_after, left)
             connection.executemany(_INSERT_METRIC, metrics)
             for group in pending.groups:
-                metric_summaries.forget_group(connection, run, group)
-            metric_summaries.summarise(connection, run, [*pending.logged, *pending.shown, *pending.groups.values()])
+                metric_summaries.delete_group(connection, run, group)
+            metric_summaries.update_summaries(
+                connection, run, [*pending.logged, *pending.shown, *pending.groups.values()]
+            )
             connection.executemany(_INSERT_VERSION, pending.versions)
             for statement, row in pending.others:
                 connection.execute(statement, row)

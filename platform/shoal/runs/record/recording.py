@@ -11,7 +11,7 @@ from shoal.runs.run_reader import load
 
 
 @contextmanager
-def record_of(
+def recording(
     spec: str, job: str, *, begun: str, resumed: str = "", run_id: str | None = None
 ) -> Iterator[RunRecorder]:
     """The record of the run `resumed`, or of a new one. How the body ends is how the run ends.

@@ -15,7 +15,7 @@ _RESERVED = frozenset({"step", "time"})  # columns of Run.metrics()
 _MOST = 2**63 - 1  # what SQLite takes for a whole number
 
 
-def storable(text: str) -> str:
+def escape_text(text: str) -> str:
     """SQLite and files take no half of a surrogate pair, which is how Python has bytes of others that are no text.
 
     A NUL is escaped too: it would be the end of the text to some of its readers.
@@ -23,38 +23,38 @@ def storable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode().replace("\0", "\\x00")
 
 
-def text_of(field: str, value: str) -> str:
+def validate_text(field: str, value: str) -> str:
     """A text as it is stored. Raises ConfigError for what is none."""
     if not isinstance(value, str):
         raise ConfigError(field, value, "is no text")
-    return storable(value)
+    return escape_text(value)
 
 
 @lru_cache(maxsize=4096)  # the same ones again and again
-def metric_name(name: str) -> str:
+def validate_metric_name(name: str) -> str:
     """The name of a metric as it is stored. Raises ConfigError for what is none."""
     if not isinstance(name, str) or not name:
         raise ConfigError("values", name, "cannot name a metric", "give it a name of at least a letter")
-    return storable(name)
+    return escape_text(name)
 
 
-def metrics_of(values: Mapping[str, float]) -> dict[str, float]:
+def validate_metrics(values: Mapping[str, float]) -> dict[str, float]:
     """Metrics as they are stored, by name. Raises ConfigError for what cannot name one, and for what is no number."""
     if not _RESERVED.isdisjoint(values):
         raise ConfigError(
             "values", sorted(map(str, values)), "'step' and 'time' cannot name a metric", "call it x/time"
         )
-    return {metric_name(name): _number(name, value) for name, value in values.items()}
+    return {validate_metric_name(name): _to_float(name, value) for name, value in values.items()}
 
 
-def _number(name: str, value: float) -> float:
+def _to_float(name: str, value: float) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: torch's, of several values
         raise ConfigError(name, value, f"is no number ({error})", "log one number for each metric") from None
 
 
-def whole_number(field: str, value: int) -> int:
+def validate_integer(field: str, value: int) -> int:
     """A step or a version. Raises ConfigError for what is none, and for more than the record can hold."""
     try:
         found = int(value)
@@ -67,7 +67,7 @@ def whole_number(field: str, value: int) -> int:
     return found
 
 
-def as_json(details: Mapping[str, object]) -> str:
+def to_json(details: Mapping[str, object]) -> str:
     """As JSON, and as text where JSON has no word for it."""
     try:
         text = json.dumps(details, default=str, ensure_ascii=False)

@@ -35,7 +35,7 @@ class EventFile:
         self._writer = RecordWriter((folder / name).open("wb"))
         self._writer.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
 
-    def begin_again(self, step: int) -> None:
+    def write_restart(self, step: int) -> None:
         """Have readers forget what earlier files of the folder say of this step and of later ones."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
@@ -77,12 +77,12 @@ class EventFile:
         self._writer.close()
 
 
-Logged = tuple[int, float, dict[str, float]]  # step, Unix time in seconds, values
+LogEntry = tuple[int, float, dict[str, float]]  # step, Unix time in seconds, values
 
 _log = logging.getLogger(__name__)
 
 
-class Mirror:
+class TensorBoardMirror:
     """The files of one life of a run. Every method may be called from any thread; a disk that refuses is warned of.
 
     | capacity                    | what blocks               | who unblocks | close()                       |
@@ -94,37 +94,37 @@ class Mirror:
         self._run_id, self._folder, self._incarnation = run_id, folder, incarnation
         self._file: EventFile | None = None
         self._closed = False
-        self._taken: list[Logged] = []
+        self._queued: list[LogEntry] = []
         self._forgotten_after: int | None = None  # of what was written before
-        self._taking = threading.Lock()  # guards _taken and _forgotten_after; held for moments
-        self._writing = threading.Lock()  # guards _file and _closed
+        self._queue_lock = threading.Lock()  # guards _taken and _forgotten_after; held for moments
+        self._write_lock = threading.Lock()  # guards _file and _closed
 
     @property
-    def has_begun(self) -> bool:
+    def has_file(self) -> bool:
         """Whether there is a file already, which then has begun with some step."""
         return self._file is not None
 
-    def take(self, logged: list[Logged]) -> None:
+    def enqueue(self, logged: list[LogEntry]) -> None:
         """What was committed, to be written later."""
-        with self._taking:
-            self._taken += logged
+        with self._queue_lock:
+            self._queued += logged
 
     def forget_after(self, step: int) -> None:
         """Later steps were given up: what was taken of them is dropped, and what was written will be disowned."""
-        with self._taking:
-            self._taken = [entry for entry in self._taken if entry[0] <= step]
+        with self._queue_lock:
+            self._queued = [entry for entry in self._queued if entry[0] <= step]
             self._forgotten_after = step if self._forgotten_after is None else min(step, self._forgotten_after)
 
     def write(self) -> None:
         """Write what was taken."""
-        with self._writing:
-            with self._taking:
-                if not self._taken and (self._file is None or self._forgotten_after is None):
+        with self._write_lock:
+            with self._queue_lock:
+                if not self._queued and (self._file is None or self._forgotten_after is None):
                     return
-                logged, self._taken = self._taken, []
+                logged, self._queued = self._queued, []
                 forgotten_after, self._forgotten_after = self._forgotten_after, None
             try:
-                file = self._file_from(min((step for step, _, _ in logged), default=0), forgotten_after)
+                file = self._open_file(min((step for step, _, _ in logged), default=0), forgotten_after)
                 for step, at, values in logged:
                     file.add(step, at, values)
                 file.flush()
@@ -133,20 +133,20 @@ class Mirror:
 
     def add_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
         """A distribution: counts [bins] between edges [bins + 1]."""
-        with self._writing:
+        with self._write_lock:
             if self._closed:  # the run has ended while another thread was on its way here
                 return
-            with self._taking:
+            with self._queue_lock:
                 forgotten_after, self._forgotten_after = self._forgotten_after, None
             try:
-                self._file_from(step, forgotten_after).add_histogram(step, time.time(), name, counts, edges)
+                self._open_file(step, forgotten_after).add_histogram(step, time.time(), name, counts, edges)
             except OSError as error:
                 self._warn(error)
 
     def close(self) -> None:
         """Write the rest, and close the file."""
         self.write()
-        with self._writing:
+        with self._write_lock:
             self._closed = True
             try:
                 if self._file is not None:
@@ -154,7 +154,7 @@ class Mirror:
             except OSError as error:
                 self._warn(error)
 
-    def _file_from(self, step: int, forgotten_after: int | None) -> EventFile:
+    def _open_file(self, step: int, forgotten_after: int | None) -> EventFile:
         """The file of this life, which is told `step` first; a life that goes on repeats some steps of the one before.
 
         forgotten_after: the last step that counts of what was written before, when later ones were given up
@@ -167,7 +167,7 @@ class Mirror:
             if self._incarnation > 1:
                 again.append(step)
         if again:
-            self._file.begin_again(min(again))
+            self._file.write_restart(min(again))
         return self._file
 
     def _warn(self, error: OSError) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 NO_CHECKPOINT = "no_checkpoint"  # the event of a resumed run that begins again
 
 
-def trouble(kind: str, details: Mapping[str, Any]) -> str:
+def format_warning(kind: str, details: Mapping[str, Any]) -> str:
     """What an event tells of something that went wrong and did not end the run; nothing for others."""
     match kind:
         case "checkpoint_failed":

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_POINTS = 1500
-LETTERS_OF_HEADING, LETTERS_OF_TITLE = 44, 60  # for which a panel has room
-LARGEST = 1e300  # that is drawn: axes end beyond what they show, and must be finite themselves
+MAX_HEADING_LENGTH, MAX_TITLE_LENGTH = 44, 60  # for which a panel has room
+MAX_DRAWN_VALUE = 1e300  # that is drawn: axes end beyond what they show, and must be finite themselves
 
 INK, MUTED, RULE, GRID = "#111827", "#6b7280", "#d1d5db", "#eef0f3"
 LINE, MARK = "#2563eb", "#d97706"
@@ -34,14 +34,14 @@ class Curve:
     y: np.ndarray
 
     @classmethod
-    def of(cls, x: Sequence[float] | np.ndarray, y: Sequence[float] | np.ndarray) -> Curve:
+    def from_points(cls, x: Sequence[float] | np.ndarray, y: Sequence[float] | np.ndarray) -> Curve:
         """Leave out what is not finite, or beyond LARGEST, and sort by x."""
         x_all, y_all = np.asarray(x, float), np.asarray(y, float)
-        kept = (np.abs(x_all) <= LARGEST) & (np.abs(y_all) <= LARGEST)
+        kept = (np.abs(x_all) <= MAX_DRAWN_VALUE) & (np.abs(y_all) <= MAX_DRAWN_VALUE)
         order = np.argsort(x_all[kept], kind="stable")
         return cls(x_all[kept][order], y_all[kept][order])
 
-    def thinned(self, max_points: int = MAX_POINTS) -> Curve:
+    def downsample(self, max_points: int = MAX_POINTS) -> Curve:
         """At most `max_points`, keeping the lowest and highest of each stretch, so that no spike is hidden."""
         num_buckets = max_points // 2
         if len(self.x) <= max_points:
@@ -53,7 +53,7 @@ class Curve:
         return Curve(self.x[indices], self.y[indices])
 
 
-def learning_curve(
+def draw_learning_curve(
     title: str, metric: str, panels: Sequence[tuple[str, Curve]], marks_s: Sequence[float], more_is_better: bool
 ) -> Figure:
     """One panel a way of counting progress, side by side.
@@ -77,9 +77,9 @@ def learning_curve(
             axes.axvline(mark_s, color=MARK, linewidth=1, linestyle=(0, (3, 3)), zorder=1)
             axes.annotate("resumed", (mark_s, 0.02), (3, 0), xycoords=("data", "axes fraction"), color=MARK,
                           textcoords="offset points", fontsize=8)  # fmt: skip
-        words = fitting(metric, LETTERS_OF_HEADING)
+        words = truncate_middle(metric, MAX_HEADING_LENGTH)
         figure.text(left, 0.88, words, color=INK, fontsize=11, fontweight="bold", parse_math=False)
-        _name(figure, title, len(panels))
+        _draw_title(figure, title, len(panels))
     return figure
 
 
@@ -92,7 +92,7 @@ class Panel:
     curves: Sequence[tuple[str, Curve]]
 
 
-def training_curves(title: str, panels: Sequence[Panel]) -> Figure:
+def draw_training_curves(title: str, panels: Sequence[Panel]) -> Figure:
     """The panels side by side. The first curve of each is a line, the others have a mark at each point as well."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -109,25 +109,25 @@ def training_curves(title: str, panels: Sequence[Panel]) -> Figure:
                 for text in axes.legend(frameon=False, labelcolor=INK).get_texts():
                     text.set_parse_math(False)
             axes.set_xlabel(panel.x, color=MUTED)
-            words = fitting(panel.heading, LETTERS_OF_HEADING)
+            words = truncate_middle(panel.heading, MAX_HEADING_LENGTH)
             heading = axes.set_title(words, loc="left", color=INK, fontsize=11, fontweight="bold", pad=12)
             heading.set_parse_math(False)
-        _name(figure, title, len(panels))
+        _draw_title(figure, title, len(panels))
     return figure
 
 
-def fitting(words: str, most: int) -> str:
+def truncate_middle(words: str, most: int) -> str:
     """The beginning and the end of words that are longer than there is room for."""
     return words if len(words) <= most else f"{words[: most // 2]}…{words[len(words) - (most - most // 2 - 1) :]}"
 
 
-def _name(figure: Figure, title: str, num_panels: int) -> None:
+def _draw_title(figure: Figure, title: str, num_panels: int) -> None:
     """Above the headings, in a line of its own."""
-    words = fitting(title, LETTERS_OF_TITLE * num_panels)
+    words = truncate_middle(title, MAX_TITLE_LENGTH * num_panels)
     figure.text(0.985, 0.955, words, color=MUTED, fontsize=9, ha="right", parse_math=False)
 
 
-def small_plot(curve: Curve, begin: float, end: float) -> Figure:
+def draw_small_plot(curve: Curve, begin: float, end: float) -> Figure:
     """A plot for a grid of many, all from `begin` to `end`: no labels, for the page names it."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -144,7 +144,7 @@ def small_plot(curve: Curve, begin: float, end: float) -> Figure:
     return figure
 
 
-def wide_plot(curve: Curve) -> Figure:
+def draw_wide_plot(curve: Curve) -> Figure:
     """Stairs across the page."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -159,7 +159,7 @@ def wide_plot(curve: Curve) -> Figure:
     return figure
 
 
-def svg(figure: Figure) -> str:
+def to_svg(figure: Figure) -> str:
     """The figure as an SVG element, text as text; the page gives the font."""
     from matplotlib import rc_context
 
@@ -170,7 +170,7 @@ def svg(figure: Figure) -> str:
     return text[text.index("<svg") :]
 
 
-def png(figure: Figure, dots_per_inch: int = 160) -> bytes:
+def to_png(figure: Figure, dots_per_inch: int = 160) -> bytes:
     """The figure as a PNG file."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=dots_per_inch)
@@ -180,7 +180,7 @@ def png(figure: Figure, dots_per_inch: int = 160) -> bytes:
 def _draw(axes: Axes, curve: Curve, width: float, drawstyle: str = "default", colour: str = LINE) -> None:
     from matplotlib.ticker import EngFormatter
 
-    thin = curve.thinned()
+    thin = curve.downsample()
     single = "o" if len(thin.x) == 1 else ""
     axes.plot(
         thin.x, thin.y, color=colour, linewidth=width, solid_joinstyle="round", drawstyle=drawstyle, marker=single

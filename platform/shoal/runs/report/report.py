@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import RunError
-from shoal.runs.formatting import brief, duration, moment, number
+from shoal.runs.formatting import format_duration, format_number, format_timestamp, format_value
 from shoal.runs.report import plots
-from shoal.runs.run_reader import MEAN_RETURN, VALIDATION, Run, is_more_better, load
+from shoal.runs.run_reader import MEAN_RETURN, VALIDATION, Run, is_higher_better, load
 from shoal.runs.run_status import Status
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 MAX_SMALL_PLOTS = 12
 MAX_EVENTS, MAX_VALUES = 200, 32
-MAX_WHOLE = 32  # letters of a name that is kept in one line of a table
+MAX_UNFOLDED_LENGTH = 32  # letters of a name that is kept in one line of a table
 
 # metric -> what the report calls it, in the order in which it shows them
 _NAMES = {
@@ -87,7 +87,7 @@ class Plot:
 
 
 @dataclass(frozen=True)
-class Share:
+class CountBar:
     """One of several counts; `percent` of the largest, for its bar."""
 
     name: str
@@ -110,7 +110,7 @@ class Accounting:
         return self.received - self.consumed - self.queued - self.dropped
 
 
-def report_at_end(run_id: str) -> None:
+def write_report_at_end(run_id: str) -> None:
     """The report of a run that has ended, whose last act it is; what keeps it from being written ends nothing else."""
     try:
         write_report(load(run_id))
@@ -125,13 +125,13 @@ def write_report(run: Run) -> Path:
     Raises RunError when the run's folder takes no files.
     """
     try:
-        return _write(run)
+        return _render_report(run)
     except OSError as error:
         reason = error.strerror or str(error)
         raise RunError(f"the report of run {run.id!r} cannot be written to {run.folder}: {reason}") from error
 
 
-def _write(run: Run) -> Path:
+def _render_report(run: Run) -> Path:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     folder = run.folder
@@ -140,16 +140,21 @@ def _write(run: Run) -> Path:
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
-    environment.filters |= {"number": number, "duration": duration, "moment": moment, "kept_whole": _kept_whole}
-    environment.filters["brief"] = partial(brief, most=MAX_VALUES)
-    page = environment.get_template("report.html").render(_page(run))
+    environment.filters |= {
+        "number": format_number,
+        "duration": format_duration,
+        "moment": format_timestamp,
+        "kept_whole": _choose_cell_class,
+    }
+    environment.filters["brief"] = partial(format_value, most=MAX_VALUES)
+    page = environment.get_template("report.html").render(_build_page(run))
     path = folder / "report.html"
     path.write_text(page, encoding="utf-8")
     return path
 
 
 @dataclass(frozen=True)
-class _Read:
+class _ReportData:
     """The record, read once; what is read last knows every name that was read first, also of a run that goes on."""
 
     run: Run
@@ -161,31 +166,31 @@ class _Read:
     events: DataFrame
 
     @classmethod
-    def of(cls, run: Run) -> _Read:
+    def from_run(cls, run: Run) -> _ReportData:
         num_versions = run.num_versions()
         versions = run.versions(every=-(-num_versions // plots.MAX_POINTS) or 1)
-        return cls(run, run.best(), run.latest(), _by_time(run.metrics()), num_versions, versions, run.events())
+        return cls(run, run.best(), run.latest(), _sort_by_time(run.metrics()), num_versions, versions, run.events())
 
 
-def _page(run: Run) -> dict[str, object]:
+def _build_page(run: Run) -> dict[str, object]:
     """Everything that the template names."""
-    read = _Read.of(run)
+    read = _ReportData.from_run(run)
     return {
         "run": run,
         "status": run.status.value,
         "is_running": run.status is Status.RUNNING,
         "now": time.time(),
-        "cards": _cards(read),
+        "cards": _build_cards(read),
         "curve_name": read.best[0] if read.best else "",
-        "curve": _learning_curve(read),
-        "small_plots": _small_plots(read),
+        "curve": _render_learning_curve(read),
+        "small_plots": _render_small_plots(read),
         "drawn_over": "steps" if TRAINING_LOSS in read.metrics else "wall seconds",
-        "drops": _drops(read.latest),
-        "accounting": accounting(read.metrics),
+        "drops": _build_drop_bars(read.latest),
+        "accounting": compute_accounting(read.metrics),
         "num_versions": read.num_versions,
-        "versions": _versions_plot(read.versions),
-        "versions_per_s": _rate(read.num_versions, read.versions),
-        "table": _table(read),
+        "versions": _render_versions_plot(read.versions),
+        "versions_per_s": _compute_version_rate(read.num_versions, read.versions),
+        "table": _build_metric_rows(read),
         "models": run.models().to_dict("records"),
         "endpoints": run.endpoints(),
         "events": read.events.tail(MAX_EVENTS).to_dict("records"),
@@ -193,132 +198,140 @@ def _page(run: Run) -> dict[str, object]:
     }
 
 
-def _kept_whole(name: str) -> str:
+def _choose_cell_class(name: str) -> str:
     """The class of a cell with a name: one that is too long for its table is folded."""
-    return "whole" if len(name) <= MAX_WHOLE else ""
+    return "whole" if len(name) <= MAX_UNFOLDED_LENGTH else ""
 
 
-def accounting(metrics: DataFrame) -> Accounting | None:
+def compute_accounting(metrics: DataFrame) -> Accounting | None:
     """The newest row, by time, that has all four counts of segments; None when there is none."""
     columns = [f"segments/{part}" for part in ("received", "consumed", "queued", "dropped")]
     if not set(columns) <= set(metrics.columns):
         return None
-    complete = _by_time(metrics)[columns].dropna()
+    complete = _sort_by_time(metrics)[columns].dropna()
     return Accounting(*(int(value) for value in complete.iloc[-1])) if len(complete) else None
 
 
-def _by_time(metrics: DataFrame) -> DataFrame:
+def _sort_by_time(metrics: DataFrame) -> DataFrame:
     """Rows in the order in which they were logged: in a resumed run the newest need not have the highest step."""
     return metrics.sort_values("time", kind="stable")
 
 
-def _cards(read: _Read) -> list[Card]:
-    cards = [Card(duration(read.run.duration_s), "wall time")]
+def _build_cards(read: _ReportData) -> list[Card]:
+    cards = [Card(format_duration(read.run.duration_s), "wall time")]
     if read.best is not None:
         name, value = read.best
         called = _SHORT_NAMES.get(name, name.removeprefix(VALIDATION))
-        cards.append(Card(number(value), f"best {called}"))
-        cards.append(Card(number(read.latest[name]), f"newest {called}"))
-    cards += [Card(_shown(name, read.latest[name]), label) for name, label in _CARDS if name in read.latest]
+        cards.append(Card(format_number(value), f"best {called}"))
+        cards.append(Card(format_number(read.latest[name]), f"newest {called}"))
+    cards += [Card(_format_metric(name, read.latest[name]), label) for name, label in _CARDS if name in read.latest]
     if read.num_versions and "weights/version" not in read.latest:
-        cards.append(Card(number(read.num_versions), "weight versions"))
+        cards.append(Card(format_number(read.num_versions), "weight versions"))
     return cards
 
 
-def _shown(name: str, value: float) -> str:
-    return f"{100 * value:.3g}%" if name.startswith(_SHARES) and math.isfinite(value) else number(value)
+def _format_metric(name: str, value: float) -> str:
+    return f"{100 * value:.3g}%" if name.startswith(_SHARES) and math.isfinite(value) else format_number(value)
 
 
-def _learning_curve(read: _Read) -> list[str]:
+def _render_learning_curve(read: _ReportData) -> list[str]:
     """The markup of each panel of the learning curve, all of which go into one picture; none when nothing is drawn."""
     if read.best is None:
         return []
-    drawn = _training_curves(read, read.best[0]) if TRAINING_LOSS in read.metrics else _curves(read, read.best[0])
+    drawn = (
+        _draw_training_curves(read, read.best[0])
+        if TRAINING_LOSS in read.metrics
+        else _draw_headline_curves(read, read.best[0])
+    )
     if not drawn:
         return []
     *each, whole = drawn
-    (read.run.folder / "learning_curve.png").write_bytes(plots.png(whole))
-    return [plots.svg(figure) for figure in each]
+    (read.run.folder / "learning_curve.png").write_bytes(plots.to_png(whole))
+    return [plots.to_svg(figure) for figure in each]
 
 
-def _curves(read: _Read, name: str) -> list[Figure]:
+def _draw_headline_curves(read: _ReportData, name: str) -> list[Figure]:
     """What the run is judged by, over each way of counting progress, in a figure each; and then in one together."""
     rows = read.metrics[read.metrics[name].notna()]
     has_steps = "steps/total" in rows and rows["steps/total"].notna().any()
     steps = ("environment steps", rows["steps/total"]) if has_steps else ("step", rows.index)
     progress = (steps, ("wall time (s)", rows["time"]))
-    panels = [(label, plots.Curve.of(x.to_numpy(), rows[name].to_numpy())) for label, x in progress]
+    panels = [(label, plots.Curve.from_points(x.to_numpy(), rows[name].to_numpy())) for label, x in progress]
     panels = [(label, curve) for label, curve in panels if len(curve.x)]
     if not panels:
         return []
     resumed = read.events.loc[read.events["kind"] == "resumed", "time"].tolist()
-    draw = partial(plots.learning_curve, metric=_NAMES.get(name, name), more_is_better=is_more_better(name))
+    draw = partial(plots.draw_learning_curve, metric=_NAMES.get(name, name), more_is_better=is_higher_better(name))
     alone = [draw("", panels=[panel], marks_s=resumed if panel is panels[-1] else []) for panel in panels]
     return [*alone, draw(_title(read.run), panels=panels, marks_s=resumed)]
 
 
-def _training_curves(read: _Read, judged: str) -> list[Figure]:
+def _draw_training_curves(read: _ReportData, judged: str) -> list[Figure]:
     """The loss on the training and the validation data, and the metric that the run is judged by; and then both."""
-    losses = [(word, _over_steps(read, name)) for word, name in (("training", TRAINING_LOSS), ("validation", _HELD))]
+    losses = [
+        (word, _make_step_curve(read, name)) for word, name in (("training", TRAINING_LOSS), ("validation", _HELD))
+    ]
     panels = [plots.Panel("loss", "step", [(word, curve) for word, curve in losses if len(curve.x)])]
     if judged not in (TRAINING_LOSS, _HELD):
-        panels.append(plots.Panel(judged, "step", [(judged, _over_steps(read, judged))]))
+        panels.append(plots.Panel(judged, "step", [(judged, _make_step_curve(read, judged))]))
     panels = [panel for panel in panels if any(len(curve.x) for _, curve in panel.curves)]
     if not panels:
         return []
-    alone = [plots.training_curves("", [panel]) for panel in panels]
-    return [*alone, plots.training_curves(_title(read.run), panels)]
+    alone = [plots.draw_training_curves("", [panel]) for panel in panels]
+    return [*alone, plots.draw_training_curves(_title(read.run), panels)]
 
 
 def _title(run: Run) -> str:
     return f"{run.job} · {run.id}"
 
 
-def _over_steps(read: _Read, name: str) -> plots.Curve:
+def _make_step_curve(read: _ReportData, name: str) -> plots.Curve:
     column = read.metrics[name].dropna() if name in read.metrics else read.metrics["time"][:0]
-    return plots.Curve.of(column.index.to_numpy(), column.to_numpy())
+    return plots.Curve.from_points(column.index.to_numpy(), column.to_numpy())
 
 
-def _small_plots(read: _Read) -> list[Plot]:
+def _render_small_plots(read: _ReportData) -> list[Plot]:
     """The known metrics in their order, then the rest by name."""
     hidden = {"time", read.best[0] if read.best else ""}
     hidden |= {TRAINING_LOSS, _HELD} if TRAINING_LOSS in read.metrics else set()
     names = [name for name in read.metrics.columns if name not in hidden and not name.startswith(_ELSEWHERE)]
     order = list(_NAMES)
     names.sort(key=lambda name: (order.index(name) if name in order else len(order), name))
-    places = _places(read)
+    places = _get_x_values(read)
     begin, end = (float(places.min()), float(places.max())) if names else (0.0, 0.0)
     made: list[Plot] = []
     for name in names:
         column = read.metrics[name].dropna()
-        curve = plots.Curve.of(places.loc[column.index].to_numpy(), column.to_numpy())
+        curve = plots.Curve.from_points(places.loc[column.index].to_numpy(), column.to_numpy())
         if len(curve.x) and len(made) < MAX_SMALL_PLOTS:
-            picture = plots.svg(plots.small_plot(curve, begin, max(end, begin + 1)))
+            picture = plots.to_svg(plots.draw_small_plot(curve, begin, max(end, begin + 1)))
             newest = read.latest.get(name, float(column.iloc[-1]))  # which need not be finite, nor drawn
-            made.append(Plot(name, _NAMES.get(name, ""), picture, _shown(name, newest)))
+            made.append(Plot(name, _NAMES.get(name, ""), picture, _format_metric(name, newest)))
     return made
 
 
-def _places(read: _Read) -> Series[Any]:
+def _get_x_values(read: _ReportData) -> Series[Any]:
     """What the small plots are drawn over: seconds, or the steps of a training run, whose news comes in batches."""
     return read.metrics.index.to_series() if TRAINING_LOSS in read.metrics else read.metrics["time"]
 
 
-def _drops(latest: Mapping[str, float]) -> list[Share]:
+def _build_drop_bars(latest: Mapping[str, float]) -> list[CountBar]:
     counts = {name.removeprefix("drops/"): value for name, value in latest.items() if name.startswith("drops/")}
     finite = {reason: count for reason, count in counts.items() if math.isfinite(count)}
     most = max(finite.values(), default=0.0) or 1.0
     by_count = sorted(finite.items(), key=lambda item: (-item[1], item[0]))
-    return [Share(reason, number(count), 100 * count / most) for reason, count in by_count]
+    return [CountBar(reason, format_number(count), 100 * count / most) for reason, count in by_count]
 
 
-def _versions_plot(versions: DataFrame) -> str:
+def _render_versions_plot(versions: DataFrame) -> str:
     if len(versions) < 2:
         return ""
-    return plots.svg(plots.wide_plot(plots.Curve.of(versions["time"].to_numpy(), versions["version"].to_numpy())))
+    return plots.to_svg(
+        plots.draw_wide_plot(plots.Curve.from_points(versions["time"].to_numpy(), versions["version"].to_numpy()))
+    )
 
 
-def _rate(num_versions: int, versions: DataFrame) -> float | None:
+def _compute_version_rate(num_versions: int, versions: DataFrame) -> float | None:
     """Versions a second between the first and the last."""
     if len(versions) < 2:
         return None
@@ -326,12 +339,12 @@ def _rate(num_versions: int, versions: DataFrame) -> float | None:
     return (num_versions - 1) / span_s if span_s > 0 else None
 
 
-def _table(read: _Read) -> Sequence[tuple[str, str, str, str]]:
+def _build_metric_rows(read: _ReportData) -> Sequence[tuple[str, str, str, str]]:
     """(name, newest, lowest, highest) of every metric; no extremes of one that was never a number."""
     columns = {name: read.metrics[name].dropna() for name in read.metrics.columns if name != "time"}
     rows = []
     for name, column in columns.items():
         newest = read.latest[name] if name in read.latest else float(column.iloc[-1])
-        extremes = (number(column.min()), number(column.max())) if len(column) else ("-", "-")
-        rows.append((name, number(newest), *extremes))
+        extremes = (format_number(column.min()), format_number(column.max())) if len(column) else ("-", "-")
+        rows.append((name, format_number(newest), *extremes))
     return rows

@@ -30,18 +30,18 @@ from typing import Generic
 from shoal.errors import Closed
 from shoal.serve.batching.queue import (
     AnswerT,
-    Batched,
+    BatchedAnswer,
     BatcherCounts,
+    BatcherState,
     BatchQueue,
     BatchReport,
-    Entry,
     Forward,
+    PendingRequest,
     RequestT,
-    Slots,
 )
-from shoal.serve.batching.scheduler import Batch, QueueFull, TooLate
+from shoal.serve.batching.scheduler import DeadlineExceeded, QueueFull, ScheduledBatch
 
-__all__ = ["BatchQueue", "BatchReport", "Batched", "Batcher", "BatcherCounts", "QueueFull", "TooLate"]
+__all__ = ["BatchQueue", "BatchReport", "BatchedAnswer", "Batcher", "BatcherCounts", "DeadlineExceeded", "QueueFull"]
 
 
 class Batcher(Generic[RequestT, AnswerT]):
@@ -60,7 +60,7 @@ class Batcher(Generic[RequestT, AnswerT]):
         on_thread_start: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._slots: Slots[RequestT, AnswerT] = Slots(slots, clock, asyncio.get_running_loop())
+        self._slots: BatcherState[RequestT, AnswerT] = BatcherState(slots, clock, asyncio.get_running_loop())
         self._queues: list[BatchQueue[RequestT, AnswerT]] = []
         self._on_thread_start = on_thread_start
         self._closed = False
@@ -99,24 +99,24 @@ class Batcher(Generic[RequestT, AnswerT]):
         if self._closed:
             raise Closed("the batcher is closed")
         with self._slots.lock:
-            policy = self._slots.schedule.add_queue(
+            policy = self._slots.scheduler.add_queue(
                 name,
                 max_batch_rows=max_batch_rows,
                 max_queue_rows=max_queue_rows,
                 max_queue_bytes=max_queue_bytes,
                 weight=weight,
             )
-        queue = BatchQueue(self._slots, policy, forward, on_batch, self._forget)
+        queue = BatchQueue(self._slots, policy, forward, on_batch, self._remove_queue)
         self._queues.append(queue)
         return queue
 
-    def _forget(self, queue: BatchQueue[RequestT, AnswerT]) -> None:
+    def _remove_queue(self, queue: BatchQueue[RequestT, AnswerT]) -> None:
         """It is closed: its forward holds a model, whose memory others need. What all had counted at the end stays."""
         if not self._closed:
             self._queues.remove(queue)
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether every thread is there to answer."""
         return all(thread.is_alive() for thread in self._threads)
 
@@ -148,7 +148,7 @@ class Batcher(Generic[RequestT, AnswerT]):
         if self._on_thread_start is not None:
             self._on_thread_start()
         slots, begins = self._slots, partial(self._began_s.__setitem__, slot)
-        batch: Batch[Entry[RequestT, AnswerT]] | None = None
+        batch: ScheduledBatch[PendingRequest[RequestT, AnswerT]] | None = None
         forwards: list[tuple[int, float]] = []
         slept = False
         try:
@@ -156,18 +156,18 @@ class Batcher(Generic[RequestT, AnswerT]):
                 with slots.lock:
                     now_s = slots.clock()
                     if slept:
-                        slots.sleeping -= 1
-                        slots.waking = slept = False
+                        slots.num_sleeping -= 1
+                        slots.is_waking = slept = False
                     if batch is not None:
-                        slots.schedule.finished(batch, now_s, forwards)
-                    batch, late = slots.schedule.take(now_s)
+                        slots.scheduler.finish_batch(batch, now_s, forwards)
+                    batch, late = slots.scheduler.take(now_s)
                     if batch is None:
-                        slots.sleeping += 1  # said under the lock: a request that comes from now on wakes somebody
+                        slots.num_sleeping += 1  # said under the lock: a request that comes from now on wakes somebody
                         slept = True
-                    elif slots.sleeping and slots.schedule.has_work and slots.claim_wakeup():
+                    elif slots.num_sleeping and slots.scheduler.has_work and slots.claim_wakeup():
                         slots.wakeups.put(None)
                 for entry in late:
-                    slots.loop.call_soon_threadsafe(entry.queue.give_up, entry)
+                    slots.loop.call_soon_threadsafe(entry.queue.fail_late, entry)
                 if batch is not None:
                     forwards = batch.requests[0].queue.compute(batch, begins)
                     self._began_s[slot] = math.inf

@@ -12,20 +12,20 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 TICK_S = 0.005
-SWEPT_FROM = 1024  # ticks
+MIN_SWEEP_TICKS = 1024  # ticks
 ItemT = TypeVar("ItemT")
 
 
-class Expiry(Generic[ItemT]):
+class DeadlineTimer(Generic[ItemT]):
     """Calls `expired(item)` for each item that is not discarded before its time, up to `TICK_S` late, never early."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, clock: Callable[[], float], expired: Callable[[ItemT], None]
     ) -> None:
-        self._loop, self._clock, self._expired = loop, clock, expired
+        self._loop, self._clock, self._on_expired = loop, clock, expired
         self._ticks: dict[int, set[ItemT]] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}  # of each tick
-        self._sweep_from = SWEPT_FROM
+        self._sweep_from = MIN_SWEEP_TICKS
         self._closing = False
 
     def add(self, item: ItemT, deadline_s: float) -> int:
@@ -57,7 +57,7 @@ class Expiry(Generic[ItemT]):
         """Forget the ticks that nobody waits for."""
         for tick in [tick for tick, items in self._ticks.items() if not items]:
             self._forget(tick)
-        self._sweep_from = max(SWEPT_FROM, 2 * len(self._ticks))
+        self._sweep_from = max(MIN_SWEEP_TICKS, 2 * len(self._ticks))
 
     def _forget(self, tick: int) -> None:
         del self._ticks[tick]
@@ -66,4 +66,4 @@ class Expiry(Generic[ItemT]):
     def _fire(self, tick: int) -> None:
         del self._timers[tick]
         for item in self._ticks.pop(tick):
-            self._expired(item)
+            self._on_expired(item)

@@ -15,16 +15,16 @@ from typing import Generic, TypeVar
 
 from shoal.serve.batching.latency_model import LatencyModel
 
-PATIENCE_S = 1.0
+DEFAULT_DEADLINE_S = 1.0
 
 
-class Waiting:
+class QueuedRequest:
     """One request that waits: what the order needs to know of it. Compared by identity.
 
     num_places: what it takes of the queue's room; 0: as much as its rows
     """
 
-    __slots__ = ("arrived_s", "deadline_s", "group", "num_places", "num_rows", "order_s", "tenant")
+    __slots__ = ("arrived_s", "charged_rows", "deadline_s", "group", "num_rows", "order_s", "tenant")
 
     def __init__(
         self,
@@ -36,27 +36,27 @@ class Waiting:
         num_places: int = 0,
     ) -> None:
         self.num_rows, self.arrived_s, self.group, self.tenant = num_rows, arrived_s, group, tenant
-        self.deadline_s, self.num_places = deadline_s, num_places or num_rows
-        patient_s = arrived_s + PATIENCE_S
+        self.deadline_s, self.charged_rows = deadline_s, num_places or num_rows
+        patient_s = arrived_s + DEFAULT_DEADLINE_S
         self.order_s = patient_s if deadline_s is None or deadline_s > patient_s else deadline_s
 
 
-WaitingT = TypeVar("WaitingT", bound=Waiting)
-Lane = list[WaitingT]  # sorted by `order_s`, and equal ones by arrival
+QueuedT = TypeVar("QueuedT", bound=QueuedRequest)
+Lane = list[QueuedT]  # sorted by `order_s`, and equal ones by arrival
 
 
-class _Tenant(Generic[WaitingT]):
+class _Tenant(Generic[QueuedT]):
     """What one tenant has waiting, a lane for each group, and how many rows of its were served: its virtual time."""
 
-    __slots__ = ("lanes", "places", "rows", "served")
+    __slots__ = ("charged_rows", "lanes", "rows", "served")
 
     def __init__(self, served: float) -> None:
-        self.lanes: dict[Hashable, Lane[WaitingT]] = {}
-        self.rows = self.places = 0
+        self.lanes: dict[Hashable, Lane[QueuedT]] = {}
+        self.rows = self.charged_rows = 0
         self.served = served
 
 
-class WaitingLine(Generic[WaitingT]):
+class FairQueue(Generic[QueuedT]):
     """Adds, withdraws and takes. Tenants are served equal rows while they have any waiting.
 
     A tenant that comes back starts where those who stayed are (`_lead` has forgotten it, unless it is ahead of them):
@@ -64,18 +64,18 @@ class WaitingLine(Generic[WaitingT]):
     """
 
     def __init__(self, max_batch_rows: int, latency: LatencyModel) -> None:
-        self.rows = self.places = 0
+        self.rows = self.charged_rows = 0
         self._max_batch_rows, self._latency = max_batch_rows, latency
-        self._tenants: dict[str, _Tenant[WaitingT]] = {}
+        self._tenants: dict[str, _Tenant[QueuedT]] = {}
         self._served = 0.0  # the virtual time of the tenant that was served last
         self._num_deadlines = 0  # waiting requests that have one
 
-    def __iter__(self) -> Iterator[WaitingT]:
+    def __iter__(self) -> Iterator[QueuedT]:
         for tenant in self._tenants.values():
             for lane in tenant.lanes.values():
                 yield from lane
 
-    def add(self, waiting: WaitingT) -> None:
+    def add(self, waiting: QueuedT) -> None:
         tenant = self._tenants.get(waiting.tenant)
         if tenant is None:
             tenant = self._tenants[waiting.tenant] = _Tenant(self._served)
@@ -87,13 +87,13 @@ class WaitingLine(Generic[WaitingT]):
         else:
             lane.append(waiting)
         tenant.rows += waiting.num_rows
-        tenant.places += waiting.num_places
+        tenant.charged_rows += waiting.charged_rows
         self.rows += waiting.num_rows
-        self.places += waiting.num_places
+        self.charged_rows += waiting.charged_rows
         if waiting.deadline_s is not None:
             self._num_deadlines += 1
 
-    def withdraw(self, waiting: WaitingT) -> bool:
+    def withdraw(self, waiting: QueuedT) -> bool:
         """Take one request out, wherever it stands; False when it is not here any more."""
         tenant = self._tenants.get(waiting.tenant)
         lane = tenant.lanes.get(waiting.group) if tenant else None
@@ -107,73 +107,73 @@ class WaitingLine(Generic[WaitingT]):
                 break
         return False
 
-    def take(self, now_s: float) -> tuple[list[WaitingT], list[WaitingT]]:
+    def take(self, now_s: float) -> tuple[list[QueuedT], list[QueuedT]]:
         """The next batch, of one group, and the requests that left because their deadline cannot be made any more.
 
         The batch is empty only when the line is, in the end. When nobody could make it by the latency model, the
         least hopeless that has not expired is tried: the slot would idle, and the model may be wrong.
         """
-        late: list[WaitingT] = []
+        late: list[QueuedT] = []
         if not self._num_deadlines and len(self._tenants) == 1 and self.rows <= self._max_batch_rows:
             (tenant,) = self._tenants.values()
             if len(tenant.lanes) == 1:
                 return self._take_all(tenant), late
-        batch: list[WaitingT] = []
+        batch: list[QueuedT] = []
         while self.rows and not batch:
-            lead = self._lead()
+            lead = self._select_next()
             self._served = self._tenants[lead.tenant].served
-            batch = self._fill(lead.group, now_s, late)
+            batch = self._fill_batch(lead.group, now_s, late)
         if late and not batch:
-            best = max(late, key=_deadline)
-            if _deadline(best) > now_s:
+            best = max(late, key=_deadline_or_inf)
+            if _deadline_or_inf(best) > now_s:
                 late.remove(best)
                 batch.append(best)
         if not self.rows and len(self._tenants) > 1:
             self._tenants.clear()  # nobody waits, so nobody is behind anybody
         return batch, late
 
-    def can_evict(self, places: int, waiting: WaitingT) -> bool:
+    def can_evict(self, places: int, waiting: QueuedT) -> bool:
         """Whether the tenant that holds the most would hold as many without `places` of them as this one's with it."""
         tenant = self._tenants.get(waiting.tenant)
-        held = waiting.num_places + (tenant.places if tenant is not None else 0)
-        return held <= max([each.places for each in self._tenants.values()], default=0) - places
+        held = waiting.charged_rows + (tenant.charged_rows if tenant is not None else 0)
+        return held <= max([each.charged_rows for each in self._tenants.values()], default=0) - places
 
-    def evict(self, places: int) -> list[WaitingT]:
+    def evict(self, places: int) -> list[QueuedT]:
         """Take `places` or more from the tenant that holds the most: the requests whose turn would come last."""
-        tenant = max(self._tenants.values(), key=_places)
-        evicted: list[WaitingT] = []
+        tenant = max(self._tenants.values(), key=_charged_rows)
+        evicted: list[QueuedT] = []
         while places > 0:
             lane = max(tenant.lanes.values(), key=_last_order)
             evicted.append(lane[-1])
-            places -= lane[-1].num_places
+            places -= lane[-1].charged_rows
             self._remove(tenant, lane[-1], len(lane) - 1)
         return evicted
 
-    def outlook(self, waiting: WaitingT) -> tuple[float, float]:
+    def estimate_wait(self, waiting: QueuedT) -> tuple[float, float]:
         """For a request that is not here yet: what forwards before its own should take, and the rows of its own."""
-        rows, most = self._rows_before(waiting), self._max_batch_rows
+        rows, most = self._count_rows_before(waiting), self._max_batch_rows
         if not rows:
             return 0.0, waiting.num_rows
         counts = self._counts()
         company = rows * counts.get(waiting.group, 0) / sum(counts.values()) % most
-        return self._seconds_of(rows - company, counts), min(most, company + waiting.num_rows)
+        return self._estimate_s(rows - company, counts), min(most, company + waiting.num_rows)
 
-    def seconds(self) -> float:
+    def estimate_total_s(self) -> float:
         """What forwards over everything that waits should take."""
-        return self._seconds_of(self.rows, self._counts())
+        return self._estimate_s(self.rows, self._counts())
 
     # Below: parts of the above.
 
-    def _take_all(self, tenant: _Tenant[WaitingT]) -> list[WaitingT]:
+    def _take_all(self, tenant: _Tenant[QueuedT]) -> list[QueuedT]:
         """Everything, when it is one lane, fits one batch and has no deadlines: the usual case, at a third the cost."""
         (batch,) = tenant.lanes.values()
         tenant.lanes.clear()
         self._served = tenant.served
         tenant.served += self.rows
-        tenant.rows = self.rows = tenant.places = self.places = 0
+        tenant.rows = self.rows = tenant.charged_rows = self.charged_rows = 0
         return batch
 
-    def _lead(self) -> WaitingT:
+    def _select_next(self) -> QueuedT:
         """The earliest request of the tenant that has been served least."""
         busy = [tenant for tenant in self._tenants.values() if tenant.rows]
         if len(busy) != len(self._tenants):
@@ -182,35 +182,35 @@ class WaitingLine(Generic[WaitingT]):
         tenant = min(busy, key=_served) if len(busy) > 1 else busy[0]
         return min([lane[0] for lane in tenant.lanes.values()], key=_order)
 
-    def _fill(self, group: Hashable, now_s: float, late: list[WaitingT]) -> list[WaitingT]:
+    def _fill_batch(self, group: Hashable, now_s: float, late: list[QueuedT]) -> list[QueuedT]:
         """As many requests of a group as a batch holds and its earliest deadline allows.
 
         A batch that is too large for its earliest deadline is cut, if what stays behind can still make its own
         after the smaller batch. If not, saving the one would cost the others, or somebody who stands before it: it is
         given up, and the batch is filled.
         """
-        batch: list[WaitingT] = []
+        batch: list[QueuedT] = []
         while True:
-            rows = self._top_up(batch, group, now_s, late)
-            tightest_s = min([_deadline(waiting) for waiting in batch], default=math.inf)
+            rows = self._fill_from_group(batch, group, now_s, late)
+            tightest_s = min([_deadline_or_inf(waiting) for waiting in batch], default=math.inf)
             room = self._latency.rows_within(tightest_s - now_s)
             if rows <= room:
                 return batch
             batch.sort(key=_order)
-            num_kept, kept_rows = _prefix(batch, room)
-            behind_s = min([_deadline(waiting) for waiting in batch[num_kept:]], default=math.inf)
+            num_kept, kept_rows = _fit_prefix(batch, room)
+            behind_s = min([_deadline_or_inf(waiting) for waiting in batch[num_kept:]], default=math.inf)
             next_rows = min(self._max_batch_rows, self.rows + rows - kept_rows)
             ends_s = now_s + self._latency.seconds(kept_rows) + self._latency.seconds(next_rows)
             if ends_s <= behind_s:  # never true for a cut that keeps nobody
                 for waiting in reversed(batch[num_kept:]):
                     self._put_back(waiting)
                 return batch[:num_kept]
-            given_up = min(batch, key=_deadline)
+            given_up = min(batch, key=_deadline_or_inf)
             batch.remove(given_up)
             self._tenants[given_up.tenant].served -= given_up.num_rows
             late.append(given_up)
 
-    def _top_up(self, batch: list[WaitingT], group: Hashable, now_s: float, late: list[WaitingT]) -> int:
+    def _fill_from_group(self, batch: list[QueuedT], group: Hashable, now_s: float, late: list[QueuedT]) -> int:
         """Fill a batch from a group, the tenants taking turns by rows served; its rows.
 
         A request that does not fit ends the turns of its tenant: nobody overtakes within a tenant and a group.
@@ -238,31 +238,31 @@ class WaitingLine(Generic[WaitingT]):
                 turns.remove(tenant)
         return rows
 
-    def _put_back(self, waiting: WaitingT) -> None:
+    def _put_back(self, waiting: QueuedT) -> None:
         """Where it stood, as if it had never been taken."""
         tenant = self._tenants[waiting.tenant]
         insort_left(tenant.lanes.setdefault(waiting.group, []), waiting, key=_order)
         tenant.served -= waiting.num_rows
         tenant.rows += waiting.num_rows
-        tenant.places += waiting.num_places
+        tenant.charged_rows += waiting.charged_rows
         self.rows += waiting.num_rows
-        self.places += waiting.num_places
+        self.charged_rows += waiting.charged_rows
         if waiting.deadline_s is not None:
             self._num_deadlines += 1
 
-    def _remove(self, tenant: _Tenant[WaitingT], waiting: WaitingT, place: int) -> None:
+    def _remove(self, tenant: _Tenant[QueuedT], waiting: QueuedT, place: int) -> None:
         lane = tenant.lanes[waiting.group]
         del lane[place]
         if not lane:
             del tenant.lanes[waiting.group]  # a group may hold on to a model's version
         tenant.rows -= waiting.num_rows
-        tenant.places -= waiting.num_places
+        tenant.charged_rows -= waiting.charged_rows
         self.rows -= waiting.num_rows
-        self.places -= waiting.num_places
+        self.charged_rows -= waiting.charged_rows
         if waiting.deadline_s is not None:
             self._num_deadlines -= 1
 
-    def _rows_before(self, waiting: WaitingT) -> float:
+    def _count_rows_before(self, waiting: QueuedT) -> float:
         """Rows that are served before this request: its tenant's earlier ones, and of each other tenant as many."""
         own = 0
         tenant = self._tenants.get(waiting.tenant)
@@ -286,7 +286,7 @@ class WaitingLine(Generic[WaitingT]):
                 counts[group] = counts.get(group, 0) + len(lane)
         return counts
 
-    def _seconds_of(self, rows: float, counts: dict[Hashable, int]) -> float:
+    def _estimate_s(self, rows: float, counts: dict[Hashable, int]) -> float:
         """Forwards over `rows` rows that are spread over the groups as the requests that wait are."""
         if rows < 1:
             return 0.0
@@ -302,7 +302,7 @@ class WaitingLine(Generic[WaitingT]):
 _order = attrgetter("order_s")
 
 
-def _prefix(batch: Sequence[Waiting], room: float) -> tuple[int, int]:
+def _fit_prefix(batch: Sequence[QueuedRequest], room: float) -> tuple[int, int]:
     """How many requests from the front fit into so many rows, and their rows."""
     rows = 0
     for count, waiting in enumerate(batch):
@@ -312,17 +312,17 @@ def _prefix(batch: Sequence[Waiting], room: float) -> tuple[int, int]:
     return len(batch), rows
 
 
-def _served(tenant: _Tenant[WaitingT]) -> float:
+def _served(tenant: _Tenant[QueuedT]) -> float:
     return tenant.served
 
 
-def _places(tenant: _Tenant[WaitingT]) -> int:
-    return tenant.places
+def _charged_rows(tenant: _Tenant[QueuedT]) -> int:
+    return tenant.charged_rows
 
 
-def _last_order(lane: Lane[WaitingT]) -> float:
+def _last_order(lane: Lane[QueuedT]) -> float:
     return lane[-1].order_s
 
 
-def _deadline(waiting: Waiting) -> float:
+def _deadline_or_inf(waiting: QueuedRequest) -> float:
     return math.inf if waiting.deadline_s is None else waiting.deadline_s

@@ -27,7 +27,7 @@ WINDOW = 50
 QUANTILE = 0.8
 CLASSES_PER_OCTAVE = 4
 FRESH_S = 10.0
-NUM_FIRM = 2  # times
+MIN_FIRM_TIMES = 2  # times
 # Who learns samples fast forwards: a window of them then covers more than a moment, and learning costs nothing.
 OBSERVED_EVERY_S = 0.005
 RENEWED_EVERY_S = 1.0  # at least, since classes age
@@ -55,7 +55,7 @@ class LatencyModel:
             self._ascending = [self._classes[each] for each in sorted(self._classes)]
         if known.add(rows, seconds, now_s) or now_s >= self._renew_from_s:
             self._renew_from_s = now_s + RENEWED_EVERY_S
-            self._curve = [each.rows for each in self._ascending], _curve(self._ascending, now_s - FRESH_S)
+            self._curve = [each.rows for each in self._ascending], _fit_curve(self._ascending, now_s - FRESH_S)
 
     def seconds(self, rows: float) -> float:
         """What a forward over so many rows is expected to take at most, four times out of five."""
@@ -83,7 +83,7 @@ class LatencyModel:
         left, right = all_rows[above - 1], all_rows[above]
         return int(left + (right - left) * (seconds - low) / (high - low))
 
-    def measured(self) -> list[tuple[int, float]]:
+    def list_points(self) -> list[tuple[int, float]]:
         """(rows, seconds) of every class that was seen, ascending: what a simulation or a page shows."""
         return list(zip(*self._curve, strict=True))
 
@@ -119,10 +119,10 @@ class _SizeClass:
 
     def is_firm(self, fresh_from_s: float) -> bool:
         """Whether what it stands for is known well, and lately."""
-        return len(self._sorted) >= NUM_FIRM and self.seen_s >= fresh_from_s
+        return len(self._sorted) >= MIN_FIRM_TIMES and self.seen_s >= fresh_from_s
 
 
-def _curve(ascending: list[_SizeClass], fresh_from_s: float) -> list[float]:
+def _fit_curve(ascending: list[_SizeClass], fresh_from_s: float) -> list[float]:
     """Seconds of each class: of the firm ones the least from it upwards, and of the others what fits between those."""
     firm = [known.is_firm(fresh_from_s) for known in ascending]
     seconds: list[float] = []

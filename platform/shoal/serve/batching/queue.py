@@ -16,10 +16,10 @@ from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from shoal.errors import Closed, InferenceError
-from shoal.serve.batching.deadline_timer import Expiry
-from shoal.serve.batching.fair_queue import Waiting
+from shoal.serve.batching.deadline_timer import DeadlineTimer
+from shoal.serve.batching.fair_queue import QueuedRequest
 from shoal.serve.batching.latency_model import LatencyModel
-from shoal.serve.batching.scheduler import Batch, QueueFull, QueuePolicy, Schedule, TooLate
+from shoal.serve.batching.scheduler import BatchScheduler, DeadlineExceeded, QueueFull, QueueState, ScheduledBatch
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ AnswerT = TypeVar("AnswerT")
 Forward = Callable[[Hashable, Sequence[RequestT]], Sequence[AnswerT]]
 
 
-class Batched(NamedTuple, Generic[AnswerT]):
+class BatchedAnswer(NamedTuple, Generic[AnswerT]):
     """An answer, how long its request waited for a slot, and the forward that made it."""
 
     answer: AnswerT
@@ -72,36 +72,36 @@ class BatcherCounts:
     queued_rows: int = 0
 
 
-class Entry(Waiting, Generic[RequestT, AnswerT]):
+class PendingRequest(QueuedRequest, Generic[RequestT, AnswerT]):
     """A waiting request, and whom to tell. `end` names the count under which it ended."""
 
-    __slots__ = ("end", "future", "queue", "request")
+    __slots__ = ("future", "outcome", "queue", "request")
 
     queue: BatchQueue[RequestT, AnswerT]
     request: RequestT
-    future: asyncio.Future[Batched[AnswerT]]
-    end: str  # set when the future is
+    future: asyncio.Future[BatchedAnswer[AnswerT]]
+    outcome: str  # set when the future is
 
 
-EntryT = TypeVar("EntryT", bound=Entry[Any, Any])
+EntryT = TypeVar("EntryT", bound=PendingRequest[Any, Any])
 
 
-class Slots(Generic[RequestT, AnswerT]):
+class BatcherState(Generic[RequestT, AnswerT]):
     """What the queues and the threads of one batcher share: the schedule, and who sleeps, under one lock."""
 
     def __init__(self, num_slots: int, clock: Callable[[], float], loop: asyncio.AbstractEventLoop) -> None:
-        self.schedule: Schedule[Entry[RequestT, AnswerT]] = Schedule(num_slots)
+        self.scheduler: BatchScheduler[PendingRequest[RequestT, AnswerT]] = BatchScheduler(num_slots)
         self.clock, self.loop = clock, loop
         self.lock = threading.Lock()
         self.wakeups: SimpleQueue[None] = SimpleQueue()
-        self.sleeping = 0  # threads that sleep or are about to
-        self.waking = False  # one of them is being woken
+        self.num_sleeping = 0  # threads that sleep or are about to
+        self.is_waking = False  # one of them is being woken
 
     def claim_wakeup(self) -> bool:
         """Whether the caller, who holds the lock and knows of work, must put a wakeup."""
-        if self.waking or not self.sleeping:
+        if self.is_waking or not self.num_sleeping:
             return False
-        self.waking = True
+        self.is_waking = True
         return True
 
 
@@ -110,8 +110,8 @@ class BatchQueue(Generic[RequestT, AnswerT]):
 
     def __init__(
         self,
-        slots: Slots[RequestT, AnswerT],
-        policy: QueuePolicy[Entry[RequestT, AnswerT]],
+        slots: BatcherState[RequestT, AnswerT],
+        policy: QueueState[PendingRequest[RequestT, AnswerT]],
         forward: Forward[RequestT, AnswerT],
         on_batch: Callable[[BatchReport], None] | None,
         on_close: Callable[[BatchQueue[RequestT, AnswerT]], None],
@@ -119,22 +119,24 @@ class BatchQueue(Generic[RequestT, AnswerT]):
         self.name = policy.name
         self._slots, self._policy, self._forward, self._on_batch = slots, policy, forward, on_batch
         self._on_close = on_close
-        self._expiry: Expiry[Entry[RequestT, AnswerT]] = Expiry(slots.loop, slots.clock, self._expire)
+        self._deadline_timer: DeadlineTimer[PendingRequest[RequestT, AnswerT]] = DeadlineTimer(
+            slots.loop, slots.clock, self._expire
+        )
         self.closed = False
         # Written by the event loop:
         self._submitted = self._refused_full = self._refused_late = self._batches = self._rows_run = 0
-        self._ends = dict.fromkeys(("answered", "failed", "cancelled", "expired", "evicted"), 0)
+        self._outcome_counts = dict.fromkeys(("answered", "failed", "cancelled", "expired", "evicted"), 0)
 
     @property
     def queued_requests(self) -> int:
         """How many requests wait for a slot."""
         with self._slots.lock:
-            return sum(1 for _ in self._policy.line)
+            return sum(1 for _ in self._policy.fair_queue)
 
     @property
     def queued_rows(self) -> int:
         """Rows that wait for a slot."""
-        return self._policy.line.rows
+        return self._policy.fair_queue.rows
 
     @property
     def latency(self) -> LatencyModel:
@@ -145,7 +147,7 @@ class BatchQueue(Generic[RequestT, AnswerT]):
         """The counters at this moment; they settle only when nothing is in hand."""
         return BatcherCounts(
             submitted=self._submitted,
-            **self._ends,
+            **self._outcome_counts,
             refused_full=self._refused_full,
             refused_late=self._refused_late,
             batches=self._batches,
@@ -162,7 +164,7 @@ class BatchQueue(Generic[RequestT, AnswerT]):
         deadline_s: float | None = None,
         tenant: str = "",
         size_bytes: int = 0,
-    ) -> Batched[AnswerT]:
+    ) -> BatchedAnswer[AnswerT]:
         """The answer to one request of `num_rows` rows. Cancelling the caller takes the request out of the queue.
 
         group:      requests share a batch only with equal ones
@@ -181,24 +183,24 @@ class BatchQueue(Generic[RequestT, AnswerT]):
         if not 1 <= num_rows <= policy.max_batch_rows:
             raise InferenceError(422, f"a request holds 1 to {policy.max_batch_rows} rows, this one has {num_rows}")
         now_s = slots.clock()
-        places = policy.places(num_rows, size_bytes)
-        entry: Entry[RequestT, AnswerT] = Entry(num_rows, now_s, deadline_s, group, tenant, places)
+        places = policy.compute_charged_rows(num_rows, size_bytes)
+        entry: PendingRequest[RequestT, AnswerT] = PendingRequest(num_rows, now_s, deadline_s, group, tenant, places)
         entry.queue, entry.request, entry.future = self, request, slots.loop.create_future()
         with slots.lock:
-            refusal, evicted = slots.schedule.admit(policy, entry, now_s)
-            full = slots.schedule.full(policy, now_s) if evicted else None
+            refusal, evicted = slots.scheduler.admit(policy, entry, now_s)
+            full = slots.scheduler.queue_full_error(policy, now_s) if evicted else None
             wake = refusal is None and slots.claim_wakeup()
         if full is not None:
-            self.settle_all(evicted, "evicted", full)
+            self.fail_all(evicted, "evicted", full)
         if refusal is not None:
-            self._count_refusal(refusal)
+            self._count_rejection(refusal)
             raise refusal
         self._submitted += 1
         if wake:
             # At the end of this turn of the loop, so that what arrived together is computed together: a thread woken at
             # once takes the interpreter's lock in the middle of the turn, and a part of the batch.
             slots.loop.call_soon(slots.wakeups.put, None)
-        tick = None if deadline_s is None else self._expiry.add(entry, deadline_s)
+        tick = None if deadline_s is None else self._deadline_timer.add(entry, deadline_s)
         try:
             return await entry.future
         except asyncio.CancelledError:
@@ -206,9 +208,9 @@ class BatchQueue(Generic[RequestT, AnswerT]):
             raise
         finally:
             if tick is not None:
-                self._expiry.discard(entry, tick)
+                self._deadline_timer.discard(entry, tick)
 
-    def expect(self, measured: Sequence[tuple[int, float]]) -> None:
+    def seed_latency_model(self, measured: Sequence[tuple[int, float]]) -> None:
         """What is known of this queue's forwards, as (rows, seconds), before it has had any. From any thread."""
         now_s = self._slots.clock()
         with self._slots.lock:
@@ -221,31 +223,31 @@ class BatchQueue(Generic[RequestT, AnswerT]):
             return
         self.closed = True
         with self._slots.lock:
-            entries = list(self._policy.line)
+            entries = list(self._policy.fair_queue)
             for entry in entries:
-                self._policy.line.withdraw(entry)
-            self._slots.schedule.remove_queue(self._policy)
-        self.settle_all(entries, "failed", Closed("the batcher was closed before this request was computed"))
-        self._expiry.close()
+                self._policy.fair_queue.withdraw(entry)
+            self._slots.scheduler.remove_queue(self._policy)
+        self.fail_all(entries, "failed", Closed("the batcher was closed before this request was computed"))
+        self._deadline_timer.close()
         self._on_close(self)
 
     # What follows runs on the event loop.
 
-    def settle_all(self, entries: Sequence[Entry[RequestT, AnswerT]], end: str, error: Exception) -> None:
+    def fail_all(self, entries: Sequence[PendingRequest[RequestT, AnswerT]], end: str, error: Exception) -> None:
         """Tell requests that they failed, expired or had to leave."""
         for entry in entries:
             if not entry.future.done():
                 entry.future.set_exception(error)
-                self._ends[end] += 1
-                entry.end = end
+                self._outcome_counts[end] += 1
+                entry.outcome = end
 
-    def give_up(self, entry: Entry[RequestT, AnswerT]) -> None:
+    def fail_late(self, entry: PendingRequest[RequestT, AnswerT]) -> None:
         """Tell a request, which has left the line, that its deadline cannot be met any more."""
-        self.settle_all([entry], "expired", TooLate("the deadline cannot be met any more"))
+        self.fail_all([entry], "expired", DeadlineExceeded("the deadline cannot be met any more"))
 
     def _deliver(
         self,
-        entries: Sequence[Entry[RequestT, AnswerT]],
+        entries: Sequence[PendingRequest[RequestT, AnswerT]],
         answers: Sequence[AnswerT],
         rows: int,
         started_s: float,
@@ -258,26 +260,26 @@ class BatchQueue(Generic[RequestT, AnswerT]):
             future = entry.future
             if not future.done():
                 num_answered += 1
-                entry.end = "answered"
-                future.set_result(Batched(answer, started_s - entry.arrived_s, seconds, rows))
-        self._ends["answered"] += num_answered
+                entry.outcome = "answered"
+                future.set_result(BatchedAnswer(answer, started_s - entry.arrived_s, seconds, rows))
+        self._outcome_counts["answered"] += num_answered
 
-    def _withdraw(self, entry: Entry[RequestT, AnswerT]) -> None:
-        self._ends["cancelled"] += 1
+    def _withdraw(self, entry: PendingRequest[RequestT, AnswerT]) -> None:
+        self._outcome_counts["cancelled"] += 1
         if not entry.future.cancelled():
             # It was settled in the very turn in which its caller was cancelled: nobody gets what it was settled with.
-            self._ends[entry.end] -= 1
+            self._outcome_counts[entry.outcome] -= 1
             entry.future.exception()
         with self._slots.lock:
-            self._policy.line.withdraw(entry)
+            self._policy.fair_queue.withdraw(entry)
 
-    def _expire(self, entry: Entry[RequestT, AnswerT]) -> None:
+    def _expire(self, entry: PendingRequest[RequestT, AnswerT]) -> None:
         with self._slots.lock:
-            queued = self._policy.line.withdraw(entry)
+            queued = self._policy.fair_queue.withdraw(entry)
         where = "in the queue" if queued else "while it was computed"
-        self.settle_all([entry], "expired", TooLate(f"the deadline passed {where}"))
+        self.fail_all([entry], "expired", DeadlineExceeded(f"the deadline passed {where}"))
 
-    def _count_refusal(self, refusal: QueueFull | TooLate) -> None:
+    def _count_rejection(self, refusal: QueueFull | DeadlineExceeded) -> None:
         if isinstance(refusal, QueueFull):
             self._refused_full += 1
         else:
@@ -286,7 +288,7 @@ class BatchQueue(Generic[RequestT, AnswerT]):
     # What follows runs in a forward's thread.
 
     def compute(
-        self, batch: Batch[Entry[RequestT, AnswerT]], begins: Callable[[float], None]
+        self, batch: ScheduledBatch[PendingRequest[RequestT, AnswerT]], begins: Callable[[float], None]
     ) -> list[tuple[int, float]]:
         """Answer the requests of a batch, in halves where it fails; (rows, seconds) of each forward that succeeded.
 
@@ -304,13 +306,13 @@ class BatchQueue(Generic[RequestT, AnswerT]):
                 if len(answers) != len(part):
                     raise InferenceError(500, f"{len(answers)} answers came for {len(part)} requests")
             except BaseException as raised:  # noqa: BLE001 - the thread's top: it belongs to whoever sent the request
-                ended_s, error = clock(), _answerable(raised)
-                if len(part) == 1 or _is_nobodys_fault(error):
-                    tell(self.settle_all, part, "failed", error)
+                ended_s, error = clock(), _to_future_error(raised)
+                if len(part) == 1 or _is_unavailable(error):
+                    tell(self.fail_all, part, "failed", error)
                     self._report(batch.group, part, rows, len(part), started_s, ended_s)
                 else:
                     logger.warning("a batch of %d requests failed (%r): trying its halves", len(part), error)
-                    parts += _halves(part)
+                    parts += _split_in_half(part)
             else:
                 ended_s = clock()
                 tell(self._deliver, part, answers, rows, started_s, ended_s - started_s)
@@ -322,7 +324,7 @@ class BatchQueue(Generic[RequestT, AnswerT]):
     def _report(
         self,
         group: Hashable,
-        part: Sequence[Entry[RequestT, AnswerT]],
+        part: Sequence[PendingRequest[RequestT, AnswerT]],
         rows: int,
         failed: int,
         started_s: float,
@@ -334,18 +336,18 @@ class BatchQueue(Generic[RequestT, AnswerT]):
             self._on_batch(BatchReport(self.name, group, rows, len(part), failed, started_s, seconds, queued_s))
 
 
-def _halves(part: Sequence[EntryT]) -> list[list[EntryT]]:
+def _split_in_half(part: Sequence[EntryT]) -> list[list[EntryT]]:
     """The second half and the first, without the requests that ended meanwhile."""
     halves = part[len(part) // 2 :], part[: len(part) // 2]
     return [kept for half in halves if (kept := [entry for entry in half if not entry.future.done()])]
 
 
-def _answerable(error: BaseException) -> Exception:
+def _to_future_error(error: BaseException) -> Exception:
     """SystemExit and its like, which end whoever awaits them, and what no future takes, as an error for a request."""
     is_answer = isinstance(error, Exception) and not isinstance(error, StopIteration)
     return error if is_answer else InferenceError(500, f"the model raised {error!r}")  # type: ignore[return-value]
 
 
-def _is_nobodys_fault(error: Exception) -> bool:
+def _is_unavailable(error: Exception) -> bool:
     """Whether no request of the batch can be at fault, so that halving would only repeat the error."""
     return isinstance(error, InferenceError) and error.status == 503

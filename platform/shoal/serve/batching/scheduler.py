@@ -19,11 +19,11 @@ from collections.abc import Hashable, Sequence
 from typing import Generic
 
 from shoal.errors import ConfigError, InferenceError
-from shoal.serve.batching.fair_queue import WaitingLine, WaitingT
+from shoal.serve.batching.fair_queue import FairQueue, QueuedT
 from shoal.serve.batching.latency_model import OBSERVED_EVERY_S, LatencyModel
 
 DEMAND_SPAN_S = 0.05
-SOON_S = 0.001  # no client comes back sooner
+MIN_RETRY_AFTER_S = 0.001  # no client comes back sooner
 
 
 class QueueFull(InferenceError):
@@ -32,14 +32,14 @@ class QueueFull(InferenceError):
     def __init__(self, max_queue_rows: int, retry_after_s: float, max_queue_bytes: int | None = None) -> None:
         self.max_queue_rows, self.max_queue_bytes = max_queue_rows, max_queue_bytes
         holds = f"{max_queue_rows} rows" + ("" if max_queue_bytes is None else f", or {max_queue_bytes} bytes")
-        soon = "at once" if retry_after_s < SOON_S else f"in {retry_after_s:.3g} s"
+        soon = "at once" if retry_after_s < MIN_RETRY_AFTER_S else f"in {retry_after_s:.3g} s"
         super().__init__(429, f"the queue is full (it holds {holds}); try again {soon}", retry_after_s)
 
     def __reduce__(self) -> tuple[object, ...]:
         return (type(self), (self.max_queue_rows, self.retry_after_s, self.max_queue_bytes))
 
 
-class TooLate(InferenceError):
+class DeadlineExceeded(InferenceError):
     """The request cannot be answered before its deadline, or was not."""
 
     def __init__(self, message: str) -> None:
@@ -49,7 +49,7 @@ class TooLate(InferenceError):
         return (type(self), (self.message,))
 
 
-class QueuePolicy(Generic[WaitingT]):
+class QueueState(Generic[QueuedT]):
     """One model's line, limits, latency and used share. Made by `Schedule.add_queue`."""
 
     def __init__(
@@ -66,50 +66,50 @@ class QueuePolicy(Generic[WaitingT]):
             raise ConfigError("weight", weight, "a share is above 0")
         self.name, self.weight = name, weight
         self.max_batch_rows, self.max_queue_rows, self.max_queue_bytes = max_batch_rows, max_queue_rows, max_queue_bytes
-        self._place_bytes = math.inf if max_queue_bytes is None else max_queue_bytes / max_queue_rows
+        self._bytes_per_row = math.inf if max_queue_bytes is None else max_queue_bytes / max_queue_rows
         self.latency = LatencyModel()
-        self.line: WaitingLine[WaitingT] = WaitingLine(max_batch_rows, self.latency)
-        self.asked_rows = 0  # since `_asked_from_s`, refused ones too
-        self.asked_rows_per_s = 0.0
-        self._asked_from_s = -math.inf
+        self.fair_queue: FairQueue[QueuedT] = FairQueue(max_batch_rows, self.latency)
+        self.requested_rows = 0  # since `_asked_from_s`, refused ones too
+        self.requested_rows_per_s = 0.0
+        self._demand_since_s = -math.inf
         self.used_s = 0.0  # virtual time: seconds of forwards over weight
         self.observes_from_s = -math.inf
 
-    def places(self, num_rows: int, size_bytes: int) -> int:
+    def compute_charged_rows(self, num_rows: int, size_bytes: int) -> int:
         """What a request takes of the queue's `max_queue_rows` places: one for each row, more for large rows."""
-        if size_bytes <= num_rows * self._place_bytes:
+        if size_bytes <= num_rows * self._bytes_per_row:
             return num_rows
-        return min(math.ceil(size_bytes / self._place_bytes), self.max_queue_rows)
+        return min(math.ceil(size_bytes / self._bytes_per_row), self.max_queue_rows)
 
     def measure_demand(self, now_s: float) -> None:
         """Renew `asked_rows_per_s`, when the last time was not just now."""
-        span_s = now_s - self._asked_from_s
+        span_s = now_s - self._demand_since_s
         if span_s >= DEMAND_SPAN_S:
-            self.asked_rows_per_s = (self.asked_rows_per_s + self.asked_rows / span_s) / 2
-            self.asked_rows, self._asked_from_s = 0, now_s
+            self.requested_rows_per_s = (self.requested_rows_per_s + self.requested_rows / span_s) / 2
+            self.requested_rows, self._demand_since_s = 0, now_s
 
 
-class Batch(Generic[WaitingT]):
+class ScheduledBatch(Generic[QueuedT]):
     """Requests of one queue and one group that are computed together."""
 
     __slots__ = ("expected_s", "group", "queue", "requests", "rows", "started_s")
 
-    def __init__(self, queue: QueuePolicy[WaitingT], requests: Sequence[WaitingT], started_s: float) -> None:
+    def __init__(self, queue: QueueState[QueuedT], requests: Sequence[QueuedT], started_s: float) -> None:
         self.queue, self.requests, self.started_s = queue, requests, started_s
         self.group: Hashable = requests[0].group
         self.rows = sum([request.num_rows for request in requests])
         self.expected_s = queue.latency.seconds(self.rows)
 
 
-class Schedule(Generic[WaitingT]):
+class BatchScheduler(Generic[QueuedT]):
     """The policy over `slots` slots. Not thread-safe: whoever calls it holds a lock, or is alone."""
 
     def __init__(self, slots: int = 1) -> None:
         if slots < 1:
             raise ConfigError("slots", slots, "a batcher has at least one slot")
         self.slots = slots
-        self.in_hand: list[Batch[WaitingT]] = []
-        self._queues: list[QueuePolicy[WaitingT]] = []
+        self.running: list[ScheduledBatch[QueuedT]] = []
+        self._queues: list[QueueState[QueuedT]] = []
         self._used_s = 0.0  # the virtual time of the queue that was served last
 
     def add_queue(
@@ -120,45 +120,45 @@ class Schedule(Generic[WaitingT]):
         max_queue_rows: int,
         max_queue_bytes: int | None = None,
         weight: float = 1.0,
-    ) -> QueuePolicy[WaitingT]:
+    ) -> QueueState[QueuedT]:
         """Raises ConfigError for limits that do not fit together."""
-        queue: QueuePolicy[WaitingT] = QueuePolicy(name, max_batch_rows, max_queue_rows, max_queue_bytes, weight)
+        queue: QueueState[QueuedT] = QueueState(name, max_batch_rows, max_queue_rows, max_queue_bytes, weight)
         self._queues.append(queue)
         return queue
 
-    def remove_queue(self, queue: QueuePolicy[WaitingT]) -> None:
+    def remove_queue(self, queue: QueueState[QueuedT]) -> None:
         """Forget a queue, whose line its owner has emptied."""
         self._queues.remove(queue)
 
     @property
     def has_work(self) -> bool:
         """Whether anything waits."""
-        return any(queue.line.rows for queue in self._queues)
+        return any(queue.fair_queue.rows for queue in self._queues)
 
     def admit(
-        self, queue: QueuePolicy[WaitingT], waiting: WaitingT, now_s: float
-    ) -> tuple[QueueFull | TooLate | None, Sequence[WaitingT]]:
+        self, queue: QueueState[QueuedT], waiting: QueuedT, now_s: float
+    ) -> tuple[QueueFull | DeadlineExceeded | None, Sequence[QueuedT]]:
         """Why this request is not taken in, or None when it was; and the requests that had to leave for it.
 
         A full queue belongs to its tenants in equal parts: one that holds less takes from the one that holds the most.
         """
-        line = queue.line
-        queue.asked_rows += waiting.num_rows
-        excess_places = line.places + waiting.num_places - queue.max_queue_rows
+        line = queue.fair_queue
+        queue.requested_rows += waiting.num_rows
+        excess_places = line.charged_rows + waiting.charged_rows - queue.max_queue_rows
         if excess_places > 0 and not line.can_evict(excess_places, waiting):
-            return self.full(queue, now_s), ()
+            return self.queue_full_error(queue, now_s), ()
         if waiting.deadline_s is not None:
             if waiting.deadline_s <= now_s:
-                return TooLate("the deadline had passed when the request came"), ()
-            if line.rows or len(self.in_hand) >= self.slots:
-                before_s, rows = line.outlook(waiting)
-                start_s = self._start_s(queue, before_s, now_s)
+                return DeadlineExceeded("the deadline had passed when the request came"), ()
+            if line.rows or len(self.running) >= self.slots:
+                before_s, rows = line.estimate_wait(waiting)
+                start_s = self._estimate_start_s(queue, before_s, now_s)
                 # Who asks until then will share its batch, and make it longer. Without this, requests with little time
                 # left would be let in when there are many, and force small batches just when large ones are needed.
-                rows = min(queue.max_batch_rows, rows + queue.asked_rows_per_s * (start_s - now_s))
+                rows = min(queue.max_batch_rows, rows + queue.requested_rows_per_s * (start_s - now_s))
                 ends_s = start_s + queue.latency.seconds(rows)
                 if ends_s > waiting.deadline_s:
-                    return TooLate(
+                    return DeadlineExceeded(
                         f"the answer would come {ends_s - now_s:.3f} s from now, "
                         f"the deadline is {waiting.deadline_s - now_s:.3f} s from now"
                     ), ()
@@ -168,35 +168,35 @@ class Schedule(Generic[WaitingT]):
         line.add(waiting)
         return None, evicted
 
-    def full(self, queue: QueuePolicy[WaitingT], now_s: float) -> QueueFull:
+    def queue_full_error(self, queue: QueueState[QueuedT], now_s: float) -> QueueFull:
         """What is said to a request for which this queue has no room."""
-        retry_after_s = self._start_s(queue, queue.line.seconds(), now_s) - now_s
+        retry_after_s = self._estimate_start_s(queue, queue.fair_queue.estimate_total_s(), now_s) - now_s
         return QueueFull(queue.max_queue_rows, retry_after_s, queue.max_queue_bytes)
 
-    def take(self, now_s: float) -> tuple[Batch[WaitingT] | None, list[WaitingT]]:
+    def take(self, now_s: float) -> tuple[ScheduledBatch[QueuedT] | None, list[QueuedT]]:
         """The next batch for a free slot, or None when nothing waits; and the requests that are too late.
 
         The batch is in hand until `finished` is called with it.
         """
-        late: list[WaitingT] = []
-        while (queue := self._next_queue()) is not None:
-            requests, too_late = queue.line.take(now_s)
+        late: list[QueuedT] = []
+        while (queue := self._select_queue()) is not None:
+            requests, too_late = queue.fair_queue.take(now_s)
             late += too_late
             if requests:
                 self._used_s = queue.used_s
                 queue.measure_demand(now_s)
-                batch: Batch[WaitingT] = Batch(queue, requests, now_s)
+                batch: ScheduledBatch[QueuedT] = ScheduledBatch(queue, requests, now_s)
                 queue.used_s += batch.expected_s / queue.weight
-                self.in_hand.append(batch)
+                self.running.append(batch)
                 return batch, late
         return None, late
 
-    def finished(self, batch: Batch[WaitingT], now_s: float, forwards: Sequence[tuple[int, float]]) -> None:
+    def finish_batch(self, batch: ScheduledBatch[QueuedT], now_s: float, forwards: Sequence[tuple[int, float]]) -> None:
         """The slot is free again: charge the queue with what its batch took, and learn from it.
 
         forwards: (rows, seconds) of each forward that succeeded; more than one when the batch was split
         """
-        self.in_hand.remove(batch)
+        self.running.remove(batch)
         queue = batch.queue
         queue.used_s += (now_s - batch.started_s - batch.expected_s) / queue.weight
         if now_s >= queue.observes_from_s:
@@ -204,23 +204,23 @@ class Schedule(Generic[WaitingT]):
             for rows, seconds in forwards:
                 queue.latency.observe(rows, seconds, now_s)
 
-    def _next_queue(self) -> QueuePolicy[WaitingT] | None:
+    def _select_queue(self) -> QueueState[QueuedT] | None:
         """Of those with work, the one that has used the least."""
-        least: QueuePolicy[WaitingT] | None = None
+        least: QueueState[QueuedT] | None = None
         for queue in self._queues:
-            if queue.line.rows and (least is None or queue.used_s < least.used_s):
+            if queue.fair_queue.rows and (least is None or queue.used_s < least.used_s):
                 least = queue
         return least
 
-    def _start_s(self, queue: QueuePolicy[WaitingT], before_s: float, now_s: float) -> float:
+    def _estimate_start_s(self, queue: QueueState[QueuedT], before_s: float, now_s: float) -> float:
         """When a batch of this queue starts that has forwards of `before_s` of the same queue before it."""
         free_s = now_s
-        if len(self.in_hand) >= self.slots:
+        if len(self.running) >= self.slots:
             # A forward that takes longer than expected is taken to last as long again: when one hangs, who has little
             # time hears so at once.
-            free_s += min([abs(batch.started_s + batch.expected_s - now_s) for batch in self.in_hand])
+            free_s += min([abs(batch.started_s + batch.expected_s - now_s) for batch in self.running])
         others_s = 0.0
         for other in self._queues:
-            if other is not queue and other.line.rows:
-                others_s += min(other.line.seconds(), before_s * other.weight / queue.weight)
+            if other is not queue and other.fair_queue.rows:
+                others_s += min(other.fair_queue.estimate_total_s(), before_s * other.weight / queue.weight)
         return free_s + (before_s + others_s) / self.slots

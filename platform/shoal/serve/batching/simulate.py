@@ -22,8 +22,8 @@ from typing import Protocol
 import numpy as np
 
 from shoal.errors import ConfigError
-from shoal.serve.batching.fair_queue import Waiting
-from shoal.serve.batching.scheduler import Batch, Schedule
+from shoal.serve.batching.fair_queue import QueuedRequest
+from shoal.serve.batching.scheduler import BatchScheduler, ScheduledBatch
 
 Measured = Sequence[tuple[int, float]]
 
@@ -111,12 +111,12 @@ class ScheduleServer:
         admission: bool = True,
     ) -> None:
         """`warm` teaches the latency model, as a warm-up does; without `admission` it is told of no deadline."""
-        self._schedule: Schedule[_Numbered] = Schedule(slots)
+        self._schedule: BatchScheduler[_Numbered] = BatchScheduler(slots)
         self._queue = self._schedule.add_queue(
             "simulated", max_batch_rows=max_batch_rows, max_queue_rows=max_queue_rows
         )
         self._admission = admission
-        self._in_hand: dict[int, Batch[_Numbered]] = {}
+        self._in_hand: dict[int, ScheduledBatch[_Numbered]] = {}
         for rows, seconds in warm:
             self._queue.latency.observe(rows, seconds, 0.0)
 
@@ -134,7 +134,7 @@ class ScheduleServer:
         return numbers
 
     def finish(self, batch: list[int], now_s: float, seconds: float) -> None:
-        self._schedule.finished(self._in_hand.pop(batch[0]), now_s, [(len(batch), seconds)])
+        self._schedule.finish_batch(self._in_hand.pop(batch[0]), now_s, [(len(batch), seconds)])
 
     def due_s(self) -> float:
         return math.inf
@@ -163,7 +163,7 @@ class ClassicServer:
         return self._queue[0][1] + self._timeout_s if self._queue else math.inf
 
 
-class _Numbered(Waiting):
+class _Numbered(QueuedRequest):
     __slots__ = ("sequence",)
 
     def __init__(self, number: int, now_s: float, deadline_s: float | None) -> None:

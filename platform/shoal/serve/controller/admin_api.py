@@ -17,28 +17,28 @@ import msgspec
 from shoal.errors import InferenceError, RegistryError
 from shoal.serve.controller.canary_guard import Evidence, judge
 from shoal.serve.controller.change_request import (
-    Change,
-    ends_shadow,
+    ChangeRequest,
+    is_shadow_end,
     parse_change,
     parse_options,
-    require_left,
-    require_looked_at,
-    require_to_shadow,
+    require_from_version,
+    require_guard_metric,
+    require_shadow_percent,
 )
 from shoal.serve.controller.controller import EndpointController
 from shoal.serve.controller.rollout import Goal, Phase, Rollout
 from shoal.serve.controller.state import Deployment, LiveState, ModelState
-from shoal.serve.messages.desired_state import Shares
+from shoal.serve.messages.desired_state import TrafficShares
 from shoal.serve.spec.model_options import ModelOptions
 
 LOAD_TIMEOUT_S = 300.0
-_LIVE = (
+_LIVE_ERROR = (
     "model {!r} follows the weights of a run, which decides what is next: roll back to pin it to a version that is"
     " held, promote to follow the run again"
 )
 
 
-class Administration:
+class AdminApi:
     """Of one endpoint.
 
     registry: folder of the registry that new models come from
@@ -55,7 +55,7 @@ class Administration:
             case "deploy":
                 await self._deploy(change, by)
             case "canary" | "shadow":
-                await self._open(change, by)
+                await self._open_canary(change, by)
             case "promote":
                 await self._promote(change, by)
             case "rollback":
@@ -63,8 +63,8 @@ class Administration:
             case "delete":
                 await self._delete(change, by)
             case "metric":
-                self._take_metric(change)
-        await self._controller.wait_until(self._controller.is_followed, change.timeout_s)
+                self._record_metric(change)
+        await self._controller.wait_until(self._controller.is_applied_everywhere, change.timeout_s)
         return change.model
 
     async def load(self, name: str, parameters: Mapping[str, Any], by: str) -> None:
@@ -88,61 +88,65 @@ class Administration:
         """The protocol's unload."""
         await self._delete(parse_change({"action": "delete", "model": name, "reason": "unloaded"}), by)
 
-    async def _deploy(self, change: Change, by: str, kind: str = "deploy") -> None:
+    async def _deploy(self, change: ChangeRequest, by: str, kind: str = "deploy") -> None:
         controller, name = self._controller, change.model
         model = controller.state.models.get(name)
         before = model.deployment if model else Deployment(name, self._registry)
         if before.is_live:
-            raise InferenceError(409, _LIVE.format(name))
+            raise InferenceError(409, _LIVE_ERROR.format(name))
         base = before.options or self._options.get(name) or self._options.get("", {})
-        word = change.word or before.version
+        word = change.version_ref or before.version
         deployment = Deployment(name, before.registry, word, parse_options(change.options, base))
-        version = self._meant(deployment, deployment.version)
+        version = self._resolve_version(deployment, deployment.version)
         if model is None:
-            controller.add(deployment)
+            controller.add_model(deployment)
         else:
             self._require_open(model)
             if deployment.options != before.options:
                 raise InferenceError(409, f"model {name!r} is served with other options: delete it, then deploy it")
             controller.redeploy(deployment, is_on_trial=model.rollout.stable != version)
         if model is None or model.rollout.stable != version:
-            controller.begin(name, version, Goal.FLIP, kind=kind, by=by, why=change.reason)
+            controller.begin_rollout(name, version, Goal.FLIP, kind=kind, by=by, why=change.reason)
         try:
-            await self._settled(change, version)
+            await self._wait_until_stable(change, version)
         except InferenceError:
             now = controller.state.models.get(name)
             if now is not None and model is None and not now.rollout.stable:
-                controller.remove(name, by, "it could not be loaded")
+                controller.remove_model(name, by, "it could not be loaded")
             raise
 
-    async def _open(self, change: Change, by: str) -> None:
+    async def _open_canary(self, change: ChangeRequest, by: str) -> None:
         """A canary, or a shadow: stage the version, or give the one that is open other shares; 0 ends a shadow."""
-        if self._model(change.model).deployment.is_live:
-            await self._share(change, by)
+        if self._get_model(change.model).deployment.is_live:
+            await self._share_live(change, by)
             return
         name, percent = change.model, change.percent or 0.0
-        model = self._registered(name)
+        model = self._get_registered_model(name)
         rollout = model.rollout
-        version = self._meant(model.deployment, change.word) if change.word else rollout.candidate
+        version = (
+            self._resolve_version(model.deployment, change.version_ref) if change.version_ref else rollout.candidate
+        )
         if not version:
             raise InferenceError(400, f"{change.action} needs a version of {name!r}: say {name}@2 or {name}@candidate")
         is_canary = change.action == "canary"
         if rollout.phase is Phase.CANARY and rollout.candidate == version:
-            if ends_shadow(change, Shares(rollout.percent, rollout.shadow_percent)):
+            if is_shadow_end(change, TrafficShares(rollout.percent, rollout.shadow_percent)):
                 await self._rollback(msgspec.structs.replace(change, version=""), by)
                 return
             asked = replace(rollout, kind=change.action, by=by, why=change.reason)
             adjusted = replace(asked, percent=percent) if is_canary else replace(asked, shadow_percent=percent)
-            self._controller.record(change.action, name, version, rollout.stable, by, _shares(adjusted, change.reason))
-            self._controller.adjust(name, adjusted)
+            self._controller.record_event(
+                change.action, name, version, rollout.stable, by, _describe_shares(adjusted, change.reason)
+            )
+            self._controller.adjust_rollout(name, adjusted)
             return
         self._require_open(model)
-        require_to_shadow(change)
+        require_shadow_percent(change)
         if rollout.phase is Phase.VACANT:
             raise InferenceError(409, f"model {name!r} has no stable version yet: deploy one")
         if version == rollout.stable:
             raise InferenceError(409, f"version {version} of {name!r} is the stable one already")
-        self._controller.begin(
+        self._controller.begin_rollout(
             name,
             version,
             Goal.CANARY,
@@ -152,31 +156,37 @@ class Administration:
             percent=percent if is_canary else 0.0,
             shadow_percent=0.0 if is_canary else percent,
         )
-        await self._ended(change, lambda: model.rollout.phase is Phase.CANARY, version)
+        await self._wait_for_end(change, lambda: model.rollout.phase is Phase.CANARY, version)
 
-    async def _promote(self, change: Change, by: str) -> None:
-        if self._model(change.model).deployment.is_live:
+    async def _promote(self, change: ChangeRequest, by: str) -> None:
+        if self._get_model(change.model).deployment.is_live:
             self._follow_run(change, by)
             return
-        model = self._registered(change.model)
+        model = self._get_registered_model(change.model)
         rollout = model.rollout
-        version = self._meant(model.deployment, change.word) if change.word else rollout.candidate
+        version = (
+            self._resolve_version(model.deployment, change.version_ref) if change.version_ref else rollout.candidate
+        )
         if rollout.phase is not Phase.CANARY:
-            if not change.word:
+            if not change.version_ref:
                 raise InferenceError(409, f"model {change.model!r} has no open candidate: name a version")
             self._require_open(model)
             alias = model.deployment.alias
-            if version != rollout.stable or (alias and self._meant(model.deployment, alias) != version):
-                self._controller.begin(change.model, version, Goal.FLIP, kind="promote", by=by, why=change.reason)
+            if version != rollout.stable or (alias and self._resolve_version(model.deployment, alias) != version):
+                self._controller.begin_rollout(
+                    change.model, version, Goal.FLIP, kind="promote", by=by, why=change.reason
+                )
         elif version != rollout.candidate:
             raise InferenceError(409, f"the candidate of {change.model!r} is version {rollout.candidate}: roll it back")
         else:
-            await self._everywhere(change, model)
-            self._controller.adjust(change.model, replace(model.rollout, kind="promote", by=by, why=change.reason))
+            await self._wait_until_staged(change, model)
+            self._controller.adjust_rollout(
+                change.model, replace(model.rollout, kind="promote", by=by, why=change.reason)
+            )
             self._controller.flip(change.model)
-        await self._settled(change, version)
+        await self._wait_until_stable(change, version)
 
-    async def _everywhere(self, change: Change, model: ModelState) -> None:
+    async def _wait_until_staged(self, change: ChangeRequest, model: ModelState) -> None:
         """Wait for replicas that came after the candidate was opened, and are staging it."""
         models, candidate, attempt = self._controller.state.models, model.rollout.candidate, model.rollout.attempt
 
@@ -191,81 +201,84 @@ class Administration:
         if model.rollout.phase is not Phase.CANARY or model.rollout.attempt != attempt:
             raise InferenceError(409, f"version {candidate} of {change.model!r} is no candidate any more")
 
-    async def _rollback(self, change: Change, by: str) -> None:
-        name, model = change.model, self._model(change.model)
+    async def _rollback(self, change: ChangeRequest, by: str) -> None:
+        name, model = change.model, self._get_model(change.model)
         rollout, reason = model.rollout, change.reason or "asked for"
         if model.deployment.is_live:
-            if model.live.newest is not None and not change.word:
-                self._unshare(change, model.live, by, reason)
+            if model.live.newest is not None and not change.version_ref:
+                self._end_live_share(change, model.live, by, reason)
             else:
-                await self._pin(change, by, reason)
+                await self._pin_live(change, by, reason)
             return
-        if change.word:
-            problem = (
-                f"a registered model is rolled back to what was stable before: promote {name}@{change.word} instead"
-            )
+        if change.version_ref:
+            ref = f"{name}@{change.version_ref}"
+            problem = f"a registered model is rolled back to what was stable before: promote {ref} instead"
             raise InferenceError(409, problem)
-        require_left(change, rollout.candidate or rollout.stable)
+        require_from_version(change, rollout.candidate or rollout.stable)
         if rollout.phase is Phase.CANARY:
-            self._controller.drop(name, "rollback", by, reason)
+            self._controller.drop_candidate(name, "rollback", by, reason)
             self._controller.tick()  # what the alias has come to mean is begun, and waited for
-            await self._controller.wait_until(lambda: self._is_at_rest(name), change.timeout_s)
+            await self._controller.wait_until(lambda: self._is_idle(name), change.timeout_s)
             return
         if rollout.phase is Phase.STAGING:
-            self._controller.abandon(name, by, reason)
+            self._controller.abandon_candidate(name, by, reason)
             return
         self._require_open(model)
         try:
             version = rollout.previous
             if model.deployment.alias:
-                version = self._controller.catalogue(model.deployment.registry).before(name, model.deployment.alias)
+                version = self._controller.catalogue(model.deployment.registry).find_previous(
+                    name, model.deployment.alias
+                )
         except RegistryError as error:
             raise InferenceError(409, str(error)) from None
         if not version:
             raise InferenceError(409, f"model {name!r} was never another version: deploy one by its number")
-        self._controller.begin(name, version, Goal.FLIP, kind="rollback", by=by, why=reason)
-        await self._settled(change, version)
+        self._controller.begin_rollout(name, version, Goal.FLIP, kind="rollback", by=by, why=reason)
+        await self._wait_until_stable(change, version)
 
-    async def _share(self, change: Change, by: str) -> None:
+    async def _share_live(self, change: ChangeRequest, by: str) -> None:
         """Give the newest of the run a share beside the version that is pinned, or that answers now."""
-        name, state = change.model, self._model(change.model).live
-        if change.word:
+        name, state = change.model, self._get_model(change.model).live
+        if change.version_ref:
             problem = f"model {name!r} follows the newest weights of its run: it is these that get a share"
             raise InferenceError(409, f"{problem}, and no version by its number. Say {name} alone")
         if state.newest is None:
-            require_to_shadow(change)
+            require_shadow_percent(change)
         if not state.pinned:
-            await self._pin(change, by, change.reason, stay=True)
-            state = self._model(name).live
+            await self._pin_live(change, by, change.reason, stay=True)
+            state = self._get_model(name).live
             if not state.pinned:
                 raise InferenceError(409, f"model {name!r} was told to follow its run meanwhile")
-        old, percent = state.newest or Shares(), change.percent or 0.0
-        if ends_shadow(change, old):
-            self._unshare(change, state, by, change.reason or "asked for")
+        old, percent = state.newest or TrafficShares(), change.percent or 0.0
+        if is_shadow_end(change, old):
+            self._end_live_share(change, state, by, change.reason or "asked for")
             return
         is_canary = change.action == "canary"
         newest = replace(old, percent=percent) if is_canary else replace(old, shadow_percent=percent)
-        self._controller.live.share(name, newest, change.action, by, _shares(newest, change.reason))
+        self._controller.live.share(name, newest, change.action, by, _describe_shares(newest, change.reason))
 
-    def _unshare(self, change: Change, live: LiveState, by: str, reason: str) -> None:
+    def _end_live_share(self, change: ChangeRequest, live: LiveState, by: str, reason: str) -> None:
         if change.from_version == live.pinned:
             what = f"leave the newest weights of its run, not version {live.pinned}, which is pinned"
             raise InferenceError(409, f"a rollback of {change.model!r} would {what}: see its status")
         self._controller.live.unshare(change.model, by, reason)
 
-    async def _pin(self, change: Change, by: str, reason: str, stay: bool = False) -> None:
+    async def _pin_live(self, change: ChangeRequest, by: str, reason: str, stay: bool = False) -> None:
         """Let a live model answer with the version before, or with one that is named, and stay with it.
 
         stay: with the version that answers
         """
         name, live, models = change.model, self._controller.live, self._controller.state.models
         with live.freeze(name):
-            if not await self._controller.wait_until(self._controller.is_followed, change.timeout_s):
+            if not await self._controller.wait_until(self._controller.is_applied_everywhere, change.timeout_s):
                 raise InferenceError(503, f"not every replica could say what it holds after {change.timeout_s:g} s")
             if name not in models:
                 raise InferenceError(409, f"model {name!r} was deleted meanwhile")
-            require_left(change, max(live.answering(name), default=0))
-            version = max(live.answering(name), default=0) if stay else self._to_pin(name, change.word)
+            require_from_version(change, max(live.answering(name), default=0))
+            version = (
+                max(live.answering(name), default=0) if stay else self._select_pinned_version(name, change.version_ref)
+            )
             if not version:
                 raise InferenceError(409, f"model {name!r} has no weights yet")
             live.pin(name, version, by, reason)
@@ -278,7 +291,7 @@ class Administration:
             problem = f"version {version} of {name!r} did not answer everywhere after {change.timeout_s:g} s"
             raise InferenceError(503, f"{problem}: some replicas still answer with {late}")
 
-    def _to_pin(self, name: str, word: str) -> int:
+    def _select_pinned_version(self, name: str, word: str) -> int:
         """The version that is named, or the one before what answers. Raises InferenceError (409)."""
         live = self._controller.live
         held, answering = live.held(name), max(live.answering(name), default=0)
@@ -294,20 +307,20 @@ class Administration:
             )
         return version
 
-    def _follow_run(self, change: Change, by: str) -> None:
+    def _follow_run(self, change: ChangeRequest, by: str) -> None:
         name, state = change.model, self._controller.state.models[change.model].live
-        if change.word:
+        if change.version_ref:
             problem = (
                 f"model {name!r} follows the newest weights of its run, and no version by its number: promote {name},"
             )
-            raise InferenceError(409, f"{problem} or roll it back to {change.word} to pin it")
+            raise InferenceError(409, f"{problem} or roll it back to {change.version_ref} to pin it")
         if not (state.pinned or state.left):
             raise InferenceError(409, f"model {name!r} follows the weights of its run already, and none were left")
         self._controller.live.follow(name, by, change.reason)
 
-    async def _delete(self, change: Change, by: str) -> None:
-        self._model(change.model)
-        self._controller.remove(change.model, by, change.reason)
+    async def _delete(self, change: ChangeRequest, by: str) -> None:
+        self._get_model(change.model)
+        self._controller.remove_model(change.model, by, change.reason)
         reports = self._controller.reports
 
         def gone() -> bool:
@@ -316,28 +329,30 @@ class Administration:
         if not await self._controller.wait_until(gone, change.timeout_s):
             raise InferenceError(503, f"model {change.model!r} is still answering what it has; it will then be gone")
 
-    def _take_metric(self, change: Change) -> None:
-        if self._model(change.model).deployment.is_live:
-            self._take_live_metric(change)
+    def _record_metric(self, change: ChangeRequest) -> None:
+        if self._get_model(change.model).deployment.is_live:
+            self._record_live_metric(change)
             return
-        model = self._registered(change.model)
+        model = self._get_registered_model(change.model)
         if model.rollout.phase is not Phase.CANARY:
             raise InferenceError(409, f"model {change.model!r} has no open candidate to measure")
-        if change.word and change.word != str(model.rollout.candidate):
+        if change.version_ref and change.version_ref != str(model.rollout.candidate):
             raise InferenceError(409, f"the candidate of {change.model!r} is version {model.rollout.candidate}")
         assert change.value is not None
-        require_looked_at(change, ModelOptions.parse(model.deployment.options).guard)
+        require_guard_metric(change, ModelOptions.parse(model.deployment.options).guard)
         model.metrics[change.metric] = change.value
         self._controller.tick()
 
-    def _take_live_metric(self, change: Change) -> None:
+    def _record_live_metric(self, change: ChangeRequest) -> None:
         """Of the version that answers, or of one before it, which is then not gone back to; or of the newest."""
         name, live, model = change.model, self._controller.live, self._controller.state.models[change.model]
         assert change.value is not None
         guard = ModelOptions.parse(model.deployment.options).guard
-        require_looked_at(change, guard)
+        require_guard_metric(change, guard)
         beside = live.candidates(name) if model.live.newest is not None else []
-        version = int(change.word) if change.word.isdigit() else max(beside or live.answering(name), default=0)
+        version = (
+            int(change.version_ref) if change.version_ref.isdigit() else max(beside or live.answering(name), default=0)
+        )
         reason = judge(guard, Evidence(metrics={change.metric: change.value}))
         is_stuck = model.live.pinned and (model.live.newest is None or version == model.live.pinned)
         if reason and version in live.held(name) and not is_stuck:
@@ -345,17 +360,17 @@ class Administration:
                 raise InferenceError(409, f"{reason}; but no version of {name!r} before {version} is held")
             live.leave(name, version, reason)
 
-    async def _settled(self, change: Change, version: int) -> None:
+    async def _wait_until_stable(self, change: ChangeRequest, version: int) -> None:
         def has_settled() -> bool:
             model = self._controller.state.models.get(change.model)
             return model is not None and model.rollout.is_open and model.rollout.stable == version
 
-        await self._ended(change, has_settled, version)
+        await self._wait_for_end(change, has_settled, version)
 
-    async def _ended(self, change: Change, succeeded: Callable[[], bool], version: int) -> None:
+    async def _wait_for_end(self, change: ChangeRequest, succeeded: Callable[[], bool], version: int) -> None:
         """Wait for the end of what was begun. Raises InferenceError: 409 with the reason, 503 when it takes longer."""
         models, name = self._controller.state.models, change.model
-        if not await self._controller.wait_until(lambda: succeeded() or self._is_at_rest(name), change.timeout_s):
+        if not await self._controller.wait_until(lambda: succeeded() or self._is_idle(name), change.timeout_s):
             problem = f"version {version} of {name!r} was not ready after {change.timeout_s:g} s: see status"
             raise InferenceError(503, problem)
         if name not in models:
@@ -363,21 +378,21 @@ class Administration:
         if not succeeded():
             raise InferenceError(409, f"version {version} of {name!r} was not taken: {models[name].rollout.reason}")
 
-    def _is_at_rest(self, name: str) -> bool:
+    def _is_idle(self, name: str) -> bool:
         models = self._controller.state.models
         return name not in models or models[name].rollout.is_open
 
-    def _model(self, name: str) -> ModelState:
+    def _get_model(self, name: str) -> ModelState:
         models = self._controller.state.models
         if name not in models:
             there = ", ".join(map(repr, models)) or "none"
             raise InferenceError(404, f"there is no model {name!r}; this endpoint serves {there}")
         return models[name]
 
-    def _registered(self, name: str) -> ModelState:
-        model = self._model(name)
+    def _get_registered_model(self, name: str) -> ModelState:
+        model = self._get_model(name)
         if model.deployment.is_live:
-            raise InferenceError(409, _LIVE.format(name))
+            raise InferenceError(409, _LIVE_ERROR.format(name))
         return model
 
     def _require_open(self, model: ModelState) -> None:
@@ -386,13 +401,13 @@ class Administration:
             what = f"version {rollout.candidate} of {model.deployment.name!r} is in the phase {rollout.phase}"
             raise InferenceError(409, f"{what}: promote it or roll it back first")
 
-    def _meant(self, deployment: Deployment, word: str) -> int:
+    def _resolve_version(self, deployment: Deployment, word: str) -> int:
         try:
-            return self._controller.catalogue(deployment.registry).meant(deployment.name, word)
+            return self._controller.catalogue(deployment.registry).resolve(deployment.name, word)
         except RegistryError as error:
             raise InferenceError(404, str(error)) from None
 
 
-def _shares(candidate: Rollout | Shares, reason: str) -> str:
+def _describe_shares(candidate: Rollout | TrafficShares, reason: str) -> str:
     shares = f"{candidate.percent:g} percent of the requests, {candidate.shadow_percent:g} percent shadowed"
     return f"{reason} ({shares})" if reason else shares

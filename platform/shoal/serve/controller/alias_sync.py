@@ -22,11 +22,11 @@ def move_alias(deployment: Deployment, rollout: Rollout, catalogue_in: Callable[
         return ""
     try:
         catalogue = catalogue_in(deployment.registry)
-        if catalogue.meant(name, alias) == rollout.candidate:
+        if catalogue.resolve(name, alias) == rollout.candidate:
             return ""
         if rollout.kind == "promote":
             catalogue.promote(name, rollout.candidate, alias)
-        elif catalogue.before(name, alias) != rollout.candidate:
+        elif catalogue.find_previous(name, alias) != rollout.candidate:
             return f"{name}@{alias} has been moved meanwhile"
         else:
             catalogue.rollback(name, alias)
@@ -36,7 +36,7 @@ def move_alias(deployment: Deployment, rollout: Rollout, catalogue_in: Callable[
 
 
 @dataclass(frozen=True)
-class Begin:
+class BeginRollout:
     """Stage what the alias names now, and let it answer."""
 
     kind: str
@@ -44,20 +44,20 @@ class Begin:
 
 
 @dataclass(frozen=True)
-class Abandon:
+class AbandonStaging:
     """What is being staged is not what the alias names any more."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class Promote:
+class PromoteCandidate:
     """The alias names the canary's candidate: the controller promotes it."""
 
     why: str
 
 
-def is_aliased(model: ModelState) -> bool:
+def is_following_alias(model: ModelState) -> bool:
     """Whether the model follows its alias at present: not while a person's own change is under way."""
     deployment, rollout = model.deployment, model.rollout
     is_pinned = not deployment.alias and deployment.version != ""
@@ -67,15 +67,15 @@ def is_aliased(model: ModelState) -> bool:
     return rollout.phase is Phase.VACANT or not (is_pinned or not deployment.version)
 
 
-def next_for_alias(model: ModelState) -> Begin | Abandon | Promote | None:
+def next_for_alias(model: ModelState) -> BeginRollout | AbandonStaging | PromoteCandidate | None:
     """What follows from the version that the alias names (`model.meant`). A version that was rejected is not tried
     again until the alias has moved."""
     deployment, rollout, meant = model.deployment, model.rollout, model.meant
     ref = f"{deployment.name}@{deployment.version}" if deployment.version else deployment.name
     if rollout.phase is Phase.STAGING:
-        return Abandon(f"{ref} is version {meant} now") if meant != rollout.candidate else None
+        return AbandonStaging(f"{ref} is version {meant} now") if meant != rollout.candidate else None
     if meant in (rollout.stable, rollout.refused, model.refused):
         return None
     if rollout.phase is Phase.CANARY:
-        return Promote(f"{ref} moved") if meant == rollout.candidate else None
-    return Begin("follow", f"{ref} moved") if rollout.stable else Begin("deploy", ref)
+        return PromoteCandidate(f"{ref} moved") if meant == rollout.candidate else None
+    return BeginRollout("follow", f"{ref} moved") if rollout.stable else BeginRollout("deploy", ref)

@@ -27,13 +27,13 @@ from typing import Any
 
 from shoal.errors import InferenceError
 from shoal.serve.controller.state import Event
-from shoal.serve.messages.auth_failures import MAX_CHARS, RefusalBook
-from shoal.serve.messages.inference import caller_and_address
+from shoal.serve.messages.auth_failures import MAX_CHARS, AuthFailureReporter
+from shoal.serve.messages.inference import parse_origin
 from shoal.serve.messages.replica_report import ReplicaReport
 
-FILE = "audit.jsonl"
-REPORTS = frozenset({"metric"})  # what is asked of a controller and changes nothing by itself
-UNKNOWN = "unknown"  # who shows no key, or none that is known
+AUDIT_FILE = "audit.jsonl"
+UNAUDITED_ACTIONS = frozenset({"metric"})  # what is asked of a controller and changes nothing by itself
+UNKNOWN_CALLER = "unknown"  # who shows no key, or none that is known
 logger = logging.getLogger(__name__)
 
 
@@ -42,10 +42,10 @@ class AuditLog:
 
     def __init__(self, path: Path | None, endpoint: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._path, self._endpoint, self._clock = path, endpoint, clock
-        self._refusals = RefusalBook()
+        self._auth_failures = AuthFailureReporter()
 
     @contextmanager
-    def asked(self, action: str, change: Mapping[str, Any], by: str) -> Iterator[None]:
+    def audit_request(self, action: str, change: Mapping[str, Any], by: str) -> Iterator[None]:
         """Around a change that was asked for by `by` (see `origin`): written when it is known how it ended."""
         result: dict[str, Any] = {"result": "done"}
         try:
@@ -57,19 +57,19 @@ class AuditLog:
             result = {"result": "failed", "error": f"{type(error).__name__}: {error}"}
             raise
         finally:
-            if action not in REPORTS:
-                self._write({"entry": "asked", "action": action, **_who(by), "change": dict(change), **result})
+            if action not in UNAUDITED_ACTIONS:
+                self._write({"entry": "asked", "action": action, **_parse_caller(by), "change": dict(change), **result})
 
-    def changed(self, event: Event) -> None:
+    def record_change(self, event: Event) -> None:
         """A change was made, by whoever or whatever."""
         details = {name: value for name, value in event.details().items() if name != "by"}
-        self._write({"entry": "changed", "action": event.kind, **_who(event.by), **details})
+        self._write({"entry": "changed", "action": event.kind, **_parse_caller(event.by), **details})
 
-    def refused(self, reports: Sequence[ReplicaReport]) -> None:
+    def record_auth_failures(self, reports: Sequence[ReplicaReport]) -> None:
         """What was refused since it was told last. `reports`: the newest of every replica."""
         counted = [(report.replica, report.refused) for report in reports]
-        for each in self._refusals.due(counted, self._clock()):
-            details = {"by": each.by or UNKNOWN, "status": each.status, "count": each.count}
+        for each in self._auth_failures.take_due(counted, self._clock()):
+            details = {"by": each.by or UNKNOWN_CALLER, "status": each.status, "count": each.count}
             last = {"from": each.origin, "model": each.model}
             self._write({"entry": "refused", **details, **{name: value for name, value in last.items() if value}})
 
@@ -77,7 +77,7 @@ class AuditLog:
         if self._path is None:
             return
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        line = json.dumps({"time": now, "endpoint": self._endpoint, **_short(entry)}) + "\n"
+        line = json.dumps({"time": now, "endpoint": self._endpoint, **_truncate(entry)}) + "\n"
         try:
             descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
             try:
@@ -88,16 +88,16 @@ class AuditLog:
             logger.error("no audit line: %s; it would have been: %s", error, line.strip())
 
 
-def _who(by: str) -> dict[str, str]:
-    name, address = caller_and_address(by)
+def _parse_caller(by: str) -> dict[str, str]:
+    name, address = parse_origin(by)
     return {"by": name or "controller", **({"from": address} if address else {})}
 
 
-def _short(value: Any) -> Any:
+def _truncate(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(name)[:MAX_CHARS]: _short(each) for name, each in value.items()}
+        return {str(name)[:MAX_CHARS]: _truncate(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_short(each) for each in value]
+        return [_truncate(each) for each in value]
     if isinstance(value, (int, float, bool)) or value is None:
         return value
     text = str(value)

@@ -9,32 +9,34 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from shoal.serve.controller.canary_guard import Evidence
-from shoal.serve.messages.metrics_snapshot import requests_and_errors
-from shoal.serve.messages.replica_report import ModelReport, ReplicaReport, total_forwards
+from shoal.serve.messages.metrics_snapshot import count_requests_and_errors
+from shoal.serve.messages.replica_report import ModelReport, ReplicaReport, merge_forward_medians
 
-Counted = tuple[int, int, int, int]  # requests, errors, compared, disagreed
-NOTHING: Counted = (0, 0, 0, 0)
+CanaryCounts = tuple[int, int, int, int]  # requests, errors, compared, disagreed
+NO_COUNTS: CanaryCounts = (0, 0, 0, 0)
 
 
-class EvidenceBook:
+class EvidenceCollector:
     """Of one model's candidate; made anew with each canary."""
 
     def __init__(self, model: str, stable: int, candidate: int) -> None:
         self._model, self._stable, self._candidate = model, stable, candidate
-        self._before: dict[str, Counted] = {}
-        self._now: dict[str, Counted] = {}
+        self._before: dict[str, CanaryCounts] = {}
+        self._now: dict[str, CanaryCounts] = {}
 
-    def heard(self, report: ReplicaReport) -> None:
+    def add_report(self, report: ReplicaReport) -> None:
         """A replica has reported."""
         of_model = report.models.get(self._model)
         if of_model is not None:
-            counted = _counted(of_model, self._candidate)
+            counted = _count_version(of_model, self._candidate)
             self._before.setdefault(report.replica, counted)
             self._now[report.replica] = counted
 
-    def evidence(self, replicas: Iterable[ReplicaReport], metrics: Mapping[str, float], lost_replicas: int) -> Evidence:
+    def build_evidence(
+        self, replicas: Iterable[ReplicaReport], metrics: Mapping[str, float], lost_replicas: int
+    ) -> Evidence:
         """All of it; the forwards are those of the living `replicas`."""
-        requests, errors, compared, disagreed = NOTHING
+        requests, errors, compared, disagreed = NO_COUNTS
         for replica, now in self._now.items():
             before = self._before[replica]
             requests += now[0] - before[0]
@@ -47,15 +49,15 @@ class EvidenceBook:
             errors,
             compared,
             disagreed,
-            total_forwards(model.forwards.get(self._stable, {}) for model in models),
-            total_forwards(model.forwards.get(self._candidate, {}) for model in models),
+            merge_forward_medians(model.forwards.get(self._stable, {}) for model in models),
+            merge_forward_medians(model.forwards.get(self._candidate, {}) for model in models),
             metrics,
             lost_replicas,
         )
 
 
-def _counted(report: ModelReport, version: int) -> Counted:
+def _count_version(report: ModelReport, version: int) -> CanaryCounts:
     counts = report.counts["versions"].get(str(version)) if report.counts is not None else None
     if counts is None:
-        return NOTHING
-    return *requests_and_errors(counts), counts["compared"], counts["disagreed"]
+        return NO_COUNTS
+    return *count_requests_and_errors(counts), counts["compared"], counts["disagreed"]

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from shoal.serve.messages.replica_report import MAX_FORWARDS, Forwards
+from shoal.serve.messages.replica_report import MAX_FORWARDS, ForwardMedians
 from shoal.serve.spec.model_options import GuardOptions
 
 MAX_LOST_REPLICAS = 2  # while a version is loaded, and again while it is a candidate: more are its doing
@@ -33,8 +33,8 @@ class Evidence:
     errors: int = 0
     compared: int = 0
     disagreed: int = 0
-    stable: Forwards = field(default_factory=dict)
-    candidate: Forwards = field(default_factory=dict)
+    stable: ForwardMedians = field(default_factory=dict)
+    candidate: ForwardMedians = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     lost_replicas: int = 0
 
@@ -69,7 +69,7 @@ def judge(guard: GuardOptions, evidence: Evidence) -> str:
     return ""
 
 
-def latency_ratio(stable: Forwards, candidate: Forwards) -> float | None:
+def latency_ratio(stable: ForwardMedians, candidate: ForwardMedians) -> float | None:
     """The candidate's compute time over the stable version's, for batches of like size; None when none compare.
 
     Like with like: a candidate with a small share has small batches, whose rows cost more in any version.

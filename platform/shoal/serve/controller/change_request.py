@@ -26,21 +26,21 @@ import msgspec
 from shoal.config import merge
 from shoal.errors import ConfigError, InferenceError
 from shoal.registry import split_ref
-from shoal.serve.messages.desired_state import Shares
+from shoal.serve.messages.desired_state import TrafficShares
 from shoal.serve.spec.model_options import GuardOptions, ModelOptions
 
-Action = Literal["deploy", "canary", "shadow", "promote", "rollback", "delete", "metric"]
+ChangeAction = Literal["deploy", "canary", "shadow", "promote", "rollback", "delete", "metric"]
 MAX_REASON_CHARS = 500
 MAX_TIMEOUT_S = 3600.0
 
 
-class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ChangeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One change, as it was asked for. `version` "" (also said as `latest`) leaves the choice to the action.
 
     from_version: what a rollback is meant to leave, so that it does not go back twice; 0 for whatever is there
     """
 
-    action: Action
+    action: ChangeAction
     model: str
     version: str | int = ""
     from_version: int = 0
@@ -52,22 +52,22 @@ class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     timeout_s: float = 120.0
 
     @property
-    def word(self) -> str:
+    def version_ref(self) -> str:
         """The version as a word: a number, an alias, or ""."""
         return str(self.version)
 
 
-def parse_change(values: Mapping[str, Any]) -> Change:
+def parse_change(values: Mapping[str, Any]) -> ChangeRequest:
     """Raises InferenceError (400) naming the field."""
-    if isinstance(action := values.get("action"), str) and action not in get_args(Action):
-        raise InferenceError(400, f"action = {action[:40]!r}: expected {', '.join(get_args(Action))}")
+    if isinstance(action := values.get("action"), str) and action not in get_args(ChangeAction):
+        raise InferenceError(400, f"action = {action[:40]!r}: expected {', '.join(get_args(ChangeAction))}")
     try:
-        change = msgspec.convert(dict(values), Change)
+        change = msgspec.convert(dict(values), ChangeRequest)
     except msgspec.ValidationError as error:
         raise InferenceError(400, f"not a change: {error}") from None
     try:
         name, word = split_ref(change.model)
-        version = split_ref(f"{name}@{change.word}")[1] if change.word else ""
+        version = split_ref(f"{name}@{change.version_ref}")[1] if change.version_ref else ""
     except ConfigError as error:
         raise InferenceError(400, str(error)) from None
     if word and version not in ("", word):
@@ -96,7 +96,7 @@ def parse_options(values: Mapping[str, Any], base: Mapping[str, Any]) -> dict[st
         raise InferenceError(400, f"options.{error}") from None
 
 
-def require_left(change: Change, version: int) -> None:
+def require_from_version(change: ChangeRequest, version: int) -> None:
     """Of a rollback that would leave `version`. Raises InferenceError (409)."""
     if change.from_version not in (0, version):
         what = f"version {version}" if version else "no version"
@@ -104,19 +104,19 @@ def require_left(change: Change, version: int) -> None:
         raise InferenceError(409, problem)
 
 
-def require_looked_at(change: Change, guard: GuardOptions) -> None:
+def require_guard_metric(change: ChangeRequest, guard: GuardOptions) -> None:
     """Of a metric that is reported. Raises InferenceError (400)."""
     if change.metric != guard.metric:
         looks_at = f"{guard.metric!r}, not at {change.metric!r}" if guard.metric else "no metric: set guard.metric"
         raise InferenceError(400, f"the guard of {change.model!r} looks at {looks_at}")
 
 
-def ends_shadow(change: Change, open_now: Shares) -> bool:
+def is_shadow_end(change: ChangeRequest, open_now: TrafficShares) -> bool:
     """Whether it takes what is shadowed away from a candidate that has nothing else."""
     return change.action == "shadow" and not change.percent and open_now.is_shadow
 
 
-def require_to_shadow(change: Change) -> None:
+def require_shadow_percent(change: ChangeRequest) -> None:
     """Of what would open a candidate, where there is none. Raises InferenceError (409)."""
     if change.action == "shadow" and not change.percent:
         raise InferenceError(409, f"model {change.model!r} has no shadow that could end: see its status")

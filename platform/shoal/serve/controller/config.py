@@ -17,13 +17,13 @@ from shoal.home import home
 from shoal.registry import Registry
 from shoal.serve.controller.state import Deployment
 from shoal.serve.spec.endpoint import EndpointSpec
-from shoal.serve.spec.model_source import LiveModel, RegisteredModel, RegistryCatalogue, ServedModel
+from shoal.serve.spec.model_source import EndpointModel, LiveModel, RegisteredModel, RegistryCatalogue
 
-_KEPT = re.compile(r"endpoint-(.+)-[0-9a-f]+@([0-9a-f]+)")
+_ACTOR_NAME = re.compile(r"endpoint-(.+)-[0-9a-f]+@([0-9a-f]+)")
 
 
 @dataclass(frozen=True)
-class ControllerSetting:
+class ControllerConfig:
     """What a controller is made from, whoever makes it.
 
     deployment: of the call of `deploy`
@@ -48,8 +48,8 @@ class ControllerSetting:
     num_replicas: int = 0
 
     @property
-    def actor(self) -> str:
-        """The actor's name, which `kept_endpoint` reads."""
+    def actor_name(self) -> str:
+        """The actor's name, which `parse_actor_name` reads."""
         return f"endpoint-{self.name}-{self.deployment}" + (f"@{self.driver}" if self.driver else "")
 
     @property
@@ -58,15 +58,15 @@ class ControllerSetting:
         return self.folder / f"{self.name}-{self.deployment}.json"
 
 
-def kept_endpoint(actor: str) -> tuple[str, str]:
+def parse_actor_name(actor: str) -> tuple[str, str]:
     """(endpoint, driver) of an actor that is the controller of an endpoint which a driver keeps up; else ("", "")."""
-    found = _KEPT.fullmatch(actor)
+    found = _ACTOR_NAME.fullmatch(actor)
     return (found[1], found[2]) if found else ("", "")
 
 
-def controller_setting(
-    spec: EndpointSpec, models: Sequence[ServedModel]
-) -> tuple[ControllerSetting, dict[str, LiveModel]]:
+def build_controller_config(
+    spec: EndpointSpec, models: Sequence[EndpointModel]
+) -> tuple[ControllerConfig, dict[str, LiveModel]]:
     """What the controller is made from, and the models that the replicas follow by themselves.
 
     Raises ConfigError, and RegistryError for a version or alias that there is not.
@@ -81,10 +81,10 @@ def controller_setting(
         registry = ""
         if isinstance(model.source, RegisteredModel):
             registry = model.source.registry
-            RegistryCatalogue(registry).meant(model.name, model.version)
+            RegistryCatalogue(registry).resolve(model.name, model.version)
         deployments[model.name] = Deployment(model.name, registry, model.version, options)
     known = {name: options.model_dump(mode="json") for name, options in {"": spec.model, **spec.models}.items()}
-    setting = ControllerSetting(
+    setting = ControllerConfig(
         spec.name,
         secrets.token_hex(4),
         tuple(deployments.values()),

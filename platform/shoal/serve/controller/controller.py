@@ -21,24 +21,24 @@ from dataclasses import replace
 
 from shoal.errors import InferenceError, RegistryError
 from shoal.serve.controller import alias_sync
-from shoal.serve.controller.canary_evidence import EvidenceBook
+from shoal.serve.controller.canary_evidence import EvidenceCollector
 from shoal.serve.controller.canary_guard import judge
 from shoal.serve.controller.live_control import LiveControl
 from shoal.serve.controller.rollout import (
-    Abandon,
+    AbandonRollout,
     Goal,
     Phase,
     Proceed,
     Rollout,
-    abandoned,
-    cannot_stage,
-    decide,
-    dropped,
-    flipped,
-    opened,
-    planned,
-    settled,
-    stage,
+    abandon_candidate,
+    build_model_plan,
+    decide_next_step,
+    drop_candidate,
+    find_staging_error,
+    flip_to_candidate,
+    open_canary,
+    settle_rollout,
+    stage_version,
 )
 from shoal.serve.controller.state import MAX_EVENTS, ControllerState, Deployment, Event, ModelState, StateFile
 from shoal.serve.messages.desired_state import EndpointPlan
@@ -81,24 +81,24 @@ class EndpointController:
         self.catalogue, self._clock = catalogue, clock
         self._lease_s, self._stage_timeout_s = lease_s, stage_timeout_s
         self.reports: dict[str, ReplicaReport] = {}
-        self._heard_s: dict[str, float] = {}
-        self._answered: set[str] = set()  # who has been ready: while a model is added, nobody is
-        self._entered_s: dict[str, float] = {}  # when a model entered its phase, as far as this life knows
-        self._books: dict[str, EvidenceBook] = {}
-        self.trouble: dict[str, str] = {}  # what the registry said last, by model
+        self._last_seen_s: dict[str, float] = {}
+        self._ready_replicas: set[str] = set()  # who has been ready: while a model is added, nobody is
+        self._phase_since_s: dict[str, float] = {}  # when a model entered its phase, as far as this life knows
+        self._evidence: dict[str, EvidenceCollector] = {}
+        self.registry_errors: dict[str, str] = {}  # what the registry said last, by model
         self._plan = EndpointPlan()
-        self._plan_changed, self._touched = asyncio.Event(), asyncio.Event()
+        self._plan_changed, self._state_changed = asyncio.Event(), asyncio.Event()
         self._closed = False
         saved = self._file.load(deployment_id)
         self.state = saved or ControllerState(deployment=deployment_id, started_at=time.time())
         for replica in self.state.replicas:  # each has its lease to be heard of again
-            self._join(replica)
-        self.live = LiveControl(lambda: self.state.models, self.reports, self._file, self.record, self._commit)
+            self._add_replica(replica)
+        self.live = LiveControl(lambda: self.state.models, self.reports, self._file, self.record_event, self._commit)
         if saved is None:
             for deployment in deployments:
                 self.state.models[deployment.name] = ModelState(deployment)
         for model in self.state.models:
-            self._enter(model, self.state.models[model].rollout)
+            self._enter_phase(model, self.state.models[model].rollout)
         self._commit()
         self.tick()
 
@@ -111,8 +111,8 @@ class EndpointController:
 
     async def follow(self, replica: str, known_generation: int, timeout_s: float) -> EndpointPlan | None:
         """The desired state, once it is another than `known_generation`; None after `timeout_s`."""
-        self._hear(replica)
-        self._outrun(known_generation)
+        self._renew_lease(replica)
+        self._catch_up_generation(known_generation)
         if self._plan.generation == known_generation and not self._closed:
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(timeout_s, MAX_POLL_S)):
@@ -121,40 +121,42 @@ class EndpointController:
 
     def report(self, report: ReplicaReport) -> list[ReplicaReport]:
         """What a replica has and has counted: its rollouts go on at once. The newest reports of the others."""
-        self._hear(report.replica)
+        self._renew_lease(report.replica)
         self.reports[report.replica] = report
         if report.ready:
-            self._answered.add(report.replica)
-        self._outrun(report.generation)
-        for book in self._books.values():
-            book.heard(report)
+            self._ready_replicas.add(report.replica)
+        self._catch_up_generation(report.generation)
+        for book in self._evidence.values():
+            book.add_report(report)
         self.live.heard(report)
         self._advance_all()
-        self._touch()
+        self._notify_waiters()
         return [other for replica, other in self.reports.items() if replica != report.replica]
 
     def leave(self, replica: str) -> None:
         """A replica is being stopped: it is not waited for. Idempotent."""
         report = self.reports.get(replica)
         if report is not None:
-            if report.pid and replica not in self._answered:  # Serve has given it up before it could answer anything
-                self._count_loss()
-            self._remove(replica)
+            if (
+                report.pid and replica not in self._ready_replicas
+            ):  # Serve has given it up before it could answer anything
+                self._count_lost_replica()
+            self._remove_replica(replica)
 
-    def _remove(self, replica: str) -> None:
-        del self.reports[replica], self._heard_s[replica]
-        self._answered.discard(replica)
+    def _remove_replica(self, replica: str) -> None:
+        del self.reports[replica], self._last_seen_s[replica]
+        self._ready_replicas.discard(replica)
         self.state.replicas.remove(replica)
         self._commit()
         self._advance_all()
 
-    def _count_loss(self) -> None:
+    def _count_lost_replica(self) -> None:
         """A replica has died, perhaps of a version that not every one of them has had before."""
         for model in self.state.models.values():
             if model.rollout.phase in (Phase.STAGING, Phase.CANARY):
                 model.rollout = replace(model.rollout, lost_replicas=model.rollout.lost_replicas + 1)
 
-    def _outrun(self, generation: int) -> None:
+    def _catch_up_generation(self, generation: int) -> None:
         """The state file was lost, and a replica knows later plans than ours: ours are to be later again."""
         if generation > self.state.generation:
             self.state.generation = generation
@@ -163,39 +165,39 @@ class EndpointController:
                     model.rollout = replace(model.rollout, generation=generation + 1)
             self._commit()
 
-    def _hear(self, replica: str) -> None:
+    def _renew_lease(self, replica: str) -> None:
         if replica not in self.reports:
-            self._join(replica)
+            self._add_replica(replica)
             if replica not in self.state.replicas:
                 self.state.replicas.append(replica)
                 self._commit()
-        self._heard_s[replica] = self._clock()
+        self._last_seen_s[replica] = self._clock()
 
-    def _join(self, replica: str) -> None:
+    def _add_replica(self, replica: str) -> None:
         self.reports[replica] = ReplicaReport(replica)
-        self._heard_s[replica] = self._clock()
+        self._last_seen_s[replica] = self._clock()
 
     # -- the clock --------------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
         """Notice what nobody reports: replicas that fell silent, aliases that moved, time that ran out."""
         now_s = self._clock()
-        self._file.catch_up()
-        for replica in [each for each, heard_s in self._heard_s.items() if now_s - heard_s > self._lease_s]:
-            self._count_loss()
-            self.record("replica_lost", reason=f"{replica} was not heard of for {self._lease_s:g} s")
-            self._remove(replica)
+        self._file.retry_writes()
+        for replica in [each for each, heard_s in self._last_seen_s.items() if now_s - heard_s > self._lease_s]:
+            self._count_lost_replica()
+            self.record_event("replica_lost", reason=f"{replica} was not heard of for {self._lease_s:g} s")
+            self._remove_replica(replica)
             self.live.lost_replica()
         for name in list(self.state.models):
             self._follow_alias(name)
-            self._forget_what_never_was(name)
+            self._remove_failed_addition(name)
         self.live.tick()
         self._advance_all()
 
-    def stood_still(self, seconds: float) -> None:
+    def extend_leases(self, seconds: float) -> None:
         """This process did, or its disk: nobody could be heard meanwhile, and nobody's lease went on."""
         now_s = self._clock()
-        self._heard_s = {replica: min(now_s, heard_s + seconds) for replica, heard_s in self._heard_s.items()}
+        self._last_seen_s = {replica: min(now_s, heard_s + seconds) for replica, heard_s in self._last_seen_s.items()}
 
     def close(self, forget: bool = False) -> None:
         """Wake everybody; `forget` when the endpoint itself is gone. Idempotent."""
@@ -203,40 +205,40 @@ class EndpointController:
         if forget:
             self._file.remove()
         self._plan_changed.set()
-        self._touch()
+        self._notify_waiters()
 
-    def _forget_what_never_was(self, name: str) -> None:
+    def _remove_failed_addition(self, name: str) -> None:
         """A model that was to be added, and that no replica could load, harms no others: whoever asked for it removes
         it, but may have been asked by way of a controller that died meanwhile."""
         model = self.state.models[name]
         if model.is_added and model.rollout.phase is Phase.VACANT and model.rollout.refused:
-            self.remove(name, model.rollout.by, f"it could not be loaded: {model.rollout.reason}")
+            self.remove_model(name, model.rollout.by, f"it could not be loaded: {model.rollout.reason}")
 
     def _follow_alias(self, name: str) -> None:
         model = self.state.models[name]
-        if not alias_sync.is_aliased(model):
+        if not alias_sync.is_following_alias(model):
             return
         try:
-            meant = self.catalogue(model.deployment.registry).meant(name, model.deployment.version)
+            meant = self.catalogue(model.deployment.registry).resolve(name, model.deployment.version)
         except RegistryError as error:
-            if self.trouble.get(name) != str(error):
+            if self.registry_errors.get(name) != str(error):
                 logger.error("%s: what is served goes on being served: %s", name, error)
-            self.trouble[name] = str(error)
+            self.registry_errors[name] = str(error)
             return
-        self.trouble.pop(name, None)
+        self.registry_errors.pop(name, None)
         if meant != model.meant:
             rollout = replace(model.rollout, refused=0) if model.meant else model.rollout
             model.meant, model.refused = meant, 0
-            self.adjust(name, rollout)
+            self.adjust_rollout(name, rollout)
         match alias_sync.next_for_alias(model):
-            case alias_sync.Abandon(reason):
-                self.abandon(name, "registry", reason)
-            case alias_sync.Promote(why) if self.has_candidate(name):
-                self.adjust(name, replace(model.rollout, kind="promote", by="registry", why=why))
+            case alias_sync.AbandonStaging(reason):
+                self.abandon_candidate(name, "registry", reason)
+            case alias_sync.PromoteCandidate(why) if self.has_candidate(name):
+                self.adjust_rollout(name, replace(model.rollout, kind="promote", by="registry", why=why))
                 with suppress(InferenceError):  # the registry has gone since it was asked: the next tick asks again
                     self.flip(name)
-            case alias_sync.Begin(kind, why):
-                self.begin(name, meant, Goal.FLIP, kind=kind, by="registry", why=why)
+            case alias_sync.BeginRollout(kind, why):
+                self.begin_rollout(name, meant, Goal.FLIP, kind=kind, by="registry", why=why)
 
     def _advance_all(self) -> None:
         for name in list(self.state.models):
@@ -247,31 +249,31 @@ class EndpointController:
         model = self.state.models[name]
         rollout, reports = model.rollout, list(self.reports.values())
         if rollout.phase is Phase.CANARY:
-            book = self._books[name]
-            evidence = book.evidence(reports, model.metrics, rollout.lost_replicas)
+            book = self._evidence[name]
+            evidence = book.build_evidence(reports, model.metrics, rollout.lost_replicas)
             guard = ModelOptions.parse(model.deployment.options).guard
-            if reason := cannot_stage(name, rollout, reports) or judge(guard, evidence):
-                self.drop(name, "rollback", "guard", reason)
+            if reason := find_staging_error(name, rollout, reports) or judge(guard, evidence):
+                self.drop_candidate(name, "rollback", "guard", reason)
         elif rollout.phase in (Phase.STAGING, Phase.FLIPPING):
-            waited_s = self._clock() - self._entered_s[name]
-            match decide(name, rollout, reports, waited_s, self._stage_timeout_s):
-                case Abandon(reason):
-                    self.abandon(name, rollout.by, reason)
+            waited_s = self._clock() - self._phase_since_s[name]
+            match decide_next_step(name, rollout, reports, waited_s, self._stage_timeout_s):
+                case AbandonRollout(reason):
+                    self.abandon_candidate(name, rollout.by, reason)
                 case Proceed() if rollout.phase is Phase.FLIPPING:
                     model.before = None
-                    self._set(name, settled(rollout, time.time()))
+                    self._set_rollout(name, settle_rollout(rollout, time.time()))
                 case Proceed() if rollout.goal is Goal.CANARY:
-                    self._open(name)
+                    self._open_canary(name)
                 case Proceed():
                     self.flip(name)
 
     # -- acts -------------------------------------------------------------------------------------------------------
 
-    def add(self, deployment: Deployment) -> None:
+    def add_model(self, deployment: Deployment) -> None:
         """Serve another model; what it means is begun by the caller, or at the next tick."""
         rollout = Rollout(attempt=self.state.num_attempts)
         model = self.state.models[deployment.name] = ModelState(deployment, rollout, is_added=True)
-        self._enter(deployment.name, model.rollout)
+        self._enter_phase(deployment.name, model.rollout)
         self._commit()
 
     def redeploy(self, deployment: Deployment, *, is_on_trial: bool = False) -> None:
@@ -280,25 +282,25 @@ class EndpointController:
         model = self.state.models[deployment.name]
         model.before = model.deployment if is_on_trial else None
         model.deployment = deployment
-        self.trouble.pop(deployment.name, None)  # it was about what was followed before
+        self.registry_errors.pop(deployment.name, None)  # it was about what was followed before
         self._commit()
 
-    def remove(self, name: str, by: str, reason: str) -> None:
+    def remove_model(self, name: str, by: str, reason: str) -> None:
         """Serve a model no longer: the replicas answer what they have of it, and forget it."""
         rollout = self.state.models.pop(name).rollout
         self.state.num_attempts = max(self.state.num_attempts, rollout.attempt)
-        self._books.pop(name, None)
-        self.trouble.pop(name, None)
-        self._file.forget_weights(name)
-        self.record("delete", name, None, rollout.stable or None, by, reason)
+        self._evidence.pop(name, None)
+        self.registry_errors.pop(name, None)
+        self._file.delete_weights(name)
+        self.record_event("delete", name, None, rollout.stable or None, by, reason)
         self._commit()
 
-    def begin(
+    def begin_rollout(
         self, name: str, version: int, goal: Goal, *, kind: str, by: str, why: str,
         percent: float = 0.0, shadow_percent: float = 0.0,
     ) -> None:  # fmt: skip
         """Stage a version of a model whose rollout is open."""
-        rollout = stage(
+        rollout = stage_version(
             self.state.models[name].rollout,
             version,
             goal,
@@ -310,13 +312,13 @@ class EndpointController:
             shadow_percent=shadow_percent,
             generation=self.state.generation + 1,
         )
-        self._set(name, rollout)
+        self._set_rollout(name, rollout)
         self._advance(name)
 
-    def adjust(self, name: str, rollout: Rollout) -> None:
+    def adjust_rollout(self, name: str, rollout: Rollout) -> None:
         """Other shares, or another purpose, in the same phase."""
         assert rollout.phase is self.state.models[name].rollout.phase, rollout
-        self._set(name, rollout)
+        self._set_rollout(name, rollout)
 
     def has_candidate(self, name: str) -> bool:
         """Whether every replica has staged the candidate, also those that came after it was opened."""
@@ -324,7 +326,7 @@ class EndpointController:
         models = [report.models.get(name) for report in self.reports.values()]
         return all(model is not None and candidate in model.staged for model in models)
 
-    def is_followed(self) -> bool:
+    def is_applied_everywhere(self) -> bool:
         """Whether every replica has heard of the last change."""
         return all(report.generation >= self._plan.generation for report in self.reports.values())
 
@@ -333,15 +335,15 @@ class EndpointController:
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not condition() and not self._closed:
-                    await self._touched.wait()
+                    await self._state_changed.wait()
         return condition()
 
-    def _open(self, name: str) -> None:
+    def _open_canary(self, name: str) -> None:
         model = self.state.models[name]
-        rollout = opened(model.rollout, time.time())
+        rollout = open_canary(model.rollout, time.time())
         model.metrics = {}
-        self.record(rollout.kind, name, rollout.candidate, rollout.stable, rollout.by, rollout.why)
-        self._set(name, rollout)
+        self.record_event(rollout.kind, name, rollout.candidate, rollout.stable, rollout.by, rollout.why)
+        self._set_rollout(name, rollout)
 
     def flip(self, name: str) -> None:
         """Let the candidate answer everywhere, and the alias mean it: both or neither."""
@@ -349,51 +351,51 @@ class EndpointController:
         rollout = model.rollout
         if problem := alias_sync.move_alias(model.deployment, rollout, self.catalogue):
             if rollout.phase is Phase.STAGING:
-                self.abandon(name, rollout.by, problem)
+                self.abandon_candidate(name, rollout.by, problem)
                 return
             raise InferenceError(503, problem)
-        self.record(rollout.kind, name, rollout.candidate, rollout.stable or None, rollout.by, rollout.why)
-        self._set(name, flipped(rollout, self.state.generation + 1, time.time()))
+        self.record_event(rollout.kind, name, rollout.candidate, rollout.stable or None, rollout.by, rollout.why)
+        self._set_rollout(name, flip_to_candidate(rollout, self.state.generation + 1, time.time()))
         self._advance(name)
 
-    def abandon(self, name: str, by: str, reason: str) -> None:
+    def abandon_candidate(self, name: str, by: str, reason: str) -> None:
         """No replica takes the version that is being staged; what is followed is what was followed before."""
         model = self.state.models[name]
         rollout = model.rollout
-        model.give_up_trial()
-        self.record("abandon", name, rollout.candidate, rollout.stable or None, by, reason)
-        self._refuse(model, abandoned(rollout, reason, time.time()))
+        model.revert_deployment()
+        self.record_event("abandon", name, rollout.candidate, rollout.stable or None, by, reason)
+        self._reject_version(model, abandon_candidate(rollout, reason, time.time()))
 
-    def drop(self, name: str, kind: str, by: str, reason: str) -> None:
+    def drop_candidate(self, name: str, kind: str, by: str, reason: str) -> None:
         """The open candidate goes, and the stable version answers all again."""
         model = self.state.models[name]
         rollout = model.rollout
-        self.record(kind, name, rollout.stable, rollout.candidate, by, reason)
-        self._refuse(model, dropped(rollout, reason, time.time()))
+        self.record_event(kind, name, rollout.stable, rollout.candidate, by, reason)
+        self._reject_version(model, drop_candidate(rollout, reason, time.time()))
 
-    def _refuse(self, model: ModelState, rollout: Rollout) -> None:
+    def _reject_version(self, model: ModelState, rollout: Rollout) -> None:
         """Whatever else is staged meanwhile, what the alias means is not tried again by itself."""
         if rollout.refused == model.meant:
             model.refused = rollout.refused
-        self._set(model.deployment.name, rollout)
+        self._set_rollout(model.deployment.name, rollout)
 
-    def _set(self, name: str, rollout: Rollout) -> None:
+    def _set_rollout(self, name: str, rollout: Rollout) -> None:
         model = self.state.models[name]
         has_moved = rollout.phase is not model.rollout.phase
         model.rollout = rollout
         if has_moved:
-            self._enter(name, rollout)
+            self._enter_phase(name, rollout)
         self._commit()
 
-    def _enter(self, name: str, rollout: Rollout) -> None:
-        self._entered_s[name] = self._clock()
-        self._books.pop(name, None)
+    def _enter_phase(self, name: str, rollout: Rollout) -> None:
+        self._phase_since_s[name] = self._clock()
+        self._evidence.pop(name, None)
         if rollout.phase is Phase.CANARY:
-            book = self._books[name] = EvidenceBook(name, rollout.stable, rollout.candidate)
+            book = self._evidence[name] = EvidenceCollector(name, rollout.stable, rollout.candidate)
             for report in self.reports.values():
-                book.heard(report)
+                book.add_report(report)
 
-    def record(
+    def record_event(
         self, kind: str, model: str = "", version: int | None = None, previous: int | None = None,
         by: str = "", reason: str = "",
     ) -> None:  # fmt: skip
@@ -407,7 +409,7 @@ class EndpointController:
     def _commit(self) -> None:
         """Write the state down, then let the replicas know."""
         models = tuple(
-            planned(name, asked.registry, asked.options, model.rollout, self.live.plan(name, model.live))
+            build_model_plan(name, asked.registry, asked.options, model.rollout, self.live.plan(name, model.live))
             for name, model in self.state.models.items()
             if (asked := model.deployment)
         )
@@ -421,8 +423,8 @@ class EndpointController:
         if is_new:
             self._plan_changed.set()
             self._plan_changed = asyncio.Event()
-        self._touch()
+        self._notify_waiters()
 
-    def _touch(self) -> None:
-        self._touched.set()
-        self._touched = asyncio.Event()
+    def _notify_waiters(self) -> None:
+        self._state_changed.set()
+        self._state_changed = asyncio.Event()

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 from shoal.serve.controller.canary_guard import Evidence, judge
 from shoal.serve.controller.state import LiveState, ModelState, StateFile
-from shoal.serve.messages.desired_state import LivePlan, Shares
-from shoal.serve.messages.replica_report import MAX_LEFT, Left, ReplicaReport
+from shoal.serve.messages.desired_state import LivePlan, TrafficShares
+from shoal.serve.messages.replica_report import MAX_REJECTED_VERSIONS, RejectedVersion, ReplicaReport
 from shoal.serve.spec.model_options import GuardOptions
 from shoal.weights import WeightSnapshot
 
@@ -70,15 +70,15 @@ class LiveControl:
         """A replica gives weights that are wanted for others. Idempotent."""
         model = self._models().get(name)
         if model is not None and model.live.kept == snapshot.version and not self._has(name, snapshot.version):
-            self._file.keep_weights(name, snapshot)
+            self._file.store_weights(name, snapshot)
             self._commit()
 
     def kept(self, name: str, version: int) -> WeightSnapshot | None:
         """What a replica lacks; None when another version is kept by now."""
-        return self._file.weights(name, version)
+        return self._file.load_weights(name, version)
 
     def _has(self, name: str, version: int) -> bool:
-        return version > 0 and self._file.weights(name, version) is not None
+        return version > 0 and self._file.load_weights(name, version) is not None
 
     # -- what is known, and what administrators ask -------------------------------------------------------------------
 
@@ -131,7 +131,7 @@ class LiveControl:
         live.newest = None
         self._commit()
 
-    def share(self, name: str, newest: Shares, kind: str, by: str, reason: str) -> None:
+    def share(self, name: str, newest: TrafficShares, kind: str, by: str, reason: str) -> None:
         """Let the newest of the run have a share beside what is pinned."""
         live = self._models()[name].live
         if live.newest is None:
@@ -162,11 +162,11 @@ class LiveControl:
         answering = self.answering(name)
         has_answered = version in (*answering, *self.candidates(name))
         instead = self.before(name, version) if version in answering else max(answering, default=0)
-        self._leave(name, self._models()[name].live, Left(version, reason, instead, has_answered))
+        self._leave(name, self._models()[name].live, RejectedVersion(version, reason, instead, has_answered))
         self._commit()
 
-    def _leave(self, name: str, live: LiveState, left: Left) -> None:
-        live.left = sorted([*live.left, left.version])[-MAX_LEFT:]
+    def _leave(self, name: str, live: LiveState, left: RejectedVersion) -> None:
+        live.left = sorted([*live.left, left.version])[-MAX_REJECTED_VERSIONS:]
         live.last = left
         live.unrecorded += 1
         if left.instead and not live.pinned:
@@ -188,4 +188,4 @@ class LiveControl:
 
 def _is_known(live: LiveState, version: int) -> bool:
     """Whether it is listed, or has been and has made room for newer ones."""
-    return version in live.left or (len(live.left) == MAX_LEFT and version < live.left[0])
+    return version in live.left or (len(live.left) == MAX_REJECTED_VERSIONS and version < live.left[0])

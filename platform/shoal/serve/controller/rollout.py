@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import Any
 
 from shoal.serve.controller.canary_guard import MAX_LOST_REPLICAS
-from shoal.serve.messages.desired_state import FOLLOWING, LivePlan, ModelPlan
+from shoal.serve.messages.desired_state import DEFAULT_LIVE_PLAN, LivePlan, ModelPlan
 from shoal.serve.messages.replica_report import ReplicaReport
 
 
@@ -30,7 +30,7 @@ class Phase(StrEnum):
     FLIPPING = "flipping"  # the replicas have been told that the candidate is the stable version now
 
 
-class Move(StrEnum):
+class RolloutMove(StrEnum):
     """What may happen to a rollout."""
 
     STAGE = "stage"
@@ -52,19 +52,19 @@ class IllegalMove(Exception):
     """A bug: the controller tried what the state does not allow."""
 
 
-_MOVES: dict[tuple[Phase, Move], Phase] = {
-    (Phase.VACANT, Move.STAGE): Phase.STAGING,
-    (Phase.STEADY, Move.STAGE): Phase.STAGING,
-    (Phase.STAGING, Move.OPEN): Phase.CANARY,
-    (Phase.STAGING, Move.FLIP): Phase.FLIPPING,
-    (Phase.STAGING, Move.ABANDON): Phase.STEADY,
-    (Phase.CANARY, Move.FLIP): Phase.FLIPPING,
-    (Phase.CANARY, Move.DROP): Phase.STEADY,
-    (Phase.FLIPPING, Move.SETTLE): Phase.STEADY,
+_MOVES: dict[tuple[Phase, RolloutMove], Phase] = {
+    (Phase.VACANT, RolloutMove.STAGE): Phase.STAGING,
+    (Phase.STEADY, RolloutMove.STAGE): Phase.STAGING,
+    (Phase.STAGING, RolloutMove.OPEN): Phase.CANARY,
+    (Phase.STAGING, RolloutMove.FLIP): Phase.FLIPPING,
+    (Phase.STAGING, RolloutMove.ABANDON): Phase.STEADY,
+    (Phase.CANARY, RolloutMove.FLIP): Phase.FLIPPING,
+    (Phase.CANARY, RolloutMove.DROP): Phase.STEADY,
+    (Phase.FLIPPING, RolloutMove.SETTLE): Phase.STEADY,
 }
 
 
-def transition(phase: Phase, move: Move, has_stable: bool = True) -> Phase:
+def transition(phase: Phase, move: RolloutMove, has_stable: bool = True) -> Phase:
     """The phase after `move`. Raises IllegalMove."""
     try:
         after = _MOVES[phase, move]
@@ -113,7 +113,7 @@ class Rollout:
         return self.phase in (Phase.VACANT, Phase.STEADY)
 
 
-def stage(
+def stage_version(
     rollout: Rollout,
     version: int,
     goal: Goal,
@@ -128,7 +128,7 @@ def stage(
 ) -> Rollout:
     """Begin: let every replica load `version` beside what answers, from document `generation` on."""
     return replace(
-        _moved(rollout, Move.STAGE, now_s),
+        _apply_move(rollout, RolloutMove.STAGE, now_s),
         candidate=version,
         goal=goal,
         percent=percent,
@@ -144,37 +144,39 @@ def stage(
     )
 
 
-def opened(rollout: Rollout, now_s: float) -> Rollout:
+def open_canary(rollout: Rollout, now_s: float) -> Rollout:
     """Every replica has the candidate: it gets its share."""
-    return replace(_moved(rollout, Move.OPEN, now_s), lost_replicas=0)
+    return replace(_apply_move(rollout, RolloutMove.OPEN, now_s), lost_replicas=0)
 
 
-def flipped(rollout: Rollout, generation: int, now_s: float) -> Rollout:
+def flip_to_candidate(rollout: Rollout, generation: int, now_s: float) -> Rollout:
     """Every replica has the candidate: from document `generation` on it is the stable version."""
-    return replace(_moved(rollout, Move.FLIP, now_s), generation=generation, percent=0.0, shadow_percent=0.0)
+    return replace(
+        _apply_move(rollout, RolloutMove.FLIP, now_s), generation=generation, percent=0.0, shadow_percent=0.0
+    )
 
 
-def settled(rollout: Rollout, now_s: float) -> Rollout:
+def settle_rollout(rollout: Rollout, now_s: float) -> Rollout:
     """Every replica has flipped: what was stable before is gone."""
-    moved = replace(rollout, phase=transition(rollout.phase, Move.SETTLE), since_s=now_s)
+    moved = replace(rollout, phase=transition(rollout.phase, RolloutMove.SETTLE), since_s=now_s)
     return replace(moved, stable=rollout.candidate, candidate=0, previous=rollout.stable)
 
 
-def abandoned(rollout: Rollout, reason: str, now_s: float) -> Rollout:
+def abandon_candidate(rollout: Rollout, reason: str, now_s: float) -> Rollout:
     """A replica cannot stage the candidate, or it is no longer wanted: no replica takes it."""
-    return _without_candidate(_moved(rollout, Move.ABANDON, now_s), reason)
+    return _clear_candidate(_apply_move(rollout, RolloutMove.ABANDON, now_s), reason)
 
 
-def dropped(rollout: Rollout, reason: str, now_s: float) -> Rollout:
+def drop_candidate(rollout: Rollout, reason: str, now_s: float) -> Rollout:
     """The candidate is rolled back."""
-    return _without_candidate(_moved(rollout, Move.DROP, now_s), reason)
+    return _clear_candidate(_apply_move(rollout, RolloutMove.DROP, now_s), reason)
 
 
-def _moved(rollout: Rollout, move: Move, now_s: float) -> Rollout:
+def _apply_move(rollout: Rollout, move: RolloutMove, now_s: float) -> Rollout:
     return replace(rollout, phase=transition(rollout.phase, move, bool(rollout.stable)), since_s=now_s)
 
 
-def _without_candidate(rollout: Rollout, reason: str) -> Rollout:
+def _clear_candidate(rollout: Rollout, reason: str) -> Rollout:
     return replace(
         rollout, candidate=0, percent=0.0, shadow_percent=0.0, refused=rollout.candidate, reason=reason
     )  # fmt: skip
@@ -183,8 +185,8 @@ def _without_candidate(rollout: Rollout, reason: str) -> Rollout:
 # -- what the replicas are told ---------------------------------------------------------------------------------------
 
 
-def planned(
-    name: str, registry: str, options: dict[str, Any], rollout: Rollout, live: LivePlan = FOLLOWING
+def build_model_plan(
+    name: str, registry: str, options: dict[str, Any], rollout: Rollout, live: LivePlan = DEFAULT_LIVE_PLAN
 ) -> ModelPlan:
     """The plan that brings a replica to where the rollout stands, and a live model to what is wanted of it."""
     staged = tuple(version for version in (rollout.stable, rollout.candidate) if version)
@@ -212,36 +214,36 @@ class Proceed:
 
 
 @dataclass(frozen=True)
-class Abandon:
+class AbandonRollout:
     """It will not come to be, and why."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class Wait:
+class WaitForReplicas:
     """For `replicas`, by name."""
 
     replicas: tuple[str, ...] = ()
 
 
-def decide(
+def decide_next_step(
     model: str, rollout: Rollout, replicas: Sequence[ReplicaReport], waited_s: float, stage_timeout_s: float
-) -> Proceed | Abandon | Wait:
+) -> Proceed | AbandonRollout | WaitForReplicas:
     """The next step of a rollout that is STAGING or FLIPPING, with what the living replicas reported last.
 
     waited_s: how long it has been in this phase
     """
     if rollout.phase is Phase.STAGING and rollout.lost_replicas > MAX_LOST_REPLICAS:
-        return Abandon(f"{rollout.lost_replicas} replicas died while version {rollout.candidate} was loaded")
+        return AbandonRollout(f"{rollout.lost_replicas} replicas died while version {rollout.candidate} was loaded")
     if not replicas:
-        return Wait()
+        return WaitForReplicas()
     if rollout.phase is Phase.FLIPPING:
         late = [report.replica for report in replicas if report.generation < rollout.generation]
-        return Wait(tuple(late)) if late else Proceed()
+        return WaitForReplicas(tuple(late)) if late else Proceed()
     assert rollout.phase is Phase.STAGING, rollout.phase
-    if reason := cannot_stage(model, rollout, replicas):
-        return Abandon(reason)
+    if reason := find_staging_error(model, rollout, replicas):
+        return AbandonRollout(reason)
     late = [
         report.replica
         for report in replicas
@@ -250,11 +252,13 @@ def decide(
         or rollout.candidate not in report.models[model].staged
     ]
     if late and waited_s > stage_timeout_s:
-        return Abandon(f"replica {late[0]} had not staged version {rollout.candidate} after {stage_timeout_s:g} s")
-    return Wait(tuple(late)) if late else Proceed()
+        return AbandonRollout(
+            f"replica {late[0]} had not staged version {rollout.candidate} after {stage_timeout_s:g} s"
+        )
+    return WaitForReplicas(tuple(late)) if late else Proceed()
 
 
-def cannot_stage(model: str, rollout: Rollout, replicas: Sequence[ReplicaReport]) -> str:
+def find_staging_error(model: str, rollout: Rollout, replicas: Sequence[ReplicaReport]) -> str:
     """Why a replica will not have the candidate; "" when all have it or may still get it."""
     for report in replicas:
         failure = report.models[model].failure if model in report.models else None

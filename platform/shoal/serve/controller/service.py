@@ -13,12 +13,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from shoal.serve.controller.admin_api import Administration
-from shoal.serve.controller.audit import FILE, AuditLog
-from shoal.serve.controller.config import ControllerSetting
+from shoal.serve.controller.admin_api import AdminApi
+from shoal.serve.controller.audit import AUDIT_FILE, AuditLog
+from shoal.serve.controller.config import ControllerConfig
 from shoal.serve.controller.controller import LEASE_S, EndpointController
 from shoal.serve.controller.state import Event, StateFile
-from shoal.serve.controller.status import StatusBook
+from shoal.serve.controller.status import StatusReporter
 from shoal.serve.messages.desired_state import EndpointPlan
 from shoal.serve.messages.replica_report import ReplicaReport
 from shoal.weights import WeightSnapshot
@@ -31,55 +31,55 @@ logger = logging.getLogger(__name__)
 class ControllerService:
     """Ends (`ended`) when no replica has asked for `setting.idle_s`: nobody may have said that the endpoint is gone."""
 
-    def __init__(self, setting: ControllerSetting) -> None:
+    def __init__(self, setting: ControllerConfig) -> None:
         self._began_at = time.time()
-        self._audit = AuditLog(setting.folder.parent / FILE, setting.name)
+        self._audit = AuditLog(setting.folder.parent / AUDIT_FILE, setting.name)
         self._controller = EndpointController(
             setting.name,
             setting.models,
             deployment_id=setting.deployment,
             state_file=StateFile(setting.state_file),
-            audit=self._audit.changed,
+            audit=self._audit.record_change,
         )
-        self._administration = Administration(self._controller, setting.registry, setting.options)
-        self._status = StatusBook(self._controller, setting.grpc, setting.num_replicas)
-        self._running: asyncio.Task[None] | None = None
-        self._asked_s, self._idle_s = time.monotonic(), setting.idle_s
+        self._admin_api = AdminApi(self._controller, setting.registry, setting.options)
+        self._status = StatusReporter(self._controller, setting.grpc, setting.num_replicas)
+        self._task: asyncio.Task[None] | None = None
+        self._last_follow_s, self._idle_s = time.monotonic(), setting.idle_s
 
     async def follow(self, replica: str, known_generation: int, timeout_s: float) -> EndpointPlan | None:
-        self._asked_s = time.monotonic()
-        if self._running is None:
-            self._running = asyncio.get_running_loop().create_task(self._run())
+        self._last_follow_s = time.monotonic()
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run())
         return await self._controller.follow(replica, known_generation, timeout_s)
 
     async def report(self, report: ReplicaReport) -> list[ReplicaReport]:
         others = self._controller.report(report)
-        self._audit.refused([report, *others])
+        self._audit.record_auth_failures([report, *others])
         return others
 
     async def leave(self, replica: str) -> None:
         self._controller.leave(replica)
 
-    async def keep(self, model: str, snapshot: WeightSnapshot) -> None:
+    async def store_weights(self, model: str, snapshot: WeightSnapshot) -> None:
         self._controller.live.keep(model, snapshot)
 
-    async def kept(self, model: str, version: int) -> WeightSnapshot | None:
+    async def fetch_weights(self, model: str, version: int) -> WeightSnapshot | None:
         return self._controller.live.kept(model, version)
 
     async def administer(self, change: Mapping[str, Any], by: str) -> dict[str, Any]:
-        with self._audit.asked(str(change.get("action", "")), change, by):
-            return self._status.model(await self._administration.administer(change, by))
+        with self._audit.audit_request(str(change.get("action", "")), change, by):
+            return self._status.describe_model(await self._admin_api.administer(change, by))
 
     async def load(self, name: str, parameters: Mapping[str, Any], by: str) -> None:
-        with self._audit.asked("load", {"model": name, "parameters": parameters}, by):
-            await self._administration.load(name, parameters, by)
+        with self._audit.audit_request("load", {"model": name, "parameters": parameters}, by):
+            await self._admin_api.load(name, parameters, by)
 
     async def unload(self, name: str, by: str) -> None:
-        with self._audit.asked("unload", {"model": name}, by):
-            await self._administration.unload(name, by)
+        with self._audit.audit_request("unload", {"model": name}, by):
+            await self._admin_api.unload(name, by)
 
     async def status(self) -> dict[str, Any]:
-        return self._status.endpoint()
+        return self._status.describe_endpoint()
 
     async def events(self, after: int) -> list[Event]:
         state = self._controller.state
@@ -101,9 +101,9 @@ class ControllerService:
             while True:
                 before_s, ticked_s = ticked_s, time.monotonic()
                 if (stalled_s := ticked_s - before_s) > STALL_S:
-                    self._controller.stood_still(stalled_s)
-                    self._asked_s += stalled_s
-                if ticked_s - self._asked_s >= self._idle_s:
+                    self._controller.extend_leases(stalled_s)
+                    self._last_follow_s += stalled_s
+                if ticked_s - self._last_follow_s >= self._idle_s:
                     break
                 self._controller.tick()
                 self._status.sample()
@@ -111,7 +111,7 @@ class ControllerService:
         except Exception:
             logger.exception("the controller of %r failed", self._controller.name)
             os._exit(1)  # whoever runs it starts it again, and its state file knows where it was
-        self.ended()
+        self.on_idle()
 
-    def ended(self) -> None:
+    def on_idle(self) -> None:
         """No replica has asked for a while: there is none any more."""

@@ -17,8 +17,8 @@ import msgspec
 
 from shoal.errors import WeightsError
 from shoal.serve.controller.rollout import Rollout
-from shoal.serve.messages.desired_state import Shares
-from shoal.serve.messages.replica_report import Left
+from shoal.serve.messages.desired_state import TrafficShares
+from shoal.serve.messages.replica_report import RejectedVersion
 from shoal.weights import WeightSnapshot
 
 MAX_EVENTS = 500
@@ -82,10 +82,10 @@ class LiveState:
     pinned: int = 0
     left: list[int] = field(default_factory=list)
     kept: int = 0
-    last: Left | None = None
+    last: RejectedVersion | None = None
     unrecorded: int = 0
     recorded_at: float = 0.0
-    newest: Shares | None = None
+    newest: TrafficShares | None = None
     lost_replicas: int = 0
 
 
@@ -112,7 +112,7 @@ class ModelState:
     is_added: bool = False
     before: Deployment | None = None
 
-    def give_up_trial(self) -> None:
+    def revert_deployment(self) -> None:
         """What is followed is what was followed before. Idempotent."""
         if self.before is not None:
             self.deployment, self.before = self.before, None
@@ -156,9 +156,9 @@ class StateFile:
         if state is not None and state.deployment == deployment:
             for model in state.models.values():
                 if model.rollout.is_open:  # what it was to be tried with was not begun when this was written
-                    model.give_up_trial()
+                    model.revert_deployment()
             return state
-        self._forget_weights()
+        self._delete_all_weights()
         return None
 
     def _read(self) -> ControllerState | None:
@@ -173,22 +173,22 @@ class StateFile:
             return None
 
     def save(self, state: ControllerState) -> None:
-        """Replace the file in one step; what the disk refuses is logged, and waits for `catch_up`."""
+        """Replace the file in one step; what the disk refuses is logged, and waits for `retry_writes`."""
         if self._path is not None:
             self._write(self._path, msgspec.json.encode(state))
 
-    def catch_up(self) -> None:
+    def retry_writes(self) -> None:
         """Write what the disk has refused."""
         for path, content in list(self._unwritten.items()):
             self._write(path, content)
 
-    def keep_weights(self, model: str, snapshot: WeightSnapshot) -> None:
+    def store_weights(self, model: str, snapshot: WeightSnapshot) -> None:
         """In place of the version that was kept of this model."""
         self._weights[model] = snapshot
         if self._path is not None:
             self._write(_weights_folder(self._path) / model, msgspec.msgpack.encode(snapshot))
 
-    def weights(self, model: str, version: int) -> WeightSnapshot | None:
+    def load_weights(self, model: str, version: int) -> WeightSnapshot | None:
         """None when they are not kept, or cannot be read."""
         if model not in self._weights and self._path is not None:
             with suppress(OSError, msgspec.DecodeError, WeightsError):
@@ -198,20 +198,20 @@ class StateFile:
         kept = self._weights.get(model)
         return kept if kept is not None and kept.version == version else None
 
-    def forget_weights(self, model: str) -> None:
+    def delete_weights(self, model: str) -> None:
         """Of a model that is served no longer. Idempotent."""
         self._weights.pop(model, None)
         if self._path is not None:
             self._remove(_weights_folder(self._path) / model)
 
-    def _forget_weights(self) -> None:
+    def _delete_all_weights(self) -> None:
         self._weights = {}
         if self._path is not None:
             shutil.rmtree(_weights_folder(self._path), ignore_errors=True)
 
     def remove(self) -> None:
         """The endpoint is gone, and what is saved from now on is not kept: a last report may still come. Idempotent."""
-        self._forget_weights()
+        self._delete_all_weights()
         if self._path is not None:
             self._remove(self._path)
             self._path = None
@@ -219,7 +219,7 @@ class StateFile:
 
     def _write(self, path: Path, content: bytes) -> None:
         try:
-            _replace(path, content)
+            _replace_file(path, content)
         except OSError as error:
             if path not in self._unwritten:
                 logger.error("%s cannot be written, the endpoint goes on and tries it again: %s", path, error)
@@ -239,7 +239,7 @@ def _weights_folder(state: Path) -> Path:
     return state.with_suffix(".weights")
 
 
-def _replace(path: Path, content: bytes) -> None:
+def _replace_file(path: Path, content: bytes) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     incoming = path.with_name(f".incoming-{path.name}")
     incoming.write_bytes(content)

@@ -17,14 +17,14 @@ from shoal.client.endpoint_status import EndpointStatus, ModelStatus, ReplicaSta
 from shoal.serve.controller.controller import EndpointController
 from shoal.serve.controller.rollout import Phase, Rollout
 from shoal.serve.controller.state import Event, LiveState, ModelState
-from shoal.serve.messages.desired_state import Shares
+from shoal.serve.messages.desired_state import TrafficShares
 from shoal.serve.messages.metrics_snapshot import (
     HistogramSnapshot,
     ModelSnapshot,
-    merge,
-    quantile,
-    requests_and_errors,
-    since,
+    count_requests_and_errors,
+    estimate_quantile,
+    merge_snapshots,
+    subtract_histogram,
 )
 from shoal.serve.messages.replica_report import ModelReport, ReplicaReport
 from shoal.serve.spec.model_options import ModelOptions
@@ -38,7 +38,7 @@ STATES = {Phase.VACANT: "UNAVAILABLE", Phase.STAGING: "LOADING"}
 Counts = Mapping[str, Mapping[str, ModelSnapshot]]  # by replica and model
 
 
-class StatusBook:
+class StatusReporter:
     """Describes one endpoint, which speaks gRPC at `grpc` and is to have `num_replicas`. `sample()` is called once a
     second or so."""
 
@@ -61,18 +61,18 @@ class StatusBook:
             heard = [report for report in self._controller.reports.values() if report.pid]
             self._samples.append((now_s, {report.replica: _counts(report) for report in heard}))
 
-    def endpoint(self) -> dict[str, Any]:
+    def describe_endpoint(self) -> dict[str, Any]:
         """The whole document: an `EndpointStatus`."""
         controller = self._controller
         state, reports = controller.state, controller.reports.values()
-        models = [self._model(name, model) for name, model in state.models.items()]
+        models = [self._build_model_status(name, model) for name, model in state.models.items()]
         replicas = [
             ReplicaStatus(
                 report.replica,
                 report.pid,
                 report.generation,
                 report.ready,
-                "; ".join(filter(None, [*_missing(state.models, report), _slow(report)])),
+                "; ".join(filter(None, [*_list_staging_errors(state.models, report), _describe_slow_forward(report)])),
                 report.host,
             )
             for report in reports
@@ -88,33 +88,33 @@ class StatusBook:
             ready=bool(replicas) and all(replica.ready for replica in replicas),
             replicas=replicas,
             models=models,
-            events=[describe_event(event) for event in state.events[-NUM_EVENTS:]],
+            events=[to_rollout_event(event) for event in state.events[-NUM_EVENTS:]],
         )
         return _builtins(status)
 
-    def model(self, name: str) -> dict[str, Any]:
+    def describe_model(self, name: str) -> dict[str, Any]:
         """One model's part of it; of one that was deleted, what is left: its name."""
         model = self._controller.state.models.get(name)
         if model is None:
             return _builtins(ModelStatus(name, state="UNAVAILABLE", reason="deleted"))
-        return _builtins(self._model(name, model))
+        return _builtins(self._build_model_status(name, model))
 
-    def _model(self, name: str, model: ModelState) -> ModelStatus:
+    def _build_model_status(self, name: str, model: ModelState) -> ModelStatus:
         controller = self._controller
         reports = [report.models[name] for report in controller.reports.values() if name in report.models]
         rollout, deployment = model.rollout, model.deployment
         options = ModelOptions.parse(deployment.options)
-        counts = _merged(report.counts for report in reports)
+        counts = _merge_present(report.counts for report in reports)
         answering = max((report.version for report in reports), default=0)
         phase: str = rollout.phase
         state = STATES.get(rollout.phase, "READY") if not rollout.stable else "READY"
         if deployment.is_live:
             phase, state = "live", "READY" if answering else "UNAVAILABLE"
-        before_s, before = self._before(name)
+        before_s, before = self._counts_before_window(name)
         return ModelStatus(
             name=name,
             state=state,
-            reason=controller.trouble.get(name, "") or _reason(rollout) or _left(model.live),
+            reason=controller.registry_errors.get(name, "") or _reason(rollout) or _describe_rejected(model.live),
             phase=phase,
             source=f"{name}@{deployment.version}" if deployment.version else ("a run" if deployment.is_live else name),
             pinned=model.live.pinned,
@@ -122,8 +122,8 @@ class StatusBook:
             stable=rollout.stable,
             candidate=rollout.candidate or max(controller.live.candidates(name), default=0),
             versions=[
-                version_status(version, *_place(version, model, reports), counts, before, before_s)
-                for version in sorted({version for report in reports for version in _had(report)})
+                build_version_status(version, *_find_track_and_share(version, model, reports), counts, before, before_s)
+                for version in sorted({version for report in reports for version in _list_versions(report)})
                 if deployment.is_live or version in (rollout.stable, rollout.candidate)  # others are on their way out
             ],
             queued_rows=sum(report.queued_rows for report in reports),
@@ -135,7 +135,7 @@ class StatusBook:
             latency=_latency(reports),
         )
 
-    def _before(self, name: str) -> tuple[float, ModelSnapshot | None]:
+    def _counts_before_window(self, name: str) -> tuple[float, ModelSnapshot | None]:
         """What the replicas of now had counted when the window began, and how many seconds ago that was. Of one that
         was heard of later, what it had counted then: it may have served long before this life of the controller."""
         if not self._samples:
@@ -144,23 +144,23 @@ class StatusBook:
         for report in self._controller.reports.values():
             first = next((counts[report.replica] for _, counts in self._samples if report.replica in counts), None)
             before.append((_counts(report) if first is None else first).get(name))
-        return self._clock() - self._samples[0][0], _merged(before)
+        return self._clock() - self._samples[0][0], _merge_present(before)
 
 
 def _counts(report: ReplicaReport) -> dict[str, ModelSnapshot]:
     return {name: model.counts for name, model in report.models.items() if model.counts is not None}
 
 
-def _merged(snapshots: Iterable[ModelSnapshot | None]) -> ModelSnapshot | None:
+def _merge_present(snapshots: Iterable[ModelSnapshot | None]) -> ModelSnapshot | None:
     found = [each for each in snapshots if each is not None]
-    return merge(found) if found else None
+    return merge_snapshots(found) if found else None
 
 
-def describe_event(event: Event) -> RolloutEvent:
+def to_rollout_event(event: Event) -> RolloutEvent:
     return RolloutEvent(event.time, event.kind, event.model, event.version, event.reason, event.by)
 
 
-def _missing(models: Mapping[str, ModelState], report: ReplicaReport) -> Iterator[str]:
+def _list_staging_errors(models: Mapping[str, ModelState], report: ReplicaReport) -> Iterator[str]:
     """What a replica should have and could not stage. What nobody wants any more is the model's `reason`."""
     for name, model in models.items():
         failure = report.models[name].failure if name in report.models else None
@@ -170,7 +170,7 @@ def _missing(models: Mapping[str, ModelState], report: ReplicaReport) -> Iterato
             yield f"{name}@{failure.version}: {failure.reason}"
 
 
-def _slow(report: ReplicaReport) -> str:
+def _describe_slow_forward(report: ReplicaReport) -> str:
     """Whatever waits for this replica waits for its forward, and the replica is replaced after `hang_s`."""
     return f"a forward has taken {report.computing_s:.0f} s" if report.computing_s >= LONG_FORWARD_S else ""
 
@@ -181,50 +181,50 @@ def _reason(rollout: Rollout) -> str:
     return rollout.reason
 
 
-def _had(report: ModelReport) -> tuple[int, ...]:
+def _list_versions(report: ModelReport) -> tuple[int, ...]:
     """The versions that could answer in a replica, now or in a moment."""
     return report.staged if report.live is None else report.live.held
 
 
-def _left(live: LiveState) -> str:
+def _describe_rejected(live: LiveState) -> str:
     if live.last is None or live.last.version not in live.left:
         return ""
     instead = f" version {live.last.instead} answered instead:" if live.last.instead else ""
     return f"version {live.last.version} was left,{instead} {live.last.reason}"
 
 
-def _place(version: int, model: ModelState, reports: Sequence[ModelReport]) -> tuple[str, float]:
+def _find_track_and_share(version: int, model: ModelState, reports: Sequence[ModelReport]) -> tuple[str, float]:
     """The track and the share of a version."""
     rollout = model.rollout
     if not rollout.stable:
-        return _live_place(version, model.live, reports)
+        return _find_live_track_and_share(version, model.live, reports)
     is_open = rollout.phase is Phase.CANARY
     if version == rollout.stable:
         return "stable", 1.0 - (rollout.percent / 100.0 if is_open else 0.0)
     if is_open and version == rollout.candidate:
-        return _beside(rollout), rollout.percent / 100.0
+        return _name_track(rollout), rollout.percent / 100.0
     return "", 0.0
 
 
-def _live_place(version: int, live: LiveState, reports: Sequence[ModelReport]) -> tuple[str, float]:
+def _find_live_track_and_share(version: int, live: LiveState, reports: Sequence[ModelReport]) -> tuple[str, float]:
     """A live model's version answers in some replicas, and not yet in others."""
     answering = [report for report in reports if report.version]
-    newest, given, track = live.newest or Shares(), 0.0, ""
+    newest, given, track = live.newest or TrafficShares(), 0.0, ""
     for report in answering:
         candidate = report.live.candidate if report.live is not None and live.newest is not None else 0
         part = newest.percent / 100.0 if candidate else 0.0
         if version == report.version:
             given, track = given + 1.0 - part, "stable"
         elif version == candidate:
-            given, track = given + part, track or _beside(newest)
+            given, track = given + part, track or _name_track(newest)
     return track, given / len(answering) if answering else 0.0
 
 
-def _beside(candidate: Rollout | Shares) -> str:
-    return "shadow" if Shares(candidate.percent, candidate.shadow_percent).is_shadow else "candidate"
+def _name_track(candidate: Rollout | TrafficShares) -> str:
+    return "shadow" if TrafficShares(candidate.percent, candidate.shadow_percent).is_shadow else "candidate"
 
 
-def version_status(
+def build_version_status(
     version: int,
     track: str,
     share: float,
@@ -237,10 +237,10 @@ def version_status(
     if now is None:
         return VersionStatus(version, track, share)
     earlier = before["versions"].get(str(version)) if before else None
-    recent = since(earlier["request_s"], now["request_s"]) if earlier else now["request_s"]
+    recent = subtract_histogram(earlier["request_s"], now["request_s"]) if earlier else now["request_s"]
     # Less than before where a replica has gone, and what it had counted.
     num_recent = max(0, sum(now["statuses"].values()) - (sum(earlier["statuses"].values()) if earlier else 0))
-    requests, errors = requests_and_errors(now)
+    requests, errors = count_requests_and_errors(now)
     return VersionStatus(
         version,
         track,
@@ -248,8 +248,8 @@ def version_status(
         requests=requests,
         errors=errors,
         requests_per_s=num_recent / before_s if before_s > 0.0 else 0.0,
-        p50_s=quantile(recent, 0.5),
-        p99_s=quantile(recent, 0.99),
+        p50_s=estimate_quantile(recent, 0.5),
+        p99_s=estimate_quantile(recent, 0.99),
         compared=now["compared"],
         disagreed=now["disagreed"],
     )
@@ -259,7 +259,7 @@ def _batch_rows(now: ModelSnapshot | None, before: ModelSnapshot | None) -> floa
     if now is None:
         return None
     histogram: HistogramSnapshot = (
-        now["batch_rows"] if before is None else since(before["batch_rows"], now["batch_rows"])
+        now["batch_rows"] if before is None else subtract_histogram(before["batch_rows"], now["batch_rows"])
     )
     batches = sum(histogram["counts"])
     return histogram["sum"] / batches if batches else None

@@ -21,10 +21,10 @@ import numpy as np
 from shoal.errors import InferenceError
 from shoal.open_inference import inference_pb2 as pb
 from shoal.open_inference.binary_tensors import from_binary, to_binary
-from shoal.open_inference.datatypes import NUMPY
+from shoal.open_inference.datatypes import NUMPY_DTYPES
 from shoal.open_inference.http_codec import REFUSED_PARAMETERS
 from shoal.open_inference.messages import TensorMetadata
-from shoal.open_inference.request_schema import Expectation, shown
+from shoal.open_inference.request_schema import RequestSchema, format_tensor_type
 
 # The field of InferTensorContents that holds the elements; FP16 and BF16 travel raw only.
 FIELDS = {
@@ -44,14 +44,14 @@ FIELDS = {
 
 MAX_HEADS = 256  # of answers, kept for each model
 # Keys of fields: their number, and that a length follows.
-ID, RAW_OUTPUT = (
+ID_KEY, RAW_OUTPUT_KEY = (
     pb.ModelInferResponse.DESCRIPTOR.fields_by_name[name].number << 3 | 2 for name in ("id", "raw_output_contents")
 )
 
-Input = pb.ModelInferRequest.InferInputTensor
+InputTensorMessage = pb.ModelInferRequest.InferInputTensor
 
 
-class Asked(msgspec.Struct, frozen=True, gc=False):
+class InferRequestHeader(msgspec.Struct, frozen=True, gc=False):
     """What a request asks, beside its tensors.
 
     timeout_us: the parameter `timeout`, whatever it holds; None when there is none
@@ -65,7 +65,7 @@ class Asked(msgspec.Struct, frozen=True, gc=False):
     raw: bool
 
     @classmethod
-    def by(cls, request: pb.ModelInferRequest) -> Asked:
+    def from_message(cls, request: pb.ModelInferRequest) -> InferRequestHeader:
         """What this message asks."""
         return cls(
             request.model_name,
@@ -76,7 +76,7 @@ class Asked(msgspec.Struct, frozen=True, gc=False):
         )
 
 
-class Inputs(msgspec.Struct, frozen=True, gc=False):
+class DecodedInputs(msgspec.Struct, frozen=True, gc=False):
     """The tensors of a request: by name, the rows of each, and the outputs that are wanted (None for all).
 
     outputs:   the names of those that are wanted, in the order in which they were asked for; () for all
@@ -97,12 +97,12 @@ class GrpcCodec:
         self, model: str, inputs: Sequence[TensorMetadata], outputs: Sequence[TensorMetadata], max_rows: int
     ) -> None:
         self._model = model
-        self._expectation = Expectation(inputs, outputs, max_rows)
-        self.takes_bytes = any(spec.datatype == "BYTES" for spec in inputs)  # whose elements are read one by one
+        self._schema = RequestSchema(inputs, outputs, max_rows)
+        self.has_bytes_inputs = any(spec.datatype == "BYTES" for spec in inputs)  # whose elements are read one by one
         self._datatypes = {spec.name: spec.datatype for spec in outputs}
         self._heads: dict[tuple[int, tuple[tuple[str, tuple[int, ...]], ...]], bytes] = {}
 
-    def decode(self, request: pb.ModelInferRequest) -> Inputs:
+    def decode(self, request: pb.ModelInferRequest) -> DecodedInputs:
         """Arrays that came raw are views of the request's bytes. Raises InferenceError (400, 422)."""
         raw = request.raw_input_contents
         if raw and len(raw) != len(request.inputs):
@@ -112,8 +112,8 @@ class GrpcCodec:
         sizes: list[int] = []
         for index, tensor in enumerate(request.inputs):
             name, shape = tensor.name, list(tensor.shape)
-            self._expectation.declare(name, tensor.datatype, shape, arrays)
-            _refuse(tensor.parameters, f"input {name!r}")
+            self._schema.check_tensor(name, tensor.datatype, shape, arrays)
+            _reject_parameters(tensor.parameters, f"input {name!r}")
             if raw:
                 if tensor.HasField("contents"):
                     raise InferenceError(400, f"input {name!r}: expected contents or raw_input_contents, got both")
@@ -121,19 +121,21 @@ class GrpcCodec:
                 sizes.append(len(elements))
                 arrays[name] = from_binary(name, tensor.datatype, shape, elements)
             else:
-                arrays[name] = _from_typed(tensor, shape)
-        wanted = self._expectation.wanted(output.name for output in request.outputs)
+                arrays[name] = _decode_typed(tensor, shape)
+        wanted = self._schema.check_outputs(output.name for output in request.outputs)
         names = tuple([output.name for output in request.outputs])  # no more than there are: that was seen
         for output in request.outputs:
-            _refuse(output.parameters, f"output {output.name!r}")
-        return Inputs(arrays, self._expectation.complete(arrays), wanted, names, tuple(sizes))
+            _reject_parameters(output.parameters, f"output {output.name!r}")
+        return DecodedInputs(arrays, self._schema.check_complete(arrays), wanted, names, tuple(sizes))
 
-    def encode(self, asked: Asked, wanted: Sequence[str], version: int, outputs: Mapping[str, np.ndarray]) -> bytes:
+    def encode(
+        self, asked: InferRequestHeader, wanted: Sequence[str], version: int, outputs: Mapping[str, np.ndarray]
+    ) -> bytes:
         """A ModelInferResponse, with the outputs that are wanted, in this order; () for all, in the model's."""
         names = wanted or tuple(self._datatypes)
         arrays = [(name, self._datatypes[name], outputs[name]) for name in names]
         for name, datatype, array in arrays:
-            assert array.dtype == NUMPY[datatype], f"output {name!r}: expected {datatype}, got {array.dtype}"
+            assert array.dtype == NUMPY_DTYPES[datatype], f"output {name!r}: expected {datatype}, got {array.dtype}"
         parts: list[bytes | memoryview] = []
         if asked.raw or any(datatype not in FIELDS for _, datatype, _ in arrays):
             shapes = version, tuple([(name, array.shape) for name, _, array in arrays])
@@ -141,22 +143,22 @@ class GrpcCodec:
             if head is None:
                 if len(self._heads) >= MAX_HEADS:  # or one more, when two threads have one to keep
                     self._heads.clear()
-                head = self._heads[shapes] = self._head(version, arrays).SerializeToString()
+                head = self._heads[shapes] = self._build_head(version, arrays).SerializeToString()
             parts.append(head)
             for _, datatype, array in arrays:
                 part = to_binary(datatype, array)
-                parts += (field_head(RAW_OUTPUT, len(part)), part)
+                parts += (encode_field_head(RAW_OUTPUT_KEY, len(part)), part)
         else:
-            answer = self._head(version, arrays)
+            answer = self._build_head(version, arrays)
             for tensor, (_, datatype, array) in zip(answer.outputs, arrays, strict=True):
                 getattr(tensor.contents, FIELDS[datatype]).extend(array.ravel().tolist())
             parts.append(answer.SerializeToString())
         if asked.id:
             identifier = asked.id.encode()
-            parts += (field_head(ID, len(identifier)), identifier)
+            parts += (encode_field_head(ID_KEY, len(identifier)), identifier)
         return b"".join(parts)
 
-    def _head(self, version: int, arrays: Sequence[tuple[str, str, np.ndarray]]) -> pb.ModelInferResponse:
+    def _build_head(self, version: int, arrays: Sequence[tuple[str, str, np.ndarray]]) -> pb.ModelInferResponse:
         """All of an answer but its elements and its id."""
         answer = pb.ModelInferResponse(model_name=self._model, model_version=str(version))
         for name, datatype, array in arrays:
@@ -171,7 +173,7 @@ def parameter_value(parameter: pb.InferParameter | pb.ModelRepositoryParameter) 
 
 
 @lru_cache(1024)
-def field_head(key: int, size_bytes: int) -> bytes:
+def encode_field_head(key: int, size_bytes: int) -> bytes:
     """What stands before a field's content: its key, of one byte, and the length, seven bits in each byte."""
     found = bytearray((key,))
     while size_bytes > 127:
@@ -181,7 +183,7 @@ def field_head(key: int, size_bytes: int) -> bytes:
     return bytes(found)
 
 
-def _from_typed(tensor: Input, shape: list[int]) -> np.ndarray:
+def _decode_typed(tensor: InputTensorMessage, shape: list[int]) -> np.ndarray:
     field = FIELDS.get(tensor.datatype)
     if field is None:
         raise InferenceError(422, f"input {tensor.name!r}: expected {tensor.datatype} in raw_input_contents")
@@ -190,19 +192,21 @@ def _from_typed(tensor: Input, shape: list[int]) -> np.ndarray:
     for each in shape:
         size *= each
     if len(elements) != size:
-        problem = f"input {tensor.name!r}: expected {size} values in {field} for {shown(tensor.datatype, shape)}"
+        problem = (
+            f"input {tensor.name!r}: expected {size} values in {field} for {format_tensor_type(tensor.datatype, shape)}"
+        )
         raise InferenceError(422, f"{problem}, got {len(elements)}")
     if tensor.datatype == "BYTES":
         array = np.empty(size, object)
         array[:] = list(elements)
         return array.reshape(shape)
     try:  # of a list: NumPy looks at each value, where it would cut those of a buffer
-        return np.array(list(elements), NUMPY[tensor.datatype]).reshape(shape)
+        return np.array(list(elements), NUMPY_DTYPES[tensor.datatype]).reshape(shape)
     except OverflowError as error:
         raise InferenceError(422, f"input {tensor.name!r}: expected values of {tensor.datatype}: {error}") from None
 
 
-def _refuse(parameters: Mapping[str, pb.InferParameter], where: str) -> None:
+def _reject_parameters(parameters: Mapping[str, pb.InferParameter], where: str) -> None:
     for name in REFUSED_PARAMETERS:
         if name in parameters:
             raise InferenceError(400, f"{where}: the parameter {name!r} is of an extension that is not served")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shoal.serve.grpc.service import InferenceServicer
 
 SERVICE = "inference.GRPCInferenceService"
-STATUSES = {
+GRPC_STATUSES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
     403: grpc.StatusCode.PERMISSION_DENIED,
@@ -45,12 +45,12 @@ STATUSES = {
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
-TAKE_BYTES = frozenset({"ModelInfer", "ModelStreamInfer"})
-OPEN = frozenset({"ServerLive", "ServerReady"})  # to everybody
+RAW_BYTES_METHODS = frozenset({"ModelInfer", "ModelStreamInfer"})
+UNAUTHENTICATED_METHODS = frozenset({"ServerLive", "ServerReady"})  # to everybody
 MAX_DETAILS_CHARS = 2000  # they travel in a header block, which proxies limit
 _PRINTABLE = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")  # what `grpc-message` may hold as it is
 # Methods that stock clients have, and what they are told.
-NOT_SERVED = {
+UNSUPPORTED_METHODS = {
     "SystemSharedMemoryStatus": "shared memory",
     "SystemSharedMemoryRegister": "shared memory",
     "SystemSharedMemoryUnregister": "shared memory",
@@ -62,33 +62,33 @@ NOT_SERVED = {
 }
 
 
-class Call:
+class GrpcCall:
     """One call: the metadata that came with it, and its status and what goes with that, behind the answer."""
 
     def __init__(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
         self.metadata = dict(headers)
         self.trailing: list[tuple[bytes, bytes]] = []
-        self._refused: InferenceError | None = None
+        self._error: InferenceError | None = None
 
-    def refuse(self, error: InferenceError) -> None:
+    def set_error(self, error: InferenceError) -> None:
         """Say with a status what was wrong."""
-        self._refused = error
+        self._error = error
         self.trailing = (
             [] if error.retry_after_s is None else [(b"retry-after", b"%d" % math.ceil(error.retry_after_s))]
         )
 
-    def trailers(self) -> list[tuple[bytes, bytes]]:
+    def build_trailers(self) -> list[tuple[bytes, bytes]]:
         """The status, its words, and what goes with it."""
-        if self._refused is None:
+        if self._error is None:
             return [(b"grpc-status", b"0"), *self.trailing]
-        status: int = STATUSES.get(self._refused.status, grpc.StatusCode.INTERNAL).value[0]
-        words = urllib.parse.quote(str(self._refused)[:MAX_DETAILS_CHARS], safe=_PRINTABLE)[:MAX_DETAILS_CHARS]
+        status: int = GRPC_STATUSES.get(self._error.status, grpc.StatusCode.INTERNAL).value[0]
+        words = urllib.parse.quote(str(self._error)[:MAX_DETAILS_CHARS], safe=_PRINTABLE)[:MAX_DETAILS_CHARS]
         words = re.sub("%[0-9A-F]?$", "", words)
         return [(b"grpc-status", b"%d" % status), (b"grpc-message", words.encode()), *self.trailing]
 
 
 @dataclass(frozen=True, slots=True)
-class Method:
+class GrpcMethod:
     """One method of the service. `attribute` is its name in `InferenceServicer`.
 
     takes_bytes: messages go to it, and come from it, as bytes
@@ -101,19 +101,19 @@ class Method:
     streams: bool
     takes_bytes: bool
 
-    def of(self, servicer: InferenceServicer) -> Callable[..., Any]:
+    def bind(self, servicer: InferenceServicer) -> Callable[..., Any]:
         """What answers it."""
         found: Callable[..., Any] = getattr(servicer, self.attribute)
         return found
 
 
-def _methods() -> dict[str, Method]:
+def _methods() -> dict[str, GrpcMethod]:
     found = {}
     for each in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
         attribute = re.sub(r"(?<!^)(?=[A-Z])", "_", each.name).lower()
         request, response = getattr(pb, each.input_type.name), getattr(pb, each.output_type.name)
-        takes_bytes = each.name in TAKE_BYTES
-        found[each.name] = Method(each.name, attribute, request, response, each.server_streaming, takes_bytes)
+        takes_bytes = each.name in RAW_BYTES_METHODS
+        found[each.name] = GrpcMethod(each.name, attribute, request, response, each.server_streaming, takes_bytes)
     return found
 
 

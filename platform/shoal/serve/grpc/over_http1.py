@@ -20,136 +20,143 @@ from contextlib import aclosing, suppress
 from typing import Any, NamedTuple
 
 from shoal.errors import InferenceError
-from shoal.serve.grpc.methods import METHODS, NOT_SERVED, OPEN, SERVICE, Call, Method
-from shoal.serve.grpc.service import InferenceServicer, Invocation, parsed, refusal
-from shoal.serve.grpc.stream import HEAD_BYTES, Frame, StreamProgress
-from shoal.serve.http.compression import decompressed
+from shoal.serve.grpc.methods import (
+    METHODS,
+    SERVICE,
+    UNAUTHENTICATED_METHODS,
+    UNSUPPORTED_METHODS,
+    GrpcCall,
+    GrpcMethod,
+)
+from shoal.serve.grpc.service import InferenceServicer, Invocation, parse_message, to_inference_error
+from shoal.serve.grpc.stream import HEAD_BYTES, Frame, StreamLifecycle
+from shoal.serve.http.compression import decompress_body
 from shoal.serve.http.messages import Receive, Scope, Send
 from shoal.serve.messages.inference import Disconnected
-from shoal.serve.protocol.limits import Limits
-from shoal.serve.protocol.request_lifecycle import Progress, RequestsInProgress
+from shoal.serve.protocol.limits import RequestLimits
+from shoal.serve.protocol.request_lifecycle import RequestLifecycle, RequestsInProgress
 
 PREFIX = f"/{SERVICE}/"
-TYPE = (b"content-type", b"application/grpc")
-CHUNKED = [TYPE, (b"transfer-encoding", b"chunked")]
+GRPC_CONTENT_TYPE = (b"content-type", b"application/grpc")
+CHUNKED_HEADERS = [GRPC_CONTENT_TYPE, (b"transfer-encoding", b"chunked")]
 UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _TIMEOUT = re.compile(r"(\d{1,8})([HMSmun])")
 FOREVER_S = 1e9  # gRPC's word for no deadline is one in some hundred years
 
 
-class _Asked(NamedTuple):
-    method: Method
-    call: Call
-    reply: _Reply
+class _GrpcExchange(NamedTuple):
+    method: GrpcMethod
+    call: GrpcCall
+    reply: _ResponseWriter
 
 
 class GrpcOverHttp1:
     """Answers the paths of the service; all others are `other`'s."""
 
-    def __init__(self, servicer: InferenceServicer, other: Any, limits: Limits) -> None:
-        self._servicer, self._other, self._limits = servicer, other, limits
+    def __init__(self, servicer: InferenceServicer, other: Any, limits: RequestLimits) -> None:
+        self._servicer, self._fallback_app, self._limits = servicer, other, limits
         self._in_progress = RequestsInProgress(limits)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not scope["path"].startswith(PREFIX):
-            await self._other(scope, receive, send)
+            await self._fallback_app(scope, receive, send)
             return
-        call, name = Call(scope["headers"]), scope["path"][len(PREFIX) :]
-        reply = _Reply(send, call)
+        call, name = GrpcCall(scope["headers"]), scope["path"][len(PREFIX) :]
+        reply = _ResponseWriter(send, call)
         try:
             method = METHODS.get(name)
             if method is None or scope["method"] != "POST":
-                what = NOT_SERVED.get(name)
+                what = UNSUPPORTED_METHODS.get(name)
                 raise InferenceError(
                     501, f"{name[:200]} is not served here" + (f": {what} is not offered" if what else "")
                 )
             self._limits.check_head(scope["path"], scope["headers"])
-            if name not in OPEN:
-                self._servicer.require_known(Invocation(call.metadata))
-            asked = _Asked(method, call, reply)
+            if name not in UNAUTHENTICATED_METHODS:
+                self._servicer.require_known_key(Invocation(call.metadata))
+            asked = _GrpcExchange(method, call, reply)
             if method.streams:
-                await self._in_progress.run_as(StreamProgress, receive, self._stream, asked)
+                await self._in_progress.run_as(StreamLifecycle, receive, self._handle_stream, asked)
             else:
-                await self._in_progress.run(receive, self._call, asked)
+                await self._in_progress.run(receive, self._handle_unary, asked)
         except Disconnected:
             return
         except Exception as error:  # noqa: BLE001  # a call's top: `refusal` logs what is none of ours
-            call.refuse(refusal(error))
-        if not reply.begun:
-            await reply.end()
+            call.set_error(to_inference_error(error))
+        if not reply.has_begun:
+            await reply.finish()
             return
         with suppress(TimeoutError):  # who takes no answers does not take this either
             async with asyncio.timeout(self._limits.answer_grace_s):
-                await reply.end()
+                await reply.finish()
 
-    async def _call(self, progress: Progress, asked: _Asked) -> None:
-        deadline_s = _until_deadline(progress, asked.call)
-        body = await progress.body(None)
+    async def _handle_unary(self, progress: RequestLifecycle, asked: _GrpcExchange) -> None:
+        deadline_s = _apply_deadline(progress, asked.call)
+        body = await progress.read_body(None)
         if len(body) < HEAD_BYTES or len(body) - HEAD_BYTES != int.from_bytes(body[1:HEAD_BYTES], "big"):
             raise InferenceError(400, f"not one message of gRPC: a body of {len(body)} bytes")
-        request = await self._request(Frame(body[0] != 0, body[HEAD_BYTES:]), asked)
+        request = await self._decode_request(Frame(body[0] != 0, body[HEAD_BYTES:]), asked)
         invocation = Invocation(asked.call.metadata, deadline_s)
-        answer = await asked.method.of(self._servicer)(request, invocation)
-        asked.reply.last = answer if asked.method.takes_bytes else answer.SerializeToString()
+        answer = await asked.method.bind(self._servicer)(request, invocation)
+        asked.reply.last_message = answer if asked.method.takes_bytes else answer.SerializeToString()
         asked.call.trailing = invocation.trailing
 
-    async def _stream(self, progress: StreamProgress, asked: _Asked) -> None:
-        deadline_s = _until_deadline(progress, asked.call)
+    async def _handle_stream(self, progress: StreamLifecycle, asked: _GrpcExchange) -> None:
+        deadline_s = _apply_deadline(progress, asked.call)
 
         async def requests() -> AsyncGenerator[bytes, None]:
-            while (frame := await progress.frame()) is not None:
-                yield await self._request(frame, asked)
+            while (frame := await progress.read_frame()) is not None:
+                yield await self._decode_request(frame, asked)
 
         invocation = Invocation(asked.call.metadata, deadline_s)
         async with (
             aclosing(requests()) as incoming,
-            aclosing(asked.method.of(self._servicer)(incoming, invocation)) as responses,
+            aclosing(asked.method.bind(self._servicer)(incoming, invocation)) as responses,
         ):
             async for response in responses:
-                await progress.sent(asked.reply.give(response))
+                await progress.await_send(asked.reply.send_message(response))
 
-    async def _request(self, frame: Frame, asked: _Asked) -> Any:
+    async def _decode_request(self, frame: Frame, asked: _GrpcExchange) -> Any:
         """What the method takes. Raises InferenceError (400, 413, 415)."""
         content = frame.content
         if frame.compressed:
             encoding = asked.call.metadata.get(b"grpc-encoding", b"identity")
-            content = await decompressed(content, encoding, self._limits)
-        return content if asked.method.takes_bytes else parsed(asked.method.request, content)
+            content = await decompress_body(content, encoding, self._limits)
+        return content if asked.method.takes_bytes else parse_message(asked.method.request, content)
 
 
-class _Reply:
+class _ResponseWriter:
     """What a call answers: any number of messages, each in a chunk of its own, and its status behind the last one.
 
     A call that is refused before its first message has nothing but the status.
     """
 
-    def __init__(self, send: Send, call: Call) -> None:
-        self._send, self._call, self.begun = send, call, False
-        self.last: bytes | None = None  # goes with the end
+    def __init__(self, send: Send, call: GrpcCall) -> None:
+        self._send, self._call, self.has_begun = send, call, False
+        self.last_message: bytes | None = None  # goes with the end
 
-    async def give(self, message: bytes) -> None:
+    async def send_message(self, message: bytes) -> None:
         """One message, and more to come."""
-        await self._begin()
+        await self._send_headers()
         chunk = b"%b\r\n" % _chunk(message)
         await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
 
-    async def end(self) -> None:
+    async def finish(self) -> None:
         """`last`, if there is one, and the status."""
-        trailers = self._call.trailers()
-        if self.last is None and not self.begun:
-            headers = [TYPE, (b"content-length", b"0"), *trailers]
+        trailers = self._call.build_trailers()
+        if self.last_message is None and not self.has_begun:
+            headers = [GRPC_CONTENT_TYPE, (b"content-length", b"0"), *trailers]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
             await self._send({"type": "http.response.body", "body": b""})
             return
-        await self._begin()
-        chunk = b"" if self.last is None else b"%b\r\n" % _chunk(self.last)
+        await self._send_headers()
+        chunk = b"" if self.last_message is None else b"%b\r\n" % _chunk(self.last_message)
         end = b"".join((chunk, b"0\r\n", *(b"%b: %b\r\n" % trailer for trailer in trailers), b"\r\n"))
         await self._send({"type": "http.response.body", "body": end})
 
-    async def _begin(self) -> None:
-        if not self.begun:
-            self.begun = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": CHUNKED})
+    async def _send_headers(self) -> None:
+        if not self.has_begun:
+            self.has_begun = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": CHUNKED_HEADERS})
 
 
 def _chunk(message: bytes) -> bytes:
@@ -158,13 +165,13 @@ def _chunk(message: bytes) -> bytes:
     return b"%x\r\n\0%b%b" % (HEAD_BYTES + size_bytes, size_bytes.to_bytes(4, "big"), message)
 
 
-def _until_deadline(progress: Progress, call: Call) -> float | None:
+def _apply_deadline(progress: RequestLifecycle, call: GrpcCall) -> float | None:
     """The call's deadline, at which it is ended. Raises InferenceError (400)."""
     left_s = _timeout_s(call.metadata.get(b"grpc-timeout"))
     if left_s is None:
         return None
     deadline_s = time.monotonic() + left_s
-    progress.until(deadline_s)
+    progress.set_deadline(deadline_s)
     return deadline_s
 
 

@@ -17,17 +17,17 @@ from google.protobuf.message import DecodeError
 
 from shoal.open_inference import inference_pb2 as pb
 from shoal.open_inference.binary_tensors import from_binary
-from shoal.serve.grpc.codec import Asked, GrpcCodec, Inputs, field_head
+from shoal.serve.grpc.codec import DecodedInputs, GrpcCodec, InferRequestHeader, encode_field_head
 
 MAX_LAYOUTS = 256
-MAX_OF_A_LENGTH = 8  # each costs a comparison
+MAX_LAYOUTS_PER_LENGTH = 8  # each costs a comparison
 MAX_HEAD_BYTES = 4096
-MAX_SEEN = 256
-RAW_INPUT = pb.ModelInferRequest.DESCRIPTOR.fields_by_name["raw_input_contents"].number << 3 | 2
+MAX_SEEN_HEADS = 256
+RAW_INPUT_KEY = pb.ModelInferRequest.DESCRIPTOR.fields_by_name["raw_input_contents"].number << 3 | 2
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RequestLayout:
     """The bytes that requests have in common, and what those mean.
 
     head:    all before the first tensor's elements
@@ -36,7 +36,7 @@ class Layout:
     codec:   whose inputs these are; it has accepted them
     """
 
-    asked: Asked
+    asked: InferRequestHeader
     codec: GrpcCodec
     head: bytes
     between: Sequence[tuple[int, bytes]]
@@ -46,80 +46,85 @@ class Layout:
     outputs: tuple[str, ...]
     raw_sizes: tuple[int, ...]
 
-    def is_of(self, content: bytes) -> bool:
+    def matches(self, content: bytes) -> bool:
         """Whether a message of the same length differs in elements alone."""
         return content.startswith(self.head) and all(content.startswith(piece, at) for at, piece in self.between)
 
-    def inputs(self, content: bytes) -> Inputs:
+    def decode_inputs(self, content: bytes) -> DecodedInputs:
         """The arrays of such a message, as views of it. Raises InferenceError (422) for elements that are none."""
         view = memoryview(content)
         arrays = {
             name: from_binary(name, datatype, shape, view[begin:end])
             for name, datatype, shape, begin, end in self.tensors
         }
-        return Inputs(arrays, self.num_rows, self.wanted, self.outputs, self.raw_sizes)
+        return DecodedInputs(arrays, self.num_rows, self.wanted, self.outputs, self.raw_sizes)
 
 
 @dataclass(slots=True)
-class Layouts:
+class RequestLayoutCache:
     """Those of requests whose beginning was seen before: what never comes again is not worth keeping."""
 
-    _by_length: dict[int, list[Layout]] = field(default_factory=dict)
-    _num: int = 0
+    _by_length: dict[int, list[RequestLayout]] = field(default_factory=dict)
+    _num_layouts: int = 0
     _seen: set[tuple[int, bytes]] = field(default_factory=set)
 
-    def find(self, content: bytes) -> Layout | None:
+    def find(self, content: bytes) -> RequestLayout | None:
         """The layout of a request, if it is known."""
         same = self._by_length.get(len(content), [])
         for index, layout in enumerate(same):
-            if layout.is_of(content):
+            if layout.matches(content):
                 if index:  # it is looked at first the next time
                     same.insert(0, same.pop(index))
                 return layout
         return None
 
     def learn(
-        self, content: bytes, request: pb.ModelInferRequest, asked: Asked, codec: GrpcCodec, inputs: Inputs
+        self,
+        content: bytes,
+        request: pb.ModelInferRequest,
+        asked: InferRequestHeader,
+        codec: GrpcCodec,
+        inputs: DecodedInputs,
     ) -> None:
         """`request`, read from `content`, had no layout, and `codec` has found it right."""
         if asked.id or not inputs.raw_sizes:
             return
-        pieces = [field_head(RAW_INPUT, size) for size in inputs.raw_sizes]
+        pieces = [encode_field_head(RAW_INPUT_KEY, size) for size in inputs.raw_sizes]
         begin = len(content) - sum(map(len, pieces)) - sum(inputs.raw_sizes)
-        if begin > MAX_HEAD_BYTES or not self._has_come(content, begin):
+        if begin > MAX_HEAD_BYTES or not self._has_seen(content, begin):
             return
-        layout = _layout(content, begin, pieces, request, asked, codec, inputs)
+        layout = _build_layout(content, begin, pieces, request, asked, codec, inputs)
         if layout is None:
             return
-        if self._num == MAX_LAYOUTS:
+        if self._num_layouts == MAX_LAYOUTS:
             self._by_length.clear()
-            self._num = 0
+            self._num_layouts = 0
         same = self._by_length.setdefault(len(content), [])
         # One that was learnt by a codec that is gone leaves its place.
-        kept = [each for each in same if not each.is_of(content)][: MAX_OF_A_LENGTH - 1]
-        self._num += 1 + len(kept) - len(same)
+        kept = [each for each in same if not each.matches(content)][: MAX_LAYOUTS_PER_LENGTH - 1]
+        self._num_layouts += 1 + len(kept) - len(same)
         self._by_length[len(content)] = [layout, *kept]
 
-    def _has_come(self, content: bytes, begin: int) -> bool:
+    def _has_seen(self, content: bytes, begin: int) -> bool:
         """Whether one as long began like this; the next one has."""
         beginning = len(content), content[:begin]
         if beginning in self._seen:
             return True
-        if len(self._seen) == MAX_SEEN:
+        if len(self._seen) == MAX_SEEN_HEADS:
             self._seen.clear()
         self._seen.add(beginning)
         return False
 
 
-def _layout(
+def _build_layout(
     content: bytes,
     begin: int,
     pieces: Sequence[bytes],
     request: pb.ModelInferRequest,
-    asked: Asked,
+    asked: InferRequestHeader,
     codec: GrpcCodec,
-    inputs: Inputs,
-) -> Layout | None:
+    inputs: DecodedInputs,
+) -> RequestLayout | None:
     """None when the elements are not the last fields of the message, as its usual form has them.
 
     begin:  where they would begin
@@ -137,13 +142,13 @@ def _layout(
             head = content[:begin]
         tensors.append((tensor.name, tensor.datatype, list(tensor.shape), begin, begin + size))
         begin += size
-    if not _is_whole(content[: between[0][0]]):
+    if not _is_complete_message(content[: between[0][0]]):
         return None
     rest = inputs.num_rows, inputs.wanted, inputs.outputs, inputs.raw_sizes
-    return Layout(asked, codec, head, between[1:], tensors, *rest)
+    return RequestLayout(asked, codec, head, between[1:], tensors, *rest)
 
 
-def _is_whole(beginning: bytes) -> bool:
+def _is_complete_message(beginning: bytes) -> bool:
     """Whether a message may end here, with no tensor before."""
     try:
         return not pb.ModelInferRequest.FromString(beginning).raw_input_contents

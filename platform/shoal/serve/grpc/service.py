@@ -3,7 +3,7 @@
 Owns what each method means; `grpc_tensors` has the tensors, `grpc_layouts` what is known of a request from those before
 it (so inferences come and go as bytes), `grpc_http1` the wire, `model_config` what a model says of itself. Called by
 `grpc_http1`, which answers what is raised here with a status. Knows no socket and no Ray, and the models only through
-`ModelHost`.
+`ModelManagerProtocol`.
 
 Metadata that requests may carry: `authorization: Bearer KEY`, and as in HTTP `shoal-deadline-ms`, `shoal-track`,
 `shoal-sticky`, `traceparent`. The deadline of the call itself counts as one. Trailing metadata: `shoal-model-version`.
@@ -33,14 +33,14 @@ from google.protobuf.message import DecodeError, Message
 from shoal.errors import Closed, InferenceError
 from shoal.open_inference import inference_pb2 as pb
 from shoal.registry.manifest import Signature
-from shoal.serve.grpc.codec import Asked, GrpcCodec, Inputs, field_head, parameter_value
-from shoal.serve.grpc.request_cache import Layout, Layouts
-from shoal.serve.http.messages import FROM
-from shoal.serve.messages.inference import Caller, HostedModel, InferCall, ModelHost, origin
-from shoal.serve.protocol.access import Access
-from shoal.serve.protocol.model_metadata import EXTENSIONS, described, metadata, model_config
-from shoal.serve.protocol.offload import LARGE_BYTES, beside, has_many, read_beside
-from shoal.serve.protocol.request_options import asked_deadline, asked_sticky, asked_track, asked_version
+from shoal.serve.grpc.codec import DecodedInputs, GrpcCodec, InferRequestHeader, encode_field_head, parameter_value
+from shoal.serve.grpc.request_cache import RequestLayout, RequestLayoutCache
+from shoal.serve.http.messages import FORWARDED_FROM_HEADER
+from shoal.serve.messages.inference import Caller, InferCall, ModelManagerProtocol, ServedModelProtocol, format_origin
+from shoal.serve.protocol.access import AccessControl
+from shoal.serve.protocol.model_metadata import EXTENSIONS, build_metadata, build_model_config, to_tensor_metadata
+from shoal.serve.protocol.offload import LARGE_BYTES, decode_in_thread, has_large_arrays, run_in_thread
+from shoal.serve.protocol.request_options import compute_deadline, parse_sticky, parse_track, resolve_version
 
 if TYPE_CHECKING:
     from shoal.serve.protocol.tracing import RequestTrace, Tracer
@@ -50,13 +50,13 @@ M = TypeVar("M", bound=Message)
 
 STREAM_WINDOW = 64
 # The field of a ModelStreamInferResponse that an answer is in, and a parameter of every one: the last to its request.
-IN_STREAM = pb.ModelStreamInferResponse.DESCRIPTOR.fields_by_name["infer_response"].number << 3 | 2
-FINAL = pb.ModelInferResponse(
+STREAM_RESPONSE_KEY = pb.ModelStreamInferResponse.DESCRIPTOR.fields_by_name["infer_response"].number << 3 | 2
+FINAL_RESPONSE_PARAMETER = pb.ModelInferResponse(
     parameters={"triton_final_response": pb.InferParameter(bool_param=True)}
 ).SerializeToString()
 
 
-class Request(NamedTuple):
+class GrpcInferRequest(NamedTuple):
     """A ModelInferRequest. `layout`: its own, when that is known; else there is `message`.
 
     arrived_s: when, on the clock of `time.monotonic()`
@@ -64,8 +64,8 @@ class Request(NamedTuple):
 
     arrived_s: float
     content: bytes
-    asked: Asked
-    layout: Layout | None
+    asked: InferRequestHeader
+    layout: RequestLayout | None
     message: pb.ModelInferRequest | None
 
 
@@ -81,7 +81,7 @@ class Invocation:
     deadline_s: float | None = None
     trailing: list[tuple[bytes, bytes]] = field(default_factory=list)
 
-    def text(self, name: bytes) -> str:
+    def get_metadata(self, name: bytes) -> str:
         """The value of a metadata field, "" when there is none."""
         value = self.metadata.get(name)
         return "" if value is None else value.decode("latin-1")
@@ -90,16 +90,16 @@ class Invocation:
 class InferenceServicer:
     """Answers each method of the service, or raises InferenceError or Closed."""
 
-    def __init__(self, host: ModelHost, access: Access, tracer: Tracer | None = None) -> None:
-        self._host, self._access, self._tracer = host, access, tracer
+    def __init__(self, host: ModelManagerProtocol, access: AccessControl, tracer: Tracer | None = None) -> None:
+        self._manager, self._access, self._tracer = host, access, tracer
         self._codecs: dict[str, tuple[Signature, int, GrpcCodec]] = {}
-        self._layouts = Layouts()
+        self._layouts = RequestLayoutCache()
 
     async def server_live(self, request: pb.ServerLiveRequest, invocation: Invocation) -> pb.ServerLiveResponse:
         return pb.ServerLiveResponse(live=True)
 
     async def server_ready(self, request: pb.ServerReadyRequest, invocation: Invocation) -> pb.ServerReadyResponse:
-        return pb.ServerReadyResponse(ready=self._host.ready)
+        return pb.ServerReadyResponse(ready=self._manager.is_ready)
 
     async def server_metadata(
         self, request: pb.ServerMetadataRequest, invocation: Invocation
@@ -111,8 +111,8 @@ class InferenceServicer:
         """An unknown model or version is not ready: this method asks, it does not fail."""
         self._admit(invocation, request.name)
         try:
-            model = self._host.model(request.name)
-            version = asked_version(model, request.version)
+            model = self._manager.get_model(request.name)
+            version = resolve_version(model, request.version)
         except InferenceError:
             return pb.ModelReadyResponse(ready=False)
         return pb.ModelReadyResponse(ready=bool(version or model.version))
@@ -120,21 +120,21 @@ class InferenceServicer:
     async def model_metadata(
         self, request: pb.ModelMetadataRequest, invocation: Invocation
     ) -> pb.ModelMetadataResponse:
-        model = self._model(request.name, request.version, invocation)
-        return json_format.ParseDict(msgspec.to_builtins(metadata(model)), pb.ModelMetadataResponse())
+        model = self._get_model(request.name, request.version, invocation)
+        return json_format.ParseDict(msgspec.to_builtins(build_metadata(model)), pb.ModelMetadataResponse())
 
     async def model_config(self, request: pb.ModelConfigRequest, invocation: Invocation) -> pb.ModelConfigResponse:
-        model = self._model(request.name, request.version, invocation)
-        return pb.ModelConfigResponse(config=json_format.ParseDict(model_config(model), pb.ModelConfig()))
+        model = self._get_model(request.name, request.version, invocation)
+        return pb.ModelConfigResponse(config=json_format.ParseDict(build_model_config(model), pb.ModelConfig()))
 
     async def model_statistics(
         self, request: pb.ModelStatisticsRequest, invocation: Invocation
     ) -> pb.ModelStatisticsResponse:
         if request.name:
-            models = [self._model(request.name, request.version, invocation)]
+            models = [self._get_model(request.name, request.version, invocation)]
         else:
             caller = self._admit(invocation)
-            models = [model for model in self._host.models() if _may_see(caller, model.name)]
+            models = [model for model in self._manager.list_models() if _can_see(caller, model.name)]
         found = [
             statistics
             for model in models
@@ -152,8 +152,8 @@ class InferenceServicer:
         return pb.RepositoryIndexResponse(
             models=[
                 index(name=entry.name, version=entry.version, state=entry.state, reason=entry.reason)
-                for entry in self._host.repository()
-                if _may_see(caller, entry.name) and (entry.state == "READY" or not request.ready)
+                for entry in self._manager.list_repository()
+                if _can_see(caller, entry.name) and (entry.state == "READY" or not request.ready)
             ]
         )
 
@@ -162,76 +162,80 @@ class InferenceServicer:
     ) -> pb.RepositoryModelLoadResponse:
         caller = self._admit(invocation, request.model_name, administrator=True)
         parameters = {name: parameter_value(parameter) for name, parameter in request.parameters.items()}
-        await self._host.load(request.model_name, parameters, _by(caller, invocation))
+        await self._manager.load(request.model_name, parameters, _format_caller(caller, invocation))
         return pb.RepositoryModelLoadResponse()
 
     async def repository_model_unload(
         self, request: pb.RepositoryModelUnloadRequest, invocation: Invocation
     ) -> pb.RepositoryModelUnloadResponse:
         caller = self._admit(invocation, request.model_name, administrator=True)
-        await self._host.unload(request.model_name, _by(caller, invocation))
+        await self._manager.unload(request.model_name, _format_caller(caller, invocation))
         return pb.RepositoryModelUnloadResponse()
 
     async def model_infer(self, content: bytes, invocation: Invocation) -> bytes:
         """A ModelInferRequest to a ModelInferResponse."""
-        return await self._answer(self._read(content), invocation)
+        return await self._handle_infer(self._parse_request(content), invocation)
 
-    async def _answer(self, request: Request, invocation: Invocation) -> bytes:
+    async def _handle_infer(self, request: GrpcInferRequest, invocation: Invocation) -> bytes:
         asked = request.asked
         caller = self._admit(invocation, asked.model)
         if self._tracer is None:
             return await self._infer(request, invocation, caller, None)
-        parent = invocation.text(b"traceparent"), invocation.text(b"tracestate")
-        trace = self._tracer.request("inference.GRPCInferenceService/ModelInfer", asked.model, *parent)
+        parent = invocation.get_metadata(b"traceparent"), invocation.get_metadata(b"tracestate")
+        trace = self._tracer.start_request("inference.GRPCInferenceService/ModelInfer", asked.model, *parent)
         if trace is None:
             return await self._infer(request, invocation, caller, None)
         with trace:
             return await self._infer(request, invocation, caller, trace)
 
     async def _infer(
-        self, request: Request, invocation: Invocation, caller: Caller, trace: RequestTrace | None
+        self, request: GrpcInferRequest, invocation: Invocation, caller: Caller, trace: RequestTrace | None
     ) -> bytes:
         asked = request.asked
-        model = self._host.model(asked.model)
-        version = asked_version(model, asked.version)
+        model = self._manager.get_model(asked.model)
+        version = resolve_version(model, asked.version)
         codec = self._codec(model)
-        inputs = await self._inputs(request, codec)
+        inputs = await self._decode_inputs(request, codec)
         call = InferCall(
             inputs.arrays,
             inputs.num_rows,
             version=version,
             deadline_s=_deadline_s(request.arrived_s, asked.timeout_us, invocation, model.options.deadline_s),
             tenant=caller.name,
-            sticky=asked_sticky(invocation.text(b"shoal-sticky")),
-            track=asked_track(invocation.text(b"shoal-track")),
+            sticky=parse_sticky(invocation.get_metadata(b"shoal-sticky")),
+            track=parse_track(invocation.get_metadata(b"shoal-track")),
             outputs=inputs.wanted,
             trace=trace,
         )
         prediction = await model.infer(call)
         if trace is not None:
-            trace.computed(prediction, inputs.num_rows)
+            trace.record_prediction(prediction, inputs.num_rows)
         invocation.trailing.append((b"shoal-model-version", b"%d" % prediction.version))
         answered = asked, inputs.outputs, prediction.version, prediction.outputs
-        is_large = has_many(prediction.outputs, raw=asked.raw)
-        return await beside(codec.encode, *answered) if is_large else codec.encode(*answered)
+        is_large = has_large_arrays(prediction.outputs, raw=asked.raw)
+        return await run_in_thread(codec.encode, *answered) if is_large else codec.encode(*answered)
 
-    def _read(self, content: bytes) -> Request:
+    def _parse_request(self, content: bytes) -> GrpcInferRequest:
         """What a message asks. Raises InferenceError (400)."""
         arrived_s = time.monotonic()
         layout = self._layouts.find(content)
         if layout is not None:
-            return Request(arrived_s, content, layout.asked, layout, None)
-        message = parsed(pb.ModelInferRequest, content)
-        return Request(arrived_s, content, Asked.by(message), None, message)
+            return GrpcInferRequest(arrived_s, content, layout.asked, layout, None)
+        message = parse_message(pb.ModelInferRequest, content)
+        return GrpcInferRequest(arrived_s, content, InferRequestHeader.from_message(message), None, message)
 
-    async def _inputs(self, request: Request, codec: GrpcCodec) -> Inputs:
+    async def _decode_inputs(self, request: GrpcInferRequest, codec: GrpcCodec) -> DecodedInputs:
         """Its tensors. Raises InferenceError (400, 422)."""
         content, layout = request.content, request.layout
-        is_large = len(content) > LARGE_BYTES and (codec.takes_bytes or not request.asked.raw)
+        is_large = len(content) > LARGE_BYTES and (codec.has_bytes_inputs or not request.asked.raw)
         if layout is not None and layout.codec is codec:
-            return await read_beside(len(content), layout.inputs, content) if is_large else layout.inputs(content)
-        message = request.message or parsed(pb.ModelInferRequest, content)
-        inputs = await read_beside(len(content), codec.decode, message) if is_large else codec.decode(message)
+            return (
+                await decode_in_thread(len(content), layout.decode_inputs, content)
+                if is_large
+                else layout.decode_inputs(content)
+            )
+        message = request.message or parse_message(pb.ModelInferRequest, content)
+        inputs = await decode_in_thread(len(content), codec.decode, message) if is_large else codec.decode(message)
         self._layouts.learn(content, message, request.asked, codec, inputs)
         return inputs
 
@@ -247,7 +251,7 @@ class InferenceServicer:
             try:
                 async for content in requests:
                     await room.acquire()
-                    task = asyncio.create_task(self._stream_answer(self._read(content), invocation))
+                    task = asyncio.create_task(self._answer_stream_request(self._parse_request(content), invocation))
                     tasks.add(task)
                     answers.put_nowait(task)
             finally:
@@ -265,47 +269,53 @@ class InferenceServicer:
                 each.cancel()
             await asyncio.gather(reader, *tasks, return_exceptions=True)
 
-    async def _stream_answer(self, request: Request, invocation: Invocation) -> bytes:
+    async def _answer_stream_request(self, request: GrpcInferRequest, invocation: Invocation) -> bytes:
         """The answer to one request of a stream, or what was wrong with it."""
         alone = Invocation(invocation.metadata, invocation.deadline_s)
         try:
-            answer = await self._answer(request, alone)
+            answer = await self._handle_infer(request, alone)
         except Exception as error:  # noqa: BLE001  # a call's top: `refusal` logs what is none of ours
-            refused = refusal(error)
-            if invocation.text(b"triton_grpc_error") == "true":
+            refused = to_inference_error(error)
+            if invocation.get_metadata(b"triton_grpc_error") == "true":
                 raise refused from None
             of = pb.ModelInferResponse(id=request.asked.id)
             return pb.ModelStreamInferResponse(error_message=str(refused), infer_response=of).SerializeToString()
-        return b"".join((field_head(IN_STREAM, len(answer) + len(FINAL)), answer, FINAL))
+        return b"".join(
+            (
+                encode_field_head(STREAM_RESPONSE_KEY, len(answer) + len(FINAL_RESPONSE_PARAMETER)),
+                answer,
+                FINAL_RESPONSE_PARAMETER,
+            )
+        )
 
-    def require_known(self, invocation: Invocation) -> None:
+    def require_known_key(self, invocation: Invocation) -> None:
         """Before a request is read. Raises InferenceError (401)."""
-        self._access.require_known(*_shown(invocation))
+        self._access.require_known_key(*_get_credentials(invocation))
 
     def _admit(self, invocation: Invocation, model: str | None = None, *, administrator: bool = False) -> Caller:
-        authorization, address = _shown(invocation)
+        authorization, address = _get_credentials(invocation)
         return self._access.admit(authorization, model, administrator=administrator, origin=address)
 
-    def _model(self, name: str, version: str, invocation: Invocation) -> HostedModel:
+    def _get_model(self, name: str, version: str, invocation: Invocation) -> ServedModelProtocol:
         """The model, when the caller may ask it and has this version. Raises InferenceError (401, 403, 404, 429)."""
         self._admit(invocation, name)
-        model = self._host.model(name)
-        asked_version(model, version)
+        model = self._manager.get_model(name)
+        resolve_version(model, version)
         return model
 
-    def _codec(self, model: HostedModel) -> GrpcCodec:
+    def _codec(self, model: ServedModelProtocol) -> GrpcCodec:
         """The codec of a model, made anew when a load has changed what it goes by."""
         signature, max_rows = model.signature, model.options.max_batch_size
         known = self._codecs.get(model.name)
         if known is not None and known[0] is signature and known[1] == max_rows:
             return known[2]
-        tensors = described(signature.inputs), described(signature.outputs)
+        tensors = to_tensor_metadata(signature.inputs), to_tensor_metadata(signature.outputs)
         codec = GrpcCodec(model.name, *tensors, max_rows)
         self._codecs[model.name] = signature, max_rows, codec
         return codec
 
 
-def refusal(error: Exception) -> InferenceError:
+def to_inference_error(error: Exception) -> InferenceError:
     """What a client is told of what a method has raised; a bug is logged."""
     if isinstance(error, InferenceError):
         return error
@@ -315,7 +325,7 @@ def refusal(error: Exception) -> InferenceError:
     return InferenceError(500, f"this request failed: {type(error).__name__}: {error}")
 
 
-def parsed(kind: type[M], content: bytes) -> M:
+def parse_message(kind: type[M], content: bytes) -> M:
     """A message of this kind. Raises InferenceError (400)."""
     try:
         return kind.FromString(content)
@@ -325,23 +335,23 @@ def parsed(kind: type[M], content: bytes) -> M:
 
 def _deadline_s(arrived_s: float, timeout_us: object, invocation: Invocation, default_s: float | None) -> float | None:
     """The earliest of those that the client has named, the call's own among them; else the model's."""
-    deadline_ms = invocation.text(b"shoal-deadline-ms")
+    deadline_ms = invocation.get_metadata(b"shoal-deadline-ms")
     called_s = invocation.deadline_s
-    asked_s = asked_deadline(arrived_s, timeout_us, deadline_ms, default_s if called_s is None else None)
+    asked_s = compute_deadline(arrived_s, timeout_us, deadline_ms, default_s if called_s is None else None)
     if called_s is None or asked_s is None:
         return called_s or asked_s
     return min(called_s, asked_s)
 
 
-def _shown(invocation: Invocation) -> tuple[bytes, bytes]:
+def _get_credentials(invocation: Invocation) -> tuple[bytes, bytes]:
     """The key as it is shown, and from where."""
-    return invocation.metadata.get(b"authorization", b""), invocation.metadata.get(FROM, b"")
+    return invocation.metadata.get(b"authorization", b""), invocation.metadata.get(FORWARDED_FROM_HEADER, b"")
 
 
-def _by(caller: Caller, invocation: Invocation) -> str:
+def _format_caller(caller: Caller, invocation: Invocation) -> str:
     """Who asks, and from where as far as the ingress knows: for the record of changes."""
-    return origin(caller.name, invocation.text(FROM))
+    return format_origin(caller.name, invocation.get_metadata(FORWARDED_FROM_HEADER))
 
 
-def _may_see(caller: Caller, model: str) -> bool:
+def _can_see(caller: Caller, model: str) -> bool:
     return caller.models is None or model in caller.models

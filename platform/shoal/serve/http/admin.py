@@ -18,100 +18,104 @@ from shoal.open_inference.messages import (
     ServerMetadata,
     Statistics,
 )
-from shoal.serve.http.messages import Answer, Request, content
+from shoal.serve.http.messages import RestRequest, RestResponse, build_json_response
 from shoal.serve.http.openapi import document
-from shoal.serve.http.routes import Action
-from shoal.serve.messages.inference import Caller, ModelHost
-from shoal.serve.protocol.model_metadata import EXTENSIONS, metadata, model_config
+from shoal.serve.http.routes import RouteAction
+from shoal.serve.messages.inference import Caller, ModelManagerProtocol
+from shoal.serve.protocol.model_metadata import EXTENSIONS, build_metadata, build_model_config
 from shoal.serve.protocol.prometheus import CONTENT_TYPE
-from shoal.serve.protocol.request_options import asked_version
+from shoal.serve.protocol.request_options import resolve_version
 
 T = TypeVar("T")
 
 
-class RestCalls:
+class RestHandlers:
     """Answers requests whose path, method and caller are known to be right."""
 
-    def __init__(self, host: ModelHost, metrics: Callable[[Caller], bytes] | None) -> None:
-        self._host, self._metrics = host, metrics
+    def __init__(self, host: ModelManagerProtocol, metrics: Callable[[Caller], bytes] | None) -> None:
+        self._manager, self._metrics = host, metrics
 
-    async def answer(self, request: Request, body: bytes) -> Answer:
+    async def handle(self, request: RestRequest, body: bytes) -> RestResponse:
         """Raises InferenceError."""
         caller, name = request.caller, request.target.model or ""
         match request.target.action:
-            case Action.LIVE:
-                return content({"live": True})
-            case Action.READY:
-                return self._ready()
-            case Action.SERVER:
-                return content(ServerMetadata("shoal", "2", EXTENSIONS))
-            case Action.OPENAPI:
-                return content(document())
-            case Action.METRICS:
-                return self._scraped(caller)
-            case Action.MODEL | Action.MODEL_READY | Action.MODEL_CONFIG:
-                return self._described(request)
-            case Action.STATISTICS:
-                return content(Statistics(self._statistics(request)))
-            case Action.INDEX:
-                return content(self._index(_decoded(body, IndexRequest), caller))
-            case Action.LOAD:
-                await self._host.load(name, _decoded(body, RepositoryRequest).parameters or {}, request.by)
-                return content({})
-            case Action.UNLOAD:
-                await self._host.unload(name, request.by)
-                return content({})
-            case Action.STATUS:
-                return content(await self._host.status())
-            case Action.ROLLOUT:
-                return content(await self._host.administer(_decoded(body, dict[str, Any]), request.by))
+            case RouteAction.LIVE:
+                return build_json_response({"live": True})
+            case RouteAction.READY:
+                return self._answer_ready()
+            case RouteAction.SERVER:
+                return build_json_response(ServerMetadata("shoal", "2", EXTENSIONS))
+            case RouteAction.OPENAPI:
+                return build_json_response(document())
+            case RouteAction.METRICS:
+                return self._render_metrics(caller)
+            case RouteAction.MODEL | RouteAction.MODEL_READY | RouteAction.MODEL_CONFIG:
+                return self._describe_model(request)
+            case RouteAction.STATISTICS:
+                return build_json_response(Statistics(self._statistics(request)))
+            case RouteAction.INDEX:
+                return build_json_response(self._index(_decode_body(body, IndexRequest), caller))
+            case RouteAction.LOAD:
+                await self._manager.load(
+                    name, _decode_body(body, RepositoryRequest).parameters or {}, request.caller_origin
+                )
+                return build_json_response({})
+            case RouteAction.UNLOAD:
+                await self._manager.unload(name, request.caller_origin)
+                return build_json_response({})
+            case RouteAction.STATUS:
+                return build_json_response(await self._manager.status())
+            case RouteAction.ROLLOUT:
+                return build_json_response(
+                    await self._manager.administer(_decode_body(body, dict[str, Any]), request.caller_origin)
+                )
         raise AssertionError(request.target.action)
 
-    def _ready(self) -> Answer:
-        if not self._host.ready:
+    def _answer_ready(self) -> RestResponse:
+        if not self._manager.is_ready:
             raise InferenceError(503, "not every model has weights yet; try again later")
-        return content({"ready": True})
+        return build_json_response({"ready": True})
 
-    def _scraped(self, caller: Caller) -> Answer:
+    def _render_metrics(self, caller: Caller) -> RestResponse:
         if self._metrics is None:
             raise InferenceError(404, "this endpoint has no metrics")
-        return Answer(200, self._metrics(caller), CONTENT_TYPE)
+        return RestResponse(200, self._metrics(caller), CONTENT_TYPE)
 
-    def _described(self, request: Request) -> Answer:
-        model = self._host.model(request.target.model or "")
-        version = asked_version(model, request.target.version) or model.version
+    def _describe_model(self, request: RestRequest) -> RestResponse:
+        model = self._manager.get_model(request.target.model or "")
+        version = resolve_version(model, request.target.version) or model.version
         match request.target.action:
-            case Action.MODEL:
-                return content(metadata(model))
-            case Action.MODEL_CONFIG:
-                return content(model_config(model))
+            case RouteAction.MODEL:
+                return build_json_response(build_metadata(model))
+            case RouteAction.MODEL_CONFIG:
+                return build_json_response(build_model_config(model))
         if not version:
             raise InferenceError(503, f"model {model.name!r} has no weights yet; try again later")
         headers = [(b"shoal-model-version", b"%d" % version)]
-        return Answer(200, msgspec.json.encode({"name": model.name, "ready": True}), headers=headers)
+        return RestResponse(200, msgspec.json.encode({"name": model.name, "ready": True}), headers=headers)
 
-    def _statistics(self, request: Request) -> list[Any]:
+    def _statistics(self, request: RestRequest) -> list[Any]:
         name, text = request.target.model, request.target.version
         if name is None:
-            models = [model for model in self._host.models() if _may_see(request.caller, model.name)]
+            models = [model for model in self._manager.list_models() if _can_see(request.caller, model.name)]
             return [each for model in models for each in model.statistics()]
-        model = self._host.model(name)
-        version = asked_version(model, text)
+        model = self._manager.get_model(name)
+        version = resolve_version(model, text)
         return [each for each in model.statistics() if version is None or each.version == str(version)]
 
     def _index(self, wanted: IndexRequest, caller: Caller) -> list[IndexedModel]:
         return [
             IndexedModel(entry.name, entry.version, entry.state, entry.reason)
-            for entry in self._host.repository()
-            if _may_see(caller, entry.name) and (entry.state == "READY" or not wanted.ready)
+            for entry in self._manager.list_repository()
+            if _can_see(caller, entry.name) and (entry.state == "READY" or not wanted.ready)
         ]
 
 
-def _may_see(caller: Caller, model: str) -> bool:
+def _can_see(caller: Caller, model: str) -> bool:
     return caller.models is None or model in caller.models
 
 
-def _decoded(body: bytes, kind: type[T]) -> T:
+def _decode_body(body: bytes, kind: type[T]) -> T:
     """The body as `kind`; nothing is the same as an empty object. Raises InferenceError (400)."""
     try:
         return msgspec.json.decode(body or b"{}", type=kind)

@@ -3,7 +3,7 @@
 Owns the order of events of a request, and the way of an inference; `rest_calls` answers the rest. Every error is
 `{"error": "..."}`, every answer of a model names the version that made it, in its body and in the header
 `shoal-model-version`. Called by whatever speaks HTTP: the replica's server, or a test. Knows the models only through
-`ModelHost`, and tensors only through `InferCodec`. No Ray, no torch, no framework.
+`ModelManagerProtocol`, and tensors only through `HttpCodec`. No Ray, no torch, no framework.
 
     400 not a request         401 no key               403 not with this key     404 no such path, model, version
     405 method                408 body comes too slow  413 too large             414, 431 path or headers too large
@@ -22,37 +22,37 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shoal.errors import Closed, InferenceError
-from shoal.open_inference.http_codec import InferCodec
+from shoal.open_inference.http_codec import HttpCodec
 from shoal.registry.manifest import Signature
-from shoal.serve.http.admin import RestCalls
-from shoal.serve.http.compression import compressed, decompressed
+from shoal.serve.http.admin import RestHandlers
+from shoal.serve.http.compression import compress_response, decompress_body
 from shoal.serve.http.messages import (
-    BINARY,
-    FROM,
-    JSON,
-    Answer,
+    BINARY_TYPE,
+    FORWARDED_FROM_HEADER,
+    JSON_TYPE,
     Receive,
-    Request,
+    RestRequest,
+    RestResponse,
     Scope,
     Send,
-    refusal,
-    send_answer,
+    build_error_response,
+    send_response,
 )
-from shoal.serve.http.routes import ADMINISTRATORS, OPEN, Action, find
-from shoal.serve.messages.inference import Caller, Disconnected, HostedModel, InferCall, ModelHost
-from shoal.serve.protocol.access import Access
-from shoal.serve.protocol.limits import Limits
-from shoal.serve.protocol.model_metadata import described
-from shoal.serve.protocol.offload import LARGE_BYTES, beside, has_many, read_beside
-from shoal.serve.protocol.request_lifecycle import Progress, RequestsInProgress
-from shoal.serve.protocol.request_options import asked_deadline, asked_sticky, asked_track, asked_version
+from shoal.serve.http.routes import ADMIN_ACTIONS, UNAUTHENTICATED_ACTIONS, RouteAction, match_route
+from shoal.serve.messages.inference import Caller, Disconnected, InferCall, ModelManagerProtocol, ServedModelProtocol
+from shoal.serve.protocol.access import AccessControl
+from shoal.serve.protocol.limits import RequestLimits
+from shoal.serve.protocol.model_metadata import to_tensor_metadata
+from shoal.serve.protocol.offload import LARGE_BYTES, decode_in_thread, has_large_arrays, run_in_thread
+from shoal.serve.protocol.request_lifecycle import RequestLifecycle, RequestsInProgress
+from shoal.serve.protocol.request_options import compute_deadline, parse_sticky, parse_track, resolve_version
 
 if TYPE_CHECKING:
     from shoal.serve.protocol.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
-NOBODY = Caller("", models=frozenset())  # where no key is asked for
+ANONYMOUS = Caller("", models=frozenset())  # where no key is asked for
 
 
 class RestApp:
@@ -64,18 +64,18 @@ class RestApp:
 
     def __init__(
         self,
-        host: ModelHost,
-        access: Access,
+        host: ModelManagerProtocol,
+        access: AccessControl,
         *,
-        limits: Limits | None = None,
+        limits: RequestLimits | None = None,
         metrics: Callable[[Caller], bytes] | None = None,
         tracer: Tracer | None = None,
     ) -> None:
-        self._host, self._access, self._tracer = host, access, tracer
-        self._limits = Limits() if limits is None else limits
-        self._calls = RestCalls(host, metrics)
+        self._manager, self._access, self._tracer = host, access, tracer
+        self._limits = RequestLimits() if limits is None else limits
+        self._handlers = RestHandlers(host, metrics)
         self._in_progress = RequestsInProgress(self._limits)
-        self._codecs: dict[str, tuple[Signature, int, InferCodec]] = {}
+        self._codecs: dict[str, tuple[Signature, int, HttpCodec]] = {}
         self._statuses: Counter[int] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -84,80 +84,86 @@ class RestApp:
             return
         assert scope["type"] == "http", scope["type"]
         try:
-            answer = await self._answer(scope, receive)
+            answer = await self._handle(scope, receive)
         except InferenceError as error:
-            answer = refusal(error)
+            answer = build_error_response(error)
         except Closed:
-            answer = refusal(InferenceError(503, "the endpoint is closing; try again later"))
+            answer = build_error_response(InferenceError(503, "the endpoint is closing; try again later"))
         except Disconnected:
             return
         except Exception as error:
             logger.exception("a request failed")
-            answer = refusal(InferenceError(500, f"this request failed: {type(error).__name__}: {error}"))
+            answer = build_error_response(InferenceError(500, f"this request failed: {type(error).__name__}: {error}"))
         self._statuses[answer.status] += 1
-        await send_answer(answer, send)
+        await send_response(answer, send)
 
-    def statuses(self) -> dict[int, int]:
+    def get_status_counts(self) -> dict[int, int]:
         """How many requests were answered with each status."""
         return dict(self._statuses)
 
-    async def _answer(self, scope: Scope, receive: Receive) -> Answer:
+    async def _handle(self, scope: Scope, receive: Receive) -> RestResponse:
         path: str = scope["path"]
         root: str = scope.get("root_path", "")
         if root and path.startswith(root):
             path = path[len(root) :]
         self._limits.check_head(path, scope["headers"])
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        target = find(path)
+        target = match_route(path)
         if target is None:
             self._admit(headers, None)
             raise InferenceError(404, f"there is nothing at {path[:200]!r}")
         action = target.action
-        caller = NOBODY
-        if action not in OPEN:
-            caller = self._admit(headers, target.model, administrator=action in ADMINISTRATORS)
+        caller = ANONYMOUS
+        if action not in UNAUTHENTICATED_ACTIONS:
+            caller = self._admit(headers, target.model, administrator=action in ADMIN_ACTIONS)
         if scope["method"] != target.method:
             error = InferenceError(405, f"{scope['method']} is not allowed here, {target.method} is")
-            return refusal(error, allowed=target.method)
-        request = Request(target, headers, caller)
-        if action is Action.INFER:
+            return build_error_response(error, allowed=target.method)
+        request = RestRequest(target, headers, caller)
+        if action is RouteAction.INFER:
             if self._tracer is not None:
-                return await self._traced(self._tracer, receive, request)
+                return await self._infer_traced(self._tracer, receive, request)
             return await self._in_progress.run(receive, self._infer, request)
         # Not watched beyond the body: a load is not undone because the client that asked for it has gone.
         posted = target.method == "POST"
-        return await self._calls.answer(
+        return await self._handlers.handle(
             request, await self._in_progress.run(receive, self._body, request) if posted else b""
         )
 
     def _admit(self, headers: dict[bytes, bytes], model: str | None, *, administrator: bool = False) -> Caller:
-        authorization, address = headers.get(b"authorization", b""), headers.get(FROM, b"")
+        authorization, address = headers.get(b"authorization", b""), headers.get(FORWARDED_FROM_HEADER, b"")
         return self._access.admit(authorization, model, administrator=administrator, origin=address)
 
-    async def _traced(self, tracer: Tracer, receive: Receive, request: Request) -> Answer:
-        parent = request.text(b"traceparent"), request.text(b"tracestate")
-        trace = tracer.request("POST /v2/models/{model}/infer", request.target.model or "", *parent)
+    async def _infer_traced(self, tracer: Tracer, receive: Receive, request: RestRequest) -> RestResponse:
+        parent = request.get_header(b"traceparent"), request.get_header(b"tracestate")
+        trace = tracer.start_request("POST /v2/models/{model}/infer", request.target.model or "", *parent)
         if trace is None:
             return await self._in_progress.run(receive, self._infer, request)
         with trace:
             return await self._in_progress.run(receive, self._infer, msgspec.structs.replace(request, trace=trace))
 
-    async def _infer(self, progress: Progress, request: Request) -> Answer:
+    async def _infer(self, progress: RequestLifecycle, request: RestRequest) -> RestResponse:
         arrived_s = time.monotonic()
-        model = self._host.model(request.target.model or "")
-        version = asked_version(model, request.target.version)
-        track, sticky = asked_track(request.text(b"shoal-track")), asked_sticky(request.text(b"shoal-sticky"))
-        header_length = request.length(b"inference-header-content-length")
+        model = self._manager.get_model(request.target.model or "")
+        version = resolve_version(model, request.target.version)
+        track, sticky = (
+            parse_track(request.get_header(b"shoal-track")),
+            parse_sticky(request.get_header(b"shoal-sticky")),
+        )
+        header_length = request.get_length_header(b"inference-header-content-length")
         codec = self._codec(model)
         content = await self._body(progress, request)
-        read_bytes = len(content) if header_length is None or codec.takes_bytes else header_length
+        read_bytes = len(content) if header_length is None or codec.has_bytes_inputs else header_length
         wanted = (
             codec.decode(content, header_length)
             if read_bytes <= LARGE_BYTES
-            else await read_beside(len(content), codec.decode, content, header_length)
+            else await decode_in_thread(len(content), codec.decode, content, header_length)
         )
-        deadline_s = asked_deadline(
-            arrived_s, wanted.parameters.get("timeout"), request.text(b"shoal-deadline-ms"), model.options.deadline_s
+        deadline_s = compute_deadline(
+            arrived_s,
+            wanted.parameters.get("timeout"),
+            request.get_header(b"shoal-deadline-ms"),
+            model.options.deadline_s,
         )
         call = InferCall(
             wanted.inputs,
@@ -172,30 +178,32 @@ class RestApp:
         )
         prediction = await model.infer(call)
         if request.trace is not None:
-            request.trace.computed(prediction, wanted.num_rows)
+            request.trace.record_prediction(prediction, wanted.num_rows)
         answered = wanted, prediction.version, prediction.outputs
         raw = all(wanted.binary_of.values()) if wanted.binary_of else wanted.binary
-        is_large = has_many(prediction.outputs, raw=raw)
-        body, parts = await beside(codec.encode, *answered) if is_large else codec.encode(*answered)
+        is_large = has_large_arrays(prediction.outputs, raw=raw)
+        body, parts = await run_in_thread(codec.encode, *answered) if is_large else codec.encode(*answered)
         headers = [(b"shoal-model-version", b"%d" % prediction.version)]
         if parts:
             headers.append((b"inference-header-content-length", b"%d" % len(body)))
-        answer = Answer(200, body, BINARY if parts else JSON, headers, parts)
+        answer = RestResponse(200, body, BINARY_TYPE if parts else JSON_TYPE, headers, parts)
         accepted = request.headers.get(b"accept-encoding")
-        return answer if accepted is None else await compressed(answer, accepted)
+        return answer if accepted is None else await compress_response(answer, accepted)
 
-    async def _body(self, progress: Progress, request: Request) -> bytes:
-        body = await progress.body(request.length(b"content-length"))
+    async def _body(self, progress: RequestLifecycle, request: RestRequest) -> bytes:
+        body = await progress.read_body(request.get_length_header(b"content-length"))
         encoding = request.headers.get(b"content-encoding")
-        return body if encoding is None else await decompressed(body, encoding, self._limits)
+        return body if encoding is None else await decompress_body(body, encoding, self._limits)
 
-    def _codec(self, model: HostedModel) -> InferCodec:
+    def _codec(self, model: ServedModelProtocol) -> HttpCodec:
         """The codec of a model, made anew when a load has changed what it takes."""
         signature, max_rows = model.signature, model.options.max_batch_size
         known = self._codecs.get(model.name)
         if known is not None and known[0] is signature and known[1] == max_rows:
             return known[2]
-        codec = InferCodec(model.name, described(signature.inputs), described(signature.outputs), max_rows)
+        codec = HttpCodec(
+            model.name, to_tensor_metadata(signature.inputs), to_tensor_metadata(signature.outputs), max_rows
+        )
         self._codecs[model.name] = signature, max_rows, codec
         return codec
 

@@ -11,21 +11,21 @@ from __future__ import annotations
 import asyncio
 import zlib
 
-from shoal.serve.http.messages import Answer
-from shoal.serve.protocol.limits import WINDOW_BITS, Limits
+from shoal.serve.http.messages import RestResponse
+from shoal.serve.protocol.limits import WINDOW_BITS, RequestLimits
 
 MIN_BYTES = 1024  # a smaller answer is not worth it
 LEVEL = 1
 
 
-async def decompressed(body: bytes, encoding: bytes, limits: Limits) -> bytes:
+async def decompress_body(body: bytes, encoding: bytes, limits: RequestLimits) -> bytes:
     """The body behind `Content-Encoding`, at most `limits.max_body_bytes`. Raises InferenceError (400, 413, 415)."""
     if encoding.strip().lower() == b"identity":
         return body
     return await asyncio.to_thread(limits.decompress, body, encoding)
 
 
-async def compressed(answer: Answer, accepted: bytes) -> Answer:
+async def compress_response(answer: RestResponse, accepted: bytes) -> RestResponse:
     """The answer as the client wants it. `accepted`: the value of Accept-Encoding."""
     coding = accepted.strip().lower()
     window_bits = WINDOW_BITS.get(coding)
@@ -38,4 +38,4 @@ async def compressed(answer: Answer, accepted: bytes) -> Answer:
         return b"".join((*pieces, compressor.flush()))
 
     headers = [*answer.headers, (b"content-encoding", coding)]
-    return Answer(answer.status, await asyncio.to_thread(compress), answer.content_type, headers)
+    return RestResponse(answer.status, await asyncio.to_thread(compress), answer.content_type, headers)

@@ -30,11 +30,11 @@ Message = MutableMapping[str, Any]
 Application = Callable[
     [MutableMapping[str, Any], Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]
 ]
-SERVES_OWN = b"/-/"
-CLOSING = "shoal.closing"  # the type of a message
-GRPC = b"/inference.GRPCInferenceService/"
+SERVE_PATH_PREFIX = b"/-/"
+CLOSING_MESSAGE = "shoal.closing"  # the type of a message
+GRPC_PATH_PREFIX = b"/inference.GRPCInferenceService/"
 # For the rest of a request that was answered before it was there: as long as HAProxy waits for a client.
-UNREAD_S = 30.0
+UNREAD_BODY_TIMEOUT_S = 30.0
 STATUS_LINES = {each.value: f"HTTP/1.1 {each.value} {each.phrase}\r\n".encode() for each in http.HTTPStatus}
 
 _application: list[
@@ -42,7 +42,7 @@ _application: list[
 ] = []  # of this process; uvicorn makes its protocols by class, without arguments of ours
 
 
-def install(application: Application | None) -> None:
+def install_application(application: Application | None) -> None:
     """HTTP servers that uvicorn starts in this process from now on give requests to `application`; None: to Serve."""
     _application[:] = [application]
     uvicorn.config.HTTP_PROTOCOLS["auto"] = f"{__name__}:DirectProtocol"
@@ -58,7 +58,7 @@ class DirectProtocol(HttpToolsProtocol):
         super().shutdown()
         cycle: Any = self.cycle
         if isinstance(cycle, DirectCycle):
-            cycle.close_soon()
+            cycle.announce_close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -72,9 +72,9 @@ class DirectProtocol(HttpToolsProtocol):
         if cycle.response_complete and cycle.more_body and not self.transport.is_closing():
             if self._unread is not None:
                 self._unread.cancel()
-            self._unread = self.loop.call_later(UNREAD_S, self._leave, cycle)
+            self._unread = self.loop.call_later(UNREAD_BODY_TIMEOUT_S, self._abort_unread, cycle)
 
-    def _leave(self, cycle: object) -> None:
+    def _abort_unread(self, cycle: object) -> None:
         """It has asked nothing else. What it goes on sending, a byte at a time maybe, puts off uvicorn's timer."""
         if cycle is self.cycle:
             self.transport.abort()
@@ -82,11 +82,11 @@ class DirectProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         url = self.url
         application = _application[0]
-        if application is None and url.startswith(GRPC):
+        if application is None and url.startswith(GRPC_PATH_PREFIX):
             application = self.app
         if (
             application is None
-            or url.startswith(SERVES_OWN)
+            or url.startswith(SERVE_PATH_PREFIX)
             or self.expect_100_continue
             or self.parser.should_upgrade()
         ):
@@ -119,8 +119,20 @@ class DirectCycle:
     """
 
     __slots__ = (
-        "_closing", "_finished", "_flow", "_has_given_all", "_head", "_headers", "_transport", "body", "disconnected",
-        "keep_alive", "message_event", "more_body", "response_complete", "scope",
+        "_closing",
+        "_flow",
+        "_head",
+        "_headers",
+        "_is_body_delivered",
+        "_on_finished",
+        "_transport",
+        "body",
+        "disconnected",
+        "keep_alive",
+        "message_event",
+        "more_body",
+        "response_complete",
+        "scope",
     )  # fmt: skip
 
     def __init__(
@@ -133,10 +145,10 @@ class DirectCycle:
         finished: Callable[[], None],
     ) -> None:
         self.scope, self._transport, self._flow = scope, transport, flow
-        self._headers, self._finished = headers, finished
+        self._headers, self._on_finished = headers, finished
         self.keep_alive, self.disconnected, self.response_complete = keep_alive, False, False
         self.body, self.more_body = bytearray(), True
-        self._has_given_all = self._closing = False
+        self._is_body_delivered = self._closing = False
         self.message_event = asyncio.Event()
         self._head: list[bytes] = []
 
@@ -151,22 +163,24 @@ class DirectCycle:
                 # Who reads nothing would not read of the end either, and `close` waits until all has been read.
                 self._transport.abort() if self._flow.write_paused else self._transport.close()
 
-    def close_soon(self) -> None:
+    def announce_close(self) -> None:
         """`receive` says once, by the type of its message, that the server is to end: so may who has no end else."""
         self._closing = True
         self.message_event.set()
 
     async def receive(self) -> Message:
         lacks_body = self.more_body and not self.body
-        if (lacks_body or self._has_given_all) and not (self.disconnected or self.response_complete or self._closing):
+        if (lacks_body or self._is_body_delivered) and not (
+            self.disconnected or self.response_complete or self._closing
+        ):
             self._flow.resume_reading()
             self.message_event.clear()
             await self.message_event.wait()  # for more of the body, or for the client's departure
         if self.disconnected or self.response_complete:
             return {"type": "http.disconnect"}
         body, self.body = bytes(self.body), bytearray()
-        kind, self._closing = CLOSING if self._closing else "http.request", False
-        self._has_given_all = not self.more_body
+        kind, self._closing = CLOSING_MESSAGE if self._closing else "http.request", False
+        self._is_body_delivered = not self.more_body
         return {"type": kind, "body": body, "more_body": self.more_body}
 
     async def send(self, message: Message) -> None:
@@ -175,7 +189,7 @@ class DirectCycle:
         if self.disconnected:
             return
         if message["type"] == "http.response.start":
-            self._begin(message)
+            self._start_response(message)
             return
         content = message.get("body", b"")
         if self.scope["method"] == "HEAD":
@@ -195,9 +209,9 @@ class DirectCycle:
                 # The kernel takes back an answer that is not read yet, when what still comes is closed upon.
                 lingers = self.more_body and not self._transport.is_closing()
                 self._transport.write_eof() if lingers else self._transport.close()
-            self._finished()
+            self._on_finished()
 
-    def _begin(self, message: Message) -> None:
+    def _start_response(self, message: Message) -> None:
         head = [STATUS_LINES[message["status"]]]
         for name, value in (*self._headers, *message["headers"]):
             head += (name, b": ", value, b"\r\n")

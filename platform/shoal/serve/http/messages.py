@@ -13,8 +13,8 @@ import msgspec
 
 from shoal.errors import InferenceError
 from shoal.open_inference.messages import Error
-from shoal.serve.http.routes import Target
-from shoal.serve.messages.inference import Caller, origin
+from shoal.serve.http.routes import RouteTarget
+from shoal.serve.messages.inference import Caller, format_origin
 
 if TYPE_CHECKING:
     from shoal.serve.protocol.tracing import RequestTrace
@@ -25,32 +25,32 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
-FROM = b"shoal-from"  # set by the ingress, whatever the client says
-JSON = b"application/json"
-BINARY = b"application/octet-stream"
-JOINED_BYTES = 1 << 16  # up to here parts are put together: another message costs more than the copy
+FORWARDED_FROM_HEADER = b"shoal-from"  # set by the ingress, whatever the client says
+JSON_TYPE = b"application/json"
+BINARY_TYPE = b"application/octet-stream"
+MAX_JOINED_BYTES = 1 << 16  # up to here parts are put together: another message costs more than the copy
 RETRY_AFTER_S = 1.0  # when whoever refuses with 429 or 503 does not know better
 
 
-class Request(msgspec.Struct, frozen=True, gc=False):
+class RestRequest(msgspec.Struct, frozen=True, gc=False):
     """What came, but for the body. `trace`: its span, when it is traced."""
 
-    target: Target
+    target: RouteTarget
     headers: dict[bytes, bytes]
     caller: Caller
     trace: RequestTrace | None = None
 
     @property
-    def by(self) -> str:
+    def caller_origin(self) -> str:
         """Who asks, and from where as far as the ingress knows: for the record of changes."""
-        return origin(self.caller.name, self.text(FROM))
+        return format_origin(self.caller.name, self.get_header(FORWARDED_FROM_HEADER))
 
-    def text(self, name: bytes) -> str:
+    def get_header(self, name: bytes) -> str:
         """The value of a header; "" when there is none."""
         value = self.headers.get(name)
         return "" if value is None else value.decode("latin-1")
 
-    def length(self, name: bytes) -> int | None:
+    def get_length_header(self, name: bytes) -> int | None:
         """The value of a header that is a length in bytes; None when there is none. Raises InferenceError (400)."""
         value = self.headers.get(name)
         if value is None:
@@ -61,22 +61,22 @@ class Request(msgspec.Struct, frozen=True, gc=False):
         return int(value)
 
 
-class Answer(msgspec.Struct, frozen=True, gc=False):
+class RestResponse(msgspec.Struct, frozen=True, gc=False):
     """What goes back. `parts` follow `body`, and are buffers of bytes that nobody changes any more."""
 
     status: int
     body: bytes
-    content_type: bytes = JSON
+    content_type: bytes = JSON_TYPE
     headers: Headers = []
     parts: list[memoryview | bytes] = []
 
 
-def content(value: object) -> Answer:
+def build_json_response(value: object) -> RestResponse:
     """An answer that is `value` as JSON."""
-    return Answer(200, msgspec.json.encode(value))
+    return RestResponse(200, msgspec.json.encode(value))
 
 
-def refusal(error: InferenceError, allowed: str = "") -> Answer:
+def build_error_response(error: InferenceError, allowed: str = "") -> RestResponse:
     """The answer that says `error`. `allowed`: the method that a path has, for 405."""
     headers: Headers = []
     match error.status:
@@ -89,15 +89,15 @@ def refusal(error: InferenceError, allowed: str = "") -> Answer:
             headers.append((b"allow", allowed.encode()))
         case 408 | 413:
             headers.append((b"connection", b"close"))  # the rest of the body is not read
-    return Answer(error.status, msgspec.json.encode(Error(str(error))), JSON, headers)
+    return RestResponse(error.status, msgspec.json.encode(Error(str(error))), JSON_TYPE, headers)
 
 
-async def send_answer(answer: Answer, send: Send) -> None:
+async def send_response(answer: RestResponse, send: Send) -> None:
     body: memoryview | bytes = answer.body
     parts, length = answer.parts, len(answer.body)
     if parts:
         length += sum(map(len, parts))
-        if length <= JOINED_BYTES:
+        if length <= MAX_JOINED_BYTES:
             body, parts = b"".join((body, *parts)), []
     headers = [(b"content-type", answer.content_type), (b"content-length", b"%d" % length), *answer.headers]
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})

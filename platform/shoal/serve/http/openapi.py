@@ -13,7 +13,7 @@ import msgspec
 
 from shoal.open_inference import messages
 from shoal.open_inference.datatypes import DATATYPES
-from shoal.serve.http.routes import ADMINISTRATORS, OPEN, POSTED, Action
+from shoal.serve.http.routes import ADMIN_ACTIONS, POST_ACTIONS, UNAUTHENTICATED_ACTIONS, RouteAction
 
 Json = dict[str, Any]
 
@@ -22,46 +22,46 @@ _LENGTH = "Bytes of the JSON object, when the bytes of tensors follow it"
 TITLE = "Shoal endpoint"
 ABOUT = "The Open Inference Protocol v2 with its extensions; docs/inference-protocol.md says it in words."
 
-TEMPLATES: dict[str, Action] = {
-    "/v2": Action.SERVER,
-    "/v2/health/live": Action.LIVE,
-    "/v2/health/ready": Action.READY,
-    "/v2/models/stats": Action.STATISTICS,
+TEMPLATES: dict[str, RouteAction] = {
+    "/v2": RouteAction.SERVER,
+    "/v2/health/live": RouteAction.LIVE,
+    "/v2/health/ready": RouteAction.READY,
+    "/v2/models/stats": RouteAction.STATISTICS,
     **{
         f"/v2/models/{{model}}{version}{rest}": action
         for version in ("", "/versions/{version}")
         for rest, action in {
-            "": Action.MODEL,
-            "/ready": Action.MODEL_READY,
-            "/config": Action.MODEL_CONFIG,
-            "/infer": Action.INFER,
-            "/stats": Action.STATISTICS,
+            "": RouteAction.MODEL,
+            "/ready": RouteAction.MODEL_READY,
+            "/config": RouteAction.MODEL_CONFIG,
+            "/infer": RouteAction.INFER,
+            "/stats": RouteAction.STATISTICS,
         }.items()
     },
-    "/v2/repository/index": Action.INDEX,
-    "/v2/repository/models/{model}/load": Action.LOAD,
-    "/v2/repository/models/{model}/unload": Action.UNLOAD,
-    "/shoal/v1/status": Action.STATUS,
-    "/shoal/v1/rollout": Action.ROLLOUT,
-    "/metrics": Action.METRICS,
-    "/openapi.json": Action.OPENAPI,
+    "/v2/repository/index": RouteAction.INDEX,
+    "/v2/repository/models/{model}/load": RouteAction.LOAD,
+    "/v2/repository/models/{model}/unload": RouteAction.UNLOAD,
+    "/shoal/v1/status": RouteAction.STATUS,
+    "/shoal/v1/rollout": RouteAction.ROLLOUT,
+    "/metrics": RouteAction.METRICS,
+    "/openapi.json": RouteAction.OPENAPI,
 }
-SUMMARIES: dict[Action, str] = {
-    Action.SERVER: "Who serves, and which extensions of the protocol",
-    Action.LIVE: "Whether the server can be reached",
-    Action.READY: "Whether every model can be asked",
-    Action.MODEL: "What a model takes and gives, and which versions there are",
-    Action.MODEL_READY: "Whether a model, or this version of it, can be asked",
-    Action.MODEL_CONFIG: "How a model is served",
-    Action.INFER: "Ask a model",
-    Action.STATISTICS: "What the replica that answers has counted of each version",
-    Action.INDEX: "Every version of every model that is, or could be, served",
-    Action.LOAD: "Serve a registered model",
-    Action.UNLOAD: "Stop serving a model, after what is queued was answered",
-    Action.STATUS: "The whole endpoint: models, versions, replicas",
-    Action.ROLLOUT: "Change which versions answer",
-    Action.METRICS: "Counters for Prometheus",
-    Action.OPENAPI: "This document",
+SUMMARIES: dict[RouteAction, str] = {
+    RouteAction.SERVER: "Who serves, and which extensions of the protocol",
+    RouteAction.LIVE: "Whether the server can be reached",
+    RouteAction.READY: "Whether every model can be asked",
+    RouteAction.MODEL: "What a model takes and gives, and which versions there are",
+    RouteAction.MODEL_READY: "Whether a model, or this version of it, can be asked",
+    RouteAction.MODEL_CONFIG: "How a model is served",
+    RouteAction.INFER: "Ask a model",
+    RouteAction.STATISTICS: "What the replica that answers has counted of each version",
+    RouteAction.INDEX: "Every version of every model that is, or could be, served",
+    RouteAction.LOAD: "Serve a registered model",
+    RouteAction.UNLOAD: "Stop serving a model, after what is queued was answered",
+    RouteAction.STATUS: "The whole endpoint: models, versions, replicas",
+    RouteAction.ROLLOUT: "Change which versions answer",
+    RouteAction.METRICS: "Counters for Prometheus",
+    RouteAction.OPENAPI: "This document",
 }
 REFUSALS: dict[int, str] = {
     400: "Not a request",
@@ -81,34 +81,34 @@ REFUSALS: dict[int, str] = {
     504: "Not before the deadline",
 }
 _OF_MODEL = {404}
-_OWN: dict[Action, set[int]] = {
-    Action.READY: {503},
-    Action.MODEL: _OF_MODEL,
-    Action.MODEL_READY: _OF_MODEL | {503},
-    Action.MODEL_CONFIG: _OF_MODEL,
-    Action.INFER: _OF_MODEL | {422, 500, 503, 504},
-    Action.STATISTICS: _OF_MODEL,
-    Action.LOAD: _OF_MODEL | {409, 503},
-    Action.UNLOAD: _OF_MODEL | {409, 503},
-    Action.STATUS: {503},
-    Action.ROLLOUT: _OF_MODEL | {409, 503},
-    Action.METRICS: _OF_MODEL,
+_OWN: dict[RouteAction, set[int]] = {
+    RouteAction.READY: {503},
+    RouteAction.MODEL: _OF_MODEL,
+    RouteAction.MODEL_READY: _OF_MODEL | {503},
+    RouteAction.MODEL_CONFIG: _OF_MODEL,
+    RouteAction.INFER: _OF_MODEL | {422, 500, 503, 504},
+    RouteAction.STATISTICS: _OF_MODEL,
+    RouteAction.LOAD: _OF_MODEL | {409, 503},
+    RouteAction.UNLOAD: _OF_MODEL | {409, 503},
+    RouteAction.STATUS: {503},
+    RouteAction.ROLLOUT: _OF_MODEL | {409, 503},
+    RouteAction.METRICS: _OF_MODEL,
 }
-_ANSWERS: dict[Action, tuple[str, Any]] = {  # name of the schema, and the message that it is of, or the schema
-    Action.SERVER: ("ServerMetadata", messages.ServerMetadata),
-    Action.MODEL: ("ModelMetadata", messages.ModelMetadata),
-    Action.INFER: ("InferResponse", messages.InferResponse),
-    Action.STATISTICS: ("Statistics", messages.Statistics),
-    Action.INDEX: ("Index", {"type": "array", "items": {"$ref": "#/components/schemas/IndexedModel"}}),
-    Action.LIVE: ("Live", {"type": "object", "properties": {"live": {"const": True}}, "required": ["live"]}),
-    Action.READY: ("Ready", {"type": "object", "properties": {"ready": {"const": True}}, "required": ["ready"]}),
+_ANSWERS: dict[RouteAction, tuple[str, Any]] = {  # name of the schema, and the message that it is of, or the schema
+    RouteAction.SERVER: ("ServerMetadata", messages.ServerMetadata),
+    RouteAction.MODEL: ("ModelMetadata", messages.ModelMetadata),
+    RouteAction.INFER: ("InferResponse", messages.InferResponse),
+    RouteAction.STATISTICS: ("Statistics", messages.Statistics),
+    RouteAction.INDEX: ("Index", {"type": "array", "items": {"$ref": "#/components/schemas/IndexedModel"}}),
+    RouteAction.LIVE: ("Live", {"type": "object", "properties": {"live": {"const": True}}, "required": ["live"]}),
+    RouteAction.READY: ("Ready", {"type": "object", "properties": {"ready": {"const": True}}, "required": ["ready"]}),
 }
-_BODIES: dict[Action, str] = {
-    Action.INFER: "InferRequest",
-    Action.INDEX: "IndexRequest",
-    Action.LOAD: "RepositoryRequest",
-    Action.UNLOAD: "RepositoryRequest",
-    Action.ROLLOUT: "Change",
+_BODIES: dict[RouteAction, str] = {
+    RouteAction.INFER: "InferRequest",
+    RouteAction.INDEX: "IndexRequest",
+    RouteAction.LOAD: "RepositoryRequest",
+    RouteAction.UNLOAD: "RepositoryRequest",
+    RouteAction.ROLLOUT: "Change",
 }
 
 
@@ -119,7 +119,7 @@ def document() -> Json:
         "openapi": "3.1.0",
         "info": {"title": TITLE, "version": "2", "description": ABOUT},
         "paths": {
-            template: {"post" if action in POSTED else "get": _operation(template, action)}
+            template: {"post" if action in POST_ACTIONS else "get": _operation(template, action)}
             for template, action in TEMPLATES.items()
         },
         "components": {
@@ -146,7 +146,7 @@ _HEADERS: dict[str, tuple[str, Json]] = {
 }
 
 
-def _operation(template: str, action: Action) -> Json:
+def _operation(template: str, action: RouteAction) -> Json:
     of = "_version" if "{version}" in template else "_all" if template == "/v2/models/stats" else ""
     operation: Json = {
         "operationId": action.name.lower() + of,
@@ -154,24 +154,24 @@ def _operation(template: str, action: Action) -> Json:
         "parameters": _parameters(template, action),
         "responses": {"200": _success(action), **{str(status): _refusal(status) for status in _statuses(action)}},
     }
-    if action in OPEN:
+    if action in UNAUTHENTICATED_ACTIONS:
         operation["security"] = []
     if action in _BODIES:
         content: Json = {"application/json": {"schema": _ref(_BODIES[action])}}
-        if action is Action.INFER:
+        if action is RouteAction.INFER:
             content["application/octet-stream"] = {}
-        operation["requestBody"] = {"content": content, "required": action in (Action.INFER, Action.ROLLOUT)}
+        operation["requestBody"] = {"content": content, "required": action in (RouteAction.INFER, RouteAction.ROLLOUT)}
     return operation
 
 
-def _parameters(template: str, action: Action) -> list[Json]:
+def _parameters(template: str, action: RouteAction) -> list[Json]:
     found: list[Json] = []
     if "{model}" in template:
         found.append({"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}})
     if "{version}" in template:
         version = {"type": "string", "pattern": "^[0-9]+$"}
         found.append({"name": "version", "in": "path", "required": True, "schema": version})
-    if action is Action.INFER:
+    if action is RouteAction.INFER:
         found += [
             {"name": name, "in": "header", "description": text, "schema": schema}
             for name, (text, schema) in _HEADERS.items()
@@ -179,27 +179,27 @@ def _parameters(template: str, action: Action) -> list[Json]:
     return found
 
 
-def _statuses(action: Action) -> list[int]:
+def _statuses(action: RouteAction) -> list[int]:
     statuses = {414, 431} | _OWN.get(action, set())
-    if action not in OPEN:
+    if action not in UNAUTHENTICATED_ACTIONS:
         statuses |= {401, 403, 429}
-    if action in POSTED:
+    if action in POST_ACTIONS:
         statuses |= {400, 408, 413, 415}
-    if action in ADMINISTRATORS or action is Action.INFER:
+    if action in ADMIN_ACTIONS or action is RouteAction.INFER:
         statuses.add(503)
     return sorted(statuses)
 
 
-def _success(action: Action) -> Json:
-    if action is Action.METRICS:
+def _success(action: RouteAction) -> Json:
+    if action is RouteAction.METRICS:
         return {"description": SUMMARIES[action], "content": {"text/plain": {"schema": {"type": "string"}}}}
     schema = _ref(_ANSWERS[action][0]) if action in _ANSWERS else {"type": "object"}
     answer: Json = {"description": SUMMARIES[action], "content": {"application/json": {"schema": schema}}}
-    names = {Action.INFER: ["shoal-model-version", "inference-header-content-length"]}
-    names[Action.MODEL_READY] = ["shoal-model-version"]
+    names = {RouteAction.INFER: ["shoal-model-version", "inference-header-content-length"]}
+    names[RouteAction.MODEL_READY] = ["shoal-model-version"]
     if action in names:
         answer["headers"] = {name: {"$ref": f"#/components/headers/{name}"} for name in names[action]}
-    if action is Action.INFER:
+    if action is RouteAction.INFER:
         answer["content"]["application/octet-stream"] = {}
     return answer
 

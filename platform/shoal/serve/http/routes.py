@@ -19,7 +19,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 
-class Action(Enum):
+class RouteAction(Enum):
     """What is asked for."""
 
     SERVER = auto()
@@ -39,55 +39,57 @@ class Action(Enum):
     OPENAPI = auto()
 
 
-POSTED = frozenset({Action.INFER, Action.INDEX, Action.LOAD, Action.UNLOAD, Action.ROLLOUT})
-OPEN = frozenset({Action.LIVE, Action.READY})  # no key is asked for
-ADMINISTRATORS = frozenset({Action.LOAD, Action.UNLOAD, Action.STATUS, Action.ROLLOUT})
+POST_ACTIONS = frozenset(
+    {RouteAction.INFER, RouteAction.INDEX, RouteAction.LOAD, RouteAction.UNLOAD, RouteAction.ROLLOUT}
+)
+UNAUTHENTICATED_ACTIONS = frozenset({RouteAction.LIVE, RouteAction.READY})  # no key is asked for
+ADMIN_ACTIONS = frozenset({RouteAction.LOAD, RouteAction.UNLOAD, RouteAction.STATUS, RouteAction.ROLLOUT})
 
-FIXED: dict[tuple[str, ...], Action] = {
-    ("v2",): Action.SERVER,
-    ("v2", "health", "live"): Action.LIVE,
-    ("v2", "health", "ready"): Action.READY,
-    ("v2", "models", "stats"): Action.STATISTICS,
-    ("v2", "repository", "index"): Action.INDEX,
-    ("shoal", "v1", "status"): Action.STATUS,
-    ("shoal", "v1", "rollout"): Action.ROLLOUT,
-    ("metrics",): Action.METRICS,
-    ("openapi.json",): Action.OPENAPI,
+FIXED_ROUTES: dict[tuple[str, ...], RouteAction] = {
+    ("v2",): RouteAction.SERVER,
+    ("v2", "health", "live"): RouteAction.LIVE,
+    ("v2", "health", "ready"): RouteAction.READY,
+    ("v2", "models", "stats"): RouteAction.STATISTICS,
+    ("v2", "repository", "index"): RouteAction.INDEX,
+    ("shoal", "v1", "status"): RouteAction.STATUS,
+    ("shoal", "v1", "rollout"): RouteAction.ROLLOUT,
+    ("metrics",): RouteAction.METRICS,
+    ("openapi.json",): RouteAction.OPENAPI,
 }
-OF_MODEL: dict[tuple[str, ...], Action] = {
-    (): Action.MODEL,
-    ("ready",): Action.MODEL_READY,
-    ("config",): Action.MODEL_CONFIG,
-    ("infer",): Action.INFER,
-    ("stats",): Action.STATISTICS,
+MODEL_ROUTES: dict[tuple[str, ...], RouteAction] = {
+    (): RouteAction.MODEL,
+    ("ready",): RouteAction.MODEL_READY,
+    ("config",): RouteAction.MODEL_CONFIG,
+    ("infer",): RouteAction.INFER,
+    ("stats",): RouteAction.STATISTICS,
 }
-OF_REPOSITORY: dict[tuple[str, ...], Action] = {("load",): Action.LOAD, ("unload",): Action.UNLOAD}
+REPOSITORY_ROUTES: dict[tuple[str, ...], RouteAction] = {("load",): RouteAction.LOAD, ("unload",): RouteAction.UNLOAD}
 
 
-class Target(NamedTuple):
+class RouteTarget(NamedTuple):
     """What a path means. `model` and `version` are None where the path has none."""
 
-    action: Action
+    action: RouteAction
     method: str
     model: str | None = None
     version: str | None = None
 
 
 @functools.lru_cache(maxsize=1024)
-def find(path: str) -> Target | None:
+def match_route(path: str) -> RouteTarget | None:
     """None when there is nothing at `path`."""
     segments = tuple(path.removesuffix("/").split("/")[1:])
-    action = FIXED.get(segments)
+    action = FIXED_ROUTES.get(segments)
     model: str | None = None
     version: str | None = None
     if action is None and len(segments) > 2 and segments[:2] == ("v2", "models"):
         model, rest = segments[2], segments[3:]
         if len(rest) > 1 and rest[0] == "versions":
             version, rest = rest[1], rest[2:]
-        action = OF_MODEL.get(rest)
+        action = MODEL_ROUTES.get(rest)
     elif action is None and len(segments) > 3 and segments[:3] == ("v2", "repository", "models"):
         model = segments[3]
-        action = OF_REPOSITORY.get(segments[4:])
+        action = REPOSITORY_ROUTES.get(segments[4:])
     if action is None or model == "" or version == "":
         return None
-    return Target(action, "POST" if action in POSTED else "GET", model, version)
+    return RouteTarget(action, "POST" if action in POST_ACTIONS else "GET", model, version)

@@ -10,7 +10,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Shares:
+class TrafficShares:
     """What a candidate gets, in percent: of the requests that ask for nothing else, and of the stable version's.
 
     shadow_percent: of these, those that it computes too, for comparison
@@ -44,10 +44,10 @@ class LivePlan:
     left: tuple[int, ...] = ()
     kept: int = 0
     is_kept: bool = False
-    newest: Shares | None = None
+    newest: TrafficShares | None = None
 
 
-FOLLOWING = LivePlan()  # also what a registered model has
+DEFAULT_LIVE_PLAN = LivePlan()  # also what a registered model has
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class ModelPlan:
     staged: tuple[int, ...] = ()
     attempt: int = 0
     reason: str = ""
-    live: LivePlan = FOLLOWING
+    live: LivePlan = DEFAULT_LIVE_PLAN
 
 
 @dataclass(frozen=True)

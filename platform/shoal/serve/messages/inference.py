@@ -1,6 +1,6 @@
 """What passes between the protocols and the models: one inference call, one prediction, and who offers models.
 
-Made by the protocol applications (REST, gRPC), answered by a `HostedModel`. Knows no HTTP, no gRPC, no torch, no Ray.
+Made by the protocol applications (REST, gRPC), answered by a `ServedModelProtocol`. Knows no HTTP, gRPC, torch or Ray.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ EMPTY_BYTES = getsizeof(b"")
 _FROM = " from "
 
 
-class Trace(Protocol):
+class RequestTraceProtocol(Protocol):
     """The span of one request, as queue and batch see it."""
 
     submitted_ns: int
-    cancelled_as: int
+    cancelled_status: int
     context: Any
 
 
@@ -52,7 +52,7 @@ class InferCall(msgspec.Struct, frozen=True, gc=False):
     sticky: str = ""
     track: str = ""
     outputs: frozenset[str] | None = None
-    trace: Trace | None = None
+    trace: RequestTraceProtocol | None = None
 
 
 def size_bytes(inputs: Arrays) -> int:
@@ -89,7 +89,7 @@ class RepositoryEntry:
     reason: str = ""
 
 
-class HostedModel(Protocol):
+class ServedModelProtocol(Protocol):
     """One model of an endpoint, in one replica."""
 
     @property
@@ -120,21 +120,21 @@ class HostedModel(Protocol):
         ...
 
 
-class ModelHost(Protocol):
+class ModelManagerProtocol(Protocol):
     """The models of an endpoint, in one replica. `by` is the name of the caller (`Caller.name`), for the record."""
 
     @property
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether every model has weights and is warm."""
         ...
 
-    def models(self) -> Sequence[HostedModel]: ...
+    def list_models(self) -> Sequence[ServedModelProtocol]: ...
 
-    def model(self, name: str) -> HostedModel:
+    def get_model(self, name: str) -> ServedModelProtocol:
         """Raises InferenceError (404) naming what there is."""
         ...
 
-    def repository(self) -> list[RepositoryEntry]: ...
+    def list_repository(self) -> list[RepositoryEntry]: ...
 
     async def load(self, name: str, parameters: Mapping[str, Any], by: str = "") -> None:
         """Load a registered model on every replica; returns when all have it. Raises InferenceError (400, 404, 503)."""
@@ -166,12 +166,12 @@ class Disconnected(Exception):
     """The client has gone away: nobody is there to answer."""
 
 
-def origin(caller: str, address: str) -> str:
+def format_origin(caller: str, address: str) -> str:
     """Who asks and from where, in one word for all who pass it on: `administrator from 127.0.0.1`."""
     return f"{caller}{_FROM}{address[:MAX_CHARS]}" if address else caller
 
 
-def caller_and_address(origin: str) -> tuple[str, str]:
+def parse_origin(origin: str) -> tuple[str, str]:
     """What `origin` was made of."""
     caller, _, address = origin.partition(_FROM)
     return caller, address

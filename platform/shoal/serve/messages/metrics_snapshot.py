@@ -64,7 +64,7 @@ class VersionSnapshot(TypedDict):
     request_s: HistogramSnapshot
 
 
-class Serving(TypedDict):
+class ActiveVersions(TypedDict):
     """Which versions answer; 0: none. `percent` is the candidate's part of the requests."""
 
     stable: int
@@ -77,7 +77,7 @@ class ModelSnapshot(TypedDict):
 
     name: str
     live: bool
-    serving: Serving
+    serving: ActiveVersions
     swaps: int
     pending: int
     versions: dict[str, VersionSnapshot]
@@ -88,20 +88,20 @@ class ModelSnapshot(TypedDict):
     batch_rows: HistogramSnapshot
 
 
-def merge(snapshots: Iterable[ModelSnapshot]) -> ModelSnapshot:
+def merge_snapshots(snapshots: Iterable[ModelSnapshot]) -> ModelSnapshot:
     """The counts of one model in several replicas, added up; `serving` is the first one's. At least one snapshot."""
     first, *rest = snapshots
     merged: ModelSnapshot = {**first}
     for each in rest:
         versions = dict(merged["versions"])
         for version, counts in each["versions"].items():
-            versions[version] = _sum(versions[version], counts) if version in versions else counts
+            versions[version] = _add_versions(versions[version], counts) if version in versions else counts
         merged = {
             **merged,
             "swaps": max(merged["swaps"], each["swaps"]),
             "pending": merged["pending"] + each["pending"],
             "versions": dict(sorted(versions.items(), key=lambda item: int(item[0]))),
-            "older": _sum(merged["older"], each["older"]),
+            "older": _add_versions(merged["older"], each["older"]),
             "refused": dict(sorted((Counter(merged["refused"]) + Counter(each["refused"])).items())),
             "queue_s": _sum_histograms(merged["queue_s"], each["queue_s"]),
             "compute_s": _sum_histograms(merged["compute_s"], each["compute_s"]),
@@ -110,22 +110,22 @@ def merge(snapshots: Iterable[ModelSnapshot]) -> ModelSnapshot:
     return merged
 
 
-def total(snapshot: ModelSnapshot) -> VersionSnapshot:
+def sum_versions(snapshot: ModelSnapshot) -> VersionSnapshot:
     """All versions of a model added up, those that are not kept apart any more too."""
     summed = snapshot["older"]
     for counts in snapshot["versions"].values():
-        summed = _sum(summed, counts)
+        summed = _add_versions(summed, counts)
     return summed
 
 
-def requests_and_errors(counts: VersionSnapshot) -> tuple[int, int]:
+def count_requests_and_errors(counts: VersionSnapshot) -> tuple[int, int]:
     """What a version was given, also beside the one that answered; and what of it ended with a 5xx of its making."""
     errors = sum(count for status, count in counts["statuses"].items() if int(status) >= 500)
     shadowed = counts["compared"] + counts["shadow_failed"]
     return sum(counts["statuses"].values()) + shadowed, errors + counts["shadow_failed"]
 
 
-def _sum(one: VersionSnapshot, other: VersionSnapshot) -> VersionSnapshot:
+def _add_versions(one: VersionSnapshot, other: VersionSnapshot) -> VersionSnapshot:
     sizes = {each["batch_size"]: each["compute_infer"] for each in one["batch_stats"]}
     for each in other["batch_stats"]:
         have = sizes.get(each["batch_size"], {"count": 0, "ns": 0})
@@ -159,7 +159,7 @@ def _sum_histograms(one: HistogramSnapshot, other: HistogramSnapshot) -> Histogr
     return {"bounds": one["bounds"], "counts": counts, "sum": one["sum"] + other["sum"]}
 
 
-def since(earlier: HistogramSnapshot, later: HistogramSnapshot) -> HistogramSnapshot:
+def subtract_histogram(earlier: HistogramSnapshot, later: HistogramSnapshot) -> HistogramSnapshot:
     """What was observed between two snapshots of one histogram.
 
     A replica that has left has taken its counts with it: what is less than before was not observed.
@@ -168,7 +168,7 @@ def since(earlier: HistogramSnapshot, later: HistogramSnapshot) -> HistogramSnap
     return {"bounds": later["bounds"], "counts": counts, "sum": max(0.0, later["sum"] - earlier["sum"])}
 
 
-def quantile(histogram: HistogramSnapshot, q: float) -> float | None:
+def estimate_quantile(histogram: HistogramSnapshot, q: float) -> float | None:
     """The value below which the part `q` (0 to 1) of the values lies, linear between bounds; None without values.
 
     Above the last bound nothing is known: the last bound is the answer.

@@ -8,26 +8,28 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from shoal.serve.messages.auth_failures import Refused
+from shoal.serve.messages.auth_failures import AuthFailure
 from shoal.serve.messages.metrics_snapshot import ModelSnapshot
 
 # Forwards of one version, by the size of their batch: class c has 2**c rows or more, and fewer than twice as many.
 # (how many, their median in seconds)
-Forwards = Mapping[int, tuple[int, float]]
+ForwardMedians = Mapping[int, tuple[int, float]]
 MAX_FORWARDS = 64  # of one version and size: the newest, of which the median is
-MAX_LEFT = 16  # versions that are remembered, the newest: a run publishes none twice, and its store has only the last
+MAX_REJECTED_VERSIONS = (
+    16  # versions that are remembered, the newest: a run publishes none twice, and its store has only the last
+)
 
 
 MAX_REASON_CHARS = 2000  # of an error of a model's: who it was written for has the replica's log
 
 
-def as_told(reason: str) -> str:
+def truncate_reason(reason: str) -> str:
     """A reason in the words of an error of anybody's, as every report, status and file can carry it."""
     return reason[:MAX_REASON_CHARS].encode(errors="backslashreplace").decode()
 
 
 @dataclass(frozen=True)
-class Failure:
+class StagingFailure:
     """Why a version could not be staged, and in which attempt."""
 
     version: int
@@ -36,7 +38,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Left:
+class RejectedVersion:
     """A version of a live model that a replica does not answer with, and why.
 
     instead:      the version that answers
@@ -61,7 +63,7 @@ class LiveReport:
 
     era: int = 0
     held: tuple[int, ...] = ()
-    left: tuple[Left, ...] = ()
+    left: tuple[RejectedVersion, ...] = ()
     candidate: int = 0
 
 
@@ -79,9 +81,9 @@ class ModelReport:
 
     version: int = 0
     staged: tuple[int, ...] = ()
-    failure: Failure | None = None
+    failure: StagingFailure | None = None
     counts: ModelSnapshot | None = None
-    forwards: Mapping[int, Forwards] = field(default_factory=dict)
+    forwards: Mapping[int, ForwardMedians] = field(default_factory=dict)
     queued_rows: int = 0
     latency: tuple[tuple[int, float], ...] = ()
     live: LiveReport | None = None
@@ -105,12 +107,12 @@ class ReplicaReport:
     models: Mapping[str, ModelReport] = field(default_factory=dict)
     callers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     statuses: Mapping[str, int] = field(default_factory=dict)
-    refused: tuple[Refused, ...] = ()
+    refused: tuple[AuthFailure, ...] = ()
     computing_s: float = 0.0
     host: str = ""
 
 
-def total_forwards(reports: Iterable[Forwards]) -> Forwards:
+def merge_forward_medians(reports: Iterable[ForwardMedians]) -> ForwardMedians:
     """Over several replicas: the numbers added, the medians averaged by them."""
     summed: dict[int, tuple[int, float]] = {}
     for report in reports:

@@ -30,7 +30,7 @@ def devices(options: ModelOptions, has_cuda: bool) -> list[str]:
     return ["cpu", "cuda"] if has_cuda and not cpu else ["cpu"]
 
 
-def timed(forward: Callable[[int], object], sizes: Sequence[int]) -> dict[int, float]:
+def time_forwards(forward: Callable[[int], object], sizes: Sequence[int]) -> dict[int, float]:
     """Seconds of a forward over so many rows: the median of NUM_TIMINGS, after one that does not count."""
     times = {}
     for size in sizes:
@@ -44,7 +44,7 @@ def timed(forward: Callable[[int], object], sizes: Sequence[int]) -> dict[int, f
     return times
 
 
-def fastest(times: Mapping[str, Mapping[int, float]]) -> tuple[str, str]:
+def select_fastest(times: Mapping[str, Mapping[int, float]]) -> tuple[str, str]:
     """The device whose times over all sizes add up to least, and a line that says why."""
     best = min(times, key=lambda device: sum(times[device].values()))
     measured = [

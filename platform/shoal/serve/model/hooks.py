@@ -34,14 +34,14 @@ def find_hook(field: Literal["preprocess", "postprocess"], factory: ModelFactory
     """
     reference: str | None = getattr(options, field)
     if reference is not None:
-        return _hook(field, reference, find_callable(field, reference)) if reference else None
+        return _wrap_hook(field, reference, find_callable(field, reference)) if reference else None
     reference = getattr(factory, field)
     if not reference:
         return None
-    return _hook(field, reference, find_callable(f"model.{field}", reference)(**factory.kwargs))
+    return _wrap_hook(field, reference, find_callable(f"model.{field}", reference)(**factory.kwargs))
 
 
-def _hook(field: str, reference: str, function: Callable[[Arrays], Any]) -> Hook:
+def _wrap_hook(field: str, reference: str, function: Callable[[Arrays], Any]) -> Hook:
     blames_input = field == "preprocess"
 
     def hook(arrays: Arrays) -> Arrays:
@@ -53,12 +53,12 @@ def _hook(field: str, reference: str, function: Callable[[Arrays], Any]) -> Hook
             status = 422 if blames_input and isinstance(error, ValueError) else 500
             what = str(error) if status == 422 else f"{type(error).__name__}: {error}"
             raise InferenceError(status, f"{field} {reference}: {what}") from error
-        return _required(given, f"{field} {reference}")
+        return _require_arrays(given, f"{field} {reference}")
 
     return hook
 
 
-def _required(given: Any, who: str) -> Arrays:
+def _require_arrays(given: Any, who: str) -> Arrays:
     if not isinstance(given, Mapping):
         raise InferenceError(500, f"{who}: expected a dict of arrays, it gave {type(given).__name__}")
     for name, value in given.items():

@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 
 MIN_ROWS = 8
 MIN_PRODUCTS = 2**20  # rows by inputs by outputs: below that both take microseconds
-CLEARLY = 1.2  # as much faster must it be, so that noise does not choose
+MIN_SPEEDUP = 1.2  # as much faster must it be, so that noise does not choose
 _NUM_TIMINGS = 7
 
 
@@ -40,7 +40,7 @@ class OneDnnLinear(nn.Linear):
 
 def choose_kernels(module: nn.Module) -> None:
     """Let the linear layers of a module, of exactly that type, use what is faster on this CPU; those of a graph too."""
-    if not (torch.backends.mkldnn.is_available() and onednn_is_faster()):
+    if not (torch.backends.mkldnn.is_available() and is_onednn_faster()):
         return
     for layer in module.modules():
         if type(layer) is nn.Linear and layer.weight.dtype == torch.float32:
@@ -53,7 +53,7 @@ def choose_kernels(module: nn.Module) -> None:
 
 
 @functools.cache
-def onednn_is_faster() -> bool:
+def is_onednn_faster() -> bool:
     """Measured on a product of middling size, the two in turns; takes some 10 ms."""
     x, layer = torch.randn(128, 512), nn.Linear(512, 512).requires_grad_(False)
     other = OneDnnLinear(512, 512).requires_grad_(False)
@@ -64,4 +64,4 @@ def onednn_is_faster() -> bool:
                 start = time.perf_counter()
                 each(x)
                 taken.append(time.perf_counter() - start)
-    return median(times[0]) > CLEARLY * median(times[1])
+    return median(times[0]) > MIN_SPEEDUP * median(times[1])

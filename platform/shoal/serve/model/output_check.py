@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from shoal.errors import InferenceError
-from shoal.open_inference.datatypes import NUMPY
+from shoal.open_inference.datatypes import NUMPY_DTYPES
 from shoal.registry.manifest import Signature, TensorSignature
 from shoal.serve.model.formats import Arrays
 
@@ -34,11 +34,11 @@ class OutputCheck:
 
     def __init__(self, signature: Signature, *, finite: bool) -> None:
         self._specs = [
-            (spec, spec.name, NUMPY[spec.datatype], tuple(spec.shape[1:]), _finiteness(spec, finite))
+            (spec, spec.name, NUMPY_DTYPES[spec.datatype], tuple(spec.shape[1:]), _select_finite_test(spec, finite))
             for spec in signature.outputs
         ]
 
-    def checked(self, found: Arrays, num_rows: int) -> dict[str, np.ndarray]:
+    def validate(self, found: Arrays, num_rows: int) -> dict[str, np.ndarray]:
         """The signature's outputs, in its order. Raises InferenceError (500)."""
         outputs = {}
         for spec, name, dtype, sizes, is_finite in self._specs:
@@ -47,32 +47,34 @@ class OutputCheck:
                 given = ", ".join(map(repr, found)) or "none"
                 raise InferenceError(500, f"output {name!r} is missing: the model gave {given}")
             if array.shape != (num_rows, *sizes) or array.dtype != dtype or dtype.kind == "O":
-                array = _fitting(array, spec, num_rows)
+                array = _validate_output(array, spec, num_rows)
             if is_finite is not None and (num_finite := np.count_nonzero(is_finite(array))) != array.size:
                 raise NotFiniteOutput(name, array.size - int(num_finite), array.size)
             outputs[name] = array
         return outputs
 
-    def empty(self) -> dict[str, np.ndarray]:
+    def make_empty_outputs(self) -> dict[str, np.ndarray]:
         """The answer to no rows."""
         return {
             name: np.empty((0, *[max(size, 0) for size in sizes]), dtype) for _, name, dtype, sizes, _ in self._specs
         }
 
 
-def _fitting(array: np.ndarray, spec: TensorSignature, num_rows: int) -> np.ndarray:
+def _validate_output(array: np.ndarray, spec: TensorSignature, num_rows: int) -> np.ndarray:
     """The array, whose open dimensions may have any size, and strings as bytes. Raises InferenceError (500)."""
     if spec.datatype == "BYTES":
         array = _as_bytes(array, spec.name)
     expected = [num_rows, *spec.shape[1:]]
-    fits = len(array.shape) == len(expected) and array.dtype == NUMPY[spec.datatype] and array.shape[0] == num_rows
+    fits = (
+        len(array.shape) == len(expected) and array.dtype == NUMPY_DTYPES[spec.datatype] and array.shape[0] == num_rows
+    )
     if not fits or any(want not in (-1, have) for have, want in zip(array.shape, expected, strict=True)):
-        got = _described(array, spec)
+        got = _format_array(array, spec)
         raise InferenceError(500, f"output {spec.name!r}: expected {spec.datatype} {expected}, got {got}")
     return array
 
 
-def _finiteness(spec: TensorSignature, finite: bool) -> Any:
+def _select_finite_test(spec: TensorSignature, finite: bool) -> Any:
     """Of what each element is told finite or not; None for what always is."""
     if not finite or spec.datatype not in ("BF16", "FP16", "FP32", "FP64"):
         return None
@@ -101,9 +103,9 @@ def _as_bytes(array: np.ndarray, name: str) -> np.ndarray:
     return made.reshape(array.shape)
 
 
-def _described(array: np.ndarray, spec: TensorSignature) -> str:
+def _format_array(array: np.ndarray, spec: TensorSignature) -> str:
     """As the signature would say it. The bits of BF16 cannot be told from UINT16."""
-    for datatype, dtype in NUMPY.items():
+    for datatype, dtype in NUMPY_DTYPES.items():
         if array.dtype == dtype and (datatype != "BF16" or spec.datatype == "BF16"):
             return f"{datatype} {[*array.shape]}"
     return f"{array.dtype} {[*array.shape]}"

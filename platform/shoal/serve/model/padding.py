@@ -22,22 +22,22 @@ from typing import Any
 import numpy as np
 
 from shoal.errors import ConfigError
-from shoal.open_inference.datatypes import NUMPY, bf16_bits
+from shoal.open_inference.datatypes import NUMPY_DTYPES, bf16_bits
 from shoal.registry.manifest import Signature, TensorSignature
 from shoal.serve.model.formats import Arrays
 
-SHARED_ROW = 1 << 17  # elements of one input
+MAX_SHARED_ROW_ELEMENTS = 1 << 17  # elements of one input
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class CollatedBatch:
     """Several requests as one batch. `bounds`: where each begins, and the last ends."""
 
     inputs: dict[str, np.ndarray]
     bounds: list[int]
 
 
-class Joiner:
+class RequestCollator:
     """Joins requests for one model, and takes their answers apart.
 
     pad_value: None: only equal shapes will come. Raises ConfigError for a value that an input's datatype cannot hold.
@@ -47,51 +47,53 @@ class Joiner:
         self.names = [spec.name for spec in signature.inputs]
         self._variable = {spec.name: variable_dimensions(spec) for spec in signature.inputs}
         self._ragged = [name for name, dimensions in self._variable.items() if dimensions]
-        self._padding: dict[str, Any] = {}
-        self._shared: list[tuple[str, int, int]] = []  # input, its dimension, the largest size that any may share
-        self._followed: list[tuple[str, int, str, int]] = []  # output, its dimension, input, its dimension
-        self._alike: list[tuple[int, list[str]]] = []  # a dimension that an output follows, and whose inputs' it may be
+        self._pad_elements: dict[str, Any] = {}
+        self._size_limits: list[tuple[str, int, int]] = []  # input, its dimension, the largest size that any may share
+        self._followed_dimensions: list[tuple[str, int, str, int]] = []  # output, its dimension, input, its dimension
+        self._ambiguous_dimensions: list[
+            tuple[int, list[str]]
+        ] = []  # a dimension that an output follows, and whose inputs' it may be
         if pad_value is not None and self._ragged:
-            self._padding = {spec.name: _padding(spec, pad_value) for spec in signature.inputs}
-            self._followed = _followed(signature, self._variable)
-            self._alike = _alike(signature, self._variable)
-            self._shared = [shared for spec in signature.inputs for shared in _shared(spec)]
+            self._pad_elements = {spec.name: _to_pad_element(spec, pad_value) for spec in signature.inputs}
+            self._followed_dimensions = _match_output_dimensions(signature, self._variable)
+            self._ambiguous_dimensions = _find_ambiguous_dimensions(signature, self._variable)
+            self._size_limits = [shared for spec in signature.inputs for shared in _compute_size_limits(spec)]
 
     @property
-    def pads(self) -> bool:
+    def can_pad(self) -> bool:
         """Whether requests of several lengths may share a batch."""
-        return bool(self._padding)
+        return bool(self._pad_elements)
 
-    def bucket(self, inputs: Arrays) -> Hashable:
+    def compute_bucket(self, inputs: Arrays) -> Hashable:
         """What requests must have in common to share a batch."""
         if not self._ragged:
             return None
-        if not self._padding:
+        if not self._pad_elements:
             return tuple([inputs[name].shape[1:] for name in self._ragged])
-        for dimension, names in self._alike:
+        for dimension, names in self._ambiguous_dimensions:
             if len({inputs[name].shape[dimension] for name in names}) > 1:
                 return tuple([inputs[name].shape[1:] for name in self._ragged])
-        for name, dimension, most in self._shared:
+        for name, dimension, most in self._size_limits:
             if inputs[name].shape[dimension] > most:
-                return tuple([inputs[name].shape[dimension].bit_length() for name, dimension, _ in self._shared])
+                return tuple([inputs[name].shape[dimension].bit_length() for name, dimension, _ in self._size_limits])
         return None
 
-    def join(self, requests: Sequence[Arrays]) -> Joined:
+    def collate(self, requests: Sequence[Arrays]) -> CollatedBatch:
         """One after the other along the first dimension."""
         joined = {}
         for name in self.names:
             arrays = [request[name] for request in requests]
-            if self._padding and len({array.shape[1:] for array in arrays}) > 1:
-                joined[name] = _padded(arrays, self._padding[name])
+            if self._pad_elements and len({array.shape[1:] for array in arrays}) > 1:
+                joined[name] = _pad_and_concatenate(arrays, self._pad_elements[name])
             else:
                 joined[name] = np.concatenate(arrays)
         first = self.names[0]
-        return Joined(joined, [0, *accumulate([len(request[first]) for request in requests])])
+        return CollatedBatch(joined, [0, *accumulate([len(request[first]) for request in requests])])
 
-    def split(self, outputs: Arrays, joined: Joined, requests: Sequence[Arrays]) -> list[dict[str, np.ndarray]]:
+    def split(self, outputs: Arrays, joined: CollatedBatch, requests: Sequence[Arrays]) -> list[dict[str, np.ndarray]]:
         """The outputs of each request."""
         answers = [{name: rows[start:end] for name, rows in outputs.items()} for start, end in pairwise(joined.bounds)]
-        for output, dimension, name, follows in self._followed:
+        for output, dimension, name, follows in self._followed_dimensions:
             padded = joined.inputs[name].shape[follows]
             if outputs[output].shape[dimension] != padded:
                 continue
@@ -112,16 +114,16 @@ def fixed_elements(spec: TensorSignature) -> int:
     return math.prod([size for size in spec.shape[1:] if size != -1])
 
 
-def _shared(spec: TensorSignature) -> list[tuple[str, int, int]]:
+def _compute_size_limits(spec: TensorSignature) -> list[tuple[str, int, int]]:
     """The variable dimensions of an input, with the size at which all of them together make a row of `SHARED_ROW`."""
     variable = variable_dimensions(spec)
     return [
-        (spec.name, dimension, int((SHARED_ROW / max(fixed_elements(spec), 1)) ** (1 / len(variable))))
+        (spec.name, dimension, int((MAX_SHARED_ROW_ELEMENTS / max(fixed_elements(spec), 1)) ** (1 / len(variable))))
         for dimension in variable
     ]
 
 
-def _followed(signature: Signature, variable: dict[str, list[int]]) -> list[tuple[str, int, str, int]]:
+def _match_output_dimensions(signature: Signature, variable: dict[str, list[int]]) -> list[tuple[str, int, str, int]]:
     places = [(name, dimension) for name, dimensions in variable.items() for dimension in dimensions]
     found = []
     for spec in signature.outputs:
@@ -132,13 +134,13 @@ def _followed(signature: Signature, variable: dict[str, list[int]]) -> list[tupl
     return found
 
 
-def _alike(signature: Signature, variable: dict[str, list[int]]) -> list[tuple[int, list[str]]]:
+def _find_ambiguous_dimensions(signature: Signature, variable: dict[str, list[int]]) -> list[tuple[int, list[str]]]:
     followed = {dimension for spec in signature.outputs for dimension in variable_dimensions(spec)}
     found = [(each, [name for name, dimensions in variable.items() if each in dimensions]) for each in sorted(followed)]
     return [(dimension, names) for dimension, names in found if len(names) > 1]
 
 
-def _padded(arrays: Sequence[np.ndarray], value: Any) -> np.ndarray:
+def _pad_and_concatenate(arrays: Sequence[np.ndarray], value: Any) -> np.ndarray:
     sizes = [max(lengths) for lengths in zip(*[array.shape[1:] for array in arrays], strict=True)]
     padded = np.full((sum(map(len, arrays)), *sizes), value, arrays[0].dtype)
     start = 0
@@ -149,17 +151,17 @@ def _padded(arrays: Sequence[np.ndarray], value: Any) -> np.ndarray:
     return padded
 
 
-def _padding(spec: TensorSignature, value: float) -> Any:
+def _to_pad_element(spec: TensorSignature, value: float) -> Any:
     """The value as an element of the input."""
     if spec.datatype == "BYTES":
         return b""
     if spec.datatype == "BF16":
         return bf16_bits(np.array([value], np.float32))[0]
-    dtype = NUMPY[spec.datatype]
-    if dtype.kind in "iub" and not (math.isfinite(value) and _holds(dtype, value)):
+    dtype = NUMPY_DTYPES[spec.datatype]
+    if dtype.kind in "iub" and not (math.isfinite(value) and _can_hold(dtype, value)):
         raise ConfigError("pad_value", value, f"input {spec.name!r} is {spec.datatype}, which cannot hold it")
     return np.array(value).astype(dtype)[()]
 
 
-def _holds(dtype: np.dtype[Any], value: float) -> bool:
+def _can_hold(dtype: np.dtype[Any], value: float) -> bool:
     return 0 <= value <= 1 if dtype.kind == "b" else bool(np.iinfo(dtype.name).min <= value <= np.iinfo(dtype.name).max)

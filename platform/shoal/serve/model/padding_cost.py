@@ -23,10 +23,10 @@ from shoal.serve.batching.latency_model import OBSERVED_EVERY_S, LatencyModel
 from shoal.serve.model.formats import Arrays
 from shoal.serve.model.padding import fixed_elements, variable_dimensions
 
-MAX_CUTS = 16  # places at which a batch may be cut
-WORTH = 0.95  # of what the whole would take: what is predicted is not known better than that
-LEAST_GAIN_S = 0.0005  # less is not worth looking for the best cuts, which takes up to half of it
-UNSEEN = 0.25  # of the least that was seen: what anything smaller takes at the least, until it was tried
+MAX_SPLIT_POINTS = 16  # places at which a batch may be cut
+MAX_COST_RATIO = 0.95  # of what the whole would take: what is predicted is not known better than that
+MIN_GAIN_S = 0.0005  # less is not worth looking for the best cuts, which takes up to half of it
+UNSEEN_COST_RATIO = 0.25  # of the least that was seen: what anything smaller takes at the least, until it was tried
 
 Sizes = tuple[int, ...]  # of the variable dimensions, input by input
 
@@ -39,7 +39,7 @@ class _Input(NamedTuple):
     dimensions: tuple[int, ...]
 
 
-class Lengths:
+class PaddingCostModel:
     """Cuts the batches of one model, for any number of threads. The signature has a variable dimension."""
 
     def __init__(self, signature: Signature, clock: Callable[[], float] = time.monotonic) -> None:
@@ -47,12 +47,12 @@ class Lengths:
             _Input(spec.name, fixed_elements(spec), tuple(variable_dimensions(spec))) for spec in signature.inputs
         ]
         self._first = signature.inputs[0].name
-        self._clock, self._taken = clock, LatencyModel()
+        self._clock, self._latency = clock, LatencyModel()
         self._least = (0, 0.0)  # the fewest elements that were seen, and what they took
-        self._learning = threading.Lock()
-        self._learns_from_s = -math.inf
+        self._lock = threading.Lock()
+        self._next_observation_s = -math.inf
 
-    def parts(self, requests: Sequence[Arrays]) -> list[list[int]]:
+    def split_batch(self, requests: Sequence[Arrays]) -> list[list[int]]:
         """The places in `requests` of those that share a forward, for each forward."""
         whole = list(range(len(requests)))
         sizes = [self._sizes(request) for request in requests]
@@ -62,30 +62,32 @@ class Lengths:
         padded_s = self._seconds(self._elements(sum(rows), _largest(sizes)))
         own = [self._elements(count, each) for count, each in zip(rows, sizes, strict=True)]
         # Several forwards take no less than one over all their elements, without padding, would.
-        if padded_s - self._seconds(sum(own)) < max((1 - WORTH) * padded_s, LEAST_GAIN_S):
+        if padded_s - self._seconds(sum(own)) < max((1 - MAX_COST_RATIO) * padded_s, MIN_GAIN_S):
             return [whole]
-        step = -(-len(requests) // MAX_CUTS)
+        step = -(-len(requests) // MAX_SPLIT_POINTS)
         order = sorted(whole, key=lambda place: own[place] / max(rows[place], 1))
         groups = [order[start : start + step] for start in range(0, len(order), step)]
-        bounds, seconds = self._cut([(sum([rows[p] for p in g]), _largest([sizes[p] for p in g])) for g in groups])
-        if seconds > WORTH * padded_s:
+        bounds, seconds = self._find_best_split(
+            [(sum([rows[p] for p in g]), _largest([sizes[p] for p in g])) for g in groups]
+        )
+        if seconds > MAX_COST_RATIO * padded_s:
             return [whole]
         return [[place for group in groups[begin:end] for place in group] for begin, end in bounds]
 
     def observe(self, requests: Sequence[Arrays], seconds: float) -> None:
         """A forward over these, padded, took `seconds`."""
         now_s = self._clock()
-        if now_s < self._learns_from_s:
+        if now_s < self._next_observation_s:
             return
         sizes = _largest([self._sizes(request) for request in requests])
         elements = self._elements(sum([len(request[self._first]) for request in requests]), sizes)
         if elements:
-            with self._learning:
-                self._learns_from_s = now_s + OBSERVED_EVERY_S
-                self._taken.observe(elements, seconds, now_s)
-                self._least = self._taken.measured()[0]
+            with self._lock:
+                self._next_observation_s = now_s + OBSERVED_EVERY_S
+                self._latency.observe(elements, seconds, now_s)
+                self._least = self._latency.list_points()[0]
 
-    def _cut(self, groups: Sequence[tuple[int, Sizes]]) -> tuple[list[tuple[int, int]], float]:
+    def _find_best_split(self, groups: Sequence[tuple[int, Sizes]]) -> tuple[list[tuple[int, int]], float]:
         """The bounds of the parts that take the least together, and what they take. Groups: (rows, sizes) each."""
         least_s, begins = [0.0], [0]
         for end in range(1, len(groups) + 1):
@@ -107,7 +109,9 @@ class Lengths:
 
     def _seconds(self, elements: int) -> float:
         least, seconds = self._least
-        return seconds * max(elements / least, UNSEEN) if elements < least else self._taken.seconds(elements)
+        return (
+            seconds * max(elements / least, UNSEEN_COST_RATIO) if elements < least else self._latency.seconds(elements)
+        )
 
     def _sizes(self, request: Arrays) -> Sizes:
         return tuple([request[name].shape[place] for name, _, dimensions in self._inputs for place in dimensions])

@@ -28,7 +28,7 @@ MIN_INT8_WEIGHTS = 256 * 256
 _BF16_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-class Precision:
+class PrecisionConverter:
     """Changes `module` in place, and the state of each version in the same way.
 
     Raises ConfigError when int8 would change no layer.
@@ -56,7 +56,7 @@ class Precision:
                     if name in converted:
                         converted[name] = converted[name].to(torch.bfloat16)
             else:
-                converted[f"{layer}.units"], converted[f"{layer}.scale"] = _scaled(converted.pop(weight))
+                converted[f"{layer}.units"], converted[f"{layer}.scale"] = _quantise_rows(converted.pop(weight))
         return converted
 
 
@@ -77,7 +77,7 @@ class Int8Linear(nn.Module):
         self.bias = layer.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        rows, scales = _scaled(x.reshape(-1, self.in_features))
+        rows, scales = _quantise_rows(x.reshape(-1, self.in_features))
         y = torch._int_mm(rows, self.units.t()).to(x.dtype)
         y = y.mul_(self.scale).mul_(scales.unsqueeze(1))
         if self.bias is not None:
@@ -85,7 +85,7 @@ class Int8Linear(nn.Module):
         return y.view(*x.shape[:-1], self.out_features)
 
 
-def _scaled(rows: Tensor) -> tuple[Tensor, Tensor]:
+def _quantise_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Each row in -127..127 as int8, and what one of its units is worth. NaN makes its row's scale NaN."""
     scales = rows.abs().amax(1).div_(127)
     units = rows / scales.clamp_min(torch.finfo(rows.dtype).tiny).unsqueeze(1)

@@ -19,13 +19,13 @@ import torch
 from shoal.errors import InferenceError, WeightsError
 from shoal.registry.manifest import ModelFactory, Signature
 from shoal.serve.messages.inference import Arrays
-from shoal.serve.model.device import devices, fastest, timed
-from shoal.serve.model.formats import Forward, Setting, Template, has_cuda, open_template
+from shoal.serve.model.device import devices, select_fastest, time_forwards
+from shoal.serve.model.formats import Forward, Template, TemplateConfig, has_cuda, open_template
 from shoal.serve.model.hooks import Hook, find_hook
 from shoal.serve.model.output_check import NotFiniteOutput, OutputCheck
-from shoal.serve.model.padding import Joiner
-from shoal.serve.model.padding_cost import Lengths
-from shoal.serve.model.warm_up import batch_sizes, example, has_one_shape, is_guessed, measure
+from shoal.serve.model.padding import RequestCollator
+from shoal.serve.model.padding_cost import PaddingCostModel
+from shoal.serve.model.warm_up import batch_sizes, has_one_shape, is_example_guessed, make_example, time_warm_forwards
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
 
@@ -53,30 +53,30 @@ class Predictor:
         after: Predictor | None = None,
     ) -> None:
         self.signature, self.options, self.torch_threads = signature, options, torch_threads
-        self._joiner = Joiner(signature, options.pad_value if options.ragged == "pad" else None)
-        self._lengths = Lengths(signature) if self._joiner.pads else None
+        self._collator = RequestCollator(signature, options.pad_value if options.ragged == "pad" else None)
+        self._padding_cost = PaddingCostModel(signature) if self._collator.can_pad else None
         self._check = OutputCheck(signature, finite=options.finite)
         self._preprocess = find_hook("preprocess", factory, options)
         self._postprocess = find_hook("postprocess", factory, options)
         has_hooks = self._preprocess is not None, self._postprocess is not None
         self._templates = {
-            device: open_template(factory, Setting(signature, options, device, torch_threads, *has_hooks))
+            device: open_template(factory, TemplateConfig(signature, options, device, torch_threads, *has_hooks))
             for device in devices(options, has_cuda(factory.format))
         }
-        self._first = threading.Lock()  # held while the first version chooses a device
+        self._load_lock = threading.Lock()  # held while the first version chooses a device
         self._is_warm = False
         self._has_example = options.warm_up
-        is_typical = not is_guessed(signature, is_prepared=self._preprocess is not None)
+        is_typical = not is_example_guessed(signature, is_prepared=self._preprocess is not None)
         self._must_answer = is_typical or (after is not None and after._is_warm)
-        self.measured: list[tuple[int, float]] = []
+        self.warm_up_times: list[tuple[int, float]] = []
 
-    def enter_thread(self) -> None:
+    def set_torch_threads(self) -> None:
         """Fix the number of torch threads; they are counted per calling thread, so call this in the forward's."""
         torch.set_num_threads(self.torch_threads)
 
-    def bucket(self, inputs: Arrays) -> Hashable:
+    def compute_bucket(self, inputs: Arrays) -> Hashable:
         """What requests must have in common to share a batch: their shapes, where those differ and are not padded."""
-        return self._joiner.bucket(inputs)
+        return self._collator.compute_bucket(inputs)
 
     def load(self, snapshot: WeightSnapshot) -> LoadedModel:
         """A version that has answered an example; the first one at every power of two of the batch.
@@ -84,19 +84,19 @@ class Predictor:
         Raises WeightsError when it does not fit the model, or when its answer does not fit the signature; and then
         nothing has changed. Sets the calling thread's number of torch threads, for which a compiled graph is made.
         """
-        self.enter_thread()
-        with self._first:
+        self.set_torch_threads()
+        with self._load_lock:
             if len(self._templates) > 1:
-                self._templates = self._fastest(snapshot)
+                self._templates = self._select_template(snapshot)
         (template,) = self._templates.values()
-        model = self._loaded(template, snapshot)
+        model = self._load_version(template, snapshot)
         self._warm_up(model)
         return model
 
-    def _loaded(self, template: Template, snapshot: WeightSnapshot) -> LoadedModel:
+    def _load_version(self, template: Template, snapshot: WeightSnapshot) -> LoadedModel:
         forward = template.load(snapshot)
         hooks = self._preprocess, self._postprocess
-        return LoadedModel(snapshot.version, forward, self._joiner, self._lengths, self._check, *hooks)
+        return LoadedModel(snapshot.version, forward, self._collator, self._padding_cost, self._check, *hooks)
 
     def _warm_up(self, model: LoadedModel) -> None:
         """Ask for one row of every version, and for every size of the first: later ones find kernels and graphs."""
@@ -104,11 +104,11 @@ class Predictor:
             return
         sizes = [1] if self._is_warm else batch_sizes(self.options.max_batch_size)
         try:
-            examples = {size: [example(self.signature, size)] for size in sizes}
+            examples = {size: [make_example(self.signature, size)] for size in sizes}
             for size in sizes:
                 model.predict_batch(examples[size])
             if has_one_shape(self.signature) and not self._is_warm:
-                self.measured = measure(lambda size: model.predict_batch(examples[size]), sizes)
+                self.warm_up_times = time_warm_forwards(lambda size: model.predict_batch(examples[size]), sizes)
         except Exception as error:  # whatever a model raises for an example is why it cannot serve
             if not self._is_warm and not self._must_answer:
                 self._has_example = False
@@ -119,18 +119,18 @@ class Predictor:
             raise WeightsError(f"version {model.version} cannot answer an example: {what}. {remedy}") from error
         self._is_warm = True
 
-    def _fastest(self, snapshot: WeightSnapshot) -> dict[str, Template]:
+    def _select_template(self, snapshot: WeightSnapshot) -> dict[str, Template]:
         """The template of the device that is faster for these weights."""
         sizes = sorted({1, self.options.max_batch_size})
-        inputs = {size: [example(self.signature, size)] for size in sizes}
+        inputs = {size: [make_example(self.signature, size)] for size in sizes}
         times = {}
         for device, template in self._templates.items():
-            model = self._loaded(template, snapshot)
+            model = self._load_version(template, snapshot)
             try:
-                times[device] = timed(lambda size, model=model: model.predict_batch(inputs[size]), sizes)  # type: ignore[misc]
+                times[device] = time_forwards(lambda size, model=model: model.predict_batch(inputs[size]), sizes)  # type: ignore[misc]
             except Exception as error:  # noqa: BLE001 - whatever it raises: it cannot be measured here
                 logger.warning("%s cannot be measured, for want of an example that the model takes: %s", device, error)
-        chosen, why = fastest(times) if len(times) == len(self._templates) else ("cuda", "not measured: cuda")
+        chosen, why = select_fastest(times) if len(times) == len(self._templates) else ("cuda", "not measured: cuda")
         logger.info("device: %s", why)
         return {chosen: self._templates[chosen]}
 
@@ -142,14 +142,14 @@ class LoadedModel:
         self,
         version: int,
         forward: Forward,
-        joiner: Joiner,
-        lengths: Lengths | None,
+        joiner: RequestCollator,
+        lengths: PaddingCostModel | None,
         check: OutputCheck,
         preprocess: Hook | None,
         postprocess: Hook | None,
     ) -> None:
         self.version = version
-        self._forward, self._joiner, self._lengths, self._check = forward, joiner, lengths, check
+        self._forward, self._collator, self._padding_cost, self._check = forward, joiner, lengths, check
         self._preprocess, self._postprocess = preprocess, postprocess
         self._first_input, self._input_names = joiner.names[0], joiner.names
 
@@ -160,31 +160,31 @@ class LoadedModel:
         Raises InferenceError (500) naming the output that does not fit the signature, what a hook says (422, 500), or
         what the model raised.
         """
-        lengths = self._lengths
+        lengths = self._padding_cost
         if lengths is None:
-            return self._together(requests)
+            return self._predict_collated(requests)
         answers: dict[int, dict[str, np.ndarray]] = {}
-        for part in lengths.parts(requests):
+        for part in lengths.split_batch(requests):
             chosen = [requests[place] for place in part]
             began_s = time.perf_counter()
-            answers.update(zip(part, self._together(chosen), strict=True))
+            answers.update(zip(part, self._predict_collated(chosen), strict=True))
             lengths.observe(chosen, time.perf_counter() - began_s)
         return [answers[place] for place in range(len(requests))]
 
-    def _together(self, requests: Sequence[Arrays]) -> list[dict[str, np.ndarray]]:
+    def _predict_collated(self, requests: Sequence[Arrays]) -> list[dict[str, np.ndarray]]:
         if len(requests) == 1:
             request = requests[0]
             inputs = {name: request[name] for name in self._input_names}
             if self._preprocess is not None:  # which may write to them, and another version or a shadow reads them too
                 inputs = {name: array.copy() for name, array in inputs.items()}
             return [self._predict(inputs, len(inputs[self._first_input]))]
-        joined = self._joiner.join(requests)
+        joined = self._collator.collate(requests)
         outputs = self._predict(joined.inputs, joined.bounds[-1])
-        return self._joiner.split(outputs, joined, requests)
+        return self._collator.split(outputs, joined, requests)
 
     def _predict(self, inputs: Arrays, num_rows: int) -> dict[str, np.ndarray]:
         if num_rows == 0:
-            return self._check.empty()
+            return self._check.make_empty_outputs()
         try:
             if self._preprocess is not None:
                 inputs = self._preprocess(inputs)
@@ -193,4 +193,4 @@ class LoadedModel:
                 outputs = self._postprocess(outputs)
         except SystemExit as error:  # it would end the thread that computes, and whoever awaits it
             raise InferenceError(500, f"the model raised {error!r}") from error
-        return self._check.checked(outputs, num_rows)
+        return self._check.validate(outputs, num_rows)

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from shoal.open_inference.datatypes import NUMPY, bf16_bits
+from shoal.open_inference.datatypes import NUMPY_DTYPES, bf16_bits
 from shoal.registry.manifest import Signature
 
-VARIABLE_SIZE = 16  # of a dimension that the signature leaves open
+DEFAULT_VARIABLE_SIZE = 16  # of a dimension that the signature leaves open
 NUM_TIMED = 2
-MEASURE_S = 1.0  # the start of a replica may take longer by this, and by one forward
+MAX_MEASURE_S = 1.0  # the start of a replica may take longer by this, and by one forward
 
 
 def batch_sizes(max_batch_size: int) -> list[int]:
@@ -25,7 +25,7 @@ def batch_sizes(max_batch_size: int) -> list[int]:
     return [*sizes, max_batch_size]
 
 
-def measure(
+def time_warm_forwards(
     forward: Callable[[int], object], sizes: Sequence[int], clock: Callable[[], float] = time.perf_counter
 ) -> list[tuple[int, float]]:
     """(rows, seconds) of forwards that are warm: of each size the shorter of `NUM_TIMED`, as far as `MEASURE_S` reach.
@@ -33,7 +33,7 @@ def measure(
     The longer may be what else the machine does, and a time that is too long does harm: it refuses requests.
     """
     found: list[tuple[int, float]] = []
-    ends_s = clock() + MEASURE_S
+    ends_s = clock() + MAX_MEASURE_S
     for size in sizes:
         taken_s: list[float] = []
         while len(taken_s) < NUM_TIMED and (started_s := clock()) < ends_s:
@@ -44,7 +44,7 @@ def measure(
     return found
 
 
-def is_guessed(signature: Signature, is_prepared: bool) -> bool:
+def is_example_guessed(signature: Signature, is_prepared: bool) -> bool:
     """Whether an example may be something that no caller would send, so that its failure says nothing."""
     return is_prepared or not has_one_shape(signature)
 
@@ -54,14 +54,14 @@ def has_one_shape(signature: Signature) -> bool:
     return all(-1 not in spec.shape[1:] and spec.datatype != "BYTES" for spec in signature.inputs)
 
 
-def example(signature: Signature, num_rows: int) -> dict[str, np.ndarray]:
+def make_example(signature: Signature, num_rows: int) -> dict[str, np.ndarray]:
     """Integers and truths are one: zero is padding to many models, and a mask that hides everything, of which the mean
     is no number. Floats run from 0.1 to 0.9 within a row, so that dividing by a norm, a sum or a deviation is possible.
     """
     arrays = {}
     for spec in signature.inputs:
-        shape = (num_rows, *(VARIABLE_SIZE if size == -1 else size for size in spec.shape[1:]))
-        dtype = NUMPY[spec.datatype]
+        shape = (num_rows, *(DEFAULT_VARIABLE_SIZE if size == -1 else size for size in spec.shape[1:]))
+        dtype = NUMPY_DTYPES[spec.datatype]
         if spec.datatype == "BYTES":
             array = np.full(shape, b"", object)
         elif spec.datatype == "BF16" or dtype.kind == "f":

@@ -21,18 +21,18 @@ import ray
 import ray.data
 import ray.util.annotations
 
-from shoal.cluster.capacity import wait_for_free
+from shoal.cluster.capacity import wait_for_resource
 from shoal.errors import ClusterError, DataError, RunError
-from shoal.serve.on_ray.errors import own_words
+from shoal.serve.on_ray.errors import error_summary
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.model_source import RegisteredModel
-from shoal.serve.tables.batch_output import has_rows, incoming_for, publish, require_all_rows
+from shoal.serve.tables.batch_output import has_rows, make_incoming_path, publish_output, verify_row_count
 from shoal.serve.tables.table_predictor import TablePredictor
 
 BLOCK_ROWS = 4096  # that travel to a worker together
-FILES_CPUS = 0.5  # what reading, and what writing, reserves
-LEAST_CPUS = 0.25  # of a worker
-ROOM_S = 2.0  # how long places are waited for: those of what has just ended are free
+FILE_IO_CPUS = 0.5  # what reading, and what writing, reserves
+MIN_WORKER_CPUS = 0.25  # of a worker
+CAPACITY_WAIT_S = 2.0  # how long places are waited for: those of what has just ended are free
 WORKER_RESTARTS = 2  # Ray Data's default is without end, also for rows that kill each worker that they are given to
 _NAMED = re.compile(r"^[\w.]*(?:Error|Exception): .+$", re.MULTILINE)
 
@@ -55,7 +55,7 @@ class PredictWorker:
 
     def __init__(self, job: BatchJob) -> None:
         self._predictor = TablePredictor(
-            job.source.package(job.version),
+            job.source.load_package(job.version),
             job.options,
             said=job.said,
             keep=job.keep,
@@ -85,7 +85,7 @@ def predict_files(
     """
     if not has_rows(files):
         raise DataError("input", str(files[0]), "has no rows", "there is nothing to predict")
-    count, cpus_each = _share(workers)
+    count, cpus_each = _allocate_workers(workers)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
@@ -93,15 +93,15 @@ def predict_files(
     context.use_datasource_v2 = False  # which lists Parquet files in a task of 1 CPU, whatever reading is to reserve
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what went wrong is raised, and told once
     paths = [str(file) for file in files]
-    incoming = incoming_for(output)
+    incoming = make_incoming_path(output)
     with ExitStack() as on_failure:
         on_failure.callback(shutil.rmtree, incoming, ignore_errors=True)
-        if (failure := _failure_of(lambda: _predict(paths, incoming, job, count, cpus_each, types))) is not None:
+        if (failure := _catch_failure(lambda: _predict(paths, incoming, job, count, cpus_each, types))) is not None:
             gc.collect()  # ends the workers: Ray Data lets go of them, and what it made of them holds itself in cycles
             raise failure
-        num_rows = require_all_rows(incoming, files)
+        num_rows = verify_row_count(incoming, files)
         on_failure.pop_all()
-    publish(incoming, output)
+    publish_output(incoming, output)
     return num_rows
 
 
@@ -115,20 +115,20 @@ def _predict(
 ) -> None:
     if paths[0].endswith(".csv"):
         converted = pa.csv.ConvertOptions(column_types=types)
-        rows = ray.data.read_csv(paths, num_cpus=FILES_CPUS, partitioning=None, convert_options=converted)
+        rows = ray.data.read_csv(paths, num_cpus=FILE_IO_CPUS, partitioning=None, convert_options=converted)
     else:  # `partitioning`, in both: a folder that is called day=3 is no column of theirs
         # Ray Data takes what follows a ? in a path for no part of it, where it looks for the extension.
-        rows = ray.data.read_parquet(paths, num_cpus=FILES_CPUS, partitioning=None, file_extensions=None)
+        rows = ray.data.read_parquet(paths, num_cpus=FILE_IO_CPUS, partitioning=None, file_extensions=None)
     answered = _map(rows, job, count, cpus_each)
-    answered.write_parquet(str(incoming), ray_remote_args={"num_cpus": FILES_CPUS})
+    answered.write_parquet(str(incoming), ray_remote_args={"num_cpus": FILE_IO_CPUS})
 
 
-def _failure_of(predict: Callable[[], None]) -> RunError | None:
+def _catch_failure(predict: Callable[[], None]) -> RunError | None:
     """In words alone: the frames of Ray's error hold the workers, and with them the CPUs that those reserve."""
     try:
         predict()
     except ray.exceptions.RayError as error:
-        return _in_words(error)
+        return _to_run_error(error)
     return None
 
 
@@ -149,24 +149,24 @@ def _map(rows: ray.data.Dataset, job: BatchJob, count: int, cpus_each: float) ->
         )
 
 
-def _share(workers: int | None) -> tuple[int, float]:
+def _allocate_workers(workers: int | None) -> tuple[int, float]:
     """How many workers, and the CPUs that each reserves: Ray Data waits for ever for what is never free.
 
     Raises ClusterError when there is no room for them and for one that reads.
     """
-    least = FILES_CPUS + (workers or 1) * LEAST_CPUS
-    free = wait_for_free("CPU", least, ROOM_S) - FILES_CPUS
+    least = FILE_IO_CPUS + (workers or 1) * MIN_WORKER_CPUS
+    free = wait_for_resource("CPU", least, CAPACITY_WAIT_S) - FILE_IO_CPUS
     count = workers or max(1, int(free))
-    if free < count * LEAST_CPUS:
+    if free < count * MIN_WORKER_CPUS:
         remedy = "wait for what runs (`shoal status`), or use fewer workers"
-        raise ClusterError(f"{count} workers need {count * LEAST_CPUS + FILES_CPUS:g} CPUs free: {remedy}")
+        raise ClusterError(f"{count} workers need {count * MIN_WORKER_CPUS + FILE_IO_CPUS:g} CPUs free: {remedy}")
     return count, min(1.0, free / count)
 
 
-def _in_words(error: Exception) -> RunError:
+def _to_run_error(error: Exception) -> RunError:
     """What a worker of ours said, which Ray Data leaves as the text of a traceback; or the last error named there."""
     text = str(error).strip()
-    if ours := own_words(text):  # also of a worker that could not be made, which has died for Ray
+    if ours := error_summary(text):  # also of a worker that could not be made, which has died for Ray
         return RunError(ours)
     if isinstance(error, (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError)):
         why = "its process was killed, as when memory runs out, or the model ended it"

@@ -15,36 +15,36 @@ from typing import Any
 import ray
 from ray.serve._private import default_impl, replica
 
-from shoal.cluster.capacity import head_address
+from shoal.cluster.capacity import get_head_address
 from shoal.network_address import is_loopback
 
-EVERYWHERE = "[::]:"
+ANY_ADDRESS = "[::]:"
 
 
-def listen_where_asked() -> None:
+def patch_bind_addresses() -> None:
     """Every server that Serve makes in this process from now on. Idempotent."""
     host = ray.util.get_node_ip_address()
     is_on_head = _is_head(host)
     if is_loopback(host) or not is_on_head:
-        default_impl.add_grpc_address = _on(host, default_impl.add_grpc_address)
-        replica.add_port_to_grpc_server = _on(host, replica.add_port_to_grpc_server)
+        default_impl.add_grpc_address = _bind_grpc_to(host, default_impl.add_grpc_address)
+        replica.add_port_to_grpc_server = _bind_grpc_to(host, replica.add_port_to_grpc_server)
     if not is_on_head:
-        replica.start_asgi_http_server = _reached_at(host, replica.start_asgi_http_server)
+        replica.start_asgi_http_server = _bind_http_to(host, replica.start_asgi_http_server)
 
 
 def _is_head(host: str) -> bool:
     """As HAProxy sees it, which goes by addresses: a second raylet of the head's host is there, too."""
-    return is_loopback(host) or head_address() == host
+    return is_loopback(host) or get_head_address() == host
 
 
-def _on(host: str, add: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+def _bind_grpc_to(host: str, add: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
     def add_there(server: Any, address: str) -> Any:
-        return add(server, address.replace(EVERYWHERE, f"[{host}]:" if ":" in host else f"{host}:"))
+        return add(server, address.replace(ANY_ADDRESS, f"[{host}]:" if ":" in host else f"{host}:"))
 
     return add_there
 
 
-def _reached_at(host: str, start: Callable[..., Any]) -> Callable[..., Any]:
+def _bind_http_to(host: str, start: Callable[..., Any]) -> Callable[..., Any]:
     def start_there(app: Any, options: Any, *args: Any, **kwargs: Any) -> Any:
         if is_loopback(options.host):
             options = options.model_copy(update={"host": host})

@@ -14,10 +14,10 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from shoal.cluster.capacity import on_head
+from shoal.cluster.capacity import make_head_affinity
 from shoal.errors import ConnectionLost, ShoalError
 from shoal.serve.controller.admin_api import LOAD_TIMEOUT_S
-from shoal.serve.controller.config import ControllerSetting
+from shoal.serve.controller.config import ControllerConfig
 from shoal.serve.controller.service import ControllerService
 from shoal.serve.controller.state import StateFile
 from shoal.serve.messages.desired_state import EndpointPlan
@@ -34,11 +34,11 @@ logger = logging.getLogger(__name__)
 class ControllerWorker(ControllerService):
     """The service as an actor."""
 
-    def ended(self) -> None:
+    def on_idle(self) -> None:
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
-def end_controller(name: str) -> None:
+def stop_controller(name: str) -> None:
     """End the actor of this name, if there is one, and let it forget its state. Idempotent."""
     try:
         actor = ray.get_actor(name, NAMESPACE)
@@ -49,93 +49,93 @@ def end_controller(name: str) -> None:
     ray.kill(actor, no_restart=True)
 
 
-class RayController:
+class RayControllerClient:
     """The replicas' and the driver's end: fulfils `ControllerClient`. Pickles; makes the actor when it is not there."""
 
-    def __init__(self, setting: ControllerSetting) -> None:
-        self._setting = setting
+    def __init__(self, setting: ControllerConfig) -> None:
+        self._config = setting
         self._handle: Any = None
-        self._told = ""  # what failed in it last
+        self._last_problem = ""  # what failed in it last
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (RayController, (self._setting,))
+        return (RayControllerClient, (self._config,))
 
     @property
     def handle(self) -> Any:
         if self._handle is None:
             self._handle = ControllerWorker.options(  # type: ignore[attr-defined]
-                name=self._setting.actor,
+                name=self._config.actor_name,
                 namespace=NAMESPACE,
                 lifetime="detached",
                 get_if_exists=True,
-                scheduling_strategy=on_head(),  # with HAProxy, and with the file of its state
-            ).remote(self._setting)
+                scheduling_strategy=make_head_affinity(),  # with HAProxy, and with the file of its state
+            ).remote(self._config)
         return self._handle
 
-    def make(self) -> None:
+    def start(self) -> None:
         """Make the actor before anybody needs it."""
         _ = self.handle
 
     async def follow(self, replica: str, known_generation: int, timeout_s: float) -> EndpointPlan | None:
-        return await self._tell("follow", replica, known_generation, timeout_s)
+        return await self._call_retryable("follow", replica, known_generation, timeout_s)
 
     async def report(self, report: ReplicaReport) -> list[ReplicaReport]:
-        return await self._tell("report", report)
+        return await self._call_retryable("report", report)
 
     async def leave(self, replica: str) -> None:
-        await self._tell("leave", replica)
+        await self._call_retryable("leave", replica)
 
-    async def keep(self, model: str, snapshot: WeightSnapshot) -> None:
-        await self._tell("keep", model, snapshot)
+    async def store_weights(self, model: str, snapshot: WeightSnapshot) -> None:
+        await self._call_retryable("keep", model, snapshot)
 
-    async def kept(self, model: str, version: int) -> WeightSnapshot | None:
-        return await self._tell("kept", model, version)
+    async def fetch_weights(self, model: str, version: int) -> WeightSnapshot | None:
+        return await self._call_retryable("kept", model, version)
 
     async def administer(self, change: Mapping[str, Any], by: str) -> dict[str, Any]:
-        return await self._ask("administer", dict(change), by, timeout_s=CHANGE_TIMEOUT_S)
+        return await self._call("administer", dict(change), by, timeout_s=CHANGE_TIMEOUT_S)
 
     async def load(self, name: str, parameters: Mapping[str, Any], by: str) -> None:
-        await self._ask("load", name, dict(parameters), by, timeout_s=LOAD_TIMEOUT_S + CALL_TIMEOUT_S)
+        await self._call("load", name, dict(parameters), by, timeout_s=LOAD_TIMEOUT_S + CALL_TIMEOUT_S)
 
     async def unload(self, name: str, by: str) -> None:
-        await self._ask("unload", name, by, timeout_s=LOAD_TIMEOUT_S)
+        await self._call("unload", name, by, timeout_s=LOAD_TIMEOUT_S)
 
     async def status(self) -> dict[str, Any]:
-        return await self._ask("status")
+        return await self._call("status")
 
-    def get(self, method: str, *arguments: object) -> Any:
+    def call_blocking(self, method: str, *arguments: object) -> Any:
         """From a thread without an event loop. Raises ConnectionLost, or what the controller raised."""
         try:
             return ray.get(getattr(self.handle, method).remote(*arguments), timeout=CALL_TIMEOUT_S)
         except (RayActorError, GetTimeoutError, RayTaskError) as error:
-            raise self._translated(error) from error
+            raise self._translate_error(error) from error
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """End the actor, if there is one, and forget its state. Idempotent."""
-        StateFile(self._setting.state_file).remove()
-        end_controller(self._setting.actor)
+        StateFile(self._config.state_file).remove()
+        stop_controller(self._config.actor_name)
 
-    async def _tell(self, method: str, *arguments: object) -> Any:
+    async def _call_retryable(self, method: str, *arguments: object) -> Any:
         """What a replica does by itself, for as long as it lives: whatever fails in the controller, it tries again."""
         try:
-            return await self._ask(method, *arguments)
+            return await self._call(method, *arguments)
         except RayTaskError as error:
-            problem = f"the controller of {self._setting.name!r} failed: {error.cause!r}"
-            if problem != self._told:  # it comes with every report
-                self._told = problem
+            problem = f"the controller of {self._config.name!r} failed: {error.cause!r}"
+            if problem != self._last_problem:  # it comes with every report
+                self._last_problem = problem
                 logger.exception("%s", problem)
             raise ConnectionLost(problem) from error
 
-    async def _ask(self, method: str, *arguments: object, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+    async def _call(self, method: str, *arguments: object, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         try:
             async with asyncio.timeout(timeout_s):
                 return await getattr(self.handle, method).remote(*arguments)
         except (RayActorError, RayTaskError, TimeoutError) as error:
-            raise self._translated(error) from error
+            raise self._translate_error(error) from error
 
-    def _translated(self, error: Exception) -> Exception:
+    def _translate_error(self, error: Exception) -> Exception:
         if isinstance(error, RayTaskError):
             return error.cause if isinstance(error.cause, ShoalError) else error
         if isinstance(error, ray.exceptions.ActorDiedError):
             self._handle = None  # it ended for good, idle or by mistake: the next call makes another
-        return ConnectionLost(f"the controller of {self._setting.name!r} did not answer: {error}")
+        return ConnectionLost(f"the controller of {self._config.name!r} did not answer: {error}")

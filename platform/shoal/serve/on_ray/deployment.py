@@ -19,24 +19,24 @@ from ray import serve
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from shoal.cluster.ports import free_port
+from shoal.cluster.ports import find_free_port
 from shoal.errors import ClusterError, ConnectionLost
-from shoal.gc_freeze import loading
-from shoal.serve.controller.config import controller_setting
+from shoal.gc_freeze import freeze_loaded_objects
+from shoal.serve.controller.config import build_controller_config
 from shoal.serve.controller.state import Event
 from shoal.serve.grpc.over_http1 import GrpcOverHttp1
 from shoal.serve.http import fast_path
-from shoal.serve.on_ray.bind_address import listen_where_asked
-from shoal.serve.on_ray.controller_actor import RayController
-from shoal.serve.on_ray.errors import own_words
+from shoal.serve.on_ray.bind_address import patch_bind_addresses
+from shoal.serve.on_ray.controller_actor import RayControllerClient
+from shoal.serve.on_ray.errors import error_summary
 from shoal.serve.on_ray.grpc_options import grpc_options
 from shoal.serve.on_ray.metrics import RayMetrics
 from shoal.serve.on_ray.options import deployment_options
-from shoal.serve.on_ray.ownership import this_driver
-from shoal.serve.on_ray.removal import remove_abandoned
-from shoal.serve.protocol.limits import Limits
+from shoal.serve.on_ray.ownership import get_driver_id
+from shoal.serve.on_ray.removal import remove_abandoned_endpoint
+from shoal.serve.protocol.limits import RequestLimits
 from shoal.serve.spec.endpoint import EndpointSpec
-from shoal.serve.spec.model_source import LiveModel, ServedModel
+from shoal.serve.spec.model_source import EndpointModel, LiveModel
 
 GRACE_S = 1.0  # beyond a time limit that Serve is to keep
 
@@ -45,24 +45,24 @@ class ReplicaWorker:
     """What Serve holds: forwards to an EndpointReplica."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, spec: EndpointSpec, live: Mapping[str, LiveModel], controller: RayController
+        self, spec: EndpointSpec, live: Mapping[str, LiveModel], controller: RayControllerClient
     ) -> None:
-        with loading():
+        with freeze_loaded_objects():
             from shoal.serve.replica.replica import (
                 EndpointReplica,
             )  # where it runs: who deploys would load torch for nothing
 
-        listen_where_asked()
+        patch_bind_addresses()
         name = serve.get_replica_context().replica_id.unique_id
         self._replica = EndpointReplica(name, spec, live, controller)
         await self._replica.start()
         self._metrics = RayMetrics()
-        limits = Limits(max_body_bytes=spec.max_body_bytes)
-        self._entrance = GrpcOverHttp1(self._replica.servicer(), self._replica.app, limits)
-        fast_path.install(None if spec.is_autoscaled else self._entrance)  # it scales by what Serve sees
+        limits = RequestLimits(max_body_bytes=spec.max_body_bytes)
+        self._asgi_app = GrpcOverHttp1(self._replica.make_servicer(), self._replica.app, limits)
+        fast_path.install_application(None if spec.is_autoscaled else self._asgi_app)  # it scales by what Serve sees
 
     def __serve_build_asgi_app__(self) -> GrpcOverHttp1:
-        return self._entrance
+        return self._asgi_app
 
     async def stats(self) -> dict[str, Any]:
         return self._replica.stats()
@@ -76,10 +76,10 @@ class ReplicaWorker:
         await self._replica.close()
 
 
-class Endpoint:
+class DeployedEndpoint:
     """A deployed endpoint. `url` is the root of the protocol: `{url}/v2/models/{name}/infer`; `grpc` is host:port."""
 
-    def __init__(self, spec: EndpointSpec, handle: DeploymentHandle, controller: RayController) -> None:
+    def __init__(self, spec: EndpointSpec, handle: DeploymentHandle, controller: RayControllerClient) -> None:
         self.name, self.url = spec.name, f"http://{spec.host}:{spec.port}"
         self.grpc = spec.grpc_address
         self._handle, self._controller, self._closed = handle, controller, False
@@ -105,12 +105,12 @@ class Endpoint:
 
     def status(self) -> dict[str, Any]:
         """What the endpoint says of itself: an `EndpointStatus`. Raises ClusterError."""
-        return self._ask("status")
+        return self._call_controller("status")
 
     def take_events(self) -> list[Event]:
         """What changed since they were taken last, for the run record; none while the controller is away."""
         try:
-            events: list[Event] = self._controller.get("events", self._seen_event)
+            events: list[Event] = self._controller.call_blocking("events", self._seen_event)
         except ConnectionLost:
             return []
         if events:
@@ -119,7 +119,7 @@ class Endpoint:
 
     def controller_pid(self) -> int:
         """Of the controller's process. Raises ClusterError."""
-        return int(self._ask("pid"))
+        return int(self._call_controller("pid"))
 
     def close(self) -> None:
         """Remove the endpoint when it has answered what it has, and Serve with it. Idempotent."""
@@ -127,17 +127,17 @@ class Endpoint:
             self._closed = True
             with ExitStack() as closing:  # whatever fails, or is interrupted, the rest is done
                 closing.callback(serve.shutdown)
-                closing.callback(self._controller.end)
+                closing.callback(self._controller.stop)
                 serve.delete(self.name)
 
-    def _ask(self, method: str) -> Any:
+    def _call_controller(self, method: str) -> Any:
         try:
-            return self._controller.get(method)
+            return self._controller.call_blocking(method)
         except ConnectionLost as error:
             raise ClusterError(str(error)) from error
 
 
-def deploy(spec: EndpointSpec, models: Sequence[ServedModel]) -> Endpoint:
+def deploy(spec: EndpointSpec, models: Sequence[EndpointModel]) -> DeployedEndpoint:
     """Serve models, and return when all of them are staged; a live one answers 503 until its run has published.
 
     A cluster has one endpoint; one that was deployed by a process that has died makes room. Raises ConfigError or
@@ -146,35 +146,39 @@ def deploy(spec: EndpointSpec, models: Sequence[ServedModel]) -> Endpoint:
     """
     spec = spec.model_copy(
         update={
-            "port": spec.port or free_port(spec.host),
-            "grpc_port": free_port(spec.host) if spec.grpc_port == 0 else spec.grpc_port,
+            "port": spec.port or find_free_port(spec.host),
+            "grpc_port": find_free_port(spec.host) if spec.grpc_port == 0 else spec.grpc_port,
         }
     )
-    setting, live = controller_setting(spec, models)
-    remove_abandoned()
-    controller = RayController(replace(setting, driver=this_driver()))
+    setting, live = build_controller_config(spec, models)
+    remove_abandoned_endpoint()
+    controller = RayControllerClient(replace(setting, driver=get_driver_id()))
     with ExitStack() as begun:  # all of it would outlive this process, also when a signal ends that
-        begun.callback(controller.end)  # when no replica is left that would make another
+        begun.callback(controller.stop)  # when no replica is left that would make another
         begun.callback(serve.shutdown)
-        controller.make()  # first, for its name says whose everything else is
-        handle = _start(spec, live, controller)
+        controller.start()  # first, for its name says whose everything else is
+        handle = _start_serve(spec, live, controller)
         begun.pop_all()
-    return Endpoint(spec, handle, controller)
+    return DeployedEndpoint(spec, handle, controller)
 
 
-def _start(spec: EndpointSpec, live: Mapping[str, LiveModel], controller: RayController) -> DeploymentHandle:
+def _start_serve(
+    spec: EndpointSpec, live: Mapping[str, LiveModel], controller: RayControllerClient
+) -> DeploymentHandle:
     grpc = {"grpc_options": grpc_options(spec.grpc_port)} if spec.grpc_port is not None else {}
     try:
         serve.start(proxy_location="HeadOnly", http_options={"host": spec.host, "port": spec.port}, **grpc)
-        return serve.run(application(spec, live, controller), name=spec.name, route_prefix="/")
+        return serve.run(build_application(spec, live, controller), name=spec.name, route_prefix="/")
     except (RuntimeError, TimeoutError) as error:  # it says that the application failed; its deployment says why
         status = serve.status().applications.get(spec.name)
         reasons = " ".join(each.message for each in status.deployments.values()) if status else ""
-        why = own_words(reasons) or reasons or error
+        why = error_summary(reasons) or reasons or error
         raise ClusterError(f"the endpoint {spec.name!r} did not start: {why}") from error
 
 
-def application(spec: EndpointSpec, live: Mapping[str, LiveModel], controller: RayController) -> serve.Application:
+def build_application(
+    spec: EndpointSpec, live: Mapping[str, LiveModel], controller: RayControllerClient
+) -> serve.Application:
     """What Serve is to run."""
     with warnings.catch_warnings():
         # The environment variable that is to replace this field is read by nothing (Ray 2.60).

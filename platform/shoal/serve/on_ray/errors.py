@@ -7,7 +7,7 @@ import re
 _OURS = re.compile(r"^shoal\.errors\.\w+: (.+)$", re.MULTILINE)
 
 
-def own_words(text: str) -> str:
+def error_summary(text: str) -> str:
     """The message of the last of our errors in a traceback; "" when there is none."""
     ours = _OURS.findall(text)
     return str(ours[-1]) if ours else ""

@@ -10,10 +10,10 @@ from typing import Any
 
 from ray.serve.config import gRPCOptions
 
-from shoal.serve.on_ray.bind_address import listen_where_asked
+from shoal.serve.on_ray.bind_address import patch_bind_addresses
 
 
-class LoopbackOptions(gRPCOptions):
+class LoopbackGrpcOptions(gRPCOptions):
     """Whichever process of Serve receives these makes its gRPC servers on loopback, when the cluster is there.
 
     Serve's fallback proxy has no other place for it: nothing of ours runs there before its server listens.
@@ -21,13 +21,13 @@ class LoopbackOptions(gRPCOptions):
 
     def __setstate__(self, state: dict[Any, Any]) -> None:
         super().__setstate__(state)
-        listen_where_asked()
+        patch_bind_addresses()
 
 
 def grpc_options(port: int) -> gRPCOptions:
     """For `serve.start`. Without reflection: it would answer who shows no key."""
     function = f"{__name__}.{add_nothing.__name__}"
-    return LoopbackOptions(port=port, grpc_servicer_functions=[function], enable_reflection=False)
+    return LoopbackGrpcOptions(port=port, grpc_servicer_functions=[function], enable_reflection=False)
 
 
 def add_nothing(servicer: Any, server: Any) -> None:

@@ -24,7 +24,7 @@ class RayMetrics:
                 self._counters[name] = Counter(name, *made)
             elif metric.kind == "gauge":
                 self._gauges[name] = Gauge(name, *made)
-        self._told: dict[tuple[str, tuple[str, ...]], float] = {}
+        self._published: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def publish(self, report: ReplicaReport) -> None:
         """What was counted since the last report, and how things are."""
@@ -36,7 +36,7 @@ class RayMetrics:
                 self._gauges[name].set(value, tags)
                 continue
             key = name, tuple(tags.values())
-            told = self._told.get(key, 0.0)
+            told = self._published.get(key, 0.0)
             if (more := value - told if value >= told else value) > 0.0:  # below it: of a model that was deployed anew
                 self._counters[name].inc(more, tags)
-                self._told[key] = value
+                self._published[key] = value

@@ -12,7 +12,7 @@ from shoal.serve.spec.endpoint import EndpointSpec
 UPSCALE_DELAY_S = 3.0  # a burst that a queue of a second absorbs needs no replica, whose start takes as long
 DOWNSCALE_DELAY_S = 60.0
 LOOK_BACK_S = 5.0
-COUNT_S = 1.0  # Serve's 10 s would see a burst when it is over
+METRICS_INTERVAL_S = 1.0  # Serve's 10 s would see a burst when it is over
 
 
 def deployment_options(spec: EndpointSpec) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def deployment_options(spec: EndpointSpec) -> dict[str, Any]:
                 "upscale_delay_s": UPSCALE_DELAY_S,
                 "downscale_delay_s": DOWNSCALE_DELAY_S,
                 "look_back_period_s": LOOK_BACK_S,
-                "metrics_interval_s": COUNT_S,
+                "metrics_interval_s": METRICS_INTERVAL_S,
             }
         }
     return dict(

@@ -13,7 +13,7 @@ from ray._private import state
 from ray.util import list_named_actors
 
 from shoal.errors import ClusterError
-from shoal.serve.controller.config import kept_endpoint
+from shoal.serve.controller.config import parse_actor_name
 from shoal.serve.on_ray.controller_actor import NAMESPACE
 
 SERVE_CONTROLLER_NAME, SERVE_NAMESPACE = "SERVE_CONTROLLER_ACTOR", "serve"  # Serve's own, which takes long to load
@@ -24,25 +24,25 @@ REMEDY = (
 
 
 @dataclass
-class Kept:
+class EndpointOwnership:
     """kept: the endpoints of drivers that live; abandoned: of those whose driver is gone, the controller's name."""
 
-    kept: list[str] = field(default_factory=list)
+    active: list[str] = field(default_factory=list)
     abandoned: dict[str, str] = field(default_factory=dict)
 
 
-def this_driver() -> str:
+def get_driver_id() -> str:
     """As `ControllerSetting.driver` has it."""
     return str(ray.get_runtime_context().get_job_id())
 
 
-def endpoints_of_drivers() -> Kept:
+def list_driver_endpoints() -> EndpointOwnership:
     """The endpoints that a call of `deploy` has put on this cluster."""
-    living, found = living_drivers(), Kept()
+    living, found = living_drivers(), EndpointOwnership()
     for actor in _controllers():
-        endpoint, driver = kept_endpoint(actor)
+        endpoint, driver = parse_actor_name(actor)
         if driver in living:
-            found.kept.append(endpoint)
+            found.active.append(endpoint)
         elif driver:
             found.abandoned[endpoint] = actor
     return found
@@ -50,18 +50,18 @@ def endpoints_of_drivers() -> Kept:
 
 def require_no_endpoint() -> None:
     """Raise ClusterError when a driver that lives keeps an endpoint up, as `deploy` would."""
-    kept = endpoints_of_drivers().kept
+    kept = list_driver_endpoints().active
     if kept:
-        raise occupied(kept)
+        raise cluster_occupied_error(kept)
 
 
-def occupied(endpoints: list[str]) -> ClusterError:
+def cluster_occupied_error(endpoints: list[str]) -> ClusterError:
     """The error that says so: a cluster has one."""
     there = ", ".join(endpoints) or "without an application"
     return ClusterError(f"Serve runs on this cluster ({there}): close that endpoint first, with {REMEDY}")
 
 
-def has_serve() -> bool:
+def is_serve_running() -> bool:
     """Whether Serve runs on this cluster, also while it ends."""
     named = list_named_actors(all_namespaces=True)
     return {"name": SERVE_CONTROLLER_NAME, "namespace": SERVE_NAMESPACE} in named

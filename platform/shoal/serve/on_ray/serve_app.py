@@ -14,12 +14,12 @@ from ray import serve
 
 from shoal.config import Spec
 from shoal.errors import ConfigError
-from shoal.home import access_token
-from shoal.serve.controller.config import controller_setting
-from shoal.serve.on_ray.controller_actor import RayController
-from shoal.serve.on_ray.deployment import application
+from shoal.home import load_access_token
+from shoal.serve.controller.config import build_controller_config
+from shoal.serve.on_ray.controller_actor import RayControllerClient
+from shoal.serve.on_ray.deployment import build_application
 from shoal.serve.spec.endpoint import EndpointSpec
-from shoal.serve.spec.model_source import registered
+from shoal.serve.spec.model_source import model_from_ref
 
 
 class AppSpec(Spec):
@@ -41,8 +41,8 @@ def build(args: dict[str, Any]) -> serve.Application:
         raise ConfigError(
             "endpoint.token", "...", "would be in a file", "set $SHOAL_TOKEN where the cluster is started"
         )
-    models = [registered(ref) for ref in app.models]
+    models = [model_from_ref(ref) for ref in app.models]
     defaults = {"name": models[0].name, "num_cpus": 0.5}
-    spec = EndpointSpec.parse({**defaults, **app.endpoint, "token": SecretStr(access_token())})
-    setting, live = controller_setting(spec, models)
-    return application(spec, live, RayController(setting))
+    spec = EndpointSpec.parse({**defaults, **app.endpoint, "token": SecretStr(load_access_token())})
+    setting, live = build_controller_config(spec, models)
+    return build_application(spec, live, RayControllerClient(setting))

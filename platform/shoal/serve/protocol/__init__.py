@@ -1,1 +1,1 @@
-"""What clients speak: REST and gRPC, limits, keys, metrics. Asks a `ModelHost`, and knows no replica."""
+"""What clients speak: REST and gRPC, limits, keys, metrics. Asks a `ModelManagerProtocol`, and knows no replica."""

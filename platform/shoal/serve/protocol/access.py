@@ -24,12 +24,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from shoal.errors import InferenceError
-from shoal.serve.messages.auth_failures import Refusals, Refused
+from shoal.serve.messages.auth_failures import AuthFailure, AuthFailureCounter
 from shoal.serve.messages.inference import Caller
-from shoal.serve.spec.api_key import ADMINISTRATOR, ANYONE, ApiKey, digest, hash_bytes, require_distinct
+from shoal.serve.spec.api_key import ADMINISTRATOR, ANYONE, ApiKey, digest, hash_bytes, require_distinct_keys
 
 _SCHEME = b"bearer "
-MAX_SHOWN = 1024  # ways in which known keys were written
+MAX_CACHED_HEADERS = 1024  # ways in which known keys were written
 
 
 class TokenBucket:
@@ -51,7 +51,7 @@ class TokenBucket:
         return (1.0 - tokens) / rate_per_s
 
 
-class _Holder:
+class _KeyHolder:
     """What a shown key stands for."""
 
     __slots__ = ("bucket", "burst", "caller", "digest", "requests_per_s")
@@ -61,7 +61,7 @@ class _Holder:
         self.requests_per_s, self.burst, self.bucket = requests_per_s, burst, TokenBucket(now_s)
 
 
-class Access:
+class AccessControl:
     """Admits or refuses. Without a token and without keys, everybody may do everything.
 
     token:    the administrator's: everything, at any rate
@@ -81,12 +81,14 @@ class Access:
     ) -> None:
         self._replicas, self._clock = replicas, clock
         self._secret = secrets.token_bytes(32)
-        self._holders: dict[bytes, _Holder] = {}
-        self._shown: dict[bytes, _Holder] = {}  # by a hash of the whole header, with the secret: found at once
+        self._holders: dict[bytes, _KeyHolder] = {}
+        self._header_cache: dict[
+            bytes, _KeyHolder
+        ] = {}  # by a hash of the whole header, with the secret: found at once
         self._counts: Counter[tuple[str, str]] = Counter()
-        self._refusals = Refusals()
-        self._open = Caller(ANYONE, administrator=True) if token is None and not keys else None
-        require_distinct(token, keys)
+        self._auth_failures = AuthFailureCounter()
+        self._open_caller = Caller(ANYONE, administrator=True) if token is None and not keys else None
+        require_distinct_keys(token, keys)
         if token is not None:
             self._add(Caller(ADMINISTRATOR, administrator=True), digest(token), None, 1)
         for key in keys:
@@ -104,28 +106,28 @@ class Access:
         origin:        the address that it comes from, for the record of refusals
         Raises InferenceError: 401 without a known key, 403 for what this key may not, 429 over its rate.
         """
-        if self._open is not None:
+        if self._open_caller is not None:
             self._counts[ANYONE, "admitted"] += 1
-            return self._open
-        holder = self._holder(authorization, model, origin)
+            return self._open_caller
+        holder = self._authenticate(authorization, model, origin)
         caller = holder.caller
         if administrator and not caller.administrator:
             self._counts[caller.name, "forbidden"] += 1
             problem = f"the key {caller.name!r} is for models; this takes the endpoint's token"
-            raise self._refused(caller.name, 403, problem, model, origin)
+            raise self._record_failure(caller.name, 403, problem, model, origin)
         if model is not None and caller.models is not None and model not in caller.models:
             self._counts[caller.name, "forbidden"] += 1
             problem = f"the key {caller.name!r} is not for the model {model[:200]!r}"
-            raise self._refused(caller.name, 403, problem, model, origin)
+            raise self._record_failure(caller.name, 403, problem, model, origin)
         if holder.requests_per_s is not None:
-            self._charge(holder, holder.requests_per_s)
+            self._consume_token(holder, holder.requests_per_s)
         self._counts[caller.name, "admitted"] += 1
         return caller
 
-    def require_known(self, authorization: bytes, origin: bytes = b"") -> None:
+    def require_known_key(self, authorization: bytes, origin: bytes = b"") -> None:
         """Before it is known what a call asks for, and before its body is read. Raises InferenceError (401)."""
-        if self._open is None:
-            self._holder(authorization, None, origin)
+        if self._open_caller is None:
+            self._authenticate(authorization, None, origin)
 
     def counts(self) -> dict[str, dict[str, int]]:
         """By the key's name ("" for unknown keys): how often admitted, forbidden, limited, unknown."""
@@ -134,39 +136,39 @@ class Access:
             counts.setdefault(name, {})[result] = count
         return counts
 
-    def refused(self) -> tuple[Refused, ...]:
+    def get_auth_failures(self) -> tuple[AuthFailure, ...]:
         """Calls that were refused with 401 or 403 since the replica started, for the audit log."""
-        return self._refusals.report()
+        return self._auth_failures.snapshot()
 
-    def _holder(self, authorization: bytes, model: str | None, origin: bytes) -> _Holder:
+    def _authenticate(self, authorization: bytes, model: str | None, origin: bytes) -> _KeyHolder:
         shown = hashlib.sha256(self._secret + authorization).digest()
-        holder = self._shown.get(shown) or self._find(authorization)
+        holder = self._header_cache.get(shown) or self._find(authorization)
         if holder is None:
             self._counts["", "unknown"] += 1
-            raise self._refused("", 401, "a known key is required: Authorization: Bearer KEY", model, origin)
-        if len(self._shown) < MAX_SHOWN:
-            self._shown[shown] = holder
+            raise self._record_failure("", 401, "a known key is required: Authorization: Bearer KEY", model, origin)
+        if len(self._header_cache) < MAX_CACHED_HEADERS:
+            self._header_cache[shown] = holder
         return holder
 
-    def _refused(self, by: str, status: int, problem: str, model: str | None, origin: bytes) -> InferenceError:
-        self._refusals.add(by, status, origin.decode("latin-1"), model or "")
+    def _record_failure(self, by: str, status: int, problem: str, model: str | None, origin: bytes) -> InferenceError:
+        self._auth_failures.add(by, status, origin.decode("latin-1"), model or "")
         return InferenceError(status, problem)
 
     def _add(self, caller: Caller, digest: bytes, requests_per_s: float | None, burst: int) -> None:
-        self._holders[self._slot(digest)] = _Holder(caller, digest, requests_per_s, burst, self._clock())
+        self._holders[self._hash_slot(digest)] = _KeyHolder(caller, digest, requests_per_s, burst, self._clock())
 
-    def _find(self, authorization: bytes) -> _Holder | None:
+    def _find(self, authorization: bytes) -> _KeyHolder | None:
         if authorization[: len(_SCHEME)].lower() != _SCHEME:
             return None
         digest = hash_bytes(authorization[len(_SCHEME) :].strip())
-        holder = self._holders.get(self._slot(digest))
+        holder = self._holders.get(self._hash_slot(digest))
         return holder if holder is not None and hmac.compare_digest(holder.digest, digest) else None
 
-    def _slot(self, digest: bytes) -> bytes:
+    def _hash_slot(self, digest: bytes) -> bytes:
         """Where a digest is kept. Nobody outside can compute it, so the time of a look-up tells nothing about keys."""
         return hashlib.blake2b(digest, key=self._secret, digest_size=16).digest()
 
-    def _charge(self, holder: _Holder, requests_per_s: float) -> None:
+    def _consume_token(self, holder: _KeyHolder, requests_per_s: float) -> None:
         replicas = max(1, self._replicas())
         wait_s = holder.bucket.take(self._clock(), requests_per_s / replicas, max(1.0, holder.burst / replicas))
         if wait_s > 0.0:

@@ -18,7 +18,7 @@ WINDOW_BITS = {b"gzip": 31, b"deflate": 15}
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RequestLimits:
     """What an endpoint takes.
 
     max_body_bytes:       of a request, as sent and when decompressed (413)

@@ -10,24 +10,26 @@ from typing import Any
 
 from shoal.open_inference.messages import ModelMetadata, TensorMetadata
 from shoal.registry.manifest import TensorSignature
-from shoal.serve.messages.inference import HostedModel
+from shoal.serve.messages.inference import ServedModelProtocol
 
 PLATFORM = "shoal_pytorch"
 EXTENSIONS = ["binary_tensor_data", "model_configuration", "model_repository", "statistics"]
 
 
-def metadata(model: HostedModel) -> ModelMetadata:
+def build_metadata(model: ServedModelProtocol) -> ModelMetadata:
     """What a model takes and gives, and the versions that can be asked for."""
     signature = model.signature
     versions = [str(version) for version in model.versions]
-    return ModelMetadata(model.name, versions, PLATFORM, described(signature.inputs), described(signature.outputs))
+    return ModelMetadata(
+        model.name, versions, PLATFORM, to_tensor_metadata(signature.inputs), to_tensor_metadata(signature.outputs)
+    )
 
 
-def described(tensors: Sequence[TensorSignature]) -> list[TensorMetadata]:
+def to_tensor_metadata(tensors: Sequence[TensorSignature]) -> list[TensorMetadata]:
     return [TensorMetadata(tensor.name, tensor.datatype, tensor.shape) for tensor in tensors]
 
 
-def model_config(model: HostedModel) -> dict[str, Any]:
+def build_model_config(model: ServedModelProtocol) -> dict[str, Any]:
     """Of the version that answers who asks for none; dimensions without the batch."""
     options = model.options
     policy: dict[str, Any] = {"max_queue_size": options.max_queue_size, "allow_timeout_override": True}
@@ -39,8 +41,8 @@ def model_config(model: HostedModel) -> dict[str, Any]:
         "platform": PLATFORM,
         "backend": "pytorch",
         "max_batch_size": options.max_batch_size,
-        "input": [_configured(tensor) for tensor in model.signature.inputs],
-        "output": [_configured(tensor) for tensor in model.signature.outputs],
+        "input": [_to_tensor_config(tensor) for tensor in model.signature.inputs],
+        "output": [_to_tensor_config(tensor) for tensor in model.signature.outputs],
         # A free replica takes what is queued, at once: there is no delay to name.
         "dynamic_batching": {"max_queue_delay_microseconds": 0, "default_queue_policy": policy},
         "parameters": {name: {"string_value": value} for name, value in settings.items()},
@@ -48,6 +50,6 @@ def model_config(model: HostedModel) -> dict[str, Any]:
     }
 
 
-def _configured(tensor: TensorSignature) -> dict[str, Any]:
+def _to_tensor_config(tensor: TensorSignature) -> dict[str, Any]:
     datatype = "STRING" if tensor.datatype == "BYTES" else tensor.datatype
     return {"name": tensor.name, "data_type": f"TYPE_{datatype}", "dims": tensor.shape[1:]}

@@ -32,23 +32,23 @@ _thread = ThreadPoolExecutor(1, thread_name_prefix="shoal-large")
 _waiting_bytes = 0  # written on the event loop
 
 
-async def read_beside(size_bytes: int, read: Callable[..., T], *arguments: object) -> T:
+async def decode_in_thread(size_bytes: int, read: Callable[..., T], *arguments: object) -> T:
     """The result of `read(*arguments)`, which reads so many bytes. Raises InferenceError (429)."""
     global _waiting_bytes
     if _waiting_bytes and _waiting_bytes + size_bytes > MAX_WAITING_BYTES:
         raise InferenceError(429, "too many large requests wait to be read; try again later", retry_after_s=1.0)
     _waiting_bytes += size_bytes
     try:
-        return await beside(read, *arguments)
+        return await run_in_thread(read, *arguments)
     finally:
         _waiting_bytes -= size_bytes
 
 
-async def beside(work: Callable[..., T], *arguments: object) -> T:
+async def run_in_thread(work: Callable[..., T], *arguments: object) -> T:
     """The result of `work(*arguments)`, in its turn."""
     return await asyncio.get_running_loop().run_in_executor(_thread, work, *arguments)
 
 
-def has_many(arrays: Mapping[str, np.ndarray], *, raw: bool) -> bool:
+def has_large_arrays(arrays: Mapping[str, np.ndarray], *, raw: bool) -> bool:
     """Whether to write one of these takes long, element by element. `raw`: numbers go as bytes, and cost nothing."""
     return any(array.size > LARGE_ELEMENTS and not (raw and array.dtype.kind != "O") for array in arrays.values())

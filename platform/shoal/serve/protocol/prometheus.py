@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shoal.serve.messages.inference import Caller
-from shoal.serve.messages.metrics_snapshot import HistogramSnapshot, ModelSnapshot, VersionSnapshot, total
+from shoal.serve.messages.metrics_snapshot import HistogramSnapshot, ModelSnapshot, VersionSnapshot, sum_versions
 from shoal.serve.messages.replica_report import ReplicaReport
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
@@ -127,7 +127,7 @@ def _model(labels: Labels, counts: ModelSnapshot) -> Iterator[Series]:
     yield "shoal_batch_duration_seconds", labels, counts["compute_s"]
     yield "shoal_batch_rows", labels, counts["batch_rows"]
     yield from _statuses({**labels, "version": ""}, counts["refused"])
-    versions = {"live": total(counts)} if counts["live"] else counts["versions"]
+    versions = {"live": sum_versions(counts)} if counts["live"] else counts["versions"]
     for version, each in versions.items():
         yield from _version({**labels, "version": version}, each)
 

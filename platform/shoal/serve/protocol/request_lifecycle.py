@@ -18,28 +18,28 @@ from typing import Any, TypeVar
 
 from shoal.errors import InferenceError
 from shoal.serve.messages.inference import Disconnected
-from shoal.serve.protocol.limits import Limits
+from shoal.serve.protocol.limits import RequestLimits
 
 T = TypeVar("T")
 A = TypeVar("A")
-P = TypeVar("P", bound="Progress")
+P = TypeVar("P", bound="RequestLifecycle")
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
-class Progress:
+class RequestLifecycle:
     """One request: reads its body, and is ended when there is no point in going on."""
 
     # Defaults of the class, so that most requests set only what differs: it is made for every one of them.
-    ended: Exception | None = None
+    cancel_reason: Exception | None = None
     waits: tuple[asyncio.Task[None] | asyncio.TimerHandle, ...] = ()
     _reading = True
     _received_bytes = 0
     _watched = False
 
-    def __init__(self, task: asyncio.Task[Any], receive: Receive, limits: Limits, since_s: float) -> None:
+    def __init__(self, task: asyncio.Task[Any], receive: Receive, limits: RequestLimits, since_s: float) -> None:
         self._task, self._receive, self._limits, self.since_s = task, receive, limits, since_s
 
-    async def body(self, length_bytes: int | None) -> bytes:
+    async def read_body(self, length_bytes: int | None) -> bytes:
         """The whole body, whose Content-Length is `length_bytes`.
 
         Raises InferenceError: 413 as soon as the body is, or claims to be, too large, 408 when it comes too slowly.
@@ -66,33 +66,33 @@ class Progress:
             message = await self._receive()
         raise Disconnected
 
-    def until(self, deadline_s: float) -> None:
+    def set_deadline(self, deadline_s: float) -> None:
         """End the request with 504 at `deadline_s` of `time.monotonic()`."""
         wait_s = deadline_s - time.monotonic()
         error = InferenceError(504, "the deadline has passed")
-        self.waits += (asyncio.get_running_loop().call_later(wait_s, self._end, error),)
+        self.waits += (asyncio.get_running_loop().call_later(wait_s, self._cancel, error),)
 
-    def _end(self, why: Exception) -> None:
+    def _cancel(self, why: Exception) -> None:
         """Cancel the work; the first reason counts."""
-        if self.ended is None:
-            self.ended = why
+        if self.cancel_reason is None:
+            self.cancel_reason = why
             self._task.cancel()
 
-    async def _watch(self) -> None:
+    async def _watch_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._end(Disconnected())
+        self._cancel(Disconnected())
 
-    def look(self, now_s: float) -> None:
+    def poll(self, now_s: float) -> None:
         """It has been in progress for a while: look whether it still should be."""
         if not self._reading:
             if not self._watched:
                 self._watched = True
-                self.waits += (asyncio.get_running_loop().create_task(self._watch()),)
+                self.waits += (asyncio.get_running_loop().create_task(self._watch_disconnect()),)
         elif now_s - self.since_s > self._limits.body_deadline_s(self._received_bytes):
-            self._end(self._too_slow(self._received_bytes))
+            self._cancel(self._slow_body_error(self._received_bytes))
 
-    def _too_slow(self, received_bytes: int) -> InferenceError:
+    def _slow_body_error(self, received_bytes: int) -> InferenceError:
         limits, received = self._limits, f"{received_bytes} bytes have arrived"
         pace = f"{limits.body_grace_s:g} s, and one second for each {limits.min_body_bytes_per_s} bytes"
         return InferenceError(408, f"the body comes too slowly: {received}; it may take {pace}")
@@ -106,17 +106,19 @@ class Progress:
 class RequestsInProgress:
     """Runs any number of requests, each in its own task, and looks at them every `look_s`."""
 
-    def __init__(self, limits: Limits, look_s: float = 0.1) -> None:
+    def __init__(self, limits: RequestLimits, look_s: float = 0.1) -> None:
         self._limits, self._look_s = limits, look_s
-        self._running: dict[asyncio.Task[Any], Progress] = {}
+        self._running: dict[asyncio.Task[Any], RequestLifecycle] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def run(self, receive: Receive, work: Callable[[Progress, A], Awaitable[T]], argument: A) -> Coroutine[Any, Any, T]:
+    def run(
+        self, receive: Receive, work: Callable[[RequestLifecycle, A], Awaitable[T]], argument: A
+    ) -> Coroutine[Any, Any, T]:
         """The result of `work(progress, argument)`, which is cancelled when it is ended.
 
         Raises Disconnected, or InferenceError (408, 504).
         """
-        return self.run_as(Progress, receive, work, argument)
+        return self.run_as(RequestLifecycle, receive, work, argument)
 
     async def run_as(self, kind: type[P], receive: Receive, work: Callable[[P, A], Awaitable[T]], argument: A) -> T:
         """`run` with progress of another kind."""
@@ -124,24 +126,24 @@ class RequestsInProgress:
         assert task is not None
         progress = self._running[task] = kind(task, receive, self._limits, loop.time())
         if self._timer is None:
-            self._timer = loop.call_later(self._look_s, self._look)
+            self._timer = loop.call_later(self._look_s, self._poll_all)
         try:
             return await work(progress, argument)
         except asyncio.CancelledError:
-            if progress.ended is None or task.uncancel():
+            if progress.cancel_reason is None or task.uncancel():
                 raise
-            raise progress.ended from None
+            raise progress.cancel_reason from None
         finally:
             del self._running[task]
             progress.close()
 
-    def _look(self) -> None:
+    def _poll_all(self) -> None:
         """At those that take long; they come first, so the look ends at the first that does not."""
         now_s = asyncio.get_running_loop().time()
         self._timer = None
         for progress in self._running.values():
             if now_s - progress.since_s < self._look_s:
                 break
-            progress.look(now_s)
+            progress.poll(now_s)
         if self._running:
-            self._timer = asyncio.get_running_loop().call_later(self._look_s, self._look)
+            self._timer = asyncio.get_running_loop().call_later(self._look_s, self._poll_all)

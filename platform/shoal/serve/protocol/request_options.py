@@ -9,14 +9,14 @@ from __future__ import annotations
 from urllib.parse import unquote_to_bytes
 
 from shoal.errors import InferenceError
-from shoal.serve.messages.inference import HostedModel
+from shoal.serve.messages.inference import ServedModelProtocol
 
 TRACKS = ("", "stable", "candidate")
 MAX_DEADLINE_MS = 1e12
 MAX_STICKY_CHARS = 256
 
 
-def asked_version(model: HostedModel, text: str | None) -> int | None:
+def resolve_version(model: ServedModelProtocol, text: str | None) -> int | None:
     """The version that is asked for; None, for no text, is the server's choice. Raises InferenceError (404)."""
     if not text:
         return None
@@ -27,14 +27,14 @@ def asked_version(model: HostedModel, text: str | None) -> int | None:
     return number
 
 
-def asked_track(text: str) -> str:
+def parse_track(text: str) -> str:
     """The side of a canary; "" leaves it to the rollout. Raises InferenceError (400)."""
     if text not in TRACKS:
         raise InferenceError(400, f"shoal-track = {text[:40]!r}: expected stable or candidate")
     return text
 
 
-def asked_sticky(text: str) -> str:
+def parse_sticky(text: str) -> str:
     """The key whose calls stay on one side of a canary; "" draws for each. Raises InferenceError (400).
 
     text: UTF-8, percent-encoded where the client had to, in the characters that the bytes of a header are read as
@@ -46,7 +46,7 @@ def asked_sticky(text: str) -> str:
     return text
 
 
-def asked_deadline(now_s: float, timeout_us: object, deadline_ms: str, default_s: float | None) -> float | None:
+def compute_deadline(now_s: float, timeout_us: object, deadline_ms: str, default_s: float | None) -> float | None:
     """When nobody wants the answer any more; None for never. Raises InferenceError (400).
 
     timeout_us:  the protocol's parameter `timeout`; None or 0 for none

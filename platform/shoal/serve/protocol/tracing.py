@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer as OpenTelemetryTracer
 
     from shoal.serve.batching.batcher import BatchReport
-    from shoal.serve.messages.inference import Arrays, Prediction, Trace
+    from shoal.serve.messages.inference import Arrays, Prediction, RequestTraceProtocol
 
 MAX_WAITING_SPANS = 8192
 EXPORT_TIMEOUT_S = 3.0  # what a replica that is being stopped waits for a collector that does not answer
@@ -51,13 +51,13 @@ class RequestTrace:
     cancelled_as: the status of one that nobody waits for any more
     """
 
-    __slots__ = ("_span", "_tracer", "cancelled_as", "context", "submitted_ns")
+    __slots__ = ("_span", "_tracer", "cancelled_status", "context", "submitted_ns")
 
     def __init__(self, tracer: OpenTelemetryTracer, span: Span) -> None:
-        self._tracer, self._span, self.submitted_ns, self.cancelled_as = tracer, span, 0, CLIENT_GONE
+        self._tracer, self._span, self.submitted_ns, self.cancelled_status = tracer, span, 0, CLIENT_GONE
         self.context: SpanContext = span.get_span_context()
 
-    def computed(self, prediction: Prediction, num_rows: int) -> None:
+    def record_prediction(self, prediction: Prediction, num_rows: int) -> None:
         """It was answered by a model: what its time went into."""
         from opentelemetry.context import Context
         from opentelemetry.trace import set_span_in_context
@@ -83,7 +83,7 @@ class RequestTrace:
         if error is not None:
             # A request whose client has gone is cancelled, and then says so.
             is_answer = isinstance(error, Exception) and not isinstance(error, Disconnected)
-            status = error.status if isinstance(error, InferenceError) else 500 if is_answer else self.cancelled_as
+            status = error.status if isinstance(error, InferenceError) else 500 if is_answer else self.cancelled_status
         self._span.set_attribute("http.response.status_code", status)
         if status >= 500:
             from opentelemetry.trace import Status, StatusCode
@@ -97,7 +97,7 @@ class TracedArrays(dict[str, Any]):
 
     __slots__ = ("trace",)
 
-    def __init__(self, arrays: Arrays, trace: Trace) -> None:
+    def __init__(self, arrays: Arrays, trace: RequestTraceProtocol) -> None:
         super().__init__(arrays)
         self.trace = trace
         trace.submitted_ns = time.time_ns()
@@ -117,7 +117,7 @@ class Tracer:
         resource = Resource({"service.name": f"shoal.{endpoint}", "service.instance.id": replica})
         self._closing = ExitStack()
         spans = BatchSpanProcessor(
-            self._closing.enter_context(_exporter(where, replica)),
+            self._closing.enter_context(_open_exporter(where, replica)),
             max_queue_size=MAX_WAITING_SPANS,
             schedule_delay_millis=EXPORT_EVERY_S * 1e3,
             export_timeout_millis=EXPORT_TIMEOUT_S * 1e3,
@@ -134,24 +134,24 @@ class Tracer:
         self._batches = tracer(ALWAYS_ON)  # of those that have a traced request
         self._extract = TraceContextTextMapPropagator().extract
 
-    def request(self, name: str, model: str, traceparent: str = "", tracestate: str = "") -> RequestTrace | None:
+    def start_request(self, name: str, model: str, traceparent: str = "", tracestate: str = "") -> RequestTrace | None:
         """The span of a request that has just arrived; None when it is not among those that are traced."""
-        if not traceparent and not self._is_drawn():
+        if not traceparent and not self._is_sampled():
             return None
         from opentelemetry.context import Context
         from opentelemetry.trace import SpanKind
 
         carrier = {"traceparent": traceparent, "tracestate": tracestate} if traceparent else {}
         within = self._extract(carrier, Context())
-        if traceparent and not within and not self._is_drawn():  # a header that means nothing is none
+        if traceparent and not within and not self._is_sampled():  # a header that means nothing is none
             return None
         span = self._requests.start_span(name, within, SpanKind.SERVER, {"shoal.model": model})
         return RequestTrace(self._requests, span) if span.is_recording() else None
 
-    def _is_drawn(self) -> bool:
+    def _is_sampled(self) -> bool:
         return random.random() < self._ratio
 
-    def batch(self, model: str, version: int, report: BatchReport, requests: Sequence[object]) -> None:
+    def record_batch(self, model: str, version: int, report: BatchReport, requests: Sequence[object]) -> None:
         """A batch was computed just now, of `requests`; a trace of it, when any of them is traced."""
         from opentelemetry.context import Context
         from opentelemetry.trace import Link, set_span_in_context
@@ -180,7 +180,7 @@ class Tracer:
 
 
 @contextmanager
-def _exporter(where: TraceDestination, replica: str) -> Iterator[SpanExporter]:
+def _open_exporter(where: TraceDestination, replica: str) -> Iterator[SpanExporter]:
     if where.kind == "file":
         from opentelemetry.sdk.trace.export import ConsoleSpanExporter
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 from statistics import median
 
-from shoal.serve.messages.replica_report import MAX_FORWARDS, Forwards
+from shoal.serve.messages.replica_report import MAX_FORWARDS, ForwardMedians
 
 
 class ForwardTimes:
@@ -30,12 +30,14 @@ class ForwardTimes:
             times = by_size[size] = deque(maxlen=MAX_FORWARDS)
         times.append(seconds)
 
-    def medians(self, versions: Iterable[int]) -> dict[int, Forwards]:
+    def retain_medians(self, versions: Iterable[int]) -> dict[int, ForwardMedians]:
         """Of these versions; what is known of others is forgotten."""
         self._times = {version: self._times[version] for version in versions if version in self._times}
-        return {version: self.of(version) for version in list(self._times)}  # batches of new versions come meanwhile
+        return {
+            version: self.get_medians(version) for version in list(self._times)
+        }  # batches of new versions come meanwhile
 
-    def of(self, version: int) -> Forwards:
+    def get_medians(self, version: int) -> ForwardMedians:
         """Of one version. From any thread."""
         by_size = self._times.get(version, {})
         return {size: (len(times), median(list(times))) for size, times in list(by_size.items())}

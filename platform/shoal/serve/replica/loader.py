@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from shoal.errors import WeightsError
 from shoal.registry.manifest import ModelFactory, Signature
-from shoal.serve.messages.replica_report import as_told
+from shoal.serve.messages.replica_report import truncate_reason
 from shoal.serve.model.predictor import LoadedModel, Predictor
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.model_source import ModelPackage, RegisteredModel
@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class StagingFailed(Exception):
+class StagingError(Exception):
     """A version cannot be served; the message says why."""
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltModel:
     """What a version's successors may be loaded with; it holds no weights."""
 
     predictor: Predictor
@@ -38,14 +38,14 @@ class Built:
 
 
 @dataclass(frozen=True)
-class Staged:
+class StagedVersion:
     """A version, warm."""
 
-    built: Built
+    built: BuiltModel
     loaded: LoadedModel
 
 
-class Stager:
+class VersionLoader:
     """Loads versions of registered models."""
 
     def __init__(self, torch_threads: int) -> None:
@@ -53,14 +53,14 @@ class Stager:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shoal-stage")
         self._since_s: float | None = None  # when it began what it does now
 
-    async def stage(
+    async def load_version(
         self,
         source: RegisteredModel,
         version: int,
         options: ModelOptions,
         signature: Signature | None,
-        last: Built | None,
-    ) -> Staged:
+        last: BuiltModel | None,
+    ) -> StagedVersion:
         """Load one version. Raises StagingFailed.
 
         signature: that of the model as it is served; another one is refused
@@ -68,15 +68,15 @@ class Stager:
                    same way, and its answer to an example is what this version is measured by
         """
 
-        def load() -> Staged:
-            package = source.package(version)
+        def load() -> StagedVersion:
+            package = source.load_package(version)
             if signature is not None and package.signature != signature:
                 raise WeightsError("it takes or gives other tensors than what is served: deploy it by another name")
             return self._load(package, options, last)
 
         return await self._run(f"version {version} of {source.name!r}", load)
 
-    async def build(self, factory: ModelFactory, signature: Signature, options: ModelOptions) -> Predictor:
+    async def build_predictor(self, factory: ModelFactory, signature: Signature, options: ModelOptions) -> Predictor:
         """A predictor without a version. Raises StagingFailed."""
         return await self._run(factory.factory, lambda: Predictor(factory, signature, options, self._torch_threads))
 
@@ -102,14 +102,14 @@ class Stager:
             return await asyncio.get_running_loop().run_in_executor(self._thread, timed)
         except (Exception, SystemExit) as error:  # also what a model's module does where it is imported
             logger.exception("%s cannot be staged", what)
-            raise StagingFailed(as_told(f"{type(error).__name__}: {error}")) from error
+            raise StagingError(truncate_reason(f"{type(error).__name__}: {error}")) from error
 
-    def _load(self, package: ModelPackage, options: ModelOptions, last: Built | None) -> Staged:
+    def _load(self, package: ModelPackage, options: ModelOptions, last: BuiltModel | None) -> StagedVersion:
         assert package.snapshot is not None
         if last is not None and last.factory == package.factory:
             predictor = last.predictor
         else:
             before = None if last is None else last.predictor
             predictor = Predictor(package.factory, package.signature, options, self._torch_threads, before)
-        predictor.enter_thread()
-        return Staged(Built(predictor, package.factory), predictor.load(package.snapshot))
+        predictor.set_torch_threads()
+        return StagedVersion(BuiltModel(predictor, package.factory), predictor.load(package.snapshot))

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from shoal.errors import ConnectionLost, InferenceError, ShoalError
 from shoal.serve.batching.batcher import Batcher
-from shoal.serve.messages.desired_state import EndpointPlan, ModelPlan, Shares
+from shoal.serve.messages.desired_state import EndpointPlan, ModelPlan, TrafficShares
 from shoal.serve.messages.inference import Arrays, RepositoryEntry
-from shoal.serve.messages.replica_report import Failure, ModelReport, ReplicaReport
+from shoal.serve.messages.replica_report import ModelReport, ReplicaReport, StagingFailure
 from shoal.serve.replica.live.follower import LiveFollower
-from shoal.serve.replica.loader import Built, Staged, Stager, StagingFailed
-from shoal.serve.replica.served_model import Answer, Hosted, describe
+from shoal.serve.replica.loader import BuiltModel, StagedVersion, StagingError, VersionLoader
+from shoal.serve.replica.served_model import ServedModel, VersionedOutputs, format_names
 from shoal.serve.replica.watchers import PlanSource
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_options import ModelOptions
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from shoal.serve.protocol.tracing import Tracer
 
 DRAIN_POLL_S = 0.02
-HANGING_S = 900.0  # of staging; the controller has given up by then
+MAX_STAGING_S = 900.0  # of staging; the controller has given up by then
 RETIRE, LIVE = 0, -1  # keys of the tasks that retire a model and build a live one, beside those that stage versions
 T = TypeVar("T")
 
@@ -45,8 +45,8 @@ class ControllerClient(PlanSource, Protocol):
     async def status(self) -> dict[str, Any]: ...
 
 
-class ReplicaHost:
-    """Fulfils `ModelHost`.
+class ModelManager:
+    """Fulfils `ModelManagerProtocol`.
 
     live:    the models that follow the weights of a run, by name
     tracer:  of the batches of traced requests; None when nothing is traced
@@ -58,42 +58,42 @@ class ReplicaHost:
         replica: str,
         spec: EndpointSpec,
         live: Mapping[str, LiveModel],
-        batcher: Batcher[Arrays, Answer],
+        batcher: Batcher[Arrays, VersionedOutputs],
         controller: ControllerClient,
         tracer: Tracer | None = None,
     ) -> None:
         self._replica, self._spec, self._live, self._tracer = replica, spec, live, tracer
         self._batcher, self._controller = batcher, controller
-        self.changed: Callable[[], None] = lambda: None
+        self.on_changed: Callable[[], None] = lambda: None
         self._plan: EndpointPlan | None = None
         self._plans: dict[str, ModelPlan] = {}
-        self._models: dict[str, Hosted] = {}
-        self._leaving: dict[str, Hosted] = {}  # answers what it has, and nothing more
-        self._last: dict[str, Built] = {}
-        self._failures: dict[str, Failure] = {}
-        self._stager = Stager(spec.torch_threads)
+        self._models: dict[str, ServedModel] = {}
+        self._retiring: dict[str, ServedModel] = {}  # answers what it has, and nothing more
+        self._last_built: dict[str, BuiltModel] = {}
+        self._failures: dict[str, StagingFailure] = {}
+        self._loader = VersionLoader(spec.torch_threads)
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self.followers: dict[str, LiveFollower] = {}
 
     # -- ModelHost ----------------------------------------------------------------------------------------------------
 
     @property
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         return self._plan is not None and all(
             name in self._models and self._models[name].version for name in self._plans
         )
 
-    def models(self) -> list[Hosted]:
+    def list_models(self) -> list[ServedModel]:
         return list(self._models.values())
 
-    def model(self, name: str) -> Hosted:
+    def get_model(self, name: str) -> ServedModel:
         try:
             return self._models[name]
         except KeyError:
-            there = describe(self._models)
+            there = format_names(self._models)
             raise InferenceError(404, f"there is no model {name[:200]!r}; this endpoint serves {there}") from None
 
-    def repository(self) -> list[RepositoryEntry]:
+    def list_repository(self) -> list[RepositoryEntry]:
         entries = []
         for name, plan in self._plans.items():
             hosted = self._models.get(name)
@@ -109,22 +109,22 @@ class ReplicaHost:
                     entries.append(RepositoryEntry(name, str(version), "LOADING"))
             if not versions and not plan.staged:
                 entries.append(RepositoryEntry(name, "", "UNAVAILABLE", plan.reason or "no weights yet"))
-        entries += [RepositoryEntry(name, "", "UNLOADING") for name in self._leaving]
+        entries += [RepositoryEntry(name, "", "UNLOADING") for name in self._retiring]
         return entries
 
     async def load(self, name: str, parameters: Mapping[str, Any], by: str = "") -> None:
-        await self._ask(self._controller.load(name, parameters, by))
+        await self._ask_controller(self._controller.load(name, parameters, by))
 
     async def unload(self, name: str, by: str = "") -> None:
-        await self._ask(self._controller.unload(name, by))
+        await self._ask_controller(self._controller.unload(name, by))
 
     async def administer(self, change: Mapping[str, Any], by: str = "") -> dict[str, Any]:
-        return await self._ask(self._controller.administer(change, by))
+        return await self._ask_controller(self._controller.administer(change, by))
 
     async def status(self) -> dict[str, Any]:
-        return await self._ask(self._controller.status())
+        return await self._ask_controller(self._controller.status())
 
-    async def _ask(self, asked: Awaitable[T]) -> T:
+    async def _ask_controller(self, asked: Awaitable[T]) -> T:
         try:
             return await asked
         except ConnectionLost as error:
@@ -137,21 +137,21 @@ class ReplicaHost:
         """Do at once what can be done, and begin to stage what is missing."""
         before, self._plan, self._plans = self._plans, plan, {model.name: model for model in plan.models}
         self._failures = {name: failure for name, failure in self._failures.items() if name in self._plans}
-        for name in [name for name in self._models if not _is_of(self._plans.get(name), before[name])]:
-            hosted = self._leaving[name] = self._models.pop(name)
+        for name in [name for name in self._models if not _is_same_deployment(self._plans.get(name), before[name])]:
+            hosted = self._retiring[name] = self._models.pop(name)
             if name in self.followers:
                 self.followers.pop(name).close(timeout_s=0.0)
                 del self._tasks[name, LIVE]
-            self._start((name, RETIRE), self._retire(name, hosted))
+            self._start_task((name, RETIRE), self._retire(name, hosted))
         for model in plan.models:
             if model.registry:
-                self._settle(model)
+                self._reconcile(model)
             elif model.name in self.followers:
                 self.followers[model.name].apply(model.live)
             elif (model.name, LIVE) not in self._tasks:
-                self._start((model.name, LIVE), self._serve_live(model))
+                self._start_task((model.name, LIVE), self._serve_live(model))
 
-    def trouble(self) -> str:
+    def find_startup_error(self) -> str:
         """Why this replica will not become ready by waiting; "" when it may."""
         for name, plan in self._plans.items():
             failure = self._failures.get(name)
@@ -164,9 +164,9 @@ class ReplicaHost:
     @property
     def is_staged(self) -> bool:
         """Whether all that the plan names is there, but for candidates that cannot be had and for live weights."""
-        return self._plan is not None and all(self._has(plan) for plan in self._plans.values())
+        return self._plan is not None and all(self._has_staged(plan) for plan in self._plans.values())
 
-    def _has(self, plan: ModelPlan) -> bool:
+    def _has_staged(self, plan: ModelPlan) -> bool:
         hosted = self._models.get(plan.name)
         if not plan.registry:
             return hosted is not None and self.followers[plan.name].has(plan.live)
@@ -178,7 +178,7 @@ class ReplicaHost:
     def report(self) -> ReplicaReport:
         """What the controller is told."""
         # What leaves has nothing that could answer: it is not what the next model of its name waits for.
-        models = {name: replace(hosted.report(), version=0, staged=()) for name, hosted in self._leaving.items()}
+        models = {name: replace(hosted.report(), version=0, staged=()) for name, hosted in self._retiring.items()}
         models |= {name: hosted.report() for name, hosted in self._models.items()}
         for name, failure in self._failures.items():
             models[name] = replace(models.get(name, ModelReport()), failure=failure)
@@ -188,7 +188,7 @@ class ReplicaHost:
             self._replica,
             os.getpid(),
             generation,
-            self.ready,
+            self.is_ready,
             models,
             computing_s=computing_s,
             host=socket.gethostname(),
@@ -196,8 +196,8 @@ class ReplicaHost:
 
     def check_health(self) -> None:
         """Raises ShoalError when a thread has died, or a version is being loaded that will never be there."""
-        busy_s = max([self._stager.busy_s, *(follower.busy_s for follower in self.followers.values())])
-        if busy_s > HANGING_S:
+        busy_s = max([self._loader.busy_s, *(follower.busy_s for follower in self.followers.values())])
+        if busy_s > MAX_STAGING_S:
             raise ShoalError(f"a version has been loading for {busy_s:.0f} s")
         for name, follower in self.followers.items():
             if not follower.alive:
@@ -209,24 +209,24 @@ class ReplicaHost:
             follower.close(timeout_s=2.0)
         for task in self._tasks.values():
             task.cancel()
-        self._stager.close()
-        for hosted in (*self._models.values(), *self._leaving.values()):
+        self._loader.close()
+        for hosted in (*self._models.values(), *self._retiring.values()):
             hosted.close()
 
-    def _settle(self, plan: ModelPlan) -> None:
+    def _reconcile(self, plan: ModelPlan) -> None:
         """Bring a registered model to where its plan wants it, as far as its versions are loaded."""
         name, hosted = plan.name, self._models.get(plan.name)
         if (failure := self._failures.get(name)) is not None and failure.attempt != plan.attempt:
             del self._failures[name]
         loaded: list[int] = []
         if hosted is not None:
-            _point(hosted, plan)
+            _apply_rollout(hosted, plan)
             loaded = hosted.versions
         failed = self._failures[name].version if name in self._failures else 0
         missing = [version for version in plan.staged if version not in loaded and version != failed]
         for version in missing if loaded else missing[:1]:  # by which the others are measured
             if (name, version) not in self._tasks:
-                self._start((name, version), self._stage(plan, version))
+                self._start_task((name, version), self._stage(plan, version))
 
     async def _stage(self, plan: ModelPlan, version: int) -> None:
         """Load a version, then look again at what is wanted: it may be something else by now."""
@@ -234,76 +234,78 @@ class ReplicaHost:
         source, options = RegisteredModel(name, plan.registry), ModelOptions.parse(plan.options)
         signature = hosted.signature if hosted is not None else None
         try:
-            staged = await self._stager.stage(source, version, options, signature, self._last.get(name))
-        except StagingFailed as error:
+            staged = await self._loader.load_version(source, version, options, signature, self._last_built.get(name))
+        except StagingError as error:
             if name in self._plans:
-                self._failures[name] = Failure(version, plan.attempt, str(error))
+                self._failures[name] = StagingFailure(version, plan.attempt, str(error))
         else:
-            self._take(plan, staged)
+            self._add_staged(plan, staged)
         del self._tasks[name, version]
         if name in self._plans:
-            self._settle(self._plans[name])
-        self.changed()
+            self._reconcile(self._plans[name])
+        self.on_changed()
 
-    def _take(self, plan: ModelPlan, staged: Staged) -> None:
+    def _add_staged(self, plan: ModelPlan, staged: StagedVersion) -> None:
         wanted = self._plans.get(plan.name)
         if wanted is None or staged.loaded.version not in wanted.staged or wanted.options != plan.options:
             return
         hosted = self._models.get(plan.name)
         if hosted is None:
-            hosted = self._models[plan.name] = Hosted(
+            hosted = self._models[plan.name] = ServedModel(
                 plan.name, staged.built.predictor, self._batcher, tracer=self._tracer
             )
-        self._last[plan.name], hosted.predictor = staged.built, staged.built.predictor
-        hosted.table.add(staged.loaded)
+        self._last_built[plan.name], hosted.predictor = staged.built, staged.built.predictor
+        hosted.router.add(staged.loaded)
 
     async def _serve_live(self, plan: ModelPlan) -> None:
         name, model = plan.name, self._live[plan.name]
         try:
-            predictor = await self._stager.build(model.factory, model.signature, ModelOptions.parse(plan.options))
-        except StagingFailed as error:
+            predictor = await self._loader.build_predictor(
+                model.factory, model.signature, ModelOptions.parse(plan.options)
+            )
+        except StagingError as error:
             if name in self._plans:
-                self._failures[name] = Failure(0, plan.attempt, str(error))
+                self._failures[name] = StagingFailure(0, plan.attempt, str(error))
             return
         if name not in self._plans:  # deleted meanwhile
             del self._tasks[name, LIVE]
             return
-        hosted = self._models[name] = Hosted(name, predictor, self._batcher, is_live=True, tracer=self._tracer)
+        hosted = self._models[name] = ServedModel(name, predictor, self._batcher, is_live=True, tracer=self._tracer)
         assert hosted.live is not None
         wanted = self._plans[name].live
-        follower = LiveFollower(name, hosted.live, model.weights, self._controller, wanted, lambda: self.changed())
+        follower = LiveFollower(name, hosted.live, model.weights, self._controller, wanted, lambda: self.on_changed())
         self.followers[name] = follower
 
-    async def _retire(self, name: str, hosted: Hosted) -> None:
+    async def _retire(self, name: str, hosted: ServedModel) -> None:
         """Forget a model that gets no new calls when it has answered what it has."""
-        self._last.pop(name, None)
+        self._last_built.pop(name, None)
         while not hosted.is_idle:
             await asyncio.sleep(DRAIN_POLL_S)
         hosted.close()
-        if self._leaving.get(name) is hosted:
-            del self._leaving[name]
+        if self._retiring.get(name) is hosted:
+            del self._retiring[name]
         self._tasks.pop((name, RETIRE), None)  # another of its name may have followed it
-        self.changed()
+        self.on_changed()
 
-    def _start(self, key: tuple[str, int], work: Coroutine[Any, Any, None]) -> None:
+    def _start_task(self, key: tuple[str, int], work: Coroutine[Any, Any, None]) -> None:
         self._tasks[key] = asyncio.get_running_loop().create_task(work)
 
 
-def _is_of(plan: ModelPlan | None, before: ModelPlan) -> bool:
+def _is_same_deployment(plan: ModelPlan | None, before: ModelPlan) -> bool:
     """Whether it is the model of the plan before, and not one that was deployed anew, to be served otherwise."""
     return plan is not None and (plan.registry, plan.options) == (before.registry, before.options)
 
 
-def _point(hosted: Hosted, plan: ModelPlan) -> None:
+def _apply_rollout(hosted: ServedModel, plan: ModelPlan) -> None:
     """Let the versions answer that the plan names, as far as they are loaded, and forget all others."""
-    table = hosted.table
+    table = hosted.router
     loaded = table.versions
     if plan.stable in loaded:
-        table.flip(plan.stable)
+        table.promote(plan.stable)
     if plan.candidate in loaded:
-        table.open(plan.candidate, Shares(plan.percent, plan.shadow_percent))
+        table.open_canary(plan.candidate, TrafficShares(plan.percent, plan.shadow_percent))
     elif table.candidate is not None:
-        table.shut()
-    hosted.shadow.set(table.candidate, plan.shadow_percent)
-    table.keep(plan.staged)
-    hosted.counts.serving(table.version, table.candidate_version, table.percent)
+        table.close_canary()
+    hosted.shadow.set_candidate(table.candidate, plan.shadow_percent)
+    table.retain(plan.staged)
+    hosted.counts.set_serving(table.version, table.candidate_version, table.percent)

@@ -1,6 +1,6 @@
 """What a replica counts about each of its models: requests, rows, batches and times, by version, and as histograms.
 
-One per model, made and written by `Hosted`, on the event loop (`request`) and in the batcher's forward threads
+One per model, made and written by `ServedModel`, on the event loop (`request`) and in the batcher's forward threads
 (`batch`); read by the statistics extension, by `prometheus`, and by the guard of a rollout.
 Counts only upwards while the process lives. Renders nothing, and knows no HTTP.
 
@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from shoal.serve.messages.metrics_snapshot import HistogramSnapshot, ModelSnapshot, Serving, VersionSnapshot
+from shoal.serve.messages.metrics_snapshot import ActiveVersions, HistogramSnapshot, ModelSnapshot, VersionSnapshot
 
 if TYPE_CHECKING:
     from shoal.serve.batching.batcher import BatchReport
@@ -53,7 +53,7 @@ class Histogram:
         return {"bounds": list(self._bounds), "counts": list(self._counts), "sum": self._sum}
 
 
-class _Version:
+class _VersionCounts:
     """The counts of one version. `batches` and `sizes` are written by forward threads, the rest by the event loop."""
 
     __slots__ = (*_COUNTERS, "last_ms", "request_s", "sizes", "statuses", "used")
@@ -78,7 +78,7 @@ class _Version:
         self.sizes: dict[int, tuple[int, int]] = {}  # rows -> (batches, ns)
         self.request_s = Histogram(SECONDS)
 
-    def add(self, other: _Version) -> None:
+    def add(self, other: _VersionCounts) -> None:
         for name in _COUNTERS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.last_ms = max(self.last_ms, other.last_ms)
@@ -121,23 +121,23 @@ class ModelStatistics:
     def __init__(self, name: str, *, live: bool = False, pending: Callable[[], int] = lambda: 0) -> None:
         self.name, self._live, self._pending = name, live, pending
         self._lock = threading.Lock()  # forward threads among themselves, and whoever adds a version
-        self._versions: dict[int, _Version] = {}
-        self._older = _Version()
+        self._versions: dict[int, _VersionCounts] = {}
+        self._older = _VersionCounts()
         self._uses = 0
         self._refused: Counter[int] = Counter()
         self._swaps = 0
-        self._serving: Serving = {"stable": 0, "candidate": 0, "percent": 0.0}
+        self._serving: ActiveVersions = {"stable": 0, "candidate": 0, "percent": 0.0}
         self._queue_s, self._compute_s = Histogram(SECONDS), Histogram(SECONDS)
         self._batch_rows = Histogram(ROWS)
 
-    def request(
+    def count_request(
         self, version: int, status: int, seconds: float, queued_s: float = 0.0, computed_s: float = 0.0, rows: int = 0
     ) -> None:
         """A request was answered with HTTP `status`, `seconds` after it had arrived; 0 is the version of none."""
         if version == 0:
             self._refused[status] += 1
             return
-        counts = self._version(version)
+        counts = self._get_counts(version)
         counts.statuses[status] += 1
         if status != 200:
             counts.fail += 1
@@ -152,9 +152,9 @@ class ModelStatistics:
         counts.request_s.observe(seconds)
         self._queue_s.observe(queued_s)
 
-    def batch(self, report: BatchReport, version: int) -> None:
+    def count_batch(self, report: BatchReport, version: int) -> None:
         """A batch was computed with `version`. Called by forward threads."""
-        counts = self._version(version)
+        counts = self._get_counts(version)
         with self._lock:
             counts.batches += 1
             count, ns = counts.sizes.get(report.rows, (0, 0))
@@ -162,21 +162,21 @@ class ModelStatistics:
             self._compute_s.observe(report.computed_s)
             self._batch_rows.observe(report.rows)
 
-    def serving(self, stable: int, candidate: int = 0, percent: float = 0.0) -> None:
+    def set_serving(self, stable: int, candidate: int = 0, percent: float = 0.0) -> None:
         """From now on `stable` answers, and `candidate`, when not 0, `percent` of the requests."""
         if stable != self._serving["stable"]:
             self._swaps += 1
         self._serving = {"stable": stable, "candidate": candidate, "percent": percent}
 
-    def shadow(self, version: int, disagreed: bool) -> None:
+    def count_shadow(self, version: int, disagreed: bool) -> None:
         """A request that another version answered was computed by `version` too; did their outputs disagree?"""
-        counts = self._version(version)
+        counts = self._get_counts(version)
         counts.compared += 1
         counts.disagreed += disagreed
 
-    def shadow_failed(self, version: int) -> None:
+    def count_shadow_failure(self, version: int) -> None:
         """A request that another version answered was given to `version` too, which failed at it."""
-        self._version(version).shadow_failed += 1
+        self._get_counts(version).shadow_failed += 1
 
     def snapshot(self) -> ModelSnapshot:
         """Everything counted until now; a request that is answered at this moment may be half in it."""
@@ -197,12 +197,12 @@ class ModelStatistics:
             "batch_rows": self._batch_rows.snapshot(),
         }
 
-    def _version(self, version: int) -> _Version:
+    def _get_counts(self, version: int) -> _VersionCounts:
         self._uses += 1
         counts = self._versions.get(version)
         if counts is None:
             with self._lock:
-                counts = self._versions.setdefault(version, _Version())
+                counts = self._versions.setdefault(version, _VersionCounts())
                 counts.used = self._uses
                 if len(self._versions) > MAX_VERSIONS:
                     oldest = min(self._versions, key=lambda each: self._versions[each].used)

@@ -20,12 +20,12 @@ from shoal.serve.batching.batcher import Batcher
 from shoal.serve.http.app import RestApp
 from shoal.serve.messages.inference import Arrays, Caller
 from shoal.serve.messages.replica_report import ReplicaReport
-from shoal.serve.protocol.access import Access
-from shoal.serve.protocol.limits import Limits
+from shoal.serve.protocol.access import AccessControl
+from shoal.serve.protocol.limits import RequestLimits
 from shoal.serve.protocol.prometheus import render
 from shoal.serve.protocol.tracing import Tracer
-from shoal.serve.replica.model_manager import ControllerClient, ReplicaHost
-from shoal.serve.replica.served_model import Answer
+from shoal.serve.replica.model_manager import ControllerClient, ModelManager
+from shoal.serve.replica.served_model import VersionedOutputs
 from shoal.serve.replica.watchers import PlanFollower
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_source import LiveModel
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # its turn. The default of 5 ms is an eternity here; below 1 ms nothing more is gained.
 SWITCH_INTERVAL_S = 0.001
 START_TIMEOUT_S = 600.0
-FIRST_WEIGHTS_S = 1.0  # a live model whose run has published serves at once; one whose run has not says 503
+FIRST_WEIGHTS_TIMEOUT_S = 1.0  # a live model whose run has published serves at once; one whose run has not says 503
 START_POLL_S = 0.02
 
 
@@ -55,44 +55,46 @@ class EndpointReplica:
         """Must run on the event loop that will serve."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._spec = spec
-        self._access = Access(
+        self._access = AccessControl(
             spec.token.get_secret_value() if spec.token is not None else None,
             spec.keys,
             replicas=lambda: 1 + len(self._follower.peers),
         )
-        self._limits = Limits(max_body_bytes=spec.max_body_bytes)
-        self._batcher: Batcher[Arrays, Answer] = Batcher(
+        self._limits = RequestLimits(max_body_bytes=spec.max_body_bytes)
+        self._batcher: Batcher[Arrays, VersionedOutputs] = Batcher(
             on_thread_start=lambda: torch.set_num_threads(spec.torch_threads)
         )
         self._tracer = Tracer(spec.trace, spec.name, replica) if spec.trace else None
-        self.host = ReplicaHost(replica, spec, live, self._batcher, controller, self._tracer)
-        self.app = RestApp(self.host, self._access, limits=self._limits, metrics=self._scrape, tracer=self._tracer)
-        self._follower = PlanFollower(replica, controller, self.host.apply, self.report)
-        self.host.changed = self._follower.changed
+        self.manager = ModelManager(replica, spec, live, self._batcher, controller, self._tracer)
+        self.app = RestApp(
+            self.manager, self._access, limits=self._limits, metrics=self._render_metrics, tracer=self._tracer
+        )
+        self._follower = PlanFollower(replica, controller, self.manager.apply, self.report)
+        self.manager.on_changed = self._follower.notify_changed
 
     async def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Stage all that the controller's plan wants to answer. Raises ShoalError if that cannot be, or not in time."""
         loop = asyncio.get_running_loop()
-        ends_s, first_weights_s = loop.time() + timeout_s, loop.time() + FIRST_WEIGHTS_S
-        while not (self.host.is_staged and (self.host.ready or loop.time() > first_weights_s)):
-            if trouble := self.host.trouble():
+        ends_s, first_weights_s = loop.time() + timeout_s, loop.time() + FIRST_WEIGHTS_TIMEOUT_S
+        while not (self.manager.is_staged and (self.manager.is_ready or loop.time() > first_weights_s)):
+            if trouble := self.manager.find_startup_error():
                 raise ShoalError(trouble)
             self.check_health()
             if loop.time() > ends_s:
                 raise ShoalError(f"the models were not staged after {timeout_s:g} s")
             await asyncio.sleep(START_POLL_S)
 
-    def servicer(self) -> InferenceServicer:
+    def make_servicer(self) -> InferenceServicer:
         """The same models over gRPC."""
         from shoal.serve.grpc.service import InferenceServicer
 
-        return InferenceServicer(self.host, self._access, self._tracer)
+        return InferenceServicer(self.manager, self._access, self._tracer)
 
     def check_health(self) -> None:
         """Raises ShoalError when this replica must be replaced: a thread has died, a forward hangs, a model leaks."""
-        if not (self._batcher.alive and self._follower.alive):
+        if not (self._batcher.is_alive and self._follower.is_alive):
             raise ShoalError("a thread of this replica has died")
-        self.host.check_health()
+        self.manager.check_health()
         if (computing_s := self._batcher.computing_s) > self._spec.hang_s:
             raise ShoalError(f"a forward has taken {computing_s:.1f} s, and hang_s is {self._spec.hang_s:g}")
         most_gib = self._spec.max_memory_gib
@@ -101,14 +103,14 @@ class EndpointReplica:
 
     def stats(self) -> dict[str, Any]:
         """The application's and the batcher's counters, and who counts; `version` is that of the first model."""
-        statuses = self.app.statuses()
-        models = self.host.models()
+        statuses = self.app.get_status_counts()
+        models = self.manager.list_models()
         return {
             "pid": os.getpid(),
             "version": models[0].version if models else 0,
             "requests": sum(statuses.values()),
             "statuses": {str(status): count for status, count in sorted(statuses.items())},
-            "rejected_version": max((each.rejected for each in self.host.followers.values()), default=0),
+            "rejected_version": max((each.rejected for each in self.manager.followers.values()), default=0),
             "models": {
                 each.name: {"version": each.version, "batcher": asdict(each.batcher_counts())} for each in models
             },
@@ -117,16 +119,18 @@ class EndpointReplica:
     async def close(self) -> None:
         """Stop following, fail what is queued. Idempotent."""
         await self._follower.close()
-        self.host.close()
+        self.manager.close()
         self._batcher.close(timeout_s=2.0)
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
 
     def report(self) -> ReplicaReport:
         """What the controller, the replica's scrapes and its exporter are told."""
-        statuses = {str(status): count for status, count in sorted(self.app.statuses().items())}
+        statuses = {str(status): count for status, count in sorted(self.app.get_status_counts().items())}
         access = self._access
-        return replace(self.host.report(), callers=access.counts(), refused=access.refused(), statuses=statuses)
+        return replace(
+            self.manager.report(), callers=access.counts(), refused=access.get_auth_failures(), statuses=statuses
+        )
 
-    def _scrape(self, caller: Caller) -> bytes:
+    def _render_metrics(self, caller: Caller) -> bytes:
         return render([self.report(), *self._follower.peers], caller)

@@ -27,19 +27,19 @@ from shoal.serve.replica.forward_times import ForwardTimes
 from shoal.serve.replica.live.trial import Answering
 from shoal.serve.replica.live.versions import LiveVersions
 from shoal.serve.replica.model_statistics import ModelStatistics
-from shoal.serve.replica.shadow import Shadow
+from shoal.serve.replica.shadow import ShadowTraffic
 from shoal.serve.replica.version_router import Track, VersionTable
 from shoal.serve.spec.model_options import ModelOptions
 
 if TYPE_CHECKING:
     from shoal.serve.protocol.tracing import Tracer
 
-TIMERS_S = 0.01  # how far those of one deadline may be apart: the protocol's, which cancels, and the queue's
-Answer = tuple[dict[str, np.ndarray], int]  # outputs, and the version that made them
+TIMER_TOLERANCE_S = 0.01  # how far those of one deadline may be apart: the protocol's, which cancels, and the queue's
+VersionedOutputs = tuple[dict[str, np.ndarray], int]  # outputs, and the version that made them
 
 
-class Hosted:
-    """Fulfils `HostedModel`. `table` is the host's to change; `predictor` is that of the newest version.
+class ServedModel:
+    """Fulfils `ServedModelProtocol`. `table` is the host's to change; `predictor` is that of the newest version.
 
     live: who answers, of a model that follows the weights of a run; None for a registered one
     """
@@ -48,7 +48,7 @@ class Hosted:
         self,
         name: str,
         predictor: Predictor,
-        batcher: Batcher[Arrays, Answer],
+        batcher: Batcher[Arrays, VersionedOutputs],
         *,
         is_live: bool = False,
         tracer: Tracer | None = None,
@@ -56,15 +56,21 @@ class Hosted:
         self.name, self.predictor, self.is_live, self._tracer = name, predictor, is_live, tracer
         self.signature: Signature = predictor.signature
         self.options: ModelOptions = predictor.options
-        self.table = VersionTable(name)
+        self.router = VersionTable(name)
         self._deadline_s = self.options.deadline_s
-        self._ran = threading.local()  # the version and the requests of the batch that this forward thread computes
-        self._forwards = ForwardTimes()
+        self._thread_state = (
+            threading.local()
+        )  # the version and the requests of the batch that this forward thread computes
+        self._forward_times = ForwardTimes()
         self.live: LiveVersions | None = None
         if is_live:
             options = self.options
             self.live = LiveVersions(
-                options.guard, predictor.load, self._flip, self._forwards, num_older=options.held_versions
+                options.guard,
+                predictor.load,
+                self._switch_version,
+                self._forward_times,
+                num_older=options.held_versions,
             )
         self._queue = batcher.add_queue(
             name,
@@ -73,20 +79,20 @@ class Hosted:
             max_queue_rows=self.options.max_queue_size,
             max_queue_bytes=self.options.max_queue_bytes,
             weight=self.options.weight,
-            on_batch=self._batch_done,
+            on_batch=self._on_batch,
         )
-        self._queue.expect(predictor.measured)  # of a live model there is nothing yet
+        self._queue.seed_latency_model(predictor.warm_up_times)  # of a live model there is nothing yet
         self.counts = ModelStatistics(name, live=is_live, pending=lambda: self._queue.queued_requests)
         outputs = {spec.name: spec.datatype for spec in self.signature.outputs}
-        self.shadow = Shadow(name, batcher, self._forward, self.options, self.counts, outputs, self._time)
+        self.shadow = ShadowTraffic(name, batcher, self._forward, self.options, self.counts, outputs, self._record_time)
 
     @property
     def version(self) -> int:
-        return self.table.version
+        return self.router.version
 
     @property
     def versions(self) -> list[int]:
-        return self.table.versions
+        return self.router.versions
 
     async def infer(self, call: InferCall) -> Prediction:
         arrived_s = time.monotonic()
@@ -95,8 +101,8 @@ class Hosted:
             deadline_s = arrived_s + self._deadline_s
         track: Track | None = None
         try:
-            track = self.table.choose(call.version, call.track, call.sticky)
-            group = (track, self.predictor.bucket(call.inputs))
+            track = self.router.choose_track(call.version, call.track, call.sticky)
+            group = (track, self.predictor.compute_bucket(call.inputs))
             (outputs, version), queued_s, computed_s, batch_rows = await self._queue.submit(
                 call.inputs if call.trace is None else TracedArrays(call.inputs, call.trace),
                 call.num_rows,
@@ -114,16 +120,16 @@ class Hosted:
             self._count_failure(track, 500, arrived_s)
             raise
         except asyncio.CancelledError:
-            is_late = deadline_s is not None and time.monotonic() > deadline_s - TIMERS_S
+            is_late = deadline_s is not None and time.monotonic() > deadline_s - TIMER_TOLERANCE_S
             status = 504 if is_late else CLIENT_GONE
             self._count_failure(track, status, arrived_s)
             if call.trace is not None:
-                call.trace.cancelled_as = status
+                call.trace.cancelled_status = status
             raise
         seconds = time.monotonic() - arrived_s
-        self.counts.request(version, 200, seconds, queued_s, computed_s, call.num_rows)
-        if self.shadow.percent and self.table.is_stable(track):
-            self.shadow.consider(call, outputs, self.predictor.bucket(call.inputs))
+        self.counts.count_request(version, 200, seconds, queued_s, computed_s, call.num_rows)
+        if self.shadow.percent and self.router.is_stable(track):
+            self.shadow.sample_call(call, outputs, self.predictor.compute_bucket(call.inputs))
         if call.outputs is not None:
             outputs = {name: array for name, array in outputs.items() if name in call.outputs}
         return Prediction(outputs, version, queued_s, computed_s, batch_rows)
@@ -165,7 +171,7 @@ class Hosted:
             version=self.version,
             staged=tuple(versions),
             counts=self.counts.snapshot(),
-            forwards=self._forwards.medians(versions),
+            forwards=self._forward_times.retain_medians(versions),
             queued_rows=self._queue.queued_rows,
             latency=tuple((each, seconds) for each in rows if (seconds := latency.seconds(each)) > 0.0),
             live=self.live.report() if self.live is not None else None,
@@ -176,48 +182,48 @@ class Hosted:
         self.shadow.close()
         self._queue.close()
 
-    def _flip(self, answering: Answering) -> None:
+    def _switch_version(self, answering: Answering) -> None:
         if not self.version:
-            self._queue.expect(self.predictor.measured)
-        table, shares = self.table, answering.shares
-        table.follow(answering.stable, answering.other, shares)
-        self.shadow.set(table.candidate, shares.shadow_percent if shares else 0.0)
-        self.counts.serving(table.version, table.candidate_version, table.percent)
+            self._queue.seed_latency_model(self.predictor.warm_up_times)
+        table, shares = self.router, answering.shares
+        table.set_versions(answering.stable, answering.other, shares)
+        self.shadow.set_candidate(table.candidate, shares.shadow_percent if shares else 0.0)
+        self.counts.set_serving(table.version, table.candidate_version, table.percent)
 
     def _count_failure(self, track: Track | None, status: int, arrived_s: float) -> None:
         """A 5xx of the model's making counts against the version; what was refused before a forward counts for none."""
         loaded = track.loaded if track is not None and status == 500 else None
-        self.counts.request(loaded.version if loaded else 0, status, time.monotonic() - arrived_s)
+        self.counts.count_request(loaded.version if loaded else 0, status, time.monotonic() - arrived_s)
 
     # What follows runs in a forward's thread.
 
-    def _forward(self, group: Hashable, requests: Sequence[Arrays]) -> list[Answer]:
+    def _forward(self, group: Hashable, requests: Sequence[Arrays]) -> list[VersionedOutputs]:
         track: Track = group[0]  # type: ignore[index]
         loaded = track.loaded
         assert loaded is not None  # a track has a version before it is given to a call, and never loses it
-        self._ran.version, self._ran.is_alone = loaded.version, True
+        self._thread_state.version, self._thread_state.is_alone = loaded.version, True
         if self._tracer is not None:
-            self._ran.requests = requests
-        for_candidate = self.table.is_candidate(track)
-        if self.live is not None and (for_candidate or self.table.is_stable(track)):
-            answered, version, self._ran.is_alone = self.live.predict(requests, for_candidate)
-            self._ran.version = version
+            self._thread_state.requests = requests
+        for_candidate = self.router.is_candidate(track)
+        if self.live is not None and (for_candidate or self.router.is_stable(track)):
+            answered, version, self._thread_state.is_alone = self.live.predict(requests, for_candidate)
+            self._thread_state.version = version
         else:
             answered, version = loaded.predict_batch(requests), loaded.version
         return [(outputs, version) for outputs in answered]
 
-    def _batch_done(self, report: BatchReport) -> None:
-        version = self._ran.version
-        self.counts.batch(report, version)
+    def _on_batch(self, report: BatchReport) -> None:
+        version = self._thread_state.version
+        self.counts.count_batch(report, version)
         if self._tracer is not None:
-            self._tracer.batch(self.name, version, report, self._ran.requests)
-        self._time(report)
+            self._tracer.record_batch(self.name, version, report, self._thread_state.requests)
+        self._record_time(report)
 
-    def _time(self, report: BatchReport) -> None:
-        if not report.failed and self._ran.is_alone:
-            self._forwards.add(self._ran.version, report.rows, report.computed_s)
+    def _record_time(self, report: BatchReport) -> None:
+        if not report.failed and self._thread_state.is_alone:
+            self._forward_times.add(self._thread_state.version, report.rows, report.computed_s)
 
 
-def describe(models: Mapping[str, Hosted]) -> str:
+def format_names(models: Mapping[str, ServedModel]) -> str:
     """Their names, for a complaint."""
     return ", ".join(map(repr, models)) or "none"

@@ -18,17 +18,17 @@ from shoal.serve.batching.batcher import Batcher, BatchReport
 from shoal.serve.messages.inference import Arrays, InferCall, size_bytes
 from shoal.serve.model.predictor import LoadedModel
 from shoal.serve.replica.model_statistics import ModelStatistics
-from shoal.serve.replica.version_router import Draws, Track
+from shoal.serve.replica.version_router import Track, WeightedDraw
 from shoal.serve.spec.model_options import ModelOptions
 
-WEIGHT = 1e-6  # of the slots, beside a model's 1
-MAX_WAITING = 256  # calls; whatever their rows
+SHADOW_WEIGHT = 1e-6  # of the slots, beside a model's 1
+MAX_PENDING_CALLS = 256  # calls; whatever their rows
 NOT_COMPUTED = (429, 503, 504)  # statuses of what was turned away before a forward: they say nothing of the version
 
-Answer = tuple[dict[str, np.ndarray], int]
+_VersionedOutputs = tuple[dict[str, np.ndarray], int]
 
 
-class Shadow:
+class ShadowTraffic:
     """Of one model. `percent` of the calls are considered; 0 when there is nothing to compare with.
 
     datatypes: of the outputs, by name
@@ -38,8 +38,8 @@ class Shadow:
     def __init__(
         self,
         model: str,
-        batcher: Batcher[Arrays, Answer],
-        forward: Callable[[Hashable, Sequence[Arrays]], list[Answer]],
+        batcher: Batcher[Arrays, _VersionedOutputs],
+        forward: Callable[[Hashable, Sequence[Arrays]], list[_VersionedOutputs]],
         options: ModelOptions,
         counts: ModelStatistics,
         datatypes: Mapping[str, str],
@@ -48,7 +48,7 @@ class Shadow:
         self.percent = 0.0
         self._candidate: Track | None = None
         self._tolerance, self._counts, self._datatypes = options.guard.tolerance, counts, datatypes
-        self._draws = Draws()
+        self._draws = WeightedDraw()
         self._tasks: set[asyncio.Task[None]] = set()
         self._queue = batcher.add_queue(
             f"{model}/shadow",
@@ -56,18 +56,18 @@ class Shadow:
             max_batch_rows=options.max_batch_size,
             max_queue_rows=options.max_queue_size,
             max_queue_bytes=options.max_queue_bytes,
-            weight=WEIGHT,
+            weight=SHADOW_WEIGHT,
             on_batch=on_batch,
         )
 
-    def set(self, candidate: Track | None, percent: float) -> None:
+    def set_candidate(self, candidate: Track | None, percent: float) -> None:
         """Whom to compare with, and how often."""
         self._candidate, self.percent = candidate, percent if candidate is not None else 0.0
 
-    def consider(self, call: InferCall, outputs: Arrays, bucket: Hashable) -> None:
+    def sample_call(self, call: InferCall, outputs: Arrays, bucket: Hashable) -> None:
         """A call of the stable version was answered with `outputs`."""
         candidate = self._candidate
-        if candidate is None or not self._draws.draw(self.percent) or len(self._tasks) >= MAX_WAITING:
+        if candidate is None or not self._draws.draw(self.percent) or len(self._tasks) >= MAX_PENDING_CALLS:
             return
         task = asyncio.get_running_loop().create_task(self._compare(call, outputs, (candidate, bucket)))
         self._tasks.add(task)
@@ -96,19 +96,19 @@ class Shadow:
             return
         outputs, version = batched.answer
         if group[0] is self._candidate and version == loaded.version:
-            self._counts.shadow(version, not agree(expected, outputs, self._datatypes, self._tolerance))
+            self._counts.count_shadow(version, not outputs_agree(expected, outputs, self._datatypes, self._tolerance))
 
     def _count_failure(self, candidate: Track, loaded: LoadedModel, status: int) -> None:
         """The stable version has answered: what refuses the same input (4xx) gives another answer, it does not fail."""
         if candidate is not self._candidate or candidate.loaded is not loaded or status in NOT_COMPUTED:
             return  # another one is compared by now, with answers of another one
         if status < 500:
-            self._counts.shadow(loaded.version, disagreed=True)
+            self._counts.count_shadow(loaded.version, disagreed=True)
         else:
-            self._counts.shadow_failed(loaded.version)
+            self._counts.count_shadow_failure(loaded.version)
 
 
-def agree(expected: Arrays, outputs: Arrays, datatypes: Mapping[str, str], tolerance: float) -> bool:
+def outputs_agree(expected: Arrays, outputs: Arrays, datatypes: Mapping[str, str], tolerance: float) -> bool:
     """Whether all outputs are equal: numbers to within `tolerance`, relative or absolute, all else exactly."""
     if expected.keys() != outputs.keys():
         return False

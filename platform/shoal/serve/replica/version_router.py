@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Iterable
 
 from shoal.errors import InferenceError
-from shoal.serve.messages.desired_state import Shares
+from shoal.serve.messages.desired_state import TrafficShares
 from shoal.serve.model.predictor import LoadedModel
 
 GOLDEN = 0.6180339887498949  # of a turn: draws that are spread evenly however few there are
@@ -26,7 +26,7 @@ class Track:
         self.loaded = loaded
 
 
-class Draws:
+class WeightedDraw:
     """Yes for a share of the calls, evenly spread."""
 
     def __init__(self) -> None:
@@ -45,8 +45,8 @@ class VersionTable:
         self._stable, self._candidate = Track(), Track()
         self._tracks: dict[int, Track] = {}  # of the loaded versions, for calls that ask for one
         self._is_open = False
-        self._shares = Shares()
-        self._draws = Draws()
+        self._shares = TrafficShares()
+        self._draws = WeightedDraw()
 
     @property
     def version(self) -> int:
@@ -75,7 +75,7 @@ class VersionTable:
         """All that are loaded, ascending."""
         return sorted(self._tracks)
 
-    def choose(self, version: int | None, track: str, sticky: str) -> Track:
+    def choose_track(self, version: int | None, track: str, sticky: str) -> Track:
         """Who answers a call. Raises InferenceError: 404 for a version that is not loaded, 503 before the first."""
         if version is not None:
             found = self._tracks.get(version)
@@ -87,7 +87,7 @@ class VersionTable:
             raise InferenceError(503, "no weights have been loaded yet; try again later", retry_after_s=1.0)
         if not self._is_open or self._shares.is_shadow or track == "stable":
             return self._stable
-        return self._candidate if track == "candidate" or self._is_drawn(sticky) else self._stable
+        return self._candidate if track == "candidate" or self._is_selected(sticky) else self._stable
 
     def is_stable(self, track: Track) -> bool:
         """Whether this is the track of whoever asks for nothing in particular."""
@@ -97,10 +97,10 @@ class VersionTable:
         """Whether this is the track of the candidate, if only of one that is not open any more."""
         return track is self._candidate
 
-    def _is_drawn(self, sticky: str) -> bool:
+    def _is_selected(self, sticky: str) -> bool:
         percent = self._shares.percent
         if sticky:
-            return place(self._model, sticky) < percent
+            return hash_to_percent(self._model, sticky) < percent
         return percent > 0.0 and self._draws.draw(percent)
 
     # -- changes ------------------------------------------------------------------------------------------------------
@@ -109,29 +109,29 @@ class VersionTable:
         """A version is there for who asks for it, and to be flipped to."""
         self._tracks = {**self._tracks, loaded.version: Track(loaded)}
 
-    def keep(self, versions: Iterable[int]) -> None:
+    def retain(self, versions: Iterable[int]) -> None:
         """Forget all others. What was admitted for them is still answered by them."""
         kept = set(versions)
         self._tracks = {version: track for version, track in self._tracks.items() if version in kept}
 
-    def flip(self, version: int) -> bool:
+    def promote(self, version: int) -> bool:
         """Let a loaded version be the stable one from the next batch on; whether it was another."""
         before, self._stable.loaded = self._stable.loaded, self._tracks[version].loaded
         if not self._is_open:
             self._candidate.loaded = self._stable.loaded  # as `shut` left it: nobody needs the version before
         return before is not self._stable.loaded
 
-    def open(self, version: int, shares: Shares) -> None:
+    def open_canary(self, version: int, shares: TrafficShares) -> None:
         """Let a loaded version answer its share, and who asks for the candidate; a shadow answers neither."""
         self._candidate.loaded = self._tracks[version].loaded
         self._shares, self._is_open = shares, True
 
-    def shut(self) -> None:
+    def close_canary(self) -> None:
         """No candidate any more: what was admitted for it is answered by the stable version."""
-        self._is_open, self._shares = False, Shares()
+        self._is_open, self._shares = False, TrafficShares()
         self._candidate.loaded = self._stable.loaded
 
-    def follow(self, stable: LoadedModel, other: LoadedModel | None, shares: Shares | None = None) -> None:
+    def set_versions(self, stable: LoadedModel, other: LoadedModel | None, shares: TrafficShares | None = None) -> None:
         """The version of a live model that answers from the next batch on, and another. From any thread.
 
         shares: of the other, which is the candidate; None: it answers only who asks for its number
@@ -139,12 +139,12 @@ class VersionTable:
         self._stable.loaded = stable
         self._tracks = {each.version: Track(each) for each in (stable, other) if each is not None}
         if other is not None and shares is not None:
-            self.open(other.version, shares)
+            self.open_canary(other.version, shares)
         else:
-            self.shut()
+            self.close_canary()
 
 
-def place(model: str, sticky: str) -> float:
+def hash_to_percent(model: str, sticky: str) -> float:
     """Where a key lies, 0 to 100: the same in every process, and for each model another."""
     digest = hashlib.blake2b(f"{model}\0{sticky}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64 * 100.0

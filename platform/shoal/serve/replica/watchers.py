@@ -35,46 +35,46 @@ class WeightFollower:
 
     def __init__(self, source: WeightSource, take: Callable[[WeightSnapshot], bool], poll_s: float = 1.0) -> None:
         self._source, self._take, self._poll_s = source, take, poll_s
-        self.rejected = 0
-        self._given = 0  # what the source gave last
-        self._stop, self._resting, self._awake = threading.Event(), False, threading.Event()
-        self._began_s: float | None = None  # the snapshot that is being taken
+        self.rejected_version = 0
+        self._last_version = 0  # what the source gave last
+        self._stop, self._is_paused, self._resumed = threading.Event(), False, threading.Event()
+        self._taking_since_s: float | None = None  # the snapshot that is being taken
         self._thread = threading.Thread(target=self._run, name="shoal-weights", daemon=True)
         self._thread.start()
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether newer weights would still be noticed."""
         return self._thread.is_alive()
 
     @property
     def busy_s(self) -> float:
         """For how long a snapshot has been taken; 0 while none is."""
-        began_s = self._began_s
+        began_s = self._taking_since_s
         return time.monotonic() - began_s if began_s is not None else 0.0
 
-    def rest(self, resting: bool) -> None:
+    def set_paused(self, resting: bool) -> None:
         """Ask the source for nothing, until told otherwise: then also for what is not new."""
-        self._resting = resting
+        self._is_paused = resting
         if resting:
-            self._awake.clear()
+            self._resumed.clear()
         else:
-            self._given = 0
-            self._awake.set()
+            self._last_version = 0
+            self._resumed.set()
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Stop following; waits up to `timeout_s` for the thread. Idempotent."""
         self._stop.set()
-        self._awake.set()
+        self._resumed.set()
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            if self._resting:
-                self._awake.wait()
+            if self._is_paused:
+                self._resumed.wait()
                 continue
             try:
-                snapshot = self._source.wait_newer(self._given, self._poll_s)
+                snapshot = self._source.wait_newer(self._last_version, self._poll_s)
             except Closed:
                 return
             except WeightsError as error:
@@ -83,17 +83,17 @@ class WeightFollower:
                 continue
             if snapshot is None:
                 continue
-            self._given = snapshot.version
-            self._began_s = time.monotonic()
+            self._last_version = snapshot.version
+            self._taking_since_s = time.monotonic()
             try:
                 is_served = self._take(snapshot)
             except WeightsError as error:
-                self.rejected = snapshot.version
+                self.rejected_version = snapshot.version
                 logger.error("weights refused, what serves goes on serving: %s", error)
             else:
                 logger.info("%s weights version %d", "serving" if is_served else "passing over", snapshot.version)
             finally:
-                self._began_s = None
+                self._taking_since_s = None
 
 
 class PlanSource(Protocol):
@@ -106,11 +106,11 @@ class PlanSource(Protocol):
 
     async def leave(self, replica: str) -> None: ...
 
-    async def keep(self, model: str, snapshot: WeightSnapshot) -> None:
+    async def store_weights(self, model: str, snapshot: WeightSnapshot) -> None:
         """Weights of a live model, for replicas that will need them."""
         ...
 
-    async def kept(self, model: str, version: int) -> WeightSnapshot | None: ...
+    async def fetch_weights(self, model: str, version: int) -> WeightSnapshot | None: ...
 
 
 class PlanFollower:
@@ -132,15 +132,18 @@ class PlanFollower:
         self._changed = asyncio.Event()
         self.peers: list[ReplicaReport] = []
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._forever(self._follow)), loop.create_task(self._forever(self._tell))]
-        self._known = -1
+        self._tasks = [
+            loop.create_task(self._run_forever(self._follow_once)),
+            loop.create_task(self._run_forever(self._report_once)),
+        ]
+        self._known_generation = -1
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether a new plan would still be applied."""
         return not any(task.done() for task in self._tasks)
 
-    def changed(self) -> None:
+    def notify_changed(self) -> None:
         """There is something to report now."""
         self._changed.set()
 
@@ -151,7 +154,7 @@ class PlanFollower:
         with suppress(ConnectionLost):
             await self._source.leave(self._replica)
 
-    async def _forever(self, step: Callable[[], Awaitable[None]]) -> None:
+    async def _run_forever(self, step: Callable[[], Awaitable[None]]) -> None:
         while True:
             try:
                 await step()
@@ -159,14 +162,14 @@ class PlanFollower:
                 logger.debug("the controller is away, what serves goes on serving: %s", error)
                 await asyncio.sleep(RETRY_S)
 
-    async def _follow(self) -> None:
-        plan = await self._source.follow(self._replica, self._known, POLL_S)
+    async def _follow_once(self) -> None:
+        plan = await self._source.follow(self._replica, self._known_generation, POLL_S)
         if plan is not None:
             self._apply(plan)
-            self._known = plan.generation
-            self.changed()
+            self._known_generation = plan.generation
+            self.notify_changed()
 
-    async def _tell(self) -> None:
+    async def _report_once(self) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(REPORT_S):
                 await self._changed.wait()

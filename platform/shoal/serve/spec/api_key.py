@@ -17,7 +17,7 @@ HASH = "sha256:"
 HASHED = re.compile(r"sha256:([0-9a-f]{64})", re.IGNORECASE)
 
 
-def usable_secret(secret: SecretStr) -> SecretStr:
+def require_usable_secret(secret: SecretStr) -> SecretStr:
     """A token or key that a header can carry. Raises ValueError, which does not show it."""
     text = secret.get_secret_value()
     if not text or not text.isascii() or not text.isprintable() or " " in text:
@@ -48,10 +48,10 @@ class ApiKey(Spec):
         text = key.get_secret_value()
         if text.lower().startswith(HASH) and HASHED.fullmatch(text) is None:
             raise ValueError(f"behind {HASH} are 64 hexadecimal digits: the SHA-256 of the key")
-        return usable_secret(key)
+        return require_usable_secret(key)
 
 
-def require_distinct(token: str | None, keys: Sequence[ApiKey]) -> None:
+def require_distinct_keys(token: str | None, keys: Sequence[ApiKey]) -> None:
     """Raises ConfigError for an empty token, two keys with one name, or one key with two names."""
     names, by_digest = {ADMINISTRATOR, ANYONE}, {}
     if token is not None:
@@ -67,7 +67,7 @@ def require_distinct(token: str | None, keys: Sequence[ApiKey]) -> None:
             raise ConfigError("keys.name", key.name, f"has the same key as {other!r}", "give each a key of its own")
 
 
-def hashed(key: str) -> str:
+def hash_key(key: str) -> str:
     """`sha256:HEX` of a key: what a spec may hold instead of the key."""
     return f"sha256:{hash_bytes(key.encode()).hex()}"
 

@@ -18,7 +18,7 @@ from pydantic import (
 
 from shoal.config import Spec, merge
 from shoal.network_address import is_loopback
-from shoal.serve.spec.api_key import ApiKey, require_distinct, usable_secret
+from shoal.serve.spec.api_key import ApiKey, require_distinct_keys, require_usable_secret
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.trace_destination import TraceDestination
 
@@ -27,33 +27,33 @@ BATCHES_PER_REPLICA = 2
 SpecT = TypeVar("SpecT", bound=Spec)
 
 
-def _said(given: Any) -> Any:
+def _dump_explicit(given: Any) -> Any:
     """As a user would write it: of specs, only what was set."""
     if isinstance(given, Spec):
         return given.model_dump(exclude_unset=True)
-    return {name: _said(each) for name, each in given.items()} if isinstance(given, dict) else given
+    return {name: _dump_explicit(each) for name, each in given.items()} if isinstance(given, dict) else given
 
 
-def _as_said(spec: SpecT, said: dict[str, Any]) -> SpecT:
+def _mark_explicit(spec: SpecT, said: dict[str, Any]) -> SpecT:
     """The same values, of which no more is set than was said."""
     values = dict(spec)
-    nested = {name: _as_said(values[name], each) for name, each in said.items() if isinstance(values[name], Spec)}
+    nested = {name: _mark_explicit(values[name], each) for name, each in said.items() if isinstance(values[name], Spec)}
     return spec.model_construct(_fields_set=set(said), **{**values, **nested})
 
 
-def unless_said(**values: object) -> BeforeValidator:
+def with_default_values(**values: object) -> BeforeValidator:
     """For a field with an endpoint: in a mapping, too, what is not said is as here, and not as EndpointSpec has it."""
     return BeforeValidator(lambda given: {**values, **given} if isinstance(given, dict) else given)
 
 
-def _without_token(endpoint: EndpointSpec) -> EndpointSpec:
+def _reject_token(endpoint: EndpointSpec) -> EndpointSpec:
     if endpoint.token is not None:
         raise ValueError("its token is the access token: set $SHOAL_TOKEN, which is not recorded")
     return endpoint
 
 
 # For a field with the endpoint of a spec that is recorded.
-TOKEN_FROM_ENVIRONMENT = AfterValidator(_without_token)
+TOKEN_FROM_ENVIRONMENT = AfterValidator(_reject_token)
 
 
 class EndpointSpec(Spec):
@@ -100,13 +100,13 @@ class EndpointSpec(Spec):
     @classmethod
     def _models_begin_as_all(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         """Fills each of `models` from `model`; its `model_fields_set` remains what was said of it alone."""
-        said = _said(values.get("models", {})) if isinstance(values, dict) else {}
+        said = _dump_explicit(values.get("models", {})) if isinstance(values, dict) else {}
         if not isinstance(said, dict) or not said:
             return handler(values)
-        everybodys = _said(values.get("model", {}))
+        everybodys = _dump_explicit(values.get("model", {}))
         spec = handler({**values, "models": {name: merge(everybodys, each) for name, each in said.items()}})
         for name, each in said.items():
-            spec.models[name] = _as_said(spec.models[name], each)
+            spec.models[name] = _mark_explicit(spec.models[name], each)
         return spec
 
     @field_serializer("models")
@@ -132,7 +132,7 @@ class EndpointSpec(Spec):
     @field_validator("token")
     @classmethod
     def _usable_in_a_header(cls, token: SecretStr | None) -> SecretStr | None:
-        return None if token is None else usable_secret(token)
+        return None if token is None else require_usable_secret(token)
 
     @field_validator("trace")
     @classmethod
@@ -143,7 +143,7 @@ class EndpointSpec(Spec):
 
     @model_validator(mode="after")
     def _keys_are_distinct(self) -> EndpointSpec:
-        require_distinct(self.token.get_secret_value() if self.token is not None else None, self.keys)
+        require_distinct_keys(self.token.get_secret_value() if self.token is not None else None, self.keys)
         return self
 
     @model_validator(mode="after")

@@ -1,8 +1,8 @@
 """Where the models of an endpoint come from: versions of the registry, or the weights of a run as they are published.
 
-`ServedModel` is what `deploy` is told. A live model's source travels to the replicas; of a registered one they hear by
-the controller's plan, and load packages from the registry. `Catalogue` is
-the controller's side: what a word such as `champion` means, and moving it.
+`EndpointModel` is what `deploy` takes. A live model's source travels to the replicas; the controller's plan names the
+versions of a registered one, which replicas load from the registry. `Catalogue` is the controller's side: what an alias
+such as `champion` means, and moving it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RegisteredModel:
     name: str
     registry: str
 
-    def package(self, version: int) -> ModelPackage:
+    def load_package(self, version: int) -> ModelPackage:
         """Raises RegistryError, WeightsError."""
         found = Registry(Path(self.registry)).get(f"{self.name}@{version}")
         return ModelPackage(found.manifest.model, found.manifest.signature, found.snapshot())
@@ -49,7 +49,7 @@ class LiveModel:
 
 
 @dataclass(frozen=True)
-class ServedModel:
+class EndpointModel:
     """One model of an endpoint.
 
     version: of a registered model: a number, an alias (which is followed), or "" for the newest now
@@ -62,16 +62,16 @@ class ServedModel:
     options: ModelOptions | None = field(default=None)
 
 
-def registered(ref: str, options: ModelOptions | None = None, registry: Path | None = None) -> ServedModel:
+def model_from_ref(ref: str, options: ModelOptions | None = None, registry: Path | None = None) -> EndpointModel:
     """`name@3`, `name@champion` or `name` of the registry. Raises ConfigError for what is not a reference."""
     name, word = split_ref(ref)
-    return ServedModel(name, RegisteredModel(name, str(Registry(registry).root)), word, options)
+    return EndpointModel(name, RegisteredModel(name, str(Registry(registry).root)), word, options)
 
 
 class Catalogue(Protocol):
     """What the controller asks of a registry. All raise RegistryError."""
 
-    def meant(self, name: str, word: str) -> int:
+    def resolve(self, name: str, word: str) -> int:
         """The version that `name@word` means now."""
         ...
 
@@ -79,7 +79,7 @@ class Catalogue(Protocol):
         """Let the alias mean `version`."""
         ...
 
-    def before(self, name: str, alias: str) -> int:
+    def find_previous(self, name: str, alias: str) -> int:
         """The version that the alias meant before its last promotion."""
         ...
 
@@ -94,14 +94,14 @@ class RegistryCatalogue:
     def __init__(self, folder: str) -> None:
         self._registry = Registry(Path(folder))
 
-    def meant(self, name: str, word: str) -> int:
+    def resolve(self, name: str, word: str) -> int:
         return self._registry.get(f"{name}@{word}" if word else name).version
 
     def promote(self, name: str, version: int, alias: str) -> None:
         self._registry.promote(f"{name}@{version}", alias)
 
-    def before(self, name: str, alias: str) -> int:
-        stack = self._registry.aliases(name).promoted(alias)
+    def find_previous(self, name: str, alias: str) -> int:
+        stack = self._registry.aliases(name).list_promoted(alias)
         if len(stack) < 2:
             remedy = f"choose a version with `shoal models promote {name}@N --alias {alias}`"
             raise RegistryError(f"{name}@{alias} has no version left to go back to: {remedy}")

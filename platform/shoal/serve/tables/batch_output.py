@@ -16,30 +16,30 @@ import pyarrow.parquet
 from shoal.errors import RunError
 
 
-def incoming_for(output: Path) -> Path:
+def make_incoming_path(output: Path) -> Path:
     """Where to write what is to become `output`: beside it, by a name that nobody else has."""
     return output.with_name(f".incoming-{output.name}-{secrets.token_hex(4)}")
 
 
 def has_rows(files: Sequence[Path]) -> bool:
     """Whether there is anything in them; looks no further than it has to."""
-    return any(_begins(file) if file.suffix == ".csv" else _num_rows_of_parquet(file) for file in files)
+    return any(_has_csv_rows(file) if file.suffix == ".csv" else _count_parquet_rows(file) for file in files)
 
 
-def num_rows(files: Sequence[Path]) -> int:
+def count_rows(files: Sequence[Path]) -> int:
     """The rows of files that have been read before, all CSV or all Parquet."""
-    return sum(_num_rows_of_csv(file) if file.suffix == ".csv" else _num_rows_of_parquet(file) for file in files)
+    return sum(_count_csv_rows(file) if file.suffix == ".csv" else _count_parquet_rows(file) for file in files)
 
 
-def require_all_rows(incoming: Path, files: Sequence[Path]) -> int:
+def verify_row_count(incoming: Path, files: Sequence[Path]) -> int:
     """How many rows were written to `incoming`. Raises RunError unless that is how many `files` have."""
-    written, read = num_rows([*incoming.glob("*.parquet")]), num_rows(files)
+    written, read = count_rows([*incoming.glob("*.parquet")]), count_rows(files)
     if written != read:
         raise RunError(f"{written} rows were written for {read} of the input: did it change meanwhile? predict again")
     return written
 
 
-def publish(incoming: Path, output: Path) -> None:
+def publish_output(incoming: Path, output: Path) -> None:
     """Give what is complete its name. Raises RunError, and keeps it, when it cannot have that name."""
     try:
         incoming.rename(output)
@@ -48,17 +48,17 @@ def publish(incoming: Path, output: Path) -> None:
         raise RunError(f"{output} cannot be made ({reason}): all rows are in {incoming}, rename that folder") from error
 
 
-def _begins(file: Path) -> bool:
+def _has_csv_rows(file: Path) -> bool:
     with pyarrow.csv.open_csv(file) as reader:
         return any(batch.num_rows for batch in reader)
 
 
-def _num_rows_of_parquet(file: Path) -> int:
+def _count_parquet_rows(file: Path) -> int:
     rows: int = pyarrow.parquet.read_metadata(file).num_rows
     return rows
 
 
-def _num_rows_of_csv(file: Path) -> int:
+def _count_csv_rows(file: Path) -> int:
     with pyarrow.csv.open_csv(file) as reader:
         names = reader.schema.names
     # What its beginning looks like may be wrong of what follows; as text anything can be read.

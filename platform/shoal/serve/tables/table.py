@@ -21,13 +21,13 @@ import pyarrow as pa
 import pyarrow.compute
 
 from shoal.errors import DataError
-from shoal.open_inference.datatypes import NUMPY, bf16_values, floats_of
+from shoal.open_inference.datatypes import NUMPY_DTYPES, bf16_values, to_floats
 
-FRACTIONS = frozenset({"FP64", "FP32", "FP16", "BF16"})  # datatypes
+FLOAT_DATATYPES = frozenset({"FP64", "FP32", "FP16", "BF16"})  # datatypes
 _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
 
-class TensorSpec(Protocol):
+class TensorDescription(Protocol):
     """An input or output, as the registry and as the protocol write it. `shape[0]` is the batch; -1 is any size."""
 
     @property
@@ -38,7 +38,7 @@ class TensorSpec(Protocol):
     def shape(self) -> list[int]: ...
 
 
-def parse_columns(words: Sequence[str], inputs: Sequence[TensorSpec]) -> dict[str, list[str]]:
+def parse_columns(words: Sequence[str], inputs: Sequence[TensorDescription]) -> dict[str, list[str]]:
     """The columns for each input, from `a,b,c` (for the only input) and `x=a,b,c`. Raises DataError."""
     said: dict[str, list[str]] = {}
     names = [each.name for each in inputs]
@@ -54,7 +54,7 @@ def parse_columns(words: Sequence[str], inputs: Sequence[TensorSpec]) -> dict[st
 
 
 def choose_columns(
-    inputs: Sequence[TensorSpec], there: Sequence[str], said: Mapping[str, Sequence[str]]
+    inputs: Sequence[TensorDescription], there: Sequence[str], said: Mapping[str, Sequence[str]]
 ) -> dict[str, list[str]]:
     """Which columns of those that are `there` make each input. Raises DataError naming what is missing."""
     chosen: dict[str, list[str]] = {}
@@ -64,7 +64,7 @@ def choose_columns(
             columns = list(there)
         if not columns:
             remedy = f"say which: --columns {spec.name}=a,b,... of {', '.join(there)}"
-            raise DataError("columns", spec.name, f"no column makes this input, {described(spec)}", remedy)
+            raise DataError("columns", spec.name, f"no column makes this input, {format_tensor_spec(spec)}", remedy)
         missing = [column for column in columns if column not in there]
         if missing:
             raise DataError("columns", missing[0], "is not in the table", f"it has {', '.join(there)}")
@@ -74,8 +74,8 @@ def choose_columns(
     return chosen
 
 
-def inputs_of(
-    table: pa.Table, inputs: Sequence[TensorSpec], chosen: Mapping[str, Sequence[str]], first_row: int = 0
+def build_inputs(
+    table: pa.Table, inputs: Sequence[TensorDescription], chosen: Mapping[str, Sequence[str]], first_row: int = 0
 ) -> dict[str, np.ndarray]:
     """The arrays [rows, ...] that the chosen columns of the table make.
 
@@ -86,10 +86,12 @@ def inputs_of(
     return {spec.name: _input(table, spec, chosen[spec.name], first_row) for spec in inputs}
 
 
-def alike(table: pa.Table, inputs: Sequence[TensorSpec], chosen: Mapping[str, Sequence[str]]) -> list[pa.Table]:
+def split_by_length(
+    table: pa.Table, inputs: Sequence[TensorDescription], chosen: Mapping[str, Sequence[str]]
+) -> list[pa.Table]:
     """The table as slices, in each of which the rows' lists are as long, where an input leaves a dimension open."""
     columns = [column for spec in inputs if -1 in spec.shape[1:] for column in chosen[spec.name]]
-    sizes = [level for column in columns for level in _sizes_of_rows(_column(table, column))]
+    sizes = [level for column in columns for level in _list_row_sizes(_column(table, column))]
     has_changed = np.zeros(max(len(table) - 1, 0), bool)
     for of_row in sizes:
         has_changed |= of_row[1:] != of_row[:-1]
@@ -97,15 +99,15 @@ def alike(table: pa.Table, inputs: Sequence[TensorSpec], chosen: Mapping[str, Se
     return [table.slice(start, stop - start) for start, stop in pairwise(bounds)]
 
 
-def csv_types(
-    inputs: Sequence[TensorSpec], chosen: Mapping[str, Sequence[str]], seen: pa.Schema
+def infer_csv_types(
+    inputs: Sequence[TensorDescription], chosen: Mapping[str, Sequence[str]], seen: pa.Schema
 ) -> dict[str, pa.DataType]:
     """What columns of a CSV file are to be read as; the others as they look. `seen`: how its beginning looks.
 
     Those that are no numbers to the model stay as they stand. Of fractions the first megabyte may have none.
     """
     words = {column for spec in inputs if spec.datatype == "BYTES" for column in chosen[spec.name]}
-    wholes = {column for spec in inputs if spec.datatype not in FRACTIONS for column in chosen[spec.name]}
+    wholes = {column for spec in inputs if spec.datatype not in FLOAT_DATATYPES for column in chosen[spec.name]}
     numbers = {column for columns in chosen.values() for column in columns} - words
     types = {column: pa.string() for column in seen.names if column not in numbers}
     for column in numbers - wholes:
@@ -119,19 +121,19 @@ def csv_types(
     return types
 
 
-def column_type(spec: TensorSpec) -> pa.DataType:
+def column_type(spec: TensorDescription) -> pa.DataType:
     """What a row of this output is in a table: a number, bytes, or a list (of fixed length where its shape is)."""
     if spec.datatype == "BYTES":
         value = pa.binary()
     else:
-        value = pa.from_numpy_dtype(np.float32 if spec.datatype == "BF16" else NUMPY[spec.datatype])
+        value = pa.from_numpy_dtype(np.float32 if spec.datatype == "BF16" else NUMPY_DTYPES[spec.datatype])
     sizes = spec.shape[1:]
     if -1 in sizes:
         return pa.list_(value)
     return value if math.prod(sizes) == 1 else pa.list_(value, math.prod(sizes))
 
 
-def column_of(spec: TensorSpec, array: np.ndarray) -> pa.Array:
+def to_column(spec: TensorDescription, array: np.ndarray) -> pa.Array:
     """An output [rows, ...] as a column of `column_type(spec)`."""
     rows = len(array)
     flat = (bf16_values(array) if spec.datatype == "BF16" else array).reshape(-1)
@@ -145,13 +147,13 @@ def column_of(spec: TensorSpec, array: np.ndarray) -> pa.Array:
     return pa.array(flat, wanted)
 
 
-def described(spec: TensorSpec) -> str:
+def format_tensor_spec(spec: TensorDescription) -> str:
     """`FP32 [any, 64]`."""
     sizes = ", ".join("any" if size == -1 else str(size) for size in spec.shape)
     return f"{spec.datatype} [{sizes}]"
 
 
-def _input(table: pa.Table, spec: TensorSpec, columns: Sequence[str], first_row: int) -> np.ndarray:
+def _input(table: pa.Table, spec: TensorDescription, columns: Sequence[str], first_row: int) -> np.ndarray:
     parts = [_values(table, column, spec, first_row) for column in columns]
     rows = len(table)
     array = parts[0] if len(parts) == 1 else np.stack(parts, axis=1)
@@ -162,11 +164,13 @@ def _input(table: pa.Table, spec: TensorSpec, columns: Sequence[str], first_row:
         return array
     wanted = math.prod(shape)
     if shape.count(-1) > 1:
-        problem = f"{', '.join(columns)} give {list(array.shape[1:])} for each row of this input, {described(spec)}"
+        problem = (
+            f"{', '.join(columns)} give {list(array.shape[1:])} for each row of this input, {format_tensor_spec(spec)}"
+        )
         raise DataError("columns", spec.name, problem, "give it a column of lists of lists")
     if array.size != wanted if -1 not in shape else wanted == 0 or array.size % abs(wanted):
         each = array.size // rows if rows else 0
-        problem = f"{', '.join(columns)} give {each} values for each row of this input, {described(spec)}"
+        problem = f"{', '.join(columns)} give {each} values for each row of this input, {format_tensor_spec(spec)}"
         raise DataError("columns", spec.name, problem, "choose the columns with --columns")
     return array.reshape(shape)
 
@@ -182,18 +186,18 @@ def _column(table: pa.Table, name: str) -> pa.Array:
     return values
 
 
-def _values(table: pa.Table, column: str, spec: TensorSpec, first_row: int) -> np.ndarray:
+def _values(table: pa.Table, column: str, spec: TensorDescription, first_row: int) -> np.ndarray:
     """[rows, ...], with a dimension for each list that lists are in."""
     values, sizes = _column(table, column), [len(table)]
-    _require_all(values, column, len(table), first_row)
+    _require_no_nulls(values, column, len(table), first_row)
     try:
         while any(is_list(values.type) for is_list in _LISTS):
             lengths = np.unique(pa.compute.list_value_length(values).to_numpy(zero_copy_only=False))
             if len(lengths) > 1:
                 problem = f"its lists have from {lengths[0]} to {lengths[-1]} values"
-                raise DataError("column", column, problem, f"the input is {described(spec)}")
+                raise DataError("column", column, problem, f"the input is {format_tensor_spec(spec)}")
             values = values.flatten()
-            _require_all(values, column, len(table), first_row)
+            _require_no_nulls(values, column, len(table), first_row)
             sizes.append(int(lengths[0]) if len(lengths) else 0)
         if pa.types.is_nested(values.type):
             raise ValueError(f"it has values of type {values.type}")
@@ -205,11 +209,11 @@ def _values(table: pa.Table, column: str, spec: TensorSpec, first_row: int) -> n
     except DataError:
         raise
     except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
-        row = f"row {first_row + _first_bad(values, spec) * len(table) // len(values)} " if len(table) > 1 else ""
+        row = f"row {first_row + _find_first_bad(values, spec) * len(table) // len(values)} " if len(table) > 1 else ""
         raise DataError("column", column, f"{row}cannot be {spec.datatype}: {error}", "choose another column") from None
 
 
-def _sizes_of_rows(values: pa.Array) -> list[np.ndarray]:
+def _list_row_sizes(values: pa.Array) -> list[np.ndarray]:
     """[rows] for each list that lists are in: how many elements the row's has, or the first list within it."""
     sizes: list[np.ndarray] = []
     first = np.arange(len(values))  # of each row, among the values of this depth
@@ -223,7 +227,7 @@ def _sizes_of_rows(values: pa.Array) -> list[np.ndarray]:
     return sizes
 
 
-def _first_bad(values: pa.Array, spec: TensorSpec) -> int:
+def _find_first_bad(values: pa.Array, spec: TensorDescription) -> int:
     """Which of the values is the first that the input cannot hold."""
     low, high = 0, len(values)  # those before `low` can be held, those before `high` cannot
     while high - low > 1:
@@ -236,7 +240,7 @@ def _first_bad(values: pa.Array, spec: TensorSpec) -> int:
     return low
 
 
-def _require_all(values: pa.Array, column: str, num_rows: int, first_row: int) -> None:
+def _require_no_nulls(values: pa.Array, column: str, num_rows: int, first_row: int) -> None:
     """As many values of each row. Raises DataError naming the row that lacks one."""
     if values.null_count:
         row = first_row + values.is_null().index(True).as_py() * num_rows // len(values)
@@ -248,18 +252,24 @@ def _numbers(values: pa.Array, datatype: str) -> np.ndarray:
     """Whole numbers and truths exactly, floats to the nearest that there is. Raises what Arrow and NumPy raise."""
     if pa.types.is_temporal(values.type):
         raise ValueError("a time is a number only in a unit that its file has chosen")
-    if datatype == "BOOL" and not pa.types.is_boolean(values.type) and pa.compute.any(_is_no_truth(values)).as_py():
+    if (
+        datatype == "BOOL"
+        and not pa.types.is_boolean(values.type)
+        and pa.compute.any(_mask_non_boolean(values)).as_py()
+    ):
         raise ValueError("there are numbers other than 0 and 1")
-    if datatype != "BF16" and NUMPY[datatype].kind in "iub":
-        whole: np.ndarray = values.cast(pa.from_numpy_dtype(NUMPY[datatype]), safe=True).to_numpy(zero_copy_only=False)
+    if datatype != "BF16" and NUMPY_DTYPES[datatype].kind in "iub":
+        whole: np.ndarray = values.cast(pa.from_numpy_dtype(NUMPY_DTYPES[datatype]), safe=True).to_numpy(
+            zero_copy_only=False
+        )
         return whole
     numbers: np.ndarray = values.to_numpy(zero_copy_only=False)
     if numbers.dtype == object:  # of words, or decimals
         numbers = numbers.astype(np.float64)
-    return floats_of(numbers, datatype)
+    return to_floats(numbers, datatype)
 
 
-def _is_no_truth(values: pa.Array) -> pa.Array:
+def _mask_non_boolean(values: pa.Array) -> pa.Array:
     """Of numbers: Arrow takes all but 0 for true, NaN and one half too. Of words: none, it knows which are truths."""
     if not (pa.types.is_integer(values.type) or pa.types.is_floating(values.type)):
         return pa.array([], pa.bool_())

@@ -18,21 +18,21 @@ from shoal.errors import ConfigError, DataError, InferenceError
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.model_source import ModelPackage
-from shoal.serve.tables.table import alike, choose_columns, column_of, column_type, inputs_of
+from shoal.serve.tables.table import build_inputs, choose_columns, column_type, split_by_length, to_column
 
-Part = tuple[int, dict[str, np.ndarray] | None]  # so many rows, and their outputs; None for one that failed
+OutputPart = tuple[int, dict[str, np.ndarray] | None]  # so many rows, and their outputs; None for one that failed
 VERSION_COLUMN = "model_version"
 ERROR_COLUMN = "error"
-SKIPPING = "--skip-errors goes on without outputs for such rows"
+SKIP_ERRORS_HINT = "--skip-errors goes on without outputs for such rows"
 
 
 @dataclass
-class _Request:
+class _TableRequest:
     """Consecutive rows as one request: their outputs, and an error or None for each row, once it is answered."""
 
     inputs: dict[str, np.ndarray]
     num_rows: int
-    parts: list[Part] = field(default_factory=list)
+    parts: list[OutputPart] = field(default_factory=list)
     errors: list[str | None] = field(default_factory=list)
 
 
@@ -59,18 +59,18 @@ class TablePredictor:
     ) -> None:
         assert package.snapshot is not None, "a registered version has weights"
         self.signature = package.signature
-        self._said, self._keep, self._skip_errors = said or {}, keep, skip_errors
+        self._columns_by_input, self._keep, self._skip_errors = said or {}, keep, skip_errors
         self._max_rows = options.max_batch_size
         predictor = Predictor(package.factory, package.signature, options, torch_threads)
-        self._model, self._bucket = predictor.load(package.snapshot), predictor.bucket
-        predictor.enter_thread()
+        self._model, self._compute_bucket = predictor.load(package.snapshot), predictor.compute_bucket
+        predictor.set_torch_threads()
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """The kept columns, the outputs and the version, a row for each row. Raises DataError, InferenceError."""
-        chosen = choose_columns(self.signature.inputs, table.column_names, self._said)
+        chosen = choose_columns(self.signature.inputs, table.column_names, self._columns_by_input)
         requests = self._requests(table, chosen)
         for together in self._batches(requests):
-            self._answer(together)
+            self._predict(together)
         parts = [part for request in requests for part in request.parts]
         errors = [error for request in requests for error in request.errors]
         kept = table if self._keep is None else table.select(list(self._keep))
@@ -85,46 +85,46 @@ class TablePredictor:
         kept = kept.append_column(VERSION_COLUMN, pa.array(np.full(len(table), self._model.version, np.int64)))
         return kept.append_column(ERROR_COLUMN, pa.array(errors, pa.string())) if self._skip_errors else kept
 
-    def _requests(self, table: pa.Table, chosen: Mapping[str, Sequence[str]]) -> list[_Request]:
+    def _requests(self, table: pa.Table, chosen: Mapping[str, Sequence[str]]) -> list[_TableRequest]:
         """The table in requests of rows alike, in its order; where some rows make no input, each half by itself."""
-        found: list[_Request] = []
-        for rows in alike(table, self.signature.inputs, chosen):
+        found: list[_TableRequest] = []
+        for rows in split_by_length(table, self.signature.inputs, chosen):
             try:
-                inputs = inputs_of(rows, self.signature.inputs, chosen)
+                inputs = build_inputs(rows, self.signature.inputs, chosen)
             except DataError as error:
                 if not self._skip_errors:
-                    raise self._complaint(rows, chosen, error) from None
+                    raise self._locate_error(rows, chosen, error) from None
                 half = len(rows) // 2
                 if half:
                     found += self._requests(rows.slice(0, half), chosen) + self._requests(rows.slice(half), chosen)
                 else:
-                    found.append(_Request({}, 1, [(1, None)], [str(error)]))
+                    found.append(_TableRequest({}, 1, [(1, None)], [str(error)]))
                 continue
             for start in range(0, len(rows), self._max_rows):
                 stop = min(start + self._max_rows, len(rows))
-                found.append(_Request({name: values[start:stop] for name, values in inputs.items()}, stop - start))
+                found.append(_TableRequest({name: values[start:stop] for name, values in inputs.items()}, stop - start))
         return found
 
-    def _complaint(self, rows: pa.Table, chosen: Mapping[str, Sequence[str]], error: DataError) -> DataError:
+    def _locate_error(self, rows: pa.Table, chosen: Mapping[str, Sequence[str]], error: DataError) -> DataError:
         """The same of the first row that makes no input alone, which has no number here: it is one of a block."""
         for row in range(len(rows)):
             try:
-                inputs_of(rows.slice(row, 1), self.signature.inputs, chosen)
+                build_inputs(rows.slice(row, 1), self.signature.inputs, chosen)
             except DataError as alone:
                 columns = dict.fromkeys(column for columns in chosen.values() for column in columns)
                 values = reprlib.repr(rows.select([*columns]).slice(row, 1).to_pylist()[0])
                 error = DataError(alone.field, alone.value, f"{alone.problem}, in the row {values}", alone.remedy)
                 break
-        remedy = "; ".join(filter(None, (error.remedy, SKIPPING)))
+        remedy = "; ".join(filter(None, (error.remedy, SKIP_ERRORS_HINT)))
         return DataError(error.field, error.value, error.problem, remedy)
 
-    def _batches(self, requests: Sequence[_Request]) -> Iterator[list[_Request]]:
+    def _batches(self, requests: Sequence[_TableRequest]) -> Iterator[list[_TableRequest]]:
         """Requests that may share a batch, each of at most as many rows as the model takes."""
-        open_batches: dict[Hashable, list[_Request]] = {}
+        open_batches: dict[Hashable, list[_TableRequest]] = {}
         for request in requests:
             if request.errors:
                 continue
-            bucket = self._bucket(request.inputs)
+            bucket = self._compute_bucket(request.inputs)
             batch = open_batches.setdefault(bucket, [])
             if batch and sum(each.num_rows for each in batch) + request.num_rows > self._max_rows:
                 yield open_batches.pop(bucket)
@@ -132,7 +132,7 @@ class TablePredictor:
             batch.append(request)
         yield from open_batches.values()
 
-    def _answer(self, requests: Sequence[_Request]) -> None:
+    def _predict(self, requests: Sequence[_TableRequest]) -> None:
         """Put the outputs into these requests; of rows that fail together, each half is tried alone."""
         try:
             answers = self._model.predict_batch([request.inputs for request in requests])
@@ -141,18 +141,18 @@ class TablePredictor:
             if not isinstance(error, InferenceError):  # the model's own, which may mean nothing where it is read
                 error = InferenceError(500, f"the model raised {type(raised).__name__}: {raised}")
             if not self._skip_errors:
-                raise InferenceError(error.status, f"{error.message}. {SKIPPING}") from raised
-            self._answer_halves(requests, str(error))
+                raise InferenceError(error.status, f"{error.message}. {SKIP_ERRORS_HINT}") from raised
+            self._predict_halves(requests, str(error))
             return
         for request, outputs in zip(requests, answers, strict=True):
             request.parts.append((request.num_rows, outputs))
             request.errors += [None] * request.num_rows
 
-    def _answer_halves(self, requests: Sequence[_Request], error: str) -> None:
+    def _predict_halves(self, requests: Sequence[_TableRequest], error: str) -> None:
         if len(requests) > 1:
             half = len(requests) // 2
-            self._answer(requests[:half])
-            self._answer(requests[half:])
+            self._predict(requests[:half])
+            self._predict(requests[half:])
             return
         (request,) = requests
         half = request.num_rows // 2
@@ -161,17 +161,17 @@ class TablePredictor:
             request.errors.append(error)
             return
         for first, last in ((0, half), (half, request.num_rows)):
-            part = _Request({name: rows[first:last] for name, rows in request.inputs.items()}, last - first)
-            self._answer([part])
+            part = _TableRequest({name: rows[first:last] for name, rows in request.inputs.items()}, last - first)
+            self._predict([part])
             request.parts += part.parts
             request.errors += part.errors
 
-    def _columns(self, parts: Sequence[Part]) -> dict[str, pa.ChunkedArray]:
+    def _columns(self, parts: Sequence[OutputPart]) -> dict[str, pa.ChunkedArray]:
         columns = {}
         for spec in self.signature.outputs:
             kind = column_type(spec)
             chunks = [
-                pa.nulls(count, kind) if outputs is None else column_of(spec, outputs[spec.name])
+                pa.nulls(count, kind) if outputs is None else to_column(spec, outputs[spec.name])
                 for count, outputs in parts
             ]
             columns[spec.name] = pa.chunked_array(chunks, kind)

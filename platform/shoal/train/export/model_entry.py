@@ -20,13 +20,13 @@ from torch import nn
 from shoal.errors import ConfigError
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature
 from shoal.runs import RunRecorder
-from shoal.train.reporting.result import Outcome
+from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
-from shoal.train.task import Hook, Task, find_task, make_task, source_of
+from shoal.train.task import Hook, Task, find_task, get_source, make_task
 from shoal.weights import WeightSnapshot
 
 
-def model_name(spec: TrainSpec) -> str:
+def make_model_name(spec: TrainSpec) -> str:
     """The model's name in the registry: the spec's, or made from the task's."""
     place, _, name = spec.task.partition(":")
     file = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
@@ -34,12 +34,12 @@ def model_name(spec: TrainSpec) -> str:
     return re.sub(r"[^a-z0-9._-]", "-", chosen.lower()).strip("._-") or "model"
 
 
-def factory_of(spec: TrainSpec) -> ModelFactory:
+def make_factory(spec: TrainSpec) -> ModelFactory:
     """How to build the network: with the source of the Task where it is a file, else by its module's name.
 
     The source is the one that this process has loaded, whatever has become of the file since.
     """
-    source = source_of(spec.task)
+    source = get_source(spec.task)
     kwargs: dict[str, Any] = {"task": spec.task, "args": dict(spec.args)}
     if source is not None:
         kwargs |= {"source": source, "name": find_task(spec.task).__name__}
@@ -54,22 +54,22 @@ def factory_of(spec: TrainSpec) -> ModelFactory:
 
 def build(task: str, args: Mapping[str, Any], source: str = "", name: str = "") -> nn.Module:
     """The network of a registered Task, with fresh weights. Raises ConfigError when its source does not run."""
-    return _made(task, args, source, name).model()
+    return _make_task(task, args, source, name).model()
 
 
 def preprocess(task: str, args: Mapping[str, Any], source: str = "", name: str = "") -> Hook | None:
     """What the registered Task does with an endpoint's requests. Raises ConfigError as `build`."""
-    return _made(task, args, source, name).preprocess
+    return _make_task(task, args, source, name).preprocess
 
 
 def postprocess(task: str, args: Mapping[str, Any], source: str = "", name: str = "") -> Hook | None:
     """What the registered Task makes of an endpoint's answers. Raises ConfigError as `build`."""
-    return _made(task, args, source, name).postprocess
+    return _make_task(task, args, source, name).postprocess
 
 
-def register(
+def register_model(
     spec: TrainSpec,
-    outcome: Outcome,
+    outcome: TrainResult,
     factory: ModelFactory,
     signature: Signature,
     data: Mapping[str, str],
@@ -83,9 +83,9 @@ def register(
     Raises RegistryError, and ConfigError for a name or alias that does not fit.
     """
     assert outcome.weights is not None
-    snapshot = WeightSnapshot.from_payload(outcome.kept, outcome.weights.read_bytes())
+    snapshot = WeightSnapshot.from_payload(outcome.selected_step, outcome.weights.read_bytes())
     version = Registry().register(
-        model_name(spec),
+        make_model_name(spec),
         snapshot,
         model=factory,
         signature=signature,
@@ -94,17 +94,17 @@ def register(
         data=data,
         aliases=spec.aliases,
     )
-    recorder.model_registered(version.name, version.version, version.aliases)
+    recorder.record_model(version.name, version.version, version.aliases)
     return version
 
 
-def _made(task: str, args: Mapping[str, Any], source: str, name: str) -> Task:
-    made: object = getattr(_module_of(source, task), name)(**args) if source else find_task(task)(**args)
+def _make_task(task: str, args: Mapping[str, Any], source: str, name: str) -> Task:
+    made: object = getattr(_load_source(source, task), name)(**args) if source else find_task(task)(**args)
     assert isinstance(made, Task)
     return made
 
 
-def _module_of(source: str, task: str) -> ModuleType:
+def _load_source(source: str, task: str) -> ModuleType:
     """The module that the source makes, once for each process. Registered sources are the user's own code."""
     name = f"shoal_registered_{hashlib.sha256(source.encode()).hexdigest()[:16]}"
     if name in sys.modules:

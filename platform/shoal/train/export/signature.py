@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ConfigError
-from shoal.open_inference.datatypes import NUMPY
+from shoal.open_inference.datatypes import NUMPY_DTYPES
 from shoal.registry import Signature, TensorSignature
 from shoal.train.task import Hook, Task
 
@@ -25,7 +25,7 @@ DATATYPES = {
 }
 
 
-def signature_of(task: Task, model: nn.Module, batch: Any) -> Signature:
+def infer_signature(task: Task, model: nn.Module, batch: Any) -> Signature:
     """Names, datatypes and shapes; dimension 0 is the batch. Outputs are what the Task's `postprocess` makes of them.
 
     Raises ConfigError for what is not made of tensors, and for a `postprocess` that fails or gives no arrays.
@@ -41,13 +41,13 @@ def signature_of(task: Task, model: nn.Module, batch: Any) -> Signature:
     names = [*inspect.signature(model.forward).parameters]
     taken = [(names[index] if index < len(names) else f"input_{index}", value) for index, value in enumerate(inputs)]
     given = _named_outputs(outputs)
-    described = _tensors(task, given)
+    described = _describe_tensors(task, given)
     if task.postprocess is not None:
-        described = _answers(task, task.postprocess, dict(given))
-    return Signature(inputs=_tensors(task, taken), outputs=described)
+        described = _describe_postprocessed(task, task.postprocess, dict(given))
+    return Signature(inputs=_describe_tensors(task, taken), outputs=described)
 
 
-def _answers(task: Task, postprocess: Hook, outputs: Mapping[str, Tensor]) -> list[TensorSignature]:
+def _describe_postprocessed(task: Task, postprocess: Hook, outputs: Mapping[str, Tensor]) -> list[TensorSignature]:
     """What `postprocess` makes of the outputs, which an endpoint hands it as arrays, bfloat16 as float32."""
     arrays = {
         name: (value.float() if value.dtype is torch.bfloat16 else value).numpy(force=True).copy()
@@ -81,7 +81,7 @@ def _datatype(array: np.ndarray) -> str | None:
     """The protocol's name; texts are BYTES. None when it has none."""
     if array.dtype.kind in "OSU":
         return "BYTES"
-    return next((name for name, dtype in NUMPY.items() if dtype == array.dtype and name != "BF16"), None)
+    return next((name for name, dtype in NUMPY_DTYPES.items() if dtype == array.dtype and name != "BF16"), None)
 
 
 def _named_outputs(outputs: Any) -> list[tuple[str, Any]]:
@@ -94,7 +94,7 @@ def _named_outputs(outputs: Any) -> list[tuple[str, Any]]:
     return [("output", outputs)]
 
 
-def _tensors(task: Task, named: list[tuple[str, Any]]) -> list[TensorSignature]:
+def _describe_tensors(task: Task, named: list[tuple[str, Any]]) -> list[TensorSignature]:
     for name, value in named:
         if not isinstance(value, Tensor) or value.dtype not in DATATYPES:
             kind = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__

@@ -8,25 +8,27 @@ from __future__ import annotations
 import shoal.runs
 from shoal.runs import RunRecorder
 from shoal.runs.run_status import Status
-from shoal.train.export.model_entry import register
-from shoal.train.launch.validate import Checked
-from shoal.train.reporting.result import Outcome
-from shoal.train.reporting.time_to_accuracy import evaluations_of, first_reached, lives_of
+from shoal.train.export.model_entry import register_model
+from shoal.train.launch.validate import ValidatedRun
+from shoal.train.reporting.result import TrainResult
+from shoal.train.reporting.time_to_accuracy import find_attempts, find_target_reached, get_evaluations
 from shoal.train.spec import TrainSpec
 
 
-def end_run(spec: TrainSpec, outcome: Outcome, checked: Checked, recorder: RunRecorder, *, registers: bool) -> None:
+def finalize_run(
+    spec: TrainSpec, outcome: TrainResult, checked: ValidatedRun, recorder: RunRecorder, *, registers: bool
+) -> None:
     """Record how the run ended; register its network, unless it was interrupted. Raises RegistryError."""
-    recorder.event("data", **checked.fingerprint)
+    recorder.record_event("data", **checked.fingerprint)
     if outcome.is_interrupted:
         recorder.finish(Status.STOPPED, "interrupted")
         return
-    recorder.event(
+    recorder.record_event(
         "trained",
         reason=outcome.reason,
         detail=outcome.detail,
         steps=outcome.steps,
-        kept=outcome.kept,
+        kept=outcome.selected_step,
         seconds=outcome.seconds,
         metrics=outcome.metrics,
     )
@@ -34,9 +36,9 @@ def end_run(spec: TrainSpec, outcome: Outcome, checked: Checked, recorder: RunRe
     target = spec.stop.target
     if target is not None:
         run = shoal.runs.load(recorder.id)
-        rows = evaluations_of(run.metrics(), f"validation/{target.metric}")
-        found = first_reached(rows, target, lives_of(run.events(), spec.workers), spec.price_per_device_hour)
+        rows = get_evaluations(run.metrics(), f"validation/{target.metric}")
+        found = find_target_reached(rows, target, find_attempts(run.events(), spec.workers), spec.price_per_device_hour)
         if found is not None:
-            recorder.event("target_reached", step=found.step, training_s=found.training_s, money=found.money)
+            recorder.record_event("target_reached", step=found.step, training_s=found.training_s, money=found.money)
     if registers:
-        register(spec, outcome, checked.factory, checked.signature, checked.fingerprint, recorder)
+        register_model(spec, outcome, checked.factory, checked.signature, checked.fingerprint, recorder)

@@ -14,29 +14,29 @@ import psutil
 
 import shoal.runs
 from shoal.cost import PREDICTED
-from shoal.cpu_count import usable_cores
+from shoal.cpu_count import count_usable_cores
 from shoal.errors import ShoalError
 from shoal.home import home
 from shoal.parallel import World
 from shoal.runs import Run, RunRecorder, Status
-from shoal.train.launch.finalize import end_run
-from shoal.train.launch.predicted_cost import predicted_cost
-from shoal.train.launch.shutdown_signal import TORCHRUN, interrupts
-from shoal.train.launch.validate import check
+from shoal.train.launch.finalize import finalize_run
+from shoal.train.launch.predicted_cost import predict_cost_details
+from shoal.train.launch.shutdown_signal import TORCHRUN, shutdown_event
+from shoal.train.launch.validate import validate_run
 from shoal.train.loop.components import set_threads
 from shoal.train.loop.trainer import Trainer
-from shoal.train.reporting.console import Told
-from shoal.train.reporting.event_log import Journal, Recorded, Silent
-from shoal.train.reporting.result import Outcome
+from shoal.train.reporting.console import ConsoleLog
+from shoal.train.reporting.event_log import EventLog, NullLog, RecordLog
+from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
-from shoal.train.task import make_task, renew
+from shoal.train.task import make_task, unload_if_changed
 
 JOB = "train"
-_CLOCK_IS_SET_S = 60.0  # by no more than this while torchrun runs
-_NUM_LOOKED_AT = 50  # newest runs, when the one that torchrun has interrupted is looked for
+_CLOCK_TOLERANCE_S = 60.0  # by no more than this while torchrun runs
+_NUM_SEARCHED_RUNS = 50  # newest runs, when the one that torchrun has interrupted is looked for
 
 
-def train_here(
+def fit_locally(
     spec: TrainSpec,
     job: str = JOB,
     *,
@@ -44,7 +44,7 @@ def train_here(
     predicts: bool = False,
     renews: bool = True,
     say: Callable[[str], None] | None = None,
-) -> Outcome:
+) -> TrainResult:
     """Train in this process, one of torchrun's ranks or the only one, and return how it ended.
 
     Ctrl-C saves a checkpoint and ends the run as stopped. Raises ShoalError; the record then says why.
@@ -59,21 +59,21 @@ def train_here(
     is_told = predicts and os.environ.get("RANK", "0") == "0"
     spec = spec.model_copy(update={"workers": workers})
     if renews:
-        renew(spec.task)
-    checked = check(spec)
-    cost = predicted_cost(spec) if is_told else {}
+        unload_if_changed(spec.task)
+    checked = validate_run(spec)
+    cost = predict_cost_details(spec) if is_told else {}
     with ExitStack() as closing:
         world = World.from_environment(spec.device, spec.parallel.backend)
         closing.callback(world.close)
-        set_threads(spec, usable_cores())
-        run_id, recorder = _begun(spec, job, world, closing)
+        set_threads(spec, count_usable_cores())
+        run_id, recorder = _open_record(spec, job, world, closing)
         folder = home() / "runs" / run_id
-        stop = closing.enter_context(interrupts())
-        journal: Journal = Recorded(recorder) if recorder else Silent()
+        stop = closing.enter_context(shutdown_event())
+        journal: EventLog = RecordLog(recorder) if recorder else NullLog()
         if recorder and say:
-            journal = Told(journal, say)
+            journal = ConsoleLog(journal, say)
         if cost:
-            journal.event(PREDICTED, **cost)
+            journal.record_event(PREDICTED, **cost)
         trainer = Trainer(
             spec,
             make_task(spec.task, spec.args),
@@ -85,17 +85,17 @@ def train_here(
         )
         outcome = trainer.run()
         if recorder is not None:
-            end_run(spec, outcome, checked, recorder, registers=registers)
+            finalize_run(spec, outcome, checked, recorder, registers=registers)
         world.barrier()
         return outcome
 
 
-def _begun(spec: TrainSpec, job: str, world: World, closing: ExitStack) -> tuple[str, RunRecorder | None]:
+def _open_record(spec: TrainSpec, job: str, world: World, closing: ExitStack) -> tuple[str, RunRecorder | None]:
     """The run's id, and on the first rank its record. Raises ShoalError on all of them when there can be none."""
     recorder, problem = None, ""
     if world.is_first:
         try:
-            recorder = closing.enter_context(_record(spec, job))
+            recorder = closing.enter_context(_record_run(spec, job))
         except ShoalError as error:
             if world.size == 1:
                 raise
@@ -107,37 +107,40 @@ def _begun(spec: TrainSpec, job: str, world: World, closing: ExitStack) -> tuple
 
 
 @contextmanager
-def _record(spec: TrainSpec, job: str) -> Iterator[RunRecorder]:
+def _record_run(spec: TrainSpec, job: str) -> Iterator[RunRecorder]:
     """The record of this run, or of the one that is resumed; written to the end by this process."""
-    with shoal.runs.record_of(
-        spec.to_yaml(), job, begun="training", resumed=spec.resume or _run_of_torchrun()
+    with shoal.runs.recording(
+        spec.to_yaml(), job, begun="training", resumed=spec.resume or _find_torchrun_run()
     ) as recorder:
         if TORCHRUN in os.environ:
-            recorder.event("launched", by=_launcher(), at=_launched_at())
+            recorder.record_event("launched", by=_describe_launcher(), at=_get_launch_time())
         yield recorder
     if recorder.folder.is_dir():
-        shoal.runs.report_at_end(recorder.id)
+        shoal.runs.write_report_at_end(recorder.id)
 
 
-def _launcher() -> str:
+def _describe_launcher() -> str:
     """Which torchrun this is, among those that began at the same time."""
     return f"torchrun {os.environ[TORCHRUN]}, process {os.getppid()} on {socket.gethostname()}"
 
 
-def _launched_at() -> float:
+def _get_launch_time() -> float:
     """When torchrun began: Unix time in seconds, by the clock as it is set now."""
     return psutil.Process(os.getppid()).create_time()
 
 
-def _run_of_torchrun() -> str:
+def _find_torchrun_run() -> str:
     """The run to go on with when torchrun has started its ranks again (--max-restarts); empty when it has not."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return ""
-    runs = shoal.runs.list_runs(_NUM_LOOKED_AT)
-    return next((run.id for run in runs if run.status is not Status.FINISHED and _is_ours(run)), "")
+    runs = shoal.runs.list_runs(_NUM_SEARCHED_RUNS)
+    return next((run.id for run in runs if run.status is not Status.FINISHED and _is_same_launch(run)), "")
 
 
-def _is_ours(run: Run) -> bool:
+def _is_same_launch(run: Run) -> bool:
     """In containers another torchrun may have had the same host name and process id."""
     launched = run.last_events().get("launched", {})
-    return launched.get("by") == _launcher() and abs(launched.get("at", 0.0) - _launched_at()) < _CLOCK_IS_SET_S
+    return (
+        launched.get("by") == _describe_launcher()
+        and abs(launched.get("at", 0.0) - _get_launch_time()) < _CLOCK_TOLERANCE_S
+    )

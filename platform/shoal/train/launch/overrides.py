@@ -6,27 +6,27 @@ Called by every program that takes `a.b=c` words for a training run.
 from __future__ import annotations
 
 import shoal.runs
-from shoal.config import last_value
+from shoal.config import last_override
 from shoal.errors import ConfigError
 from shoal.train.spec import TrainSpec
-from shoal.train.task import load_file, renew, source_file
+from shoal.train.task import find_source_file, load_task_file, unload_if_changed
 
 
-def spec_from_words(words: list[str]) -> TrainSpec:
+def spec_from_overrides(words: list[str]) -> TrainSpec:
     """The spec of `resume=RUN`, or the recipe's of `task=NAME`, or the defaults; then the words. Raises ConfigError."""
-    resumed, task = last_value(words, "resume"), last_value(words, "task")
+    resumed, task = last_override(words, "resume"), last_override(words, "task")
     if resumed:
         return TrainSpec.from_yaml(shoal.runs.load(resumed).spec).override(words)
-    return (recipe_of(task) if task else TrainSpec()).override(words)
+    return (load_recipe(task) if task else TrainSpec()).override(words)
 
 
-def recipe_of(task: str) -> TrainSpec:
+def load_recipe(task: str) -> TrainSpec:
     """What the file of a task says itself, by a function `spec()` of its own; the defaults where it has none."""
-    renew(task)
-    path = source_file(task)
+    unload_if_changed(task)
+    path = find_source_file(task)
     if path is None or not path.is_file():
         return TrainSpec(task=task)
-    made = getattr(load_file(path, task), "spec", None)
+    made = getattr(load_task_file(path, task), "spec", None)
     if made is None:
         return TrainSpec(task=task)
     found = made()

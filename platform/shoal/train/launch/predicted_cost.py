@@ -8,42 +8,42 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.cost import CostTable
-from shoal.cost.predict.predict import predict
+from shoal.cost.predict.predict import predict_cost
 from shoal.errors import ConfigError, ShoalError
-from shoal.train.loop.oom import first_line
+from shoal.train.loop.oom import error_summary
 from shoal.train.optim.optimizers import make_optimizer
 from shoal.train.spec import TrainSpec
 from shoal.train.task import Task, make_task
 
 
-def predicted_table(task: Task, spec: TrainSpec) -> CostTable:
+def predict_table(task: Task, spec: TrainSpec) -> CostTable:
     """What a step will cost. Raises PlanError, DataError or ConfigError for what could not be run or looked at."""
     try:
-        return _predicted(task, spec)
+        return _predict(task, spec)
     except ShoalError:
         raise
     except Exception as error:  # whatever a user's code raises of batches and plans that a run may never give it
-        problem = f"cannot be looked at before it runs: {_words(error)}"
+        problem = f"cannot be looked at before it runs: {_error_summary(error)}"
         remedy = "if the Task is right, train it all the same: a run says what it measures"
         raise ConfigError("task", spec.task, problem, remedy) from error
 
 
-def predicted_cost(spec: TrainSpec) -> dict[str, Any]:
+def predict_cost_details(spec: TrainSpec) -> dict[str, Any]:
     """The details of the event PREDICTED. A model that cannot be looked at dry is trained all the same, and this says
     why nothing is predicted of it."""
     try:
-        return _predicted(make_task(spec.task, spec.args), spec).details()
+        return _predict(make_task(spec.task, spec.args), spec).to_details()
     except Exception as error:  # noqa: BLE001 - a user's code, run as no run does: no reason to start or end none
-        return {"notes": [f"not predicted: {_words(error)}"]}
+        return {"notes": [f"not predicted: {_error_summary(error)}"]}
 
 
-def _predicted(task: Task, spec: TrainSpec) -> CostTable:
-    found = predict(task, spec, make_optimizer)
+def _predict(task: Task, spec: TrainSpec) -> CostTable:
+    found = predict_cost(task, spec, make_optimizer)
     if spec.selective_backprop is None:
         return found
     return replace(found, notes=(*found.notes, "without selective_backprop, whose steps are not all alike"))
 
 
-def _words(error: Exception) -> str:
-    name, line = type(error).__name__, first_line(error)
+def _error_summary(error: Exception) -> str:
+    name, line = type(error).__name__, error_summary(error)
     return name if line == name else f"{name}: {line}"

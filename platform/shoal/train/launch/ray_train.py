@@ -1,7 +1,7 @@
 """The Trainer under Ray Train: one worker for each rank, and a mailbox between rank 0 and the driver.
 
-`Fit` is one attempt: a group of workers, started, watched and ended by Ray Train v2. It is never retried here, because
-only who owns the run knows which failures are worth another attempt. Called by flows.
+`RayTrainAttempt` is one attempt: a group of workers, started, watched and ended by Ray Train v2. It is never retried
+here, because only the owner of the run knows which failures are worth another attempt. Called by flows.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from ray.train.backend import Backend
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.torch.config import _TorchBackend
 
-from shoal.cpu_count import usable_cores
+from shoal.cpu_count import count_usable_cores
 from shoal.errors import RankLost, ShoalError, TrainError
-from shoal.gc_freeze import loading
+from shoal.gc_freeze import freeze_loaded_objects
 from shoal.parallel import World
-from shoal.parallel.comm.world import CUDA_BACKEND, TIMEOUT_S, speak_from
-from shoal.runs.ray_event_channel import CALL_TIMEOUT_S, NO_ANSWER_YET, Message, Posted, start_mailbox
-from shoal.train.reporting.event_log import Journal, Silent
-from shoal.train.reporting.result import Outcome
+from shoal.parallel.comm.world import CUDA_BACKEND, TIMEOUT_S, set_gloo_interface
+from shoal.runs.ray_event_channel import CALL_TIMEOUT_S, RETRYABLE_ERRORS, Message, RayLog, start_mailbox
+from shoal.train.reporting.event_log import EventLog, NullLog
+from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
 from shoal.train.task import JOBS, make_task
 
 
 @dataclass(frozen=True)
-class Setting:
+class WorkerSetup:
     """What every worker must know of its run."""
 
     spec: TrainSpec
@@ -46,14 +46,14 @@ class Setting:
     working_folder: Path
 
 
-def _speak_by_ray() -> None:
+def _use_ray_interface() -> None:
     """In a worker: by the interface by which Ray reaches its host."""
-    speak_from(ray.util.get_node_ip_address())
+    set_gloo_interface(ray.util.get_node_ip_address())
 
 
 class _Backend(_TorchBackend):
     def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
-        worker_group.execute(_speak_by_ray)
+        worker_group.execute(_use_ray_interface)
         super().on_start(worker_group, backend_config)
 
 
@@ -66,23 +66,23 @@ class GroupConfig(TorchConfig):
         return _Backend
 
 
-def _train(config: Mapping[str, Any]) -> Outcome:
+def _run_worker(config: Mapping[str, Any]) -> TrainResult:
     """One rank's life in a worker of Ray Train."""
-    with loading():  # not in the driver, which would load a second of torch for nothing
+    with freeze_loaded_objects():  # not in the driver, which would load a second of torch for nothing
         import torch._dynamo  # noqa: F401 - as every optimiser does
 
         from shoal.train.loop.components import set_threads
         from shoal.train.loop.trainer import Trainer
 
-    setting: Setting = config["setting"]
+    setting: WorkerSetup = config["setting"]
     mailbox: ActorHandle = config["mailbox"]
-    _go_to_the_task(setting)
+    _change_to_task_folder(setting)
     context = get_context()
-    posted = Posted(mailbox) if context.get_world_rank() == 0 else None
-    journal: Journal = posted if posted is not None else Silent()
+    posted = RayLog(mailbox) if context.get_world_rank() == 0 else None
+    journal: EventLog = posted if posted is not None else NullLog()
     try:
-        world = World.joined(setting.spec.device, context.get_local_rank())
-        set_threads(setting.spec, usable_cores())
+        world = World.from_process_group(setting.spec.device, context.get_local_rank())
+        set_threads(setting.spec, count_usable_cores())
         trainer = Trainer(
             setting.spec,
             make_task(setting.spec.task, setting.spec.args),
@@ -90,18 +90,18 @@ def _train(config: Mapping[str, Any]) -> Outcome:
             setting.folder,
             run_id=setting.run_id,
             journal=journal,
-            should_stop=posted.stop_asked.is_set if posted is not None else lambda: False,
+            should_stop=posted.stop_requested.is_set if posted is not None else lambda: False,
         )
         return trainer.run()
     except (Exception, SystemExit) as error:  # a Task that ends the program would do so in each attempt
-        ray.get(mailbox.fail.remote(_typed(error)), timeout=CALL_TIMEOUT_S)
+        ray.get(mailbox.report_failure.remote(_to_shoal_error(error)), timeout=CALL_TIMEOUT_S)
         raise
     finally:
         if posted is not None:
             posted.close()
 
 
-def _go_to_the_task(setting: Setting) -> None:
+def _change_to_task_folder(setting: WorkerSetup) -> None:
     """To the folder that the task's file is relative to: the driver's own, or the copy of it that Ray has sent here."""
     place = setting.spec.task.partition(":")[0]
     names = [Path(place)] if place.endswith(".py") else [JOBS / f"{place}.py"]
@@ -111,24 +111,24 @@ def _go_to_the_task(setting: Setting) -> None:
             return
 
 
-def _typed(error: Exception | SystemExit) -> ShoalError:
+def _to_shoal_error(error: Exception | SystemExit) -> ShoalError:
     """The error as it travels: a user's own exception with its traceback."""
     if isinstance(error, ShoalError):
         return error
     return TrainError("".join(traceback.format_exception(error)).rstrip())
 
 
-class Fit:
+class RayTrainAttempt:
     """One attempt to train, in a thread of this process. `poll` it until it is over."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: WorkerSetup) -> None:
         self._mailbox = start_mailbox()
-        self._num_heard = 0
+        self._num_received = 0
         self._errors: list[ShoalError] = []
         self._mailbox_death: str | None = None
-        self._outcome: Outcome | None = None
+        self._outcome: TrainResult | None = None
         self._failure: str | None = None
-        self._surprise: Exception | None = None
+        self._unexpected_error: Exception | None = None
         config = {"setting": setting, "mailbox": self._mailbox}
         spec = setting.spec
         scaling = ScalingConfig(num_workers=spec.workers, use_gpu=spec.device == "cuda")
@@ -139,65 +139,65 @@ class Fit:
         chosen = spec.parallel.backend or (CUDA_BACKEND if spec.device == "cuda" else None)
         backend = GroupConfig(backend=chosen, timeout_s=int(TIMEOUT_S))
         trainer = TorchTrainer(
-            _train, train_loop_config=config, scaling_config=scaling, run_config=storage, torch_config=backend
+            _run_worker, train_loop_config=config, scaling_config=scaling, run_config=storage, torch_config=backend
         )
-        self._thread = threading.Thread(target=self._fit, args=(trainer,), name="ray-train", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(trainer,), name="ray-train", daemon=True)
         self._thread.start()
 
     def poll(self, timeout_s: float) -> tuple[list[Message], bool]:
         """What rank 0 has said since the last time, and whether the attempt is over and all that it said is known."""
         self._thread.join(timeout_s)
         is_over = not self._thread.is_alive()  # asked first: what is said last must not be missed
-        answer = self._answer(self._mailbox.take.remote(self._num_heard))
+        answer = self._call_mailbox(self._mailbox.poll.remote(self._num_received))
         if answer is None:
             return [], is_over and self._mailbox_death is not None
         messages, self._errors = answer
-        self._num_heard += len(messages)
+        self._num_received += len(messages)
         return messages, is_over
 
     def stop(self) -> None:
         """Ask the workers to save and end; `poll` goes on until they have."""
-        self._answer(self._mailbox.stop.remote())
+        self._call_mailbox(self._mailbox.request_stop.remote())
 
-    def refuse(self, why: str) -> None:
+    def abort(self, why: str) -> None:
         """Ask the workers to end, and to save nothing; `poll` goes on until they have."""
-        self._answer(self._mailbox.refuse.remote(why))
+        self._call_mailbox(self._mailbox.abort.remote(why))
 
-    def outcome(self) -> Outcome:
+    def get_outcome(self) -> TrainResult:
         """How the attempt ended. Raises the workers' own error; RankLost when a worker, or the mailbox, just died."""
         is_cut_short = self._mailbox_death is not None and self._outcome is not None and self._outcome.is_interrupted
         if self._outcome is not None and not is_cut_short:
             return self._outcome
-        if self._surprise is not None:
-            raise self._surprise
+        if self._unexpected_error is not None:
+            raise self._unexpected_error
         causes = [error for error in self._errors if not isinstance(error, RankLost)]
         if causes:
             raise causes[0]
         raise RankLost(self._mailbox_death or f"a worker died: {self._failure}")
 
-    def _answer(self, call: ObjectRef) -> Any:
+    def _call_mailbox(self, call: ObjectRef) -> Any:
         """The mailbox's; None when there is none yet, or, as rank 0 hears for itself, will never be."""
         try:
             return ray.get(call, timeout=CALL_TIMEOUT_S)
-        except NO_ANSWER_YET:
+        except RETRYABLE_ERRORS:
             return None
         except RayActorError as error:
-            self._mailbox_death = f"the mailbox of the workers died: {_last_line(error)}"
+            self._mailbox_death = f"the mailbox of the workers died: {_error_summary(error)}"
             return None
 
     def close(self) -> None:
         """Let the mailbox go. Idempotent."""
         ray.kill(self._mailbox)
 
-    def _fit(self, trainer: TorchTrainer) -> None:
+    def _run(self, trainer: TorchTrainer) -> None:
         try:
             self._outcome = trainer.fit().return_value
         except (RayError, ray.train.TrainingFailedError) as error:
             # As text: its frames would keep the group's placement alive, and the next attempt waiting for it.
-            self._failure = _last_line(error)
+            self._failure = _error_summary(error)
         except Exception as error:  # noqa: BLE001 - the top of a thread: whoever asks for the outcome gets it
-            self._surprise = error
+            self._unexpected_error = error
 
 
-def _last_line(error: Exception) -> str:
+def _error_summary(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()

@@ -15,7 +15,7 @@ TORCHRUN = "TORCHELASTIC_RUN_ID"  # a variable that torchrun sets
 
 
 @contextmanager
-def interrupts() -> Iterator[threading.Event]:
+def shutdown_event() -> Iterator[threading.Event]:
     """An event that Ctrl-C and SIGTERM set. A second Ctrl-C raises KeyboardInterrupt at once.
 
     Not under torchrun: a rank hears of one Ctrl-C from the terminal and from torchrun, which has a patience of its own.

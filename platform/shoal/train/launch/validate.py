@@ -18,23 +18,23 @@ import shoal.runs
 from shoal.data import Data, Loader
 from shoal.data.dataset import length_of
 from shoal.data.fingerprint import fingerprint
-from shoal.data.loader import example_batch
+from shoal.data.loader import load_example_batch
 from shoal.errors import ConfigError, DataError, OutOfMemory, PlanError
 from shoal.parallel.comm.world import choose_device
 from shoal.parallel.validate import check_plan
 from shoal.registry import ModelFactory, Signature, require_name
 from shoal.runs import Status
-from shoal.train.export.model_entry import factory_of, model_name
-from shoal.train.export.signature import signature_of
-from shoal.train.loop.oom import first_line, is_out_of_memory
-from shoal.train.loop.random_state import random_state, seed_everything, set_random_state
-from shoal.train.optim.lr_schedule import total_steps_of
+from shoal.train.export.model_entry import make_factory, make_model_name
+from shoal.train.export.signature import infer_signature
+from shoal.train.loop.oom import error_summary, is_out_of_memory
+from shoal.train.loop.random_state import get_random_state, seed_everything, set_random_state
+from shoal.train.optim.lr_schedule import resolve_total_steps
 from shoal.train.spec import TrainSpec
-from shoal.train.task import Task, data_of, make_task, model_of
+from shoal.train.task import Task, build_model, load_data, make_task
 
 
 @dataclass(frozen=True)
-class Checked:
+class ValidatedRun:
     """What is known of a run before it starts.
 
     factory:     how to build the network again, for the registry; with the source as it is now
@@ -48,65 +48,65 @@ class Checked:
     fingerprint: dict[str, str]
     num_parameters: int
     steps_per_epoch: int | None
-    measured: tuple[str, ...]
+    metric_names: tuple[str, ...]
 
 
-def check(spec: TrainSpec) -> Checked:
+def validate_run(spec: TrainSpec) -> ValidatedRun:
     """Raises ConfigError, PlanError or DataError with field, value and remedy, when the run cannot work."""
-    degrees = spec.parallel.degrees(spec.workers)
-    samples = spec.parallel.samples(spec.batch_size, degrees)
+    degrees = spec.parallel.resolve_dims(spec.workers)
+    samples = spec.parallel.compute_micro_batch_size(spec.batch_size, degrees)
     if spec.stop.is_empty:
         raise ConfigError("stop", None, "nothing says when to end", "give stop.epochs=3, say, or stop.steps=1000")
-    require_name("name", model_name(spec))
-    _require_more_to_do(spec)
+    require_name("name", make_model_name(spec))
+    _require_unfinished(spec)
     _require_backend(spec)
     task = make_task(spec.task, spec.args)
     _require_methods(task, spec)
     if spec.workers > 1:
-        _require_pickles(task, spec)
-    data = data_of(task, spec.task)
+        _require_picklable(task, spec)
+    data = load_data(task, spec.task)
     _require_samples(data)
-    before = random_state()
+    before = get_random_state()
     try:
-        return _try_out(spec, task, data, samples)
+        return _validate_model(spec, task, data, samples)
     finally:
         set_random_state(before)
 
 
-def _try_out(spec: TrainSpec, task: Task, data: Data, samples: int) -> Checked:
-    degrees = spec.parallel.degrees(spec.workers)
+def _validate_model(spec: TrainSpec, task: Task, data: Data, samples: int) -> ValidatedRun:
+    degrees = spec.parallel.resolve_dims(spec.workers)
     share = (0, degrees.data)
     loader = Loader(  # which starts no worker process before it is read, but finds out whether it could
         data.train, batch_size=spec.batch_size, share=share, seed=spec.seed, spec=spec.loader, collate=data.collate
     )
     try:
-        batch, steps_per_epoch = example_batch(data.train, data.collate, min(samples, 2)), loader.num_batches
+        batch, steps_per_epoch = load_example_batch(data.train, data.collate, min(samples, 2)), loader.num_batches
     finally:
         loader.close()
     _require_inputs(task, spec, batch)
-    total_steps_of(spec, steps_per_epoch)
+    resolve_total_steps(spec, steps_per_epoch)
     seed_everything(spec.seed)
-    model = _model_that_fits(task, spec)
+    model = _build_model(task, spec)
     # Where the workers run there may be a CUDA that is not here.
     device = "cuda" if spec.device == "cuda" else choose_device(spec.device, 0).type
     check_plan(model, task, spec.parallel, degrees, batch, device)
-    measured = _measures(spec, task, model, batch)
-    _require_watched(spec, data, measured)
-    _require_end(spec, data)
+    measured = _find_metric_names(spec, task, model, batch)
+    _require_watched_metrics(spec, data, measured)
+    _require_reachable_end(spec, data)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    signature = signature_of(task, model, batch)
+    signature = infer_signature(task, model, batch)
     parts = {"train": data.train, "validation": data.validation, "test": data.test}
     known = {name: f"{type(data).__name__} {fingerprint(data)}" for name, data in parts.items() if data is not None}
     evaluated = tuple(measured) if data.validation is not None else ()
-    return Checked(factory_of(spec), signature, known, num_parameters, steps_per_epoch, evaluated)
+    return ValidatedRun(make_factory(spec), signature, known, num_parameters, steps_per_epoch, evaluated)
 
 
-def _require_more_to_do(spec: TrainSpec) -> None:
+def _require_unfinished(spec: TrainSpec) -> None:
     if not spec.resume:
         return
     before = shoal.runs.load(spec.resume)
     if not spec.task:
-        loader = "shoal.train.launch.overrides.spec_from_words"
+        loader = "shoal.train.launch.overrides.spec_from_overrides"
         remedy = f"{loader}(['resume={before.id}', ...]) begins with what its record says"
         raise ConfigError("task", spec.task, "is not said, and nothing is read from the run that is resumed", remedy)
     if before.status is Status.FINISHED and TrainSpec.from_yaml(before.spec).stop == spec.stop:
@@ -123,13 +123,13 @@ def _require_backend(spec: TrainSpec) -> None:
             raise PlanError("parallel.backend", spec.parallel.backend, "is not in this torch", remedy)
 
 
-def _model_that_fits(task: Task, spec: TrainSpec) -> nn.Module:
+def _build_model(task: Task, spec: TrainSpec) -> nn.Module:
     try:
-        return model_of(task, spec.task)
+        return build_model(task, spec.task)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        problem = f"{type(task).__name__}.model needs more memory than there is ({first_line(error)})"
+        problem = f"{type(task).__name__}.model needs more memory than there is ({error_summary(error)})"
         raise OutOfMemory(f"{problem}. Make it smaller: each worker builds the whole of it first") from error
 
 
@@ -159,7 +159,7 @@ def _require_inputs(task: Task, spec: TrainSpec, batch: object) -> None:
         raise ConfigError("task", spec.task, problem, remedy)
 
 
-def _measures(spec: TrainSpec, task: Task, model: nn.Module, batch: object) -> list[str]:
+def _find_metric_names(spec: TrainSpec, task: Task, model: nn.Module, batch: object) -> list[str]:
     """What an evaluation will measure, by name. Raises ConfigError for what is no scalar."""
     was_training = model.training
     model.eval()
@@ -186,7 +186,7 @@ def _measures(spec: TrainSpec, task: Task, model: nn.Module, batch: object) -> l
     return list(found)
 
 
-def _require_watched(spec: TrainSpec, data: Data, measured: list[str]) -> None:
+def _require_watched_metrics(spec: TrainSpec, data: Data, measured: list[str]) -> None:
     """The metrics that `stop` watches must be among those that are evaluated, and there must be an evaluation."""
     for field, each in (("stop.target", spec.stop.target), ("stop.convergence", spec.stop.convergence)):
         if each is None:
@@ -199,7 +199,7 @@ def _require_watched(spec: TrainSpec, data: Data, measured: list[str]) -> None:
             raise ConfigError(f"{field}.metric", each.metric, "is not evaluated", known)
 
 
-def _require_end(spec: TrainSpec, data: Data) -> None:
+def _require_reachable_end(spec: TrainSpec, data: Data) -> None:
     """Where evaluations alone end the run: an iterable without a length may have no epoch that one follows."""
     stop = spec.stop
     has_limit = any(each is not None for each in (stop.steps, stop.epochs, stop.wall_s, stop.money))
@@ -209,7 +209,7 @@ def _require_end(spec: TrainSpec, data: Data) -> None:
         raise ConfigError("evaluate.every_steps", None, problem, "give evaluate.every_steps=500, say, or stop.steps")
 
 
-def _require_pickles(task: Task, spec: TrainSpec) -> None:
+def _require_picklable(task: Task, spec: TrainSpec) -> None:
     try:
         pickle.dumps(task)
     except Exception as error:  # whatever a user's object raises is why it cannot travel

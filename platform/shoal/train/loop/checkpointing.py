@@ -20,17 +20,17 @@ from shoal.checkpoint import Checkpointer, Extras, Found
 from shoal.errors import CheckpointError, NotFinite
 from shoal.parallel import World
 from shoal.parallel.state import gradients
-from shoal.train.loop.components import AVERAGE, BEGUN, Assembly
-from shoal.train.loop.random_state import random_state, set_random_state
-from shoal.train.reporting.event_log import Journal
+from shoal.train.loop.components import AVERAGE, HAS_STATE, TrainComponents
+from shoal.train.loop.random_state import get_random_state, set_random_state
+from shoal.train.reporting.event_log import EventLog
 from shoal.train.spec import CheckpointSpec
 
 NUM_REPORTS = 16
-LATER = ("optimizer", AVERAGE)  # what only the optimiser's step changes; a forward pass may change the network
+COPIED_LATER = ("optimizer", AVERAGE)  # what only the optimiser's step changes; a forward pass may change the network
 
 
 @dataclass
-class Progress:
+class TrainProgress:
     """How far a run has come, over all of its lives; JSON-able.
 
     step:         steps of the optimiser that are done
@@ -50,7 +50,7 @@ class Progress:
     policy: dict[str, Any] = field(default_factory=dict)
     reports: list[tuple[int, dict[str, float]]] = field(default_factory=list)
 
-    def report(self, step: int, values: dict[str, float], journal: Journal) -> None:
+    def report(self, step: int, values: dict[str, float], journal: EventLog) -> None:
         """Log `values`, and remember that they were."""
         journal.log(step, values)
         self.reports = [*self.reports[1 - NUM_REPORTS :], (step, values)]
@@ -60,15 +60,17 @@ class Progress:
 class Restored:
     """`damaged` names the newer checkpoints that were passed over, each with the reason."""
 
-    progress: Progress
+    progress: TrainProgress
     damaged: list[str]
 
 
-class Keeper:
+class CheckpointManager:
     """The checkpoints of one run, as this rank sees them."""
 
-    def __init__(self, spec: CheckpointSpec, assembly: Assembly, world: World, folder: Path, journal: Journal) -> None:
-        self._spec, self._assembly, self._world, self._journal = spec, assembly, world, journal
+    def __init__(
+        self, spec: CheckpointSpec, assembly: TrainComponents, world: World, folder: Path, journal: EventLog
+    ) -> None:
+        self._spec, self._components, self._world, self._event_log = spec, assembly, world, journal
         self._checkpointer = Checkpointer(folder, keep=spec.keep, asynchronous=spec.asynchronous)
         self._saved_step = -1
         self._saved_elapsed_s = 0.0
@@ -76,39 +78,39 @@ class Keeper:
     def restore(self) -> Restored | None:
         """Fill everything from the newest good checkpoint; None when there is none. Collective."""
         found = self._checkpointer.latest()
-        state = self._assembly.state(to_fill=found is not None)
+        state = self._components.state(to_fill=found is not None)
         if found is None:
             self._checkpointer.prepare(state)
             return None
         extras = self._load(found, state)
-        self._assembly.load_state(state)
-        if self._assembly.average is not None and AVERAGE in extras.absent:
-            self._journal.event("average_begun", step=found.step)
+        self._components.load_state(state)
+        if self._components.average is not None and AVERAGE in extras.absent:
+            self._event_log.record_event("average_begun", step=found.step)
         own = extras.own["position"] if extras.own else None
-        self._assembly.load_position(extras.extras["position"], own)
+        self._components.load_position(extras.extras["position"], own)
         if "counts" in extras.extras:  # older checkpoints have none
-            self._assembly.load_counts(extras.extras["counts"])
+            self._components.load_counts(extras.extras["counts"])
         self._restore_selective(own, found)
         if extras.own is not None:  # else another number of ranks goes on, whose randomness is its own
             set_random_state(extras.own["random"])
-        self._checkpointer.prepare(self._assembly.state())
-        progress = Progress(**extras.extras["progress"])
+        self._checkpointer.prepare(self._components.state())
+        progress = TrainProgress(**extras.extras["progress"])
         self._saved_step, self._saved_elapsed_s = progress.step, progress.elapsed_s
         return Restored(progress, found.damaged)
 
     def _load(self, found: Found, state: dict[str, Any]) -> Extras:
         """Fill `state`; what the checkpoint has nothing of is taken out of it."""
-        extras = self._checkpointer.load(found, state, may_lack=(AVERAGE, BEGUN))
+        extras = self._checkpointer.load(found, state, may_lack=(AVERAGE, HAS_STATE))
         for name in extras.absent & state.keys():
             del state[name]
         return extras
 
     def _restore_selective(self, own: dict[str, Any] | None, found: Found) -> None:
         """The chosen samples that wait are of this rank's share of the data: under another plan it is another one."""
-        if own is not None and found.plan == self._assembly.degrees.words:
-            self._assembly.load_selective(own)
-        elif self._assembly.selective is not None:
-            self._journal.event("selective_backprop_emptied", step=found.step, plan=found.plan)
+        if own is not None and found.plan == self._components.degrees.description:
+            self._components.load_selective(own)
+        elif self._components.selective is not None:
+            self._event_log.record_event("selective_backprop_emptied", step=found.step, plan=found.plan)
 
     def is_due_at(self, step: int) -> bool:
         """Whether the spec asks for a checkpoint after this step."""
@@ -118,7 +120,7 @@ class Keeper:
         """Whether the spec asks for a checkpoint by time; the same on all ranks for the same, agreed time."""
         return self._spec.every_steps is None and elapsed_s - self._saved_elapsed_s >= self._spec.every_s
 
-    def save(self, progress: Progress, *, best: bool = False, must: bool = False) -> None:
+    def save(self, progress: TrainProgress, *, best: bool = False, must: bool = False) -> None:
         """Save everything as it is now, unless that was done at this step. Collective.
 
         A disk that does not take it is no reason to stop training: it is said in the journal, and tried again when the
@@ -129,18 +131,20 @@ class Keeper:
         """
         if self._saved_step == progress.step and not best:
             return
-        self._refuse_what_is_not_finite(progress.step)
-        self._assembly.model.check_buffers()
+        self._require_finite_weights(progress.step)
+        self._components.model.check_buffers()
         self.wait()  # for the one before: that it failed is said, and does not stop this one
-        parts = self._assembly
-        own = {"random": random_state(), "position": parts.own_position()}
-        extras = {"progress": asdict(progress), "position": parts.position(), "counts": parts.counts()}
-        state, plan = parts.state(), parts.degrees.words
-        self._journal.flush()
+        parts = self._components
+        own = {"random": get_random_state(), "position": parts.get_rank_position()}
+        extras = {"progress": asdict(progress), "position": parts.get_position(), "counts": parts.get_counts()}
+        state, plan = parts.state(), parts.degrees.description
+        self._event_log.flush()
         try:
-            self._checkpointer.save(progress.step, state, extras, per_rank=own, plan=plan, best=best, later=LATER)
+            self._checkpointer.save(
+                progress.step, state, extras, per_rank=own, plan=plan, best=best, later=COPIED_LATER
+            )
         except CheckpointError as error:
-            self._lost(error, progress.step, must)
+            self._report_failed_save(error, progress.step, must)
         else:
             self._saved_step = progress.step
         self._saved_elapsed_s = progress.elapsed_s
@@ -155,9 +159,9 @@ class Keeper:
             self._checkpointer.wait()
         except CheckpointError as error:
             lost, self._saved_step = self._saved_step, -1
-            self._lost(error, lost if lost >= 0 else None, must)
+            self._report_failed_save(error, lost if lost >= 0 else None, must)
 
-    def newest(self) -> str | None:
+    def describe_newest(self) -> str | None:
         """The newest good checkpoint in words, for a message; None when there is none. Collective."""
         try:
             self.wait()
@@ -171,43 +175,43 @@ class Keeper:
         self.wait()
         return self._checkpointer.best_step()
 
-    def load_best(self) -> Progress | None:
+    def load_best(self) -> TrainProgress | None:
         """Put the network in place that was saved as the best one; None when there is none. Collective."""
         found = self._checkpointer.best()
         if found is None:
             return None
-        state = self._assembly.network_state()
+        state = self._components.network_state()
         extras = self._load(found, state)
-        self._assembly.load_network_state(state)
-        return Progress(**extras.extras["progress"])
+        self._components.load_network_state(state)
+        return TrainProgress(**extras.extras["progress"])
 
     def close(self) -> None:
         """Let the checkpointer go. Idempotent."""
         try:
             self._checkpointer.close()
         except CheckpointError as error:
-            self._lost(error, None, must=False)
+            self._report_failed_save(error, None, must=False)
 
-    def _refuse_what_is_not_finite(self, step: int) -> None:
+    def _require_finite_weights(self, step: int) -> None:
         """A gradient may have spoilt the weights in a step whose loss was finite: the next one would tell, too late."""
-        found = self._world.gather(first_not_finite(self._assembly.model.named_parameters()))
+        found = self._world.gather(find_not_finite(self._components.model.named_parameters()))
         name = next((name for name in found if name is not None), None)
         if name is not None:
-            raise NotFinite(f"the weight {name}", step, None, self.newest())
+            raise NotFinite(f"the weight {name}", step, None, self.describe_newest())
 
-    def _lost(self, error: CheckpointError, step: int | None, must: bool) -> None:
+    def _report_failed_save(self, error: CheckpointError, step: int | None, must: bool) -> None:
         if must:
             raise error
-        self._journal.event("checkpoint_failed", step=step, error=str(error))
+        self._event_log.record_event("checkpoint_failed", step=step, error=str(error))
 
 
-def first_not_finite(parameters: Iterable[tuple[str, nn.Parameter]]) -> str | None:
+def find_not_finite(parameters: Iterable[tuple[str, nn.Parameter]]) -> str | None:
     """The name of the first one of which this rank's part is NaN or infinite somewhere; None when all are finite.
 
     By their norms, which take a tenth of the time, and one look at the device for all. A norm may overflow where no
     value has: so it is the values that count.
     """
-    parts = {name: gradients.local(each.detach()) for name, each in parameters if each.requires_grad}
+    parts = {name: gradients.to_local(each.detach()) for name, each in parameters if each.requires_grad}
     if not parts:
         return None
     norms = torch.stack([norm.double() for norm in torch._foreach_norm(list(parts.values()))])

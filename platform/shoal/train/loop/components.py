@@ -15,34 +15,34 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.batch_tree import moved
+from shoal.batch_tree import move_to_device
 from shoal.data import Data, Loader
-from shoal.data.loader import example_batch
-from shoal.parallel import Degrees, World
+from shoal.data.loader import load_example_batch
+from shoal.parallel import ParallelDims, World
 from shoal.parallel.build import parallelize
 from shoal.parallel.model import ParallelModel
 from shoal.train.loop.random_state import seed_everything
-from shoal.train.optim.ema import Average
+from shoal.train.optim.ema import WeightAverage
 from shoal.train.optim.lr_schedule import (
-    Place,
-    learning_rate_at,
-    momentum_at,
-    moves_rates,
-    needs_total,
-    place_of,
-    steps_of_epochs,
-    total_steps_of,
+    SchedulePosition,
+    compute_learning_rate,
+    compute_momentum,
+    compute_schedule_position,
+    epochs_to_steps,
+    is_schedule_active,
+    needs_total_steps,
+    resolve_total_steps,
 )
-from shoal.train.optim.optimizers import is_of_task, keep_to_spec, make_optimizer, set_rate
+from shoal.train.optim.optimizers import is_task_optimizer, make_optimizer, restore_spec_settings, set_learning_rate
 from shoal.train.optim.selective_backprop import SelectiveBackprop
 from shoal.train.spec import TrainSpec
-from shoal.train.task import Task, data_of, model_of
+from shoal.train.task import Task, build_model, load_data
 
 AVERAGE = "average"  # its part of the state, which a run that began without one has not saved
-BEGUN = "begun"  # which parameters the optimiser has state of; older checkpoints have none
+HAS_STATE = "begun"  # which parameters the optimiser has state of; older checkpoints have none
 
 
-class Stream:
+class BatchStream:
     """The training data without end: epoch after epoch, from wherever the loader stands."""
 
     def __init__(self, loader: Loader) -> None:
@@ -59,7 +59,7 @@ class Stream:
 
 
 @dataclass
-class Assembly:
+class TrainComponents:
     """The parts. `steps_per_epoch` is None where the data does not say it.
 
     num_parameters: of the whole model; a tied one counts once
@@ -67,13 +67,13 @@ class Assembly:
 
     spec: TrainSpec
     task: Task
-    degrees: Degrees
+    degrees: ParallelDims
     model: ParallelModel
     optimizer: Optimizer
     training: Loader
-    stream: Stream
+    stream: BatchStream
     validation: Loader | None
-    average: Average | None
+    average: WeightAverage | None
     selective: SelectiveBackprop | None
     steps_per_epoch: int | None
     num_parameters: int
@@ -90,23 +90,23 @@ class Assembly:
         steps = self._epoch_steps()
         if steps is not None and self.steps_per_epoch is not None:
             return steps / self.steps_per_epoch
-        return float(self.training.epoch + (self._counts_epochs and self.training.is_at_end()))
+        return float(self.training.epoch + (self._is_epoch_counted and self.training.is_at_end()))
 
-    def place(self, step: int) -> Place:
+    def get_schedule_position(self, step: int) -> SchedulePosition:
         """Where the run stands after `step` steps."""
-        return place_of(self.spec, step, self._epoch_steps(), self.steps_per_epoch)
+        return compute_schedule_position(self.spec, step, self._epoch_steps(), self.steps_per_epoch)
 
-    def set_rate(self, step: int) -> None:
+    def set_learning_rate(self, step: int) -> None:
         """Let the optimiser learn as the schedule says for the step that follows `step` steps.
 
         Where it says nothing, a Task's own optimiser is left alone, which may have a schedule of its own.
         """
-        if is_of_task(self.optimizer) and not moves_rates(self.spec.schedule):
+        if is_task_optimizer(self.optimizer) and not is_schedule_active(self.spec.schedule):
             return
-        schedule, place = self.spec.schedule, self.place(step)
-        at = place.step if needs_total(schedule) else step
-        momentum = momentum_at(at, schedule, place.total_steps, step)
-        set_rate(self.optimizer, learning_rate_at(at, schedule, place.total_steps, step), momentum)
+        schedule, place = self.spec.schedule, self.get_schedule_position(step)
+        at = place.step if needs_total_steps(schedule) else step
+        momentum = compute_momentum(at, schedule, place.total_steps, step)
+        set_learning_rate(self.optimizer, compute_learning_rate(at, schedule, place.total_steps, step), momentum)
 
     def num_evaluations_due(self, step: int) -> int:
         """How often the validation data was due within `step` steps."""
@@ -115,10 +115,10 @@ class Assembly:
             return step // every.every_steps
         if steps is None or self.steps_per_epoch is None:
             return int(self.epoch / every.every_epochs)
-        return int(steps // steps_of_epochs(every.every_epochs, self.steps_per_epoch))
+        return int(steps // epochs_to_steps(every.every_epochs, self.steps_per_epoch))
 
     @property
-    def _counts_epochs(self) -> bool:
+    def _is_epoch_counted(self) -> bool:
         """Whether something happens at the end of an epoch: an iterable is not read ahead for nothing."""
         is_evaluated_by_it = self.validation is not None and self.spec.evaluate.every_steps is None
         return self.spec.stop.epochs is not None or is_evaluated_by_it
@@ -134,9 +134,9 @@ class Assembly:
         within = self.steps_per_epoch if data.is_at_end() else data.position / self.spec.batch_size
         return data.epoch * self.steps_per_epoch + within
 
-    def averaged(self) -> AbstractContextManager[None]:
+    def apply_average(self) -> AbstractContextManager[None]:
         """Within, the model has the averaged weights, where the spec asks for an average."""
-        return self.average.applied() if self.average is not None else nullcontext()
+        return self.average.apply() if self.average is not None else nullcontext()
 
     # -- what there is to save ------------------------------------------------------------------------------------
 
@@ -153,33 +153,33 @@ class Assembly:
         if self.average is not None and AVERAGE in state:
             self.average.load_state_dict(state[AVERAGE])
         elif self.average is not None:
-            self.average.begin_anew()
+            self.average.reset()
 
     def state(self, *, to_fill: bool = False) -> dict[str, Any]:
         """The network and the optimiser, to be saved or, `to_fill`, to be filled."""
         # Of those that had no gradient yet the optimiser makes state to be saved, which a first gradient makes anew.
         kept = self.optimizer.state
-        begun = {name: bool(kept.get(each)) for name, each in self._trained()}
+        begun = {name: bool(kept.get(each)) for name, each in self._iter_trained()}
         optimizer = self.model.optimizer_state(self.optimizer, to_fill=to_fill)
-        return {**self.network_state(), "optimizer": optimizer, BEGUN: begun}
+        return {**self.network_state(), "optimizer": optimizer, HAS_STATE: begun}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take what `state` gave and a checkpoint has filled; what the spec says of the optimiser holds as it is."""
         self.load_network_state(state)
         self.model.load_optimizer_state(self.optimizer, state["optimizer"])
-        for name, each in self._trained():
-            if BEGUN in state and not state[BEGUN][name]:
+        for name, each in self._iter_trained():
+            if HAS_STATE in state and not state[HAS_STATE][name]:
                 self.optimizer.state.pop(each, None)
-        keep_to_spec(self.optimizer, self.spec.optimizer)
+        restore_spec_settings(self.optimizer, self.spec.optimizer)
 
-    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def _iter_trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, each) for name, each in self.model.named_parameters() if each.requires_grad)
 
-    def position(self) -> dict[str, Any]:
+    def get_position(self) -> dict[str, Any]:
         """Where the data stands, for any number of ranks; rank 0's word counts for all."""
         return self.training.state_dict()
 
-    def own_position(self) -> dict[str, Any]:
+    def get_rank_position(self) -> dict[str, Any]:
         """What of the position is this rank's alone."""
         own: dict[str, Any] = {"data": self.training.state_dict()}
         if self.selective is not None:
@@ -195,17 +195,17 @@ class Assembly:
         if self.selective is not None and "selective" in own:
             self.selective.load_state_dict(own["selective"])
 
-    def counts(self) -> dict[str, Any]:
+    def get_counts(self) -> dict[str, Any]:
         """What else has moved, alike on every rank: evaluations, the scale of an fp16 loss, whether a schedule did."""
         evaluated = 0 if self.validation is None else self.validation.epoch
-        is_scheduled = moves_rates(self.spec.schedule)
-        return {"evaluated": evaluated, "scale": self.model.scale_state(), "is_scheduled": is_scheduled}
+        is_scheduled = is_schedule_active(self.spec.schedule)
+        return {"evaluated": evaluated, "scale": self.model.loss_scale_state(), "is_scheduled": is_scheduled}
 
     def load_counts(self, counts: dict[str, Any]) -> None:
         """Take what `counts` gave: what the validation data draws next follows from it."""
-        self.model.load_scale_state(counts["scale"])
+        self.model.load_loss_scale_state(counts["scale"])
         if counts.get("is_scheduled", False):  # a run that goes on without its schedule learns at the optimiser's rates
-            set_rate(self.optimizer, 1.0)
+            set_learning_rate(self.optimizer, 1.0)
         if self.validation is not None:
             self.validation.seek(counts["evaluated"])
 
@@ -217,43 +217,45 @@ class Assembly:
         self.model.close()
 
 
-def assemble(spec: TrainSpec, task: Task, world: World) -> Assembly:
+def build_components(spec: TrainSpec, task: Task, world: World) -> TrainComponents:
     """Build everything for this rank of `world`.
 
     Raises PlanError, DataError and ConfigError, on every rank alike, before anything is communicated.
     """
-    degrees = spec.parallel.degrees(world.size)
-    spec.parallel.samples(spec.batch_size, degrees)
-    data = data_of(task, spec.task)
+    degrees = spec.parallel.resolve_dims(world.size)
+    spec.parallel.compute_micro_batch_size(spec.batch_size, degrees)
+    data = load_data(task, spec.task)
     share = (degrees.coordinates(world.rank).data, degrees.data)
-    training = _loader(spec, data, world, share, is_training=True)
-    validation = _loader(spec, data, world, share, is_training=False) if data.validation is not None else None
+    training = _make_loader(spec, data, world, share, is_training=True)
+    validation = _make_loader(spec, data, world, share, is_training=False) if data.validation is not None else None
     seed_everything(spec.seed)
-    network = model_of(task, spec.task)
+    network = build_model(task, spec.task)
     num_parameters = sum(parameter.numel() for parameter in network.parameters())
-    example = moved(example_batch(data.train, data.collate, spec.batch_size // degrees.data), world.device)
+    example = move_to_device(
+        load_example_batch(data.train, data.collate, spec.batch_size // degrees.data), world.device
+    )
     model = parallelize(network, task, spec.parallel, degrees, world, example, spec.seed)
     optimizer = make_optimizer(task, spec.optimizer, [parameter for _, parameter in model.named_parameters()])
     steps_per_epoch = training.num_batches
-    total_steps_of(spec, steps_per_epoch)
+    resolve_total_steps(spec, steps_per_epoch)
     chosen = spec.selective_backprop
-    return Assembly(
+    return TrainComponents(
         spec,
         task,
         degrees,
         model,
         optimizer,
         training,
-        Stream(training),
+        BatchStream(training),
         validation,
-        average=Average(model, spec.average) if spec.average is not None else None,
+        average=WeightAverage(model, spec.average) if spec.average is not None else None,
         selective=SelectiveBackprop(chosen, model, task, spec.seed) if chosen is not None else None,
         steps_per_epoch=steps_per_epoch,
         num_parameters=num_parameters,
     )
 
 
-def _loader(spec: TrainSpec, data: Data, world: World, share: tuple[int, int], *, is_training: bool) -> Loader:
+def _make_loader(spec: TrainSpec, data: Data, world: World, share: tuple[int, int], *, is_training: bool) -> Loader:
     return Loader(
         data.train if is_training else data.validation,
         batch_size=spec.batch_size if is_training else spec.evaluate.batch_size or spec.batch_size,

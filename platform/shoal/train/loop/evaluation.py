@@ -25,26 +25,26 @@ def evaluate(model: ParallelModel, loader: Loader) -> dict[str, float]:
     for batch in loader:
         found = model.evaluate(batch, loader.num_samples)
         if sums and found.keys() != sums.keys():
-            raise _some_only(sorted(found.keys() ^ sums.keys()))
+            raise _make_uneven_metrics_error(sorted(found.keys() ^ sums.keys()))
         sums = {name: found[name].double() + sums.get(name, 0.0) for name in sums or found}
         num_samples += loader.num_samples
     names = sorted(sums)
     values = torch.stack([sums[name] for name in names])
-    if model.num_data_ranks > 1 and not _is_common(repr(names), model, values):
-        raise _some_only(names)
+    if model.num_data_ranks > 1 and not _is_same_on_all_ranks(repr(names), model, values):
+        raise _make_uneven_metrics_error(names)
     counted = torch.cat([values, values.new_tensor([num_samples])])  # on the same device
-    *totals, count = model.total(counted).tolist()
+    *totals, count = model.sum_over_data_ranks(counted).tolist()
     means = {name: total / count for name, total in zip(names, totals, strict=True)}
     return {name: means[name] for name in sums}
 
 
-def _is_common(words: str, model: ParallelModel, like: Tensor) -> bool:
+def _is_same_on_all_ranks(words: str, model: ParallelModel, like: Tensor) -> bool:
     """Whether all data ranks say the same. Collective."""
     mine = float(crc32(words.encode()))
-    [total] = model.total(like.new_tensor([mine])).tolist()
+    [total] = model.sum_over_data_ranks(like.new_tensor([mine])).tolist()
     return bool(total == mine * model.num_data_ranks)
 
 
-def _some_only(names: list[str]) -> ConfigError:
+def _make_uneven_metrics_error(names: list[str]) -> ConfigError:
     remedy = "give the same metrics for every batch"
     return ConfigError("Task.metrics", names, "are not measured of every batch alike", remedy)

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shoal.batch_tree import map_tensors, num_samples
+from shoal.batch_tree import count_samples, map_tensors
 from shoal.errors import OutOfMemory, RankLost
 
 if TYPE_CHECKING:
     from shoal.parallel import World
-    from shoal.train.loop.components import Assembly
+    from shoal.train.loop.components import TrainComponents
 
 # What torch says of host memory, for which it raises a plain RuntimeError.
 _CPU = re.compile(r"DefaultCPUAllocator: .*(can't allocate memory|not enough memory)|unable to mmap", re.DOTALL)
@@ -26,35 +26,35 @@ _CPU = re.compile(r"DefaultCPUAllocator: .*(can't allocate memory|not enough mem
 _PEER = re.compile(r"Connection (closed|reset) by peer|Connection refused|Broken pipe|remote process exited|Timed out")
 
 
-def explained(error: BaseException, parts: Assembly, batch: Any, step: int) -> BaseException:
+def explain_error(error: BaseException, parts: TrainComponents, batch: Any, step: int) -> BaseException:
     """OutOfMemory saying what would have fitted, or the error itself. `step`: how many were done before."""
     if is_out_of_memory(error):
         accumulate = parts.spec.parallel.accumulate
-        size = num_samples(batch) // accumulate
+        size = count_samples(batch) // accumulate
         fitting = None
         if parts.degrees.workers == 1:  # with peers, a trial would wait for theirs
 
             def attempt(num: int) -> object:
-                return parts.model.train_step(_first(batch, num * accumulate), step)  # which divides it again
+                return parts.model.train_step(_take_first(batch, num * accumulate), step)  # which divides it again
 
-            fitting = largest_that_fits(attempt, size)
-        return explain(error, step + 1, size, fitting)
+            fitting = find_largest_fitting(attempt, size)
+        return make_out_of_memory_error(error, step + 1, size, fitting)
     return error
 
 
 @contextmanager
-def lost_ranks_named(world: World) -> Iterator[None]:
+def translate_lost_ranks(world: World) -> Iterator[None]:
     """Within, what a collective says of a peer that is gone is raised as RankLost: not in a step alone."""
     try:
         yield
     except RuntimeError as error:
         if world.size == 1 or not _PEER.search(str(error)):
             raise
-        problem = f"another process of the group died or stopped answering ({first_line(error)})"
+        problem = f"another process of the group died or stopped answering ({error_summary(error)})"
         raise RankLost(problem) from error
 
 
-def first_line(error: BaseException) -> str:
+def error_summary(error: BaseException) -> str:
     """Of what it says; of one that says nothing, its name."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
@@ -64,7 +64,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or _CPU.search(str(error)) is not None
 
 
-def largest_that_fits(attempt: Callable[[int], object], size: int) -> int | None:
+def find_largest_fitting(attempt: Callable[[int], object], size: int) -> int | None:
     """The largest number of samples below `size`, by halving, for which `attempt` goes through; 0: not even one.
 
     None when a smaller batch raises something else, as batch normalisation does of a single sample.
@@ -84,18 +84,18 @@ def largest_that_fits(attempt: Callable[[int], object], size: int) -> int | None
     return 0
 
 
-def _first(batch: Any, size: int) -> Any:
+def _take_first(batch: Any, size: int) -> Any:
     return map_tensors(batch, lambda tensor: tensor[:size] if tensor.ndim else tensor)
 
 
-def explain(error: BaseException, step: int, size: int, fitting: int | None) -> OutOfMemory:
+def make_out_of_memory_error(error: BaseException, step: int, size: int, fitting: int | None) -> OutOfMemory:
     """The error that a user sees.
 
     step:    as the record counts them, from 1
     size:    samples that one micro-step had on this rank
     fitting: how many would have fitted; None when that could not be tried
     """
-    problem = f"step {step}: the memory is too small for {size} samples at a time ({first_line(error)})"
+    problem = f"step {step}: the memory is too small for {size} samples at a time ({error_summary(error)})"
     if fitting is None:
         return OutOfMemory(f"{problem}. Raise parallel.accumulate, or lower batch_size")
     if fitting == 0:

@@ -19,7 +19,7 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def random_state() -> dict[str, Any]:
+def get_random_state() -> dict[str, Any]:
     """Everything that `set_random_state` needs: tensors, numbers and lists."""
     version, numbers, gauss = random.getstate()
     generator = np.random.get_state(legacy=False)
@@ -42,7 +42,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Go on with the random numbers where `random_state` was called."""
+    """Go on with the random numbers where `get_random_state` was called."""
     version, numbers, gauss = state["python"]
     random.setstate((int(version), tuple(numbers.tolist()), gauss))
     numpy_state = state["numpy"]

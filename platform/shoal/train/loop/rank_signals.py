@@ -19,7 +19,7 @@ INTERVAL_S = 0.5
 MAX_INTERVAL = 1_000
 
 
-class Signs(NamedTuple):
+class RankSignals(NamedTuple):
     """What a rank has noticed; after an exchange, what any has, the mean of the clocks, and the sum of the losses.
 
     stop:          somebody asked for an end
@@ -34,7 +34,7 @@ class Signs(NamedTuple):
     loss: float = 0.0
 
 
-class Agreement:
+class RankSync:
     """Exchanges signs after every `interval` steps, the same on all ranks; alone it only keeps the time."""
 
     def __init__(self, world: World) -> None:
@@ -48,7 +48,7 @@ class Agreement:
         self._steps += 1
         return self._steps >= self._interval
 
-    def exchange(self, mine: Signs) -> Signs:
+    def exchange(self, mine: RankSignals) -> RankSignals:
         """What all ranks have noticed together. Collective."""
         now, size = time.monotonic(), self._world.size
         step_s = (now - self._last_s) / max(self._steps, 1)
@@ -60,4 +60,4 @@ class Agreement:
         wanted = int(INTERVAL_S * size / max(step_s, 1e-6))
         self._interval = min(MAX_INTERVAL, 2 * self._interval, max(1, wanted))
         self._steps, self._last_s = 0, now
-        return Signs(stop > 0, elapsed_s / size, is_not_finite > 0, loss)
+        return RankSignals(stop > 0, elapsed_s / size, is_not_finite > 0, loss)

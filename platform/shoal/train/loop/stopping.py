@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from shoal.errors import ConfigError
-from shoal.runs.formatting import duration, number
-from shoal.runs.run_reader import is_more_better
+from shoal.runs.formatting import format_duration, format_number
+from shoal.runs.run_reader import is_higher_better
 from shoal.train.spec import ConvergenceSpec, Direction, StopSpec
 
 Reason = Literal["steps", "epochs", "wall_s", "money", "target", "convergence", "interrupted"]
 
 
 @dataclass(frozen=True)
-class Stop:
+class StopDecision:
     """The decision to end.
 
     detail:    the reason in words, with the numbers
@@ -56,7 +56,7 @@ class StopPolicy:
         self._best: tuple[int, float] | None = None
         self._num_since_best = 0
         self._judged_step = -1
-        self._stop: Stop | None = None
+        self._stop: StopDecision | None = None
 
     @property
     def best_step(self) -> int | None:
@@ -73,25 +73,27 @@ class StopPolicy:
         """Spent in all lives of the run, as last told."""
         return self._before.money + self._now.money
 
-    def after_step(self, step: int, epoch: float, elapsed_s: float) -> Stop | None:
+    def decide_after_step(self, step: int, epoch: float, elapsed_s: float) -> StopDecision | None:
         """`step` steps and `epoch` epochs are done; this life of the run is `elapsed_s` old."""
         self._now = _Spent(elapsed_s, elapsed_s * self._money_per_s)
         if self._stop is None:
-            self._stop = self._limit_reached(step, epoch)
+            self._stop = self._check_limits(step, epoch)
         return self._stop
 
-    def after_evaluation(self, step: int, metrics: Mapping[str, float]) -> Stop | None:
+    def decide_after_evaluation(self, step: int, metrics: Mapping[str, float]) -> StopDecision | None:
         """The network as it is after `step` steps has these metrics.
 
         Raises ConfigError when a metric that the spec names is not among them.
         """
         if self._stop is not None and self._stop.step != step:
             return self._stop
-        converged = self._converged(step, metrics)  # also when the target is met: it knows the best step
-        reached = self._target_met(step, metrics)
+        converged = self._check_convergence(step, metrics)  # also when the target is met: it knows the best step
+        reached = self._check_target(step, metrics)
         if reached is None and self._stop is not None and self._stop.reason == "target":
             return self._stop
-        self._stop = reached or converged or (self._stop and self._ended(self._stop.reason, self._stop.detail, step))
+        self._stop = (
+            reached or converged or (self._stop and self._make_decision(self._stop.reason, self._stop.detail, step))
+        )
         return self._stop
 
     def state_dict(self) -> dict[str, Any]:
@@ -103,7 +105,7 @@ class StopPolicy:
             "best": best,
             "since_best": self._num_since_best,
             "judged_step": self._judged_step,
-            "watched": self._watched,
+            "watched": self._watched_measure,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -113,52 +115,58 @@ class StopPolicy:
         """
         self._before, self._now = _Spent(state["elapsed_s"], state["money"]), _Spent()
         self._best, self._num_since_best, self._judged_step, self._stop = None, 0, -1, None
-        if self._watched is None or self._watched != state.get("watched", self._watched):  # older ones do not say
+        if self._watched_measure is None or self._watched_measure != state.get(
+            "watched", self._watched_measure
+        ):  # older ones do not say
             return
         if state["best"] is not None:
             self._best = int(state["best"][0]), float(state["best"][1])
         self._num_since_best, self._judged_step = int(state["since_best"]), int(state["judged_step"])
 
     @property
-    def _watched(self) -> list[str] | None:
+    def _watched_measure(self) -> list[str] | None:
         """By what networks are compared: the metric, and which end of it is better."""
         spec = self._spec.convergence
         if spec is None:
             return None
-        return [spec.metric, "max" if _more_is_better(spec.metric, spec.direction) else "min"]
+        return [spec.metric, "max" if _is_more_better(spec.metric, spec.direction) else "min"]
 
-    def _limit_reached(self, step: int, epoch: float) -> Stop | None:
+    def _check_limits(self, step: int, epoch: float) -> StopDecision | None:
         spec = self._spec
         if spec.steps is not None and step >= spec.steps:
-            return self._ended("steps", f"{spec.steps:,} steps", step)
+            return self._make_decision("steps", f"{spec.steps:,} steps", step)
         if spec.epochs is not None and epoch >= spec.epochs:
-            return self._ended("epochs", f"{spec.epochs:g} epoch{'' if spec.epochs == 1 else 's'}", step)
+            return self._make_decision("epochs", f"{spec.epochs:g} epoch{'' if spec.epochs == 1 else 's'}", step)
         if spec.wall_s is not None and self.elapsed_s >= spec.wall_s:
-            return self._ended("wall_s", f"{duration(self.elapsed_s)} of {duration(spec.wall_s)}", step)
+            return self._make_decision(
+                "wall_s", f"{format_duration(self.elapsed_s)} of {format_duration(spec.wall_s)}", step
+            )
         if spec.money is not None and self.money >= spec.money:
-            return self._ended("money", f"{number(self.money)} spent of {number(spec.money)}", step)
+            return self._make_decision(
+                "money", f"{format_number(self.money)} spent of {format_number(spec.money)}", step
+            )
         return None
 
-    def _target_met(self, step: int, metrics: Mapping[str, float]) -> Stop | None:
+    def _check_target(self, step: int, metrics: Mapping[str, float]) -> StopDecision | None:
         target = self._spec.target
         if target is None:
             return None
-        value = _value(metrics, target.metric, "stop.target.metric")
-        more = _more_is_better(target.metric, target.direction)
+        value = _get_metric(metrics, target.metric, "stop.target.metric")
+        more = _is_more_better(target.metric, target.direction)
         if not (value >= target.value if more else value <= target.value):  # never for a NaN
             return None
         sign = ">=" if more else "<="
-        detail = f"{target.metric} {number(value)} {sign} {number(target.value)} at step {step:,}"
-        return Stop("target", detail, step, step)
+        detail = f"{target.metric} {format_number(value)} {sign} {format_number(target.value)} at step {step:,}"
+        return StopDecision("target", detail, step, step)
 
-    def _converged(self, step: int, metrics: Mapping[str, float]) -> Stop | None:
+    def _check_convergence(self, step: int, metrics: Mapping[str, float]) -> StopDecision | None:
         spec = self._spec.convergence
         if spec is None:
             return None
-        value = _value(metrics, spec.metric, "stop.convergence.metric")
+        value = _get_metric(metrics, spec.metric, "stop.convergence.metric")
         if step != self._judged_step:  # the same network again, as after a resumption, counts once
             self._judged_step = step
-            if not math.isnan(value) and (self._best is None or _improves(value, self._best[1], spec)):
+            if not math.isnan(value) and (self._best is None or _is_improvement(value, self._best[1], spec)):
                 self._best, self._num_since_best = (step, value), 0
             else:
                 self._num_since_best += 1
@@ -166,26 +174,28 @@ class StopPolicy:
             return None
         evaluations = f"{self._num_since_best} evaluation{'s' if self._num_since_best > 1 else ''}"
         if self._best is None:
-            return self._ended("convergence", f"{spec.metric} was not a number in {evaluations}", step)
+            return self._make_decision("convergence", f"{spec.metric} was not a number in {evaluations}", step)
         best_step, best = self._best
-        detail = f"{spec.metric} {number(best)} of step {best_step:,} was not bettered by {evaluations} that followed"
-        return self._ended("convergence", detail, step)
+        detail = (
+            f"{spec.metric} {format_number(best)} of step {best_step:,} was not bettered by {evaluations} that followed"
+        )
+        return self._make_decision("convergence", detail, step)
 
-    def _ended(self, reason: Reason, detail: str, step: int) -> Stop:
-        return Stop(reason, detail, step, step if self._best is None else self._best[0])
+    def _make_decision(self, reason: Reason, detail: str, step: int) -> StopDecision:
+        return StopDecision(reason, detail, step, step if self._best is None else self._best[0])
 
 
-def _improves(value: float, best: float, spec: ConvergenceSpec) -> bool:
+def _is_improvement(value: float, best: float, spec: ConvergenceSpec) -> bool:
     """Whether `value` betters `best` by more than the minimum that counts."""
-    gain = value - best if _more_is_better(spec.metric, spec.direction) else best - value
+    gain = value - best if _is_more_better(spec.metric, spec.direction) else best - value
     return gain > spec.min_improvement
 
 
-def _more_is_better(metric: str, direction: Direction) -> bool:
-    return is_more_better(metric) if direction == "auto" else direction == "max"
+def _is_more_better(metric: str, direction: Direction) -> bool:
+    return is_higher_better(metric) if direction == "auto" else direction == "max"
 
 
-def _value(metrics: Mapping[str, float], metric: str, field: str) -> float:
+def _get_metric(metrics: Mapping[str, float], metric: str, field: str) -> float:
     if metric not in metrics:
         raise ConfigError(field, metric, "is not evaluated", f"the evaluation gives {', '.join(metrics) or 'nothing'}")
     return metrics[metric]

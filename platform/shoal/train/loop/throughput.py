@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
-class Meter:
+class ThroughputMeter:
     """Rates since the last report, and the seconds of all training steps.
 
     peak_flops:       per second, of all devices together
@@ -38,13 +38,13 @@ class Meter:
         """Seconds of training steps, over all lives: evaluation and checkpoints are not counted."""
         return self._training_before_s + time.perf_counter() - self._began_s - self._paused_s
 
-    def step(self, num_samples: int) -> None:
+    def count_step(self, num_samples: int) -> None:
         """Count a step over so many samples, of all ranks."""
         self._steps += 1
         self._samples += num_samples
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """What happens within (an evaluation, a checkpoint) is no part of a step."""
         began_s, communicated_s = time.perf_counter(), self._communicated_s()
         try:
@@ -53,7 +53,7 @@ class Meter:
             self._paused_s += time.perf_counter() - began_s
             self._communicated_paused_s += self._communicated_s() - communicated_s
 
-    def report(self, waited_s: float) -> dict[str, float]:
+    def compute_rates(self, waited_s: float) -> dict[str, float]:
         """Rates since the last report, given the sum of seconds spent waiting for data.
 
         What is not known (NaN) is left out.

@@ -18,29 +18,29 @@ import torch
 from torch import Tensor
 
 from shoal.cost import MEASURED
-from shoal.cost.measure.peak_flops import peak_flops
-from shoal.cost.step_profiler import CostProbe
+from shoal.cost.measure.peak_flops import measure_peak_flops
+from shoal.cost.step_profiler import StepProfiler
 from shoal.errors import NotFinite, TrainError
 from shoal.parallel import World
 from shoal.runs.report.event_messages import NO_CHECKPOINT
-from shoal.train.loop.checkpointing import Keeper, Progress, write_weights
-from shoal.train.loop.components import assemble
+from shoal.train.loop.checkpointing import CheckpointManager, TrainProgress, write_weights
+from shoal.train.loop.components import build_components
 from shoal.train.loop.evaluation import evaluate
-from shoal.train.loop.oom import explained, lost_ranks_named
-from shoal.train.loop.rank_signals import INTERVAL_S, Agreement, Signs
-from shoal.train.loop.stopping import Stop, StopPolicy
-from shoal.train.loop.throughput import Meter
-from shoal.train.optim.selective_backprop import num_unlike
-from shoal.train.reporting.event_log import Journal, Silent
+from shoal.train.loop.oom import explain_error, translate_lost_ranks
+from shoal.train.loop.rank_signals import INTERVAL_S, RankSignals, RankSync
+from shoal.train.loop.stopping import StopDecision, StopPolicy
+from shoal.train.loop.throughput import ThroughputMeter
+from shoal.train.optim.selective_backprop import count_profiled_steps
+from shoal.train.reporting.event_log import EventLog, NullLog
 from shoal.train.reporting.histograms import write_histograms
-from shoal.train.reporting.result import Outcome
+from shoal.train.reporting.result import TrainResult
 from shoal.train.reporting.time_to_accuracy import TRAINING_S
 from shoal.train.spec import TrainSpec
 from shoal.train.task import Task
 
 
 @dataclass(frozen=True)
-class _Recent:
+class _PendingStep:
     """A step since the last exchange of signs: what it measured is looked at later, when the device is done with it."""
 
     step: int
@@ -53,7 +53,7 @@ class _Recent:
         return bool(torch.isfinite(self.loss)) and bool(torch.isfinite(norm))
 
 
-def _seen(recents: list[_Recent]) -> tuple[float, bool]:
+def _sum_losses(recents: list[_PendingStep]) -> tuple[float, bool]:
     """The sum of the losses, and whether each loss and norm is finite: one look at the device for all."""
     if not recents:
         return 0.0, True
@@ -78,61 +78,65 @@ class Trainer:
         folder: Path,
         *,
         run_id: str = "",
-        journal: Journal | None = None,
+        journal: EventLog | None = None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.spec, self.task, self.world, self.folder = spec, task, world, folder
         self._run_id, self._should_stop = run_id, should_stop
-        self._journal: Journal = journal if journal is not None and world.is_first else Silent()
-        with lost_ranks_named(world):
-            self._parts = parts = assemble(spec, task, world)
-            self._agreement = Agreement(world)
-            self._keeper = Keeper(spec.checkpoint, parts, world, folder / "checkpoints", self._journal)
-        peak = world.size * peak_flops(world.device, spec.parallel.precision)
-        self._meter = Meter(peak, lambda: parts.model.communication_s)
+        self._event_log: EventLog = journal if journal is not None and world.is_first else NullLog()
+        with translate_lost_ranks(world):
+            self._parts = parts = build_components(spec, task, world)
+            self._rank_sync = RankSync(world)
+            self._checkpoints = CheckpointManager(
+                spec.checkpoint, parts, world, folder / "checkpoints", self._event_log
+            )
+        peak = world.size * measure_peak_flops(world.device, spec.parallel.precision)
+        self._meter = ThroughputMeter(peak, lambda: parts.model.communication_s)
         average = parts.average.tensors if parts.average is not None else ()
-        self._probe: CostProbe | None = CostProbe(parts.model, parts.optimizer, world, num_unlike(spec), average)
+        self._profiler: StepProfiler | None = StepProfiler(
+            parts.model, parts.optimizer, world, count_profiled_steps(spec), average
+        )
         self._policy = StopPolicy(spec.stop, world.size, spec.price_per_device_hour)
-        self._progress = Progress()
+        self._progress = TrainProgress()
         self._num_evaluations_due = 0
         self._is_first_step = True
         self._began_s = time.monotonic()
         self._elapsed_s = 0.0  # of this life, as all ranks have agreed
         self._logged_s = 0.0  # the same, at the last report
-        self._recent: list[_Recent] = []
+        self._pending_steps: list[_PendingStep] = []
         self._loss_sum, self._num_losses = 0.0, 0  # of all ranks, since the last report
 
-    def run(self) -> Outcome:
+    def run(self) -> TrainResult:
         """Train to the end and return how it ended, alike on every rank.
 
         Raises NotFinite, OutOfMemory, DataError, CheckpointError, RankLost or ConfigError.
         """
-        with lost_ranks_named(self.world), ExitStack() as closing:
+        with translate_lost_ranks(self.world), ExitStack() as closing:
             closing.callback(self._parts.close)
-            closing.callback(self._keeper.close)
+            closing.callback(self._checkpoints.close)
             self._begin()
-            return self._end(self._step_until_stopped())
+            return self._finish(self._step_until_stopped())
 
     # -- before ---------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
         parts = self._parts
-        restored = self._keeper.restore()
+        restored = self._checkpoints.restore()
         if restored is not None:
             self._progress = restored.progress
             self._policy.load_state_dict(restored.progress.policy)
-            self._journal.event("restored", step=restored.progress.step, damaged=restored.damaged)
+            self._event_log.record_event("restored", step=restored.progress.step, damaged=restored.damaged)
             for step, values in restored.progress.reports:
-                self._journal.log(step, values)
+                self._event_log.log(step, values)
         elif self.spec.resume:
-            self._journal.event(NO_CHECKPOINT)
+            self._event_log.record_event(NO_CHECKPOINT)
         step = self._progress.step
-        place, self._num_evaluations_due = parts.place(step), parts.num_evaluations_due(step)
-        self._journal.event(
+        place, self._num_evaluations_due = parts.get_schedule_position(step), parts.num_evaluations_due(step)
+        self._event_log.record_event(
             "training",
             step=step,
             training_s=self._progress.training_s,
-            plan=parts.degrees.words,
+            plan=parts.degrees.description,
             workers=self.world.size,
             device=str(self.world.device),
             parameters=parts.num_parameters,
@@ -144,15 +148,17 @@ class Trainer:
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
-    def _step_until_stopped(self) -> Stop:
+    def _step_until_stopped(self) -> StopDecision:
         """What is due after a step is done in one fixed order, alike on every rank."""
-        stop = self._policy.after_step(self._progress.step, self._parts.epoch, 0.0)  # a run may have ended already
+        stop = self._policy.decide_after_step(
+            self._progress.step, self._parts.epoch, 0.0
+        )  # a run may have ended already
         if self._progress.evaluated == self._progress.step and self._progress.metrics:
-            stop = self._judge()
+            stop = self._decide_after_evaluation()
         elif stop is not None:
             stop = self._evaluate() or stop
         while stop is None:
-            self._parts.set_rate(self._progress.step)
+            self._parts.set_learning_rate(self._progress.step)
             self._step(self._parts.stream.next())
             stop = self._after_step()
         return stop
@@ -161,49 +167,49 @@ class Trainer:
         parts, step = self._parts, self._progress.step
         norm = None
         try:
-            with self._probe.step() if self._probe is not None else nullcontext():
+            with self._profiler.step() if self._profiler is not None else nullcontext():
                 loss = parts.train_step(batch, step)
                 if self._is_first_step:  # of this life; later, before anything is evaluated or saved
                     parts.model.check_buffers()
                     self._is_first_step = False
                 if self.spec.clip_norm is not None:
-                    norm = parts.model.clip(self.spec.clip_norm)
-                with self._meter.paused():
-                    self._keeper.wait_until_copied()
+                    norm = parts.model.clip_gradients(self.spec.clip_norm)
+                with self._meter.pause():
+                    self._checkpoints.wait_until_copied()
                 parts.optimizer.step()
         except (MemoryError, RuntimeError) as error:
-            better = explained(error, parts, batch, step)
+            better = explain_error(error, parts, batch, step)
             if better is error:
                 raise
             raise better from error
-        parts.model.optimizer_stepped()
+        parts.model.on_optimizer_step()
         if parts.average is not None:
             parts.average.update()
-        self._recent.append(_Recent(step, loss, norm, parts.training.last_indices))
+        self._pending_steps.append(_PendingStep(step, loss, norm, parts.training.last_indices))
         self._progress.step = step + 1
-        self._meter.step(self.spec.batch_size)
-        if self._probe is not None and self._probe.is_due:
-            self._tell_the_cost(self._probe)
+        self._meter.count_step(self.spec.batch_size)
+        if self._profiler is not None and self._profiler.is_due:
+            self._report_cost(self._profiler)
 
-    def _tell_the_cost(self, probe: CostProbe) -> None:
-        cost = probe.measured()
-        self._probe = None if probe.is_done else probe
+    def _report_cost(self, probe: StepProfiler) -> None:
+        cost = probe.collect_table()
+        self._profiler = None if probe.is_done else probe
         self._meter.flops_per_sample = cost["flops_step"] / self.spec.batch_size
-        self._journal.event(MEASURED, **cost.details())
+        self._event_log.record_event(MEASURED, **cost.to_details())
 
-    def _after_step(self) -> Stop | None:
+    def _after_step(self) -> StopDecision | None:
         step, epoch = self._progress.step, self._parts.epoch
-        stop = self._policy.after_step(step, epoch, self._elapsed_s)
-        is_agreed, every = self._agreement.is_due(), self.spec.log_every_steps
+        stop = self._policy.decide_after_step(step, epoch, self._elapsed_s)
+        is_agreed, every = self._rank_sync.is_due(), self.spec.log_every_steps
         is_logged = step % every == 0 if every is not None else is_agreed
         num_due = self._parts.num_evaluations_due(step)
         is_evaluated, self._num_evaluations_due = num_due > self._num_evaluations_due, num_due
-        is_saved = self._keeper.is_due_at(step)
+        is_saved = self._checkpoints.is_due_at(step)
         self._write_histograms(step)
         if not (is_agreed or is_logged or is_evaluated or is_saved or stop):
             return None
-        signs = self._exchange()
-        stop = self._policy.after_step(step, epoch, self._elapsed_s)  # time may be up, as all know now
+        signs = self._exchange_signals()
+        stop = self._policy.decide_after_step(step, epoch, self._elapsed_s)  # time may be up, as all know now
         # Evaluations and checkpoints bring the ranks together too: steps between them may never be due by themselves.
         is_late = every is None and self._elapsed_s - self._logged_s >= INTERVAL_S
         if is_logged or is_late or stop:
@@ -211,38 +217,40 @@ class Trainer:
         if is_evaluated or (stop and self._progress.evaluated != step):
             stop = self._evaluate() or stop
         if signs.stop and stop is None:
-            return Stop("interrupted", f"interrupted at step {step:,}", step, step)
-        if stop is None and (is_saved or self._keeper.is_due_after(self._progress.elapsed_s)):
+            return StopDecision("interrupted", f"interrupted at step {step:,}", step, step)
+        if stop is None and (is_saved or self._checkpoints.is_due_after(self._progress.elapsed_s)):
             self._save()
         return stop
 
-    def _exchange(self) -> Signs:
+    def _exchange_signals(self) -> RankSignals:
         """Look at the steps since the last time, and hear of the other ranks. Raises NotFinite, on all ranks or none.
 
         Nothing is saved, evaluated or reported before this has found every loss so far to be finite.
         """
-        loss, is_finite = _seen(self._recent)
+        loss, is_finite = _sum_losses(self._pending_steps)
         elapsed_s = time.monotonic() - self._began_s
-        signs = self._agreement.exchange(Signs(self._should_stop(), elapsed_s, not is_finite, loss))
+        signs = self._rank_sync.exchange(RankSignals(self._should_stop(), elapsed_s, not is_finite, loss))
         self._progress.elapsed_s += signs.elapsed_s - self._elapsed_s
         self._elapsed_s = signs.elapsed_s
         if signs.is_not_finite:
-            self._refuse_what_is_not_finite()
+            self._raise_not_finite()
         self._loss_sum += signs.loss
-        self._num_losses += len(self._recent) * self.world.size // self._parts.degrees.pipeline  # one rank a pipeline
-        self._recent.clear()
+        self._num_losses += (
+            len(self._pending_steps) * self.world.size // self._parts.degrees.pipeline
+        )  # one rank a pipeline
+        self._pending_steps.clear()
         return signs
 
-    def _refuse_what_is_not_finite(self) -> None:
+    def _raise_not_finite(self) -> None:
         """Name the step, and the samples of the ranks whose own loss it was: the others have it by their gradients."""
-        bad = next((recent for recent in self._recent if not recent.is_finite()), None)
+        bad = next((recent for recent in self._pending_steps if not recent.is_finite()), None)
         mine = (bad.step, bool(torch.isfinite(bad.loss)), bad.indices) if bad is not None else None
         found = [each for each in self.world.gather(mine) if each is not None]
         step, is_gradient, _ = min(found, key=lambda each: each[:2])
         guilty = [indices or [] for at, only, indices in found if (at, only) == (step, is_gradient)]
         indices = sorted({index for each in guilty for index in each})
         what = "the gradient" if is_gradient else "the loss"
-        raise NotFinite(what, step + 1, indices or None, self._keeper.newest())
+        raise NotFinite(what, step + 1, indices or None, self._checkpoints.describe_newest())
 
     def _log(self) -> None:
         self._logged_s = self._elapsed_s
@@ -252,69 +260,69 @@ class Trainer:
             "train/loss": self._loss_sum / self._num_losses if self._num_losses else float("nan"),
             "train/learning_rate": float(parts.optimizer.param_groups[0]["lr"]),
             "train/epoch": parts.epoch,
-            **self._meter.report(parts.training.wait_s),
+            **self._meter.compute_rates(parts.training.wait_s),
         }
-        self._progress.report(step, values, self._journal)
+        self._progress.report(step, values, self._event_log)
         self._loss_sum, self._num_losses = 0.0, 0
 
     def _write_histograms(self, step: int) -> None:
         every = self.spec.histograms_every_steps
         if every is not None and step % every == 0:
-            write_histograms(self._journal, self._parts.model, step)
+            write_histograms(self._event_log, self._parts.model, step)
 
-    def _evaluate(self) -> Stop | None:
+    def _evaluate(self) -> StopDecision | None:
         step, parts = self._progress.step, self._parts
         if parts.validation is None:
             return None
-        with self._meter.paused(), parts.averaged():
+        with self._meter.pause(), parts.apply_average():
             parts.model.check_buffers()
             metrics = evaluate(parts.model, parts.validation)
         self._progress.evaluated, self._progress.metrics = step, metrics
         self._progress.training_s = self._meter.training_s
         named = {f"validation/{name}": value for name, value in metrics.items()}
-        self._progress.report(step, {**named, TRAINING_S: self._progress.training_s}, self._journal)
-        return self._judge()
+        self._progress.report(step, {**named, TRAINING_S: self._progress.training_s}, self._event_log)
+        return self._decide_after_evaluation()
 
-    def _judge(self) -> Stop | None:
+    def _decide_after_evaluation(self) -> StopDecision | None:
         """What the newest evaluation decides; a network that becomes the best one by it is saved as that.
 
         So is one that had become it when an earlier life was killed, before it was known as that on the disk.
         """
         step, before = self._progress.step, self._policy.best_step
-        stop = self._policy.after_evaluation(step, self._progress.metrics)
-        if self._policy.best_step == step and (step != before or step != self._keeper.best_step()):
+        stop = self._policy.decide_after_evaluation(step, self._progress.metrics)
+        if self._policy.best_step == step and (step != before or step != self._checkpoints.best_step()):
             self._save(best=True)
         return stop
 
     def _save(self, *, best: bool = False, must: bool = False) -> None:
-        with self._meter.paused():
+        with self._meter.pause():
             self._progress.training_s = self._meter.training_s
             self._progress.policy = self._policy.state_dict()
-            self._keeper.save(self._progress, best=best, must=must)
+            self._checkpoints.save(self._progress, best=best, must=must)
 
     # -- after ----------------------------------------------------------------------------------------------------
 
-    def _end(self, stop: Stop) -> Outcome:
+    def _finish(self, stop: StopDecision) -> TrainResult:
         self._save(must=stop.reason == "interrupted")
-        self._keeper.wait(must=stop.reason == "interrupted")
+        self._checkpoints.wait(must=stop.reason == "interrupted")
         progress, kept = self._progress, stop.keep_step
         if stop.reason == "interrupted":
-            outcome = Outcome(self._run_id, stop.reason, stop.detail, progress.step, kept, progress.elapsed_s)
-            self._journal.event("stopped", reason=stop.reason, detail=stop.detail, step=stop.step)
+            outcome = TrainResult(self._run_id, stop.reason, stop.detail, progress.step, kept, progress.elapsed_s)
+            self._event_log.record_event("stopped", reason=stop.reason, detail=stop.detail, step=stop.step)
             return outcome
         metrics = progress.metrics
         if kept != progress.step:
-            best = self._keeper.load_best()
+            best = self._checkpoints.load_best()
             kept = best.step if best is not None else progress.step
             metrics = best.metrics if best is not None else metrics
-        self._journal.event("stopped", reason=stop.reason, detail=stop.detail, step=stop.step, kept=kept)
-        ended = Outcome(self._run_id, stop.reason, stop.detail, progress.step, kept, progress.elapsed_s, metrics)
+        self._event_log.record_event("stopped", reason=stop.reason, detail=stop.detail, step=stop.step, kept=kept)
+        ended = TrainResult(self._run_id, stop.reason, stop.detail, progress.step, kept, progress.elapsed_s, metrics)
         return replace(ended, weights=self._write_weights())
 
     def _write_weights(self) -> Path:
         """The whole network in one safetensors file, as it is evaluated: averaged, where that was asked for."""
         path, problem = self.folder / "model.safetensors", ""
-        with self._parts.averaged():
+        with self._parts.apply_average():
             weights = self._parts.model.full_weights()
         if self.world.is_first:
             try:

@@ -21,7 +21,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from shoal.parallel.model import ParallelModel
 
 
-class Average:
+class WeightAverage:
     """average = decay * average + (1 - decay) * weights, after each step.
 
     The decay begins low and rises to `decay` as (1 + steps) / (10 + steps), so that the random weights of the beginning
@@ -31,8 +31,8 @@ class Average:
     def __init__(self, model: ParallelModel, decay: float) -> None:
         self.decay, self.num_updates = decay, 0
         self._model = model
-        self._weights = {name: each for name, each in model.named_parameters() if _has_average(each)}
-        self._averages = {name: _precise(each.detach()) for name, each in self._weights.items()}
+        self._weights = {name: each for name, each in model.named_parameters() if _is_averaged(each)}
+        self._averages = {name: _copy_precise(each.detach()) for name, each in self._weights.items()}
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -52,7 +52,7 @@ class Average:
             )
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
+    def apply(self) -> Iterator[None]:
         """Within, the model has the averaged weights; afterwards its own again, to the bit. Not for training."""
         rounded = [(weight, average) for weight, average in self._pairs() if weight.dtype != average.dtype]
         own = [weight.clone() for weight, _ in rounded]
@@ -79,7 +79,7 @@ class Average:
             for name, average in self._averages.items():
                 average.copy_(state["weights"][name])
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """From the weights as they are now, as if there had been no step before."""
         self.num_updates = 0
         with torch.no_grad():
@@ -89,7 +89,7 @@ class Average:
     @torch.no_grad()
     def _swap(self) -> None:
         """Exchange weights and averages of one type in place, one at a time, so that only one is held twice."""
-        gather_anew(self._model.modules)
+        reshard_modules(self._model.modules)
         for weight, average in self._pairs():
             if weight.dtype == average.dtype:
                 before = weight.clone()
@@ -98,10 +98,12 @@ class Average:
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Each weight and its average: what of them lies on this rank."""
-        return list(zip(_local(self._weights.values()), _local(self._averages.values()), strict=True))
+        return list(
+            zip(_get_local_tensors(self._weights.values()), _get_local_tensors(self._averages.values()), strict=True)
+        )
 
 
-def gather_anew(modules: Iterable[nn.Module]) -> None:
+def reshard_modules(modules: Iterable[nn.Module]) -> None:
     """Let FSDP forget whole weights that it has kept from a forward pass: they are gathered at the next one."""
     for module in modules:
         for part in module.modules():
@@ -109,15 +111,15 @@ def gather_anew(modules: Iterable[nn.Module]) -> None:
                 part.reshard()
 
 
-def _has_average(tensor: Tensor) -> bool:
+def _is_averaged(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _precise(tensor: Tensor) -> Tensor:
+def _copy_precise(tensor: Tensor) -> Tensor:
     """A copy, of at least the precision of float32."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
 
 
-def _local(tensors: Iterable[Tensor]) -> list[Tensor]:
+def _get_local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
     """What of each tensor lies on this rank, sharing its memory."""
     return [each.to_local() if isinstance(each, DTensor) else each.detach() for each in tensors]

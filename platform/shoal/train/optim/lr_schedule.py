@@ -22,7 +22,7 @@ _ROUNDING = 1e-9  # 0.07 epochs of 100 steps are 7 steps, not 7.000000000000001
 
 
 @dataclass(frozen=True)
-class Place:
+class SchedulePosition:
     """Where a run stands on its way to the nearest end that is known: after `step` of `total_steps` steps.
 
     Both are in steps of the present batch size where that end is one in epochs: the steps before may have had another.
@@ -32,29 +32,31 @@ class Place:
     total_steps: int | None
 
 
-def learning_rate_at(step: float, spec: ScheduleSpec, total_steps: int | None, num_taken: float | None = None) -> float:
+def compute_learning_rate(
+    step: float, spec: ScheduleSpec, total_steps: int | None, num_taken: float | None = None
+) -> float:
     """The share of `optimizer.learning_rate` with which step `step` (from 0) is taken; beyond the end, the last one.
 
-    total_steps: as `total_steps_of` gives it; None is enough for a schedule that does not depend on it
+    total_steps: as `resolve_total_steps` gives it; None is enough for a schedule that does not depend on it
     num_taken:   how many steps were taken, where that is not `step`: a warm-up in steps counts these
     """
     taken = step if num_taken is None else num_taken
     if spec.name == "one_cycle":
         end = spec.final or ONE_CYCLE_END
-        return _one_cycle(step, taken, spec, _known(spec, total_steps), ONE_CYCLE_START, 1.0, end)
+        return _one_cycle(step, taken, spec, _require_total_steps(spec, total_steps), ONE_CYCLE_START, 1.0, end)
     warmup = _warmup_steps(spec, total_steps)
     at = taken if spec.warmup >= 1 else step
     if at < warmup:
         return (at + 1) / math.ceil(warmup)
     if spec.name == "constant":
         return 1.0
-    total, warmup = _known(spec, total_steps), _amount(warmup, step, at)
+    total, warmup = _require_total_steps(spec, total_steps), _scale_steps(warmup, step, at)
     progress = min((step - warmup) / max(total - warmup, 1), 1.0)
     share = _half_cosine(progress) if spec.name == "cosine" else 1.0 - progress
     return spec.final + (1.0 - spec.final) * share
 
 
-def momentum_at(
+def compute_momentum(
     step: float, spec: ScheduleSpec, total_steps: int | None, num_taken: float | None = None
 ) -> float | None:
     """What a one-cycle schedule makes of the momentum: low where the rate is high; None for the other schedules.
@@ -64,20 +66,22 @@ def momentum_at(
     if spec.name != "one_cycle":
         return None
     taken = step if num_taken is None else num_taken
-    return _one_cycle(step, taken, spec, _known(spec, total_steps), MOMENTUM_HIGH, MOMENTUM_LOW, MOMENTUM_HIGH)
+    return _one_cycle(
+        step, taken, spec, _require_total_steps(spec, total_steps), MOMENTUM_HIGH, MOMENTUM_LOW, MOMENTUM_HIGH
+    )
 
 
-def needs_total(spec: ScheduleSpec) -> bool:
+def needs_total_steps(spec: ScheduleSpec) -> bool:
     """Whether the schedule can only be computed when the number of steps of the run is known."""
     return spec.name != "constant" or 0 < spec.warmup < 1
 
 
-def moves_rates(spec: ScheduleSpec) -> bool:
+def is_schedule_active(spec: ScheduleSpec) -> bool:
     """Whether any step is to be taken at another rate than the optimiser's own."""
     return spec.name != "constant" or spec.warmup > 0
 
 
-def total_steps_of(spec: TrainSpec, steps_per_epoch: int | None) -> int | None:
+def resolve_total_steps(spec: TrainSpec, steps_per_epoch: int | None) -> int | None:
     """The steps over which the schedule runs: what it says itself, or the nearest end that `stop` names.
 
     steps_per_epoch: None where the data does not know its length
@@ -86,7 +90,7 @@ def total_steps_of(spec: TrainSpec, steps_per_epoch: int | None) -> int | None:
     is as long as all of it.
     """
     schedule = spec.schedule
-    ends = [schedule.total_steps] if schedule.total_steps is not None else _ends(spec.stop, steps_per_epoch)
+    ends = [schedule.total_steps] if schedule.total_steps is not None else _find_ends(spec.stop, steps_per_epoch)
     if ends:
         total = min(ends)
         if schedule.warmup >= max(total, 1):
@@ -95,7 +99,7 @@ def total_steps_of(spec: TrainSpec, steps_per_epoch: int | None) -> int | None:
                 "schedule.warmup", schedule.warmup, problem, "shorten it, or let the run go on for longer"
             )
         return total
-    if not needs_total(schedule):
+    if not needs_total_steps(schedule):
         return None
     by_epochs = spec.stop.epochs is not None
     problem = "the data does not know its length, so epochs have none in steps" if by_epochs else "no end is known"
@@ -104,36 +108,38 @@ def total_steps_of(spec: TrainSpec, steps_per_epoch: int | None) -> int | None:
     raise ConfigError("schedule.total_steps", None, problem, remedy)
 
 
-def place_of(spec: TrainSpec, step: int, epoch_steps: float | None, steps_per_epoch: int | None) -> Place:
+def compute_schedule_position(
+    spec: TrainSpec, step: int, epoch_steps: float | None, steps_per_epoch: int | None
+) -> SchedulePosition:
     """The place after `step` steps.
 
     epoch_steps: what the epochs that are done amount to, in steps of the present batch size; None as steps_per_epoch
 
     Raises ConfigError when no end is known and the schedule needs one.
     """
-    by_steps = Place(step, total_steps_of(spec, steps_per_epoch))
+    by_steps = SchedulePosition(step, resolve_total_steps(spec, steps_per_epoch))
     stop = spec.stop
     if spec.schedule.total_steps is not None or stop.epochs is None or steps_per_epoch is None or epoch_steps is None:
         return by_steps
-    total = steps_of_epochs(stop.epochs, steps_per_epoch)
+    total = epochs_to_steps(stop.epochs, steps_per_epoch)
     if stop.steps is not None and stop.steps - step < total - epoch_steps:
-        return Place(step, stop.steps)
-    return Place(epoch_steps, total)
+        return SchedulePosition(step, stop.steps)
+    return SchedulePosition(epoch_steps, total)
 
 
-def steps_of_epochs(epochs: float, steps_per_epoch: int) -> int:
+def epochs_to_steps(epochs: float, steps_per_epoch: int) -> int:
     """The fewest whole steps that make `epochs` epochs."""
     return max(math.ceil(epochs * steps_per_epoch - _ROUNDING), 1)
 
 
-def _ends(stop: StopSpec, steps_per_epoch: int | None) -> list[int]:
+def _find_ends(stop: StopSpec, steps_per_epoch: int | None) -> list[int]:
     ends = [] if stop.steps is None else [stop.steps]
     if stop.epochs is not None and steps_per_epoch is not None:
-        ends.append(steps_of_epochs(stop.epochs, steps_per_epoch))
+        ends.append(epochs_to_steps(stop.epochs, steps_per_epoch))
     return ends
 
 
-def _known(spec: ScheduleSpec, total_steps: int | None) -> int:
+def _require_total_steps(spec: ScheduleSpec, total_steps: int | None) -> int:
     if total_steps is None:
         raise ConfigError("schedule.total_steps", None, f"{spec.name} needs the number of steps", "give stop.steps")
     return total_steps
@@ -141,7 +147,7 @@ def _known(spec: ScheduleSpec, total_steps: int | None) -> int:
 
 def _warmup_steps(spec: ScheduleSpec, total_steps: int | None) -> float:
     if 0 < spec.warmup < 1:
-        return spec.warmup * _known(spec, total_steps)
+        return spec.warmup * _require_total_steps(spec, total_steps)
     return spec.warmup
 
 
@@ -150,7 +156,7 @@ def _half_cosine(progress: float) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def _amount(num_steps: float, step: float, taken: float) -> float:
+def _scale_steps(num_steps: float, step: float, taken: float) -> float:
     """Of `taken` steps, which amount to `step` of the present batch size: what `num_steps` amount to, on average."""
     return num_steps if taken in (0, step) else num_steps * step / taken
 
@@ -165,7 +171,7 @@ def _one_cycle(
     at = taken if warmup >= 1 else step
     if at < rise:
         return peak + (start - peak) * _half_cosine(at / rise)
-    rise = _amount(rise, step, at)
+    rise = _scale_steps(rise, step, at)
     if rise >= last:
         return peak
     return end + (peak - end) * _half_cosine(min((step - rise) / (last - rise), 1.0))

@@ -39,24 +39,24 @@ def make_optimizer(task: Task, spec: OptimizerSpec, parameters: Iterable[nn.Para
         problem = f"{type(task).__name__}.optimizer gave a {type(own).__name__}"
         raise ConfigError("task", type(task).__name__, problem, "return a torch.optim.Optimizer, or None")
     if own is not None:
-        _require_unsaid(spec, task)
+        _require_default_spec(spec, task)
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         problem = f"{type(optimizer).__name__} computes the loss again by itself, several times a step"
         raise ConfigError("task", type(task).__name__, problem, "use an optimiser whose step needs no closure")
     for group in optimizer.param_groups:
-        group.setdefault("initial_lr", _number(group["lr"]))
+        group.setdefault("initial_lr", _to_float(group["lr"]))
     return optimizer
 
 
-def _require_unsaid(spec: OptimizerSpec, task: Task) -> None:
+def _require_default_spec(spec: OptimizerSpec, task: Task) -> None:
     for name, value in OptimizerSpec():
         if (said := getattr(spec, name)) != value:
             problem = f"{type(task).__name__} has an optimiser of its own, which does not hear this"
             raise ConfigError(f"optimizer.{name}", said, problem, "say it there, or let its `optimizer` return None")
 
 
-def set_rate(optimizer: Optimizer, factor: float, momentum: float | None = None) -> None:
+def set_learning_rate(optimizer: Optimizer, factor: float, momentum: float | None = None) -> None:
     """Let each group learn at `factor` times its `initial_lr`. Costs next to nothing when that is what it does.
 
     momentum: of groups that have one (sgd's momentum, the first of Adam's betas); None: as it is
@@ -71,16 +71,16 @@ def set_rate(optimizer: Optimizer, factor: float, momentum: float | None = None)
             _set_momentum(group, momentum)
 
 
-def is_of_task(optimizer: Optimizer) -> bool:
+def is_task_optimizer(optimizer: Optimizer) -> bool:
     """Whether the Task has made it: its rates may be moved by a schedule that the Task has given it."""
     return not any(group.get(_OF_SPEC) for group in optimizer.param_groups)
 
 
-def keep_to_spec(optimizer: Optimizer, spec: OptimizerSpec) -> None:
+def restore_spec_settings(optimizer: Optimizer, spec: OptimizerSpec) -> None:
     """After a checkpoint was taken: what the spec describes is as the spec says now. A Task's own stays as it was."""
     for group in optimizer.param_groups:
         if group.get(_OF_SPEC):
-            group.update(_settings(spec))
+            group.update(_group_settings(spec))
 
 
 def can_fuse(parameters: Iterable[Tensor]) -> bool:
@@ -94,10 +94,10 @@ def _from_spec(spec: OptimizerSpec, parameters: list[nn.Parameter]) -> Optimizer
     fused = True if spec.fused and floating and can_fuse(parameters) else None
     groups: list[dict[str, Any]] = [{"params": parameters, _OF_SPEC: True}]  # a bare empty list would be refused
     kinds: dict[str, Callable[..., Optimizer]] = {"sgd": SGD, "adam": Adam, "adamw": AdamW}
-    return kinds[spec.name](groups, **_settings(spec), fused=fused)
+    return kinds[spec.name](groups, **_group_settings(spec), fused=fused)
 
 
-def _settings(spec: OptimizerSpec) -> dict[str, Any]:
+def _group_settings(spec: OptimizerSpec) -> dict[str, Any]:
     """Of one group, by the names that PyTorch gives them."""
     own = {"momentum": spec.momentum} if spec.name == "sgd" else {"betas": spec.betas}
     return {"lr": spec.learning_rate, "weight_decay": spec.weight_decay, **own}
@@ -111,5 +111,5 @@ def _set_momentum(group: dict[str, Any], momentum: float) -> None:
         group["momentum"] = momentum
 
 
-def _number(rate: float | Tensor) -> float:
+def _to_float(rate: float | Tensor) -> float:
     return float(rate)

@@ -22,18 +22,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.batch_tree import map_tensors, num_samples, tensors_of
+from shoal.batch_tree import count_samples, map_tensors, tensors_of
 from shoal.errors import ConfigError
 from shoal.parallel.model import ParallelModel
-from shoal.parallel.state.module_snapshot import evaluating
-from shoal.train.optim.ema import gather_anew
+from shoal.parallel.state.module_snapshot import eval_mode
+from shoal.train.optim.ema import reshard_modules
 from shoal.train.spec import SelectiveSpec, TrainSpec
 from shoal.train.task import Task
 
 _REMEDY = "write Task.sample_losses(outputs, batch), which gives the loss of each sample"
 
 
-def num_unlike(spec: TrainSpec) -> int:
+def count_profiled_steps(spec: TrainSpec) -> int:
     """How many steps to look at for what one costs: here, about one in beta + 1 has a backward pass."""
     chosen = spec.selective_backprop
     return 1 if chosen is None else 4 * math.ceil(chosen.beta + 1)
@@ -59,11 +59,11 @@ class SelectiveBackprop:
 
         Returns the mean loss over all candidates, detached, measured in evaluation mode. Collective.
         """
-        size = num_samples(batch)
-        losses = self._losses(batch, size)
+        size = count_samples(batch)
+        losses = self._compute_losses(batch, size)
         self._collect(batch, self._choose(losses.cpu()), size)
-        if self._is_time(size, losses):
-            chosen, self._waiting = _split(self._waiting, size)
+        if self._is_batch_ready(size, losses):
+            chosen, self._waiting = _split_batch(self._waiting, size)
             self._num_waiting -= size
             self._model.train_step(chosen, step)
         else:
@@ -79,17 +79,17 @@ class SelectiveBackprop:
         """Go on exactly where `state_dict` was taken."""
         device = self._parameters[0].device if self._parameters else torch.device("cpu")
         self._recent, self._waiting = state["recent"], map_tensors(state["waiting"], lambda tensor: tensor.to(device))
-        self._num_waiting = 0 if self._waiting is None else num_samples(self._waiting)
+        self._num_waiting = 0 if self._waiting is None else count_samples(self._waiting)
         self._random.set_state(state["random"])
 
     @torch.no_grad()
-    def _losses(self, batch: Any, size: int) -> Tensor:
+    def _compute_losses(self, batch: Any, size: int) -> Tensor:
         """[B]: without dropout, and without a trace in batch-norm statistics or in the random state of training."""
         module = self._model.modules[0]
-        with evaluating(module):
+        with eval_mode(module):
             outputs = module(*self._task.inputs(batch))
-        gather_anew([module])
-        return _sample_losses(self._task, outputs, batch, size).float()
+        reshard_modules([module])
+        return _compute_sample_losses(self._task, outputs, batch, size).float()
 
     def _choose(self, losses: Tensor) -> Tensor:
         """The indices of the candidates that are chosen: each with (percentile of its loss) ** beta, section 3.1."""
@@ -102,20 +102,20 @@ class SelectiveBackprop:
     def _collect(self, batch: Any, chosen: Tensor, size: int) -> None:
         """Put the chosen ones behind those that wait; at most two batches wait for slower ranks, the newest ones."""
         new = map_tensors(batch, lambda tensor: tensor[chosen.to(tensor.device)])
-        joined = new if self._waiting is None else _joined(self._waiting, new)
+        joined = new if self._waiting is None else _concatenate(self._waiting, new)
         self._num_waiting = min(self._num_waiting + len(chosen), 2 * size)
         self._waiting = map_tensors(joined, lambda tensor: tensor[len(tensor) - self._num_waiting :])
 
-    def _is_time(self, size: int, losses: Tensor) -> bool:
+    def _is_batch_ready(self, size: int, losses: Tensor) -> bool:
         """Whether every data rank has a whole batch: gradients are a common affair."""
         is_ready = self._num_waiting >= size
         if self._model.num_data_ranks == 1:
             return is_ready
-        ready = self._model.total(losses.new_tensor([float(is_ready)]))
+        ready = self._model.sum_over_data_ranks(losses.new_tensor([float(is_ready)]))
         return int(ready) == self._model.num_data_ranks
 
 
-def _sample_losses(task: Task, outputs: Any, batch: Any, size: int) -> Tensor:
+def _compute_sample_losses(task: Task, outputs: Any, batch: Any, size: int) -> Tensor:
     """[B]: as the Task says, or by asking its `loss` for one sample after another. Raises ConfigError."""
     name = type(task).__name__
     losses = task.sample_losses(outputs, batch)
@@ -123,22 +123,22 @@ def _sample_losses(task: Task, outputs: Any, batch: Any, size: int) -> Tensor:
         if any(tensor.ndim == 0 or len(tensor) != size for tensor in tensors_of(outputs)):
             raise ConfigError("selective_backprop", name, "the model's outputs do not have a row a sample", _REMEDY)
         ones = [slice(index, index + 1) for index in range(size)]
-        losses = torch.stack([task.loss(_part(outputs, one), _part(batch, one)) for one in ones])
+        losses = torch.stack([task.loss(_slice_batch(outputs, one), _slice_batch(batch, one)) for one in ones])
     if losses.shape != (size,):
         problem = f"losses of {size} samples have the shape {tuple(losses.shape)}"
         raise ConfigError("selective_backprop", name, problem, _REMEDY)
     return losses
 
 
-def _part(batch: Any, part: slice) -> Any:
+def _slice_batch(batch: Any, part: slice) -> Any:
     return map_tensors(batch, lambda tensor: tensor[part])
 
 
-def _split(batch: Any, size: int) -> tuple[Any, Any]:
-    return _part(batch, slice(size)), _part(batch, slice(size, None))
+def _split_batch(batch: Any, size: int) -> tuple[Any, Any]:
+    return _slice_batch(batch, slice(size)), _slice_batch(batch, slice(size, None))
 
 
-def _joined(waiting: Any, new: Any) -> Any:
+def _concatenate(waiting: Any, new: Any) -> Any:
     """In the form of the new batch: a checkpoint gives a named tuple back as a plain one."""
     tensors = tensors_of(waiting)
     return map_tensors(new, lambda tensor: torch.cat([next(tensors), tensor]))

@@ -1,6 +1,6 @@
 """What a Trainer tells the outside while it runs: metrics and events, from rank 0 alone.
 
-`Journal` is where they go: into the run record when this process writes it, into a mailbox when the driver does
+`EventLog` is where they go: into the run record when this process writes it, into a mailbox when the driver does
 (ray_mailbox.py), nowhere on other ranks. Called by the Trainer; never answers.
 """
 
@@ -16,18 +16,18 @@ from shoal.errors import RecordUnwritable
 from shoal.runs import RunRecorder
 
 
-class Journal(Protocol):
+class EventLog(Protocol):
     """Receives what happens in a run. Every method but `flush` returns at once."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Metrics of one step."""
         ...
 
-    def event(self, kind: str, /, **details: object) -> None:
+    def record_event(self, kind: str, /, **details: object) -> None:
         """Something happened; details are JSON-able."""
         ...
 
-    def histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
+    def log_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
         """A distribution at one step: counts [bins] between edges [bins + 1]."""
         ...
 
@@ -39,23 +39,23 @@ class Journal(Protocol):
         ...
 
 
-class Silent:
+class NullLog:
     """The journal of ranks that write nothing."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Nothing."""
 
-    def event(self, kind: str, /, **details: object) -> None:
+    def record_event(self, kind: str, /, **details: object) -> None:
         """Nothing."""
 
-    def histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
+    def log_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
         """Nothing."""
 
     def flush(self) -> None:
         """Nothing."""
 
 
-class Recorded:
+class RecordLog:
     """Straight into the run record, which this process writes."""
 
     def __init__(self, recorder: RunRecorder) -> None:
@@ -65,7 +65,7 @@ class Recorded:
         with suppress(RecordUnwritable):  # no room is left in memory: these are lost, and training goes on
             self._recorder.log(step, values)
 
-    def event(self, kind: str, /, **details: object) -> None:
+    def record_event(self, kind: str, /, **details: object) -> None:
         """A life that begins takes back what an earlier one has logged of the steps that it will do again."""
         if kind == "training":
             step = details["step"]
@@ -73,10 +73,10 @@ class Recorded:
             with suppress(RecordUnwritable):
                 self._recorder.forget_after(step)
         with suppress(RecordUnwritable):  # it is kept, and tried again: training goes on
-            self._recorder.event(kind, **details)
+            self._recorder.record_event(kind, **details)
 
-    def histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
-        self._recorder.histogram(step, name, counts, edges)
+    def log_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
+        self._recorder.log_histogram(step, name, counts, edges)
 
     def flush(self) -> None:
         with suppress(RecordUnwritable):  # not when another process has resumed the run: it is no longer ours to save

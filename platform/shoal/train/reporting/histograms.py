@@ -12,24 +12,24 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shoal.parallel.model import ParallelModel
-from shoal.train.reporting.event_log import Journal, Silent
+from shoal.train.reporting.event_log import EventLog, NullLog
 
 NUM_BINS = 64
-COUNTED_AT_ONCE = 2**24  # torch.histc counts in float32, which adds no 1 to more than that
+CHUNK_SIZE = 2**24  # torch.histc counts in float32, which adds no 1 to more than that
 
 
-def write_histograms(journal: Journal, model: ParallelModel, step: int) -> None:
+def write_histograms(journal: EventLog, model: ParallelModel, step: int) -> None:
     """Write `weights/NAME` and `gradients/NAME` of each parameter; costs nothing on ranks that write nothing."""
-    if isinstance(journal, Silent):
+    if isinstance(journal, NullLog):
         return
     for name, parameter in model.named_parameters():
         for kind, tensor in (("weights", parameter), ("gradients", parameter.grad)):
-            found = None if tensor is None else histogram_of(tensor)
+            found = None if tensor is None else compute_histogram(tensor)
             if found is not None:
-                journal.histogram(step, f"{kind}/{name}", *found)
+                journal.log_histogram(step, f"{kind}/{name}", *found)
 
 
-def histogram_of(tensor: Tensor, num_bins: int = NUM_BINS) -> tuple[np.ndarray, np.ndarray] | None:
+def compute_histogram(tensor: Tensor, num_bins: int = NUM_BINS) -> tuple[np.ndarray, np.ndarray] | None:
     """Counts [bins] and edges [bins + 1] of the finite values of this rank's part; None when there are none.
 
     Of complex values both parts are counted, of a sparse gradient the values that it has.
@@ -45,5 +45,5 @@ def histogram_of(tensor: Tensor, num_bins: int = NUM_BINS) -> tuple[np.ndarray, 
     if low == high:  # a bin of some width around the one value
         margin = max(abs(low), 1.0) * 1e-3
         low, high = low - margin, high + margin
-    counts = torch.stack([torch.histc(part, num_bins, low, high).long() for part in values.split(COUNTED_AT_ONCE)])
+    counts = torch.stack([torch.histc(part, num_bins, low, high).long() for part in values.split(CHUNK_SIZE)])
     return counts.sum(0).cpu().numpy(), np.linspace(low, high, num_bins + 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainResult:
     """The end of one run.
 
     reason:   which of `stop`'s criteria was met first, or "interrupted"
@@ -23,7 +23,7 @@ class Outcome:
     reason: str
     detail: str
     steps: int
-    kept: int
+    selected_step: int
     seconds: float
     metrics: dict[str, float] = field(default_factory=dict)
     weights: Path | None = None

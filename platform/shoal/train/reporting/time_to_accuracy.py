@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from shoal.runs.run_reader import is_more_better
+from shoal.runs.run_reader import is_higher_better
 from shoal.train.spec import TargetSpec
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ TRAINING_S = "time/training_s"
 _S_PER_HOUR = 3600.0
 
 
-class Life(NamedTuple):
+class Attempt(NamedTuple):
     """A part of a run with one number of workers: `training_s` of the steps lay before it."""
 
     training_s: float
@@ -31,7 +31,7 @@ class Life(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Reached:
+class TargetReached:
     """The first evaluation that met the target.
 
     training_s: of the steps up to it
@@ -44,39 +44,39 @@ class Reached:
     money: float
 
 
-def cost(seconds: float, lives: Sequence[Life], price_per_device_hour: float) -> float:
+def compute_cost(seconds: float, lives: Sequence[Attempt], price_per_device_hour: float) -> float:
     """What so many seconds of training have cost, in the price's currency; the lives in their order."""
-    kept: list[Life] = []
+    kept: list[Attempt] = []
     for life in lives:  # one that goes on from an older checkpoint does again what those since then have done
         kept = [*(each for each in kept if each.training_s < life.training_s), life]
-    ends = pairwise([*kept, Life(math.inf, 0)])
+    ends = pairwise([*kept, Attempt(math.inf, 0)])
     device_s = sum(life.devices * max(0.0, min(seconds, end.training_s) - life.training_s) for life, end in ends)
     return device_s * price_per_device_hour / _S_PER_HOUR
 
 
-def lives_of(events: DataFrame, devices: int) -> list[Life]:
+def find_attempts(events: DataFrame, devices: int) -> list[Attempt]:
     """The lives in the rows of `Run.events()`. Records that do not say where they began have one, of `devices`."""
     began = list(events["details"][events["kind"] == "training"])
     if not began or any("training_s" not in each for each in began):
-        return [Life(0.0, devices)]
-    return [Life(float(each["training_s"]), int(each["workers"])) for each in began]
+        return [Attempt(0.0, devices)]
+    return [Attempt(float(each["training_s"]), int(each["workers"])) for each in began]
 
 
-def first_reached(
+def find_target_reached(
     evaluations: Iterable[tuple[int, float, float]],
     target: TargetSpec,
-    lives: Sequence[Life] = (Life(0.0, 1),),
+    lives: Sequence[Attempt] = (Attempt(0.0, 1),),
     price_per_device_hour: float = 0.0,
-) -> Reached | None:
+) -> TargetReached | None:
     """The first of `evaluations`, each (step, training_s, value) in order of steps, that meets `target`."""
-    more = is_more_better(target.metric) if target.direction == "auto" else target.direction == "max"
+    more = is_higher_better(target.metric) if target.direction == "auto" else target.direction == "max"
     for step, training_s, value in evaluations:
         if value >= target.value if more else value <= target.value:
-            return Reached(step, value, training_s, cost(training_s, lives, price_per_device_hour))
+            return TargetReached(step, value, training_s, compute_cost(training_s, lives, price_per_device_hour))
     return None
 
 
-def evaluations_of(metrics: DataFrame, column: str) -> list[tuple[int, float, float]]:
+def get_evaluations(metrics: DataFrame, column: str) -> list[tuple[int, float, float]]:
     """The rows (step, training_s, value) of one evaluated metric of `Run.metrics()`, in order of steps.
 
     A row without the time takes that of the next one that has it: too long rather than too short. Rows after the last

@@ -2,7 +2,7 @@
 
 Called by `shoal ablate`. Differences are taken between runs of one seed (the same data order, the same initial weights
 where the shapes agree), so that what the seed does to both is no part of them. Trains through a function that it is
-given (`alone.train_here`), one run after another; draws nothing.
+given (`alone.fit_locally`), one run after another; draws nothing.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from dataclasses import dataclass, field
 
 import shoal.runs
 from shoal.errors import ConfigError, TrainError
-from shoal.train.launch.validate import check
-from shoal.train.reporting.result import Outcome
+from shoal.train.launch.validate import validate_run
+from shoal.train.reporting.result import TrainResult
 from shoal.train.reporting.time_to_accuracy import TRAINING_S
 from shoal.train.spec import TrainSpec
 from shoal.train.task import find_task
-from shoal.train.tune.finders import footprint
+from shoal.train.tune.finders import measure_footprint
 
-WHOLE = "whole"
+BASELINE = "whole"
 STEP_S, MEMORY, PARAMETERS = "step_s", "memory_bytes", "parameters"
 COSTS = (STEP_S, MEMORY, PARAMETERS)
 
-Train = Callable[[TrainSpec], Outcome]
+TrainFunction = Callable[[TrainSpec], TrainResult]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Measured:
+class AblationRun:
     """One run. values: the metrics of its evaluation, and COSTS; {} with a `failure` when it could not be trained."""
 
     variant: str
@@ -58,13 +58,13 @@ class Spread:
     num: int
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
+    def from_values(cls, values: Sequence[float]) -> Spread:
         deviation = statistics.stdev(values) if len(values) > 1 else 0.0
         return cls(statistics.fmean(values), deviation, len(values))
 
 
 @dataclass(frozen=True)
-class Worth:
+class VariantSummary:
     """One variant over all seeds.
 
     values:      of each quantity
@@ -73,13 +73,13 @@ class Worth:
     """
 
     name: str
-    is_whole: bool
+    is_baseline: bool
     values: dict[str, Spread]
     differences: dict[str, Spread]
     failures: tuple[str, ...] = ()
 
 
-def variants_of(spec: TrainSpec, parts: Sequence[str], changes: Sequence[str]) -> list[Variant]:
+def build_variants(spec: TrainSpec, parts: Sequence[str], changes: Sequence[str]) -> list[Variant]:
     """The whole Task first, then it without each of `parts` (all that it has when neither is named), then changed.
 
     parts:   names in `Task.parts`
@@ -93,10 +93,10 @@ def variants_of(spec: TrainSpec, parts: Sequence[str], changes: Sequence[str]) -
             there = f"the task has {', '.join(known)}" if known else "the task has none: declare Task.parts"
             raise ConfigError("--part", name, "is no part of the task", f"{there}; or use --change NAME=args.x=1")
     chosen = parts or ([] if changes else list(known))
-    found = [Variant(WHOLE, spec)]
+    found = [Variant(BASELINE, spec)]
     for name in chosen:
         found.append(Variant(name, spec.model_copy(update={"args": {**spec.args, **known[name]}})))
-    for name, words in _changes(changes).items():
+    for name, words in _parse_changes(changes).items():
         found.append(Variant(name, spec.override(words)))
     names = [each.name for each in found]
     repeated = {name for name in names if names.count(name) > 1}
@@ -109,8 +109,11 @@ def variants_of(spec: TrainSpec, parts: Sequence[str], changes: Sequence[str]) -
 
 
 def ablate(
-    variants: Sequence[Variant], num_seeds: int, train: Train, say: Callable[[Measured], None] = lambda _: None
-) -> list[Measured]:
+    variants: Sequence[Variant],
+    num_seeds: int,
+    train: TrainFunction,
+    say: Callable[[AblationRun], None] = lambda _: None,
+) -> list[AblationRun]:
     """Every variant with every seed, from the spec's seed upwards; all are checked before the first is trained.
 
     say: told of each run as it ends
@@ -121,8 +124,8 @@ def ablate(
     prints = {}
     for variant in variants:
         try:
-            check(variant.spec)
-            prints[variant.name] = footprint(variant.spec)
+            validate_run(variant.spec)
+            prints[variant.name] = measure_footprint(variant.spec)
         except ConfigError as error:
             problem = f"{error.problem} (in {variant.name!r})"
             raise type(error)(error.field, error.value, problem, error.remedy) from error
@@ -130,7 +133,7 @@ def ablate(
     for offset in range(num_seeds):
         for variant in variants:  # one after another within a seed: what drifts in the machine meets all alike
             spec = variant.spec.model_copy(update={"seed": variant.spec.seed + offset})
-            found = _measure(variant.name, spec, train, *prints[variant.name])
+            found = _run_variant(variant.name, spec, train, *prints[variant.name])
             measured.append(found)
             say(found)
             if found.reason == "interrupted":
@@ -138,12 +141,12 @@ def ablate(
     return measured
 
 
-def worths(measured: Iterable[Measured]) -> list[Worth]:
+def summarise_variants(measured: Iterable[AblationRun]) -> list[VariantSummary]:
     """Per variant, in order: the spread of each quantity, and of its difference from the whole with the same seed."""
-    runs: dict[str, dict[int, Measured]] = {}
+    runs: dict[str, dict[int, AblationRun]] = {}
     for each in measured:
         runs.setdefault(each.variant, {})[each.seed] = each
-    whole = runs[WHOLE]
+    whole = runs[BASELINE]
     found = []
     for name, by_seed in runs.items():
         values: dict[str, list[float]] = {}
@@ -152,14 +155,16 @@ def worths(measured: Iterable[Measured]) -> list[Worth]:
             for quantity, value in run.values.items():
                 values.setdefault(quantity, []).append(value)
                 against = whole[seed].values.get(quantity)
-                if name != WHOLE and against is not None:
+                if name != BASELINE and against is not None:
                     differences.setdefault(quantity, []).append(value - against)
         failures = tuple(run.failure for run in by_seed.values() if run.failure)
-        found.append(Worth(name, name == WHOLE, _spreads(values), _spreads(differences), failures))
+        found.append(
+            VariantSummary(name, name == BASELINE, _compute_spreads(values), _compute_spreads(differences), failures)
+        )
     return found
 
 
-def main_metric(names: Sequence[str], spec: TrainSpec, wished: str | None = None) -> str:
+def choose_metric(names: Sequence[str], spec: TrainSpec, wished: str | None = None) -> str:
     """What the table shows first: what is wished for, what `stop` watches, or the first metric that is not the loss.
 
     names: what an evaluation of the Task measures
@@ -176,7 +181,7 @@ def main_metric(names: Sequence[str], spec: TrainSpec, wished: str | None = None
     return next((name for name in names if name != "loss"), names[0])
 
 
-def _changes(changes: Sequence[str]) -> dict[str, list[str]]:
+def _parse_changes(changes: Sequence[str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for change in changes:
         name, separator, word = change.partition("=")
@@ -186,21 +191,23 @@ def _changes(changes: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
-def _measure(name: str, spec: TrainSpec, train: Train, num_parameters: int, memory_bytes: int) -> Measured:
+def _run_variant(
+    name: str, spec: TrainSpec, train: TrainFunction, num_parameters: int, memory_bytes: int
+) -> AblationRun:
     try:
         outcome = train(spec)
     except TrainError as error:
-        return Measured(name, spec.seed, failure=f"{type(error).__name__}: {error}")
+        return AblationRun(name, spec.seed, failure=f"{type(error).__name__}: {error}")
     costs = {STEP_S: _step_s(outcome), MEMORY: float(memory_bytes), PARAMETERS: float(num_parameters)}
     values = {key: value for key, value in {**outcome.metrics, **costs}.items() if math.isfinite(value)}
-    return Measured(name, spec.seed, values, outcome.run_id, outcome.reason, outcome.steps)
+    return AblationRun(name, spec.seed, values, outcome.run_id, outcome.reason, outcome.steps)
 
 
-def _step_s(outcome: Outcome) -> float:
+def _step_s(outcome: TrainResult) -> float:
     """The mean over the run, without evaluations and checkpoints."""
     training_s = shoal.runs.load(outcome.run_id).latest().get(TRAINING_S, math.nan)
     return training_s / outcome.steps if outcome.steps else math.nan
 
 
-def _spreads(values: Mapping[str, Sequence[float]]) -> dict[str, Spread]:
-    return {name: Spread.of(each) for name, each in values.items()}
+def _compute_spreads(values: Mapping[str, Sequence[float]]) -> dict[str, Spread]:
+    return {name: Spread.from_values(each) for name, each in values.items()}

@@ -18,32 +18,32 @@ import numpy as np
 import psutil
 import torch
 
-from shoal.batch_tree import num_samples, tensors_of
-from shoal.cost.measure.memory import bytes_of, growth, state_of
-from shoal.cost.predict.single_device import first_samples, undisturbed
-from shoal.cpu_count import usable_cores
+from shoal.batch_tree import count_samples, tensors_of
+from shoal.cost.measure.memory import bytes_of, state_of, track_growth
+from shoal.cost.predict.single_device import load_first_samples, preserve_rng
+from shoal.cpu_count import count_usable_cores
 from shoal.data.dataset import length_of
 from shoal.errors import ConfigError, OutOfMemory
 from shoal.parallel import World
-from shoal.runs.formatting import size as in_bytes
-from shoal.train.loop.components import Assembly, assemble
+from shoal.runs.formatting import format_size as in_bytes
+from shoal.train.loop.components import TrainComponents, build_components
 from shoal.train.loop.oom import is_out_of_memory
-from shoal.train.optim.optimizers import set_rate
+from shoal.train.optim.optimizers import set_learning_rate
 from shoal.train.spec import ScheduleSpec, TrainSpec
 from shoal.train.task import make_task
 
 SMOOTHED_SHARE = 0.03  # of the sweep: the width of the window in which losses are averaged
-DIVERGED = 4.0  # times the best loss
-CLEAR = 7.0  # times the noise of the averaged losses: of chance alone, 99% of sweeps fall by less
-WORTH_LOOKING = 0.1  # of the sweep: at its very beginning the smoothing has little to go by
-FIRST = 8  # the size that is tried first: small, and no trouble for batch-norm
+DIVERGENCE_FACTOR = 4.0  # times the best loss
+MIN_SIGNAL_TO_NOISE = 7.0  # times the noise of the averaged losses: of chance alone, 99% of sweeps fall by less
+SKIPPED_SHARE = 0.1  # of the sweep: at its very beginning the smoothing has little to go by
+FIRST_SIZE = 8  # the size that is tried first: small, and no trouble for batch-norm
 PRECISION = 32  # the largest batch is found to within a 32nd
 NUM_TIMED, TIMED_S = 5, 2.0
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
-class RateFound:
+class LearningRateResult:
     """A learning-rate range test (arXiv:1506.01186): one step at each rate, from low to high.
 
     smoothed:   the losses, averaged over their neighbours on both sides, so that nothing is shifted
@@ -62,7 +62,7 @@ class RateFound:
 
 
 @dataclass(frozen=True)
-class BatchTried:
+class BatchTrial:
     """One batch size; rates are NaN where it did not fit.
 
     memory_bytes: the most that was allocated at once: weights, optimiser, batch, activations and gradients
@@ -81,20 +81,22 @@ class BatchTried:
 
 
 @dataclass(frozen=True)
-class BatchFound:
+class BatchSizeResult:
     """tried: in order of size. largest: that fits. fastest: in samples per second. limit_bytes: of memory.
 
     is_limited: whether it was the memory that ended the search, and not the samples, the time or `up_to`
     """
 
-    tried: list[BatchTried]
+    tried: list[BatchTrial]
     largest: int
     fastest: int
     limit_bytes: int
     is_limited: bool
 
 
-def find_rate(spec: TrainSpec, lowest: float = 1e-7, highest: float = 10.0, num_steps: int = 100) -> RateFound:
+def find_learning_rate(
+    spec: TrainSpec, lowest: float = 1e-7, highest: float = 10.0, num_steps: int = 100
+) -> LearningRateResult:
     """Train for up to `num_steps` steps, each at a higher rate, and look at the losses.
 
     Raises what building the Task raises, and ConfigError for an optimiser without rate and for a first loss that is not
@@ -102,41 +104,41 @@ def find_rate(spec: TrainSpec, lowest: float = 1e-7, highest: float = 10.0, num_
     """
     rates = np.geomspace(lowest, highest, num_steps).tolist()
     losses: list[float] = []
-    with _alone(spec) as (parts, _):
+    with _single_device_components(spec) as (parts, _):
         own = parts.optimizer.param_groups[0]["initial_lr"]
         for step, rate in enumerate(rates):
-            set_rate(parts.optimizer, rate / own)
-            losses.append(_step(parts, parts.stream.next(), step))
+            set_learning_rate(parts.optimizer, rate / own)
+            losses.append(_run_step(parts, parts.stream.next(), step))
             if not math.isfinite(losses[0]):
                 problem = f"its first loss, of fresh weights, is not finite but {losses[0]}"
                 raise ConfigError("task", spec.task, problem, "look at its loss and its data: no rate can mend it")
             if _has_diverged(losses):
                 break
     diverged = len(losses) < num_steps or not math.isfinite(losses[-1])
-    return judge_rates(rates[: len(losses)], losses, diverged)
+    return analyse_rates(rates[: len(losses)], losses, diverged)
 
 
-def judge_rates(rates: list[float], losses: list[float], diverged: bool) -> RateFound:
+def analyse_rates(rates: list[float], losses: list[float], diverged: bool) -> LearningRateResult:
     """What a sweep says. Pure."""
     finite = [loss for loss in losses if math.isfinite(loss)]  # only the last can be otherwise
     rates = rates[: len(finite)]
     width = max(1.0, SMOOTHED_SHARE * len(rates))
-    smoothed = _smoothed(np.asarray(finite), width)
+    smoothed = _smooth(np.asarray(finite), width)
     if len(rates) < 3:
-        return RateFound(rates, finite, smoothed.tolist(), None, rates[0] if rates else math.nan, diverged)
+        return LearningRateResult(rates, finite, smoothed.tolist(), None, rates[0] if rates else math.nan, diverged)
     best = int(smoothed.argmin())
-    first = min(int(WORTH_LOOKING * len(rates)), best)
+    first = min(int(SKIPPED_SHARE * len(rates)), best)
     slopes = np.gradient(smoothed, np.log(rates))[first : best + 1]
     steepest = first + int(slopes.argmin())
     fall = float(smoothed[: best + 1].max() - smoothed[best])
-    is_clear = slopes.min() < 0 and best > 0 and fall > CLEAR * _noise(np.asarray(finite), width)
+    is_clear = slopes.min() < 0 and best > 0 and fall > MIN_SIGNAL_TO_NOISE * _estimate_noise(np.asarray(finite), width)
     suggestion = rates[steepest] if is_clear else None
-    return RateFound(rates, finite, smoothed.tolist(), suggestion, rates[best], diverged)
+    return LearningRateResult(rates, finite, smoothed.tolist(), suggestion, rates[best], diverged)
 
 
-def find_batch(
+def find_batch_size(
     spec: TrainSpec, limit_bytes: int | None = None, up_to: int = 65_536, longest_s: float = 10.0
-) -> BatchFound:
+) -> BatchSizeResult:
     """The largest batch that one worker can step on, by doubling and bisection, and the speed at each size.
 
     limit_bytes: of memory; None: what the device has free now, of a CPU's memory four fifths. On a CPU, a size that
@@ -147,30 +149,32 @@ def find_batch(
     Raises OutOfMemory when not even one sample fits.
     """
     whole = spec.model_copy(update={"batch_size": 1, "parallel": spec.parallel.model_copy(update={"accumulate": 1})})
-    with _alone(whole) as (parts, device):
-        limit = limit_bytes or _free_bytes(device)
-        trial = _Trial(parts, device, limit)
-        largest = search(trial.fits, min(up_to, trial.num_samples or up_to), lambda: trial.slowest_s() > longest_s)
+    with _single_device_components(whole) as (parts, device):
+        limit = limit_bytes or _get_free_bytes(device)
+        trial = _BatchSearch(parts, device, limit)
+        largest = search_largest(
+            trial.fits, min(up_to, trial.num_samples or up_to), lambda: trial.get_slowest_s() > longest_s
+        )
         if largest == 0:
             raise OutOfMemory(f"not even one sample fits into {in_bytes(limit)}: shard or split the model")
-    tried = sorted(trial.tried.values(), key=lambda each: each.batch_size)
+    tried = sorted(trial.trials.values(), key=lambda each: each.batch_size)
     fastest = max((each for each in tried if each.fits), key=lambda each: each.samples_per_s)
-    return BatchFound(tried, largest, fastest.batch_size, limit, not all(each.fits for each in tried))
+    return BatchSizeResult(tried, largest, fastest.batch_size, limit, not all(each.fits for each in tried))
 
 
-def footprint(spec: TrainSpec) -> tuple[int, int]:
+def measure_footprint(spec: TrainSpec) -> tuple[int, int]:
     """Parameters, and bytes at the peak of a step of `batch_size` samples, of the Task in one process."""
-    with _alone(spec) as (parts, device):
+    with _single_device_components(spec) as (parts, device):
         memory_bytes, _ = measure_step(parts, parts.stream.next(), device)
         return parts.num_parameters, memory_bytes
 
 
-def search(fits: Callable[[int], bool], up_to: int, is_enough: Callable[[], bool] = lambda: False) -> int:
+def search_largest(fits: Callable[[int], bool], up_to: int, is_enough: Callable[[], bool] = lambda: False) -> int:
     """The largest size in [1, up_to] that fits, to within a 32nd below it; 0 when none does.
 
     `fits` must be true up to some size and false beyond. Sizes are doubled until one does not fit or it is enough.
     """
-    low, high = 0, min(FIRST, up_to)
+    low, high = 0, min(FIRST_SIZE, up_to)
     while fits(high):
         low = high
         if low == up_to or is_enough():
@@ -182,94 +186,94 @@ def search(fits: Callable[[int], bool], up_to: int, is_enough: Callable[[], bool
     return low
 
 
-class _Trial:
+class _BatchSearch:
     """Steps on batches of given sizes, remembering what each took."""
 
-    def __init__(self, parts: Assembly, device: torch.device, limit_bytes: int) -> None:
+    def __init__(self, parts: TrainComponents, device: torch.device, limit_bytes: int) -> None:
         self._parts, self._device, self._limit_bytes = parts, device, limit_bytes
         self._data = parts.task.data()
         self.num_samples = length_of(self._data.train)
-        self.tried: dict[int, BatchTried] = {}
+        self.trials: dict[int, BatchTrial] = {}
 
     def fits(self, size: int) -> bool:
         """Try this size, unless what is known already says that it cannot fit."""
         expected = self._expected_bytes(size)
         if self._device.type == "cpu" and expected > self._limit_bytes:
-            tried: BatchTried | None = BatchTried(size, False, expected, was_run=False)
+            tried: BatchTrial | None = BatchTrial(size, False, expected, was_run=False)
         else:
             tried = self._run(size)
         if tried is None:
             return False
-        self.tried[size] = tried
+        self.trials[size] = tried
         return tried.fits
 
-    def slowest_s(self) -> float:
-        return max(each.step_s for each in self.tried.values() if each.fits)
+    def get_slowest_s(self) -> float:
+        return max(each.step_s for each in self.trials.values() if each.fits)
 
     def _expected_bytes(self, size: int) -> int:
         """By the line through the two largest sizes that fitted; 0 when there are no two yet."""
-        known = sorted((each.batch_size, each.memory_bytes) for each in self.tried.values() if each.fits)[-2:]
+        known = sorted((each.batch_size, each.memory_bytes) for each in self.trials.values() if each.fits)[-2:]
         if len(known) < 2:
             return 0
         (small, least), (large, most) = known
         return int(most + (most - least) / (large - small) * (size - large))
 
-    def _run(self, size: int) -> BatchTried | None:
+    def _run(self, size: int) -> BatchTrial | None:
         """None where the data has not so many samples, of which an iterable need not know."""
         try:
-            batch = first_samples(self._data, size, self._device)
-            if num_samples(batch) < size:
+            batch = load_first_samples(self._data, size, self._device)
+            if count_samples(batch) < size:
                 return None
             memory_bytes, step_s = measure_step(self._parts, batch, self._device)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            return BatchTried(size, False, self._limit_bytes)
+            return BatchTrial(size, False, self._limit_bytes)
         finally:
             self._parts.optimizer.zero_grad()
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
         if memory_bytes > self._limit_bytes:
-            return BatchTried(size, False, memory_bytes)
-        return BatchTried(size, True, memory_bytes, step_s)
+            return BatchTrial(size, False, memory_bytes)
+        return BatchTrial(size, True, memory_bytes, step_s)
 
 
-def measure_step(parts: Assembly, batch: Any, device: torch.device) -> tuple[int, float]:
+def measure_step(parts: TrainComponents, batch: Any, device: torch.device) -> tuple[int, float]:
     """Bytes allocated at the peak of a step, all that was there before included; and the seconds of one, the median."""
-    _step(parts, batch, 0)  # the optimiser's state, and what is made at a first call
+    _run_step(parts, batch, 0)  # the optimiser's state, and what is made at a first call
     parts.optimizer.zero_grad()
     there = state_of(parts.model.modules, parts.optimizer)
     held_bytes = bytes_of([*there["parameters"], *there["optimizer"], *tensors_of(batch)])
-    with growth(device) as grown:
-        _step(parts, batch, 1)
+    with track_growth(device) as grown:
+        _run_step(parts, batch, 1)
     seconds: list[float] = []
     while not seconds or (len(seconds) < NUM_TIMED and sum(seconds) < TIMED_S):
         began_s = time.perf_counter()
-        _step(parts, batch, 2 + len(seconds))
+        _run_step(parts, batch, 2 + len(seconds))
         seconds.append(time.perf_counter() - began_s)
     return held_bytes + grown.peak_bytes, float(np.median(seconds))
 
 
 @contextmanager
-def _alone(spec: TrainSpec) -> Iterator[tuple[Assembly, torch.device]]:
+def _single_device_components(spec: TrainSpec) -> Iterator[tuple[TrainComponents, torch.device]]:
     """The parts of a run on one device, without a plan, a schedule, an average or a choice of samples."""
     degrees = {"data": 1, "replicate": 1, "shard": False, "tensor": 1, "pipeline": 1}
     plan = spec.parallel.model_copy(update=degrees)
     changes = {"parallel": plan, "workers": 1, "schedule": ScheduleSpec(), "average": None, "selective_backprop": None}
     alone = spec.model_copy(update=changes)
-    with undisturbed(spec.seed, spec.threads or usable_cores()):
-        world = World.alone(spec.device)
-        with closing(assemble(alone, make_task(spec.task, spec.args), world)) as parts:
+    with preserve_rng(spec.seed, spec.threads or count_usable_cores()):
+        world = World.single(spec.device)
+        with closing(build_components(alone, make_task(spec.task, spec.args), world)) as parts:
             yield parts, world.device
 
 
-def _step(parts: Assembly, batch: Any, step: int) -> float:
+def _run_step(parts: TrainComponents, batch: Any, step: int) -> float:
     """One step of the optimiser; the loss before it, known when the device is done."""
     loss = parts.model.train_step(batch, step)
     if parts.spec.clip_norm is not None:
-        parts.model.clip(parts.spec.clip_norm)
+        parts.model.clip_gradients(parts.spec.clip_norm)
     parts.optimizer.step()
-    parts.model.optimizer_stepped()
+    parts.model.on_optimizer_step()
     return float(loss)
 
 
@@ -278,10 +282,10 @@ def _has_diverged(losses: list[float]) -> bool:
     if not math.isfinite(last):
         return True
     best, first, recent = min(losses), losses[0], float(np.median(losses[-3:]))
-    return recent - best > (DIVERGED - 1) * max(abs(best), 0.1 * abs(first))
+    return recent - best > (DIVERGENCE_FACTOR - 1) * max(abs(best), 0.1 * abs(first))
 
 
-def _smoothed(losses: np.ndarray, width: float) -> np.ndarray:
+def _smooth(losses: np.ndarray, width: float) -> np.ndarray:
     """Each loss averaged with its neighbours, by a bell curve of standard deviation `width`, in steps."""
     steps = np.arange(len(losses))
     weights = np.exp(-0.5 * ((steps[:, None] - steps[None, :]) / width) ** 2)
@@ -289,13 +293,13 @@ def _smoothed(losses: np.ndarray, width: float) -> np.ndarray:
     return averaged
 
 
-def _noise(losses: np.ndarray, width: float) -> float:
+def _estimate_noise(losses: np.ndarray, width: float) -> float:
     """The standard deviation that chance alone gives to losses averaged over `width`, by how neighbours differ."""
     of_one = 1.4826 * float(np.median(np.abs(np.diff(losses)))) / math.sqrt(2)
     return of_one / math.sqrt(2 * math.sqrt(math.pi) * width)
 
 
-def _free_bytes(device: torch.device) -> int:
+def _get_free_bytes(device: torch.device) -> int:
     """Of the device; of a CPU's memory four fifths of what is free, also within a container's limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)

@@ -8,21 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from shoal.runs.formatting import number
-from shoal.runs.formatting import size as in_bytes
-from shoal.runs.report.plots import GRID, INK, LINE, MARK, MUTED, RULE, png
+from shoal.runs.formatting import format_number
+from shoal.runs.formatting import format_size as in_bytes
+from shoal.runs.report.plots import GRID, INK, LINE, MARK, MUTED, RULE, to_png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from shoal.train.tune.ablation import Worth
-    from shoal.train.tune.finders import BatchFound, RateFound
+    from shoal.train.tune.ablation import VariantSummary
+    from shoal.train.tune.finders import BatchSizeResult, LearningRateResult
 
 
-def rate_picture(found: RateFound, title: str) -> bytes:
+def plot_learning_rate(found: LearningRateResult, title: str) -> bytes:
     """The loss over the rate, with what is suggested and what is too high."""
-    figure, (axes,) = _figure(title, 1)
+    figure, (axes,) = _make_figure(title, 1)
     axes.plot(found.rates, found.losses, color=RULE, linewidth=1, label="loss")
     axes.plot(found.rates, found.smoothed, color=LINE, linewidth=2, label="smoothed")
     if found.suggestion is not None:
@@ -33,13 +33,13 @@ def rate_picture(found: RateFound, title: str) -> bytes:
     axes.set_ylim(low - 0.1 * (high - low or 1.0), high + 0.6 * (high - low or 1.0))  # not the height of a divergence
     axes.set_xlabel("learning rate", color=MUTED)
     axes.legend(frameon=False, fontsize=8, labelcolor=INK)
-    return png(figure)
+    return to_png(figure)
 
 
-def batch_picture(found: BatchFound, title: str) -> bytes:
+def plot_batch_size(found: BatchSizeResult, title: str) -> bytes:
     """Speed and memory over the batch size."""
     fitting = [each for each in found.tried if each.fits]
-    figure, (speed, memory) = _figure(title, 2)
+    figure, (speed, memory) = _make_figure(title, 2)
     speed.plot([each.batch_size for each in fitting], [each.samples_per_s for each in fitting], "o-", color=LINE)
     speed.axvline(found.fastest, color=MARK, linewidth=1.5, label=f"fastest: {found.fastest:,}")
     speed.set_ylabel("samples per second", color=MUTED)
@@ -56,42 +56,42 @@ def batch_picture(found: BatchFound, title: str) -> bytes:
     memory.yaxis.set_major_formatter(lambda value, _: in_bytes(int(value)))
     for axes in (speed, memory):
         axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(lambda value, _: number(value))
+        axes.xaxis.set_major_formatter(lambda value, _: format_number(value))
         axes.set_xlabel("batch size", color=MUTED)
-    return png(figure)
+    return to_png(figure)
 
 
-def ablation_picture(worths: Sequence[Worth], quantities: Sequence[tuple[str, str]], title: str) -> bytes:
+def plot_ablation(worths: Sequence[VariantSummary], quantities: Sequence[tuple[str, str]], title: str) -> bytes:
     """One panel a quantity, one row a variant: its mean and spread, the whole Task on top.
 
     quantities: (name in `Worth.values`, label)
     """
-    figure, panels = _figure(title, len(quantities), height=1.4 + 0.34 * len(worths))
+    figure, panels = _make_figure(title, len(quantities), height=1.4 + 0.34 * len(worths))
     rows = list(range(len(worths)))[::-1]
     for axes, (name, label) in zip(panels, quantities, strict=True):
         for row, worth in zip(rows, worths, strict=True):
             spread = worth.values.get(name)
             if spread is None:
                 continue
-            colour = INK if worth.is_whole else LINE
+            colour = INK if worth.is_baseline else LINE
             axes.errorbar(spread.mean, row, xerr=spread.deviation, fmt="o", color=colour, capsize=3, markersize=5)
-            if worth.is_whole:
+            if worth.is_baseline:
                 axes.axvline(spread.mean, color=RULE, linewidth=1, zorder=0)
         axes.set_xlabel(label, color=MUTED)
         axes.set_ylim(-0.6, len(worths) - 0.4)
         axes.set_yticks(rows, [worth.name for worth in worths] if axes is panels[0] else [""] * len(rows))
         axes.locator_params(axis="x", nbins=4)
-        axes.xaxis.set_major_formatter(_formatter(name))
-    return png(figure)
+        axes.xaxis.set_major_formatter(_make_formatter(name))
+    return to_png(figure)
 
 
-def _formatter(name: str) -> Callable[[float, object], str]:
+def _make_formatter(name: str) -> Callable[[float, object], str]:
     if name == "memory_bytes":
         return lambda value, _: in_bytes(max(int(value), 0))
-    return lambda value, _: number(value)
+    return lambda value, _: format_number(value)
 
 
-def _figure(title: str, num_panels: int, height: float = 3.5) -> tuple[Figure, list[Axes]]:
+def _make_figure(title: str, num_panels: int, height: float = 3.5) -> tuple[Figure, list[Axes]]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(max(5.4, 3.6 * num_panels), height), facecolor="white", layout="constrained")

@@ -18,7 +18,7 @@ from shoal.rl.algorithms.impala.config import ImpalaConfig
 from shoal.rl.algorithms.vtrace import vtrace
 
 
-class Batch(NamedTuple):
+class ImpalaBatch(NamedTuple):
     """S segments laid end to end: observations [N+S, *obs] (one more a segment), actions, rewards and behaviour
     log_probabilities [N], lengths_B int64 [S], terminated_B bool [S]."""
 
@@ -43,16 +43,16 @@ class NonFiniteLoss(ShoalError):
     """The loss or its gradient became NaN or infinite: the update was not applied."""
 
 
-def batch_of(
+def build_batch(
     observations: np.ndarray,
     actions: np.ndarray,
     rewards: np.ndarray,
     log_probabilities: np.ndarray,
     lengths: np.ndarray,
     terminated: np.ndarray,
-) -> Batch:
+) -> ImpalaBatch:
     """Tensors from the arrays of an experience batch; observations become float32."""
-    return Batch(
+    return ImpalaBatch(
         torch.from_numpy(np.array(observations, np.float32)),
         torch.from_numpy(np.array(actions)),
         torch.from_numpy(np.array(rewards)),
@@ -62,7 +62,7 @@ def batch_of(
     )
 
 
-def impala_loss(logits: Tensor, values: Tensor, batch: Batch, config: ImpalaConfig) -> Losses:
+def impala_loss(logits: Tensor, values: Tensor, batch: ImpalaBatch, config: ImpalaConfig) -> Losses:
     """The loss of §4.2: policy gradient with V-trace advantages, squared error to V-trace targets, entropy bonus.
 
     logits [N+S, num_actions] and values [N+S] are the learner's, for every observation; differentiable in both.
@@ -102,9 +102,11 @@ def impala_loss(logits: Tensor, values: Tensor, batch: Batch, config: ImpalaConf
     return Losses(total, policy_loss, value_loss, entropy)
 
 
-def update(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, config: ImpalaConfig) -> dict[str, float]:
+def update(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: ImpalaBatch, config: ImpalaConfig
+) -> dict[str, float]:
     """One gradient step on `batch`. Returns metrics. Raises NonFiniteLoss, leaving the weights as they were."""
-    metrics = _gradients(model, batch, config)
+    metrics = _compute_gradients(model, batch, config)
     bad = [name for name, value in metrics.items() if not np.isfinite(value)]
     if bad:
         raise NonFiniteLoss(f"{', '.join(bad)} is not finite; lower impala.learning_rate or check the rewards")
@@ -112,12 +114,12 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, con
     return metrics
 
 
-def is_finite(model: nn.Module, batch: Batch, config: ImpalaConfig) -> bool:
+def has_finite_loss(model: nn.Module, batch: ImpalaBatch, config: ImpalaConfig) -> bool:
     """Whether `update` could learn from `batch`; leaves the weights as they are."""
-    return bool(np.isfinite(list(_gradients(model, batch, config).values())).all())
+    return bool(np.isfinite(list(_compute_gradients(model, batch, config).values())).all())
 
 
-def _gradients(model: nn.Module, batch: Batch, config: ImpalaConfig) -> dict[str, float]:
+def _compute_gradients(model: nn.Module, batch: ImpalaBatch, config: ImpalaConfig) -> dict[str, float]:
     """Put the clipped gradients of the loss into the model; the metrics of an update."""
     logits, values = model(batch.observations)
     losses = impala_loss(logits, values, batch, config)

@@ -12,12 +12,12 @@ import torch
 from shoal.errors import ConfigError
 from shoal.registry.manifest import Format, ModelFactory
 from shoal.serve.model.formats.module import ModuleTemplate
-from shoal.serve.model.formats.template import Arrays, Forward, Setting, Template
+from shoal.serve.model.formats.template import Arrays, Forward, Template, TemplateConfig
 
-__all__ = ["Arrays", "Forward", "Setting", "Template", "has_cuda", "open_template"]
+__all__ = ["Arrays", "Forward", "Template", "TemplateConfig", "has_cuda", "open_template"]
 
 
-def open_template(factory: ModelFactory, setting: Setting) -> Template:
+def open_template(factory: ModelFactory, setting: TemplateConfig) -> Template:
     """The template of a model. Raises ConfigError when it cannot be built, or when its format lacks an option."""
     options, kind = setting.options, factory.format
     if kind == "module":

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from shoal.serve.model.formats.template import Setting
+from shoal.serve.model.formats.template import TemplateConfig
 
 
 class CompiledModule:
     """Compiles at the first call, and once more for the first batch of another size: two graphs, of one row and of any
     number, which the warm-up makes both."""
 
-    def __init__(self, module: nn.Module, setting: Setting, *, by_name: bool) -> None:
+    def __init__(self, module: nn.Module, setting: TemplateConfig, *, by_name: bool) -> None:
         target = _Predict(module) if by_name else module
         prefix = "module." if by_name else ""
         self._variable = [[i for i, size in enumerate(spec.shape) if size == -1] for spec in setting.signature.inputs]

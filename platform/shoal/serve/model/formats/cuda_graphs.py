@@ -23,7 +23,7 @@ class GraphedModule:
     """The slots of one module. `called` says how a module is called: by itself, or by its `predict`."""
 
     def __init__(self, module: nn.Module, called: Callable[[nn.Module], Callable[..., Any]]) -> None:
-        self._module, self._called = module, called
+        self._module, self._get_callable = module, called
         self._free: list[_Slot] = []
 
     def bind(self, state: Mapping[str, Tensor]) -> Callable[..., Any]:
@@ -32,14 +32,14 @@ class GraphedModule:
             slot = self._free.pop()
         except IndexError:
             module = copy.deepcopy(self._module)
-            slot = _Slot(module, self._called(module))
+            slot = _Slot(module, self._get_callable(module))
         slot.assign(state)
-        version = _Version(slot)
+        version = _SlotLease(slot)
         weakref.finalize(version, self._free.append, slot)
         return version
 
 
-class _Version:
+class _SlotLease:
     """The claim of one version to a slot: when it is gone, so is the version."""
 
     def __init__(self, slot: _Slot) -> None:
@@ -85,7 +85,7 @@ class _Graph:
         self._buffers = buffers
         named = dict(zip(names, buffers, strict=True)) if names else {}
         args = () if names else tuple(buffers)
-        self._replay, self._outputs = captured(lambda: call(*args, **named))
+        self._replay, self._outputs = capture_graph(lambda: call(*args, **named))
 
     def replay(self, tensors: tuple[Tensor, ...], num_rows: int) -> Any:
         for buffer, tensor in zip(self._buffers, tensors, strict=True):
@@ -93,13 +93,13 @@ class _Graph:
         self._replay()
         outputs = self._outputs
         if isinstance(outputs, Mapping):
-            return {name: _own(output, num_rows) for name, output in outputs.items()}
+            return {name: _copy_to_host(output, num_rows) for name, output in outputs.items()}
         if isinstance(outputs, tuple | list):
-            return [_own(output, num_rows) for output in outputs]
-        return _own(outputs, num_rows)
+            return [_copy_to_host(output, num_rows) for output in outputs]
+        return _copy_to_host(outputs, num_rows)
 
 
-def captured(compute: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+def capture_graph(compute: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
     """A function that computes anew, from and to the memory that `compute` reads and gives; and what it gives."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -112,6 +112,6 @@ def captured(compute: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
     return graph.replay, outputs
 
 
-def _own(output: Tensor, num_rows: int) -> Tensor:
+def _copy_to_host(output: Tensor, num_rows: int) -> Tensor:
     """The rows of the batch, out of the memory that the next one overwrites."""
     return output[:num_rows].to("cpu", copy=True)

@@ -15,8 +15,8 @@ import torch
 
 from shoal.errors import ConfigError, WeightsError
 from shoal.registry.manifest import Signature, TensorSignature
-from shoal.serve.model.formats.template import Forward, Setting
-from shoal.serve.model.formats.torch_forward import torch_forward
+from shoal.serve.model.formats.template import Forward, TemplateConfig
+from shoal.serve.model.formats.torch_forward import make_torch_forward
 from shoal.serve.model.kernels import choose_kernels
 from shoal.weights import WeightSnapshot
 
@@ -30,24 +30,24 @@ _DATATYPES = {
 class ExportedTemplate:
     """Programs with one signature; each version brings its own."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: TemplateConfig) -> None:
         self._setting = setting
 
     def load(self, snapshot: WeightSnapshot) -> Forward:
-        program = _program(snapshot.payload, f"version {snapshot.version}")
+        program = _load_program(snapshot.payload, f"version {snapshot.version}")
         if self._setting.device != "cpu":
             from torch.export.passes import move_to_device_pass
 
             program = move_to_device_pass(program, self._setting.device)
-        module = _flat(program.module(check_guards=False))
+        module = _flatten_program(program.module(check_guards=False))
         if self._setting.options.compile:
-            return torch_forward(_of_tensors(program, torch.compile(module)), self._setting)
+            return make_torch_forward(_bind_constants(program, torch.compile(module)), self._setting)
         if self._setting.device == "cpu":
             choose_kernels(module)
-        return torch_forward(_of_tensors(program, module), self._setting)
+        return make_torch_forward(_bind_constants(program, module), self._setting)
 
 
-def _flat(module: Any) -> Any:
+def _flatten_program(module: Any) -> Any:
     """The program without what checks and nests its inputs: they are flat, and were checked against the signature."""
     from torch.fx.graph import CodeGen
 
@@ -65,7 +65,7 @@ class _Argument(NamedTuple):
     value: Any
 
 
-def _arguments(program: Any) -> tuple[list[_Argument], list[_Argument]]:
+def _read_arguments(program: Any) -> tuple[list[_Argument], list[_Argument]]:
     """What a program takes and what it gives, flat."""
     from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
@@ -78,9 +78,9 @@ def _arguments(program: Any) -> tuple[list[_Argument], list[_Argument]]:
     return given, [read(each.arg) for each in signature.output_specs if each.kind is OutputKind.USER_OUTPUT]
 
 
-def _of_tensors(program: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+def _bind_constants(program: Any, call: Callable[..., Any]) -> Callable[..., Any]:
     """A flat program as a function of its tensors alone; of what it was exported with beside them it gets the same."""
-    given, made = _arguments(program)
+    given, made = _read_arguments(program)
     if all(each.name is not None for each in (*given, *made)):
         return call
 
@@ -92,23 +92,25 @@ def _of_tensors(program: Any, call: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def signature_of(payload: bytes, file: str) -> Signature:
+def read_signature(payload: bytes, file: str) -> Signature:
     """What the program takes and gives. Raises ConfigError.
 
     Inputs have the names of its forward's arguments, outputs the keys of the dict that it gives; where that is none,
     `output`, or of several `output_0`, ... What is no tensor, such as None, is neither.
     """
-    program = _program(payload, file)
+    program = _load_program(payload, file)
     nodes = {node.name: node for node in program.graph.nodes}
-    given, made = _arguments(program)
-    outputs = _named(program.call_spec.out_spec, [each.name for each in made])
+    given, made = _read_arguments(program)
+    outputs = _name_outputs(program.call_spec.out_spec, [each.name for each in made])
     return Signature(
-        inputs=[_tensor(file, each.name, nodes[each.name]) for each in given if each.name is not None],
-        outputs=[_tensor(file, output_name, nodes[name]) for output_name, name in outputs if name is not None],
+        inputs=[_to_tensor_signature(file, each.name, nodes[each.name]) for each in given if each.name is not None],
+        outputs=[
+            _to_tensor_signature(file, output_name, nodes[name]) for output_name, name in outputs if name is not None
+        ],
     )
 
 
-def _named(spec: Any, outputs: Sequence[str | None]) -> list[tuple[str, str | None]]:
+def _name_outputs(spec: Any, outputs: Sequence[str | None]) -> list[tuple[str, str | None]]:
     """Outputs that `spec`, a TreeSpec, nests, by the keys of a flat dict when all of them are names."""
     given = spec.unflatten(outputs)
     is_flat = isinstance(given, dict) and list(given.values()) == list(outputs)
@@ -120,7 +122,7 @@ def _named(spec: Any, outputs: Sequence[str | None]) -> list[tuple[str, str | No
     return [(f"output_{index}", name) for index, name in enumerate(tensors)]
 
 
-def _program(payload: bytes, what: str) -> Any:
+def _load_program(payload: bytes, what: str) -> Any:
     import torch.export
 
     logged: list[BaseException] = []
@@ -141,7 +143,7 @@ def _program(payload: bytes, what: str) -> Any:
         logger.removeFilter(keep_errors)
 
 
-def _tensor(file: str, name: str, node: Any) -> TensorSignature:
+def _to_tensor_signature(file: str, name: str, node: Any) -> TensorSignature:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         raise ConfigError("file", file, f"{name!r} is not a tensor", "export a model that takes and gives tensors")

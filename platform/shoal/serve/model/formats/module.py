@@ -31,11 +31,11 @@ from shoal.errors import ConfigError, WeightsError
 from shoal.registry.manifest import ModelFactory
 from shoal.serve.model.formats.compiled import CompiledModule
 from shoal.serve.model.formats.cuda_graphs import GraphedModule
-from shoal.serve.model.formats.module_copy import comes_upon, own_tensors
-from shoal.serve.model.formats.template import Forward, Setting
-from shoal.serve.model.formats.torch_forward import torch_forward
+from shoal.serve.model.formats.module_copy import can_reach, list_state_tensors
+from shoal.serve.model.formats.template import Forward, TemplateConfig
+from shoal.serve.model.formats.torch_forward import make_torch_forward
 from shoal.serve.model.kernels import choose_kernels
-from shoal.serve.model.precision import Precision
+from shoal.serve.model.precision import PrecisionConverter
 from shoal.weights import WeightSnapshot
 
 State = Mapping[str, Tensor]
@@ -51,47 +51,47 @@ class ModuleTemplate:
     has not is called as `forward(*inputs)` in the signature's order, and gives a tensor, a tuple or a dict.
     """
 
-    def __init__(self, factory: ModelFactory, setting: Setting) -> None:
+    def __init__(self, factory: ModelFactory, setting: TemplateConfig) -> None:
         self._factory, self._setting = factory, setting
-        module = self._built()
+        module = self._build_module()
         self._expected = {name: (tensor.shape, tensor.dtype) for name, tensor in module.state_dict().items()}
         # A mask may hold infinities on purpose, and then it does from the start.
-        self._unbounded = {name for name, tensor in module.state_dict().items() if _num_not_finite(tensor)}
+        self._unbounded = {name for name, tensor in module.state_dict().items() if _count_not_finite(tensor)}
         self._by_name = callable(getattr(module, "predict", None))
-        self._precision = self._prepared(module)
-        self._bind = self._binding(module)
+        self._precision = self._prepare(module)
+        self._bind = self._select_binding(module)
 
-    def _built(self) -> nn.Module:
+    def _build_module(self) -> nn.Module:
         module = self._factory.build()
         if not isinstance(module, nn.Module):
             name, given = self._factory.factory, type(module).__name__
             raise ConfigError("model.factory", name, f"gave {given}, not a torch nn.Module")
         return module.eval().requires_grad_(False)
 
-    def _prepared(self, module: nn.Module) -> Precision:
+    def _prepare(self, module: nn.Module) -> PrecisionConverter:
         """What a module becomes before it has the weights of a version: its precision, its kernels, its device."""
-        precision = Precision(self._setting.options.precision, module)
+        precision = PrecisionConverter(self._setting.options.precision, module)
         if self._setting.device == "cpu" and not self._setting.options.compile:  # a compiler chooses its own
             choose_kernels(module)
         module.to(self._setting.device)
         return precision
 
-    def _binding(self, module: nn.Module) -> Callable[[State], Callable[..., Any]]:
+    def _select_binding(self, module: nn.Module) -> Callable[[State], Callable[..., Any]]:
         """What makes a version of its state. Raises ConfigError for a module that cannot be run as is wanted."""
-        options, own = self._setting.options, own_tensors(module)
-        bare = _bare_copy(module)
+        options, own = self._setting.options, list_state_tensors(module)
+        bare = _copy_without_weights(module)
         if options.compile:
-            if bare is not None and comes_upon(bare, own, barred=[module]):
+            if bare is not None and can_reach(bare, own, barred=[module]):
                 raise ConfigError("compile", True, "is not for a module that keeps its weights in a list", _REMEDY)
             return CompiledModule(module, self._setting, by_name=self._by_name).bind
         if options.cuda_graphs:
             _require_fixed(self._setting)
-            if bare is None or comes_upon(bare, [module]):
+            if bare is None or can_reach(bare, [module]):
                 raise ConfigError("cuda_graphs", True, "is not for a module that functions within it hold", _REMEDY)
-            return GraphedModule(module, self._called).bind
-        if bare is None or comes_upon(bare, [module, *own]):
-            return self._anew
-        return partial(self._copied, bare)
+            return GraphedModule(module, self._get_callable).bind
+        if bare is None or can_reach(bare, [module, *own]):
+            return self._bind_rebuilt
+        return partial(self._bind_copy, bare)
 
     def load(self, snapshot: WeightSnapshot) -> Forward:
         snapshot.verify()
@@ -103,18 +103,18 @@ class ModuleTemplate:
         # In the module's order: a compiled graph is guarded by the order of its arguments, and a file has none.
         state = self._precision.convert({name: tensors[name] for name in self._expected})
         state = {name: tensor.to(self._setting.device) for name, tensor in state.items()}
-        return torch_forward(self._bind(state), self._setting, by_name=self._by_name)
+        return make_torch_forward(self._bind(state), self._setting, by_name=self._by_name)
 
-    def _copied(self, bare: nn.Module, state: State) -> Callable[..., Any]:
-        return self._called(_copy_with(state, bare))
+    def _bind_copy(self, bare: nn.Module, state: State) -> Callable[..., Any]:
+        return self._get_callable(_copy_with_state(state, bare))
 
-    def _anew(self, state: State) -> Callable[..., Any]:
-        module = self._built()
-        self._prepared(module)
+    def _bind_rebuilt(self, state: State) -> Callable[..., Any]:
+        module = self._build_module()
+        self._prepare(module)
         module.load_state_dict(state)
-        return self._called(module)
+        return self._get_callable(module)
 
-    def _called(self, module: nn.Module) -> Callable[..., Any]:
+    def _get_callable(self, module: nn.Module) -> Callable[..., Any]:
         return module.predict if self._by_name else module  # type: ignore[return-value]
 
     def _check(self, version: int, state: State) -> None:
@@ -129,7 +129,7 @@ class ModuleTemplate:
                     f"weights version {version}: {name!r} is {tensor.dtype} {list(tensor.shape)}, "
                     f"the model has {dtype} {list(shape)}"
                 )
-            bad = _num_not_finite(tensor) if self._setting.options.finite and name not in self._unbounded else 0
+            bad = _count_not_finite(tensor) if self._setting.options.finite and name not in self._unbounded else 0
             if bad:
                 raise WeightsError(
                     f"weights version {version}: {name!r} is not finite: {bad} of its {tensor.numel()} values are"
@@ -137,30 +137,30 @@ class ModuleTemplate:
                 )
 
 
-def _copy_with(state: State, module: nn.Module) -> nn.Module:
+def _copy_with_state(state: State, module: nn.Module) -> nn.Module:
     """A copy of the module that holds these tensors in the place of its own."""
-    copied = copy.deepcopy(module, {id(tensor): tensor for tensor in own_tensors(module)})
+    copied = copy.deepcopy(module, {id(tensor): tensor for tensor in list_state_tensors(module)})
     copied.load_state_dict(state, assign=True)
     return copied.requires_grad_(False)
 
 
-def _bare_copy(module: nn.Module) -> nn.Module | None:
+def _copy_without_weights(module: nn.Module) -> nn.Module | None:
     """A copy without weights; None for a module that cannot be copied (`torch.nn.utils.weight_norm` makes such)."""
     try:
-        return _copy_with({name: tensor.to("meta") for name, tensor in module.state_dict().items()}, module)
+        return _copy_with_state({name: tensor.to("meta") for name, tensor in module.state_dict().items()}, module)
     except (RuntimeError, TypeError) as error:  # of torch, and of what is in no pickle either
         logger.info("the module is built anew for each version, since it cannot be copied: %s", error)
         return None
 
 
-def _require_fixed(setting: Setting) -> None:
+def _require_fixed(setting: TemplateConfig) -> None:
     for spec in setting.signature.inputs:
         if -1 in spec.shape[1:]:
             problem = f"needs a graph for each size of {spec.name!r}, which is {spec.datatype} {spec.shape}"
             raise ConfigError("cuda_graphs", True, problem, "leave it out, or let only the batch be of any size")
 
 
-def _num_not_finite(tensor: Tensor) -> int:
+def _count_not_finite(tensor: Tensor) -> int:
     if not tensor.is_floating_point() or math.isfinite(tensor.sum()):  # what is not finite stays so in a sum
         return 0
     return tensor.numel() - int(torch.isfinite(tensor).sum())

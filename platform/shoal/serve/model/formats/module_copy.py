@@ -14,15 +14,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_PASSED_BY = (type, ModuleType)  # what everything has in common leads to everything
+_SKIPPED_TYPES = (type, ModuleType)  # what everything has in common leads to everything
 
 
-def own_tensors(module: nn.Module) -> list[Tensor]:
+def list_state_tensors(module: nn.Module) -> list[Tensor]:
     """What its versions give it: parameters and buffers."""
     return [*module.state_dict(keep_vars=True).values()]
 
 
-def comes_upon(copied: nn.Module, sought: Iterable[object], *, barred: Iterable[object] = ()) -> bool:
+def can_reach(copied: nn.Module, sought: Iterable[object], *, barred: Iterable[object] = ()) -> bool:
     """Whether one of the objects that are `sought` can be reached from a copy, by a way that leads over none `barred`.
 
     What a function finds in the globals of its file is no part of the copy.
@@ -33,7 +33,7 @@ def comes_upon(copied: nn.Module, sought: Iterable[object], *, barred: Iterable[
         found = ahead.pop()
         if id(found) in wanted:
             return True
-        if id(found) in seen or isinstance(found, _PASSED_BY):
+        if id(found) in seen or isinstance(found, _SKIPPED_TYPES):
             continue
         seen.add(id(found))
         if isinstance(found, FunctionType):

@@ -11,7 +11,7 @@ import numpy as np
 
 from shoal.errors import ConfigError, InferenceError, WeightsError
 from shoal.registry.manifest import Signature, TensorSignature
-from shoal.serve.model.formats.template import Arrays, Forward, Setting
+from shoal.serve.model.formats.template import Arrays, Forward, TemplateConfig
 from shoal.weights import WeightSnapshot
 
 _DATATYPES = {
@@ -25,11 +25,11 @@ _PROVIDERS = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider",
 class OnnxTemplate:
     """Files with one signature; each version brings its own."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: TemplateConfig) -> None:
         self._setting = setting
 
     def load(self, snapshot: WeightSnapshot) -> Forward:
-        session = _session(
+        session = _open_session(
             snapshot.payload, f"version {snapshot.version}", self._setting.device, self._setting.torch_threads
         )
         taken = [each.name for each in session.get_inputs()]
@@ -39,13 +39,13 @@ class OnnxTemplate:
         def forward(inputs: Arrays) -> Arrays:
             fed = dict(zip(taken, inputs.values(), strict=False))
             for name in texts:
-                fed[name] = _decoded(name, fed[name])
+                fed[name] = _decode_texts(name, fed[name])
             return dict(zip(given, session.run(None, fed), strict=True))
 
         return forward
 
 
-def _decoded(name: str, texts: np.ndarray) -> np.ndarray:
+def _decode_texts(name: str, texts: np.ndarray) -> np.ndarray:
     """As onnxruntime wants them: it would take bytes for what Python prints of them."""
     try:
         decoded = [each.decode() for each in texts.ravel().tolist()]
@@ -59,12 +59,12 @@ def has_cuda() -> bool:
     return "CUDAExecutionProvider" in _runtime().get_available_providers()
 
 
-def signature_of(payload: bytes, file: str) -> Signature:
+def read_signature(payload: bytes, file: str) -> Signature:
     """What the file's graph takes and gives, by the graph's names. Raises ConfigError."""
-    session = _session(payload, file, "cpu", 1)
+    session = _open_session(payload, file, "cpu", 1)
     return Signature(
-        inputs=[_tensor(file, each) for each in session.get_inputs()],
-        outputs=[_tensor(file, each) for each in session.get_outputs()],
+        inputs=[_to_tensor_signature(file, each) for each in session.get_inputs()],
+        outputs=[_to_tensor_signature(file, each) for each in session.get_outputs()],
     )
 
 
@@ -81,7 +81,7 @@ def _runtime() -> Any:
     return onnxruntime
 
 
-def _session(payload: bytes, what: str, device: str, threads: int) -> Any:
+def _open_session(payload: bytes, what: str, device: str, threads: int) -> Any:
     runtime = _runtime()
     options = runtime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
@@ -97,7 +97,7 @@ def _session(payload: bytes, what: str, device: str, threads: int) -> Any:
         raise WeightsError(f"{what} is not an ONNX model that this onnxruntime can load ({error}): {remedy}") from error
 
 
-def _tensor(file: str, found: Any) -> TensorSignature:
+def _to_tensor_signature(file: str, found: Any) -> TensorSignature:
     datatype = _DATATYPES.get(found.type.removeprefix("tensor(").removesuffix(")"))
     if datatype is None:
         raise ConfigError("file", file, f"{found.name!r} is a {found.type}, which cannot be served")

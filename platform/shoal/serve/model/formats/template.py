@@ -25,7 +25,7 @@ class Template(Protocol):
 
 
 @dataclass(frozen=True)
-class Setting:
+class TemplateConfig:
     """How a template runs: the model's signature and options, the device that was chosen, the threads of a forward, and
     whether code of the user's prepares its inputs, and makes an answer of what it gives."""
 

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from shoal.errors import InferenceError
 from shoal.registry.manifest import TensorSignature
-from shoal.serve.model.formats.template import Arrays, Forward, Setting
+from shoal.serve.model.formats.template import Arrays, Forward, TemplateConfig
 
 # Floating-point outputs that the precision of a forward may have changed, and what the signature promises.
 _FLOATS = {"FP16": torch.float16, "BF16": torch.bfloat16, "FP32": torch.float32, "FP64": torch.float64}
 
 
-def torch_forward(call: Callable[..., Any], setting: Setting, *, by_name: bool = False) -> Forward:
+def make_torch_forward(call: Callable[..., Any], setting: TemplateConfig, *, by_name: bool = False) -> Forward:
     """`call`, which takes tensors (by name, or in order) and gives tensors, as a forward of arrays."""
     device = torch.device(setting.device)
     bf16_inputs, outputs = setting.bf16_inputs, setting.outputs
@@ -43,7 +43,7 @@ def torch_forward(call: Callable[..., Any], setting: Setting, *, by_name: bool =
         if not writes:
             for each in tensors:
                 writes = writes or (isinstance(each, Tensor) and each._version > 0)
-        return _all(result) if outputs is None else _promised(result, outputs)
+        return _name_all_outputs(result) if outputs is None else _select_outputs(result, outputs)
 
     def forward(inputs: Arrays) -> Arrays:
         tensors = tensors_of(inputs)
@@ -71,10 +71,10 @@ def _tensor(array: np.ndarray, copies: bool) -> Any:
     return array if array.dtype == object else torch.from_numpy(array)
 
 
-def _promised(result: Any, specs: Sequence[TensorSignature]) -> dict[str, Any]:
+def _select_outputs(result: Any, specs: Sequence[TensorSignature]) -> dict[str, Any]:
     """The signature's outputs of what a model gave: a dict by name, a tensor or a tuple in the signature's order."""
     if isinstance(result, Tensor) and len(specs) == 1:
-        return {specs[0].name: _ours(result, specs[0])}
+        return {specs[0].name: _detach_output(result, specs[0])}
     if not isinstance(result, Mapping):
         values = (result,) if isinstance(result, Tensor | np.ndarray) else result
         result = {spec.name: value for spec, value in zip(specs, values, strict=False)}
@@ -82,20 +82,20 @@ def _promised(result: Any, specs: Sequence[TensorSignature]) -> dict[str, Any]:
     for spec in specs:
         if spec.name not in result:
             raise InferenceError(500, f"output {spec.name!r} is missing: the model gave {', '.join(map(repr, result))}")
-        promised[spec.name] = _ours(result[spec.name], spec)
+        promised[spec.name] = _detach_output(result[spec.name], spec)
     return promised
 
 
-def _all(result: Any) -> dict[str, Any]:
+def _name_all_outputs(result: Any) -> dict[str, Any]:
     """All that a model gave, by the names that a registered network's outputs have when it does not name them."""
     if isinstance(result, tuple | list):
         result = {f"output_{index}": value for index, value in enumerate(result)}
     elif not isinstance(result, Mapping):
         result = {"output": result}
-    return {name: _ours(value, None) for name, value in result.items()}
+    return {name: _detach_output(value, None) for name, value in result.items()}
 
 
-def _ours(value: Any, spec: TensorSignature | None) -> Any:
+def _detach_output(value: Any, spec: TensorSignature | None) -> Any:
     """The value as a tensor object of our own, so that the model's may be let go; bfloat16 as what is wanted of it."""
     if not isinstance(value, Tensor):
         return value
@@ -112,16 +112,16 @@ def _array(value: Any) -> np.ndarray:
         value = value.cpu()
     if value.dtype == torch.bfloat16:
         value = value.view(torch.uint16)
-    if _num_owners(value) > _SOLE_OWNER:
+    if _count_owners(value) > _SOLE_OWNER:
         value = value.clone()
     array: np.ndarray = value.numpy()
     return array
 
 
-def _num_owners(tensor: Tensor) -> int:
+def _count_owners(tensor: Tensor) -> int:
     """Of its memory: tensors, on either side of the border between Python and C++."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 _FRESH = torch.empty(1)
-_SOLE_OWNER = _num_owners(_FRESH)
+_SOLE_OWNER = _count_owners(_FRESH)

@@ -45,7 +45,7 @@ class LiveFollower:
     @property
     def alive(self) -> bool:
         """Whether newer weights would still be noticed."""
-        return self._thread.alive
+        return self._thread.is_alive
 
     @property
     def busy_s(self) -> float:
@@ -55,7 +55,7 @@ class LiveFollower:
     @property
     def rejected(self) -> int:
         """The newest version that did not fit, 0 when none."""
-        return self._thread.rejected
+        return self._thread.rejected_version
 
     def has(self, plan: LivePlan) -> bool:
         """Whether it answers with what is pinned, if that is to be had."""
@@ -80,7 +80,7 @@ class LiveFollower:
         is_resting = self._versions.is_resting
         if is_resting != self._is_resting or is_again:
             self._is_resting = is_resting
-            self._thread.rest(is_resting)
+            self._thread.set_paused(is_resting)
 
     def _tell(self) -> None:
         """From any thread."""
@@ -100,7 +100,7 @@ class LiveFollower:
                 if missing := self._versions.missing():
                     await self._load(missing)
                 if plan.kept and not plan.is_kept and (snapshot := self._versions.held(plan.kept)) is not None:
-                    await self._controller.keep(self._name, snapshot)
+                    await self._controller.store_weights(self._name, snapshot)
             except ConnectionLost as error:
                 logger.debug("the controller is away, what serves goes on serving: %s", error)
                 await asyncio.sleep(RETRY_S)
@@ -112,7 +112,7 @@ class LiveFollower:
                 return
 
     async def _load(self, version: int) -> None:
-        snapshot = self._versions.held(version) or await self._controller.kept(self._name, version)
+        snapshot = self._versions.held(version) or await self._controller.fetch_weights(self._name, version)
         if snapshot is None:
             return  # something else is kept by now, and the next plan says so
         try:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shoal.serve.messages.desired_state import Shares
+from shoal.serve.messages.desired_state import TrafficShares
 from shoal.serve.model.predictor import LoadedModel
 from shoal.weights import WeightSnapshot
 
@@ -32,7 +32,7 @@ class Answering(NamedTuple):
 
     stable: LoadedModel
     other: LoadedModel | None = None
-    shares: Shares | None = None
+    shares: TrafficShares | None = None
 
 
 @dataclass(frozen=True)

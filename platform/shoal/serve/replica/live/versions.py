@@ -24,7 +24,7 @@ from shoal.errors import InferenceError, WeightsError
 from shoal.serve.controller.canary_guard import NUM_COMPARED, Tried, judge_live, latency_ratio
 from shoal.serve.messages.desired_state import LivePlan
 from shoal.serve.messages.inference import Arrays
-from shoal.serve.messages.replica_report import MAX_LEFT, Left, LiveReport, as_told
+from shoal.serve.messages.replica_report import MAX_REJECTED_VERSIONS, LiveReport, RejectedVersion, truncate_reason
 from shoal.serve.model.predictor import LoadedModel
 from shoal.serve.replica.forward_times import ForwardTimes
 from shoal.serve.replica.live.trial import Answered, Answering, Held, Trial
@@ -61,7 +61,7 @@ class LiveVersions:
         self._stable: Held | None = None  # what is pinned, while the newest has a share beside it
         self._older: deque[WeightSnapshot] = deque(maxlen=num_older)
         self._plan = LivePlan()
-        self._left: dict[int, Left] = {}  # by itself, in this era
+        self._left: dict[int, RejectedVersion] = {}  # by itself, in this era
         self._is_refused = False  # something came before there was a version to answer with, and was not taken
 
     @property
@@ -257,8 +257,8 @@ class LiveVersions:
         has_answered = trial is not None and trial.now.version == version
         if has_answered and trial is not None and trial.before is not None:
             self._answer_with(trial.before, None)
-        self._left[version] = Left(version, as_told(reason), self.version, has_answered)
-        if len(self._left) > MAX_LEFT:
+        self._left[version] = RejectedVersion(version, truncate_reason(reason), self.version, has_answered)
+        if len(self._left) > MAX_REJECTED_VERSIONS:
             del self._left[min(self._left)]
 
     # -- answers, in a forward's thread -------------------------------------------------------------------------------
@@ -284,7 +284,9 @@ class LiveVersions:
             trial.requests += len(requests)
             if trial.requests >= trial.next_look:
                 trial.next_look *= 2
-                ratio = latency_ratio(self._forwards.of(trial.before.version), self._forwards.of(trial.now.version))
+                ratio = latency_ratio(
+                    self._forwards.get_medians(trial.before.version), self._forwards.get_medians(trial.now.version)
+                )
                 trial.is_suspect = ratio is not None and ratio > self._guard.max_latency_ratio
         return Answered(outputs, trial.now.version, True)
 
