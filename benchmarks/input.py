@@ -119,10 +119,10 @@ class Clock:
             self.rates.append(values["samples/per_s"])
             self.waits.append(values["wait/data"])
 
-    def event(self, kind: str, /, **details: object) -> None:
+    def record_event(self, kind: str, /, **details: object) -> None:
         """Not of interest."""
 
-    def histogram(self, step: int, name: str, counts: Any, edges: Any) -> None:
+    def log_histogram(self, step: int, name: str, counts: Any, edges: Any) -> None:
         """Not of interest."""
 
     def flush(self) -> None:

@@ -49,10 +49,10 @@ class Evaluations:
         if "validation/accuracy" in values:
             self.rows.append((step, values[TRAINING_S], values["validation/accuracy"]))
 
-    def event(self, kind: str, /, **details: object) -> None:
+    def record_event(self, kind: str, /, **details: object) -> None:
         """Not of interest."""
 
-    def histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
+    def log_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
         """Not of interest."""
 
     def flush(self) -> None:

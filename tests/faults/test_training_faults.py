@@ -59,10 +59,10 @@ def losses_without_ray(world: World, folder: Path, spec: TrainSpec) -> dict[int,
         def log(self, step: int, values: dict[str, float]) -> None:
             losses.update({step: values["train/loss"]} if "train/loss" in values else {})
 
-        def event(self, kind: str, /, **details: object) -> None:
+        def record_event(self, kind: str, /, **details: object) -> None:
             pass
 
-        def histogram(self, *given: object) -> None:
+        def log_histogram(self, *given: object) -> None:
             pass
 
         def flush(self) -> None:

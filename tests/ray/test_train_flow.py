@@ -54,10 +54,10 @@ class FakeFit:
     def stop(self) -> None:
         self.was_stopped = True
 
-    def refuse(self, why: str) -> None:
+    def abort(self, why: str) -> None:
         self.refusal, self._said = why, self._said[-2:]
 
-    def outcome(self) -> TrainResult:
+    def get_outcome(self) -> TrainResult:
         if isinstance(self._end, Exception):
             raise self._end
         return self._end
@@ -71,7 +71,7 @@ class FakeGroup:
 
     states: tuple[str, ...] = ()
 
-    def state(self) -> str:
+    def get_state(self) -> str:
         if len(self.states) > 1:
             type(self).states, state = self.states[1:], self.states[0]
             return state

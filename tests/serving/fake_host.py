@@ -139,20 +139,20 @@ class FakeHost:
         self.parameters: list[dict[str, Any]] = []  # of each load
 
     @property
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         return all(model.versions for model in self.models_by_name.values())
 
-    def models(self) -> list[FakeModel]:
+    def list_models(self) -> list[FakeModel]:
         return list(self.models_by_name.values())
 
-    def model(self, name: str) -> FakeModel:
+    def get_model(self, name: str) -> FakeModel:
         try:
             return self.models_by_name[name]
         except KeyError:
             there = ", ".join(map(repr, self.models_by_name)) or "none"
             raise InferenceError(404, f"there is no model {name[:200]!r}; this endpoint serves {there}") from None
 
-    def repository(self) -> list[RepositoryEntry]:
+    def list_repository(self) -> list[RepositoryEntry]:
         return [
             RepositoryEntry(name, str(version), "READY")
             if name in self.models_by_name
@@ -168,15 +168,15 @@ class FakeHost:
         self.models_by_name[name] = self.known[name]
 
     async def unload(self, name: str, by: str = "") -> None:
-        self.model(name)
+        self.get_model(name)
         del self.models_by_name[name]
 
     async def administer(self, change: Mapping[str, Any], by: str = "") -> dict[str, Any]:
         if change.get("action") not in ("canary", "promote", "rollback", "shadow", "deploy", "delete", "metric"):
             raise InferenceError(400, f"action = {str(change.get('action'))[:40]!r}: expected canary, promote, ...")
-        model = self.model(str(change.get("model", "")))
+        model = self.get_model(str(change.get("model", "")))
         self.changes.append(dict(change))
         return {"model": model.name, "stable": model.version, "candidate": change.get("version")}
 
     async def status(self) -> dict[str, Any]:
-        return {"models": {model.name: {"version": model.version} for model in self.models()}}
+        return {"models": {model.name: {"version": model.version} for model in self.list_models()}}

@@ -216,10 +216,10 @@ class LocalController:
     async def leave(self, replica: str) -> None:
         self._controller().leave(replica)
 
-    async def keep(self, model: str, snapshot: WeightSnapshot) -> None:
+    async def store_weights(self, model: str, snapshot: WeightSnapshot) -> None:
         self._controller().live.keep(model, snapshot)
 
-    async def kept(self, model: str, version: int) -> WeightSnapshot | None:
+    async def fetch_weights(self, model: str, version: int) -> WeightSnapshot | None:
         self._set.num_fetched += 1
         await self._set.giving.wait()
         return self._controller().live.kept(model, version)

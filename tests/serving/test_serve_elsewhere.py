@@ -33,13 +33,13 @@ class FakeJob:
     state: JobStatus = JobStatus.RUNNING
     said: str = ""
 
-    def logs(self) -> str:
+    def read_logs(self) -> str:
         return self.said
 
-    def logs_or_none(self) -> str | None:
+    def try_read_logs(self) -> str | None:
         return self.said
 
-    def outcome(self) -> JobStatus | None:
+    def poll_outcome(self) -> JobStatus | None:
         return self.state if self.state.is_over else None
 
     def stop(self, timeout_s: float = 30.0) -> JobStatus:

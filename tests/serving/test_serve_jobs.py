@@ -44,15 +44,15 @@ class FakeJob:
         self.on_look()
         return self.state
 
-    def outcome(self) -> JobStatus | None:
+    def poll_outcome(self) -> JobStatus | None:
         """Of a real job, this is patient: what it raises, it raises when nobody has answered for long."""
         status = self.status()
         return status if status.is_over else None
 
-    def logs(self) -> str:
+    def read_logs(self) -> str:
         return self.said
 
-    def end(self, timeout_s: float = 30.0) -> None:
+    def stop_quietly(self, timeout_s: float = 30.0) -> None:
         if self.is_known:
             self.stop(timeout_s)
 

@@ -247,11 +247,11 @@ class Events:
     def log(self, step: int, values: Any) -> None:
         pass
 
-    def event(self, kind: str, /, **details: object) -> None:
+    def record_event(self, kind: str, /, **details: object) -> None:
         self.kinds.append(kind)
         self.details.append(details)
 
-    def histogram(self, *given: object) -> None:
+    def log_histogram(self, *given: object) -> None:
         pass
 
     def flush(self) -> None:

@@ -40,11 +40,11 @@ class Notes:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.metrics.setdefault(step, {}).update(values)
 
-    def event(self, kind: str, /, **details: object) -> None:
+    def record_event(self, kind: str, /, **details: object) -> None:
         json.dumps(details)
         self.events.append((kind, details))
 
-    def histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
+    def log_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
         self.histograms.append((step, name))
 
     def flush(self) -> None:

@@ -35,10 +35,10 @@ class Losses:
         if "train/loss" in values:
             self.by_step[step] = values["train/loss"]
 
-    def event(self, kind: str, /, **details: object) -> None:
+    def record_event(self, kind: str, /, **details: object) -> None:
         pass
 
-    def histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
+    def log_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
         pass
 
     def flush(self) -> None:

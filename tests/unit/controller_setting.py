@@ -34,7 +34,7 @@ class FakeCatalogue:
         self.stack = [1]
         self.away = False
 
-    def meant(self, name: str, word: str) -> int:
+    def resolve(self, name: str, word: str) -> int:
         if self.away:
             raise RegistryError("the registry is gone")
         version = int(word) if word.isdigit() else self.stack[-1]
@@ -43,18 +43,18 @@ class FakeCatalogue:
         return version
 
     def promote(self, name: str, version: int, alias: str) -> None:
-        self.meant(name, str(version))
+        self.resolve(name, str(version))
         if self.stack[-1] != version:
             self.stack.append(version)
 
-    def before(self, name: str, alias: str) -> int:
-        self.meant(name, alias)
+    def find_previous(self, name: str, alias: str) -> int:
+        self.resolve(name, alias)
         if len(self.stack) < 2:
             raise RegistryError("was never another version")
         return self.stack[-2]
 
     def rollback(self, name: str, alias: str) -> None:
-        self.before(name, alias)
+        self.find_previous(name, alias)
         self.stack.pop()
 
 

@@ -38,7 +38,7 @@ class _Job:
     def __init__(self, jobs: Saving, name: str) -> None:
         self._jobs, self.submission_id = jobs, name
 
-    def ask_to_stop(self) -> None:
+    def request_stop(self) -> None:
         took = self._jobs.take_s[self.submission_id]
         if took is None:
             raise RunError(f"http://h knows no jobs/{self.submission_id}")
@@ -55,7 +55,7 @@ class _Job:
             raise ClusterError(f"job {self.submission_id} is still RUNNING after {timeout_s:g} s")
 
     def stop(self, timeout_s: float) -> None:
-        self.ask_to_stop()
+        self.request_stop()
         for _ in self.follow(timeout_s):
             pass
 

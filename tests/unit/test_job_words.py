@@ -52,10 +52,10 @@ class Grows:
     def __init__(self, *looks: str) -> None:
         self.looks, self.log = list(looks), ""
 
-    def logs_from(self, start: int, *, is_whole: bool) -> tuple[str, int]:
+    def read_logs_from(self, start: int, *, is_whole: bool) -> tuple[str, int]:
         return self.log[start:], len(self.log)
 
-    def outcome(self) -> JobStatus | None:
+    def poll_outcome(self) -> JobStatus | None:
         self.log = self.looks.pop(0)
         return None if self.looks else JobStatus.SUCCEEDED
 
