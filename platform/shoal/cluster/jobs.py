@@ -39,7 +39,8 @@ SILENCE_TIMEOUT_S = 30.0  # with a dashboard that fails to answer while the head
 # What a job never needs (gitignore patterns): of its working folder, and of the package `shoal`, to which Ray applies
 # the same ones, so that no folder or file of ours may fit.
 CACHES = ("__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache")
-EXCLUDES = (".git", ".venv", ".venv-*", "venv", "/runs/*/", *CACHES, "*.sqlite", "*.sqlite-*")
+# Of a folder that is uploaded, and of the package: its own `runs/` has folders of modules, a user's those of runs.
+EXCLUDES = (".git", ".venv", ".venv-*", "venv", "/runs/*/", "!/runs/record/", "!/runs/report/", *CACHES, "*.sqlite*")
 NOISY_LOGGERS = ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk")  # loggers
 HOME_EXCLUDES = (
     "runs/",
