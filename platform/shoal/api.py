@@ -6,7 +6,6 @@ Each is a few lines over the rooms below, where everything else is. Where a Ray 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from types import TracebackType
@@ -56,14 +55,19 @@ def fit(
         result = shoal.fit(Line, stop={"epochs": 20})
     """
     from shoal.train.launch.local import fit_locally
+    from shoal.train.reporting.console import format_metrics
 
     spec = _train_spec(task, fields)
     if spec.workers == 1:
-        return fit_locally(spec, registers=register, predicts=False, say=say)
-    from shoal.flows.training import JOB, train_on_cluster
-
+        result = fit_locally(spec, registers=register, predicts=False, say=say)
+        if say:
+            metrics = format_metrics(result.metrics)
+            say(f"run {result.run_id}: {result.detail}, {result.seconds:.1f} s{'; ' if metrics else ''}{metrics}")
+        return result
     _attachment.acquire()
     try:
+        from shoal.flows.training import JOB, train_on_cluster  # imports ray: see `serve`
+
         return train_on_cluster(spec, JOB, registers=register)
     finally:
         _attachment.release()
@@ -125,7 +129,6 @@ def serve(*models: str, **fields: Any) -> ServedEndpoint:
         with shoal.serve("line") as endpoint, endpoint.client() as client:
             client.infer("line", [[1.0]])
     """
-    from shoal.flows.serving import record_endpoint
     from shoal.flows.serving_spec import ServingSpec
     from shoal.home import load_access_token
 
@@ -133,6 +136,8 @@ def serve(*models: str, **fields: Any) -> ServedEndpoint:
     with ExitStack() as closing:
         _attachment.acquire()
         closing.callback(_attachment.release)
+        from shoal.flows.serving import record_endpoint  # imports ray, which reads its settings from the environment
+
         endpoint = closing.enter_context(record_endpoint(spec))
         return ServedEndpoint(endpoint, load_access_token(), closing.pop_all())
 
@@ -172,15 +177,14 @@ class _Attachment:
         """Raises ClusterError."""
         from shoal.cluster.attach import find_cluster
         from shoal.cluster.embedded_cluster import start_cluster
-        from shoal.cluster.job_main import connect, disconnect, is_connected
+        from shoal.cluster.job_main import disconnect, is_connected, join_cluster
 
         if self._num_users == 0:
             if is_connected():
                 raise ClusterError("this process is connected to a Ray of its own: call ray.shutdown() first")
             with ExitStack() as closing:
                 cluster = find_cluster() or closing.enter_context(start_cluster())
-                os.environ.update(cluster.environment)
-                connect()
+                join_cluster(cluster)
                 closing.callback(disconnect)
                 self._closing = closing.pop_all()
         self._num_users += 1

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import shoal.runs
+from shoal.cluster.cluster_handle import ClusterHandle
 from shoal.config import Spec, last_override
 from shoal.errors import ClusterError, ShoalError
 from shoal.runs.record.provenance import restore_secrets
@@ -95,6 +96,22 @@ def connect() -> None:
         )
     except (ConnectionError, RuntimeError) as error:
         raise ClusterError(f"no Ray answers at {os.environ['RAY_ADDRESS']}: {error}") from error
+
+
+def join_cluster(cluster: ClusterHandle) -> None:
+    """Connect this process to `cluster`. Raises ClusterError, also where it has imported ray with other settings."""
+    is_late = "ray" in sys.modules
+    os.environ.update(cluster.environment)
+    if is_late:
+        from ray import _raylet
+        from ray._private import ray_constants
+
+        if _raylet.get_authentication_mode() != _raylet.AuthenticationMode.TOKEN:  # type: ignore[attr-defined]
+            remedy = "set RAY_AUTH_MODE=token before, or use shoal first"
+            raise ClusterError(f"this process has imported ray without authentication by token: {remedy}")
+        # Ray reads RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER when it is imported: 127.0.0.1 stays 127.0.0.1.
+        ray_constants.ENABLE_RAY_CLUSTER = False
+    connect()
 
 
 def is_connected() -> bool:

@@ -6,6 +6,7 @@ Called by flows, and by `ray_app` for Serve's own files. Needs a cluster that wa
 
 from __future__ import annotations
 
+import logging
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
@@ -150,6 +151,7 @@ def deploy(spec: EndpointSpec, models: Sequence[EndpointModel]) -> DeployedEndpo
             "grpc_port": find_free_port(spec.host) if spec.grpc_port == 0 else spec.grpc_port,
         }
     )
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # of this process: the status and the record say the rest
     setting, live = build_controller_config(spec, models)
     remove_abandoned_endpoint()
     controller = RayControllerClient(replace(setting, driver=get_driver_id()))
