@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.result import read
-from benchmarks.table import BEGIN, END, in_full, with_bars
+from benchmarks.table import BEGIN, END, HEADLINES, headlines, in_full
 
 from shoal_program import ROOT
 
@@ -14,8 +14,14 @@ def shown(page: str) -> str:
 
 def test_the_tables_are_those_of_the_results() -> None:
     results = read()
-    assert shown("README.md") == with_bars(results)
+    assert shown("README.md") == headlines(results)
     assert shown("docs/measured.md") == in_full(results)
+
+
+def test_every_headline_is_measured() -> None:
+    rows = {row.name for rows in read().values() for row in rows}
+    assert set(HEADLINES) <= rows
+    assert len(HEADLINES) == 7
 
 
 def test_no_line_needs_the_line_before_or_has_a_ratio_to_nothing() -> None:

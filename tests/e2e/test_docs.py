@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +61,22 @@ def test_every_link_within_the_pages_leads_somewhere() -> None:
             assert (path.parent / target).exists(), f"{path.name}: {target}"
 
 
-def test_the_readmes_python_runs(shoal_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_readmes_python_runs(tmp_path: Path) -> None:
+    """In a process of its own, as a notebook or a script runs it: trains, serves, and leaves nothing running."""
+    (block,) = blocks(ROOT / "README.md", "python")
+    (tmp_path / "readme.py").write_text(block)
+    environment = {**os.environ, "SHOAL_HOME": str(tmp_path / "home")}
+    command = [sys.executable, "readme.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.splitlines()[-1].strip("[]")) == pytest.approx(2.0, abs=0.2)
+
+
+def test_the_python_of_the_command_line_page_runs(shoal_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with shoal.runs.create("docs", "") as recorder:
         recorder.log(10, {"return/mean_100": 12.5, "steps/per_s": 100.0})
-    (block,) = blocks(ROOT / "README.md", "python")
-    exec(compile(block, "README.md", "exec"), {})
+    (block,) = blocks(ROOT / "docs/commands.md", "python")
+    exec(compile(block, "commands.md", "exec"), {})
     assert "12.5" in capsys.readouterr().out
 
 
