@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from shoal.data import Data
+from shoal.errors import needs_extra
 from shoal.models.perceptron import Perceptron
 from shoal.train import Task, TrainSpec
 
@@ -70,10 +71,11 @@ def tables(split: int, standardise: bool) -> tuple[tuple[Tensor, ...], tuple[Ten
 
     The trees are fitted once in each process, in a tenth of a second; features are standardised by the training rows.
     """
-    from sklearn.datasets import load_breast_cancer
-    from sklearn.ensemble import HistGradientBoostingClassifier
-    from sklearn.model_selection import train_test_split
-    from sklearn.preprocessing import StandardScaler
+    with needs_extra("recipes"):
+        from sklearn.datasets import load_breast_cancer
+        from sklearn.ensemble import HistGradientBoostingClassifier
+        from sklearn.model_selection import train_test_split
+        from sklearn.preprocessing import StandardScaler
 
     features, classes = load_breast_cancer(return_X_y=True)
     parts = train_test_split(features, classes, test_size=0.25, random_state=split, stratify=classes)

@@ -23,12 +23,16 @@
     │   ├── RecordUnwritable   its record cannot be written for now
     │   └── LedgerUnwritable   the accounts of its experience cannot be written for now
     ├── InferenceError         a request that an endpoint refuses; carries an HTTP status
-    └── ClusterError           Ray could not be started, reached or stopped
+    ├── ClusterError           Ray could not be started, reached or stopped
+    └── MissingExtra           a library is not installed that an extra of the package brings
 
 Owned by nobody, imported by everybody, imports nothing.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 MAX_SHOWN_LENGTH = 160
 
@@ -174,6 +178,20 @@ class InferenceError(ShoalError):
 
 class ClusterError(ShoalError):
     """Ray could not be started, reached or stopped. The message says what to do."""
+
+
+class MissingExtra(ShoalError, ImportError):
+    """A library is not installed that an extra of the package brings."""
+
+
+@contextmanager
+def needs_extra(extra: str) -> Iterator[None]:
+    """Around the imports of optional libraries: raises MissingExtra, which names the extra, where one is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        remedy = f"pip install 'CHECKOUT[{extra}]', with the folder of Shoal's sources"
+        raise MissingExtra(f"{error.name} is not installed: {remedy}", name=error.name) from None
 
 
 def _format_indices(indices: list[int], most: int = 16) -> str:

@@ -13,9 +13,9 @@ Standard library only: the actor process uses it too.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -85,7 +85,7 @@ def file_lock(path: Path, timeout_s: float) -> Iterator[None]:
     try:
         while True:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock(descriptor)
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline_s:
@@ -94,6 +94,21 @@ def file_lock(path: Path, timeout_s: float) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    """Take the lock of an open file; the system releases it when the file is closed. Raises BlockingIOError."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        try:
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+        except PermissionError as error:
+            raise BlockingIOError(error.errno, error.strerror) from None
+    else:
+        import fcntl  # here, since an actor imports this module on Windows too
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _read_token_variable() -> str:

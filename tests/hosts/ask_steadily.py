@@ -11,15 +11,15 @@ import json
 import sys
 from collections import Counter
 
-import httpx
+import httpx2
 
 TIMEOUT_S = 100.0  # the endpoint's own is 60 s
 
 
-async def _ask(client: httpx.AsyncClient, url: str, body: object) -> str:
+async def _ask(client: httpx2.AsyncClient, url: str, body: object) -> str:
     try:
         return str((await client.post(url, json=body)).status_code)
-    except httpx.HTTPError:
+    except httpx2.HTTPError:
         return "lost"
 
 
@@ -30,8 +30,8 @@ def _say(words: str) -> None:
 
 async def main(url: str, token: str, model: str, rate: float, seconds: float) -> None:
     place = f"{url}/v2/models/{model}"
-    headers, limits = {"Authorization": f"Bearer {token}"}, httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(headers=headers, limits=limits, timeout=TIMEOUT_S) as client:
+    headers, limits = {"Authorization": f"Bearer {token}"}, httpx2.Limits(max_connections=None)
+    async with httpx2.AsyncClient(headers=headers, limits=limits, timeout=TIMEOUT_S) as client:
         (spec,) = (await client.get(place)).json()["inputs"]
         size = spec["shape"][1]
         body = {"inputs": [{**spec, "shape": [1, size], "data": [0.0] * size}]}

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-import httpx
+import httpx2
 import psutil
 import pytest
 
@@ -106,11 +106,11 @@ def test_a_folder_of_before_is_not_taken_for_the_clusters(tmp_path: Path) -> Non
 
 def test_the_dashboard_asks_for_the_token(cluster: EmbeddedCluster) -> None:
     url = f"{cluster.dashboard_url}/api/jobs/"
-    assert httpx.get(url, trust_env=False).status_code == 401
+    assert httpx2.get(url, trust_env=False).status_code == 401
     wrong = {"Authorization": "Bearer " + "0" * 48}
-    assert httpx.get(url, headers=wrong, trust_env=False).status_code in (401, 403)
+    assert httpx2.get(url, headers=wrong, trust_env=False).status_code in (401, 403)
     right = {"Authorization": f"Bearer {cluster.token}"}
-    assert httpx.get(url, headers=right, trust_env=False).status_code == 200
+    assert httpx2.get(url, headers=right, trust_env=False).status_code == 200
 
 
 def test_a_driver_without_the_token_is_refused(cluster: EmbeddedCluster) -> None:

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 import uvicorn
 import uvicorn.config
@@ -81,8 +81,8 @@ class Running:
         self.loop.run_until_complete(self.server.serve())
         self.loop.close()
 
-    def client(self) -> httpx.Client:
-        return httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
+    def client(self) -> httpx2.Client:
+        return httpx2.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
 
     def line(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), 60)
@@ -144,7 +144,7 @@ def test_pipelined_requests_are_answered_in_order(running: Running) -> None:
 
 def test_an_application_that_raises_ends_the_connection_and_no_other(running: Running) -> None:
     with running.client() as client:
-        with pytest.raises(httpx.RemoteProtocolError):
+        with pytest.raises(httpx2.RemoteProtocolError):
             client.post("/raise")
         assert client.get("/v2").status_code == 200
 

@@ -5,7 +5,7 @@ import json
 import socket
 from collections.abc import Iterator
 
-import httpx
+import httpx2
 import numpy as np
 import pytest
 
@@ -18,13 +18,13 @@ ROW = {"inputs": [{"name": "x", "shape": [1, 1], "datatype": "FP32", "data": [1.
 
 
 @pytest.fixture(scope="module")
-def caller() -> Iterator[httpx.Client]:
+def caller() -> Iterator[httpx2.Client]:
     host = FakeHost(FakeModel("m", tensors(x=("FP32", [-1, -1]))))
-    with served(host) as (address, _), httpx.Client(base_url=address, headers=KEY, timeout=30.0) as client:
+    with served(host) as (address, _), httpx2.Client(base_url=address, headers=KEY, timeout=30.0) as client:
         yield client
 
 
-def test_ten_megabytes_there_and_back(caller: httpx.Client) -> None:
+def test_ten_megabytes_there_and_back(caller: httpx2.Client) -> None:
     array = np.random.default_rng(0).random((4, 625_000), dtype=np.float32)
     tensor = {"name": "x", "shape": [4, 625_000], "datatype": "FP32", "parameters": {"binary_data_size": array.nbytes}}
     head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
@@ -36,18 +36,18 @@ def test_ten_megabytes_there_and_back(caller: httpx.Client) -> None:
     assert caller.post(INFER, json=ROW).json()["outputs"][0]["data"] == [1.5]  # over the same connection
 
 
-def test_a_body_of_unknown_length(caller: httpx.Client) -> None:
+def test_a_body_of_unknown_length(caller: httpx2.Client) -> None:
     body = json.dumps(ROW).encode()
     assert caller.post(INFER, content=iter([body[:5], body[5:]])).status_code == 200
 
 
-def test_a_body_over_the_limit_is_refused_and_the_connection_closed(caller: httpx.Client) -> None:
+def test_a_body_over_the_limit_is_refused_and_the_connection_closed(caller: httpx2.Client) -> None:
     reply = caller.post(INFER, content=iter([b"x" * (1 << 20)] * 17))
     assert (reply.status_code, reply.headers["connection"]) == (413, "close")
     assert caller.post(INFER, json=ROW).status_code == 200
 
 
-def test_a_false_length_is_refused_before_a_byte_of_the_body_is_sent(caller: httpx.Client) -> None:
+def test_a_false_length_is_refused_before_a_byte_of_the_body_is_sent(caller: httpx2.Client) -> None:
     with socket.create_connection((caller.base_url.host, caller.base_url.port or 0), timeout=10.0) as connection:
         head = [
             "POST /v2/models/m/infer HTTP/1.1",
@@ -59,7 +59,7 @@ def test_a_false_length_is_refused_before_a_byte_of_the_body_is_sent(caller: htt
         assert connection.recv(100).startswith(b"HTTP/1.1 413")
 
 
-def test_a_compressed_body_that_would_burst_is_refused(caller: httpx.Client) -> None:
+def test_a_compressed_body_that_would_burst_is_refused(caller: httpx2.Client) -> None:
     bomb = gzip.compress(b"[" + b"0," * (10 << 20) + b"0]")
     reply = caller.post(INFER, content=bomb, headers={"content-encoding": "gzip"})
     assert (reply.status_code, list(reply.json())) == (413, ["error"])

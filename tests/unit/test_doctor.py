@@ -30,13 +30,13 @@ def test_python(running: str, level: Level) -> None:
 
 def test_packages_are_held_against_the_pins() -> None:
     requirements = ["numpy>=2", 'ray[serve]==2.60.0; extra == "cluster"', 'torch==2.13.0; extra == "cluster"']
-    requirements += ['mypy>=9; extra == "dev"']
-    versions = {"numpy": "2.3.1", "ray": "2.59.0", "torch": "2.13.0+cpu"}
+    requirements += ['mypy>=9; extra == "dev"', 'shoal[data]; extra == "cluster"', 'h5py>=3; extra == "data"']
+    versions = {"numpy": "2.3.1", "ray": "2.59.0", "torch": "2.13.0+cpu", "h5py": "3.1"}
     found = list(doctor.check_packages(requirements, versions.get))
     assert levels(found) == [Level.FAIL, Level.OK]
     assert found[0].detail == "ray 2.59.0 is installed, ==2.60.0 is needed"
     assert "pip install" in found[0].remedy
-    assert found[1].detail == "2 fit what Shoal pins"
+    assert found[1].detail == "3 fit what Shoal pins"
     del versions["torch"]
     assert "torch is not installed" in [finding.detail for finding in doctor.check_packages(requirements, versions.get)]
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from abandoned_ledgers import ledgers_may_stay_open  # noqa: F401
 from rl_setting import segment
 from shoal.errors import Closed, LedgerUnwritable
 from shoal.rl.experience.queue import BatchRequest, ExperienceBatch, ExperienceQueue
@@ -18,6 +19,7 @@ from shoal.rl.gateway.flow_control import grant_credit
 from shoal.rl.gateway.sessions import Session, Sessions
 from waiting import wait_for
 
+pytestmark = pytest.mark.usefixtures("ledgers_may_stay_open")
 A = ("a", 1)
 
 

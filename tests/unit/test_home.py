@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -94,3 +97,20 @@ def test_who_has_no_home_has_no_token_there(monkeypatch: pytest.MonkeyPatch) -> 
     assert home.read_existing_token() == ""
     with pytest.raises(ConfigError, match=r"^SHOAL_HOME = '~/.shoal': is no folder: Could not determine home"):
         home.home()
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_windows_locks_a_file_by_its_own_call(is_held: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int]] = []
+
+    def locking(descriptor: int, mode: int, num_bytes: int) -> None:
+        calls.append((mode, num_bytes))
+        if is_held:
+            raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setitem(sys.modules, "msvcrt", SimpleNamespace(locking=locking, LK_NBLCK=2))
+    refused = pytest.raises(TimeoutError, match="is held by another") if is_held else nullcontext()
+    with refused, home.file_lock(folder / "lock", timeout_s=0.05):
+        assert not is_held
+    assert set(calls) == {(2, 1)}

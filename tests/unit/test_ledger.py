@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 import tempfile
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from abandoned_ledgers import ledgers_may_stay_open  # noqa: F401
 from shoal.errors import LedgerUnwritable
 from shoal.rl.experience.segment_ledger import Ledger
 from shoal.wire import DropReason
 
+pytestmark = pytest.mark.usefixtures("ledgers_may_stay_open")
 A, B = ("a", 1), ("b", 7)
 STALE = DropReason.STALE_CONSUMPTION
 
@@ -117,7 +120,8 @@ def test_close_is_idempotent_and_commits(tmp_path: Path) -> None:
     ledger.record_received(A, 0, DropReason.MALFORMED)
     ledger.close()
     ledger.close()
-    rows = sqlite3.connect(tmp_path / "ledger.sqlite").execute("SELECT received FROM accounts").fetchall()
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as connection:
+        rows = connection.execute("SELECT received FROM accounts").fetchall()
     assert rows == [(1,)]
 
 

@@ -50,6 +50,16 @@ def test_a_file_a_recipe_and_a_module_are_found() -> None:
     assert find_source_file("train_task:Toy") is None
 
 
+def test_a_recipe_that_comes_with_shoal_is_found_in_any_folder() -> None:
+    ours = Path(__file__).parents[2] / "jobs/forecaster.py"
+    assert find_source_file("forecaster") == ours
+    Path("forecaster.py").write_text(FILE)  # a module of the user's own
+    sys.path.insert(0, str(Path.cwd()))
+    assert find_source_file("forecaster") is None
+    Path("jobs/forecaster.py").write_text(FILE)
+    assert find_source_file("forecaster") == Path("jobs/forecaster.py").resolve()
+
+
 @pytest.mark.parametrize("name", ["mine.py", "mine.v2.py", "my task-2.py"])
 def test_what_lies_beside_the_file_can_be_imported_and_its_classes_travel(name: str) -> None:
     Path(name).write_text(FILE)

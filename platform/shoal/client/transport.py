@@ -1,4 +1,4 @@
-"""How a conversation is had over HTTP: one pool of kept connections, blocking or not. The only place that knows httpx.
+"""How a conversation is had over HTTP: one pool of kept connections, blocking or not. The only place that knows httpx2.
 
 Owned by the clients. Never decides what is tried again: that is `exchange`'s.
 """
@@ -12,16 +12,17 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-import httpx
-
 from shoal.client.address import find_proxy, parse_host
 from shoal.client.retry import ConnectionBroken, NotSent, Reply, RetrySteps, Send, SendOutcome, Sleep, TimedOut
-from shoal.errors import Closed, ConfigError
+from shoal.errors import Closed, ConfigError, needs_extra
 from shoal.network_address import is_loopback
+
+with needs_extra("client"):
+    import httpx2
 
 KEEP_ALIVE_S = 30.0
 _HEADERS = {"accept": "application/json", "accept-encoding": "identity", "user-agent": "shoal"}
-Http = TypeVar("Http", httpx.Client, httpx.AsyncClient)
+Http = TypeVar("Http", httpx2.Client, httpx2.AsyncClient)
 
 
 def _build_httpx_options(url: str, token: str, num_connections: int) -> dict[str, object]:
@@ -34,10 +35,10 @@ def _build_httpx_options(url: str, token: str, num_connections: int) -> dict[str
     return {
         "base_url": url,
         "headers": {**_HEADERS, "authorization": f"Bearer {token}"} if token else dict(_HEADERS),
-        "limits": httpx.Limits(
+        "limits": httpx2.Limits(
             max_connections=num_connections, max_keepalive_connections=num_connections, keepalive_expiry=KEEP_ALIVE_S
         ),
-        # Of the environment, what concerns this host: httpx would read all of it, and raises at networks in NO_PROXY.
+        # Of the environment, what concerns this host: httpx2 would read all of it, and raises at networks in NO_PROXY.
         "trust_env": False,
         "proxy": find_proxy(url),
         "verify": _certificates(host) if url.startswith("https") else True,
@@ -47,19 +48,19 @@ def _build_httpx_options(url: str, token: str, num_connections: int) -> dict[str
 def _certificates(host: str) -> ssl.SSLContext:
     """Those of SSL_CERT_FILE or SSL_CERT_DIR for the world outside. Raises ConfigError."""
     try:
-        return httpx.create_ssl_context(trust_env=not is_loopback(host))
+        return httpx2.create_ssl_context(trust_env=not is_loopback(host))
     except OSError as error:
         names = "SSL_CERT_FILE, SSL_CERT_DIR"
         raise ConfigError("environment", names, f"have no certificates: {error}", "correct or unset them") from None
 
 
 def _open_client(kind: Callable[..., Http], settings: dict[str, object]) -> Http:
-    """Raises ConfigError for a proxy that httpx cannot speak to."""
+    """Raises ConfigError for a proxy that httpx2 cannot speak to."""
     try:
         return kind(**settings)
-    except (httpx.InvalidURL, ValueError, ImportError) as error:
+    except (httpx2.InvalidURL, ValueError, ImportError) as error:
         # Of what is no address a part may be a password.
-        problem = "is no address of a proxy" if isinstance(error, httpx.InvalidURL) else str(error)
+        problem = "is no address of a proxy" if isinstance(error, httpx2.InvalidURL) else str(error)
         remedy = "correct the variable, or unset it; NO_PROXY takes hosts that need no proxy"
         raise ConfigError("environment", "HTTP_PROXY, HTTPS_PROXY or ALL_PROXY", problem, remedy) from None
 
@@ -73,7 +74,7 @@ class Transport:
 
     def _open(self) -> None:
         self._pid = os.getpid()
-        self._http = _open_client(httpx.Client, self._settings)
+        self._http = _open_client(httpx2.Client, self._settings)
 
     def run(self, conversation: RetrySteps) -> Reply:
         """Do what the conversation says, to its end. Raises what it raises, and Closed."""
@@ -102,11 +103,11 @@ class Transport:
                 chunks = []
                 for chunk in response.iter_raw():
                     chunks.append(chunk)
-                    if time.monotonic() > end_s:  # httpx limits the time of each read, not of all
+                    if time.monotonic() > end_s:  # httpx2 limits the time of each read, not of all
                         return TimedOut()
             finally:
                 response.close()
-        except httpx.TransportError as error:
+        except httpx2.TransportError as error:
             return _to_outcome(error)
         return _reply(response, chunks)
 
@@ -117,12 +118,12 @@ class Transport:
 class AsyncTransport:
     """For one event loop.
 
-    A conversation begins when a connection is free for it, so that httpx, which looks at all connections for each
+    A conversation begins when a connection is free for it, so that httpx2, which looks at all connections for each
     request that waits, never has one waiting: first come, first served, by as many at once as there are connections.
     """
 
     def __init__(self, url: str, token: str, num_connections: int) -> None:
-        self._http = _open_client(httpx.AsyncClient, _build_httpx_options(url, token, num_connections))
+        self._http = _open_client(httpx2.AsyncClient, _build_httpx_options(url, token, num_connections))
         self._free = asyncio.Semaphore(num_connections)
         self._loop: asyncio.AbstractEventLoop | None = None  # that the first call was made on
 
@@ -175,7 +176,7 @@ class AsyncTransport:
                     await response.aclose()
         except TimeoutError:
             return TimedOut()
-        except httpx.TransportError as error:
+        except httpx2.TransportError as error:
             return _to_outcome(error)
         return _reply(response, chunks)
 
@@ -183,25 +184,25 @@ class AsyncTransport:
         await self._http.aclose()
 
 
-def _require_open(http: httpx.Client | httpx.AsyncClient) -> None:
+def _require_open(http: httpx2.Client | httpx2.AsyncClient) -> None:
     """Before each sending: it may have been closed while the one before it was waited for. Raises Closed."""
     if http.is_closed:
         raise Closed("the client is closed")
 
 
-def _request(http: httpx.Client | httpx.AsyncClient, send: Send) -> httpx.Request:
+def _request(http: httpx2.Client | httpx2.AsyncClient, send: Send) -> httpx2.Request:
     asked = send.request
     return http.build_request(
         asked.method, asked.path, headers=asked.headers, content=asked.body or None, timeout=send.timeout_s
     )
 
 
-def _reply(response: httpx.Response, chunks: list[bytes]) -> Reply:
+def _reply(response: httpx2.Response, chunks: list[bytes]) -> Reply:
     return Reply(response.status_code, dict(response.headers), chunks[0] if len(chunks) == 1 else b"".join(chunks))
 
 
-def _to_outcome(error: httpx.TransportError) -> SendOutcome:
+def _to_outcome(error: httpx2.TransportError) -> SendOutcome:
     reason = str(error) or type(error).__name__
-    if isinstance(error, httpx.TimeoutException):
+    if isinstance(error, httpx2.TimeoutException):
         return TimedOut()
-    return NotSent(reason) if isinstance(error, httpx.ConnectError) else ConnectionBroken(reason)
+    return NotSent(reason) if isinstance(error, httpx2.ConnectError) else ConnectionBroken(reason)

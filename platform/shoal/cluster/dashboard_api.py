@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import httpx
+import httpx2
 
 from shoal.cluster.cluster_handle import ClusterHandle
 from shoal.errors import ClusterError, ConnectionLost, RunError
@@ -30,9 +30,9 @@ class ClusterResources:
     started_at_s: float  # Unix time, of the head
 
 
-def connect(cluster: ClusterHandle) -> httpx.Client:
+def connect(cluster: ClusterHandle) -> httpx2.Client:
     """A client for `ask`; close it."""
-    return httpx.Client(
+    return httpx2.Client(
         base_url=cluster.dashboard_url,
         headers={"Authorization": f"Bearer {cluster.token}"},
         timeout=REQUEST_TIMEOUT_S,
@@ -44,14 +44,14 @@ def connect(cluster: ClusterHandle) -> httpx.Client:
 @cache
 def _load_certificates() -> ssl.SSLContext:
     """Those that this machine trusts. Reading them takes 50 ms, and a run is asked for its state twice a second."""
-    return httpx.create_ssl_context()
+    return httpx2.create_ssl_context()
 
 
-def request_json(client: httpx.Client, method: str, path: str, json: object = None) -> Any:
+def request_json(client: httpx2.Client, method: str, path: str, json: object = None) -> Any:
     """One request and its JSON answer. Raises ConnectionLost, RunError (no such thing), ClusterError (refused)."""
     try:
         answer = client.request(method, path, json=json)
-    except httpx.HTTPError as error:
+    except httpx2.HTTPError as error:
         raise ConnectionLost(f"no answer from {client.base_url}: {error or type(error).__name__}") from None
     if answer.status_code in (401, 403):
         raise ClusterError(f"{client.base_url} refuses the token: set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to its own")

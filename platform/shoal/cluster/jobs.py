@@ -22,7 +22,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
-import httpx
+import httpx2
 
 import shoal
 from shoal.cluster.cluster_handle import ClusterHandle
@@ -328,7 +328,7 @@ class JobHandle:
             return None
         return self._cluster.temp_dir / "ray/session_latest/logs" / f"job-driver-{self.submission_id}.log"
 
-    def _read_log_from(self, client: httpx.Client | None, start: int, is_whole: bool) -> tuple[str, int]:
+    def _read_log_from(self, client: httpx2.Client | None, start: int, is_whole: bool) -> tuple[str, int]:
         """As `logs_from`; a start is in bytes of the file, or characters of a remote log."""
         if self._log_path is None:
             assert client is not None

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from shoal.errors import RunError
+from shoal.errors import RunError, needs_extra
 from shoal.home import home
 from shoal.runs.record.database import read_connection
 from shoal.runs.run_kind import RunKind, infer_kind
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 MEAN_RETURN = "return/mean_100"
 # The number of the event with which the last life of the run began; NULL in its first.
-_RESUMED = "(SELECT max(number) FROM events WHERE run = ?1 AND kind = 'resumed')"
+_RESUMED = "(SELECT max(number) FROM events WHERE run = :run AND kind = 'resumed')"
 
 # What a run without mean returns is judged by: a part of the metric's name, and whether more is better.
 VALIDATION = "validation/"  # how the names of metrics begin that were evaluated on data held back
@@ -191,9 +191,10 @@ class Run:
 
     def metrics(self) -> DataFrame:
         """Every metric: index `step`, column `time` (when the step was last logged), one column a metric name."""
-        import pandas
+        with needs_extra("data"):
+            import pandas
 
-        rows = self._query("SELECT step, time, name, value FROM metrics WHERE run = ? ORDER BY step")
+        rows = self._query("SELECT step, time, name, value FROM metrics WHERE run = :run ORDER BY step")
         frame = pandas.DataFrame([tuple(row) for row in rows], columns=["step", "time", "name", "value"])
         frame["value"] = frame["value"].astype(float)
         wide = frame.pivot(index="step", columns="name", values="value").rename_axis(columns=None)
@@ -206,12 +207,12 @@ class Run:
         since_resumed: only of the metrics that were logged since the run was last resumed
         """
         since = f" AND time >= ifnull((SELECT time FROM events WHERE number = {_RESUMED}), 0)" if since_resumed else ""
-        rows = self._query("SELECT name, value FROM summaries WHERE run = ?1" + since)
+        rows = self._query("SELECT name, value FROM summaries WHERE run = :run" + since)
         return {row["name"]: math.nan if row["value"] is None else row["value"] for row in rows}
 
     def best(self) -> tuple[str, float] | None:
         """The metric that the run is judged by and its best finite value; None when it logged no such metric."""
-        rows = self._query("SELECT name, lowest, highest FROM summaries WHERE run = ?")
+        rows = self._query("SELECT name, lowest, highest FROM summaries WHERE run = :run")
         for row in rows:
             if row["name"] == MEAN_RETURN:  # whatever else there is, such as an evaluation's return
                 return None if row["highest"] is None else (MEAN_RETURN, row["highest"])
@@ -225,7 +226,7 @@ class Run:
 
     def events(self) -> DataFrame:
         """What happened, in order: columns time, kind, details (a dict)."""
-        rows = self._query("SELECT time, kind, details FROM events WHERE run = ? ORDER BY number")
+        rows = self._query("SELECT time, kind, details FROM events WHERE run = :run ORDER BY number")
         details = [(row["time"] - self.created_at, row["kind"], json.loads(row["details"])) for row in rows]
         return _to_frame(details, ["time", "kind", "details"])
 
@@ -236,7 +237,7 @@ class Run:
         """
         since = f" AND number > ifnull({_RESUMED}, 0)" if since_resumed else ""
         # SQLite takes the columns beside max() from the row that has the maximum.
-        rows = self._query(f"SELECT kind, details, max(number) FROM events WHERE run = ?1{since} GROUP BY kind")
+        rows = self._query(f"SELECT kind, details, max(number) FROM events WHERE run = :run{since} GROUP BY kind")
         return {row["kind"]: json.loads(row["details"]) for row in rows}
 
     def last_started_at(self) -> float:
@@ -246,29 +247,29 @@ class Run:
 
     def num_versions(self) -> int:
         """How many versions of the weights were published."""
-        return int(self._query("SELECT count(*) FROM versions WHERE run = ?")[0][0])
+        return int(self._query("SELECT count(*) FROM versions WHERE run = :run")[0][0])
 
     def versions(self, every: int = 1) -> DataFrame:
         """The weight versions published: columns version, step, time, sha256.
 
         every: only those whose number is a multiple of it, and the first and the last
         """
-        ends = ", ".join(f"(SELECT {end}(version) FROM versions WHERE run = ?1)" for end in ("min", "max"))
+        ends = ", ".join(f"(SELECT {end}(version) FROM versions WHERE run = :run)" for end in ("min", "max"))
         rows = self._query(
-            "SELECT version, step, time - ?2, sha256 FROM versions"
-            f" WHERE run = ?1 AND (version % {int(every)} = 0 OR version IN ({ends})) ORDER BY version"
+            "SELECT version, step, time - :created_at, sha256 FROM versions"
+            f" WHERE run = :run AND (version % {int(every)} = 0 OR version IN ({ends})) ORDER BY version"
         )
         return _to_frame([tuple(row) for row in rows], ["version", "step", "time", "sha256"])
 
     def models(self) -> DataFrame:
         """The models that the run registered: columns name, version, time, aliases (a list, as given then)."""
-        rows = self._query("SELECT name, version, time, aliases FROM models WHERE run = ? ORDER BY time")
+        rows = self._query("SELECT name, version, time, aliases FROM models WHERE run = :run ORDER BY time")
         models = [(r["name"], r["version"], r["time"] - self.created_at, json.loads(r["aliases"])) for r in rows]
         return _to_frame(models, ["name", "version", "time", "aliases"])
 
     def endpoints(self) -> list[EndpointRecord]:
         """Where the run listens or listened, by name. Of what a lost run had not closed, the state is `lost` too."""
-        rows = self._query("SELECT name, kind, address, state FROM endpoints WHERE run = ? ORDER BY name")
+        rows = self._query("SELECT name, kind, address, state FROM endpoints WHERE run = :run ORDER BY name")
         found = [EndpointRecord(*row) for row in rows]
         if self.status is Status.LOST:
             return [replace(each, state="lost") if each.state != "closed" else each for each in found]
@@ -289,18 +290,19 @@ class Run:
             "endpoints": [asdict(endpoint) for endpoint in self.endpoints()],
             "models": [
                 {"name": row["name"], "version": row["version"], "aliases": json.loads(row["aliases"])}
-                for row in self._query("SELECT name, version, aliases FROM models WHERE run = ? ORDER BY time")
+                for row in self._query("SELECT name, version, aliases FROM models WHERE run = :run ORDER BY time")
             ],
         }
 
     def _query(self, sql: str) -> list[sqlite3.Row]:
-        """The rows of a question whose first parameter is this run, and whose second is its creation time."""
-        parameters = (self._number, self.created_at)[: 2 if "?2" in sql else 1]
+        """The rows of a query with the parameters `:run`, this run, and `:created_at`."""
+        parameters = {"run": self._number, "created_at": self.created_at}
         with read_connection(self._home) as connection:
             return connection.execute(sql, parameters).fetchall()
 
 
 def _to_frame(rows: Sequence[tuple[object, ...]], columns: list[str]) -> DataFrame:
-    import pandas
+    with needs_extra("data"):
+        import pandas
 
     return pandas.DataFrame(rows, columns=columns)

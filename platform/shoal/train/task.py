@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from shoal.data import Data
 from shoal.errors import ConfigError, DataError
+from shoal.recipes import find_recipe, recipe_names
 
 JOBS = Path("jobs")
 _SOURCE = "__source__"  # of a module of a file: its text when it was loaded
@@ -96,10 +97,10 @@ TaskFactory = Callable[..., Task]
 
 
 def find_task(word: str) -> TaskFactory:
-    """The Task class that `word` means: `my_task.py:MyTask`, `package.module:MyTask`, or a file of ./jobs.
+    """The Task class that `word` means: `my_task.py:MyTask`, `package.module:MyTask`, or a file of ./jobs or a recipe.
 
-    `lenet` means the one Task of jobs/lenet.py. Raises ConfigError with what there is, and with the cause when the
-    file does not load.
+    `lenet` means the one Task of jobs/lenet.py: of ./jobs, else of the recipes that come with Shoal. Raises
+    ConfigError with what there is, and with the cause when the file does not load.
     """
     place, _, name = word.partition(":")
     module = _load_module(word, place)
@@ -162,7 +163,14 @@ def find_source_file(word: str) -> Path | None:
     if place.endswith(".py"):
         return Path(place).resolve()
     recipe = JOBS / f"{place}.py"
-    return recipe.resolve() if recipe.is_file() else None
+    if recipe.is_file():
+        return recipe.resolve()
+    ours = find_recipe(place) if place.isidentifier() else None
+    if ours is None:
+        return None
+    module = importlib.util.find_spec(place)
+    is_the_users = module is not None and module.origin and Path(module.origin).resolve() != ours.resolve()
+    return None if is_the_users else ours.resolve()
 
 
 def unload_if_changed(word: str) -> None:
@@ -234,7 +242,7 @@ def _module_name(path: Path) -> str:
 
 
 def _import_module(word: str, place: str) -> ModuleType:
-    recipes = sorted(path.stem for path in JOBS.glob("*.py"))
+    recipes = dict.fromkeys([*sorted(path.stem for path in JOBS.glob("*.py")), *recipe_names()])
     others = f"one of {', '.join(recipes)}" if recipes else "a recipe's name where its folder, jobs/, is"
     remedy = f"give file.py:Class, package.module:Class, or {others}"
     if not all(part.isidentifier() for part in place.split(".")):

@@ -75,9 +75,7 @@ def check_python(running: str, wanted: str) -> Finding:
 def check_packages(requirements: Sequence[str], installed: Callable[[str], str | None]) -> Iterator[Finding]:
     """What is installed against what the package pins; a pinned package that differs is a failure."""
     num_fitting = 0
-    for requirement in map(Requirement, requirements):
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": "cluster"}):
-            continue
+    for requirement in _required(list(map(Requirement, requirements)), "cluster"):
         found = installed(requirement.name)
         if found is None:
             yield Finding("packages", Level.FAIL, f"{requirement.name} is not installed", INSTALL)
@@ -87,6 +85,19 @@ def check_packages(requirements: Sequence[str], installed: Callable[[str], str |
         else:
             num_fitting += 1
     yield Finding("packages", Level.OK, f"{num_fitting} fit what Shoal pins")
+
+
+def _required(requirements: Sequence[Requirement], extra: str) -> Iterator[Requirement]:
+    """Those of the package and of its extra, with those of the extras that the extra names."""
+    for requirement in requirements:
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        if requirement.name != "shoal":
+            yield requirement
+            continue
+        of_extras = [each for each in requirements if "extra" in str(each.marker)]
+        for other in sorted(requirement.extras):
+            yield from _required(of_extras, other)
 
 
 def check_imports(modules: Sequence[str]) -> Finding:

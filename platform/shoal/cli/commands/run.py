@@ -355,7 +355,8 @@ def _run_remote(cluster: ClusterHandle, typed: RunArguments, path: Path, console
         raise ConfigError("actors", typed.num_actors, "cannot be started for a cluster on another machine", remedy)
     folder = Path.cwd().resolve()
     if not path.is_relative_to(folder):
-        raise ConfigError("job", str(path), f"lies outside {folder}", "run from the folder that holds the job")
+        remedy = "run from the folder that holds it, or copy it here"
+        raise ConfigError("job", str(path), f"lies outside {folder}", remedy)
     shown, secrets = split_secret_overrides(path, typed.words)
     entrypoint = ["python", str(path.relative_to(folder)), *shown]
     env = make_command_variable(typed.to_command_line()) | secrets

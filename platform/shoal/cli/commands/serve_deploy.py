@@ -33,6 +33,7 @@ from shoal.cluster.jobs import JobHandle, list_jobs, submit
 from shoal.config import format_override, last_override
 from shoal.errors import ClusterError, ConfigError, RunError
 from shoal.flows.serving_spec import NAMED_BY_MODEL, ServingSpec, check, read_serve_port, spec_from_overrides
+from shoal.recipes import find_recipe
 from shoal.registry import Registry, split_ref
 from shoal.runs import EndpointRecord
 from shoal.runs.record.provenance import format_masked_command, make_command_variable, split_secrets
@@ -181,7 +182,8 @@ def _parse_fields(words: Sequence[str]) -> list[str]:
     files = [each for each in words if "=" not in each and each.endswith((".yaml", ".yml"))]
     if len(files) > 1:
         raise ConfigError("file", files[1], "is a second file", "an endpoint has one")
-    fields = [format_override("file", str(Path(file).resolve())) for file in files]
+    found = [file if Path(file).is_file() else find_recipe(file) or file for file in files]
+    fields = [format_override("file", str(Path(file).resolve())) for file in found]
     if models:
         fields.append(format_override("models", ",".join(models)))
     return fields + [each for each in words if "=" in each]

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from shoal.client.payload import ArrayLike
-from shoal.errors import DataError
+from shoal.errors import DataError, needs_extra
 from shoal.open_inference.datatypes import NUMPY_DTYPES
 from shoal.serve.tables.table import (
     TensorDescription,
@@ -224,7 +224,8 @@ def is_integer(spec: TensorDescription) -> bool:
 
 def _load_picture(path: Path, spec: TensorDescription) -> np.ndarray:
     """Bytes [1, H, W], [3, H, W], [H, W] or [H, W, 3], as the input has it."""
-    from PIL import Image
+    with needs_extra("data"):
+        from PIL import Image
 
     sizes = list(spec.shape[1:])
     first = len(sizes) == 3 and sizes[0] in (1, 3)

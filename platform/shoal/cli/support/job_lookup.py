@@ -8,21 +8,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import shoal
 from shoal.errors import ConfigError, RunError
+from shoal.recipes import find_recipe, recipe_names
 from shoal.runs.record.provenance import split_secrets
 
-OUR_JOBS = Path(shoal.__file__).parents[2] / "jobs"  # of the checkout that is installed, where it is one
 _TAKES_CHECK = re.compile(r"\b(job|train)_main\b")  # in the file of a job whose words we read
 
 
 def find_job(job: str) -> Path:
-    """The file of a job: a path, or a name in ./jobs or in the checkout's. Raises ConfigError with what there is."""
-    for candidate in (Path(job), Path("jobs") / f"{job}.py", OUR_JOBS / f"{job}.py"):
-        if candidate.is_file():
+    """The file of a job: a path, or the name of one in ./jobs or of a recipe. Raises ConfigError with what there is."""
+    for candidate in (Path(job), Path("jobs") / f"{job}.py", find_recipe(job)):
+        if candidate is not None and candidate.is_file():
             return candidate.resolve()
-    here, ours = (sorted(path.stem for path in folder.glob("*.py")) for folder in (Path("jobs"), OUR_JOBS))
-    known = ", ".join(dict.fromkeys([*here, *ours])) or "none here"
+    here = sorted(path.stem for path in Path("jobs").glob("*.py"))
+    known = ", ".join(dict.fromkeys([*here, *recipe_names()])) or "none here"
     raise ConfigError("job", job, "is neither a file nor in ./jobs", f"jobs: {known}")
 
 

@@ -35,7 +35,7 @@ from shoal.cluster.forking.preloaded_modules import PreloadedModuleFinder
 # step of an optimiser imports.
 LIBRARIES = (
     *("numpy", "requests", "jsonschema", "google.protobuf", "yaml", "msgpack", "click"),  # Ray's
-    *("aiohttp", "fastapi", "uvicorn", "pydantic", "httpx", "msgspec", "rich.console"),  # an endpoint's
+    *("aiohttp", "fastapi", "uvicorn", "pydantic", "httpx2", "msgspec", "rich.console"),  # an endpoint's
     *("torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "safetensors.torch"),
 )
 REQUEST_TIMEOUT_S = 10.0

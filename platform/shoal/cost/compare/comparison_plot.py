@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from shoal.cost.compare.comparison import ROWS, Column
 from shoal.cost.cost_table import format_quantity
+from shoal.errors import needs_extra
 from shoal.runs.formatting import format_number
 from shoal.runs.report.plots import truncate_middle
 
@@ -26,8 +27,9 @@ _BARS = ("lived_s", "money", "memory_peak", "sent_bytes", "communication")
 
 def plot_comparison(columns: Sequence[Column], names: Sequence[str]) -> Figure:
     """The curves on the left, a panel of bars for each quantity that some run knows. `names` label the runs."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
+    with needs_extra("report"):
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
 
     bars = [name for name in _BARS if any(column.values.get(name) for column in columns)]
     with rc_context({"font.size": 9.0}):

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import pyarrow as arrow
 
 from shoal.data.formats.base import Fields, FileDataset, as_tensor, build_batch, parse_fields, require_path
 from shoal.data.sampling.sampler import Indices
-from shoal.errors import DataError
+from shoal.errors import DataError, needs_extra
+
+with needs_extra("data"):
+    import pyarrow as arrow
 
 
 class ColumnDataset(FileDataset):

@@ -7,10 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pyarrow as arrow
-from pyarrow import ipc
-
 from shoal.data.formats.arrow_base import ColumnDataset
+from shoal.errors import needs_extra
+
+with needs_extra("data"):
+    import pyarrow as arrow
+    from pyarrow import ipc
 
 _MAGIC = b"ARROW1"  # with which a file begins, and a stream does not
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 
 from shoal.data.formats.base import (
@@ -19,7 +18,10 @@ from shoal.data.formats.base import (
     require_path,
 )
 from shoal.data.sampling.sampler import Indices
-from shoal.errors import DataError
+from shoal.errors import DataError, needs_extra
+
+with needs_extra("data"):
+    import h5py
 
 _RUN_GAP_BYTES = 64 * 1024  # it is quicker to read over so much than to ask the library once more
 _READ_BYTES = 64 * 2**20  # at most, in one go: rows that a gap reads over are memory too

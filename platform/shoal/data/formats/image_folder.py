@@ -8,12 +8,14 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from shoal.data.formats.base import FileDataset, require_path
 from shoal.data.sampling.sampler import Indices
-from shoal.errors import DataError
+from shoal.errors import DataError, needs_extra
+
+with needs_extra("data"):
+    from PIL import Image
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 

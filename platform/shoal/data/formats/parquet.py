@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pyarrow import parquet
-
 from shoal.data.formats.arrow_base import ColumnDataset
+from shoal.errors import needs_extra
+
+with needs_extra("data"):
+    from pyarrow import parquet
 
 
 class Parquet(ColumnDataset):

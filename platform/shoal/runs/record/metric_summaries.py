@@ -20,10 +20,11 @@ ON CONFLICT (run, name) DO UPDATE SET step = excluded.step, time = excluded.time
 """
 # SQLite takes the columns beside a lone max() from the row that has the maximum, and reads 9e999 as infinity.
 _UP_TO = """
-SELECT ?1, name, step, time, value, lowest, highest
-FROM (SELECT name, step, max(time) AS time, value FROM metrics WHERE run = ?1 AND step <= ?2 GROUP BY name)
+SELECT :run, name, step, time, value, lowest, highest
+FROM (SELECT name, step, max(time) AS time, value FROM metrics WHERE run = :run AND step <= :step GROUP BY name)
 JOIN (SELECT name, min(finite) AS lowest, max(finite) AS highest
-    FROM (SELECT name, CASE WHEN abs(value) < 9e999 THEN value END AS finite FROM metrics WHERE run = ?1 AND step <= ?2)
+    FROM (SELECT name, CASE WHEN abs(value) < 9e999 THEN value END AS finite FROM metrics
+        WHERE run = :run AND step <= :step)
     GROUP BY name) USING (name)
 """
 _ANY_LATER = "SELECT 1 FROM metrics WHERE run = ? AND step > ? LIMIT 1"
@@ -61,7 +62,7 @@ def compute_summaries_up_to(connection: sqlite3.Connection, run: int, step: int)
     """
     if connection.execute(_ANY_LATER, (run, step)).fetchone() is None:
         return None
-    return [tuple(row) for row in connection.execute(_UP_TO, (run, step))]
+    return [tuple(row) for row in connection.execute(_UP_TO, {"run": run, "step": step})]
 
 
 def delete_after(connection: sqlite3.Connection, run: int, step: int, left: Sequence[Row]) -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
+from shoal.errors import needs_extra
+
 
 class EventFile:
     """One append-only event file in `folder`, made at once.
@@ -26,8 +28,9 @@ class EventFile:
     """
 
     def __init__(self, folder: Path, life: int) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
-        from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
+        with needs_extra("report"):
+            from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
+            from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 
         folder.mkdir(parents=True, exist_ok=True)
         now = time.time()

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from shoal.errors import needs_extra
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -61,8 +63,9 @@ def draw_learning_curve(
     panels:  (label of the x axis, curve) each; the last one is in wall seconds
     marks_s: when the run was resumed, drawn into the last panel
     """
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
+    with needs_extra("report"):
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
 
     with rc_context(_STYLE):
         figure = Figure(figsize=(5.4 * len(panels), 3.5), facecolor="white")
@@ -94,8 +97,9 @@ class Panel:
 
 def draw_training_curves(title: str, panels: Sequence[Panel]) -> Figure:
     """The panels side by side. The first curve of each is a line, the others have a mark at each point as well."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
+    with needs_extra("report"):
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
 
     with rc_context(_STYLE):
         figure = Figure(figsize=(5.4 * len(panels), 3.5), facecolor="white")
@@ -129,8 +133,9 @@ def _draw_title(figure: Figure, title: str, num_panels: int) -> None:
 
 def draw_small_plot(curve: Curve, begin: float, end: float) -> Figure:
     """A plot for a grid of many, all from `begin` to `end`: no labels, for the page names it."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
+    with needs_extra("report"):
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
 
     with rc_context(_STYLE):
         figure = Figure(figsize=(3.5, 1.7), facecolor="white")
@@ -146,8 +151,9 @@ def draw_small_plot(curve: Curve, begin: float, end: float) -> Figure:
 
 def draw_wide_plot(curve: Curve) -> Figure:
     """Stairs across the page."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
+    with needs_extra("report"):
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
 
     with rc_context(_STYLE):
         figure = Figure(figsize=(10.8, 1.9), facecolor="white")

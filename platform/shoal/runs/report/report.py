@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.errors import RunError
+from shoal.errors import RunError, needs_extra
 from shoal.runs.formatting import format_duration, format_number, format_timestamp, format_value
 from shoal.runs.report import plots
 from shoal.runs.run_reader import MEAN_RETURN, VALIDATION, Run, is_higher_better, load
@@ -132,7 +132,8 @@ def write_report(run: Run) -> Path:
 
 
 def _render_report(run: Run) -> Path:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    with needs_extra("report"):
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     folder = run.folder
     folder.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from shoal.errors import needs_extra
 from shoal.runs.formatting import format_number
 from shoal.runs.formatting import format_size as in_bytes
 from shoal.runs.report.plots import GRID, INK, LINE, MARK, MUTED, RULE, to_png
@@ -92,7 +93,8 @@ def _make_formatter(name: str) -> Callable[[float, object], str]:
 
 
 def _make_figure(title: str, num_panels: int, height: float = 3.5) -> tuple[Figure, list[Axes]]:
-    from matplotlib.figure import Figure
+    with needs_extra("report"):
+        from matplotlib.figure import Figure
 
     figure = Figure(figsize=(max(5.4, 3.6 * num_panels), height), facecolor="white", layout="constrained")
     figure.suptitle(title, color=INK, fontsize=10, fontweight="bold", x=0.01, ha="left")

@@ -1,0 +1,22 @@
+"""The program `shoal`, also as `python -m shoal`: says in one line which extra is missing where the CLI cannot load."""
+
+from __future__ import annotations
+
+import sys
+
+from shoal.errors import MissingExtra, needs_extra
+
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        with needs_extra("cluster"):
+            from shoal.cli import main as run
+    except MissingExtra as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    run()
+
+
+if __name__ == "__main__":
+    main()

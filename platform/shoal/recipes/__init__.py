@@ -1,0 +1,35 @@
+"""Where the recipes are that come with Shoal: the files of `jobs/` and `serve_apps/`.
+
+A checkout has both at its top, and a wheel carries them in this folder (see `setup.py`). Called by whatever looks for a
+job or a task by its name. Imports none of them, and needs the standard library only.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_PACKAGED = Path(__file__).parent
+_CHECKOUT = Path(__file__).parents[3]
+
+
+def recipe_folder(kind: str) -> Path:
+    """The folder of the recipes of a kind, `jobs` or `serve_apps`. It does not exist where only the package was copied."""
+    is_checkout = _PACKAGED.parents[1].name == "platform" and not (_PACKAGED / kind).exists()
+    return (_CHECKOUT if is_checkout else _PACKAGED) / kind
+
+
+def find_recipe(name: str) -> Path | None:
+    """The file that `name` means among the recipes: `lenet`, `jobs/lenet.py` or `serve_apps/live_policy.py`."""
+    kind, separator, file = name.replace("\\", "/").partition("/")
+    if not separator:
+        path = recipe_folder("jobs") / f"{name}.py"
+    elif (kind == "jobs" or kind == "serve_apps") and "/" not in file:
+        path = recipe_folder(kind) / file
+    else:
+        return None
+    return path if path.is_file() else None
+
+
+def recipe_names() -> list[str]:
+    """The names of the jobs."""
+    return sorted(path.stem for path in recipe_folder("jobs").glob("*.py"))

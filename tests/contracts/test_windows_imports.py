@@ -1,0 +1,43 @@
+"""An external actor and a client of an endpoint also run on Windows, which has no `fcntl` and no `os.fork`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+# What Python on Windows lacks. The standard library's own posix halves stay: they are what runs this test.
+MODULES = ["fcntl", "grp", "pwd", "resource", "termios", "tty", "pty", "syslog", "readline"]
+NAMES = ["fork", "register_at_fork", "sched_getaffinity", "geteuid", "getuid", "uname", "setsid", "killpg", "fchmod"]
+PROGRAM = f"""
+import os, sys
+import importlib.metadata, numpy, zmq, msgspec, safetensors.numpy, httpx2  # theirs, which have a Windows of their own
+for name in {MODULES}:
+    sys.modules[name] = None  # so that an import of it raises ImportError
+for name in {NAMES}:
+    delattr(os, name)
+"""
+
+
+def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM + program, *arguments], capture_output=True, text=True, cwd="/"
+    )
+
+
+@pytest.mark.parametrize("module", ["shoal", "shoal.home", "shoal.wire", "shoal.actor", "shoal.client"])
+def test_what_runs_outside_the_cluster_imports_without_posix(module: str) -> None:
+    done = run(f"import {module}")
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_actor_program_starts_without_posix() -> None:
+    done = run("import runpy; sys.argv[0] = 'actor'; runpy.run_module('shoal.actor', run_name='__main__')", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--connect" in done.stdout
+
+
+def test_the_block_is_a_block() -> None:
+    done = run("import fcntl")
+    assert "import of fcntl halted" in done.stderr
