@@ -1,4 +1,4 @@
-"""The tables of README.md (what has a bar) and docs/measured.md (everything), made from benchmarks/results.
+"""The tables of README.md (rows with a bar) and docs/measured.md (all rows), made from benchmarks/results.
 
 python -m benchmarks.table --write    # renew them, each between the two marks in its file
 python -m benchmarks.table --check    # one line a row; exits 1 when a bar is missed
@@ -42,7 +42,7 @@ def with_bars(results: Mapping[str, Sequence[Row]]) -> str:
 
 
 def in_full(results: Mapping[str, Sequence[Row]]) -> str:
-    """A section for each file: its table, what must be known to read it, and where it was measured."""
+    """A section for each file: its table, its notes, and the command, machine and commit of its measurement."""
     parts: list[str] = []
     for name in _in_order(results):
         rows = results[name]
@@ -57,7 +57,7 @@ def _in_order(results: Mapping[str, Sequence[Row]]) -> list[str]:
 
 
 def _ratio(row: Row) -> str:
-    """None to a peer that got nowhere."""
+    """Empty for a peer without a result."""
     return "" if row.ratio is None else f" ({number(row.ratio)}{TIMES})"
 
 
@@ -96,7 +96,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--write", action="store_true", help="renew the tables in README.md and docs/measured.md")
-    what.add_argument("--check", action="store_true", help="say which bars are missed")
+    what.add_argument("--check", action="store_true", help="print every row with its verdict; exit 1 if a bar is missed")
     chosen = parser.parse_args()
     results = read()
     if not results:
