@@ -96,7 +96,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--write", action="store_true", help="renew the tables in README.md and docs/measured.md")
-    what.add_argument("--check", action="store_true", help="print every row with its verdict; exit 1 if a bar is missed")
+    what.add_argument("--check", action="store_true", help="print every row with its verdict; exit 1 on a missed bar")
     chosen = parser.parse_args()
     results = read()
     if not results:
