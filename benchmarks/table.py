@@ -1,4 +1,4 @@
-"""The tables of README.md (rows with a bar) and docs/measured.md (all rows), made from benchmarks/results.
+"""The tables of README.md (what has a bar) and docs/measured.md (everything), made from benchmarks/results.
 
 python -m benchmarks.table --write    # renew them, each between the two marks in its file
 python -m benchmarks.table --check    # one line a row; exits 1 when a bar is missed
