@@ -60,7 +60,7 @@ def headlines(results: Mapping[str, Sequence[Row]]) -> str:
 
 
 def in_full(results: Mapping[str, Sequence[Row]]) -> str:
-    """A section for each file: its table, what must be known to read it, and where it was measured."""
+    """A section for each file: its table, its notes, and the command, machine and commit of its measurement."""
     parts: list[str] = []
     for name in _in_order(results):
         rows = results[name]
@@ -75,7 +75,7 @@ def _in_order(results: Mapping[str, Sequence[Row]]) -> list[str]:
 
 
 def _ratio(row: Row) -> str:
-    """None to a peer that got nowhere."""
+    """Empty for a peer without a result."""
     return "" if row.ratio is None else f" ({number(row.ratio)}{TIMES})"
 
 
@@ -114,7 +114,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--write", action="store_true", help="renew the tables in README.md and docs/measured.md")
-    what.add_argument("--check", action="store_true", help="say which bars are missed")
+    what.add_argument("--check", action="store_true", help="print every row with its verdict; exit 1 on a missed bar")
     chosen = parser.parse_args()
     results = read()
     if not results:

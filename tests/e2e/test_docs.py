@@ -19,7 +19,7 @@ from rl_setting import TOKEN, serving
 from shoal.cli import cli
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(path: Path, language: str) -> list[str]:
@@ -55,10 +55,18 @@ def test_every_make_target_of_the_readme_exists() -> None:
     assert named <= targets
 
 
+def anchors(path: Path) -> set[str]:
+    """The fragments that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_every_link_within_the_pages_leads_somewhere() -> None:
     for path in PAGES:
-        for target in re.findall(r"\]\((?!http)([^)#]+)", path.read_text()):
-            assert (path.parent / target).exists(), f"{path.name}: {target}"
+        for target, fragment in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)", path.read_text()):
+            page = path.parent / target if target else path
+            assert page.exists(), f"{path.name}: {target}"
+            assert not fragment or fragment in anchors(page), f"{path.name}: {target}#{fragment}"
 
 
 def test_the_readmes_python_runs(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ _CHECKOUT = Path(__file__).parents[3]
 
 
 def recipe_folder(kind: str) -> Path:
-    """The folder of the recipes of a kind, `jobs` or `serve_apps`. It does not exist where only the package was copied."""
+    """The folder of the recipes of a kind, `jobs` or `serve_apps`. A copy of the bare package has none."""
     is_checkout = _PACKAGED.parents[1].name == "platform" and not (_PACKAGED / kind).exists()
     return (_CHECKOUT if is_checkout else _PACKAGED) / kind
 

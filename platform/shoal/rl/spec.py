@@ -70,7 +70,7 @@ class RLSpec(Spec):
     segment_length: int = Field(default=256, ge=1, description="environment steps in a segment, at most")
     gateway: GatewaySpec = GatewaySpec()
     learner: LearnerSpec = LearnerSpec()
-    impala: ImpalaConfig = ImpalaConfig(discount=0.98, learning_rate=1.5e-3)  # chosen on CartPole: docs/log.md
+    impala: ImpalaConfig = ImpalaConfig(discount=0.98, learning_rate=1.5e-3)  # chosen on CartPole: docs/log
 
 
 def experience_spec(observation_space: Any, action_space: Any, spec: RLSpec) -> ExperienceSpec:

@@ -9,7 +9,7 @@ alternate: who writes a row for the second time knows that all have read it, sin
 Neither file nor sockets have a name that outlives their processes, and no limit of /dev/shm holds.
 
 Gloo wakes threads of its own for each sum, which on a host whose cores all compute takes longer than the sum itself
-(docs/log.md). Called by plans that average gradients, and by batch normalisation.
+(docs/log). Called by plans that average gradients, and by batch normalisation.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 A send does not wait for who reads it: where no piece is free another one is made, so that there are as many as there
 were messages under way at once. (Of some hundreds that nobody reads, the notes fill the socket; then it takes in what
 others send, and waits.) What is sent from one rank to another arrives in that order. Gloo wakes threads of its own for
-each message, which on a host whose cores all compute takes milliseconds (docs/log.md). Called by pipelines, and by
+each message, which on a host whose cores all compute takes milliseconds (docs/log). Called by pipelines, and by
 `cost`, which times them.
 """
 

@@ -2,7 +2,7 @@
 
 gRPC is messages each way, each after five bytes, and a status behind the last; HTTP/1.1 has a place for that too,
 behind the last chunk. Python's gRPC server takes 0.3 ms of a processor for a call, most of it in threads and a loop of
-its own; as a request of the replica's HTTP server a call costs what one of JSON does, and less to decode (docs/log.md).
+its own; as a request of the replica's HTTP server a call costs what one of JSON does, and less to decode (docs/log).
 HAProxy (`cluster.haproxy`) hands on all calls of the service like this.
 
 `GrpcOverHttp1` is an ASGI application around that of REST. It writes the chunks of its answers itself, so it needs a

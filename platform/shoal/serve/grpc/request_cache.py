@@ -3,7 +3,7 @@
 A client asks much the same again and again. Where all bytes of a request but those of its raw tensors are, at the same
 places, those of an earlier one, it is the same message with other elements: what it asks, its names and its shapes have
 been read and found right, and its arrays are views of its bytes. (To take it apart and to put its answer together was
-half of what the application took for a small request, and copied what was large: docs/log.md.)
+half of what the application took for a small request, and copied what was large: docs/log.)
 
 Called by `grpc_service`, on one event loop. Requests with an id of their own, or with typed contents, have no layout.
 """

@@ -2,7 +2,7 @@
 
 Serve's replica takes HTTP with uvicorn, and does a good deal for each request: two identifiers, a context, metrics, a
 slot. None of it is needed in front of an application that counts, refuses and answers by itself, and it costs more than
-the inference of a small model: about half of the replica's processor time for a request (docs/log.md). So
+the inference of a small model: about half of the replica's processor time for a request (docs/log). So
 `install` gives uvicorn a protocol class that hands requests to the application directly, with their answer in one
 write. What is Serve's own, below `/-/`, goes to Serve, as before: health, and with it draining.
 
