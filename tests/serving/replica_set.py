@@ -217,12 +217,12 @@ class LocalController:
         self._controller().leave(replica)
 
     async def store_weights(self, model: str, snapshot: WeightSnapshot) -> None:
-        self._controller().live.keep(model, snapshot)
+        self._controller().live.store_weights(model, snapshot)
 
     async def fetch_weights(self, model: str, version: int) -> WeightSnapshot | None:
         self._set.num_fetched += 1
         await self._set.giving.wait()
-        return self._controller().live.kept(model, version)
+        return self._controller().live.fetch_weights(model, version)
 
     async def administer(self, change: Mapping[str, Any], by: str) -> dict[str, Any]:
         self._controller()

@@ -17,7 +17,7 @@ from shoal.client.endpoint_status import EndpointStatus
 from shoal.errors import InferenceError
 from shoal.serve.batching.batcher import BatchReport
 from shoal.serve.controller import live_control
-from shoal.serve.messages.replica_report import MAX_REJECTED_VERSIONS
+from shoal.serve.messages.replica_report import MAX_REJECTED
 from shoal.serve.replica.replica import START_POLL_S
 from shoal.serve.spec.model_options import GuardOptions
 from shoal.weights import WeightSnapshot
@@ -118,10 +118,10 @@ async def test_a_run_that_publishes_nothing_but_bad_weights_does_not_flood_the_r
     for version in range(2, 40):
         await endpoint.publish(moody(version, RAISE))
         assert await everywhere(endpoint, 1) == {1}
-    await until(lambda: endpoint.controller.state.models["moody"].live.left[-1] == 39)
+    await until(lambda: endpoint.controller.state.models["moody"].rejected[-1] == 39)
     assert endpoint.entries() == [("rollback", 1, 2, "guard")]
-    assert len(endpoint.controller.state.models["moody"].live.left) <= MAX_REJECTED_VERSIONS
-    endpoint.controller.state.models["moody"].live.recorded_at -= live_control.RECORD_S
+    assert len(endpoint.controller.state.models["moody"].rejected) <= MAX_REJECTED
+    endpoint.controller.state.models["moody"].recorded_at -= live_control.RECORD_S
     await until(lambda: len(endpoint.entries()) == 2)
     assert endpoint.entries()[1] == ("rollback", 1, 39, "guard")
     assert "(and 36 versions before it, since the last entry)" in endpoint.controller.state.events[1].reason
@@ -142,7 +142,7 @@ async def test_without_the_controller_each_replica_leaves_what_is_bad_and_all_is
 async def test_a_replica_that_comes_when_the_newest_weights_were_left_gets_those_before(endpoint: LiveSet) -> None:
     await endpoint.publish(moody(2, RAISE))
     assert await everywhere(endpoint) == {1}
-    await until(lambda: endpoint.controller.plan.models[0].live.is_kept)
+    await until(lambda: endpoint.controller.plan.models[0].is_retained)
     for name in ("r1", "r2"):
         await endpoint.kill(name)
     endpoint.restart_controller()  # the weights are in a file
@@ -179,7 +179,7 @@ async def test_a_version_that_only_one_replica_still_holds_is_given_to_the_other
     other.take(moody(3))
     await infer(endpoint.replicas["r2"])
     other.take(moody(4))  # so it holds 3 and 4, and r1 holds 2
-    await until(lambda: endpoint.controller.live.held("moody") == [1, 2, 3, 4])
+    await until(lambda: endpoint.controller.live.available("moody") == [1, 2, 3, 4])
     await endpoint.administer(action="rollback", model="moody", version=2)
     assert endpoint.versions("moody") == [2, 2]
 
@@ -209,7 +209,7 @@ async def test_a_replica_is_let_in_when_it_has_what_is_pinned(endpoint: LiveSet)
     await until(lambda: late.host.ready and endpoint.num_fetched == 1)  # with what the run has
     assert not (await asyncio.wait([starting], timeout=5 * START_POLL_S))[0]
     endpoint.controller.live.pin("moody", 1, "me", "")  # while it fetches another
-    await until(lambda: endpoint.controller.plan.models[0].live.is_kept)
+    await until(lambda: endpoint.controller.plan.models[0].is_retained)
     await until(lambda: late.host.report().generation == endpoint.controller.plan.generation)
     endpoint.giving.set()
     await starting
@@ -327,7 +327,7 @@ def json_of(document: dict[str, Any]) -> bytes:
 def test_what_makes_no_sense_for_a_live_model_is_refused_with_a_remedy(word: str, change: dict[str, Any]) -> None:
     @live()
     async def body(endpoint: LiveSet) -> None:
-        await until(lambda: endpoint.controller.live.held("moody") == [1])
+        await until(lambda: endpoint.controller.live.available("moody") == [1])
         with pytest.raises(InferenceError, match=word) as caught:
             await endpoint.administer(model="moody", **change)
         assert (caught.value.status, endpoint.entries()) == (409, [])

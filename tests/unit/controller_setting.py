@@ -18,7 +18,7 @@ from shoal.serve.controller.admin_api import AdminApi
 from shoal.serve.controller.controller import EndpointController
 from shoal.serve.controller.state import Deployment, StateFile
 from shoal.serve.messages.desired_state import EndpointPlan, ModelPlan
-from shoal.serve.messages.replica_report import ModelReport, ReplicaReport, StagingFailure
+from shoal.serve.messages.replica_report import ModelReport, RejectedVersion, ReplicaReport
 from shoal.serve.spec.model_options import ModelOptions
 
 LEASE_S = 5.0
@@ -66,7 +66,7 @@ class FakeReplica:
     plan: EndpointPlan = field(default_factory=EndpointPlan)
     staged: set[int] = field(default_factory=set)
     bad: set[int] = field(default_factory=set)
-    failure: StagingFailure | None = None
+    rejected: RejectedVersion | None = None
     is_ready: bool = False
     stable: int = 0
     candidate: int = 0
@@ -87,12 +87,12 @@ class FakeReplica:
     def stage_one(self) -> None:
         wanted = self.wanted
         assert wanted is not None
-        if self.failure is not None and self.failure.attempt != wanted.attempt:
-            self.failure = None
+        if self.rejected is not None and self.rejected.attempt != wanted.attempt:
+            self.rejected = None
         missing = [version for version in wanted.staged if version not in self.staged]
-        missing = [version for version in missing if self.failure is None or self.failure.version != version]
+        missing = [version for version in missing if self.rejected is None or self.rejected.version != version]
         if missing and missing[0] in self.bad:
-            self.failure = StagingFailure(missing[0], wanted.attempt, "the file is gone")
+            self.rejected = RejectedVersion(missing[0], "the file is gone", wanted.attempt)
         elif missing:
             self.staged.add(missing[0])
         self.point()
@@ -107,7 +107,8 @@ class FakeReplica:
         self.staged &= set(wanted.staged)
 
     def report(self) -> ReplicaReport:
-        model = ModelReport(self.stable, tuple(sorted(self.staged)), self.failure)
+        rejected = () if self.rejected is None else (self.rejected,)
+        model = ModelReport(self.stable, self.candidate, tuple(sorted(self.staged)), rejected)
         return ReplicaReport(self.name, 1, self.plan.generation, self.is_ready, {"m": model})
 
 

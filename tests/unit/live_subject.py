@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from shoal.errors import WeightsError
-from shoal.serve.messages.desired_state import TrafficShares
+from shoal.serve.messages.desired_state import NEWEST, NO_SHARES, ModelPlan, TrafficShares
+from shoal.serve.replica.fallback_predictor import Answered, FallbackPredictor, predict
 from shoal.serve.replica.forward_times import ForwardTimes
-from shoal.serve.replica.live.trial import Answering, Trial
-from shoal.serve.replica.live.versions import LiveVersions
+from shoal.serve.replica.live.versions import LiveVersionSelector
+from shoal.serve.replica.version_router import Answering
 from shoal.serve.spec.model_options import GuardOptions
 from shoal.weights import WeightSnapshot
 
@@ -43,18 +44,17 @@ class Clock:
 
 
 class Subject:
-    """LiveVersions with models whose kinds are chosen by version."""
+    """A LiveVersionSelector with models whose kinds are chosen by version."""
 
     def __init__(self, num_older: int = 0, **guard: Any) -> None:
         self.kinds: dict[int, str] = {}
         self.seconds: dict[int, float] = {}
         self.clock, self.forwards = Clock(), ForwardTimes()
-        self.flips: list[tuple[int, int]] = []
-        self.shares: TrafficShares | None = None
+        self.points: list[Answering] = []
         self.num_told = 0
         options = GuardOptions.parse({"min_requests": 10, **guard})
         load: Any = self._load
-        self.live = LiveVersions(options, load, self._flip, self.forwards, num_older, self.clock)
+        self.live = LiveVersionSelector(options, load, self._point, self.forwards, num_older, self.clock)
         self.live.changed = self._told
 
     def _load(self, snapshot: WeightSnapshot) -> FakeLoaded:
@@ -63,9 +63,14 @@ class Subject:
             raise WeightsError("does not fit")
         return FakeLoaded(snapshot.version, kind, self.clock, self.seconds.get(snapshot.version, 0.001))
 
-    def _flip(self, answering: Answering) -> None:
-        self.flips.append((answering.stable.version, answering.other.version if answering.other else 0))
-        self.shares = answering.shares
+    def _point(self, answering: Answering) -> None:
+        self.points.append(answering)
+
+    @property
+    def shares(self) -> TrafficShares | None:
+        """What the candidate gets; None where there is none."""
+        last = self.points[-1]
+        return None if last.candidate is None else last.shares
 
     def _told(self) -> None:
         self.num_told += 1
@@ -74,10 +79,17 @@ class Subject:
         self.kinds[version], self.seconds[version] = kind, seconds
         return self.live.take(weights(version))
 
+    def predict(self, requests: list[float], for_candidate: bool = False) -> Answered:
+        """As the batch of a call that was admitted for the candidate, or for nobody in particular."""
+        last = self.points[-1]
+        chosen = last.candidate if for_candidate and last.candidate is not None else last.stable
+        assert chosen is not None
+        return predict(chosen, requests)  # type: ignore[arg-type]
+
     def ask(self, num: int = 1, for_candidate: bool = False) -> int:
         """The version that answers a batch, whose time is kept as the batcher's would be."""
         started_s = self.clock()
-        answered = self.live.predict([0.0] * num, for_candidate)  # type: ignore[list-item]
+        answered = self.predict([0.0] * num, for_candidate)
         if answered.is_alone:
             self.forwards.add(answered.version, num, self.clock() - started_s)
         assert {int(outputs["y"][0]) for outputs in answered.outputs} == {answered.version}
@@ -89,7 +101,13 @@ def weights(version: int) -> WeightSnapshot:
     return WeightSnapshot(version, b"", "", float(version))
 
 
-def slower() -> tuple[Subject, Trial, FakeLoaded]:
+def plan(pinned: int = 0, newest: TrafficShares | None = None, **fields: Any) -> ModelPlan:
+    """Of a model that follows a run: what is pinned, and what the newest gets beside it."""
+    candidate = 0 if newest is None else NEWEST
+    return ModelPlan("m", "", {}, pinned or NEWEST, candidate, newest or NO_SHARES, **fields)
+
+
+def slower() -> tuple[Subject, FallbackPredictor, FakeLoaded]:
     """A version that takes three times as long as the one before, which has been asked: its trial, and that one."""
     subject = Subject(max_latency_ratio=2.0)
     subject.publish(1, seconds=0.001)

@@ -15,6 +15,7 @@ from shoal.serve.controller.controller import EndpointController
 from shoal.serve.controller.rollout import Goal, Phase
 from shoal.serve.controller.state import Deployment, StateFile
 from shoal.serve.controller.status import StatusReporter
+from shoal.serve.messages.desired_state import TrafficShares
 from shoal.serve.replica.model_statistics import ModelStatistics
 from shoal.serve.spec.model_options import GuardOptions, ModelOptions
 from unit.controller_setting import LEASE_S, OPTIONS, Cluster, FakeReplica
@@ -373,7 +374,7 @@ def test_a_shadow_of_no_requests_ends_it_and_one_of_a_candidate_that_answers_sta
     for percent in (20, 0):
         cluster.ask(action="shadow", percent=percent)
         cluster.settle()
-        assert (cluster.rollout.percent, cluster.rollout.shadow_percent) == (10, percent)
+        assert cluster.rollout.shares == TrafficShares(10, percent)
 
 
 def test_what_the_registry_said_goes_with_what_was_followed(cluster: Cluster) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from shoal.serve.controller.canary_evidence import EvidenceCollector
-from shoal.serve.controller.canary_guard import NUM_COMPARED, Evidence, Tried, judge, judge_live, latency_ratio
+from shoal.serve.controller.canary_guard import NUM_COMPARED, Evidence, judge, latency_ratio
 from shoal.serve.messages.replica_report import ForwardMedians, ModelReport, ReplicaReport, merge_forward_medians
 from shoal.serve.replica.model_statistics import ModelStatistics
 from shoal.serve.spec.model_options import GuardOptions
@@ -45,19 +45,22 @@ def test_a_candidate_stays_or_goes(word: str, found: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("word", "tried"),
     [
-        ("", Tried()),
-        ("", Tried(requests=1)),
-        ("failed at 1 of 1 requests, which the version before could answer", Tried(requests=1, errors=1)),
-        ("", Tried(requests=50, errors=1)),
-        ("1 of 49 requests", Tried(requests=49, errors=1)),
-        ("", Tried(requests=9, ratios=[9.0] * (NUM_COMPARED - 1))),
-        ("9 times as long", Tried(requests=9, ratios=[9.0] * NUM_COMPARED)),
-        ("", Tried(requests=9, ratios=[2.0] * NUM_COMPARED)),
-        ("", Tried(requests=9, ratios=[9.0] * (NUM_COMPARED // 2) + [1.0] * (NUM_COMPARED // 2 + 1))),  # a busy moment
+        ("", Evidence()),
+        ("", Evidence(requests=1)),
+        ("failed at 1 of 1 requests, which the version before could answer", Evidence(requests=1, fallbacks=1)),
+        ("", Evidence(requests=50, fallbacks=1)),
+        ("1 of 49 requests", Evidence(requests=49, fallbacks=1)),
+        ("", Evidence(requests=9, ratios=[9.0] * (NUM_COMPARED - 1))),
+        ("9 times as long", Evidence(requests=9, ratios=[9.0] * NUM_COMPARED)),
+        ("", Evidence(requests=9, ratios=[2.0] * NUM_COMPARED)),
+        (
+            "",
+            Evidence(requests=9, ratios=[9.0] * (NUM_COMPARED // 2) + [1.0] * (NUM_COMPARED // 2 + 1)),
+        ),  # a busy moment
     ],
 )
-def test_a_live_version_stays_or_goes(word: str, tried: Tried) -> None:
-    reason = judge_live(GuardOptions(max_error_rate=0.02, max_latency_ratio=2.0), tried)
+def test_a_live_version_stays_or_goes(word: str, tried: Evidence) -> None:
+    reason = judge(GuardOptions(max_error_rate=0.02, max_latency_ratio=2.0), tried)
     assert bool(reason) == bool(word)
     assert word in reason
 

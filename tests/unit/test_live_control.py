@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,14 +12,8 @@ import pytest
 from shoal.serve.controller import live_control
 from shoal.serve.controller.controller import EndpointController
 from shoal.serve.controller.state import Deployment, StateFile
-from shoal.serve.messages.desired_state import LivePlan
-from shoal.serve.messages.replica_report import (
-    MAX_REJECTED_VERSIONS,
-    LiveReport,
-    ModelReport,
-    RejectedVersion,
-    ReplicaReport,
-)
+from shoal.serve.messages.desired_state import NEWEST, ModelPlan
+from shoal.serve.messages.replica_report import MAX_REJECTED, ModelReport, RejectedVersion, ReplicaReport
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
 
@@ -36,11 +31,11 @@ class Endpoint:
         self.live = self.controller.live
 
     @property
-    def plan(self) -> LivePlan:
-        return self.controller.plan.models[0].live
+    def plan(self) -> ModelPlan:
+        return self.controller.plan.models[0]
 
-    def hear(self, replica: str, version: int, held: tuple[int, ...], *left: RejectedVersion, era: int = 0) -> None:
-        model = ModelReport(version, held, live=LiveReport(era, held, left))
+    def hear(self, replica: str, version: int, held: tuple[int, ...], *rejected: RejectedVersion) -> None:
+        model = ModelReport(version, staged=held, rejected=rejected)
         self.controller.report(ReplicaReport(replica, models={"m": model}))
 
     def entries(self) -> list[tuple[str, int | None, int | None, str]]:
@@ -56,53 +51,57 @@ def weights(version: int) -> WeightSnapshot:
     return WeightSnapshot.of(version, {"bias": np.full(2, version, np.float32)})
 
 
-def left(version: int, instead: int = 1, has_answered: bool = True) -> RejectedVersion:
-    return RejectedVersion(version, f"bad {version}", instead, has_answered)
+def rejected(version: int, attempt: int = 0, instead: int = 1, has_answered: bool = True) -> RejectedVersion:
+    return RejectedVersion(version, f"bad {version}", attempt, instead, has_answered)
+
+
+def plan(stable: int = NEWEST, **fields: Any) -> ModelPlan:
+    return ModelPlan("m", "", OPTIONS, stable, **fields)
 
 
 def test_what_one_replica_left_is_left_by_all_and_written_down_once(endpoint: Endpoint) -> None:
-    endpoint.hear("a", 1, (1,), left(2))
+    endpoint.hear("a", 1, (1,), rejected(2))
     endpoint.hear("b", 2, (1, 2))
-    endpoint.hear("b", 1, (1,), left(2))
-    assert endpoint.plan == LivePlan(left=(2,), kept=1)
+    endpoint.hear("b", 1, (1,), rejected(2))
+    assert endpoint.plan == plan(rejected=(2,), retained=1)
     assert endpoint.entries() == [("rollback", 1, 2, "bad 2")]
-    assert endpoint.live.held("m") == [1]
+    assert endpoint.live.available("m") == [1]
 
 
 def test_what_one_who_asks_still_needs_frozen_another_does_not_thaw(endpoint: Endpoint) -> None:
     """Two administrators at once, of whom one is refused: what the other has been told is held must be held still."""
     with endpoint.live.freeze("m"):
         with endpoint.live.freeze("m"):
-            assert endpoint.plan.frozen
-        assert endpoint.plan.frozen
-    assert not endpoint.plan.frozen
+            assert endpoint.plan.is_frozen
+        assert endpoint.plan.is_frozen
+    assert not endpoint.plan.is_frozen
 
 
 def test_a_version_that_was_never_taken_is_abandoned(endpoint: Endpoint) -> None:
-    endpoint.hear("a", 1, (1,), left(2, has_answered=False))
+    endpoint.hear("a", 1, (1,), rejected(2, has_answered=False))
     assert endpoint.entries() == [("abandon", 2, 1, "bad 2")]
-    assert endpoint.plan.left == (2,)
+    assert endpoint.plan.rejected == (2,)
 
 
 def test_old_reports_of_what_was_left_are_not_believed_after_it_was_promoted(endpoint: Endpoint) -> None:
-    endpoint.hear("a", 1, (1,), left(2))
+    endpoint.hear("a", 1, (1,), rejected(2))
     endpoint.live.follow("m", "me", "again")
-    endpoint.hear("a", 1, (1,), left(2))  # it has not heard of it yet
-    assert endpoint.plan == LivePlan(era=1, kept=1)
-    endpoint.hear("a", 1, (1,), left(2), era=1)  # it has tried it again
-    assert endpoint.plan.left == (2,)
+    endpoint.hear("a", 1, (1,), rejected(2))  # it has not heard of it yet
+    assert endpoint.plan == plan(attempt=1, retained=1)
+    endpoint.hear("a", 1, (1,), rejected(2, attempt=1))  # it has tried it again
+    assert endpoint.plan.rejected == (2,)
     assert [entry[0] for entry in endpoint.entries()] == ["rollback", "follow"]
 
 
 def test_entries_are_few_and_say_how_many_they_stand_for_also_after_a_restart(
     endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    endpoint.hear("a", 1, (1,), left(2))
-    endpoint.hear("a", 1, (1,), left(2), left(3), left(4), left(5))
+    endpoint.hear("a", 1, (1,), rejected(2))
+    endpoint.hear("a", 1, (1,), rejected(2), rejected(3), rejected(4), rejected(5))
     endpoint.controller.tick()
     assert endpoint.entries() == [("rollback", 1, 2, "bad 2")]
     again = Endpoint(tmp_path)
-    assert again.plan.left == (2, 3, 4, 5)
+    assert again.plan.rejected == (2, 3, 4, 5)
     monkeypatch.setattr(live_control, "RECORD_S", 0.0)
     for _ in range(3):
         again.controller.tick()
@@ -120,85 +119,85 @@ def test_weights_are_kept_when_they_are_wanted_and_survive_the_controller_but_no
     endpoint: Endpoint, tmp_path: Path
 ) -> None:
     endpoint.hear("a", 3, (1, 3))
-    endpoint.live.keep("m", weights(1))  # nobody has asked for them
-    assert endpoint.live.kept("m", 1) is None
+    endpoint.live.store_weights("m", weights(1))  # nobody has asked for them
+    assert endpoint.live.fetch_weights("m", 1) is None
     endpoint.live.pin("m", 1, "me", "")
-    assert not endpoint.plan.is_kept
-    endpoint.live.keep("m", weights(3))
-    endpoint.live.keep("x", weights(1))
-    assert not endpoint.plan.is_kept
-    endpoint.live.keep("m", weights(1))
-    endpoint.live.keep("m", weights(1))
-    assert endpoint.plan == LivePlan(pinned=1, kept=1, is_kept=True)
+    assert not endpoint.plan.is_retained
+    endpoint.live.store_weights("m", weights(3))
+    endpoint.live.store_weights("x", weights(1))
+    assert not endpoint.plan.is_retained
+    endpoint.live.store_weights("m", weights(1))
+    endpoint.live.store_weights("m", weights(1))
+    assert endpoint.plan == plan(1, retained=1, is_retained=True)
     again = Endpoint(tmp_path)
     assert again.plan == endpoint.plan
-    assert again.live.kept("m", 1) == endpoint.live.kept("m", 1)
-    assert again.live.kept("m", 3) is None
+    assert again.live.fetch_weights("m", 1) == endpoint.live.fetch_weights("m", 1)
+    assert again.live.fetch_weights("m", 3) is None
     other = Endpoint(tmp_path, deployment="2")
-    assert (other.plan, other.live.kept("m", 1)) == (LivePlan(), None)
+    assert (other.plan, other.live.fetch_weights("m", 1)) == (plan(), None)
     other.hear("a", 3, (1, 3))
     other.live.pin("m", 3, "me", "")
     other.controller.close(forget=True)
-    other.live.keep("m", weights(3))  # a last word
+    other.live.store_weights("m", weights(3))  # a last word
     assert list(tmp_path.iterdir()) == []
 
 
 def test_weights_that_were_damaged_on_disk_are_asked_for_again(endpoint: Endpoint, tmp_path: Path) -> None:
     endpoint.live.pin("m", 1, "me", "")
-    endpoint.live.keep("m", weights(1))
+    endpoint.live.store_weights("m", weights(1))
     [file] = (tmp_path / "e.weights").iterdir()
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     again = Endpoint(tmp_path)
-    assert (again.plan.pinned, again.plan.is_kept) == (1, False)
-    again.live.keep("m", weights(1))
-    assert again.plan.is_kept
+    assert (again.plan.pinned, again.plan.is_retained) == (1, False)
+    again.live.store_weights("m", weights(1))
+    assert again.plan.is_retained
 
 
 def test_while_it_is_decided_what_to_go_back_to_nothing_new_is_taken(endpoint: Endpoint) -> None:
     with endpoint.live.freeze("m"):
-        assert endpoint.plan.frozen
-    assert not endpoint.plan.frozen
+        assert endpoint.plan.is_frozen
+    assert not endpoint.plan.is_frozen
 
 
 def test_what_is_pinned_stays_kept_whatever_is_left(endpoint: Endpoint) -> None:
     endpoint.hear("a", 3, (1, 3))
     endpoint.live.pin("m", 3, "me", "")
-    endpoint.hear("a", 3, (3,), left(4, instead=2, has_answered=False))
-    assert (endpoint.plan.pinned, endpoint.plan.kept, endpoint.plan.left) == (3, 3, (4,))
+    endpoint.hear("a", 3, (3,), rejected(4, instead=2, has_answered=False))
+    assert (endpoint.plan.pinned, endpoint.plan.retained, endpoint.plan.rejected) == (3, 3, (4,))
 
 
 def test_a_version_that_does_not_answer_is_left_without_a_word_about_those_that_do(endpoint: Endpoint) -> None:
     endpoint.hear("a", 10, (5, 8, 9, 10))
-    endpoint.live.leave("m", 8, "its return is low")
+    endpoint.live.reject("m", 8, "its return is low")
     assert endpoint.entries() == [("abandon", 8, 10, "its return is low")]
-    assert (endpoint.plan.left, endpoint.plan.kept, endpoint.live.held("m")) == ((8,), 10, [5, 9, 10])
+    assert (endpoint.plan.rejected, endpoint.plan.retained, endpoint.live.available("m")) == ((8,), 10, [5, 9, 10])
 
 
 def test_a_model_that_is_deleted_leaves_no_weights(endpoint: Endpoint, tmp_path: Path) -> None:
     endpoint.hear("a", 3, (1, 3))
     endpoint.live.pin("m", 1, "me", "")
-    endpoint.live.keep("m", weights(1))
+    endpoint.live.store_weights("m", weights(1))
     assert (tmp_path / "e.weights" / "m").exists()
     endpoint.controller.remove_model("m", "me", "")
     assert not (tmp_path / "e.weights" / "m").exists()
-    assert endpoint.live.kept("m", 1) is None
+    assert endpoint.live.fetch_weights("m", 1) is None
 
 
 def test_the_weights_that_are_kept_can_be_gone_back_to(endpoint: Endpoint) -> None:
-    endpoint.hear("a", 1, (1,), left(2))
-    endpoint.live.keep("m", weights(1))
-    endpoint.hear("a", 4, (3, 4), left(2))
-    assert endpoint.live.held("m") == [1, 3, 4]
+    endpoint.hear("a", 1, (1,), rejected(2))
+    endpoint.live.store_weights("m", weights(1))
+    endpoint.hear("a", 4, (3, 4), rejected(2))
+    assert endpoint.live.available("m") == [1, 3, 4]
     assert (endpoint.live.before("m", 4), endpoint.live.before("m", 3), endpoint.live.before("m", 1)) == (3, 1, 0)
 
 
 def test_only_the_newest_of_what_was_left_is_listed(endpoint: Endpoint) -> None:
     for version in range(2, 40):
-        endpoint.hear("a", 1, (1,), left(version))
-    assert endpoint.plan.left == tuple(range(40 - MAX_REJECTED_VERSIONS, 40))
-    state = endpoint.controller.state.models["m"].live
+        endpoint.hear("a", 1, (1,), rejected(version))
+    assert endpoint.plan.rejected == tuple(range(40 - MAX_REJECTED, 40))
+    state = endpoint.controller.state.models["m"]
     num_unrecorded = state.unrecorded
-    endpoint.hear("b", 1, (1,), left(2), left(3))  # it remembers for longer
-    assert (state.unrecorded, state.last) == (num_unrecorded, left(39))
+    endpoint.hear("b", 1, (1,), rejected(2), rejected(3))  # it remembers for longer
+    assert (state.unrecorded, state.last_rejected) == (num_unrecorded, rejected(39))

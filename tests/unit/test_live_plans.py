@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 
 from shoal.errors import WeightsError
-from shoal.serve.messages.desired_state import LivePlan
-from shoal.serve.messages.replica_report import MAX_REJECTED_VERSIONS
+from shoal.serve.messages.desired_state import ModelPlan
+from shoal.serve.messages.replica_report import MAX_REJECTED
 from shoal.serve.replica.live.versions import OLDER_EVERY_S
 from shoal.weights import WeightSnapshot
-from unit.live_subject import BROKEN, UNFIT, Subject, weights
+from unit.live_subject import BROKEN, UNFIT, Subject, plan, weights
 
 
 def test_only_what_is_missing_is_fetched_and_taken() -> None:
     subject = Subject()
     live = subject.live
-    live.apply(LivePlan(left=(2,), kept=1, is_kept=True))
+    live.apply(plan(rejected=(2,), retained=1, is_retained=True))
     assert live.missing() == 0  # the run may have something better
     assert not subject.publish(2)
     assert live.missing() == 1
@@ -25,8 +25,8 @@ def test_only_what_is_missing_is_fetched_and_taken() -> None:
     assert (live.version, live.missing()) == (1, 0)
     subject.publish(3)
     live.put(weights(1))  # late
-    assert (live.version, live.report().held) == (3, (1, 3))
-    live.apply(LivePlan(pinned=5, kept=5))  # nobody has given it yet: what answers stays
+    assert (live.version, live.report().staged) == (3, (1, 3))
+    live.apply(plan(pinned=5, retained=5))  # nobody has given it yet: what answers stays
     assert live.missing() == 0
     assert not subject.publish(4)
     assert subject.publish(5)  # the run has it
@@ -34,7 +34,7 @@ def test_only_what_is_missing_is_fetched_and_taken() -> None:
 
 def test_what_is_first_is_taken_though_another_is_pinned_that_is_not_there_yet() -> None:
     subject = Subject()
-    subject.live.apply(LivePlan(pinned=5, kept=5))
+    subject.live.apply(plan(pinned=5, retained=5))
     assert subject.publish(9)
 
 
@@ -42,7 +42,7 @@ def test_what_is_pinned_is_taken_though_it_was_forgotten_while_it_was_loaded() -
     subject = Subject(num_older=1)
     for version in (1, 40, 80):
         subject.publish(version)
-    snapshot = subject.live.held(40)
+    snapshot = subject.live.snapshot(40)
     assert snapshot is not None
     load = subject.live._load
 
@@ -50,7 +50,7 @@ def test_what_is_pinned_is_taken_though_it_was_forgotten_while_it_was_loaded() -
         subject.live._older.clear()  # as when newer ones came meanwhile
         return load(snapshot)
 
-    subject.live.apply(LivePlan(pinned=40, kept=40))
+    subject.live.apply(plan(pinned=40, retained=40))
     subject.live._load = slow_load
     subject.live.put(snapshot)
     assert subject.live.version == 40
@@ -61,7 +61,7 @@ def test_who_has_nothing_says_so_when_the_first_was_left_while_it_was_loaded() -
     load = subject.live._load
 
     def slow_load(snapshot: WeightSnapshot) -> Any:
-        subject.live.apply(LivePlan(left=(10,), kept=9, is_kept=True))
+        subject.live.apply(plan(rejected=(10,), retained=9, is_retained=True))
         return load(snapshot)
 
     subject.live._load = slow_load
@@ -81,17 +81,17 @@ def test_whatever_goes_wrong_when_a_version_is_loaded_is_told_as_what_is_wrong_w
         subject.publish(2)
     with pytest.raises(WeightsError, match="MemoryError: nothing left"):
         subject.live.put(weights(3))
-    assert [each.version for each in subject.live.report().left] == [2]
+    assert [each.version for each in subject.live.report().rejected] == [2]
 
 
-@pytest.mark.parametrize("plan", [LivePlan(frozen=True), LivePlan(pinned=1, kept=1), LivePlan(left=(2,))])
-def test_what_is_being_loaded_when_it_is_no_longer_wanted_is_not_taken(plan: LivePlan) -> None:
+@pytest.mark.parametrize("wanted", [plan(is_frozen=True), plan(pinned=1, retained=1), plan(rejected=(2,))])
+def test_what_is_being_loaded_when_it_is_no_longer_wanted_is_not_taken(wanted: ModelPlan) -> None:
     subject = Subject()
     subject.publish(1)
     load = subject.live._load
 
     def slow_load(snapshot: WeightSnapshot) -> Any:
-        subject.live.apply(plan)
+        subject.live.apply(wanted)
         return load(snapshot)
 
     subject.live._load = slow_load
@@ -105,16 +105,16 @@ def test_only_the_newest_of_what_was_left_is_remembered() -> None:
     for version in range(2, 30):
         with pytest.raises(WeightsError):
             subject.publish(version, UNFIT)
-    left = subject.live.report().left
-    assert [each.version for each in left] == list(range(30 - MAX_REJECTED_VERSIONS, 30))
+    left = subject.live.report().rejected
+    assert [each.version for each in left] == list(range(30 - MAX_REJECTED, 30))
     assert {(each.instead, each.has_answered, each.reason) for each in left} == {(1, False, "does not fit")}
 
 
 def test_weights_that_are_held_can_be_had_for_others() -> None:
     subject = Subject()
     subject.publish(1)
-    assert subject.live.held(1) == weights(1)
-    assert subject.live.held(2) is None
+    assert subject.live.snapshot(1) == weights(1)
+    assert subject.live.snapshot(2) is None
 
 
 def test_older_versions_are_held_half_a_minute_apart_also_when_nobody_asks() -> None:
@@ -122,12 +122,12 @@ def test_older_versions_are_held_half_a_minute_apart_also_when_nobody_asks() -> 
     for version in range(1, 101):
         subject.publish(version)
     assert OLDER_EVERY_S == 30.0
-    assert subject.live.report().held == (1, 61, 91, 100)
-    subject.live.apply(LivePlan(left=(91,)))
-    assert subject.live.report().held == (1, 61, 100)
-    subject.live.apply(LivePlan(pinned=61, kept=61))
+    assert subject.live.report().staged == (1, 61, 91, 100)
+    subject.live.apply(plan(rejected=(91,)))
+    assert subject.live.report().staged == (1, 61, 100)
+    subject.live.apply(plan(pinned=61, retained=61))
     assert (subject.live.version, subject.live.missing()) == (100, 61)
-    snapshot = subject.live.held(61)
+    snapshot = subject.live.snapshot(61)
     assert snapshot is not None
     subject.live.put(snapshot)
     assert (subject.live.version, subject.live.missing()) == (61, 0)
@@ -139,7 +139,7 @@ def test_a_version_that_was_left_is_not_held_as_an_older_one() -> None:
     subject.publish(2, BROKEN)
     assert subject.ask() == 1
     subject.publish(40)
-    assert subject.live.report().held == (1, 40)
-    subject.live.apply(LivePlan(left=(1, 40)))
+    assert subject.live.report().staged == (1, 40)
+    subject.live.apply(plan(rejected=(1, 40)))
     subject.publish(80)
-    assert subject.live.report().held == (80,)
+    assert subject.live.report().staged == (80,)

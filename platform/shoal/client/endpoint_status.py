@@ -16,8 +16,7 @@ class VersionStatus(msgspec.Struct, frozen=True):
     """One version of a model that is loaded in the replicas.
 
     track:          "stable", "candidate", "shadow", or "" for one that answers only who asks for its number
-    share:          of the model's requests that are not aimed at a version, 0 to 1; of a live model, which each replica
-                    follows by itself: of the replicas
+    share:          of the model's requests that are not aimed at a version, 0 to 1, over the replicas that answer
     requests:       taken since the version was loaded, over all replicas, also beside the version that answered; at
                     `errors` of them it failed, with a 5xx
     requests_per_s, p50_s, p99_s: over the last `EndpointStatus.window_s`; None where there were none

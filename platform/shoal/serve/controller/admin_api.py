@@ -26,16 +26,12 @@ from shoal.serve.controller.change_request import (
     require_shadow_percent,
 )
 from shoal.serve.controller.controller import EndpointController
-from shoal.serve.controller.rollout import Goal, Phase, Rollout
-from shoal.serve.controller.state import Deployment, LiveState, ModelState
-from shoal.serve.messages.desired_state import TrafficShares
+from shoal.serve.controller.rollout import Goal, Phase
+from shoal.serve.controller.state import Deployment, ModelState
+from shoal.serve.messages.desired_state import NEWEST, TrafficShares
 from shoal.serve.spec.model_options import ModelOptions
 
 LOAD_TIMEOUT_S = 300.0
-_LIVE_ERROR = (
-    "model {!r} follows the weights of a run, which decides what is next: roll back to pin it to a version that is"
-    " held, promote to follow the run again"
-)
 
 
 class AdminApi:
@@ -93,7 +89,10 @@ class AdminApi:
         model = controller.state.models.get(name)
         before = model.deployment if model else Deployment(name, self._registry)
         if before.is_live:
-            raise InferenceError(409, _LIVE_ERROR.format(name))
+            problem = f"model {name!r} follows the weights of a run, which decides what is next"
+            raise InferenceError(
+                409, f"{problem}: roll back to pin it to a version that is held, promote to follow the run again"
+            )
         base = before.options or self._options.get(name) or self._options.get("", {})
         word = change.version_ref or before.version
         deployment = Deployment(name, before.registry, word, parse_options(change.options, base))
@@ -117,52 +116,60 @@ class AdminApi:
 
     async def _open_canary(self, change: ChangeRequest, by: str) -> None:
         """A canary, or a shadow: stage the version, or give the one that is open other shares; 0 ends a shadow."""
-        if self._get_model(change.model).deployment.is_live:
-            await self._share_live(change, by)
-            return
-        name, percent = change.model, change.percent or 0.0
-        model = self._get_registered_model(name)
+        name, model = change.model, self._get_model(change.model)
+        version = self._to_open(change, model)
+        if model.rollout.phase is not Phase.CANARY or model.rollout.candidate != version:
+            self._require_open(model)
+            require_shadow_percent(change)
+            if model.rollout.stable == NEWEST:
+                await self._pin_live(change, by, change.reason, stay=True)
+                model = self._get_model(name)
+            if model.rollout.phase is Phase.VACANT:
+                raise InferenceError(409, f"model {name!r} has no stable version yet: deploy one")
+            if model.rollout.stable == version:
+                if version == NEWEST:
+                    raise InferenceError(409, f"model {name!r} was told to follow its run meanwhile")
+                raise InferenceError(409, f"version {version} of {name!r} is the stable one already")
         rollout = model.rollout
+        shares = change.shares_over(rollout.shares)
+        if rollout.phase is Phase.CANARY:
+            if is_shadow_end(change, rollout.shares):
+                await self._rollback(msgspec.structs.replace(change, version=""), by)
+                return
+            adjusted = replace(rollout, kind=change.action, by=by, why=change.reason, shares=shares)
+            reason = _with_shares(change.reason, shares)
+            self._controller.record_event(change.action, name, version, rollout.stable, by, reason)
+            self._controller.adjust_rollout(name, adjusted)
+        elif version == NEWEST:
+            self._controller.live.share(name, shares, change.action, by, _with_shares(change.reason, shares))
+        else:
+            self._controller.begin_rollout(
+                name, version, Goal.CANARY, kind=change.action, by=by, why=change.reason, shares=shares
+            )
+            await self._wait_for_end(change, lambda: model.rollout.phase is Phase.CANARY, version)
+
+    def _to_open(self, change: ChangeRequest, model: ModelState) -> int:
+        """The candidate that is meant. Raises InferenceError."""
+        name = change.model
+        if model.deployment.is_live:
+            if change.version_ref:
+                problem = f"model {name!r} follows the newest weights of its run: it is these that get a share"
+                raise InferenceError(409, f"{problem}, and no version by its number. Say {name} alone")
+            return NEWEST
         version = (
-            self._resolve_version(model.deployment, change.version_ref) if change.version_ref else rollout.candidate
+            self._resolve_version(model.deployment, change.version_ref)
+            if change.version_ref
+            else model.rollout.candidate
         )
         if not version:
             raise InferenceError(400, f"{change.action} needs a version of {name!r}: say {name}@2 or {name}@candidate")
-        is_canary = change.action == "canary"
-        if rollout.phase is Phase.CANARY and rollout.candidate == version:
-            if is_shadow_end(change, TrafficShares(rollout.percent, rollout.shadow_percent)):
-                await self._rollback(msgspec.structs.replace(change, version=""), by)
-                return
-            asked = replace(rollout, kind=change.action, by=by, why=change.reason)
-            adjusted = replace(asked, percent=percent) if is_canary else replace(asked, shadow_percent=percent)
-            self._controller.record_event(
-                change.action, name, version, rollout.stable, by, _describe_shares(adjusted, change.reason)
-            )
-            self._controller.adjust_rollout(name, adjusted)
-            return
-        self._require_open(model)
-        require_shadow_percent(change)
-        if rollout.phase is Phase.VACANT:
-            raise InferenceError(409, f"model {name!r} has no stable version yet: deploy one")
-        if version == rollout.stable:
-            raise InferenceError(409, f"version {version} of {name!r} is the stable one already")
-        self._controller.begin_rollout(
-            name,
-            version,
-            Goal.CANARY,
-            kind=change.action,
-            by=by,
-            why=change.reason,
-            percent=percent if is_canary else 0.0,
-            shadow_percent=0.0 if is_canary else percent,
-        )
-        await self._wait_for_end(change, lambda: model.rollout.phase is Phase.CANARY, version)
+        return version
 
     async def _promote(self, change: ChangeRequest, by: str) -> None:
-        if self._get_model(change.model).deployment.is_live:
-            self._follow_run(change, by)
+        model = self._get_model(change.model)
+        if model.deployment.is_live:
+            self._follow_run(change, model, by)
             return
-        model = self._get_registered_model(change.model)
         rollout = model.rollout
         version = (
             self._resolve_version(model.deployment, change.version_ref) if change.version_ref else rollout.candidate
@@ -203,18 +210,19 @@ class AdminApi:
 
     async def _rollback(self, change: ChangeRequest, by: str) -> None:
         name, model = change.model, self._get_model(change.model)
-        rollout, reason = model.rollout, change.reason or "asked for"
-        if model.deployment.is_live:
-            if model.live.newest is not None and not change.version_ref:
-                self._end_live_share(change, model.live, by, reason)
-            else:
-                await self._pin_live(change, by, reason)
+        rollout, reason, is_live = model.rollout, change.reason or "asked for", model.deployment.is_live
+        if is_live and (change.version_ref or rollout.phase is not Phase.CANARY):
+            await self._pin_live(change, by, reason)
             return
         if change.version_ref:
             ref = f"{name}@{change.version_ref}"
             problem = f"a registered model is rolled back to what was stable before: promote {ref} instead"
             raise InferenceError(409, problem)
-        require_from_version(change, rollout.candidate or rollout.stable)
+        if not is_live:
+            require_from_version(change, rollout.candidate or rollout.stable)
+        elif change.from_version == rollout.stable:
+            what = f"leave the newest weights of its run, not version {rollout.stable}, which is pinned"
+            raise InferenceError(409, f"a rollback of {name!r} would {what}: see its status")
         if rollout.phase is Phase.CANARY:
             self._controller.drop_candidate(name, "rollback", by, reason)
             self._controller.tick()  # what the alias has come to mean is begun, and waited for
@@ -236,33 +244,6 @@ class AdminApi:
             raise InferenceError(409, f"model {name!r} was never another version: deploy one by its number")
         self._controller.begin_rollout(name, version, Goal.FLIP, kind="rollback", by=by, why=reason)
         await self._wait_until_stable(change, version)
-
-    async def _share_live(self, change: ChangeRequest, by: str) -> None:
-        """Give the newest of the run a share beside the version that is pinned, or that answers now."""
-        name, state = change.model, self._get_model(change.model).live
-        if change.version_ref:
-            problem = f"model {name!r} follows the newest weights of its run: it is these that get a share"
-            raise InferenceError(409, f"{problem}, and no version by its number. Say {name} alone")
-        if state.newest is None:
-            require_shadow_percent(change)
-        if not state.pinned:
-            await self._pin_live(change, by, change.reason, stay=True)
-            state = self._get_model(name).live
-            if not state.pinned:
-                raise InferenceError(409, f"model {name!r} was told to follow its run meanwhile")
-        old, percent = state.newest or TrafficShares(), change.percent or 0.0
-        if is_shadow_end(change, old):
-            self._end_live_share(change, state, by, change.reason or "asked for")
-            return
-        is_canary = change.action == "canary"
-        newest = replace(old, percent=percent) if is_canary else replace(old, shadow_percent=percent)
-        self._controller.live.share(name, newest, change.action, by, _describe_shares(newest, change.reason))
-
-    def _end_live_share(self, change: ChangeRequest, live: LiveState, by: str, reason: str) -> None:
-        if change.from_version == live.pinned:
-            what = f"leave the newest weights of its run, not version {live.pinned}, which is pinned"
-            raise InferenceError(409, f"a rollback of {change.model!r} would {what}: see its status")
-        self._controller.live.unshare(change.model, by, reason)
 
     async def _pin_live(self, change: ChangeRequest, by: str, reason: str, stay: bool = False) -> None:
         """Let a live model answer with the version before, or with one that is named, and stay with it.
@@ -294,9 +275,9 @@ class AdminApi:
     def _select_pinned_version(self, name: str, word: str) -> int:
         """The version that is named, or the one before what answers. Raises InferenceError (409)."""
         live = self._controller.live
-        held, answering = live.held(name), max(live.answering(name), default=0)
-        there = ", ".join(map(str, held)) or "none"
-        if word and word not in map(str, held):
+        available, answering = live.available(name), max(live.answering(name), default=0)
+        there = ", ".join(map(str, available)) or "none"
+        if word and word not in map(str, available):
             raise InferenceError(409, f"version {word} of {name!r} is not held; these are: {there}")
         version = int(word) if word else live.before(name, answering)
         if not version:
@@ -307,14 +288,14 @@ class AdminApi:
             )
         return version
 
-    def _follow_run(self, change: ChangeRequest, by: str) -> None:
-        name, state = change.model, self._controller.state.models[change.model].live
+    def _follow_run(self, change: ChangeRequest, model: ModelState, by: str) -> None:
+        name = change.model
         if change.version_ref:
             problem = (
                 f"model {name!r} follows the newest weights of its run, and no version by its number: promote {name},"
             )
             raise InferenceError(409, f"{problem} or roll it back to {change.version_ref} to pin it")
-        if not (state.pinned or state.left):
+        if model.rollout.stable == NEWEST and not model.rejected:
             raise InferenceError(409, f"model {name!r} follows the weights of its run already, and none were left")
         self._controller.live.follow(name, by, change.reason)
 
@@ -330,35 +311,35 @@ class AdminApi:
             raise InferenceError(503, f"model {change.model!r} is still answering what it has; it will then be gone")
 
     def _record_metric(self, change: ChangeRequest) -> None:
-        if self._get_model(change.model).deployment.is_live:
-            self._record_live_metric(change)
+        model = self._get_model(change.model)
+        guard = ModelOptions.parse(model.deployment.options).guard
+        assert change.value is not None
+        if model.deployment.is_live:
+            require_guard_metric(change, guard)
+            self._judge_newest(change, model, judge(guard, Evidence(metrics={change.metric: change.value})))
             return
-        model = self._get_registered_model(change.model)
         if model.rollout.phase is not Phase.CANARY:
             raise InferenceError(409, f"model {change.model!r} has no open candidate to measure")
         if change.version_ref and change.version_ref != str(model.rollout.candidate):
             raise InferenceError(409, f"the candidate of {change.model!r} is version {model.rollout.candidate}")
-        assert change.value is not None
-        require_guard_metric(change, ModelOptions.parse(model.deployment.options).guard)
+        require_guard_metric(change, guard)
         model.metrics[change.metric] = change.value
         self._controller.tick()
 
-    def _record_live_metric(self, change: ChangeRequest) -> None:
+    def _judge_newest(self, change: ChangeRequest, model: ModelState, reason: str) -> None:
         """Of the version that answers, or of one before it, which is then not gone back to; or of the newest."""
-        name, live, model = change.model, self._controller.live, self._controller.state.models[change.model]
-        assert change.value is not None
-        guard = ModelOptions.parse(model.deployment.options).guard
-        require_guard_metric(change, guard)
-        beside = live.candidates(name) if model.live.newest is not None else []
+        name, live, rollout = change.model, self._controller.live, model.rollout
+        candidates = live.candidates(name) if rollout.phase is Phase.CANARY else []
         version = (
-            int(change.version_ref) if change.version_ref.isdigit() else max(beside or live.answering(name), default=0)
+            int(change.version_ref)
+            if change.version_ref.isdigit()
+            else max(candidates or live.answering(name), default=0)
         )
-        reason = judge(guard, Evidence(metrics={change.metric: change.value}))
-        is_stuck = model.live.pinned and (model.live.newest is None or version == model.live.pinned)
-        if reason and version in live.held(name) and not is_stuck:
+        is_pinned = rollout.stable == version or (rollout.stable != NEWEST and rollout.phase is Phase.STEADY)
+        if reason and version in live.available(name) and not is_pinned:
             if version in live.answering(name) and not live.before(name, version):
                 raise InferenceError(409, f"{reason}; but no version of {name!r} before {version} is held")
-            live.leave(name, version, reason)
+            live.reject(name, version, reason)
 
     async def _wait_until_stable(self, change: ChangeRequest, version: int) -> None:
         def has_settled() -> bool:
@@ -389,12 +370,6 @@ class AdminApi:
             raise InferenceError(404, f"there is no model {name!r}; this endpoint serves {there}")
         return models[name]
 
-    def _get_registered_model(self, name: str) -> ModelState:
-        model = self._get_model(name)
-        if model.deployment.is_live:
-            raise InferenceError(409, _LIVE_ERROR.format(name))
-        return model
-
     def _require_open(self, model: ModelState) -> None:
         rollout = model.rollout
         if not rollout.is_open:
@@ -408,6 +383,6 @@ class AdminApi:
             raise InferenceError(404, str(error)) from None
 
 
-def _describe_shares(candidate: Rollout | TrafficShares, reason: str) -> str:
-    shares = f"{candidate.percent:g} percent of the requests, {candidate.shadow_percent:g} percent shadowed"
-    return f"{reason} ({shares})" if reason else shares
+def _with_shares(reason: str, shares: TrafficShares) -> str:
+    words = f"{shares.percent:g} percent of the requests, {shares.shadow_percent:g} percent shadowed"
+    return f"{reason} ({words})" if reason else words

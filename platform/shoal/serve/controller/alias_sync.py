@@ -74,7 +74,7 @@ def next_for_alias(model: ModelState) -> BeginRollout | AbandonStaging | Promote
     ref = f"{deployment.name}@{deployment.version}" if deployment.version else deployment.name
     if rollout.phase is Phase.STAGING:
         return AbandonStaging(f"{ref} is version {meant} now") if meant != rollout.candidate else None
-    if meant in (rollout.stable, rollout.refused, model.refused):
+    if meant in (rollout.stable, rollout.refused, *model.rejected):
         return None
     if rollout.phase is Phase.CANARY:
         return PromoteCandidate(f"{ref} moved") if meant == rollout.candidate else None

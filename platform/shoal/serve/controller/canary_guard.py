@@ -1,7 +1,7 @@
 """When a version is rolled back by itself: pure judgements of what has been counted.
 
-`judge` is asked by the controller while a canary is open, with every report; `judge_live` by a replica, about the
-version of a live model that answers. They act on nothing.
+`judge` is asked by the controller while a canary is open, with every report; and by a replica that follows a run, about
+a version that came, with what it has counted itself. It acts on nothing.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ class Evidence:
     stable, candidate: their forwards
     metrics:          the last values that users reported for it, by name
     lost_replicas:    that died while it was open
+    fallbacks:        of the requests, those that it failed at and the version before it then answered: it is to blame,
+                      and not what was asked
+    ratios:           the seconds that it took for a batch over those of the version before it, for the same batch
     """
 
     requests: int = 0
@@ -37,6 +40,8 @@ class Evidence:
     candidate: ForwardMedians = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     lost_replicas: int = 0
+    fallbacks: int = 0
+    ratios: Sequence[float] = ()
 
 
 def judge(guard: GuardOptions, evidence: Evidence) -> str:
@@ -46,6 +51,17 @@ def judge(guard: GuardOptions, evidence: Evidence) -> str:
     value = evidence.metrics.get(guard.metric) if guard.metric else None
     if value is not None and not value >= guard.min_value:
         return f"{guard.metric} = {value:g} is below min_value = {guard.min_value:g}"
+    if evidence.fallbacks > guard.max_error_rate * evidence.requests:  # from the first on: none is there by chance
+        rate = evidence.fallbacks / evidence.requests
+        return (
+            f"it failed at {evidence.fallbacks} of {evidence.requests} requests, which the version before could answer:"
+            f" {rate:.3g} is above max_error_rate = {guard.max_error_rate:g}"
+        )
+    if len(evidence.ratios) >= NUM_COMPARED and (compared := median(evidence.ratios)) > guard.max_latency_ratio:
+        return (
+            f"it computes the same batches {compared:.3g} times as long as the version before: above"
+            f" max_latency_ratio = {guard.max_latency_ratio:g}"
+        )
     if evidence.requests >= guard.min_requests:
         rate = evidence.errors / evidence.requests
         if rate > guard.max_error_rate:
@@ -82,34 +98,3 @@ def latency_ratio(stable: ForwardMedians, candidate: ForwardMedians) -> float | 
             weighted += weight * median_s / beside_s
             weights += weight
     return weighted / weights if weights else None
-
-
-@dataclass(frozen=True)
-class Tried:
-    """What a replica knows of a live version, beside the one before it.
-
-    requests: that it was to compute
-    errors:   of them, those of batches that it failed at and the version before then answered: it is to blame, and not
-              what was asked
-    ratios:   the seconds it took for a batch over those of the version before, for the same batch
-    """
-
-    requests: int = 0
-    errors: int = 0
-    ratios: Sequence[float] = ()
-
-
-def judge_live(guard: GuardOptions, tried: Tried) -> str:
-    """Why the version has to go; "" when it may stay. From its first request on: no error is there by chance."""
-    if tried.errors > guard.max_error_rate * tried.requests:
-        rate = tried.errors / tried.requests
-        return (
-            f"it failed at {tried.errors} of {tried.requests} requests, which the version before could answer:"
-            f" {rate:.3g} is above max_error_rate = {guard.max_error_rate:g}"
-        )
-    if len(tried.ratios) >= NUM_COMPARED and (ratio := median(tried.ratios)) > guard.max_latency_ratio:
-        return (
-            f"it computes the same batches {ratio:.3g} times as long as the version before: above"
-            f" max_latency_ratio = {guard.max_latency_ratio:g}"
-        )
-    return ""

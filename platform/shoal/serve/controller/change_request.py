@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -55,6 +56,11 @@ class ChangeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def version_ref(self) -> str:
         """The version as a word: a number, an alias, or ""."""
         return str(self.version)
+
+    def shares_over(self, shares: TrafficShares) -> TrafficShares:
+        """What the candidate gets instead of these."""
+        percent = self.percent or 0.0
+        return replace(shares, **{"percent" if self.action == "canary" else "shadow_percent": percent})
 
 
 def parse_change(values: Mapping[str, Any]) -> ChangeRequest:

@@ -25,6 +25,7 @@ from shoal.serve.controller.canary_evidence import EvidenceCollector
 from shoal.serve.controller.canary_guard import judge
 from shoal.serve.controller.live_control import LiveControl
 from shoal.serve.controller.rollout import (
+    FOLLOWING,
     AbandonRollout,
     Goal,
     Phase,
@@ -41,7 +42,7 @@ from shoal.serve.controller.rollout import (
     stage_version,
 )
 from shoal.serve.controller.state import MAX_EVENTS, ControllerState, Deployment, Event, ModelState, StateFile
-from shoal.serve.messages.desired_state import EndpointPlan
+from shoal.serve.messages.desired_state import NEWEST, NO_SHARES, EndpointPlan, TrafficShares
 from shoal.serve.messages.replica_report import ReplicaReport
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.model_source import Catalogue, RegistryCatalogue
@@ -93,10 +94,13 @@ class EndpointController:
         self.state = saved or ControllerState(deployment=deployment_id, started_at=time.time())
         for replica in self.state.replicas:  # each has its lease to be heard of again
             self._add_replica(replica)
-        self.live = LiveControl(lambda: self.state.models, self.reports, self._file, self.record_event, self._commit)
+        self.live = LiveControl(
+            lambda: self.state.models, self.reports, self._file, self.record_event, self._set_rollout, self._commit
+        )
         if saved is None:
             for deployment in deployments:
-                self.state.models[deployment.name] = ModelState(deployment)
+                begins = FOLLOWING if deployment.is_live else Rollout()
+                self.state.models[deployment.name] = ModelState(deployment, begins)
         for model in self.state.models:
             self._enter_phase(model, self.state.models[model].rollout)
         self._commit()
@@ -128,7 +132,7 @@ class EndpointController:
         self._catch_up_generation(report.generation)
         for book in self._evidence.values():
             book.add_report(report)
-        self.live.heard(report)
+        self.live.receive(report)
         self._advance_all()
         self._notify_waiters()
         return [other for replica, other in self.reports.items() if replica != report.replica]
@@ -187,7 +191,6 @@ class EndpointController:
             self._count_lost_replica()
             self.record_event("replica_lost", reason=f"{replica} was not heard of for {self._lease_s:g} s")
             self._remove_replica(replica)
-            self.live.lost_replica()
         for name in list(self.state.models):
             self._follow_alias(name)
             self._remove_failed_addition(name)
@@ -228,7 +231,7 @@ class EndpointController:
         self.registry_errors.pop(name, None)
         if meant != model.meant:
             rollout = replace(model.rollout, refused=0) if model.meant else model.rollout
-            model.meant, model.refused = meant, 0
+            model.meant, model.rejected = meant, []
             self.adjust_rollout(name, rollout)
         match alias_sync.next_for_alias(model):
             case alias_sync.AbandonStaging(reason):
@@ -292,25 +295,16 @@ class EndpointController:
         self._evidence.pop(name, None)
         self.registry_errors.pop(name, None)
         self._file.delete_weights(name)
-        self.record_event("delete", name, None, rollout.stable or None, by, reason)
+        self.record_event("delete", name, None, max(rollout.stable, 0) or None, by, reason)
         self._commit()
 
     def begin_rollout(
-        self, name: str, version: int, goal: Goal, *, kind: str, by: str, why: str,
-        percent: float = 0.0, shadow_percent: float = 0.0,
+        self, name: str, version: int, goal: Goal, *, kind: str, by: str, why: str, shares: TrafficShares = NO_SHARES,
     ) -> None:  # fmt: skip
         """Stage a version of a model whose rollout is open."""
+        rollout, generation = self.state.models[name].rollout, self.state.generation + 1
         rollout = stage_version(
-            self.state.models[name].rollout,
-            version,
-            goal,
-            kind=kind,
-            by=by,
-            why=why,
-            now_s=time.time(),
-            percent=percent,
-            shadow_percent=shadow_percent,
-            generation=self.state.generation + 1,
+            rollout, version, goal, kind=kind, by=by, why=why, now_s=time.time(), shares=shares, generation=generation
         )
         self._set_rollout(name, rollout)
         self._advance(name)
@@ -370,13 +364,16 @@ class EndpointController:
         """The open candidate goes, and the stable version answers all again."""
         model = self.state.models[name]
         rollout = model.rollout
+        if rollout.candidate == NEWEST:
+            self.live.unshare(name, kind, by, reason)
+            return
         self.record_event(kind, name, rollout.stable, rollout.candidate, by, reason)
         self._reject_version(model, drop_candidate(rollout, reason, time.time()))
 
     def _reject_version(self, model: ModelState, rollout: Rollout) -> None:
         """Whatever else is staged meanwhile, what the alias means is not tried again by itself."""
-        if rollout.refused == model.meant:
-            model.refused = rollout.refused
+        if rollout.refused and rollout.refused == model.meant:
+            model.rejected = [rollout.refused]
         self._set_rollout(model.deployment.name, rollout)
 
     def _set_rollout(self, name: str, rollout: Rollout) -> None:
@@ -399,8 +396,8 @@ class EndpointController:
         self, kind: str, model: str = "", version: int | None = None, previous: int | None = None,
         by: str = "", reason: str = "",
     ) -> None:  # fmt: skip
-        """Put a change into the list of events and into the audit log."""
-        state = self.state
+        """Put a change into the list of events and into the audit log, where the newest of a run has no number."""
+        state, version = self.state, None if version == NEWEST else version
         event = Event(state.num_events, time.time(), kind, model, version, previous, by, reason)
         state.num_events += 1
         state.events = [*state.events[-(MAX_EVENTS - 1) :], event]
@@ -409,7 +406,7 @@ class EndpointController:
     def _commit(self) -> None:
         """Write the state down, then let the replicas know."""
         models = tuple(
-            build_model_plan(name, asked.registry, asked.options, model.rollout, self.live.plan(name, model.live))
+            self.live.complete(build_model_plan(name, asked.registry, asked.options, model.rollout), model)
             for name, model in self.state.models.items()
             if (asked := model.deployment)
         )

@@ -6,6 +6,9 @@
 A version is *staged* on every replica before it answers a single request, and it answers everywhere or nowhere: all or
 none. Pure values and functions: the controller alone acts on them. An illegal move raises; a request for one is the
 caller's to refuse.
+
+A model that follows a run is STEADY or CANARY: `NEWEST` is its stable version while it follows, its candidate while it
+stays with another. `repoint` is its only move. Nothing is staged first, since each replica has versions of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from enum import StrEnum
 from typing import Any
 
 from shoal.serve.controller.canary_guard import MAX_LOST_REPLICAS
-from shoal.serve.messages.desired_state import DEFAULT_LIVE_PLAN, LivePlan, ModelPlan
+from shoal.serve.messages.desired_state import NEWEST, NO_SHARES, ModelPlan, TrafficShares
 from shoal.serve.messages.replica_report import ReplicaReport
 
 
@@ -79,8 +82,7 @@ class Rollout:
 
     stable:         the version that answers; 0 while VACANT
     candidate:      the version beside it while STAGING, CANARY or FLIPPING; else 0
-    percent:        of the requests that name no version, the candidate's part while CANARY
-    shadow_percent: of the stable version's requests, those that the candidate computes too, for comparison
+    shares:         what the candidate gets while CANARY
     previous:       what was stable before
     attempt:        counts the stagings, so that what failed once may be tried again
     generation:     of the document that told the replicas to stage the candidate, or to flip
@@ -94,8 +96,7 @@ class Rollout:
     stable: int = 0
     candidate: int = 0
     goal: Goal = Goal.FLIP
-    percent: float = 0.0
-    shadow_percent: float = 0.0
+    shares: TrafficShares = NO_SHARES
     previous: int = 0
     attempt: int = 0
     generation: int = 0
@@ -113,6 +114,9 @@ class Rollout:
         return self.phase in (Phase.VACANT, Phase.STEADY)
 
 
+FOLLOWING = Rollout(Phase.STEADY, stable=NEWEST)  # how a model that follows a run begins
+
+
 def stage_version(
     rollout: Rollout,
     version: int,
@@ -122,8 +126,7 @@ def stage_version(
     by: str,
     why: str,
     now_s: float,
-    percent: float = 0.0,
-    shadow_percent: float = 0.0,
+    shares: TrafficShares = NO_SHARES,
     generation: int = 0,
 ) -> Rollout:
     """Begin: let every replica load `version` beside what answers, from document `generation` on."""
@@ -131,8 +134,7 @@ def stage_version(
         _apply_move(rollout, RolloutMove.STAGE, now_s),
         candidate=version,
         goal=goal,
-        percent=percent,
-        shadow_percent=shadow_percent,
+        shares=shares,
         attempt=rollout.attempt + 1,
         generation=generation,
         kind=kind,
@@ -151,9 +153,7 @@ def open_canary(rollout: Rollout, now_s: float) -> Rollout:
 
 def flip_to_candidate(rollout: Rollout, generation: int, now_s: float) -> Rollout:
     """Every replica has the candidate: from document `generation` on it is the stable version."""
-    return replace(
-        _apply_move(rollout, RolloutMove.FLIP, now_s), generation=generation, percent=0.0, shadow_percent=0.0
-    )
+    return replace(_apply_move(rollout, RolloutMove.FLIP, now_s), generation=generation, shares=NO_SHARES)
 
 
 def settle_rollout(rollout: Rollout, now_s: float) -> Rollout:
@@ -172,34 +172,42 @@ def drop_candidate(rollout: Rollout, reason: str, now_s: float) -> Rollout:
     return _clear_candidate(_apply_move(rollout, RolloutMove.DROP, now_s), reason)
 
 
+def repoint(rollout: Rollout, stable: int, shares: TrafficShares | None, now_s: float) -> Rollout:
+    """A model that follows a run stays with a version, beside which the newest of the run gets `shares`; or it follows
+    the run again, as another attempt: what was rejected may be tried again."""
+    assert shares is None or stable != NEWEST, rollout
+    phase = Phase.STEADY if shares is None else Phase.CANARY
+    return replace(
+        rollout,
+        phase=phase,
+        stable=stable,
+        candidate=0 if shares is None else NEWEST,
+        shares=shares or NO_SHARES,
+        attempt=rollout.attempt + (stable == NEWEST),
+        since_s=now_s,
+        lost_replicas=rollout.lost_replicas if phase is rollout.phase else 0,
+    )
+
+
 def _apply_move(rollout: Rollout, move: RolloutMove, now_s: float) -> Rollout:
     return replace(rollout, phase=transition(rollout.phase, move, bool(rollout.stable)), since_s=now_s)
 
 
 def _clear_candidate(rollout: Rollout, reason: str) -> Rollout:
-    return replace(
-        rollout, candidate=0, percent=0.0, shadow_percent=0.0, refused=rollout.candidate, reason=reason
-    )  # fmt: skip
+    return replace(rollout, candidate=0, shares=NO_SHARES, refused=rollout.candidate, reason=reason)
 
 
 # -- what the replicas are told ---------------------------------------------------------------------------------------
 
 
-def build_model_plan(
-    name: str, registry: str, options: dict[str, Any], rollout: Rollout, live: LivePlan = DEFAULT_LIVE_PLAN
-) -> ModelPlan:
-    """The plan that brings a replica to where the rollout stands, and a live model to what is wanted of it."""
-    staged = tuple(version for version in (rollout.stable, rollout.candidate) if version)
-    plan = ModelPlan(name, registry, options, rollout.stable, staged=staged, attempt=rollout.attempt, live=live)
+def build_model_plan(name: str, registry: str, options: dict[str, Any], rollout: Rollout) -> ModelPlan:
+    """The plan that brings a replica to where the rollout stands."""
+    staged = tuple(version for version in (rollout.stable, rollout.candidate) if version) if registry else ()
+    plan = ModelPlan(name, registry, options, rollout.stable, staged=staged, attempt=rollout.attempt)
     if rollout.phase is Phase.FLIPPING:
         return replace(plan, stable=rollout.candidate)
     if rollout.phase is Phase.CANARY:
-        return replace(
-            plan,
-            candidate=rollout.candidate,
-            percent=rollout.percent,
-            shadow_percent=rollout.shadow_percent,
-        )
+        return replace(plan, candidate=rollout.candidate, shares=rollout.shares)
     if rollout.phase is Phase.VACANT:
         return replace(plan, reason=rollout.reason)
     return plan
@@ -261,7 +269,7 @@ def decide_next_step(
 def find_staging_error(model: str, rollout: Rollout, replicas: Sequence[ReplicaReport]) -> str:
     """Why a replica will not have the candidate; "" when all have it or may still get it."""
     for report in replicas:
-        failure = report.models[model].failure if model in report.models else None
-        if failure is not None and (failure.version, failure.attempt) == (rollout.candidate, rollout.attempt):
-            return f"replica {report.replica} cannot stage version {rollout.candidate}: {failure.reason}"
+        for rejected in report.models[model].rejected if model in report.models else ():
+            if (rejected.version, rejected.attempt) == (rollout.candidate, rollout.attempt):
+                return f"replica {report.replica} cannot stage version {rollout.candidate}: {rejected.reason}"
     return ""

@@ -61,10 +61,10 @@ class ControllerService:
         self._controller.leave(replica)
 
     async def store_weights(self, model: str, snapshot: WeightSnapshot) -> None:
-        self._controller.live.keep(model, snapshot)
+        self._controller.live.store_weights(model, snapshot)
 
     async def fetch_weights(self, model: str, version: int) -> WeightSnapshot | None:
-        return self._controller.live.kept(model, version)
+        return self._controller.live.fetch_weights(model, version)
 
     async def administer(self, change: Mapping[str, Any], by: str) -> dict[str, Any]:
         with self._audit.audit_request(str(change.get("action", "")), change, by):

@@ -9,15 +9,15 @@ from __future__ import annotations
 import logging
 import shutil
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from shoal.errors import WeightsError
-from shoal.serve.controller.rollout import Rollout
-from shoal.serve.messages.desired_state import TrafficShares
+from shoal.serve.controller.rollout import FOLLOWING, Rollout, repoint
+from shoal.serve.messages.desired_state import NEWEST, TrafficShares
 from shoal.serve.messages.replica_report import RejectedVersion
 from shoal.weights import WeightSnapshot
 
@@ -69,48 +69,36 @@ class Event:
 
 
 @dataclass
-class LiveState:
-    """What is wanted of a model that follows the weights of a run.
-
-    era, pinned, left, kept, newest: as in `LivePlan`
-    last:        the version that was left last, and why
-    unrecorded:  how many were left since the last entry in the events, which was made at `recorded_at`
-    lost_replicas: that died since the newest got its share
-    """
-
-    era: int = 0
-    pinned: int = 0
-    left: list[int] = field(default_factory=list)
-    kept: int = 0
-    last: RejectedVersion | None = None
-    unrecorded: int = 0
-    recorded_at: float = 0.0
-    newest: TrafficShares | None = None
-    lost_replicas: int = 0
-
-
-@dataclass
 class ModelState:
     """One model.
 
     deployment: what was asked for
     rollout:    how far it is
     metrics:    the user's, of the candidate
-    live:       of a model that follows the weights of a run
     meant:      what the alias meant when it was last looked at; 0: nobody has looked
-    refused:    what the alias means, when that was abandoned or rolled back since it has moved; else 0
+    rejected:   versions that are not tried again by themselves: what the alias means, until it moves; of a model that
+                follows a run the newest of them, until it is to follow again
     is_added:   to an endpoint that was there; not one of those that it was deployed with
     before:     what was asked for before, while a deployment may still fail
+
+    Of a model that follows a run:
+
+    retained:      as in `ModelPlan`
+    last_rejected: the version that was rejected last, and why
+    unrecorded:    how many were since the last entry in the events, which was made at `recorded_at`
     """
 
     deployment: Deployment
     rollout: Rollout = field(default_factory=Rollout)
     metrics: dict[str, float] = field(default_factory=dict)
-    live: LiveState = field(default_factory=LiveState)
     meant: int = 0
-    refused: int = 0
+    rejected: list[int] = field(default_factory=list)
     is_added: bool = False
     before: Deployment | None = None
+    retained: int = 0
+    last_rejected: RejectedVersion | None = None
+    unrecorded: int = 0
+    recorded_at: float = 0.0
 
     def revert_deployment(self) -> None:
         """What is followed is what was followed before. Idempotent."""
@@ -165,10 +153,19 @@ class StateFile:
         if self._path is None:
             return None
         try:
-            return msgspec.json.decode(self._path.read_bytes(), type=ControllerState)
+            document = msgspec.json.decode(self._path.read_bytes(), type=dict[str, Any])
+            for model in document["models"].values():
+                _upgrade(model)
+            return msgspec.convert(document, ControllerState)
         except FileNotFoundError:
             return None
-        except (OSError, msgspec.DecodeError) as error:
+        except (
+            OSError,
+            msgspec.DecodeError,
+            LookupError,
+            TypeError,
+            AttributeError,
+        ) as error:  # what is another document
             logger.error("%s cannot be read, the endpoint starts from what it was deployed with: %s", self._path, error)
             return None
 
@@ -183,20 +180,20 @@ class StateFile:
             self._write(path, content)
 
     def store_weights(self, model: str, snapshot: WeightSnapshot) -> None:
-        """In place of the version that was kept of this model."""
+        """Retain them in place of the version that was of this model."""
         self._weights[model] = snapshot
         if self._path is not None:
             self._write(_weights_folder(self._path) / model, msgspec.msgpack.encode(snapshot))
 
     def load_weights(self, model: str, version: int) -> WeightSnapshot | None:
-        """None when they are not kept, or cannot be read."""
+        """None when they are not retained, or cannot be read."""
         if model not in self._weights and self._path is not None:
             with suppress(OSError, msgspec.DecodeError, WeightsError):
                 found = msgspec.msgpack.decode((_weights_folder(self._path) / model).read_bytes(), type=WeightSnapshot)
                 found.check()
                 self._weights[model] = found
-        kept = self._weights.get(model)
-        return kept if kept is not None and kept.version == version else None
+        retained = self._weights.get(model)
+        return retained if retained is not None and retained.version == version else None
 
     def delete_weights(self, model: str) -> None:
         """Of a model that is served no longer. Idempotent."""
@@ -233,6 +230,22 @@ class StateFile:
             path.unlink(missing_ok=True)
         except OSError as error:
             logger.error("%s cannot be removed, and is of no use any more: %s", path, error)
+
+
+def _upgrade(model: dict[str, Any]) -> None:
+    """Of a file of before a model that follows a run had a rollout: it had a state of its own, `live`."""
+    live, rollout = model.pop("live", None), model["rollout"]
+    if live is None:
+        return
+    if model["deployment"]["registry"]:
+        rollout["shares"] = {name: rollout.pop(name) for name in ("percent", "shadow_percent")}
+        model["rejected"] = [model["refused"]] if model["refused"] else []
+        return
+    renamed = {"left": "rejected", "kept": "retained", "last": "last_rejected"}
+    model |= {renamed.get(name, name): live[name] for name in ("left", "kept", "last", "unrecorded", "recorded_at")}
+    moved = repoint(FOLLOWING, live["pinned"] or NEWEST, msgspec.convert(live["newest"], TrafficShares | None), 0.0)
+    moved = replace(moved, attempt=live["era"], lost_replicas=live["lost_replicas"])
+    model["rollout"] = msgspec.to_builtins(moved)
 
 
 def _weights_folder(state: Path) -> Path:

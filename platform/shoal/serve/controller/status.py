@@ -16,8 +16,7 @@ import msgspec
 from shoal.client.endpoint_status import EndpointStatus, ModelStatus, ReplicaStatus, RolloutEvent, VersionStatus
 from shoal.serve.controller.controller import EndpointController
 from shoal.serve.controller.rollout import Phase, Rollout
-from shoal.serve.controller.state import Event, LiveState, ModelState
-from shoal.serve.messages.desired_state import TrafficShares
+from shoal.serve.controller.state import Event, ModelState
 from shoal.serve.messages.metrics_snapshot import (
     HistogramSnapshot,
     ModelSnapshot,
@@ -103,6 +102,7 @@ class StatusReporter:
         controller = self._controller
         reports = [report.models[name] for report in controller.reports.values() if name in report.models]
         rollout, deployment = model.rollout, model.deployment
+        is_open, candidate = rollout.phase is Phase.CANARY, rollout.candidate
         options = ModelOptions.parse(deployment.options)
         counts = _merge_present(report.counts for report in reports)
         answering = max((report.version for report in reports), default=0)
@@ -110,20 +110,23 @@ class StatusReporter:
         state = STATES.get(rollout.phase, "READY") if not rollout.stable else "READY"
         if deployment.is_live:
             phase, state = "live", "READY" if answering else "UNAVAILABLE"
+            candidate = max(controller.live.candidates(name), default=0) if is_open else 0
         before_s, before = self._counts_before_window(name)
         return ModelStatus(
             name=name,
             state=state,
-            reason=controller.registry_errors.get(name, "") or _reason(rollout) or _describe_rejected(model.live),
+            reason=controller.registry_errors.get(name, "") or _reason(rollout) or _last_rejected(model),
             phase=phase,
             source=f"{name}@{deployment.version}" if deployment.version else ("a run" if deployment.is_live else name),
-            pinned=model.live.pinned,
-            newest_percent=model.live.newest.percent if model.live.newest else None,
-            stable=rollout.stable,
-            candidate=rollout.candidate or max(controller.live.candidates(name), default=0),
+            pinned=max(rollout.stable, 0) if deployment.is_live else 0,
+            newest_percent=rollout.shares.percent if deployment.is_live and is_open else None,
+            stable=0 if deployment.is_live else rollout.stable,
+            candidate=candidate,
             versions=[
-                build_version_status(version, *_find_track_and_share(version, model, reports), counts, before, before_s)
-                for version in sorted({version for report in reports for version in _list_versions(report)})
+                build_version_status(
+                    version, *_find_track_and_share(version, rollout, reports), counts, before, before_s
+                )
+                for version in sorted({version for report in reports for version in report.staged})
                 if deployment.is_live or version in (rollout.stable, rollout.candidate)  # others are on their way out
             ],
             queued_rows=sum(report.queued_rows for report in reports),
@@ -163,11 +166,14 @@ def to_rollout_event(event: Event) -> RolloutEvent:
 def _list_staging_errors(models: Mapping[str, ModelState], report: ReplicaReport) -> Iterator[str]:
     """What a replica should have and could not stage. What nobody wants any more is the model's `reason`."""
     for name, model in models.items():
-        failure = report.models[name].failure if name in report.models else None
-        if failure is not None and model.deployment.is_live:
-            yield f"{name}: {failure.reason}"
-        elif failure is not None and failure.version in (model.rollout.stable, model.rollout.candidate):
-            yield f"{name}@{failure.version}: {failure.reason}"
+        for rejected in report.models[name].rejected if name in report.models else ():
+            wanted = (0,) if model.deployment.is_live else (model.rollout.stable, model.rollout.candidate)
+            if rejected.version in wanted:
+                yield (
+                    f"{name}@{rejected.version}: {rejected.reason}"
+                    if rejected.version
+                    else f"{name}: {rejected.reason}"
+                )
 
 
 def _describe_slow_forward(report: ReplicaReport) -> str:
@@ -181,47 +187,26 @@ def _reason(rollout: Rollout) -> str:
     return rollout.reason
 
 
-def _list_versions(report: ModelReport) -> tuple[int, ...]:
-    """The versions that could answer in a replica, now or in a moment."""
-    return report.staged if report.live is None else report.live.held
-
-
-def _describe_rejected(live: LiveState) -> str:
-    if live.last is None or live.last.version not in live.left:
+def _last_rejected(model: ModelState) -> str:
+    last = model.last_rejected
+    if last is None or last.version not in model.rejected:
         return ""
-    instead = f" version {live.last.instead} answered instead:" if live.last.instead else ""
-    return f"version {live.last.version} was left,{instead} {live.last.reason}"
+    instead = f" version {last.instead} answered instead:" if last.instead else ""
+    return f"version {last.version} was left,{instead} {last.reason}"
 
 
-def _find_track_and_share(version: int, model: ModelState, reports: Sequence[ModelReport]) -> tuple[str, float]:
-    """The track and the share of a version."""
-    rollout = model.rollout
-    if not rollout.stable:
-        return _find_live_track_and_share(version, model.live, reports)
-    is_open = rollout.phase is Phase.CANARY
-    if version == rollout.stable:
-        return "stable", 1.0 - (rollout.percent / 100.0 if is_open else 0.0)
-    if is_open and version == rollout.candidate:
-        return _name_track(rollout), rollout.percent / 100.0
-    return "", 0.0
-
-
-def _find_live_track_and_share(version: int, live: LiveState, reports: Sequence[ModelReport]) -> tuple[str, float]:
-    """A live model's version answers in some replicas, and not yet in others."""
+def _find_track_and_share(version: int, rollout: Rollout, reports: Sequence[ModelReport]) -> tuple[str, float]:
+    """The track and the share of a version, which may answer in some replicas and not yet in others."""
     answering = [report for report in reports if report.version]
-    newest, given, track = live.newest or TrafficShares(), 0.0, ""
+    given, track = 0.0, ""
     for report in answering:
-        candidate = report.live.candidate if report.live is not None and live.newest is not None else 0
-        part = newest.percent / 100.0 if candidate else 0.0
+        candidate = report.candidate if rollout.phase is Phase.CANARY else 0
+        part = rollout.shares.percent / 100.0 if candidate else 0.0
         if version == report.version:
             given, track = given + 1.0 - part, "stable"
         elif version == candidate:
-            given, track = given + part, track or _name_track(newest)
+            given, track = given + part, track or ("shadow" if rollout.shares.is_shadow else "candidate")
     return track, given / len(answering) if answering else 0.0
-
-
-def _name_track(candidate: Rollout | TrafficShares) -> str:
-    return "shadow" if TrafficShares(candidate.percent, candidate.shadow_percent).is_shadow else "candidate"
 
 
 def build_version_status(

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+NEWEST = -1  # in place of a version: the newest of the model's run, whichever that is in a replica by now
+
 
 @dataclass(frozen=True)
 class TrafficShares:
@@ -25,43 +27,27 @@ class TrafficShares:
         return self.shadow_percent > 0.0 and self.percent == 0.0
 
 
-@dataclass(frozen=True)
-class LivePlan:
-    """What a replica is to do about the weights of a run.
-
-    era:     counts how often it was told to follow the run again, whatever was left before
-    frozen:  take nothing new for now: it is being decided what to go back to
-    pinned:  the version to answer with; 0: the newest of the run
-    left:    versions not to answer with
-    kept:    the version that replicas go back to who have no other; 0 for none
-    is_kept: whether the controller has its weights; else who holds it gives them to the controller
-    newest:  what the newest of the run gets beside `pinned`; None: nothing, it is not even loaded
-    """
-
-    era: int = 0
-    frozen: bool = False
-    pinned: int = 0
-    left: tuple[int, ...] = ()
-    kept: int = 0
-    is_kept: bool = False
-    newest: TrafficShares | None = None
-
-
-DEFAULT_LIVE_PLAN = LivePlan()  # also what a registered model has
+NO_SHARES = TrafficShares()
 
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """What a replica is to do about one model.
+    """What a replica is to do about one model. `NEWEST` in place of a version is the newest of the run that it follows.
 
     registry:  folder of the registry that has its versions; "" for a model that follows the weights of a run
     options:   a ModelOptions, as a plain mapping
     stable:    the version that answers; 0 for none yet
-    candidate: the version that answers `percent` of the calls and computes `shadow_percent` of the others; 0 for none
-    staged:    the versions to have loaded, and no others
-    attempt:   differs when a version that failed before is to be tried again
+    candidate: the version that gets `shares`; 0 for none
+    staged:    of a registered model: the versions to have loaded, and no others
+    attempt:   differs when versions that were rejected before may be tried again
     reason:    why there is no version at all
-    live:      of a model that follows the weights of a run
+
+    Of a model that follows a run, whose replicas take versions by themselves:
+
+    rejected:    versions not to answer with
+    is_frozen:   take nothing new for now: it is being decided what to go back to
+    retained:    the version that replicas go back to that have no other; 0 for none
+    is_retained: whether the controller has its weights; else a replica that has them gives them to the controller
     """
 
     name: str
@@ -69,12 +55,19 @@ class ModelPlan:
     options: dict[str, Any]
     stable: int = 0
     candidate: int = 0
-    percent: float = 0.0
-    shadow_percent: float = 0.0
+    shares: TrafficShares = NO_SHARES
     staged: tuple[int, ...] = ()
     attempt: int = 0
     reason: str = ""
-    live: LivePlan = DEFAULT_LIVE_PLAN
+    rejected: tuple[int, ...] = ()
+    is_frozen: bool = False
+    retained: int = 0
+    is_retained: bool = False
+
+    @property
+    def pinned(self) -> int:
+        """The version that answers, if that is one by its number; 0 for none, or for the newest of a run."""
+        return max(self.stable, 0)
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,7 @@ from shoal.serve.messages.metrics_snapshot import ModelSnapshot
 # (how many, their median in seconds)
 ForwardMedians = Mapping[int, tuple[int, float]]
 MAX_FORWARDS = 64  # of one version and size: the newest, of which the median is
-MAX_REJECTED_VERSIONS = (
-    16  # versions that are remembered, the newest: a run publishes none twice, and its store has only the last
-)
-
-
+MAX_REJECTED = 16  # versions that are listed, the newest: a run publishes none twice, and its store has only the last
 MAX_REASON_CHARS = 2000  # of an error of a model's: who it was written for has the replica's log
 
 
@@ -29,64 +25,43 @@ def truncate_reason(reason: str) -> str:
 
 
 @dataclass(frozen=True)
-class StagingFailure:
-    """Why a version could not be staged, and in which attempt."""
-
-    version: int
-    attempt: int
-    reason: str
-
-
-@dataclass(frozen=True)
 class RejectedVersion:
-    """A version of a live model that a replica does not answer with, and why.
+    """A version that a replica does not answer with, and why.
 
-    instead:      the version that answers
-    has_answered: whether it was left, or never taken
+    version: 0 when the model itself could not be built
+    attempt: of the plan by which it was tried
+    instead: the version that answers; 0 for none
+    has_answered: whether it answered before, or never
     """
 
     version: int
     reason: str
+    attempt: int = 0
     instead: int = 0
     has_answered: bool = False
-
-
-@dataclass(frozen=True)
-class LiveReport:
-    """A live model in one replica.
-
-    era:  of the plan that it follows, see `LivePlan`
-    held: versions that it could answer with at once, ascending
-    left: the newest of those that it left by itself in this era, oldest first
-    candidate: the version of the run that has a share beside the one that is pinned; 0 for none
-    """
-
-    era: int = 0
-    held: tuple[int, ...] = ()
-    left: tuple[RejectedVersion, ...] = ()
-    candidate: int = 0
 
 
 @dataclass(frozen=True)
 class ModelReport:
     """One model in one replica.
 
-    version:  the one that answers who asks for none; 0 when there is none
-    staged:   all that are loaded
-    counts:   since the replica began to serve the model; None before
-    forwards: the newest forwards of each version
-    latency:  (rows, seconds) of a forward, as the batcher's model has it
-    live:     None for a registered model
+    version:   the one that answers who asks for none; 0 when there is none
+    candidate: the one that has a share beside it; 0 when there is none
+    staged:    all that could answer at once, or are in memory as they came, ascending
+    rejected:  by this replica; of a model that follows a run the newest, oldest first
+    counts:    since the replica began to serve the model; None before
+    forwards:  the newest forwards of each version
+    latency:   (rows, seconds) of a forward, as the batcher's model has it
     """
 
     version: int = 0
+    candidate: int = 0
     staged: tuple[int, ...] = ()
-    failure: StagingFailure | None = None
+    rejected: tuple[RejectedVersion, ...] = ()
     counts: ModelSnapshot | None = None
     forwards: Mapping[int, ForwardMedians] = field(default_factory=dict)
     queued_rows: int = 0
     latency: tuple[tuple[int, float], ...] = ()
-    live: LiveReport | None = None
 
 
 @dataclass(frozen=True)

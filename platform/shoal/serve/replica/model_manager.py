@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from shoal.errors import ConnectionLost, InferenceError, ShoalError
 from shoal.serve.batching.batcher import Batcher
-from shoal.serve.messages.desired_state import EndpointPlan, ModelPlan, TrafficShares
+from shoal.serve.messages.desired_state import EndpointPlan, ModelPlan
 from shoal.serve.messages.inference import Arrays, RepositoryEntry
-from shoal.serve.messages.replica_report import ModelReport, ReplicaReport, StagingFailure
+from shoal.serve.messages.replica_report import ModelReport, RejectedVersion, ReplicaReport
 from shoal.serve.replica.live.follower import LiveFollower
 from shoal.serve.replica.loader import BuiltModel, StagedVersion, StagingError, VersionLoader
 from shoal.serve.replica.served_model import ServedModel, VersionedOutputs, format_names
+from shoal.serve.replica.version_router import Answering
 from shoal.serve.replica.watchers import PlanSource
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_options import ModelOptions
@@ -70,7 +71,7 @@ class ModelManager:
         self._models: dict[str, ServedModel] = {}
         self._retiring: dict[str, ServedModel] = {}  # answers what it has, and nothing more
         self._last_built: dict[str, BuiltModel] = {}
-        self._failures: dict[str, StagingFailure] = {}
+        self._rejected: dict[str, RejectedVersion] = {}
         self._loader = VersionLoader(spec.torch_threads)
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self.followers: dict[str, LiveFollower] = {}
@@ -99,12 +100,12 @@ class ModelManager:
             hosted = self._models.get(name)
             versions = hosted.versions if hosted else []
             entries += [RepositoryEntry(name, str(version), "READY") for version in versions]
-            failure = self._failures.get(name)
+            rejected = self._rejected.get(name)
             for version in plan.staged:
                 if version in versions:
                     continue
-                if failure is not None and failure.version == version:
-                    entries.append(RepositoryEntry(name, str(version), "UNAVAILABLE", failure.reason))
+                if rejected is not None and rejected.version == version:
+                    entries.append(RepositoryEntry(name, str(version), "UNAVAILABLE", rejected.reason))
                 else:
                     entries.append(RepositoryEntry(name, str(version), "LOADING"))
             if not versions and not plan.staged:
@@ -136,7 +137,7 @@ class ModelManager:
     def apply(self, plan: EndpointPlan) -> None:
         """Do at once what can be done, and begin to stage what is missing."""
         before, self._plan, self._plans = self._plans, plan, {model.name: model for model in plan.models}
-        self._failures = {name: failure for name, failure in self._failures.items() if name in self._plans}
+        self._rejected = {name: rejected for name, rejected in self._rejected.items() if name in self._plans}
         for name in [name for name in self._models if not _is_same_deployment(self._plans.get(name), before[name])]:
             hosted = self._retiring[name] = self._models.pop(name)
             if name in self.followers:
@@ -147,18 +148,18 @@ class ModelManager:
             if model.registry:
                 self._reconcile(model)
             elif model.name in self.followers:
-                self.followers[model.name].apply(model.live)
+                self.followers[model.name].apply(model)
             elif (model.name, LIVE) not in self._tasks:
                 self._start_task((model.name, LIVE), self._serve_live(model))
 
     def find_startup_error(self) -> str:
         """Why this replica will not become ready by waiting; "" when it may."""
         for name, plan in self._plans.items():
-            failure = self._failures.get(name)
+            rejected = self._rejected.get(name)
             if plan.reason:
                 return f"model {name!r}: {plan.reason}"
-            if failure is not None and plan.staged[:1] in ((), (failure.version,)):  # the first is what must answer
-                return f"model {name!r} cannot be served: {failure.reason}"
+            if rejected is not None and plan.staged[:1] in ((), (rejected.version,)):  # the first is what must answer
+                return f"model {name!r} cannot be served: {rejected.reason}"
         return ""
 
     @property
@@ -169,9 +170,9 @@ class ModelManager:
     def _has_staged(self, plan: ModelPlan) -> bool:
         hosted = self._models.get(plan.name)
         if not plan.registry:
-            return hosted is not None and self.followers[plan.name].has(plan.live)
+            return hosted is not None and self.followers[plan.name].has(plan)
         loaded = hosted.versions if hosted is not None else []
-        failed = self._failures[plan.name].version if plan.name in self._failures else 0
+        failed = self._rejected[plan.name].version if plan.name in self._rejected else 0
         is_answering = not plan.staged or (hosted is not None and hosted.version > 0)
         return is_answering and all(version in loaded or version == failed for version in plan.staged)
 
@@ -180,8 +181,8 @@ class ModelManager:
         # What leaves has nothing that could answer: it is not what the next model of its name waits for.
         models = {name: replace(hosted.report(), version=0, staged=()) for name, hosted in self._retiring.items()}
         models |= {name: hosted.report() for name, hosted in self._models.items()}
-        for name, failure in self._failures.items():
-            models[name] = replace(models.get(name, ModelReport()), failure=failure)
+        for name, rejected in self._rejected.items():
+            models[name] = replace(models.get(name, ModelReport()), rejected=(rejected,))
         generation = self._plan.generation if self._plan is not None else 0
         computing_s = self._batcher.computing_s
         return ReplicaReport(
@@ -216,13 +217,13 @@ class ModelManager:
     def _reconcile(self, plan: ModelPlan) -> None:
         """Bring a registered model to where its plan wants it, as far as its versions are loaded."""
         name, hosted = plan.name, self._models.get(plan.name)
-        if (failure := self._failures.get(name)) is not None and failure.attempt != plan.attempt:
-            del self._failures[name]
+        if (rejected := self._rejected.get(name)) is not None and rejected.attempt != plan.attempt:
+            del self._rejected[name]
         loaded: list[int] = []
         if hosted is not None:
             _apply_rollout(hosted, plan)
             loaded = hosted.versions
-        failed = self._failures[name].version if name in self._failures else 0
+        failed = self._rejected[name].version if name in self._rejected else 0
         missing = [version for version in plan.staged if version not in loaded and version != failed]
         for version in missing if loaded else missing[:1]:  # by which the others are measured
             if (name, version) not in self._tasks:
@@ -237,7 +238,7 @@ class ModelManager:
             staged = await self._loader.load_version(source, version, options, signature, self._last_built.get(name))
         except StagingError as error:
             if name in self._plans:
-                self._failures[name] = StagingFailure(version, plan.attempt, str(error))
+                self._rejected[name] = RejectedVersion(version, str(error), plan.attempt)
         else:
             self._add_staged(plan, staged)
         del self._tasks[name, version]
@@ -265,16 +266,16 @@ class ModelManager:
             )
         except StagingError as error:
             if name in self._plans:
-                self._failures[name] = StagingFailure(0, plan.attempt, str(error))
+                self._rejected[name] = RejectedVersion(0, str(error), plan.attempt)
             return
         if name not in self._plans:  # deleted meanwhile
             del self._tasks[name, LIVE]
             return
         hosted = self._models[name] = ServedModel(name, predictor, self._batcher, is_live=True, tracer=self._tracer)
         assert hosted.live is not None
-        wanted = self._plans[name].live
-        follower = LiveFollower(name, hosted.live, model.weights, self._controller, wanted, lambda: self.on_changed())
-        self.followers[name] = follower
+        self.followers[name] = LiveFollower(
+            name, hosted.live, model.weights, self._controller, self._plans[name], lambda: self.on_changed()
+        )
 
     async def _retire(self, name: str, hosted: ServedModel) -> None:
         """Forget a model that gets no new calls when it has answered what it has."""
@@ -298,14 +299,6 @@ def _is_same_deployment(plan: ModelPlan | None, before: ModelPlan) -> bool:
 
 def _apply_rollout(hosted: ServedModel, plan: ModelPlan) -> None:
     """Let the versions answer that the plan names, as far as they are loaded, and forget all others."""
-    table = hosted.router
-    loaded = table.versions
-    if plan.stable in loaded:
-        table.promote(plan.stable)
-    if plan.candidate in loaded:
-        table.open_canary(plan.candidate, TrafficShares(plan.percent, plan.shadow_percent))
-    elif table.candidate is not None:
-        table.close_canary()
-    hosted.shadow.set_candidate(table.candidate, plan.shadow_percent)
-    table.retain(plan.staged)
-    hosted.counts.set_serving(table.version, table.candidate_version, table.percent)
+    loaded = {version: each for version, each in hosted.router.loaded.items() if version in plan.staged}
+    stable, candidate = loaded.get(plan.stable), loaded.get(plan.candidate)
+    hosted.point(Answering(stable, candidate, plan.shares, tuple(loaded.values())))

@@ -10,6 +10,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -23,12 +24,12 @@ from shoal.serve.messages.inference import Arrays, InferCall, Prediction, size_b
 from shoal.serve.messages.replica_report import ModelReport
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.protocol.tracing import CLIENT_GONE, TracedArrays
+from shoal.serve.replica.fallback_predictor import predict
 from shoal.serve.replica.forward_times import ForwardTimes
-from shoal.serve.replica.live.trial import Answering
-from shoal.serve.replica.live.versions import LiveVersions
+from shoal.serve.replica.live.versions import LiveVersionSelector
 from shoal.serve.replica.model_statistics import ModelStatistics
 from shoal.serve.replica.shadow import ShadowTraffic
-from shoal.serve.replica.version_router import Track, VersionTable
+from shoal.serve.replica.version_router import Answering, Track, VersionTable
 from shoal.serve.spec.model_options import ModelOptions
 
 if TYPE_CHECKING:
@@ -62,15 +63,11 @@ class ServedModel:
             threading.local()
         )  # the version and the requests of the batch that this forward thread computes
         self._forward_times = ForwardTimes()
-        self.live: LiveVersions | None = None
+        self.live: LiveVersionSelector | None = None
         if is_live:
             options = self.options
-            self.live = LiveVersions(
-                options.guard,
-                predictor.load,
-                self._switch_version,
-                self._forward_times,
-                num_older=options.held_versions,
+            self.live = LiveVersionSelector(
+                options.guard, predictor.load, self.point, self._forward_times, num_older=options.held_versions
             )
         self._queue = batcher.add_queue(
             name,
@@ -81,7 +78,6 @@ class ServedModel:
             weight=self.options.weight,
             on_batch=self._on_batch,
         )
-        self._queue.seed_latency_model(predictor.warm_up_times)  # of a live model there is nothing yet
         self.counts = ModelStatistics(name, live=is_live, pending=lambda: self._queue.queued_requests)
         outputs = {spec.name: spec.datatype for spec in self.signature.outputs}
         self.shadow = ShadowTraffic(name, batcher, self._forward, self.options, self.counts, outputs, self._record_time)
@@ -164,17 +160,16 @@ class ServedModel:
 
     def report(self) -> ModelReport:
         """What the controller is told."""
-        versions = self.versions
+        table, versions = self.router, self.versions
+        told = ModelReport(table.version, table.candidate_version, tuple(versions))
         rows = [2**power for power in range(self.options.max_batch_size.bit_length())]
         latency = self._queue.latency
-        return ModelReport(
-            version=self.version,
-            staged=tuple(versions),
+        return replace(
+            told if self.live is None else self.live.report(),
             counts=self.counts.snapshot(),
             forwards=self._forward_times.retain_medians(versions),
             queued_rows=self._queue.queued_rows,
             latency=tuple((each, seconds) for each in rows if (seconds := latency.seconds(each)) > 0.0),
-            live=self.live.report() if self.live is not None else None,
         )
 
     def close(self) -> None:
@@ -182,12 +177,13 @@ class ServedModel:
         self.shadow.close()
         self._queue.close()
 
-    def _switch_version(self, answering: Answering) -> None:
+    def point(self, answering: Answering) -> None:
+        """Let these versions answer from the next batch on. From any thread."""
         if not self.version:
             self._queue.seed_latency_model(self.predictor.warm_up_times)
-        table, shares = self.router, answering.shares
-        table.set_versions(answering.stable, answering.other, shares)
-        self.shadow.set_candidate(table.candidate, shares.shadow_percent if shares else 0.0)
+        table = self.router
+        table.point(answering)
+        self.shadow.set_candidate(table.candidate, answering.shares.shadow_percent)
         self.counts.set_serving(table.version, table.candidate_version, table.percent)
 
     def _count_failure(self, track: Track | None, status: int, arrived_s: float) -> None:
@@ -204,12 +200,8 @@ class ServedModel:
         self._thread_state.version, self._thread_state.is_alone = loaded.version, True
         if self._tracer is not None:
             self._thread_state.requests = requests
-        for_candidate = self.router.is_candidate(track)
-        if self.live is not None and (for_candidate or self.router.is_stable(track)):
-            answered, version, self._thread_state.is_alone = self.live.predict(requests, for_candidate)
-            self._thread_state.version = version
-        else:
-            answered, version = loaded.predict_batch(requests), loaded.version
+        answered, version, self._thread_state.is_alone = predict(loaded, requests)
+        self._thread_state.version = version
         return [(outputs, version) for outputs in answered]
 
     def _on_batch(self, report: BatchReport) -> None:

@@ -17,6 +17,7 @@ from shoal.open_inference.datatypes import bf16_values
 from shoal.serve.batching.batcher import Batcher, BatchReport
 from shoal.serve.messages.inference import Arrays, InferCall, size_bytes
 from shoal.serve.model.predictor import LoadedModel
+from shoal.serve.replica.fallback_predictor import FallbackPredictor
 from shoal.serve.replica.model_statistics import ModelStatistics
 from shoal.serve.replica.version_router import Track, WeightedDraw
 from shoal.serve.spec.model_options import ModelOptions
@@ -98,7 +99,7 @@ class ShadowTraffic:
         if group[0] is self._candidate and version == loaded.version:
             self._counts.count_shadow(version, not outputs_agree(expected, outputs, self._datatypes, self._tolerance))
 
-    def _count_failure(self, candidate: Track, loaded: LoadedModel, status: int) -> None:
+    def _count_failure(self, candidate: Track, loaded: LoadedModel | FallbackPredictor, status: int) -> None:
         """The stable version has answered: what refuses the same input (4xx) gives another answer, it does not fail."""
         if candidate is not self._candidate or candidate.loaded is not loaded or status in NOT_COMPUTED:
             return  # another one is compared by now, with answers of another one

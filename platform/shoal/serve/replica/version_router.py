@@ -8,11 +8,13 @@ flip is one assignment, which takes effect with the next batch. Never loads anyt
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from shoal.errors import InferenceError
-from shoal.serve.messages.desired_state import TrafficShares
+from shoal.serve.messages.desired_state import NO_SHARES, TrafficShares
 from shoal.serve.model.predictor import LoadedModel
+from shoal.serve.replica.fallback_predictor import FallbackPredictor
 
 GOLDEN = 0.6180339887498949  # of a turn: draws that are spread evenly however few there are
 
@@ -22,8 +24,22 @@ class Track:
 
     __slots__ = ("loaded",)
 
-    def __init__(self, loaded: LoadedModel | None = None) -> None:
+    def __init__(self, loaded: LoadedModel | FallbackPredictor | None = None) -> None:
         self.loaded = loaded
+
+
+class Answering(NamedTuple):
+    """Who answers in a replica.
+
+    stable: who asks for none; None: whichever did
+    candidate: gets `shares`; None: there is none
+    loaded: who asks for a version by its number
+    """
+
+    stable: LoadedModel | FallbackPredictor | None
+    candidate: LoadedModel | FallbackPredictor | None = None
+    shares: TrafficShares = NO_SHARES
+    loaded: Sequence[LoadedModel] = ()
 
 
 class WeightedDraw:
@@ -43,9 +59,9 @@ class VersionTable:
     def __init__(self, model: str) -> None:
         self._model = model
         self._stable, self._candidate = Track(), Track()
-        self._tracks: dict[int, Track] = {}  # of the loaded versions, for calls that ask for one
-        self._is_open = False
-        self._shares = TrafficShares()
+        self.loaded: Mapping[int, LoadedModel] = {}  # by their versions
+        self._tracks: dict[int, Track] = {}  # of these, for calls that ask for one
+        self._shares: TrafficShares | None = None  # of the candidate, while it is open
         self._draws = WeightedDraw()
 
     @property
@@ -57,23 +73,24 @@ class VersionTable:
     @property
     def candidate(self) -> Track | None:
         """The candidate's track while it is open."""
-        return self._candidate if self._is_open else None
+        return None if self._shares is None else self._candidate
 
     @property
     def candidate_version(self) -> int:
         """0 when none is open."""
         loaded = self._candidate.loaded
-        return loaded.version if loaded is not None and self._is_open else 0
+        return loaded.version if loaded is not None and self._shares is not None else 0
 
     @property
     def percent(self) -> float:
         """The open candidate's share."""
-        return self._shares.percent if self._is_open else 0.0
+        shares = self._shares
+        return 0.0 if shares is None else shares.percent
 
     @property
     def versions(self) -> list[int]:
         """All that are loaded, ascending."""
-        return sorted(self._tracks)
+        return sorted(self.loaded)
 
     def choose_track(self, version: int | None, track: str, sticky: str) -> Track:
         """Who answers a call. Raises InferenceError: 404 for a version that is not loaded, 503 before the first."""
@@ -85,20 +102,16 @@ class VersionTable:
             return found
         if self._stable.loaded is None:
             raise InferenceError(503, "no weights have been loaded yet; try again later", retry_after_s=1.0)
-        if not self._is_open or self._shares.is_shadow or track == "stable":
+        shares = self._shares
+        if shares is None or shares.is_shadow or track == "stable":
             return self._stable
-        return self._candidate if track == "candidate" or self._is_selected(sticky) else self._stable
+        return self._candidate if track == "candidate" or self._is_selected(shares.percent, sticky) else self._stable
 
     def is_stable(self, track: Track) -> bool:
         """Whether this is the track of whoever asks for nothing in particular."""
         return track is self._stable
 
-    def is_candidate(self, track: Track) -> bool:
-        """Whether this is the track of the candidate, if only of one that is not open any more."""
-        return track is self._candidate
-
-    def _is_selected(self, sticky: str) -> bool:
-        percent = self._shares.percent
+    def _is_selected(self, percent: float, sticky: str) -> bool:
         if sticky:
             return hash_to_percent(self._model, sticky) < percent
         return percent > 0.0 and self._draws.draw(percent)
@@ -106,42 +119,29 @@ class VersionTable:
     # -- changes ------------------------------------------------------------------------------------------------------
 
     def add(self, loaded: LoadedModel) -> None:
-        """A version is there for who asks for it, and to be flipped to."""
+        """A version is there for who asks for it, and to be pointed to."""
+        self.loaded = {**self.loaded, loaded.version: loaded}
         self._tracks = {**self._tracks, loaded.version: Track(loaded)}
 
-    def retain(self, versions: Iterable[int]) -> None:
-        """Forget all others. What was admitted for them is still answered by them."""
-        kept = set(versions)
-        self._tracks = {version: track for version, track in self._tracks.items() if version in kept}
+    def point(self, answering: Answering) -> None:
+        """Let these answer from the next batch on, and forget all others. From any thread.
 
-    def promote(self, version: int) -> bool:
-        """Let a loaded version be the stable one from the next batch on; whether it was another."""
-        before, self._stable.loaded = self._stable.loaded, self._tracks[version].loaded
-        if not self._is_open:
-            self._candidate.loaded = self._stable.loaded  # as `shut` left it: nobody needs the version before
-        return before is not self._stable.loaded
-
-    def open_canary(self, version: int, shares: TrafficShares) -> None:
-        """Let a loaded version answer its share, and who asks for the candidate; a shadow answers neither."""
-        self._candidate.loaded = self._tracks[version].loaded
-        self._shares, self._is_open = shares, True
-
-    def close_canary(self) -> None:
-        """No candidate any more: what was admitted for it is answered by the stable version."""
-        self._is_open, self._shares = False, TrafficShares()
-        self._candidate.loaded = self._stable.loaded
-
-    def set_versions(self, stable: LoadedModel, other: LoadedModel | None, shares: TrafficShares | None = None) -> None:
-        """The version of a live model that answers from the next batch on, and another. From any thread.
-
-        shares: of the other, which is the candidate; None: it answers only who asks for its number
+        What was admitted for another is still answered: by its version, or for a candidate that went by the stable one.
         """
-        self._stable.loaded = stable
-        self._tracks = {each.version: Track(each) for each in (stable, other) if each is not None}
-        if other is not None and shares is not None:
-            self.open_canary(other.version, shares)
-        else:
-            self.close_canary()
+        stable, candidate, shares, loaded = answering
+        self.loaded = {each.version: each for each in loaded}
+        tracks = self._tracks
+        self._tracks = {
+            each.version: track if (track := tracks.get(each.version)) and track.loaded is each else Track(each)
+            for each in loaded
+        }
+        if stable is not None:
+            self._stable.loaded = stable
+        if candidate is None:
+            self._shares = None
+        self._candidate.loaded = candidate or self._stable.loaded
+        if candidate is not None:
+            self._shares = shares
 
 
 def hash_to_percent(model: str, sticky: str) -> float:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from shoal.errors import ConnectionLost, WeightsError
-from shoal.serve.messages.desired_state import LivePlan
-from shoal.serve.replica.live.versions import LiveVersions
+from shoal.serve.messages.desired_state import ModelPlan
+from shoal.serve.replica.live.versions import LiveVersionSelector
 from shoal.serve.replica.watchers import RETRY_S, PlanSource, WeightFollower
 from shoal.weights import WeightSource
 
@@ -27,10 +27,10 @@ class LiveFollower:
     def __init__(
         self,
         name: str,
-        versions: LiveVersions,
+        versions: LiveVersionSelector,
         weights: WeightSource,
         controller: PlanSource,
-        plan: LivePlan,
+        plan: ModelPlan,
         changed: Callable[[], None],
     ) -> None:
         self._name, self._versions, self._controller, self._changed = name, versions, controller, changed
@@ -57,13 +57,13 @@ class LiveFollower:
         """The newest version that did not fit, 0 when none."""
         return self._thread.rejected_version
 
-    def has(self, plan: LivePlan) -> bool:
+    def has(self, plan: ModelPlan) -> bool:
         """Whether it answers with what is pinned, if that is to be had."""
-        return not plan.pinned or not plan.is_kept or self._versions.version == plan.pinned
+        return not plan.pinned or not plan.is_retained or self._versions.version == plan.pinned
 
-    def apply(self, plan: LivePlan) -> None:
-        """Do what the controller wants: at once if it is held, or else when it has come."""
-        is_again = plan.era != self._plan.era
+    def apply(self, plan: ModelPlan) -> None:
+        """Do what the controller wants: at once if it is here, or else when it has come."""
+        is_again = plan.attempt != self._plan.attempt
         self._plan = plan
         self._versions.apply(plan)
         self._rest(is_again)
@@ -99,7 +99,8 @@ class LiveFollower:
             try:
                 if missing := self._versions.missing():
                     await self._load(missing)
-                if plan.kept and not plan.is_kept and (snapshot := self._versions.held(plan.kept)) is not None:
+                is_wanted = plan.retained and not plan.is_retained
+                if is_wanted and (snapshot := self._versions.snapshot(plan.retained)) is not None:
                     await self._controller.store_weights(self._name, snapshot)
             except ConnectionLost as error:
                 logger.debug("the controller is away, what serves goes on serving: %s", error)
@@ -112,9 +113,9 @@ class LiveFollower:
                 return
 
     async def _load(self, version: int) -> None:
-        snapshot = self._versions.held(version) or await self._controller.fetch_weights(self._name, version)
+        snapshot = self._versions.snapshot(version) or await self._controller.fetch_weights(self._name, version)
         if snapshot is None:
-            return  # something else is kept by now, and the next plan says so
+            return  # something else is retained by now, and the next plan says so
         try:
             await asyncio.to_thread(self._versions.put, snapshot)
         except WeightsError as error:

@@ -1,15 +1,12 @@
-"""Which version of a live model answers in one replica: the newest of its run, until it turns out to be bad.
+"""Which version of a model that follows a run answers in one replica: the newest, until it turns out to be bad.
 
-Owned by a hosted model. The follower's thread brings versions (`take`), forward threads ask for answers (`predict`),
-the event loop says what the controller wants (`apply`); a lock that nobody holds while loading or computing guards who
-answers. Knows neither where weights come from nor who decides.
+Owned by a hosted model. The follower's thread brings versions (`take`), forward threads reject them, the event loop
+brings plans (`apply`). A lock guards who answers; it is free while versions load or compute. Knows neither where
+weights come from nor who decides.
 
-The version before is held beside the one that answers, for as long as that does: a batch at which the newer one fails
-is answered by the older one, and then it is known whom to blame, the version or what was asked. What is left is not
-taken again. A few older versions are held too, for hands to go back to: as the bytes that came.
-
-While the newest of the run has a share beside a pinned version, it is the newest that is on trial, and the pinned one
-that stands before it, whichever newer ones come.
+The newest version is on trial, and falls back to the version before, which stays loaded. A rejected version is not
+taken again. A few older versions are retained as the bytes that came, for an administrator to go back to. While the
+newest has a share beside a pinned version, it falls back to that one, whichever newer ones come.
 """
 
 from __future__ import annotations
@@ -18,30 +15,30 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 
-from shoal.errors import InferenceError, WeightsError
-from shoal.serve.controller.canary_guard import NUM_COMPARED, Tried, judge_live, latency_ratio
-from shoal.serve.messages.desired_state import LivePlan
-from shoal.serve.messages.inference import Arrays
-from shoal.serve.messages.replica_report import MAX_REJECTED_VERSIONS, LiveReport, RejectedVersion, truncate_reason
+from shoal.errors import WeightsError
+from shoal.serve.messages.desired_state import NEWEST, ModelPlan
+from shoal.serve.messages.replica_report import MAX_REJECTED, ModelReport, RejectedVersion, truncate_reason
 from shoal.serve.model.predictor import LoadedModel
+from shoal.serve.replica.fallback_predictor import FallbackPredictor, LoadedVersion
 from shoal.serve.replica.forward_times import ForwardTimes
-from shoal.serve.replica.live.trial import Answered, Answering, Held, Trial
+from shoal.serve.replica.version_router import Answering
 from shoal.serve.spec.model_options import GuardOptions
 from shoal.weights import WeightSnapshot
 
-OLDER_EVERY_S = 30.0  # between the publications of older versions that are held
+OLDER_EVERY_S = 30.0  # between the publications of older versions that are retained
+FOLLOW = ModelPlan("", "", {}, stable=NEWEST)
 logger = logging.getLogger(__name__)
 
 
-class LiveVersions:
+class LiveVersionSelector:
     """Of one model in one replica.
 
     load:      makes a version ready; raises WeightsError for one that does not fit, or cannot answer an example
-    flip:      told of every change of who answers
+    point:     told of every change of who answers
     forwards:  how long versions have taken
-    num_older: how many versions are held beside these two
+    num_older: how many versions are retained beside the two that are loaded
     changed:   called, in any thread, when there is something to report
     """
 
@@ -49,34 +46,33 @@ class LiveVersions:
         self,
         guard: GuardOptions,
         load: Callable[[WeightSnapshot], LoadedModel],
-        flip: Callable[[Answering], None],
+        point: Callable[[Answering], None],
         forwards: ForwardTimes,
         num_older: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._guard, self._load, self._flip, self._forwards, self._clock = guard, load, flip, forwards, clock
+        self._guard, self._load, self._point, self._forwards, self._clock = guard, load, point, forwards, clock
         self.changed: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
-        self._trial: Trial | None = None
-        self._stable: Held | None = None  # what is pinned, while the newest has a share beside it
+        self._trial: FallbackPredictor | None = None
         self._older: deque[WeightSnapshot] = deque(maxlen=num_older)
-        self._plan = LivePlan()
-        self._left: dict[int, RejectedVersion] = {}  # by itself, in this era
+        self._plan = FOLLOW
+        self._rejected: dict[int, RejectedVersion] = {}  # by this replica, in this attempt
         self._is_refused = False  # something came before there was a version to answer with, and was not taken
 
     @property
     def version(self) -> int:
         """The version that answers who asks for nothing else; 0 before the first."""
-        stable, trial = self._stable, self._trial
-        if stable is not None:
-            return stable.version
-        return trial.now.version if trial else 0
+        shared, trial = self._shared(), self._trial
+        if shared is not None:
+            return shared.version
+        return trial.version if trial else 0
 
-    def report(self) -> LiveReport:
-        """What the controller is told."""
+    def report(self) -> ModelReport:
+        """What the controller is told of versions."""
         with self._lock:
-            held = {held.version for held in self._all_held()} | {older.version for older in self._older}
-            return LiveReport(self._plan.era, tuple(sorted(held)), tuple(self._left.values()), self._candidate())
+            staged = {each.version for each in self._loaded()} | {each.version for each in self._older}
+            return ModelReport(self.version, self._candidate(), tuple(sorted(staged)), tuple(self._rejected.values()))
 
     # -- what is there to answer with -------------------------------------------------------------------------------
 
@@ -86,10 +82,10 @@ class LiveVersions:
             self._tell_if_stuck()
             return False
         try:
-            held = self._loaded(snapshot)
+            loaded = self._load_version(snapshot)
         except WeightsError as error:
             with self._lock:
-                self._leave(snapshot.version, str(error))
+                self._reject(snapshot.version, str(error))
                 self._is_refused = True
             self.changed()
             raise
@@ -97,8 +93,8 @@ class LiveVersions:
             is_wanted, is_first = self._is_wanted(snapshot.version), self._trial is None
             if is_wanted:
                 before = self._to_go_back_to()
-                self._hold_on_to_the_last()
-                self._answer_with(held, before)
+                self._retain_the_last()
+                self._try(loaded, before)
         if not is_wanted:
             self._tell_if_stuck()
         elif is_first:
@@ -106,68 +102,75 @@ class LiveVersions:
         return is_wanted
 
     def put(self, snapshot: WeightSnapshot) -> None:
-        """Answer with an older version, or one that the controller had kept, if that is wanted. Raises WeightsError."""
-        held = self._loaded(snapshot)
+        """Answer with an older version, or one that the controller retained, if that is wanted. Raises WeightsError."""
+        loaded, version = self._load_version(snapshot), snapshot.version
         with self._lock:
-            if held.version != self.version and held.version in (self._plan.pinned, self._missing()):
+            if version != self.version and version in (self._plan.pinned, self._missing()):
                 newest = self._trial.now if self._trial else None
-                self._answer_with(held, None)
-                self._set_beside()
-                if self._stable is held and newest is not None and not self._is_left(newest.version):
-                    self._answer_with(newest, held)
+                is_shared = self._plan.candidate == NEWEST and version == self._plan.pinned
+                if is_shared and newest is not None and not self._is_rejected(newest.version):
+                    self._try(newest, loaded)
+                else:
+                    self._try(loaded, None)
         self.changed()
 
-    def _loaded(self, snapshot: WeightSnapshot) -> Held:
+    def _load_version(self, snapshot: WeightSnapshot) -> LoadedVersion:
         """Raises WeightsError whatever goes wrong: what serves goes on serving."""
         try:
-            return Held(self._load(snapshot), snapshot)
+            return LoadedVersion(self._load(snapshot), snapshot)
         except WeightsError:
             raise
         except Exception as error:
             raise WeightsError(f"{type(error).__name__}: {error}") from error
 
     def missing(self) -> int:
-        """The version to load, to do what the controller wants, and to ask it for if it is not held; 0 for none."""
+        """The version to load, to do what the controller wants, and to ask it for if it is not here; 0 for none."""
         with self._lock:
             return self._missing()
 
-    def apply(self, plan: LivePlan) -> None:
-        """Do what the controller wants, as far as that is held."""
+    def apply(self, plan: ModelPlan) -> None:
+        """Do what the controller wants, as far as that is here."""
         with self._lock:
-            if plan.era != self._plan.era:
-                self._left = {}
+            shared = self._shared()
+            if plan.attempt != self._plan.attempt:
+                self._rejected = {}
             self._plan = plan
-            self._forget_older(plan.left)
-            self._set_beside()
+            for snapshot in [older for older in self._older if older.version in plan.rejected]:
+                self._older.remove(snapshot)
             trial = self._trial
-            if trial is not None and plan.pinned and self._stable is None:
-                self._answer_with_held(plan.pinned)
-                self._set_beside()
-            elif trial is not None:
-                if trial.before is not None and trial.before is not self._stable and trial.before.version in plan.left:
-                    trial = self._answer_with(trial.now, None)
-                if trial.now.version in plan.left and trial.before is not None:
-                    self._answer_with(trial.before, None)
+            if trial is None:
+                return
+            if plan.pinned and (shared is None or self._shared() is None):
+                there = next((each for each in self._loaded() if each.version == plan.pinned), shared)
+                if there is not None:  # or else what answers stays until what is pinned has come
+                    trial = self._try(there, None)
+            else:
+                before = trial.before
+                if before is not None and before is not self._shared() and before.version in plan.rejected:
+                    trial = self._try(trial.now, None)
+                if trial.version in plan.rejected and trial.before is not None:
+                    trial = self._try(trial.before, None)
+            self._tell(trial)
 
-    def held(self, version: int) -> WeightSnapshot | None:
-        """The weights of a version that is held."""
+    def snapshot(self, version: int) -> WeightSnapshot | None:
+        """The weights of a version that is here; None of another."""
         with self._lock:
-            snapshots = [*(held.snapshot for held in self._all_held()), *self._older]
+            snapshots = [*(each.snapshot for each in self._loaded()), *self._older]
             return next((snapshot for snapshot in snapshots if snapshot.version == version), None)
 
     @property
     def is_resting(self) -> bool:
         """Whether nothing new would be taken. What is pinned may be on its way: until then, what answers stays."""
         plan = self._plan
-        return plan.frozen or (plan.pinned > 0 and self.version > 0 and self._stable is None)
+        return plan.is_frozen or (plan.pinned > 0 and self.version > 0 and self._shared() is None)
 
     def _is_wanted(self, version: int) -> bool:
-        if version in (self.version, self._candidate()) or self._is_left(version):
+        if version in (self.version, self._candidate()) or self._is_rejected(version):
             return False
-        return not self.is_resting or (version == self._plan.pinned and not self._plan.frozen)
+        return not self.is_resting or (version == self._plan.pinned and not self._plan.is_frozen)
 
-    def _is_left(self, version: int) -> bool:
-        return version in self._left or version in self._plan.left
+    def _is_rejected(self, version: int) -> bool:
+        return version in self._rejected or version in self._plan.rejected
 
     def _tell_if_stuck(self) -> None:
         if not self._trial and not self._is_refused:
@@ -175,166 +178,83 @@ class LiveVersions:
             self.changed()
 
     def _missing(self) -> int:
-        """The version that is to be loaded, and that the controller has if it is not held."""
+        """The version that is to be loaded, and that the controller has if it is not here."""
         plan = self._plan
         if plan.pinned != self.version and any(older.version == plan.pinned for older in self._older):
             return plan.pinned
-        if not plan.is_kept or self.version == plan.kept:
+        if not plan.is_retained or self.version == plan.retained:
             return 0
-        has_none_better = self._is_left(self.version) if self._trial else self._is_refused
-        return plan.kept if plan.pinned == plan.kept or has_none_better else 0
+        has_none_better = self._is_rejected(self.version) if self._trial else self._is_refused
+        return plan.retained if plan.pinned == plan.retained or has_none_better else 0
 
-    def _to_go_back_to(self) -> Held | None:
+    # -- who answers ------------------------------------------------------------------------------------------------
+
+    def _shared(self) -> LoadedVersion | None:
+        """The pinned version, if it is here, while the newest of the run is to have a share beside it."""
+        trial, plan = self._trial, self._plan
+        if trial is None or plan.candidate != NEWEST:
+            return None
+        pinned = trial.before or trial.now
+        return pinned if pinned.version == plan.pinned else None
+
+    def _candidate(self) -> int:
+        """The version of the run that has a share; 0 for none."""
+        trial = self._trial
+        return trial.version if trial and trial.before and self._shared() else 0
+
+    def _to_go_back_to(self) -> LoadedVersion | None:
         """The newest version that has answered something, when another comes; or else the first."""
-        trial = self._trial
-        if trial is None or self._stable is not None:
-            return self._stable
-        return trial.now if trial.is_proven and not self._is_left(trial.now.version) else trial.before
+        trial, shared = self._trial, self._shared()
+        if trial is None or shared is not None:
+            return shared
+        return trial.now if trial.is_proven and not self._is_rejected(trial.version) else trial.before
 
-    def _all_held(self) -> list[Held]:
+    def _loaded(self) -> list[LoadedVersion]:
         trial = self._trial
-        return [held for held in (trial.now, trial.before) if held is not None] if trial else []
+        return [each for each in (trial.now, trial.before) if each is not None] if trial else []
 
-    def _hold_on_to_the_last(self) -> None:
-        """Another version is to answer: keep this one, if it comes long enough after the one kept last.
+    def _retain_the_last(self) -> None:
+        """Another version is to answer: retain this one, if it comes long enough after the one retained last.
 
         Whether anybody has asked it or not: the one before that has answered may be as old as the last request.
         """
         trial = self._trial
-        if trial is None or self._is_left(trial.now.version):
+        if trial is None or self._is_rejected(trial.version):
             return
         last, older = trial.now.snapshot, self._older
         if not older or last.published_at - older[-1].published_at >= OLDER_EVERY_S:
             older.append(last)
 
-    def _forget_older(self, versions: Collection[int]) -> None:
-        for snapshot in [older for older in self._older if older.version in versions]:
-            self._older.remove(snapshot)
-
-    def _answer_with_held(self, version: int) -> None:
-        for held in self._all_held():
-            if held.version == version:
-                self._answer_with(held, None)
-
-    def _answer_with(self, now: Held, before: Held | None) -> Trial:
-        trial = self._trial = Trial(now, before, self._guard.min_requests)
-        self._tell_who_answers(trial)
+    def _try(self, now: LoadedVersion, before: LoadedVersion | None) -> FallbackPredictor:
+        trial = FallbackPredictor(now, before, self._guard, self._forwards, self._reject_trial, self._clock)
+        self._trial = trial
+        self._tell(trial)
         return trial
 
-    def _tell_who_answers(self, trial: Trial) -> None:
-        now, before, stable = trial.now, trial.before, self._stable
-        if stable is None:
-            self._flip(Answering(now.loaded, before.loaded if before else None))
-        elif now is stable:
-            self._flip(Answering(stable.loaded))
+    def _tell(self, trial: FallbackPredictor) -> None:
+        shared, loaded = self._shared(), tuple(each.loaded for each in self._loaded())
+        if shared is None:
+            self._point(Answering(trial, loaded=loaded))
+        elif trial.before is None:
+            self._point(Answering(shared.loaded, loaded=loaded))
         else:
-            self._flip(Answering(stable.loaded, now.loaded, self._plan.newest))
+            self._point(Answering(shared.loaded, trial, self._plan.shares, loaded))
 
-    def _candidate(self) -> int:
-        """The version of the run that has a share; 0 for none."""
-        stable, trial = self._stable, self._trial
-        return trial.now.version if trial and stable is not None and trial.now is not stable else 0
+    def _reject_trial(self, trial: FallbackPredictor, reason: str) -> None:
+        """From a forward's thread, which may end when another version is on trial."""
+        with self._lock:
+            if trial is not self._trial:
+                return
+            self._reject(trial.version, reason)
+        logger.error("version %d is rejected for version %d: %s", trial.version, self.version, reason)
+        self.changed()
 
-    def _set_beside(self) -> None:
-        """The plan is another, or what is pinned has come: give the newest its share, or take it away."""
-        trial, stable, plan = self._trial, self._stable, self._plan
-        if trial is None:
-            return
-        if plan.newest is None or (stable is not None and stable.version != plan.pinned):
-            if stable is not None:
-                if plan.pinned:  # forwards look at both without the lock: never at a candidate that is to go
-                    trial = self._answer_with(trial.now if trial.now.version == plan.pinned else stable, None)
-                self._stable = None
-                self._tell_who_answers(trial)
-        elif stable is not None:
-            self._tell_who_answers(trial)  # with other shares
-        elif trial.now.version == plan.pinned:
-            self._stable = trial.now
-            self._answer_with(trial.now, None)
-
-    def _leave(self, version: int, reason: str) -> None:
+    def _reject(self, version: int, reason: str) -> None:
         trial = self._trial
-        has_answered = trial is not None and trial.now.version == version
+        has_answered = trial is not None and trial.version == version
         if has_answered and trial is not None and trial.before is not None:
-            self._answer_with(trial.before, None)
-        self._left[version] = RejectedVersion(version, truncate_reason(reason), self.version, has_answered)
-        if len(self._left) > MAX_REJECTED_VERSIONS:
-            del self._left[min(self._left)]
-
-    # -- answers, in a forward's thread -------------------------------------------------------------------------------
-
-    def predict(self, requests: Sequence[Arrays], for_candidate: bool = False) -> Answered:
-        """Compute a batch with the version that answers, or with the one before where that fails.
-
-        Raises what the version that answers has raised when no other can do better.
-        """
-        stable, trial = self._stable, self._trial
-        if stable is not None and not for_candidate:
-            return Answered(stable.loaded.predict_batch(requests), stable.version, True)
-        assert trial is not None  # calls are admitted when there is a version, and one never goes without another
-        if trial.before is None:
-            return Answered(trial.now.loaded.predict_batch(requests), trial.now.version, True)
-        if trial.is_suspect:
-            return self._compare(trial, trial.before, requests)
-        try:
-            outputs = trial.now.loaded.predict_batch(requests)
-        except Exception as error:  # noqa: BLE001 - whatever a model raises: the version before may do better
-            return self._rescued(trial, trial.before, requests, error)
-        with self._lock:
-            trial.requests += len(requests)
-            if trial.requests >= trial.next_look:
-                trial.next_look *= 2
-                ratio = latency_ratio(
-                    self._forwards.get_medians(trial.before.version), self._forwards.get_medians(trial.now.version)
-                )
-                trial.is_suspect = ratio is not None and ratio > self._guard.max_latency_ratio
-        return Answered(outputs, trial.now.version, True)
-
-    def _rescued(self, trial: Trial, before: Held, requests: Sequence[Arrays], error: Exception) -> Answered:
-        if isinstance(error, InferenceError) and error.status != 500:
-            raise error
-        try:
-            outputs = before.loaded.predict_batch(requests)
-        except Exception:  # noqa: BLE001 - it is not to blame alone: this is about what was asked
-            raise error from None
-        with self._lock:
-            trial.requests += len(requests)
-            trial.errors += len(requests)
-            self._judge(trial, f" ({type(error).__name__}: {error})")
-        return Answered(outputs, before.version, False)
-
-    def _compare(self, trial: Trial, before: Held, requests: Sequence[Arrays]) -> Answered:
-        """Compute a batch with both, so that what else the machine does is the same for both."""
-        is_first = trial.num_compared % 2 == 0  # the second finds what it reads in the cache
-        before_s = self._seconds_of(before, requests) if is_first else None
-        started_s = self._clock()
-        try:
-            outputs = trial.now.loaded.predict_batch(requests)
-        except Exception as error:  # noqa: BLE001 - as in `predict`
-            return self._rescued(trial, before, requests, error)
-        now_s = self._clock() - started_s
-        before_s = before_s if is_first else self._seconds_of(before, requests)
-        with self._lock:
-            trial.requests += len(requests)
-            trial.num_compared += 1
-            if before_s:
-                trial.ratios.append(now_s / before_s)
-            if trial.num_compared == NUM_COMPARED:
-                self._judge(trial, "")
-                trial.is_suspect, trial.num_compared, trial.ratios = False, 0, []
-        return Answered(outputs, trial.now.version, False)
-
-    def _seconds_of(self, held: Held, requests: Sequence[Arrays]) -> float | None:
-        started_s = self._clock()
-        try:
-            held.loaded.predict_batch(requests)
-        except Exception:  # noqa: BLE001 - there is nothing to compare with
-            return None
-        return self._clock() - started_s
-
-    def _judge(self, trial: Trial, details: str) -> None:
-        reason = judge_live(self._guard, Tried(trial.requests, trial.errors, trial.ratios))
-        if reason and trial is self._trial:
-            self._leave(trial.now.version, reason + details)
-            logger.error("version %d is left for version %d: %s", trial.now.version, self.version, reason + details)
-            self.changed()
+            self._try(trial.before, None)
+        rejected = RejectedVersion(version, truncate_reason(reason), self._plan.attempt, self.version, has_answered)
+        self._rejected[version] = rejected
+        if len(self._rejected) > MAX_REJECTED:
+            del self._rejected[min(self._rejected)]

@@ -1,0 +1,160 @@
+"""A version on trial, with the version before it to fall back to.
+
+If the newer one fails at a batch, the older one computes it. If that fails too, the request is at fault, and nothing
+has changed. Otherwise its answers go out, and the guard judges the newer version. If that looks slow, both compute the
+next batches. Made by `live.versions`, called by forward threads. Does not act on a judgement: `reject` does.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from shoal.errors import InferenceError
+from shoal.serve.controller.canary_guard import NUM_COMPARED, Evidence, judge, latency_ratio
+from shoal.serve.messages.inference import Arrays
+from shoal.serve.model.predictor import LoadedModel
+from shoal.serve.replica.forward_times import ForwardTimes
+from shoal.serve.spec.model_options import GuardOptions
+from shoal.weights import WeightSnapshot
+
+
+class Answered(NamedTuple):
+    """The outputs of each request of a batch, and the version that made them all.
+
+    is_alone: no other version has computed the batch, so that its time says how long this one takes
+    """
+
+    outputs: list[dict[str, np.ndarray]]
+    version: int
+    is_alone: bool
+
+
+@dataclass(frozen=True)
+class LoadedVersion:
+    """A version that could answer at once, and its weights as they came."""
+
+    loaded: LoadedModel
+    snapshot: WeightSnapshot
+
+    @property
+    def version(self) -> int:
+        return self.loaded.version
+
+
+class FallbackPredictor:
+    """The newer version `now`, and the one `before` it; None when there is none to fall back to.
+
+    forwards: how long versions have taken
+    reject:   called in a forward's thread, without a lock, when `now` has to go, with the reason; maybe more than once
+    """
+
+    def __init__(
+        self,
+        now: LoadedVersion,
+        before: LoadedVersion | None,
+        guard: GuardOptions,
+        forwards: ForwardTimes,
+        reject: Callable[[FallbackPredictor, str], None],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.now, self.before = now, before
+        self._guard, self._forwards, self._reject, self._clock = guard, forwards, reject, clock
+        self._lock = threading.Lock()
+        self._requests, self._num_fallbacks = 0, 0
+        self._next_look = guard.min_requests  # the number of requests at which its speed is looked at again
+        self.is_suspect = False  # it looks slow: the next batches are computed by both
+        self._num_compared = 0
+        self._ratios: list[float] = []
+
+    @property
+    def version(self) -> int:
+        return self.now.version
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether `now` has answered something; with nothing before it, it was there from the start or is back."""
+        return self.before is None or self._requests > self._num_fallbacks
+
+    def predict(self, requests: Sequence[Arrays]) -> Answered:
+        """Compute a batch. Raises what `now` has raised when `before` can do no better."""
+        before = self.before
+        if before is None:
+            return Answered(self.now.loaded.predict_batch(requests), self.version, True)
+        if self.is_suspect:
+            return self._compare(before, requests)
+        try:
+            outputs = self.now.loaded.predict_batch(requests)
+        except Exception as error:  # noqa: BLE001 - whatever a model raises: the version before may do better
+            return self._fall_back(before, requests, error)
+        with self._lock:
+            self._requests += len(requests)
+            if self._requests >= self._next_look:
+                self._next_look *= 2
+                ratio = latency_ratio(
+                    self._forwards.get_medians(before.version), self._forwards.get_medians(self.version)
+                )
+                self.is_suspect = ratio is not None and ratio > self._guard.max_latency_ratio
+        return Answered(outputs, self.version, True)
+
+    def _fall_back(self, before: LoadedVersion, requests: Sequence[Arrays], error: Exception) -> Answered:
+        if isinstance(error, InferenceError) and error.status != 500:
+            raise error
+        try:
+            outputs = before.loaded.predict_batch(requests)
+        except Exception:  # noqa: BLE001 - both fail: the request is at fault
+            raise error from None
+        with self._lock:
+            self._requests += len(requests)
+            self._num_fallbacks += len(requests)
+            reason = self._judge()
+        if reason:
+            self._reject(self, f"{reason} ({type(error).__name__}: {error})")
+        return Answered(outputs, before.version, False)
+
+    def _compare(self, before: LoadedVersion, requests: Sequence[Arrays]) -> Answered:
+        """Compute a batch with both, so that what else the machine does is the same for both."""
+        is_first = self._num_compared % 2 == 0  # the second finds what it reads in the cache
+        before_s = self._time(before, requests) if is_first else None
+        started_s = self._clock()
+        try:
+            outputs = self.now.loaded.predict_batch(requests)
+        except Exception as error:  # noqa: BLE001 - as in `predict`
+            return self._fall_back(before, requests, error)
+        now_s = self._clock() - started_s
+        before_s = before_s if is_first else self._time(before, requests)
+        reason = ""
+        with self._lock:
+            self._requests += len(requests)
+            self._num_compared += 1
+            if before_s:
+                self._ratios.append(now_s / before_s)
+            if self._num_compared == NUM_COMPARED:
+                reason = self._judge()
+                self.is_suspect, self._num_compared, self._ratios = False, 0, []
+        if reason:
+            self._reject(self, reason)
+        return Answered(outputs, self.version, False)
+
+    def _time(self, version: LoadedVersion, requests: Sequence[Arrays]) -> float | None:
+        started_s = self._clock()
+        try:
+            version.loaded.predict_batch(requests)
+        except Exception:  # noqa: BLE001 - there is nothing to compare with
+            return None
+        return self._clock() - started_s
+
+    def _judge(self) -> str:
+        return judge(self._guard, Evidence(self._requests, fallbacks=self._num_fallbacks, ratios=self._ratios))
+
+
+def predict(predictor: LoadedModel | FallbackPredictor, requests: Sequence[Arrays]) -> Answered:
+    """Compute a batch with a version, or with one on trial."""
+    if isinstance(predictor, FallbackPredictor):
+        return predictor.predict(requests)
+    return Answered(predictor.predict_batch(requests), predictor.version, True)
