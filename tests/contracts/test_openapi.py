@@ -1,10 +1,13 @@
-"""The endpoint's OpenAPI document: valid, of every path there is, and true of what is served."""
+"""The endpoint's OpenAPI document, a committed file: valid, of every path there is, and true of what is served."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
+import msgspec
 import pytest
 import requests
 import schemathesis
@@ -14,20 +17,53 @@ from schemathesis.checks import CHECKS, CheckFunction, load_all_checks
 
 from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.served_here import TOKEN, served
-from shoal.serve.http.openapi import TEMPLATES, document
+from shoal.open_inference import messages
+from shoal.open_inference.datatypes import DATATYPES
+from shoal.serve.controller.change_request import ChangeRequest
+from shoal.serve.http.admin import openapi_document
 from shoal.serve.http.routes import (
+    ADMIN_ACTIONS,
     FIXED_ROUTES,
     MODEL_ROUTES,
+    POST_ACTIONS,
     REPOSITORY_ROUTES,
     UNAUTHENTICATED_ACTIONS,
     RouteAction,
+    RouteTarget,
     match_route,
 )
 
+DOCUMENT: dict[str, Any] = json.loads(openapi_document())
+SCHEMAS: dict[str, Any] = DOCUMENT["components"]["schemas"]
+MESSAGES = (messages.ServerMetadata, messages.ModelMetadata, messages.InferResponse, messages.Statistics)
+MESSAGES += (messages.IndexedModel, messages.IndexRequest, messages.RepositoryRequest, messages.Error)
+# Who may answer so, besides what every path may: the statuses of requests as such, of keys and of bodies.
+OWN_STATUSES = {
+    RouteAction.READY: {503},
+    RouteAction.MODEL: {404},
+    RouteAction.MODEL_READY: {404, 503},
+    RouteAction.MODEL_CONFIG: {404},
+    RouteAction.INFER: {404, 422, 500, 503, 504},
+    RouteAction.STATISTICS: {404},
+    RouteAction.LOAD: {404, 409, 503},
+    RouteAction.UNLOAD: {404, 409, 503},
+    RouteAction.STATUS: {503},
+    RouteAction.ROLLOUT: {404, 409, 503},
+    RouteAction.METRICS: {404},
+}
+
+
+def target_of(template: str) -> RouteTarget:
+    target = match_route(template.format(model="m", version="7"))
+    assert target is not None, template
+    return target
+
+
+TEMPLATES = {template: target_of(template).action for template in DOCUMENT["paths"]}
 KEY = {"Authorization": f"Bearer {TOKEN}"}
 OPERATIONS = {
     f"{method.upper()} {template}": (template, method)
-    for template, item in document()["paths"].items()
+    for template, item in DOCUMENT["paths"].items()
     for method in item
 }
 load_all_checks()
@@ -49,12 +85,48 @@ def test_the_document_is_valid(schema: Any) -> None:
 
 def test_every_path_is_described() -> None:
     assert set(TEMPLATES.values()) == set(RouteAction)
-    for template, action in TEMPLATES.items():
-        target = match_route(template.format(model="m", version="7"))
-        assert target is not None
-        assert (target.action, [target.method.lower()]) == (action, list(document()["paths"][template]))
+    for template in TEMPLATES:
+        assert [target_of(template).method.lower()] == list(DOCUMENT["paths"][template])
     num_of_models = 2 * len(MODEL_ROUTES)  # with a version and without
     assert len(TEMPLATES) == len(FIXED_ROUTES) + num_of_models + len(REPOSITORY_ROUTES)
+
+
+def test_the_schemas_of_messages_are_those_of_the_types_that_are_sent() -> None:
+    """To mend the file: write what this compares it with into `components.schemas`."""
+    _, made = msgspec.json.schema_components(MESSAGES, ref_template="#/components/schemas/{name}")
+    made = json.loads(msgspec.json.encode(made))
+    assert {name: SCHEMAS.get(name) for name in made} == made
+
+
+def test_the_schemas_that_are_in_words_name_what_is_read() -> None:
+    assert SCHEMAS["InputTensor"]["properties"]["datatype"] == {"enum": list(DATATYPES)}
+    fields = {each.encode_name for each in msgspec.structs.fields(ChangeRequest)}
+    assert SCHEMAS["Change"]["properties"].keys() == fields
+    actions = get_args(get_type_hints(ChangeRequest)["action"])
+    assert set(SCHEMAS["Change"]["properties"]["action"]["enum"]) == set(actions)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_every_path_lists_the_statuses_that_it_may_have(template: str) -> None:
+    action = TEMPLATES[template]
+    (operation,) = DOCUMENT["paths"][template].values()
+    expected = {200, 414, 431} | OWN_STATUSES.get(action, set())
+    expected |= set() if action in UNAUTHENTICATED_ACTIONS else {401, 403, 429}
+    expected |= {400, 408, 413, 415} if action in POST_ACTIONS else set()
+    expected |= {503} if action in ADMIN_ACTIONS else set()
+    assert [int(status) for status in operation["responses"]] == sorted(expected)
+    assert (operation.get("security") == []) == (action in UNAUTHENTICATED_ACTIONS)
+    assert ("requestBody" in operation) == (action in POST_ACTIONS)
+    in_path = {name for name in ("model", "version") if f"{{{name}}}" in template}
+    named = {each["$ref"].rpartition("/")[2] for each in operation["parameters"]}
+    assert in_path == named & {"model", "version"}
+
+
+def test_nothing_in_it_is_unused_and_every_reference_is_there() -> None:
+    text = openapi_document().decode()
+    kinds = ("parameters", "headers", "responses", "schemas")
+    components = {f"#/components/{kind}/{name}" for kind in kinds for name in DOCUMENT["components"][kind]}
+    assert set(re.findall(r'"\$ref": "([^"]+)"', text)) == components
 
 
 def checks(template: str) -> list[CheckFunction]:

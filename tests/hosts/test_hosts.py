@@ -102,7 +102,7 @@ def test_an_endpoint_whose_second_host_loses_power_answers_on(cluster: Cluster) 
     found = re.search(rf"endpoint {name} is ready at (http://127.0.0.1:\d+), on the loopback of the head", said)
     assert found, said
     assert _hosts(cluster) == {"head", "worker"}
-    assert "replicas 4 of 4 ready on 2 hosts" in cluster.shoal("serve", "status", "--once")
+    assert "replicas 4 of 4 ready on 2 hosts" in cluster.shoal("serve", "status")
     with cluster.head.start([sys.executable, str(ASKER), found[1], cluster.token, name, "20", "30"]) as asking:
         asking.wait_for_line("^asking$")  # of both hosts by now
         cluster.network.power_off(cluster.worker)
@@ -114,7 +114,7 @@ def test_an_endpoint_whose_second_host_loses_power_answers_on(cluster: Cluster) 
     assert set(answered) <= {"200", "503", "504"}
     assert answered["200"] >= 580, answered
     wait_for(lambda: _hosts(cluster) == {"head"}, STATE_S, "word that the other host is gone")
-    assert "of 4 ready" in cluster.shoal("serve", "status", "--once"), "as many as there were are to be"
+    assert "of 4 ready" in cluster.shoal("serve", "status"), "as many as there were are to be"
     assert "gone" in cluster.shoal("serve", "delete", name, "--address", DASHBOARD)
 
 

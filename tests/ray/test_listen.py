@@ -20,7 +20,7 @@ def test_on_loopback_when_ray_does(monkeypatch: pytest.MonkeyPatch, node: str, e
     from shoal.serve.on_ray.bind_address import patch_bind_addresses
 
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: node)
-    monkeypatch.setattr(bind_address, "_is_head", lambda host: True)
+    monkeypatch.setattr(bind_address, "is_head", lambda host: True)
     for module, name in ((default_impl, "add_grpc_address"), (replica, "add_port_to_grpc_server")):
         monkeypatch.setattr(module, name, getattr(module, name))  # so that it is put back
 
@@ -61,7 +61,7 @@ def test_http_where_haproxy_asks_it(
 
     started: list[tuple[str, int]] = []
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: node)
-    monkeypatch.setattr(bind_address, "_is_head", lambda host: is_head)
+    monkeypatch.setattr(bind_address, "is_head", lambda host: is_head)
     for module, name in ((default_impl, "add_grpc_address"), (replica, "add_port_to_grpc_server")):
         monkeypatch.setattr(module, name, getattr(module, name))
     monkeypatch.setattr(

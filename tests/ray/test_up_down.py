@@ -61,6 +61,7 @@ def test_up_status_down(shell: Shell) -> None:
     assert handle is not None
     assert handle.cluster_id is not None
     assert handle.temp_dir is not None
+    assert (handle.temp_dir / "ha" / "haproxy").is_file(), "Ray's own `serve deploy` finds it"
     assert handle.token not in (shell.home / "cluster.json").read_text()
     assert find_cluster() == handle == find_cluster(handle.dashboard_url) == find_cluster(handle.address)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Self
 
 from serve_template import serves_config
-from shoal.cluster.ingress.serve_environment import serve_environment
+from shoal.cluster.ingress.serve_environment import prepare_ingress, serve_environment
 from shoal.cluster.ports import find_free_port
 from shoal_program import logs
 from waiting import wait_for
@@ -25,6 +25,7 @@ class HaproxyProcess:
 
     def __init__(self, folder: Path, replica_port: int, grpc_replica_port: int, edits: str = "") -> None:
         environment = serve_environment(folder)
+        prepare_ingress(environment)
         self.folder, self.port, self.grpc_port = folder, find_free_port(), find_free_port()
         file = folder / "haproxy.cfg"
         file.write_text(serves_config(folder, self.port, replica_port, self.grpc_port, grpc_replica_port))

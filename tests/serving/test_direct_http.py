@@ -1,9 +1,12 @@
 """The way of a request past Serve, on a real uvicorn and real sockets; `served` stands for Serve's own application."""
 
+import ast
 import asyncio
 import contextlib
 import gc
+import inspect
 import json
+import re
 import socket
 import struct
 import threading
@@ -15,8 +18,9 @@ import httpx2
 import pytest
 import uvicorn
 import uvicorn.config
+from uvicorn.protocols.http import httptools_impl
 
-from shoal.serve.http import fast_path
+from shoal.serve.http import direct_protocol, fast_path
 from waiting import wait_for
 
 LARGE = 3_000_000
@@ -228,3 +232,57 @@ def test_who_was_refused_and_asks_again_is_answered(running: Running, monkeypatc
         wait_for(lambda: protocol._unread.when() < running.loop.time())
         running.release()
         assert json.loads(line.recv(65536).partition(b"\r\n\r\n")[2])["path"] == "/slow"
+
+
+def test_what_is_used_of_uvicorn_is_what_is_looked_for() -> None:
+    """Every attribute of a connection that the class reads, and does not define, is in the list, and nothing else."""
+    source = ast.parse(inspect.getsource(direct_protocol.DirectProtocol))
+    used = {
+        node.attr
+        for node in ast.walk(source)
+        if isinstance(node, ast.Attribute)
+        and (isinstance(node.value, ast.Call) or (isinstance(node.value, ast.Name) and node.value.id == "self"))
+    }
+    own = {"_unread", "_leave", "cancel"}
+    calls_of_a_parser = {"get_method", "decode"}
+    assert used - own - calls_of_a_parser == fast_path.USED_OF_UVICORN
+
+
+@pytest.mark.parametrize("name", sorted(fast_path.USED_OF_UVICORN - set(dir(asyncio.Protocol))))
+def test_a_uvicorn_that_lacks_something_is_used_in_the_plain_way(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = inspect.getsource(httptools_impl.HttpToolsProtocol)
+    other: dict[str, Any] = {}
+    code = compile(
+        re.sub(rf"\b{name}\b", f"{name}_renamed", source), httptools_impl.__file__, "exec", dont_inherit=True
+    )
+    exec(code, {**vars(httptools_impl), "__name__": httptools_impl.__name__}, other)
+    fake = other["HttpToolsProtocol"]
+    monkeypatch.setattr(httptools_impl, "HttpToolsProtocol", fake)
+    monkeypatch.setattr(inspect, "getsource", lambda _: source)
+    assert_plain(f"has no {name}", monkeypatch, caplog)
+
+
+def test_a_uvicorn_that_uses_more_of_a_request_is_used_in_the_plain_way(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = inspect.getsource(httptools_impl.HttpToolsProtocol).replace("cycle.body", "cycle.chunks")
+    monkeypatch.setattr(inspect, "getsource", lambda _: source)
+    assert_plain("uses chunks of a request", monkeypatch, caplog)
+
+
+def test_a_uvicorn_without_its_class_is_used_in_the_plain_way(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(httptools_impl, "HttpToolsProtocol")
+    assert_plain("HttpToolsProtocol is not there", monkeypatch, caplog)
+
+
+def assert_plain(problem: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """One warning, and uvicorn serves with the protocol that it would have without us."""
+    monkeypatch.setitem(uvicorn.config.HTTP_PROTOCOLS, "auto", "uvicorns.own:Protocol")
+    with caplog.at_level("WARNING"):
+        assert not fast_path.install_application(served)
+    assert [problem in record.getMessage() for record in caplog.records] == [True]
+    assert uvicorn.config.HTTP_PROTOCOLS["auto"] == "uvicorns.own:Protocol"

@@ -130,25 +130,19 @@ def lonely_proxy() -> Iterator[Proxy]:
         b"GET /" + b"y" * 2 * BUFFER_BYTES + b" HTTP/1.1\r\nhost: x\r\n\r\n",
     ],
 )
-def test_what_is_not_a_request(proxy: Proxy, request_bytes: bytes) -> None:
+def test_what_is_not_a_request(proxy: Proxy, replica: FakeReplica, request_bytes: bytes) -> None:
+    """HAProxy 2.8 says so in HTML: no setting reaches its answer to a head that it cannot read (its issue 3032)."""
+    del replica.paths[:]
     answer = proxy.ask(request_bytes)
     assert answer.status == 400
-    assert "buffer" in answer.error()
+    assert b"Bad request" in answer.body
+    assert replica.paths == []
 
 
-def test_no_word_of_haproxys_own_in_its_program(proxy: Proxy) -> None:
-    program = (proxy.folder / "ha" / "bin" / "haproxy").read_bytes()
-    for code in haproxy_config.ERRORS:
-        assert f"HTTP/1.1 {haproxy_config.ERRORS[code][0]}".encode() in program
-        assert b"<h1>%d" % code not in program
-    assert b"<h1>200 OK" in program  # what is not an error is left alone
-    assert haproxy_config.with_our_messages(b"another program") == b"another program"
-
-
-def test_an_unknown_transfer_encoding(proxy: Proxy) -> None:
-    answer = proxy.get("/echo", "transfer-encoding: no-such")
-    assert answer.status in (400, 422, 501)
-    assert answer.error()
+def test_an_unknown_transfer_encoding(proxy: Proxy, replica: FakeReplica) -> None:
+    del replica.paths[:]
+    assert proxy.get("/echo", "transfer-encoding: no-such").status in (400, 422, 501)
+    assert replica.paths == []
 
 
 @pytest.mark.parametrize(
@@ -176,7 +170,8 @@ def test_a_request_that_is_not_there_in_time_is_cut_off(proxy: Proxy, replica: F
         if answer.status == 100:
             answer = read_answer(connection)
         assert (answer.status, answer.headers.get("connection")) == (408, "close")
-        assert "not there after" in answer.error()
+        if b"\r\n\r\n" in beginning:  # a late head is answered with HTML, as one that cannot be read
+            assert "not there after" in answer.error()
         assert connection.recv(1) == b""
     assert replica.paths == []
 

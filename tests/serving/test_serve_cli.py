@@ -141,7 +141,17 @@ def test_an_endpoint_is_found_by_name_and_by_address(recorded: str, words: list[
     assert msgspec.convert(document, EndpointStatus) == STATUS
 
 
-def test_looking_goes_on_until_ctrl_c(recorded: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("words", [[], ["--once"], ["--once", "--interval-s", "0.1"]])
+def test_status_is_printed_once(recorded: str, words: list[str]) -> None:
+    assert sum("fashion@3" in line for line in lines("serve", "status", *words)) == 1
+
+
+@pytest.mark.parametrize("other", ["--once", "--json"])
+def test_following_what_is_printed_once_is_refused(recorded: str, other: str) -> None:
+    assert "follow = True: contradicts --once and --json" in complaint("serve", "status", "--follow", other)
+
+
+def test_status_follows_until_ctrl_c(recorded: str, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = iter([None, None])
 
     def sleep(seconds: float) -> None:
@@ -150,7 +160,7 @@ def test_looking_goes_on_until_ctrl_c(recorded: str, monkeypatch: pytest.MonkeyP
 
     clock = SimpleNamespace(sleep=sleep, strftime=time.strftime, localtime=time.localtime)
     monkeypatch.setattr("shoal.cli.commands.serve.time", clock)  # others sleep too, and go on
-    found = lines("serve", "status")
+    found = lines("serve", "status", "--follow")
     assert sum("fashion@3" in line for line in found) == 3
 
 

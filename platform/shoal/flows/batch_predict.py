@@ -21,6 +21,7 @@ from shoal.cluster.job_main import expected_run_id, job_main
 from shoal.config import Spec
 from shoal.errors import DataError
 from shoal.registry import ModelVersion, Registry
+from shoal.serve.spec.endpoint import GpuCount
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.model_source import RegisteredModel
 from shoal.serve.tables.table import choose_columns, infer_csv_types, parse_columns
@@ -38,7 +39,9 @@ class BatchPredictSpec(Spec):
     columns:       what makes an input: `a,b,c` for the only one, `x=a,b,c` for each of several
     keep:          columns of the input that go along; empty for all
     skip_errors:   rows that the model fails on get no outputs and a word in the column `error`
-    workers:       processes that each hold the model; None for one on each CPU but one
+    workers:       processes that each hold the model; None for one on each CPU but one, as far as GPUs reach
+    num_gpus:      GPUs, or a fraction of one, that each reserves and sees; None: with `options.device: cuda` one, or an
+                   even share where there are more workers than GPUs, and else 0
     torch_threads: of each worker
     options:       how the model is run: precision, device, compile, preprocess, ...
     """
@@ -50,6 +53,7 @@ class BatchPredictSpec(Spec):
     keep: list[str] = Field(default_factory=list)
     skip_errors: bool = False
     workers: int | None = Field(default=None, ge=1)
+    num_gpus: GpuCount | None = None
     torch_threads: int = Field(default=1, ge=1)
     options: ModelOptions = ModelOptions(max_batch_size=256, max_queue_size=1024)
 
@@ -96,7 +100,7 @@ def _choose_columns(version: ModelVersion, spec: BatchPredictSpec, seen: pa.Sche
 
 def batch_predict(spec: BatchPredictSpec, job: str) -> str:
     """Answer every row and return the run's id. Raises DataError, RegistryError, RunError, ClusterError."""
-    from shoal.serve.on_ray.batch_predict import BatchJob, predict_files
+    from shoal.serve.on_ray.batch_predict import BatchJob, predict_files, resolve_gpus
 
     check(spec)
     registry, files = Registry(), list_input_files(spec.input)
@@ -116,7 +120,9 @@ def batch_predict(spec: BatchPredictSpec, job: str) -> str:
         kind = "file" if len(files) == 1 else "files"
         print(f"run {recorder.id}: {version.ref} answers the rows of {spec.input} ({len(files)} {kind})", flush=True)
         types = infer_csv_types(version.manifest.signature.inputs, chosen, seen)
-        rows = predict_files(work, files, Path(spec.output).resolve(), spec.workers, types)
+        num_gpus = resolve_gpus(spec.num_gpus, spec.options, spec.workers)
+        output = Path(spec.output).resolve()
+        rows = predict_files(work, files, output, spec.workers, types, num_gpus=num_gpus)
         seconds = time.monotonic() - begun_s
         recorder.record_event("predicted", model=version.name, version=version.version, rows=rows, seconds=seconds)
         print(f"{rows:,} rows in {seconds:.1f} s ({rows / seconds:,.0f} rows/s): {spec.output}", flush=True)

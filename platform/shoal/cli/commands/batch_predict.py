@@ -45,6 +45,11 @@ MODULE = "shoal.flows.batch_predict"
 @click.option("--keep", metavar="A,B", help="The columns of the input to keep.  [default: all]")
 @click.option("--workers", type=click.IntRange(min=1), help="Processes with the model.  [default: the CPUs but one]")
 @click.option(
+    "--num-gpus",
+    type=click.FloatRange(min=0),
+    help="GPUs, or a fraction of one, for each.  [default: 0; with options.device=cuda an even share]",
+)
+@click.option(
     "--skip-errors",
     is_flag=True,
     help="A row that the model fails on, or that lacks a value, gets a word in the column `error`.",
@@ -58,6 +63,7 @@ def batch_predict(
     columns: tuple[str, ...],
     keep: str | None,
     workers: int | None,
+    num_gpus: float | None,
     skip_errors: bool,
     address: str | None,
 ) -> None:
@@ -81,6 +87,7 @@ def batch_predict(
     fields += [format_override("columns", list(columns))] if columns else []
     fields += [format_override("keep", [each.strip() for each in keep.split(",")])] if keep else []
     fields += [f"workers={workers}"] if workers else []
+    fields += [f"num_gpus={num_gpus:g}"] if num_gpus is not None else []
     fields += ["skip_errors=true"] if skip_errors else []
     spec, cluster = BatchPredictSpec().override(fields), find_cluster(address)
     if cluster is None or cluster.is_local:

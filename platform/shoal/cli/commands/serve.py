@@ -28,6 +28,7 @@ from shoal.errors import ConfigError, ConnectionLost, InferenceError
 from shoal.registry import split_ref
 
 STATUS_TIMEOUT_S = 5.0
+INTERVAL_S = 1.0  # between two updates of a status
 NUM_RETRIES = 2
 
 _endpoint_option = click.option(
@@ -68,29 +69,37 @@ def connect_client(endpoint: str | None, timeout_s: float = STATUS_TIMEOUT_S) ->
 
 @serve.command()
 @click.argument("endpoint", required=False, metavar="[NAME|URL]")
-@click.option("--once", is_flag=True, help="Show it once, and end.")
+@click.option("--follow", is_flag=True, help="Show it again and again, until Ctrl-C.")
+@click.option("--once", is_flag=True, help="Show it once, and end: what happens without --follow.")
 @click.option("--json", "as_json", is_flag=True, help="Print the status document, once.")
-@click.option("--interval-s", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Between two looks.")
-def status(endpoint: str | None, once: bool, as_json: bool, interval_s: float) -> None:
-    """Show an endpoint: its versions, their share of the requests, rates, latencies, errors; live until Ctrl-C.
+@click.option(
+    "--interval-s",
+    type=click.FloatRange(min=0.1),
+    metavar="SECONDS",
+    help=f"Between two updates; follows.  [default: {INTERVAL_S:g}]",
+)
+def status(endpoint: str | None, follow: bool, once: bool, as_json: bool, interval_s: float | None) -> None:
+    """Show an endpoint: its versions, their share of the requests, rates, latencies, errors.
 
-    Without a terminal it prints a line for each version instead.
+    A table on a terminal, and a line for each version elsewhere. --follow updates it until Ctrl-C.
 
     \b
     Examples:
       shoal serve status
-      shoal serve status shop --once
+      shoal serve status shop --follow
       shoal serve status http://127.0.0.1:8000 --json
     """
+    if follow and (once or as_json):
+        raise ConfigError("follow", True, "contradicts --once and --json, which print once", "leave one of them out")
     console = make_literal_console(soft_wrap=not sys.stdout.isatty())
     with connect_client(endpoint) as (found, client):
         now = client.status()
         if as_json:
             click.echo(json.dumps(msgspec.to_builtins(now), indent=2))
-        elif once:
-            _print_status(console, now, found.url)
+        elif not once and (follow or interval_s is not None):
+            _watch(console, found.url, now, client.status, interval_s or INTERVAL_S)
         else:
-            _watch(console, found.url, now, client.status, interval_s)
+            _print_status(console, now, found.url)
 
 
 def _print_status(console: Console, now: EndpointStatus, url: str) -> None:
@@ -104,7 +113,7 @@ def _print_status(console: Console, now: EndpointStatus, url: str) -> None:
 def _watch(
     console: Console, url: str, now: EndpointStatus, ask: Callable[[], EndpointStatus], interval_s: float
 ) -> None:
-    """Until Ctrl-C, which is how a look ends. An endpoint that is away is waited for."""
+    """Until Ctrl-C. An endpoint that is away is waited for."""
     trouble = ""
     try:
         if not console.is_terminal:

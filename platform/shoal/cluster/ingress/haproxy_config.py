@@ -7,18 +7,20 @@ library only. What it changes, Serve has no setting for:
 - A client has `REQUEST_TIMEOUT_S` for the head of a request and the first `tune.bufsize` of its body; a request is
   passed on when that much of it is there (and one that is there whole can be asked of another replica). A call of gRPC
   is passed on as it comes.
-- What HAProxy, or Serve, says by itself has the protocol's body: `{"error": ...}`, or a status in gRPC's trailers. That
-  it has no application is 503: there will be one, or the endpoint is going.
+- What HAProxy, or Serve, answers by itself has the protocol's body: `{"error": ...}`, or a status in gRPC's trailers.
+  That it has no application is 503: there will be one, or the endpoint is going. The exception is a head that HAProxy
+  cannot read, or that is late: 2.8 answers it with HTML of its own, which no setting reaches (its issue 3032).
 - Connections to replicas are kept however many clients there are.
 - A replica that is slow to answer a health check, because of all that it is asked, stays.
 - A change of the endpoint is asked of one replica only, which may have made it before it died, and has its own time.
 - Heads with many headers are passed on, as far as they fit into a buffer: the endpoint says that they are too large
-  (431). Of one that does not fit HAProxy 2.8 can only say 400, as of any that it cannot read (3.1 knows 414 and 431).
+  (431). HAProxy 2.8 answers 400 to one that does not fit, as to any that it cannot read (3.1 knows 414 and 431).
 - Serve's own paths (`/-/healthz`, `/-/routes`, each service of gRPC but the protocol's) and the headers that steer it
   are closed to clients. Serve is told not to watch for clients that go away: the endpoint does.
 - Normal requests are not logged: one datagram each, to a port that nobody reads.
 
-Refuses, by leaving with an error, a configuration in which it does not find what it has to change.
+Each change is a rule with a name (`RULES`), and each rule asserts that it found what it changes: where a newer Ray
+writes another configuration, HAProxy does not start, and the error names the rule.
 """
 
 from __future__ import annotations
@@ -44,11 +46,24 @@ DESCRIPTORS = """\
 """
 CLOSED_SECTIONS = ("listen stats", "frontend prometheus")
 
+RULES: dict[str, str] = {
+    "sections": "there are a global section, defaults, a front for HTTP and its default back end",
+    "close the statistics and the metrics": "their sections are removed",
+    "nothing else listens": "a section that listens is one of the two fronts",
+    "close the admin socket": "its mode 666 becomes 600",
+    "replace Serve's error files": "those of 502, 503 and 504 give way to ours",
+    "names of back ends": "each has a name that says whose it is: http-APPLICATION, grpc-APPLICATION, or Serve's own",
+    "back ends that a front selects": "each line that selects one names one of them",
+    "leave Serve's proxy out": "a server is a replica, or ends with the word backup",
+    "gRPC by way of HTTP/1.1": "the front for gRPC selects the back end of each application",
+    "no application for gRPC": "the back end that answers then is there where the front selects it",
+}
+
 # HAProxy's code -> (status and reason that the client gets, Retry-After, the message).
 # 502: the replica died before it answered; inference may be asked again, so that is "try again" like any other absence.
 UNAVAILABLE = ("503 Service Unavailable", "1", "no replica could answer; try again later")
 ERRORS: dict[int, tuple[str, str, str]] = {
-    400: ("400 Bad Request", "", "not a whole request of HTTP, or its head is larger than the proxy's buffer"),
+    400: ("400 Bad Request", "", "not a whole request of HTTP"),
     401: ("401 Unauthorized", "", "a known key is required"),
     403: ("403 Forbidden", "", "this is not allowed"),
     404: ("404 Not Found", "", "there is nothing at this path"),
@@ -75,8 +90,6 @@ GRPC_ERRORS = {
     503: 14,
     504: 4,
 }  # to a status of gRPC; else 2, unknown
-
-_BUILT_IN = re.compile(rb"HTTP/1\.1 (\d{3}) [^\0]*?\r\n\r\n<html>[^\0]*</html>\n\0")
 
 # For the audit log: the address, after those that proxies before HAProxy have told.
 FROM = """\
@@ -131,23 +144,43 @@ WAYS = {
     "stream": (f"path {SERVICE}ModelStreamInfer", HTTP1 + STREAM),
     "unary": (f"path -m beg {SERVICE}", HTTP1 + PATIENT + "\n"),
 }
+FRONTS = ("frontend http_frontend", "frontend grpc_frontend")
+REQUIRED_SECTIONS = ("global", "defaults", FRONTS[0], "backend default_backend")
+SERVES_BACKENDS = ("default_backend", "default_grpc_backend", "grpc_fallback_backend")
 _TO_GRPC = re.compile(r" *(?:use|default)_backend grpc-(\S+)( if .*)?")
+_SELECTS = re.compile(r" *(?:use_backend (\S+) if .*|default_backend (\S+))")
+_SERVER = re.compile(r" *server \S+ \S+:\d+ check( observe [^#]*on-error mark-down| backup)?")
 
 
 Sections = list[tuple[str, list[str]]]  # the first line of each, and the others
 
 
-class Surprise(Exception):
-    """Serve's configuration is not as this module knows it."""
+class TemplateMismatch(Exception):
+    """Serve's configuration is not as a rule of this module knows it."""
+
+    def __init__(self, rule: str, problem: str) -> None:
+        remedy = f"use the version of Ray that shoal asks for, or adapt this rule in {Path(__file__).name}"
+        super().__init__(
+            f"Serve's HAProxy configuration does not fit the rule {rule!r} ({RULES[rule]}): {problem}; {remedy}"
+        )
+        self.rule = rule
+
+
+def _require(is_met: bool, rule: str, problem: str) -> None:
+    if not is_met:
+        raise TemplateMismatch(rule, problem)
 
 
 def rewrite(config: str, errors: str) -> str:
-    """The configuration that HAProxy gets for `config`; `errors` is the folder of `write_errors`. Raises Surprise."""
-    sections = [section for section in _sections(config) if section[0] not in CLOSED_SECTIONS]
-    heads = [head for head, _ in sections]
-    for wanted in ("global", "defaults", "frontend http_frontend", "backend default_backend"):
-        if wanted not in heads:
-            raise Surprise(f"there is no section {wanted!r}")
+    """The configuration that HAProxy gets for `config`; `errors` is the folder of `write_errors`.
+
+    Raises TemplateMismatch.
+    """
+    every = _sections(config)
+    for closed in CLOSED_SECTIONS:
+        _require(closed in dict(every), "close the statistics and the metrics", f"there is no section {closed!r}")
+    sections = [section for section in every if section[0] not in CLOSED_SECTIONS]
+    _check(sections)
     errorfiles = ["http-errors shoal", *_error_files(errors, "http")]
     errorfiles += ["http-errors shoal-grpc", *_error_files(errors, "grpc")]
     sections += _http1_backends(sections)
@@ -165,21 +198,6 @@ def write_errors(folder: Path) -> None:
         trailers = ["content-type: application/grpc", f"grpc-status: {GRPC_ERRORS.get(code, 2)}"]
         trailers += [f"grpc-message: {message}", "content-length: 0"]
         (folder / f"{code}.grpc").write_text("\r\n".join(["HTTP/1.1 200 OK", *trailers, "", ""]))
-
-
-def with_our_messages(binary: bytes) -> bytes:
-    """HAProxy's program, with our errors in the place of those that are built in.
-
-    HAProxy 2.8 answers a request with a broken or late head from constants in its program, and no setting changes that
-    (its issue 3032; 3.2 asks its configuration). A program without such constants comes back as it is.
-    """
-
-    def ours(found: re.Match[bytes]) -> bytes:
-        room, code = len(found[0]), int(found[1])
-        message = _message(code) if code in ERRORS else found[0]
-        return message.ljust(room, b"\0") if len(message) < room else found[0]
-
-    return _BUILT_IN.sub(ours, binary)
 
 
 def _message(code: int) -> bytes:
@@ -204,6 +222,44 @@ def _sections(config: str) -> Sections:
     return sections
 
 
+def _check(sections: Sections) -> None:
+    """The rules about the configuration as a whole."""
+    lines_of = dict(sections)
+    for wanted in REQUIRED_SECTIONS:
+        _require(wanted in lines_of, "sections", f"there is no section {wanted!r}")
+    for head, lines in sections:
+        listens = head.startswith(("frontend ", "listen ")) or any(_is(line, "bind") for line in lines)
+        _require(not listens or head in FRONTS, "nothing else listens", f"{head!r} is not known")
+    names = [head.removeprefix("backend ") for head in lines_of if head.startswith("backend ")]
+    for name in names:
+        is_known = name in SERVES_BACKENDS or name.startswith(("http-", "grpc-"))
+        _require(is_known, "names of back ends", f"{name!r} is not known")
+    for front in FRONTS:
+        selected = _selected(lines_of.get(front, []))
+        for name in selected:
+            rule = "no application for gRPC" if name == "default_grpc_backend" else "back ends that a front selects"
+            _require(name in names, rule, f"there is no back end {name!r}")
+        wanted_names = [name for name in names if front == FRONTS[1] and name.startswith("grpc-")]
+        for name in wanted_names:
+            _require(name in selected, "gRPC by way of HTTP/1.1", f"nothing selects {name!r}")
+
+
+def _selected(lines: list[str]) -> list[str]:
+    """The back ends that a front selects."""
+    found = []
+    for line in lines:
+        if line.split()[0].endswith("_backend"):
+            match = _SELECTS.fullmatch(line)
+            _require(match is not None, "back ends that a front selects", f"{line.strip()!r} is not known")
+            assert match is not None
+            found.append(match[1] or match[2])
+    return found
+
+
+def _is(line: str, directive: str) -> bool:
+    return line.split()[0] == directive
+
+
 def _error_files(folder: str, suffix: str) -> list[str]:
     return [f"    errorfile {code} {folder}/{code}.{suffix}" for code in ERRORS]
 
@@ -211,7 +267,12 @@ def _error_files(folder: str, suffix: str) -> list[str]:
 def _section(head: str, lines: list[str]) -> list[str]:
     if head == "global":
         own = [f"    tune.http.maxhdr {MAX_HEADERS}", *DESCRIPTORS.splitlines()]
-        return [*(line.replace("mode 666", "mode 600") for line in lines), *own]
+        _require(
+            any(_is(line, "stats") and " mode 666 " in line for line in lines),
+            "close the admin socket",
+            "there is no socket of mode 666",
+        )
+        return [*(line.replace(" mode 666 ", " mode 600 ") for line in lines), *own]
     if head == "defaults":
         return _defaults(lines)
     if head == "frontend http_frontend":
@@ -234,6 +295,9 @@ def _http1_backends(sections: Sections) -> Sections:
     for head, lines in sections:
         application = head.removeprefix("backend http-")
         if application != head and application in applications:
+            for line in lines:
+                is_known = not _is(line, "server") or _SERVER.fullmatch(line) is not None
+                _require(is_known, "leave Serve's proxy out", f"{line.strip()!r} is not known")
             replicas = [line for line in lines if not line.endswith(" backup")]
             for way, (_, own) in WAYS.items():
                 found.append((f"backend {way}-{application}", [*own.splitlines(), *replicas]))
@@ -253,7 +317,9 @@ def _http1_first(lines: list[str]) -> list[str]:
 
 
 def _defaults(lines: list[str]) -> list[str]:
-    kept = [line for line in lines if not line.strip().startswith(("errorfile ", "timeout http-request "))]
+    codes = {line.split()[1] for line in lines if _is(line, "errorfile")}
+    _require(codes == {"502", "503", "504"}, "replace Serve's error files", f"there are those of {sorted(codes)}")
+    kept = [line for line in lines if not _is(line, "errorfile")]
     timeouts = [f"    timeout http-request {REQUEST_TIMEOUT_S}s", f"    timeout check {CHECK_TIMEOUT_S}s"]
     return [*kept, "    option dontlog-normal", *timeouts, "    errorfiles shoal"]
 
@@ -271,9 +337,12 @@ def _answers() -> list[str]:
 
 
 def main(config: str, errors: str) -> None:
-    """Rewrite the file `config` in place."""
+    """Rewrite the file `config` in place; one line on standard error when it cannot be."""
     path = Path(config)
-    path.write_text(rewrite(path.read_text(), errors))
+    try:
+        path.write_text(rewrite(path.read_text(), errors))
+    except TemplateMismatch as error:
+        sys.exit(f"shoal: {error}")
 
 
 if __name__ == "__main__":

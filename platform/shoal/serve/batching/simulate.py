@@ -1,11 +1,9 @@
 """What latency a model would show under a load: the batcher's own schedule, run against a simulated clock.
 
-Owns the simulated clock and the servers that it drives. Called by `shoal serve simulate`, by the plots of the page on
-batching, and by tests; starts no thread, loads no model and waits for nothing. The forward is a table, l(rows), as
-measured; arrivals are Poisson. The time that parsing and answering take is not in it.
-
-Three servers meet the same arrivals: ours (`schedule`, the code that serves), the classic one that waits for a full
-batch or a timeout, and with a timeout of zero the oracle: whenever it is free it takes what there is, first come first.
+Owns the simulated clock, and the server that it drives: `scheduler`, the code that serves. Called by `shoal serve
+simulate`, and by benchmarks and tests, which drive others as well (`benchmarks.serving.classic`); starts no thread,
+loads no model and waits for nothing. The forward is a table, l(rows), as measured; arrivals are Poisson. The time that
+parsing and answering take is not in it.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -138,29 +135,6 @@ class ScheduleServer:
 
     def due_s(self) -> float:
         return math.inf
-
-
-class ClassicServer:
-    """The classic batcher: a free slot waits until a batch is full or its oldest request has waited `timeout_s`."""
-
-    def __init__(self, max_batch_rows: int, timeout_s: float) -> None:
-        self._max_batch_rows, self._timeout_s = max_batch_rows, timeout_s
-        self._queue: deque[tuple[int, float]] = deque()
-
-    def arrive(self, number: int, now_s: float, deadline_s: float | None) -> bool:
-        self._queue.append((number, now_s))
-        return True
-
-    def start(self, now_s: float) -> list[int]:
-        if len(self._queue) < self._max_batch_rows and now_s < self.due_s():
-            return []
-        return [self._queue.popleft()[0] for _ in range(min(len(self._queue), self._max_batch_rows))]
-
-    def finish(self, batch: list[int], now_s: float, seconds: float) -> None:
-        pass
-
-    def due_s(self) -> float:
-        return self._queue[0][1] + self._timeout_s if self._queue else math.inf
 
 
 class _Numbered(QueuedRequest):

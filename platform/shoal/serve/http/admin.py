@@ -5,7 +5,9 @@ Called by `rest`, which has found the path, admitted the caller and read the bod
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,7 +21,6 @@ from shoal.open_inference.messages import (
     Statistics,
 )
 from shoal.serve.http.messages import RestRequest, RestResponse, build_json_response
-from shoal.serve.http.openapi import document
 from shoal.serve.http.routes import RouteAction
 from shoal.serve.messages.inference import Caller, ModelManagerProtocol
 from shoal.serve.protocol.model_metadata import EXTENSIONS, build_metadata, build_model_config
@@ -27,6 +28,12 @@ from shoal.serve.protocol.prometheus import CONTENT_TYPE
 from shoal.serve.protocol.request_options import resolve_version
 
 T = TypeVar("T")
+
+
+@functools.cache
+def openapi_document() -> bytes:
+    """The OpenAPI 3.1 document, a file that is written by hand: a test compares it with the messages and the paths."""
+    return Path(__file__).with_name("openapi.json").read_bytes()
 
 
 class RestHandlers:
@@ -46,7 +53,7 @@ class RestHandlers:
             case RouteAction.SERVER:
                 return build_json_response(ServerMetadata("shoal", "2", EXTENSIONS))
             case RouteAction.OPENAPI:
-                return build_json_response(document())
+                return RestResponse(200, openapi_document())
             case RouteAction.METRICS:
                 return self._render_metrics(caller)
             case RouteAction.MODEL | RouteAction.MODEL_READY | RouteAction.MODEL_CONFIG:

@@ -9,20 +9,25 @@ write. What is Serve's own, below `/-/`, goes to Serve, as before: health, and w
 Called by the Ray shell before Serve starts the replica's HTTP server. uvicorn keeps what it is good at: parsing, body,
 pipelined requests, keep-alive and shutdown. Serve no longer sees these requests: its count of ongoing requests stays at
 zero, so an endpoint that scales by it installs no application. Then only the calls of gRPC skip uvicorn, which cannot
-write what follows their answers (`grpc_http1`), and no request skips Serve.
+write what follows their answers (`over_http1`), and no request skips Serve.
+
+The protocol class extends one of uvicorn's, whose insides no version promises. Where they are not as the class needs
+them, `install` warns once and changes nothing: requests go the plain way, by Serve and uvicorn, and there is no gRPC.
 """
 
 from __future__ import annotations
 
 import asyncio
 import http
+import importlib
+import inspect
 import logging
+import re
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import uvicorn.config
-from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+if TYPE_CHECKING:
+    from uvicorn.protocols.http.flow_control import FlowControl
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +40,13 @@ CLOSING_MESSAGE = "shoal.closing"  # the type of a message
 GRPC_PATH_PREFIX = b"/inference.GRPCInferenceService/"
 # For the rest of a request that was answered before it was there: as long as HAProxy waits for a client.
 UNREAD_BODY_TIMEOUT_S = 30.0
+HIGH_WATER_BYTES = 65536  # a shorter beginning of an answer is sent together with its head
+# What `direct_protocol` uses of uvicorn's HttpToolsProtocol: methods, and attributes of a connection.
+USED_OF_UVICORN = frozenset(
+    {"shutdown", "connection_lost", "on_response_complete", "on_headers_complete", "_unset_keepalive_if_required"}
+    | {"app", "cycle", "expect_100_continue", "flow", "loop", "parser", "pipeline", "scope", "server_state", "tasks"}
+    | {"transport", "url"}
+)
 STATUS_LINES = {each.value: f"HTTP/1.1 {each.value} {each.phrase}\r\n".encode() for each in http.HTTPStatus}
 
 _application: list[
@@ -42,74 +54,46 @@ _application: list[
 ] = []  # of this process; uvicorn makes its protocols by class, without arguments of ours
 
 
-def install_application(application: Application | None) -> None:
-    """HTTP servers that uvicorn starts in this process from now on give requests to `application`; None: to Serve."""
+def install_application(application: Application | None) -> bool:
+    """HTTP servers that uvicorn starts in this process from now on give requests to `application`; None: to Serve.
+
+    False, with a warning, where this version of uvicorn does not fit: nothing is changed then.
+    """
+    if problem := find_mismatch():
+        logger.warning("requests take the plain way, through Serve and uvicorn, and gRPC none: %s", problem)
+        return False
     _application[:] = [application]
-    uvicorn.config.HTTP_PROTOCOLS["auto"] = f"{__name__}:DirectProtocol"
+    importlib.import_module("uvicorn.config").HTTP_PROTOCOLS["auto"] = f"{__package__}.direct_protocol:DirectProtocol"
+    return True
 
 
-class DirectProtocol(HttpToolsProtocol):
-    """One connection."""
+def direct_application() -> Application | None:
+    """What `install` was given last."""
+    return _application[0]
 
-    _unread: asyncio.TimerHandle | None = None
 
-    def shutdown(self) -> None:
-        """uvicorn: the server is to end, when what is in progress is answered."""
-        super().shutdown()
-        cycle: Any = self.cycle
-        if isinstance(cycle, DirectCycle):
-            cycle.announce_close()
+def find_mismatch() -> str:
+    """In which way uvicorn is not as `direct_protocol` needs it; "" where it is."""
+    try:
+        protocols = importlib.import_module("uvicorn.config").HTTP_PROTOCOLS
+        connection = importlib.import_module("uvicorn.protocols.http.httptools_impl").HttpToolsProtocol
+        source = inspect.getsource(connection)
+    except (ImportError, AttributeError, OSError, TypeError) as error:
+        return f"uvicorn's HttpToolsProtocol is not there: {error}"
+    if "auto" not in protocols:
+        return "uvicorn has no protocol called auto"
+    known = {name for each in inspect.getmro(connection) for name in _names(each)}
+    if missing := sorted(USED_OF_UVICORN - known):
+        return f"uvicorn's HttpToolsProtocol has no {', '.join(missing)}"
+    if unknown := sorted(set(re.findall(r"\bcycle\.(\w+)", source)) - set(dir(DirectCycle))):
+        return f"uvicorn's HttpToolsProtocol uses {', '.join(unknown)} of a request"
+    return ""
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._unset_keepalive_if_required()  # uvicorn lets the timer of a connection that was reset hold all of it
-        if self._unread is not None:
-            self._unread.cancel()
 
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        cycle: Any = self.cycle
-        if cycle.response_complete and cycle.more_body and not self.transport.is_closing():
-            if self._unread is not None:
-                self._unread.cancel()
-            self._unread = self.loop.call_later(UNREAD_BODY_TIMEOUT_S, self._abort_unread, cycle)
-
-    def _abort_unread(self, cycle: object) -> None:
-        """It has asked nothing else. What it goes on sending, a byte at a time maybe, puts off uvicorn's timer."""
-        if cycle is self.cycle:
-            self.transport.abort()
-
-    def on_headers_complete(self) -> None:
-        url = self.url
-        application = _application[0]
-        if application is None and url.startswith(GRPC_PATH_PREFIX):
-            application = self.app
-        if (
-            application is None
-            or url.startswith(SERVE_PATH_PREFIX)
-            or self.expect_100_continue
-            or self.parser.should_upgrade()
-        ):
-            super().on_headers_complete()
-            return
-        path, _, query = url.partition(b"?")
-        if b"%" in path or not path.startswith(b"/"):
-            super().on_headers_complete()  # it takes such a path apart; the application is asked by way of Serve
-            return
-        scope = self.scope
-        scope["method"] = self.parser.get_method().decode("ascii")
-        scope["path"], scope["raw_path"], scope["query_string"] = path.decode("ascii"), path, query
-        earlier = self.cycle
-        keep_alive = self.parser.get_http_version() != "1.0" and self.parser.should_keep_alive()
-        # It stands where uvicorn's own stands, which reads and sets the same attributes of it.
-        headers = self.server_state.default_headers
-        cycle: Any = DirectCycle(scope, self.transport, self.flow, keep_alive, headers, self.on_response_complete)
-        self.cycle = cycle
-        if earlier is None or earlier.response_complete:
-            self._start_asgi_task(cycle, application)  # type: ignore[arg-type]
-        else:
-            self.flow.pause_reading()
-            self.pipeline.appendleft((cycle, application))  # type: ignore[arg-type]
+def _names(of: type) -> set[str]:
+    """Of the methods and class attributes, and what the methods name, attributes of instances among it."""
+    functions = [each for each in vars(of).values() if inspect.isfunction(each)]
+    return {*vars(of), *(name for each in functions for name in each.__code__.co_names)}
 
 
 class DirectCycle:
@@ -195,7 +179,7 @@ class DirectCycle:
         if self.scope["method"] == "HEAD":
             content = b""
         if self._head:
-            if len(content) < HIGH_WATER_LIMIT:
+            if len(content) < HIGH_WATER_BYTES:
                 self._head.append(content)
                 content = b""
             self._transport.write(b"".join(self._head))

@@ -9,7 +9,7 @@
     POST /v2/repository/models/{m}/unload       POST /shoal/v1/rollout
     GET  /metrics                               GET  /openapi.json
 
-Called by the REST application; `openapi` describes the same table. Every path has one method.
+Called by the REST application; `openapi.json` describes the same table. Every path has one method.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ import ray
 import ray.data
 import ray.util.annotations
 
-from shoal.cluster.capacity import wait_for_resource
+from shoal.cluster.capacity import GPU_GRAINS, gpu_share, gpus_by_host, require_gpus, wait_for_resource
 from shoal.errors import ClusterError, DataError, RunError
 from shoal.serve.on_ray.errors import error_summary
 from shoal.serve.spec.model_options import ModelOptions
@@ -73,19 +73,25 @@ def predict_files(
     output: Path,
     workers: int | None,
     types: Mapping[str, pa.DataType] | None = None,
+    num_gpus: float = 0.0,
 ) -> int:
     """Write Parquet files with a row for each row of `files` (all CSV or all Parquet); the number of rows.
 
-    workers: processes with the model; None for one on each free CPU but one, which reads and writes
-    types:   of columns of CSV files, whatever they look like
+    workers:  processes with the model; None for one on each free CPU but one, which reads and writes, and on no more
+              than the free GPUs hold
+    types:    of columns of CSV files, whatever they look like
+    num_gpus: that each worker reserves
 
     Raises RunError with the words of the first worker that failed, when workers die again and again, or when the rows
-    are written and `output` has come to be meanwhile; DataError when there are no rows; ClusterError when the cluster
-    has no CPU to spare.
+    are written and `output` has come to be meanwhile; DataError when there are no rows; ConfigError when the cluster
+    has not so many GPUs, ClusterError when it has no CPU or GPU to spare.
     """
     if not has_rows(files):
         raise DataError("input", str(files[0]), "has no rows", "there is nothing to predict")
-    count, cpus_each = _allocate_workers(workers)
+    if num_gpus:
+        require_gpus(num_gpus, workers or 1, "num_gpus or workers")
+    count, cpus_each = _allocate_workers(workers, num_gpus)
+    reserved = {"num_cpus": cpus_each, **({"num_gpus": num_gpus} if num_gpus else {})}
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
@@ -96,7 +102,7 @@ def predict_files(
     incoming = make_incoming_path(output)
     with ExitStack() as on_failure:
         on_failure.callback(shutil.rmtree, incoming, ignore_errors=True)
-        if (failure := _catch_failure(lambda: _predict(paths, incoming, job, count, cpus_each, types))) is not None:
+        if (failure := _catch_failure(lambda: _predict(paths, incoming, job, count, reserved, types))) is not None:
             gc.collect()  # ends the workers: Ray Data lets go of them, and what it made of them holds itself in cycles
             raise failure
         num_rows = verify_row_count(incoming, files)
@@ -110,7 +116,7 @@ def _predict(
     incoming: Path,
     job: BatchJob,
     count: int,
-    cpus_each: float,
+    reserved: Mapping[str, float],
     types: Mapping[str, pa.DataType] | None,
 ) -> None:
     if paths[0].endswith(".csv"):
@@ -119,7 +125,7 @@ def _predict(
     else:  # `partitioning`, in both: a folder that is called day=3 is no column of theirs
         # Ray Data takes what follows a ? in a path for no part of it, where it looks for the extension.
         rows = ray.data.read_parquet(paths, num_cpus=FILE_IO_CPUS, partitioning=None, file_extensions=None)
-    answered = _map(rows, job, count, cpus_each)
+    answered = _map(rows, job, count, reserved)
     answered.write_parquet(str(incoming), ray_remote_args={"num_cpus": FILE_IO_CPUS})
 
 
@@ -132,7 +138,7 @@ def _catch_failure(predict: Callable[[], None]) -> RunError | None:
     return None
 
 
-def _map(rows: ray.data.Dataset, job: BatchJob, count: int, cpus_each: float) -> ray.data.Dataset:
+def _map(rows: ray.data.Dataset, job: BatchJob, count: int, reserved: Mapping[str, float]) -> ray.data.Dataset:
     with warnings.catch_warnings():
         # Ray 2.60 takes the limits of restarts no other way than this one, which it means to replace.
         warnings.simplefilter("ignore", ray.util.annotations.RayDeprecationWarning)
@@ -142,14 +148,21 @@ def _map(rows: ray.data.Dataset, job: BatchJob, count: int, cpus_each: float) ->
             batch_format="pyarrow",
             batch_size=BLOCK_ROWS,
             compute=ray.data.ActorPoolStrategy(min_size=1, max_size=count),
-            num_cpus=cpus_each,
+            **reserved,
             zero_copy_batch=True,
             max_restarts=WORKER_RESTARTS,
             max_task_retries=WORKER_RESTARTS,
         )
 
 
-def _allocate_workers(workers: int | None) -> tuple[int, float]:
+def resolve_gpus(num_gpus: float | None, options: ModelOptions, workers: int | None) -> float:
+    """What each worker reserves: as given; else, of a model with `device: cuda`, a GPU or an even share of them all."""
+    if num_gpus is not None or not options.needs_cuda:
+        return num_gpus or 0.0
+    return gpu_share(workers or 1, gpus_by_host())
+
+
+def _allocate_workers(workers: int | None, num_gpus: float) -> tuple[int, float]:
     """How many workers, and the CPUs that each reserves: Ray Data waits for ever for what is never free.
 
     Raises ClusterError when there is no room for them and for one that reads.
@@ -157,6 +170,13 @@ def _allocate_workers(workers: int | None) -> tuple[int, float]:
     least = FILE_IO_CPUS + (workers or 1) * MIN_WORKER_CPUS
     free = wait_for_resource("CPU", least, CAPACITY_WAIT_S) - FILE_IO_CPUS
     count = workers or max(1, int(free))
+    if num_gpus:
+        free_gpus = wait_for_resource("GPU", num_gpus * (workers or 1), CAPACITY_WAIT_S)
+        places = int(free_gpus / num_gpus + 0.5 / GPU_GRAINS)
+        if places < (workers or 1):
+            remedy = "wait for what runs (`shoal status`), or use fewer workers or a smaller num_gpus"
+            raise ClusterError(f"{count} workers need {count * num_gpus:g} GPUs, {free_gpus:g} are free: {remedy}")
+        count = min(count, places)
     if free < count * MIN_WORKER_CPUS:
         remedy = "wait for what runs (`shoal status`), or use fewer workers"
         raise ClusterError(f"{count} workers need {count * MIN_WORKER_CPUS + FILE_IO_CPUS:g} CPUs free: {remedy}")

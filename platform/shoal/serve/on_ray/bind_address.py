@@ -24,7 +24,7 @@ ANY_ADDRESS = "[::]:"
 def patch_bind_addresses() -> None:
     """Every server that Serve makes in this process from now on. Idempotent."""
     host = ray.util.get_node_ip_address()
-    is_on_head = _is_head(host)
+    is_on_head = is_head(host)
     if is_loopback(host) or not is_on_head:
         default_impl.add_grpc_address = _bind_grpc_to(host, default_impl.add_grpc_address)
         replica.add_port_to_grpc_server = _bind_grpc_to(host, replica.add_port_to_grpc_server)
@@ -32,7 +32,7 @@ def patch_bind_addresses() -> None:
         replica.start_asgi_http_server = _bind_http_to(host, replica.start_asgi_http_server)
 
 
-def _is_head(host: str) -> bool:
+def is_head(host: str) -> bool:
     """As HAProxy sees it, which goes by addresses: a second raylet of the head's host is there, too."""
     return is_loopback(host) or get_head_address() == host
 

@@ -7,6 +7,7 @@ Called by flows, and by `ray_app` for Serve's own files. Needs a cluster that wa
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
@@ -20,14 +21,16 @@ from ray import serve
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from shoal.cluster.capacity import gpu_share, gpus_by_host, require_gpus
+from shoal.cluster.ingress.serve_environment import prepare_ingress
 from shoal.cluster.ports import find_free_port
-from shoal.errors import ClusterError, ConnectionLost
+from shoal.errors import ClusterError, ConfigError, ConnectionLost
 from shoal.gc_freeze import freeze_loaded_objects
 from shoal.serve.controller.config import build_controller_config
 from shoal.serve.controller.state import Event
 from shoal.serve.grpc.over_http1 import GrpcOverHttp1
 from shoal.serve.http import fast_path
-from shoal.serve.on_ray.bind_address import patch_bind_addresses
+from shoal.serve.on_ray.bind_address import is_head, patch_bind_addresses
 from shoal.serve.on_ray.controller_actor import RayControllerClient
 from shoal.serve.on_ray.errors import error_summary
 from shoal.serve.on_ray.grpc_options import grpc_options
@@ -60,7 +63,7 @@ class ReplicaWorker:
         self._metrics = RayMetrics()
         limits = RequestLimits(max_body_bytes=spec.max_body_bytes)
         self._asgi_app = GrpcOverHttp1(self._replica.make_servicer(), self._replica.app, limits)
-        fast_path.install_application(None if spec.is_autoscaled else self._asgi_app)  # it scales by what Serve sees
+        install_fast_path(spec, self._asgi_app)
 
     def __serve_build_asgi_app__(self) -> GrpcOverHttp1:
         return self._asgi_app
@@ -75,6 +78,18 @@ class ReplicaWorker:
 
     async def __del__(self) -> None:
         await self._replica.close()
+
+
+def install_fast_path(spec: EndpointSpec, entrance: GrpcOverHttp1) -> None:
+    """In this process; an endpoint that scales by what Serve sees has requests go by way of Serve.
+
+    Raises ConfigError for gRPC where uvicorn does not fit: it has no other way.
+    """
+    is_installed = fast_path.install_application(None if spec.is_autoscaled else entrance)
+    if not is_installed and spec.grpc_port is not None:
+        problem = "gRPC needs a class of uvicorn's that this version of it does not have"
+        remedy = "leave grpc_port out, or install uvicorn 0.34 to 0.54"
+        raise ConfigError("grpc_port", spec.grpc_port, problem, remedy)
 
 
 class DeployedEndpoint:
@@ -142,10 +157,11 @@ def deploy(spec: EndpointSpec, models: Sequence[EndpointModel]) -> DeployedEndpo
     """Serve models, and return when all of them are staged; a live one answers 503 until its run has published.
 
     A cluster has one endpoint; one that was deployed by a process that has died makes room. Raises ConfigError or
-    RegistryError for models that cannot be served, ClusterError when the cluster has an endpoint already, or when the
-    replicas do not start. Then, and when it is interrupted, nothing is left behind.
+    RegistryError for models that cannot be served, ClusterError when there is no HAProxy, when the cluster has an
+    endpoint already, or when the replicas do not start. Then, and when it is interrupted, nothing is left behind.
     """
-    spec = spec.model_copy(
+    prepare_ingress_on_head()
+    spec = resolve_gpus(spec).model_copy(
         update={
             "port": spec.port or find_free_port(spec.host),
             "grpc_port": find_free_port(spec.host) if spec.grpc_port == 0 else spec.grpc_port,
@@ -162,6 +178,28 @@ def deploy(spec: EndpointSpec, models: Sequence[EndpointModel]) -> DeployedEndpo
         handle = _start_serve(spec, live, controller)
         begun.pop_all()
     return DeployedEndpoint(spec, handle, controller)
+
+
+def prepare_ingress_on_head() -> None:
+    """Where this process is on the host that has HAProxy; another host was prepared when it was set up.
+
+    Raises ClusterError when HAProxy is not installed.
+    """
+    if is_head(ray.util.get_node_ip_address()):
+        prepare_ingress(os.environ)
+
+
+def resolve_gpus(spec: EndpointSpec) -> EndpointSpec:
+    """The spec with the GPUs that each replica reserves. Raises ConfigError when the cluster cannot hold them.
+
+    A model with `device: auto` takes the CPU where that is faster, so by default nothing is kept from others for it.
+    """
+    num_gpus = spec.num_gpus
+    if num_gpus is None:
+        num_gpus = gpu_share(spec.most_replicas, gpus_by_host()) if spec.needs_cuda else 0.0
+    if num_gpus:
+        require_gpus(num_gpus, spec.num_replicas, "endpoint.num_gpus or endpoint.num_replicas")
+    return spec.model_copy(update={"num_gpus": num_gpus})
 
 
 def _start_serve(
@@ -181,7 +219,8 @@ def _start_serve(
 def build_application(
     spec: EndpointSpec, live: Mapping[str, LiveModel], controller: RayControllerClient
 ) -> serve.Application:
-    """What Serve is to run."""
+    """What Serve is to run. Raises ConfigError when the cluster has not the GPUs for it."""
+    spec = resolve_gpus(spec)
     with warnings.catch_warnings():
         # The environment variable that is to replace this field is read by nothing (Ray 2.60).
         warnings.filterwarnings("ignore", "The `metrics_interval_s` field", DeprecationWarning)

@@ -16,7 +16,7 @@ METRICS_INTERVAL_S = 1.0  # Serve's 10 s would see a burst when it is over
 
 
 def deployment_options(spec: EndpointSpec) -> dict[str, Any]:
-    """For `Deployment.options`."""
+    """For `Deployment.options`. GPUs are those of the spec: its default is resolved before."""
     scaling: dict[str, Any] = {"num_replicas": spec.num_replicas}
     if spec.is_autoscaled:
         scaling = {
@@ -33,7 +33,7 @@ def deployment_options(spec: EndpointSpec) -> dict[str, Any]:
     return dict(
         name="replica",
         max_ongoing_requests=spec.max_ongoing_requests,
-        ray_actor_options={"num_cpus": spec.num_cpus},
+        ray_actor_options={"num_cpus": spec.num_cpus, **({"num_gpus": spec.num_gpus} if spec.num_gpus else {})},
         graceful_shutdown_timeout_s=spec.drain_s,
         graceful_shutdown_wait_loop_s=0.1,
         health_check_period_s=2.0,

@@ -17,7 +17,7 @@ from shoal.errors import ConfigError
 from shoal.home import load_access_token
 from shoal.serve.controller.config import build_controller_config
 from shoal.serve.on_ray.controller_actor import RayControllerClient
-from shoal.serve.on_ray.deployment import build_application
+from shoal.serve.on_ray.deployment import build_application, prepare_ingress_on_head
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_source import model_from_ref
 
@@ -35,7 +35,8 @@ class AppSpec(Spec):
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """Raises ConfigError for args that do not fit, RegistryError for models that there are not."""
+    """Raises ConfigError for args that do not fit, RegistryError for missing models, ClusterError without HAProxy."""
+    prepare_ingress_on_head()
     app = AppSpec.parse(args)
     if app.endpoint.get("token") is not None:
         raise ConfigError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -21,6 +21,15 @@ from shoal.network_address import is_loopback
 from shoal.serve.spec.api_key import ApiKey, require_distinct_keys, require_usable_secret
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.trace_destination import TraceDestination
+
+
+def _require_countable_gpus(num_gpus: float) -> float:
+    if num_gpus > 1 and num_gpus != int(num_gpus):
+        raise ValueError("above 1 it is a whole number: only one GPU is shared")
+    return num_gpus
+
+
+GpuCount = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_require_countable_gpus)]
 
 # A replica is well used when one full batch is computed while the next one gathers.
 BATCHES_PER_REPLICA = 2
@@ -71,6 +80,8 @@ class EndpointSpec(Spec):
     keys:           who else may call, which models, how often
     torch_threads:  threads of one forward; 1 is best for small models under load
     num_cpus:       what each replica reserves of the cluster
+    num_gpus:       GPUs, or a fraction of one, that each replica reserves and sees; None: an equal share of the
+                    cluster's, of one at most, where a model has `device: cuda`, and else 0
     drain_s:        how long a replica that is being stopped finishes what it has
     hang_s:         a replica whose forward takes longer than this is taken for hung, and replaced
     max_memory_gib: a replica whose process has grown beyond this is replaced; None for as large as it gets
@@ -91,6 +102,7 @@ class EndpointSpec(Spec):
     keys: list[ApiKey] = Field(default_factory=list)
     torch_threads: int = Field(default=1, ge=1)
     num_cpus: float = Field(default=1.0, ge=0)
+    num_gpus: GpuCount | None = None
     drain_s: float = Field(default=10.0, gt=0)
     hang_s: float = Field(default=60.0, gt=0)
     max_memory_gib: float | None = Field(default=None, gt=0)
@@ -161,6 +173,16 @@ class EndpointSpec(Spec):
     def options(self, model: str) -> ModelOptions:
         """How the model of this name is served."""
         return self.models.get(model, self.model)
+
+    @property
+    def needs_cuda(self) -> bool:
+        """Whether a model can be served on a GPU only."""
+        return any(options.needs_cuda for options in (self.model, *self.models.values()))
+
+    @property
+    def most_replicas(self) -> int:
+        """How many there may come to be."""
+        return self.max_replicas or self.num_replicas
 
     @property
     def grpc_address(self) -> str:

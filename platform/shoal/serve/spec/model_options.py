@@ -72,6 +72,11 @@ class ModelOptions(Spec):
     held_versions: int = Field(default=2, ge=0)
     guard: GuardOptions = GuardOptions()
 
+    @property
+    def needs_cuda(self) -> bool:
+        """Whether it can be served on a GPU only."""
+        return self.device == "cuda" or self.cuda_graphs
+
     @field_serializer("pad_value", when_used="json")
     def _in_words(self, pad_value: float) -> float | str:
         """JSON has no infinity, and no NaN is equal to itself: a word is, and is read back as the same number."""

@@ -1,0 +1,81 @@
+"""uvicorn's protocol class of a connection, with requests that go to the application directly.
+
+Owns what depends on uvicorn's insides: `fast_path.find_mismatch` compares them with `fast_path.USED_OF_UVICORN` before
+uvicorn imports this module. Called by uvicorn alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from shoal.serve.http import fast_path
+from shoal.serve.http.fast_path import DirectCycle
+
+
+class DirectProtocol(HttpToolsProtocol):
+    """One connection."""
+
+    _unread: asyncio.TimerHandle | None = None
+
+    def shutdown(self) -> None:
+        """uvicorn: the server is to end, when what is in progress is answered."""
+        super().shutdown()
+        cycle: Any = self.cycle
+        if isinstance(cycle, DirectCycle):
+            cycle.announce_close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # uvicorn lets the timer of a connection that was reset hold all of it
+        if self._unread is not None:
+            self._unread.cancel()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        cycle: Any = self.cycle
+        if cycle.response_complete and cycle.more_body and not self.transport.is_closing():
+            if self._unread is not None:
+                self._unread.cancel()
+            self._unread = self.loop.call_later(fast_path.UNREAD_BODY_TIMEOUT_S, self._leave, cycle)
+
+    def _leave(self, cycle: object) -> None:
+        """It has asked nothing else. What it goes on sending, a byte at a time maybe, puts off uvicorn's timer."""
+        if cycle is self.cycle:
+            self.transport.abort()
+
+    def on_headers_complete(self) -> None:
+        url = self.url
+        application = fast_path.direct_application()
+        if application is None and url.startswith(fast_path.GRPC_PATH_PREFIX):
+            application = self.app
+        if (
+            application is None
+            or url.startswith(fast_path.SERVE_PATH_PREFIX)
+            or self.expect_100_continue
+            or self.parser.should_upgrade()
+        ):
+            super().on_headers_complete()
+            return
+        path, _, query = url.partition(b"?")
+        if b"%" in path or not path.startswith(b"/"):
+            super().on_headers_complete()  # it takes such a path apart; the application is asked by way of Serve
+            return
+        scope = self.scope
+        scope["method"] = self.parser.get_method().decode("ascii")
+        scope["path"], scope["raw_path"], scope["query_string"] = path.decode("ascii"), path, query
+        earlier = self.cycle
+        keep_alive = self.parser.get_http_version() != "1.0" and self.parser.should_keep_alive()
+        # It stands where uvicorn's own stands, which reads and sets the same attributes of it.
+        headers = self.server_state.default_headers
+        cycle: Any = DirectCycle(scope, self.transport, self.flow, keep_alive, headers, self.on_response_complete)
+        self.cycle = cycle
+        if earlier is None or earlier.response_complete:
+            task = self.loop.create_task(cycle.run_asgi(application))
+            task.add_done_callback(self.tasks.discard)
+            self.tasks.add(task)
+        else:
+            self.flow.pause_reading()
+            self.pipeline.appendleft((cycle, application))  # type: ignore[arg-type]
