@@ -27,14 +27,9 @@ demo: $(READY)  ## Run the main job: four external actors teach a policy that an
 	@$(BIN)/shoal run actor_learner --actors 4
 
 # Bytecode is kept: else each worker, and each process that a test or a benchmark starts, compiles again what it imports.
-# In the third line, a Ray cluster per process, and the tests that take longest first (see tests/conftest.py). The last has
-# the machine to itself: two hosts are on it, and Ray's own start of one fails when that takes 30 s.
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(READY) $(CLIENTS)/.ready  ## Run the whole test suite
-	@$(BIN)/python -m pytest -n 2 --dist worksteal tests/unit
-	@$(BIN)/python -m pytest -n 2 --dist worksteal tests/contracts tests/loop tests/training tests/serving tests/equivalence
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder tests/e2e tests/faults tests/ray
-	@$(BIN)/python -m pytest tests/hosts
+	@$(BIN)/python tests/suite.py
 
 check: $(READY)  ## Format, lint, types, import contracts
 	@$(BIN)/ruff format --check .

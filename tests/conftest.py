@@ -20,6 +20,7 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
+import suite
 from session_end import at_session_end
 from waiting import wait_for as _wait_for
 
@@ -42,7 +43,9 @@ _homes = itertools.count()
 WITH_CLUSTER = ("ray", "faults", "e2e", "hosts")
 WITHOUT_RAY = ("unit", "loop", "training", "equivalence", "serving")
 
-# Their tests share what is dear to make, an endpoint or a run; tests of other files go to whichever process is free.
+# Of these folders each test goes to whichever process is free, since they have a cluster there anyway; but for these
+# files, and in all other folders, tests of one file share what is dear to make: an endpoint, a run, several hosts.
+APART = ("ray", "faults", "e2e")
 TOGETHER = (
     "e2e/test_serving.py",
     "faults/test_replica_faults.py",
@@ -95,6 +98,12 @@ def _ray_forbidden() -> Iterator[None]:
         sys.modules.update(hidden)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """The whole suite ends by saying where its time went."""
+    if suite.DURATIONS in os.environ and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(suite.Durations(Path(os.environ[suite.DURATIONS])))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The tests that use Ray hear its own warnings without failing."""
     for item in items:
@@ -118,7 +127,8 @@ class _Together(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return file if file.endswith(TOGETHER) else nodeid
+        is_apart = Path(file).parent.name in APART and not file.endswith(TOGETHER)
+        return nodeid if is_apart else file
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -192,7 +202,8 @@ def cluster(shared_home: Path) -> Iterator[EmbeddedCluster]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHOAL_HOME", str(shared_home))
-        with start_cluster(num_cpus=8) as started:
+        # Ray's monitor of logs looks for new files twice a second, which takes 13 s of a processor in a session.
+        with start_cluster(num_cpus=8, environment={"LOG_NAME_UPDATE_INTERVAL_S": "2"}) as started:
             assert started.temp_dir is not None
             patch.setitem(logs, "the cluster", started.temp_dir / "head.log")
             for name, value in started.environment.items():

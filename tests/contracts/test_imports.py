@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -181,60 +183,69 @@ def test_jobs_and_serve_apps_are_imported_by_nobody() -> None:
         assert not {name for name in imports_of(path) if name.partition(".")[0] in ("jobs", "serve_apps")}
 
 
-@pytest.mark.parametrize("module", ["shoal", "shoal.wire", "shoal.actor", "shoal.weights", "shoal.home"])
-def test_a_game_client_loads_neither_torch_nor_ray_nor_the_platforms_libraries(module: str) -> None:
+LOADED_BY = """
+import importlib, json, runpy, sys
+heavy, names = json.loads(sys.argv[1])
+found = {}
+for name in names:
+    runpy.run_path(name) if name.endswith('.py') else importlib.import_module(name)
+    if loaded := [each for each in heavy if each in sys.modules]:
+        found[name] = loaded
+print(json.dumps(found))
+"""
+
+
+def loaded_by(names: Sequence[str], heavy: Sequence[str]) -> dict[str, list[str]]:
+    """Which of `heavy` are loaded when a fresh process has imported these modules, or files, one after the other: where
+    none is, no module of them loads one by itself."""
+    command = [sys.executable, "-c", LOADED_BY, json.dumps([heavy, names])]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    found: dict[str, list[str]] = json.loads(done.stdout)
+    return found
+
+
+def test_a_game_client_loads_neither_torch_nor_ray_nor_the_platforms_libraries() -> None:
     heavy = ["torch", "ray", "pydantic", "pandas", "click", "rich", "yaml"]
-    program = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/")
-    assert done.stdout.strip() == "[]"
+    names = ["shoal", "shoal.wire", "shoal.actor", "shoal.weights", "shoal.home"]
+    assert loaded_by(names, heavy) == {}
 
 
 def test_a_client_of_an_endpoint_loads_neither_torch_nor_ray() -> None:
     heavy = ["torch", "ray", "pydantic", "pandas", "pyarrow", "yaml", "shoal.runs", "shoal.serve"]
-    program = f"import sys, shoal.client; print([name for name in {heavy} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/")
-    assert done.stdout.strip() == "[]"
+    assert loaded_by(["shoal.client"], heavy) == {}
 
 
-@pytest.mark.parametrize("module", ["shoal.rl.learner", "shoal.serve.replica.replica", "shoal.registry"])
-def test_the_loop_loads_nothing_of_training(module: str) -> None:
+def test_the_loop_loads_nothing_of_training() -> None:
     """A run has a dozen processes: a second of imports in each of them is what a user waits for at its start."""
     heavy = ["torch.distributed.checkpoint", "sympy", "matplotlib", "shoal.train", "shoal.data"]
-    program = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/")
-    assert done.stdout.strip() == "[]"
+    names = ["shoal.rl.learner", "shoal.serve.replica.replica", "shoal.registry"]
+    assert loaded_by(names, heavy) == {}
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
+def test_workers_that_compute_nothing_and_the_drivers_load_no_torch() -> None:
+    """Gateway, weight store, mailbox, endpoint controller: two seconds of a core and 200 MB each, for nothing."""
+    names = [
         "shoal.rl.ray_workers",
         "shoal.weights.ray_weight_store",
         "shoal.runs.ray_event_channel",
         "shoal.serve.on_ray.deployment",
-    ],
-)
-def test_workers_that_compute_nothing_and_the_drivers_load_no_torch(module: str) -> None:
-    """Gateway, weight store, mailbox, endpoint controller: two seconds of a core and 200 MB each, for nothing."""
-    program = f"import sys, {module}; print([name for name in ['torch', 'shoal.flows'] if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/")
-    assert done.stdout.strip() == "[]"
+    ]
+    assert loaded_by(names, ["torch", "shoal.flows"]) == {}
 
 
 @pytest.mark.parametrize(
-    ("program", "heavy"),
+    ("programs", "heavy"),
     [
-        ("jobs/actor_learner.py", ["torch", "ray.serve"]),
-        ("serve_apps/live_policy.py", ["torch", "ray.serve"]),
-        ("serve_apps/registered_model.py", ["torch", "ray.serve"]),
-        ("jobs/train.py", ["ray.train", "ray.serve", "torch.distributed.tensor", "sympy"]),
+        (
+            ["jobs/actor_learner.py", "serve_apps/live_policy.py", "serve_apps/registered_model.py"],
+            ["torch", "ray.serve"],
+        ),
+        (["jobs/train.py"], ["ray.train", "ray.serve", "torch.distributed.tensor", "sympy"]),
     ],
 )
-def test_words_are_checked_before_what_only_a_run_needs_is_loaded(program: str, heavy: list[str]) -> None:
+def test_words_are_checked_before_what_only_a_run_needs_is_loaded(programs: list[str], heavy: list[str]) -> None:
     """Whoever mistypes a word waits for this, and so does every run that starts its own cluster."""
-    code = f"import runpy, sys; runpy.run_path({program!r}); print([name for name in {heavy} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout.strip() == "[]"
+    assert loaded_by(programs, heavy) == {}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -13,7 +13,7 @@ from collections import Counter
 
 import httpx2
 
-TIMEOUT_S = 100.0  # the endpoint's own is 60 s
+TIMEOUT_S = 100.0  # the endpoint's own is 60 s where nothing is set
 
 
 async def _ask(client: httpx2.AsyncClient, url: str, body: object) -> str:

@@ -27,6 +27,8 @@ NETWORK = "198.18.7"  # of RFC 2544, for tests of networks
 _INIT = "hostname {name}; mkdir -p /tmp/ray; mount -t tmpfs ray /tmp/ray; mount -t tmpfs shm /dev/shm; echo up; read -r"
 _SMALL = "--num-cpus=2 --object-store-memory=300000000"
 LIMIT_S, GRACE_S = 800.0, 60.0
+# Nothing is heard of a host without power: how long its answers, and it, are waited for; else 60 s, and 10 five times.
+_PATIENCE = {"RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": "20", "RAY_health_check_timeout_ms": "3000"}
 RAY_STARTS = 4  # Ray gives up a start of its own after 30 s, which a machine that others use takes
 
 
@@ -166,7 +168,9 @@ def start_ray(host: Host, head: Host) -> None:
         venv.symlink_to(sys.prefix)
     host_environment = next(line for line in cluster["setup_commands"] if "host_environment" in line)
     in_ray = "shoal.cluster.host_environment /tmp/ray/ha"  # a folder that each host has for itself
-    host.run("bash", "-c", host_environment.replace("shoal.cluster.host_environment", in_ray))
+    patience = " ".join(f"{name}={value}" for name, value in _PATIENCE.items())
+    more = f" && echo export {patience} >> ~/shoal-host.env"
+    host.run("bash", "-c", host_environment.replace("shoal.cluster.host_environment", in_ray) + more)
     kind = "head" if host is head else "worker"
     end, start = cluster[f"{kind}_start_ray_commands"]
     start = re.sub(r"--autoscaling-config=\S+", "", start) + f" {_SMALL}"

@@ -18,7 +18,8 @@ from shoal.errors import (
     ShoalError,
     SpecMismatch,
 )
-from shoal.flows.policy_evaluation import Answer, Evaluation
+from shoal.flows.actor_learner_spec import ActorLearnerSpec
+from shoal.flows.policy_evaluation import Answer, Evaluation, evaluate, hold_trial
 from shoal.weights import WeightSnapshot
 
 SNAPSHOT = WeightSnapshot.of(7, {"w": np.zeros(1, np.float32)})
@@ -30,7 +31,7 @@ class FakeFlow:
     def __init__(self, outcome: Evaluation | ShoalError, time_is_up: bool = False) -> None:
         from shoal.flows.actor_learner import _ActorLearnerRun
 
-        self.spec = SimpleNamespace(target_return=475.0)
+        self.spec = ActorLearnerSpec(env="CartPole-v1", target_return=475.0)
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.recorder = SimpleNamespace(event=lambda kind, **details: self.events.append((kind, details)))
         self._outcome, self._is_up = outcome, time_is_up
@@ -38,7 +39,8 @@ class FakeFlow:
         self._was_not_tried = lambda *words: _ActorLearnerRun._was_not_tried(self, *words)  # type: ignore[arg-type]
         self.passes: Callable[[], bool] = lambda: _ActorLearnerRun._passes(self, SNAPSHOT)  # type: ignore[arg-type]
 
-    def _play(self, snapshot: WeightSnapshot, seed: int) -> Evaluation:
+    def _play(self, snapshot: WeightSnapshot, play: Callable[..., Evaluation]) -> Evaluation:
+        assert play is hold_trial
         if isinstance(self._outcome, ShoalError):
             raise self._outcome
         return self._outcome
@@ -73,7 +75,6 @@ def test_an_endpoint_that_is_away_for_a_while_costs_a_trial_and_not_the_run(erro
 
 def test_episodes_are_played_in_pieces_of_what_the_endpoint_takes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from shoal.flows import actor_learner
-    from shoal.flows.actor_learner_spec import ActorLearnerSpec
 
     num_rows: list[int] = []
 
@@ -93,7 +94,10 @@ def test_episodes_are_played_in_pieces_of_what_the_endpoint_takes_at_once(monkey
     flow: Any = SimpleNamespace(
         spec=spec, token="", _endpoint=SimpleNamespace(url="http://h"), _first_observation=np.zeros(4, np.float32)
     )
-    assert len(actor_learner._ActorLearnerRun._play(flow, SNAPSHOT, seed=1).returns) == 5
+    assert len(actor_learner._ActorLearnerRun._play(flow, SNAPSHOT, evaluate).returns) == 5
+    assert (
+        len(actor_learner._ActorLearnerRun._play(flow, SNAPSHOT, hold_trial).returns) == 4
+    )  # two for each connection: hopeless
     assert max(num_rows) == 2
 
 

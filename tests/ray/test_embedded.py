@@ -25,7 +25,7 @@ from leftovers import assert_nothing_left, listening_ports, pids_of, still_alive
 from shoal.cluster import embedded_cluster, jobs
 from shoal.cluster.attach import find_cluster
 from shoal.cluster.cluster_handle import ClusterHandle
-from shoal.cluster.embedded_cluster import EmbeddedCluster
+from shoal.cluster.embedded_cluster import FORK_VARIABLE, EmbeddedCluster
 from shoal.cluster.ports import reserve_ports
 from shoal.cluster.processes import CLUSTER_ID_VARIABLE, remove_folder
 from shoal.errors import ClusterError, RunError
@@ -49,6 +49,12 @@ def folders(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
     monkeypatch.setattr(embedded_cluster, "get_cluster_folder", record)
     return made
+
+
+@pytest.fixture
+def no_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In clusters that the test starts: it imports for 4 s of a processor, and is not what the test is about."""
+    monkeypatch.setenv(FORK_VARIABLE, "0")
 
 
 def interrupted(at_line: int) -> bool:
@@ -232,8 +238,19 @@ def test_a_client_with_the_environment_finds_the_cluster(
     assert find_cluster("local") is None
 
 
-def test_two_clusters_at_once_stop_leaves_nothing_and_spares_the_other(
-    cluster: EmbeddedCluster, monkeypatch: pytest.MonkeyPatch
+STUBBORN = """
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() != 0: os._exit(0)
+print("pid", os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+def test_of_two_clusters_at_once_stop_ends_one_with_all_that_is_stubborn_and_spares_the_other(
+    cluster: EmbeddedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import ray
     from ray.util.state import list_nodes
@@ -254,7 +271,13 @@ def test_two_clusters_at_once_stop_leaves_nothing_and_spares_the_other(
         assert job.wait(timeout_s=400) is jobs.JobStatus.SUCCEEDED
         assert "\n1.0\n" in job.read_logs()
         assert ray.get(known_nodes.remote()) == 1, "so does a worker: who waits there for an actor's death hears of it"
+        (tmp_path / "stubborn.py").write_text(STUBBORN)  # it ignores SIGTERM, and forks twice
+        stubborn = jobs.submit(second, ["python", "stubborn.py"], working_dir=tmp_path)
+        wait_for(lambda: stubborn.read_logs().count("pid ") == 2, STATE_S, "two processes")
         ports, pids = listening_ports(second.pids()), second.pids()
+        assert {int(line.split()[1]) for line in stubborn.read_logs().splitlines() if line.startswith("pid ")} <= set(
+            pids
+        )
         assert len(ports) > 6
         assert not set(pids) & set(cluster.pids())
         assert not (second.temp_dir / "ha").exists(), "it has served nothing"
@@ -266,26 +289,7 @@ def test_two_clusters_at_once_stop_leaves_nothing_and_spares_the_other(
     assert before == (sorted(ray_files.rglob("*")) if ray_files.exists() else None)
 
 
-def test_stop_ends_processes_that_ignore_sigterm_or_fork_twice(tmp_path: Path) -> None:
-    (tmp_path / "stubborn.py").write_text(
-        "import os, signal, time\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "if os.fork() == 0:\n"
-        "    os.setsid()\n"
-        "    if os.fork() != 0: os._exit(0)\n"
-        "print('pid', os.getpid(), flush=True)\n"
-        "time.sleep(600)\n"
-    )
-    with embedded_cluster.start_cluster(num_cpus=1) as stubborn:
-        job = jobs.submit(stubborn, ["python", "stubborn.py"], working_dir=tmp_path)
-        wait_for(lambda: job.read_logs().count("pid ") == 2, STATE_S, "two processes")
-        ports = listening_ports(stubborn.pids())
-        pids = [int(line.split()[1]) for line in job.read_logs().splitlines() if line.startswith("pid ")]
-        assert set(pids) <= set(stubborn.pids())
-    assert_nothing_left(stubborn, ports)
-    assert still_alive(pids) == []
-
-
+@pytest.mark.usefixtures("no_fork_server")
 def test_an_interrupted_start_leaves_nothing(folders: list[Path]) -> None:
     mark, begun = uuid.uuid4().hex, list[psutil.Process]()
     over, turn = threading.Event(), threading.Lock()
@@ -315,6 +319,7 @@ def test_an_interrupted_start_leaves_nothing(folders: list[Path]) -> None:
     assert [folder.exists() for folder in folders] == [False]
 
 
+@pytest.mark.usefixtures("no_fork_server")
 def test_a_start_that_fails_says_why_and_leaves_nothing(folders: list[Path]) -> None:
     mark = uuid.uuid4().hex
     with pytest.raises(ClusterError, match=r"^Ray could not start: .*object.store"):
@@ -350,6 +355,7 @@ def test_what_an_agent_told_is_nothing_while_ray_replaces_its_file(tmp_path: Pat
     assert read_port_file(tmp_path / "port") == "52365"
 
 
+@pytest.mark.usefixtures("no_fork_server")
 def test_a_port_that_somebody_has_taken_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = other.getsockname()[1]
@@ -384,6 +390,7 @@ if any(word.endswith(("dashboard/agent.py", "runtime_env/agent/main.py")) for wo
 """
 
 
+@pytest.mark.usefixtures("no_fork_server")
 def test_agents_that_are_slow_to_start_are_waited_for(tmp_path: Path) -> None:
     """Ray's raylet gives up after 15 s when it has to hear from them where they listen (ray-project/ray#65983)."""
     (tmp_path / "sitecustomize.py").write_text(SLOW_AGENTS.format(seconds=20))
@@ -414,6 +421,7 @@ def test_the_head_killed_is_noticed_and_stop_finds_the_rest() -> None:
     assert_nothing_left(wounded, ports)
 
 
+@pytest.mark.usefixtures("no_fork_server")
 def test_the_head_that_is_asked_to_end_ends_the_cluster() -> None:
     with embedded_cluster.start_cluster(num_cpus=1) as asked:
         ports = listening_ports(asked.pids())
@@ -423,6 +431,7 @@ def test_the_head_that_is_asked_to_end_ends_the_cluster() -> None:
         assert_nothing_left(asked, ports)
 
 
+@pytest.mark.usefixtures("no_fork_server")
 def test_the_head_ends_the_rest_when_a_part_of_ray_dies() -> None:
     with embedded_cluster.start_cluster(num_cpus=1) as wounded:
         (raylet,) = pids_of(wounded, "raylet/raylet")

@@ -53,7 +53,7 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shell]:
         end_marked(made.mark)
 
 
-def test_up_status_down(shell: Shell) -> None:
+def test_up_status_and_down_which_lets_jobs_save_what_they_have(shell: Shell) -> None:
     assert "`shoal up` starts one" in shell.run("shoal status")
     assert shell.run("shoal down") == "No cluster is up.\n"
     shell.run("shoal up --cpus 3")
@@ -76,18 +76,6 @@ def test_up_status_down(shell: Shell) -> None:
     assert [job["status"] for job in shown["jobs"]] == ["SUCCEEDED"]
     assert f"RAY_ADDRESS={handle.dashboard_url}" in shell.run("shoal status")
 
-    ports = listening_ports([process.pid for process in find_cluster_processes(handle.cluster_id, handle.temp_dir)])
-    assert ports
-    assert shell.run("shoal down") == "The cluster is down.\n"
-    assert find_cluster_processes(handle.cluster_id, handle.temp_dir) == []
-    assert not handle.temp_dir.exists()
-    assert not (shell.home / "cluster.json").exists()
-
-
-def test_down_lets_jobs_save_what_they_have(shell: Shell) -> None:
-    shell.run("shoal up --cpus 1")
-    handle = find_running_cluster()
-    assert handle is not None
     saved = shell.home / "saved"
     (shell.home / "job.py").write_text(
         "import pathlib, signal, sys, time\n"
@@ -97,8 +85,13 @@ def test_down_lets_jobs_save_what_they_have(shell: Shell) -> None:
     )
     job = jobs.submit(handle, ["python", "job.py"], working_dir=shell.home)
     wait_for(lambda: "ready" in job.read_logs(), STATE_S, "first line")
+    ports = listening_ports([process.pid for process in find_cluster_processes(handle.cluster_id, handle.temp_dir)])
+    assert ports
     assert shell.run("shoal down") == f"stopping job {job.submission_id} ...\nThe cluster is down.\n"
     assert saved.exists()
+    assert find_cluster_processes(handle.cluster_id, handle.temp_dir) == []
+    assert not handle.temp_dir.exists()
+    assert not (shell.home / "cluster.json").exists()
 
 
 def test_down_removes_what_a_dead_cluster_left(shell: Shell) -> None:

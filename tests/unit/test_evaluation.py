@@ -2,29 +2,128 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from typing import ClassVar
 
 import gymnasium
 import numpy as np
 import pytest
 
 from shoal.errors import ConfigError, InferenceError, RunError
-from shoal.flows.policy_evaluation import Answer, Evaluation, play_through, wait_for_version
+from shoal.flows.actor_learner_spec import ActorLearnerSpec
+from shoal.flows.policy_evaluation import (
+    NUM_RESAMPLES,
+    TRIAL_SEED,
+    Answer,
+    Evaluation,
+    evaluate,
+    hold_trial,
+    is_sure,
+    play_through,
+    wait_for_version,
+)
 
 
 def _played(returns: list[float]) -> Evaluation:
     return Evaluation(returns, 0, {1}, 1.0)
 
 
-def test_equal_returns_are_sure() -> None:
-    assert _played([500.0] * 20).sure_return == 500.0
-    assert _played([480.0]).sure_return == 480.0
+def test_equal_returns_miss_their_target_always_or_never() -> None:
+    assert _played([500.0] * 20).miss_probability(500.0, num_episodes=20) == 0.0
+    assert _played([480.0]).miss_probability(480.1, num_episodes=5) == 1.0
 
 
-def test_scattered_returns_are_less_sure_than_their_mean() -> None:
-    played = _played([400.0, 500.0] * 8)
-    assert played.mean_return == 450.0
-    assert played.sure_return == pytest.approx(450.0 - 2.0 * 51.64 / 4.0, abs=0.01)
+@pytest.mark.parametrize(("num_low", "num_played"), [(8, 16), (3, 60), (1, 40)])
+def test_the_probability_of_a_miss_is_the_binomial_one_where_there_are_two_returns(
+    num_low: int, num_played: int
+) -> None:
+    low = num_low / num_played
+    exact = sum(math.comb(20, count) * low**count * (1 - low) ** (20 - count) for count in range(2, 21))
+    returns = [200.0] * num_low + [500.0] * (num_played - num_low)
+    found = _played(returns).miss_probability(475.0, num_episodes=20)  # one low return in twenty gives 485, two 470
+    assert found == pytest.approx(exact, abs=5 * math.sqrt(exact * (1 - exact) / NUM_RESAMPLES))
+
+
+class Scripted(gymnasium.Env):  # type: ignore[type-arg]
+    """One step an episode; what it returns depends on the seed."""
+
+    observation_space, action_space = gymnasium.spaces.Box(-1, 1, (4,), np.float32), gymnasium.spaces.Discrete(2)
+    return_of: ClassVar[dict[int, float]] = {}
+    seeds: ClassVar[list[int]] = []
+
+    def reset(self, *, seed: int | None = None, options: object = None) -> tuple[np.ndarray, dict[str, object]]:
+        assert seed is not None
+        Scripted.seeds.append(seed)
+        self._return = Scripted.return_of.get(seed, 500.0)
+        return np.zeros(4, np.float32), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, object]]:
+        return np.zeros(4, np.float32), self._return, True, False, {}
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Scripted]]:
+    gymnasium.register("Scripted-v0", entry_point=Scripted)
+    monkeypatch.setattr(Scripted, "return_of", {})
+    monkeypatch.setattr(Scripted, "seeds", [])
+    yield Scripted
+    del gymnasium.registry["Scripted-v0"]
+
+
+def _tried(**words: object) -> tuple[Evaluation, bool]:
+    """A trial in the scripted environment, and whether its version passes."""
+    spec = ActorLearnerSpec.parse({"env": "Scripted-v0", **words})
+    trial = hold_trial([AlwaysLeft(), AlwaysLeft()], spec)
+    return trial, is_sure(trial, spec)
+
+
+def test_a_trial_has_six_times_the_episodes_of_the_evaluation_and_none_of_them(scripted: type[Scripted]) -> None:
+    trial, passes = _tried()
+    assert (len(trial.returns), trial.versions, passes) == (120, {3}, True)
+    assert trial.num_requests == 2  # in waves of what the endpoint takes at once
+    tried = set(scripted.seeds)
+    assert len(tried) == 120
+    scripted.seeds.clear()
+    evaluate([AlwaysLeft()], ActorLearnerSpec(env="Scripted-v0"))
+    assert len(scripted.seeds) == 20
+    assert not tried & set(scripted.seeds)
+
+
+def test_a_version_whose_twenty_episodes_reach_the_target_and_may_miss_it_in_others_does_not_pass(
+    scripted: type[Scripted],
+) -> None:
+    scripted.return_of = {TRIAL_SEED + 100: 200.0}  # two of them in twenty are a miss
+    trial, passes = _tried()
+    assert trial.mean_return == 497.5
+    assert not passes
+    assert _tried(trial_episodes=20)[1]  # what a shorter trial does not find
+
+
+def test_a_trial_ends_when_the_version_cannot_pass_any_more(scripted: type[Scripted]) -> None:
+    scripted.return_of = {TRIAL_SEED + index: 200.0 for index in range(3)}
+    trial, passes = _tried(trial_episodes=400)
+    assert (len(trial.returns), passes) == (128, False)  # 64 of each connection
+
+
+def test_returns_that_scatter_pass_when_their_mean_is_far_enough_above_the_target(scripted: type[Scripted]) -> None:
+    random = np.random.default_rng(0)
+    scripted.return_of = {TRIAL_SEED + index: random.normal(-80.0, 15.0) for index in range(200)}
+    assert _tried(target_return=-95.0)[1]  # 4.5 standard errors of a mean of twenty
+    assert not _tried(target_return=-85.0)[1]  # 1.5
+
+
+def test_fewer_than_twenty_episodes_of_an_evaluation_ask_no_more_of_a_version(scripted: type[Scripted]) -> None:
+    """Not that each single episode reaches the target."""
+    random = np.random.default_rng(0)
+    scripted.return_of = {TRIAL_SEED + index: random.normal(-80.0, 15.0) for index in range(200)}
+    assert _tried(target_return=-95.0, eval_episodes=1, trial_episodes=200)[1]
+
+
+def test_without_a_target_there_is_nothing_to_make_sure(scripted: type[Scripted]) -> None:
+    scripted.return_of = {TRIAL_SEED: -1000.0}
+    trial, passes = _tried(target_return=None)
+    assert (len(trial.returns), passes) == (20, True)
 
 
 class AlwaysLeft:
@@ -33,7 +132,7 @@ class AlwaysLeft:
     def __init__(self, max_rows: int = 64) -> None:
         self._max_rows = max_rows
 
-    def insist(self, observations: np.ndarray) -> Answer:
+    def insist(self, observations: np.ndarray, patience_s: float = 60.0) -> Answer:
         if len(observations) > self._max_rows:
             raise InferenceError(400, f"{len(observations)} rows, and at most {self._max_rows} are taken")
         return Answer({"action": np.zeros(len(observations), np.int64)}, 3)
@@ -49,21 +148,21 @@ def test_a_first_observation_may_be_a_list_as_many_environments_return_one() -> 
 
 
 def test_what_is_played_through_is_counted() -> None:
-    played = play_through(AlwaysLeft(), "CartPole-v1", num_episodes=2, seed=1, max_rows=64)  # type: ignore[arg-type]
+    played = play_through([AlwaysLeft()], "CartPole-v1", num_episodes=2, seed=1, max_rows=64)
     assert (len(played.returns), played.versions) == (2, {3})
     assert played.num_requests == max(played.returns)
 
 
 def test_more_episodes_than_the_endpoint_takes_at_once_are_asked_for_in_pieces() -> None:
-    whole = play_through(AlwaysLeft(), "CartPole-v1", num_episodes=5, seed=1, max_rows=5)  # type: ignore[arg-type]
-    pieces = play_through(AlwaysLeft(2), "CartPole-v1", num_episodes=5, seed=1, max_rows=2)  # type: ignore[arg-type]
+    whole = play_through([AlwaysLeft()], "CartPole-v1", num_episodes=5, seed=1, max_rows=5)
+    pieces = play_through([AlwaysLeft(2)], "CartPole-v1", num_episodes=5, seed=1, max_rows=2)
     assert pieces.returns == whole.returns
     assert pieces.num_requests > whole.num_requests
 
 
 def test_episodes_that_do_not_end_are_given_up() -> None:
     with pytest.raises(RunError, match=r"2 of 2 episodes of CartPole-v1 have not ended after 0 s.*eval_timeout_s"):
-        play_through(AlwaysLeft(), "CartPole-v1", 2, 1, max_rows=64, timeout_s=0.0)  # type: ignore[arg-type]
+        play_through([AlwaysLeft()], "CartPole-v1", 2, 1, max_rows=64, timeout_s=0.0)
 
 
 class Held(gymnasium.Env):  # type: ignore[type-arg]
@@ -100,7 +199,7 @@ def test_a_trial_that_fails_leaves_no_environment_open(
     max_rows: int, taken: int, error: type[Exception], held: type[Held]
 ) -> None:
     with pytest.raises(error):
-        play_through(AlwaysLeft(taken), "Held-v0", 5, 1, max_rows, timeout_s=0.05)  # type: ignore[arg-type]
+        play_through([AlwaysLeft(taken)], "Held-v0", 5, 1, max_rows, timeout_s=0.05)
     assert held.num_open == 0
 
 
@@ -110,4 +209,4 @@ def test_what_an_environment_raises_in_a_trial_is_said_in_a_line(
     monkeypatch.setattr(held, "fault", "the game has crashed")
     line = r"env = 'Held-v0': raised OSError: the game has crashed \(test_evaluation.py:\d+\)"
     with pytest.raises(ConfigError, match=line):
-        play_through(AlwaysLeft(), "Held-v0", 2, 1, max_rows=64)  # type: ignore[arg-type]
+        play_through([AlwaysLeft()], "Held-v0", 2, 1, max_rows=64)

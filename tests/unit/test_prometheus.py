@@ -131,10 +131,10 @@ def test_no_request_is_in_two_series_when_versions_leave() -> None:
     for version in range(1, 2 * MAX_VERSIONS):
         statistics.count_request(version, 200, 0.001, rows=1)
         counted, before = {}, counted
-        for (name, labels), value in scrape(report(statistics)).items():
+        for name, labels, value in series(report(statistics)):
             if name == "nv_inference_count":
-                counted[dict(labels)["version"]] = value
-        increase += sum(value - before.get(series, 0) for series, value in counted.items())
+                counted[labels["version"]] = value
+        increase += sum(value - before.get(each, 0) for each, value in counted.items())
         assert increase == version
     assert len(counted) == MAX_VERSIONS
     assert sum_versions(statistics.snapshot())["inference_count"] == 2 * MAX_VERSIONS - 1

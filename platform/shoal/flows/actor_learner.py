@@ -15,7 +15,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,16 @@ from shoal.cluster.capacity import require_cpus
 from shoal.cluster.job_main import expected_run_id
 from shoal.errors import ClusterError, ConnectionLost, InferenceError, RecordUnwritable, RunError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
-from shoal.flows.policy_evaluation import Evaluation, InferenceConnection, play_through, wait_for_version
+from shoal.flows.policy_evaluation import (
+    UPDATES_BETWEEN_TRIALS,
+    Evaluation,
+    InferenceConnection,
+    PolicyConnection,
+    evaluate,
+    hold_trial,
+    is_sure,
+    wait_for_version,
+)
 from shoal.flows.rl_metrics import ActorLearnerMetrics, HistorySampler, select_lags
 from shoal.flows.rl_policy import check, describe_policy_model
 from shoal.flows.serving import list_addresses, record_changes
@@ -51,8 +60,7 @@ POLL_S = 0.5
 FINISH_S = 5.0  # for the learner to save what it has, when the run is stopped
 SHUTDOWN_TIMEOUT_S = 10.0  # for that and for the gateway's goodbye: Ray kills a job that takes 15 s to stop
 PRINT_S = 2.0
-UPDATES_BETWEEN_TRIALS = 50
-TRIAL_SEED, EVALUATION_SEED = 20_000, 10_000  # the trial chooses; the evaluation must not know its episodes
+NUM_CONNECTIONS = 2  # the endpoint computes for one while this steps the environments of the other
 
 
 def run_actor_learner(spec: ActorLearnerSpec, job: str) -> str:
@@ -154,20 +162,21 @@ class _ActorLearnerRun:
         """Whether this version, played through the endpoint, makes the target sure. One that could not be tried does
         not, and may be later; when the time is up, what was in the way is raised (ConnectionLost, InferenceError)."""
         try:
-            trial = self._play(snapshot, TRIAL_SEED)
+            trial = self._play(snapshot, hold_trial)
         except (ConnectionLost, InferenceError) as error:
             if self._time_is_up():
                 raise
             return self._was_not_tried(snapshot, str(error))
         if trial.versions != {snapshot.version}:  # a restarted learner has published, or the endpoint left this one
             return self._was_not_tried(snapshot, f"versions {sorted(trial.versions)} answered")
-        found = {"mean_return": trial.mean_return, "sure_return": trial.sure_return}
-        self._note("tried", version=snapshot.version, **found)
-        if self.spec.target_return is None or trial.sure_return >= self.spec.target_return:
+        passes = is_sure(trial, self.spec)
+        found = {"mean_return": trial.mean_return, "episodes": len(trial.returns), "passes": passes}
+        self._note("tried", version=snapshot.version, seconds=trial.duration_s, **found)
+        if passes:
             return True
         print(
-            f"version {snapshot.version} returned {format_number(trial.mean_return)} in a trial, and not surely"
-            f" {self.spec.target_return:g} in other episodes: learning on",
+            f"version {snapshot.version} returned {format_number(trial.mean_return)} over {len(trial.returns)} episodes of a"
+            f" trial, and not surely {self.spec.target_return:g} in others: learning on",
             flush=True,
         )
         return False
@@ -303,7 +312,7 @@ class _ActorLearnerRun:
         """Register the weights that passed their trial, and play episodes with them through the endpoint."""
         assert self._candidate is not None
         model = self._register(self._candidate)
-        evaluation = self._play(self._candidate, EVALUATION_SEED)
+        evaluation = self._play(self._candidate, evaluate)
         self.recorder.log(
             int(self._gateway_stats["steps"]) + 1,
             {
@@ -365,17 +374,18 @@ class _ActorLearnerRun:
         self.recorder.record_model(model.name, model.version, model.aliases)
         return model
 
-    def _play(self, snapshot: WeightSnapshot, seed: int) -> Evaluation:
-        """Play episodes through the endpoint, which must serve `snapshot` by then."""
+    def _play(
+        self, snapshot: WeightSnapshot, play: Callable[[Sequence[PolicyConnection], ActorLearnerSpec], Evaluation]
+    ) -> Evaluation:
+        """What `play` finds through the endpoint, which must serve `snapshot` by then."""
         assert self._endpoint is not None
-        spec = self.spec
-        max_rows = spec.endpoint.options(spec.model_name).max_batch_size
-        connection = InferenceConnection(self._endpoint.url, spec.model_name, self.token)
-        try:
-            wait_for_version(connection, self._first_observation, snapshot.version)
-            return play_through(connection, spec.env, spec.eval_episodes, seed, max_rows, spec.eval_timeout_s)
-        finally:
-            connection.close()
+        url, name = self._endpoint.url, self.spec.model_name
+        with ExitStack() as opened:
+            connections = [InferenceConnection(url, name, self.token) for _ in range(NUM_CONNECTIONS)]
+            for each in connections:
+                opened.callback(each.close)
+            wait_for_version(connections[0], self._first_observation, snapshot.version)
+            return play(connections, self.spec)
 
 
 def load_curve_keys(folder: Path) -> tuple[bytes, bytes]:

@@ -15,6 +15,7 @@ from shoal.rl.spec import RLSpec
 from shoal.serve.spec.endpoint import TOKEN_FROM_ENVIRONMENT, EndpointSpec, with_default_values
 
 NAMED_BY_ENV = "named-by-env"
+TRIAL_FACTOR = 6  # measured on CartPole: docs/log.md
 
 
 class ActorLearnerSpec(RLSpec):
@@ -23,12 +24,22 @@ class ActorLearnerSpec(RLSpec):
     target_return: float | None = Field(default=475.0, description="mean of 100 episodes at which to stop")
     max_wall_s: float = Field(default=600.0, gt=0, description="from the first segment; then the run has failed")
     eval_episodes: int = Field(default=20, ge=1)
-    eval_timeout_s: float = Field(default=300.0, gt=0, description="for the episodes of one trial or evaluation")
+    trial_episodes: int | None = Field(
+        default=None, ge=1, description="that make a target sure before; default: six times eval_episodes"
+    )
+    eval_timeout_s: float = Field(default=300.0, gt=0, description="for eval_episodes, and for as many of a trial")
     endpoint: Annotated[EndpointSpec, with_default_values(name=NAMED_BY_ENV, num_cpus=0.5), TOKEN_FROM_ENVIRONMENT] = (
         EndpointSpec(name=NAMED_BY_ENV, num_cpus=0.5)
     )
     aliases: AliasNames = ("champion",)
     resume: str = ""
+
+    @property
+    def num_trial_episodes(self) -> int:
+        """Of the trial before a version is registered. Without a target there is nothing to make sure."""
+        if self.target_return is None:
+            return self.eval_episodes
+        return self.trial_episodes or TRIAL_FACTOR * self.eval_episodes
 
     @property
     def model_name(self) -> str:

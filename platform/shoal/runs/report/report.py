@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from shoal.runs.run_reader import MEAN_RETURN, VALIDATION, Run, is_higher_better
 from shoal.runs.run_status import Status
 
 if TYPE_CHECKING:
+    from jinja2 import Template
     from matplotlib.figure import Figure
     from pandas import DataFrame, Series
 
@@ -132,11 +133,19 @@ def write_report(run: Run) -> Path:
 
 
 def _render_report(run: Run) -> Path:
+    folder = run.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    page = _template().render(_build_page(run))
+    path = folder / "report.html"
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+@cache
+def _template() -> Template:
     with needs_extra("report"):
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    folder = run.folder
-    folder.mkdir(parents=True, exist_ok=True)
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
@@ -148,10 +157,7 @@ def _render_report(run: Run) -> Path:
         "kept_whole": _choose_cell_class,
     }
     environment.filters["brief"] = partial(format_value, most=MAX_VALUES)
-    page = environment.get_template("report.html").render(_build_page(run))
-    path = folder / "report.html"
-    path.write_text(page, encoding="utf-8")
-    return path
+    return environment.get_template("report.html")
 
 
 @dataclass(frozen=True)
