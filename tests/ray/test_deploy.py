@@ -292,12 +292,12 @@ def test_an_endpoint_is_closed_also_when_its_record_cannot_be_written(monkeypatc
 
     @contextmanager
     def create(*arguments: object) -> Iterator[SimpleNamespace]:
-        yield SimpleNamespace(endpoint=record)
+        yield SimpleNamespace(record_endpoint=record)
 
     endpoint = SimpleNamespace(
         name="m", url="http://127.0.0.1:1", grpc="", close=lambda: done.append("close"), status=lambda: {"models": []}
     )
-    for name in ("check", "require_code", "require_cpus"):
+    for name in ("check", "require_importable", "require_cpus"):
         monkeypatch.setattr(serving, name, lambda *asked: None)
     monkeypatch.setattr(serving, "model_from_ref", lambda ref: MODEL)
     monkeypatch.setattr("shoal.serve.on_ray.deployment.deploy", lambda spec, models: endpoint)
@@ -318,7 +318,7 @@ def test_a_change_that_cannot_be_recorded_now_ends_no_endpoint() -> None:
         raise RunError("the record is locked")  # which has kept it
 
     endpoint = SimpleNamespace(take_events=lambda: [Event(1, 0.0, "canary", "m"), Event(2, 0.0, "rollback", "m")])
-    record_changes(endpoint, SimpleNamespace(event=event))  # type: ignore[arg-type]
+    record_changes(endpoint, SimpleNamespace(record_event=event))  # type: ignore[arg-type]
     assert told == ["canary", "rollback"]
 
 
@@ -326,7 +326,7 @@ def test_an_endpoint_that_the_cluster_has_no_room_for_names_its_own_fields(monke
     from shoal.flows import serving
     from shoal.flows.serving_spec import ServingSpec
 
-    for name in ("check", "require_code"):
+    for name in ("check", "require_importable"):
         monkeypatch.setattr(serving, name, lambda spec: None)
     monkeypatch.setattr(serving, "model_from_ref", lambda ref: MODEL)
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 2.0})
