@@ -30,8 +30,8 @@ import sys, ray
 ray.init(namespace="shoal", log_to_driver=False)
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.on_ray.deployment import deploy
-from shoal.serve.spec.model_source import registered
-print(deploy(EndpointSpec(name="left", num_cpus=0.1), [registered("left@1")]).url, flush=True)
+from shoal.serve.spec.model_source import model_from_ref
+print(deploy(EndpointSpec(name="left", num_cpus=0.1), [model_from_ref("left@1")]).url, flush=True)
 sys.stdin.read()
 """
 LIVING, GONE = "01000000", "02000000"
@@ -91,10 +91,10 @@ def faked(serve: FakeServe, actors: tuple[str, ...] = ()) -> Iterator[None]:
         def __init__(self, setting: ControllerConfig) -> None:
             assert parse_actor_name(setting.actor_name) == (setting.name, LIVING)
 
-        def make(self) -> None:
+        def start(self) -> None:
             serve.done.append("make")
 
-        def end(self) -> None:
+        def stop(self) -> None:
             serve.done.append("end")
 
     with pytest.MonkeyPatch.context() as patch:
