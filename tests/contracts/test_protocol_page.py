@@ -155,7 +155,7 @@ def codes_in(module: object, function: str, position: int) -> set[str]:
 
 
 def test_error_codes_and_which_of_them_are_fatal() -> None:
-    codes = codes_in(shoal.wire.messages, "ProtocolViolation", 0) | codes_in(shoal.rl.gateway.gateway, "_refuse", 1)
+    codes = codes_in(shoal.wire.messages, "ProtocolViolation", 0) | codes_in(shoal.rl.gateway.gateway, "_reject", 1)
     assert len(codes) > 5
     assert set(column("Errors")) == codes
     assert {row[0] for row in table("Errors") if row[1] == "yes"} == set(_FATAL)
