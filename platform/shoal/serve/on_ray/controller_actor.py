@@ -86,10 +86,10 @@ class RayControllerClient:
         await self._call_retryable("leave", replica)
 
     async def store_weights(self, model: str, snapshot: WeightSnapshot) -> None:
-        await self._call_retryable("keep", model, snapshot)
+        await self._call_retryable("store_weights", model, snapshot)
 
     async def fetch_weights(self, model: str, version: int) -> WeightSnapshot | None:
-        return await self._call_retryable("kept", model, version)
+        return await self._call_retryable("fetch_weights", model, version)
 
     async def administer(self, change: Mapping[str, Any], by: str) -> dict[str, Any]:
         return await self._call("administer", dict(change), by, timeout_s=CHANGE_TIMEOUT_S)
