@@ -351,7 +351,7 @@ def test_close_survives_what_the_last_messages_say(error: ShoalError, monkeypatc
         actor = ActorClient(parts.address, TOKEN, "one", timeout_s=10)
         actor.connect()
         actor.send(segment())
-        monkeypatch.setattr(actor, "_handle", fail)
+        monkeypatch.setattr(actor, "_handle_message", fail)
         actor.close()
         assert actor._context is not None
         assert actor._context.closed

@@ -33,9 +33,9 @@ class FakeFlow:
 
         self.spec = ActorLearnerSpec(env="CartPole-v1", target_return=475.0)
         self.events: list[tuple[str, dict[str, Any]]] = []
-        self.recorder = SimpleNamespace(event=lambda kind, **details: self.events.append((kind, details)))
+        self.recorder = SimpleNamespace(record_event=lambda kind, **details: self.events.append((kind, details)))
         self._outcome, self._is_up = outcome, time_is_up
-        self._note = self.recorder.event
+        self._note = self.recorder.record_event
         self._was_not_tried = lambda *words: _ActorLearnerRun._was_not_tried(self, *words)  # type: ignore[arg-type]
         self.passes: Callable[[], bool] = lambda: _ActorLearnerRun._passes(self, SNAPSHOT)  # type: ignore[arg-type]
 
@@ -116,7 +116,7 @@ def test_a_run_that_is_stopped_while_it_starts_settles_before_ray_kills_its_job(
         finish_learner=lambda timeout_s: not_there(timeout_s + 0.2),
         close_gateway=lambda finished, timeout_s: not_there(timeout_s),
     )
-    flow: Any = SimpleNamespace(_workers=workers, _endpoint=None, _listening={})
+    flow: Any = SimpleNamespace(_workers=workers, _endpoint=None, _addresses={})
     actor_learner._ActorLearnerRun.shut_down(flow)
     assert clock.now == actor_learner.SHUTDOWN_TIMEOUT_S < 15.0
 
@@ -135,8 +135,8 @@ def sent_nothing_valid(monkeypatch: pytest.MonkeyPatch, record: Callable[..., No
     }  # fmt: skip
     flow: Any = object.__new__(actor_learner._ActorLearnerRun)
     flow.spec = SimpleNamespace(env="CartPole-v1", max_wall_s=0.0, target_return=475.0)
-    flow.recorder = SimpleNamespace(id="one", log=record, log_group=record, event=record, endpoint=record)
-    flow._workers = SimpleNamespace(stats=lambda: (stats, {}), events=list, published=list)
+    flow.recorder = SimpleNamespace(id="one", log=record, log_group=record, record_event=record, record_endpoint=record)
+    flow._workers = SimpleNamespace(stats=lambda: (stats, {}), take_events=list, take_published=list)
     flow._endpoint = SimpleNamespace(stats=list)
     flow._addresses, flow._pids = {"gateway": ("gateway", "tcp://h:1")}, {}
     flow._gateway_stats, flow._learner_stats = {}, {}

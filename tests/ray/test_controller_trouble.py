@@ -11,6 +11,7 @@ import pytest
 from shoal.errors import ConnectionLost, InferenceError
 from shoal.serve.controller.config import ControllerConfig
 from shoal.serve.messages.replica_report import ReplicaReport
+from shoal.weights import WeightSnapshot
 
 
 class FailingMethod:
@@ -37,3 +38,29 @@ def test_what_fails_in_the_controller_stops_no_replica_and_is_told_to_people(tmp
         asyncio.run(controller.status())
     with pytest.raises(InferenceError, match="no"):
         asyncio.run(controller.administer({}, "me"))
+
+
+def test_the_client_of_a_controller_calls_methods_that_the_controller_has(tmp_path: Path) -> None:
+    from shoal.serve.controller.service import ControllerService
+    from shoal.serve.on_ray.controller_actor import RayControllerClient
+
+    async def answer(*arguments: object) -> list[object]:
+        return []
+
+    controller = RayControllerClient(ControllerConfig("e", "1", (), tmp_path, str(tmp_path), {}))
+    controller._handle = SimpleNamespace(
+        **{name: SimpleNamespace(remote=answer) for name in vars(ControllerService) if not name.startswith("_")}
+    )
+
+    async def call_everything() -> None:
+        await controller.follow("r1", 0, 1.0)
+        await controller.report(ReplicaReport("r1"))
+        await controller.leave("r1")
+        await controller.store_weights("m", WeightSnapshot.of(1, {}))
+        await controller.fetch_weights("m", 1)
+        await controller.administer({}, "me")
+        await controller.load("m", {}, "me")
+        await controller.unload("m", "me")
+        await controller.status()
+
+    asyncio.run(call_everything())

@@ -31,8 +31,8 @@ import sys, ray
 ray.init(namespace="shoal", log_to_driver=False)
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.on_ray.deployment import deploy
-from shoal.serve.spec.model_source import registered
-print(deploy(EndpointSpec(name="left", num_cpus=0.1), [registered("left@1")]).url, flush=True)
+from shoal.serve.spec.model_source import model_from_ref
+print(deploy(EndpointSpec(name="left", num_cpus=0.1), [model_from_ref("left@1")]).url, flush=True)
 sys.stdin.read()
 """
 LIVING, GONE = "01000000", "02000000"
@@ -92,10 +92,10 @@ def faked(serve: FakeServe, actors: tuple[str, ...] = ()) -> Iterator[None]:
         def __init__(self, setting: ControllerConfig) -> None:
             assert parse_actor_name(setting.actor_name) == (setting.name, LIVING)
 
-        def make(self) -> None:
+        def start(self) -> None:
             serve.done.append("make")
 
-        def end(self) -> None:
+        def stop(self) -> None:
             serve.done.append("end")
 
     with pytest.MonkeyPatch.context() as patch:
@@ -293,12 +293,12 @@ def test_an_endpoint_is_closed_also_when_its_record_cannot_be_written(monkeypatc
 
     @contextmanager
     def create(*arguments: object) -> Iterator[SimpleNamespace]:
-        yield SimpleNamespace(endpoint=record)
+        yield SimpleNamespace(record_endpoint=record)
 
     endpoint = SimpleNamespace(
         name="m", url="http://127.0.0.1:1", grpc="", close=lambda: done.append("close"), status=lambda: {"models": []}
     )
-    for name in ("check", "require_code", "require_cpus"):
+    for name in ("check", "require_importable", "require_cpus"):
         monkeypatch.setattr(serving, name, lambda *asked: None)
     monkeypatch.setattr(serving, "model_from_ref", lambda ref: MODEL)
     monkeypatch.setattr("shoal.serve.on_ray.deployment.deploy", lambda spec, models: endpoint)
@@ -319,7 +319,7 @@ def test_a_change_that_cannot_be_recorded_now_ends_no_endpoint() -> None:
         raise RunError("the record is locked")  # which has kept it
 
     endpoint = SimpleNamespace(take_events=lambda: [Event(1, 0.0, "canary", "m"), Event(2, 0.0, "rollback", "m")])
-    record_changes(endpoint, SimpleNamespace(event=event))  # type: ignore[arg-type]
+    record_changes(endpoint, SimpleNamespace(record_event=event))  # type: ignore[arg-type]
     assert told == ["canary", "rollback"]
 
 
@@ -327,7 +327,7 @@ def test_an_endpoint_that_the_cluster_has_no_room_for_names_its_own_fields(monke
     from shoal.flows import serving
     from shoal.flows.serving_spec import ServingSpec
 
-    for name in ("check", "require_code"):
+    for name in ("check", "require_importable"):
         monkeypatch.setattr(serving, name, lambda spec: None)
     monkeypatch.setattr(serving, "model_from_ref", lambda ref: MODEL)
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 2.0})

@@ -373,8 +373,8 @@ def test_a_port_that_somebody_has_taken_is_said(monkeypatch: pytest.MonkeyPatch)
 
 OWNER = """
 import json, os, sys, time
-from shoal.cluster.embedded_cluster import start
-cluster = start(num_cpus=1)
+from shoal.cluster.embedded_cluster import start_cluster
+cluster = start_cluster(num_cpus=1)
 if sys.argv[1] == "fork" and os.fork() == 0:
     time.sleep(600)  # holds every pipe of the owner open
 print(json.dumps([cluster.cluster_id, str(cluster.temp_dir)]), flush=True)

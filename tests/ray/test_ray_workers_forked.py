@@ -91,8 +91,8 @@ def test_a_worker_that_is_killed_takes_its_processes_along(fork_server: psutil.P
 # On a cluster of its own: others are to go on forking.
 WITHOUT_A_SERVER = """
 import os, psutil
-from shoal.cluster import embedded_cluster
-with embedded_cluster.start(num_cpus=2) as cluster:
+from shoal.cluster.embedded_cluster import start_cluster
+with start_cluster(num_cpus=2) as cluster:
     os.environ.update(cluster.environment)
     import ray
     from ray_workers import Worker, server_of

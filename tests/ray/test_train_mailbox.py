@@ -233,7 +233,7 @@ def test_the_driver_hears_everything_once_however_often_it_must_ask(
     handle.troubles = ["late"]
     trainer.let_go.set()
     assert heard(fit) == said[3:]  # what was said last, too
-    assert fit.outcome() is ENDED
+    assert fit.get_outcome() is ENDED
 
 
 def test_an_attempt_that_the_death_of_the_mailbox_has_cut_short_is_lost(
@@ -246,7 +246,7 @@ def test_an_attempt_that_the_death_of_the_mailbox_has_cut_short_is_lost(
     trainer.let_go.set()
     assert heard(fit) == []
     with pytest.raises(RankLost, match="the mailbox of the workers died"):
-        fit.outcome()
+        fit.get_outcome()
 
 
 @pytest.mark.parametrize("error", [None, NotFinite("the loss", 7, None, None)], ids=["the outcome", "the error"])
@@ -263,10 +263,10 @@ def test_what_is_known_already_counts_more_than_the_death_of_the_mailbox(
     trainer.let_go.set()
     heard(fit)
     if error is None:
-        assert fit.outcome() is ENDED
+        assert fit.get_outcome() is ENDED
         return
     with pytest.raises(NotFinite) as raised:
-        fit.outcome()
+        fit.get_outcome()
     assert raised.value is error
 
 

@@ -55,7 +55,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import shoal
-from shoal.train.task_source import standalone_source, word_of_task
+from shoal.train.task_source import build_standalone_source, get_task_path
 
 WIDTH = 3
 x = torch.arange(8.0).reshape(8, 1)
@@ -101,7 +101,7 @@ def run_program(tmp_path: Path, ending: str) -> str:
 
 
 def test_a_task_of_the_running_program_becomes_a_file_that_stands_alone(tmp_path: Path) -> None:
-    word = run_program(tmp_path, "print(word_of_task(Line))")
+    word = run_program(tmp_path, "print(get_task_path(Line))")
     file, name = word.split(":")
     assert name == "Line"
     text = Path(file).read_text()
@@ -117,7 +117,7 @@ def test_a_task_of_the_running_program_becomes_a_file_that_stands_alone(tmp_path
 
 
 def test_what_only_the_running_program_has_is_refused_by_name(tmp_path: Path) -> None:
-    ending = "try:\n    standalone_source(Uses)\nexcept shoal.errors.ConfigError as error:\n    print(error)"
+    ending = "try:\n    build_standalone_source(Uses)\nexcept shoal.errors.ConfigError as error:\n    print(error)"
     said = run_program(tmp_path, ending)
     assert said.startswith("x_of_the_program = ")
     assert "Tensor" in said

@@ -298,7 +298,7 @@ def test_a_request_cancelled_in_the_turn_of_its_answer_counts_once(poisonous: bo
         def and_cancel(real: Callable[..., None]) -> Callable[..., None]:
             return lambda *words: (real(*words), task.cancel())[0]
 
-        for name in ("_deliver", "settle_all"):
+        for name in ("_deliver", "fail_all"):
             setattr(queue, name, and_cancel(getattr(queue, name)))
         with pytest.raises(asyncio.CancelledError):
             await task

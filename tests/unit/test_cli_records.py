@@ -185,15 +185,15 @@ def test_a_resumed_run_is_not_shown_with_what_its_earlier_life_said(monkeypatch:
         session._read_record()
         assert session._view is not None
         assert (session._view.phase, session._view.metrics, connected) == ("starting the endpoint", {}, [])
-        again.event("gateway_ready", address="tcp://new", env="E", server_key="")
-        again.endpoint("gateway", "gateway", "tcp://new", "ready")
+        again.record_event("gateway_ready", address="tcp://new", env="E", server_key="")
+        again.record_endpoint("gateway", "gateway", "tcp://new", "ready")
         session._read_record()
         assert (session._view.phase, connected) == ("waiting for actors", ["tcp://new"] * 2)
         again.log(2, {"return/mean_100": 100.0})
         again.flush()
         session._read_record()
         assert session._view.phase == "learning"
-        again.event("solved", seconds=1.0, steps=2)
+        again.record_event("solved", seconds=1.0, steps=2)
         session._read_record()
         assert session._view.phase == "learning"  # by now it is not what the target asks for
         again.log(3, {"return/mean_100": 480.0})
@@ -279,8 +279,8 @@ def test_where_no_actor_is_left_there_is_nothing_to_wait_for(monkeypatch: pytest
     with runs.create("x", "target_return: 475", "one") as run:
         pass
     session = a_session("resume=one")
-    session._job = SimpleNamespace(outcome=lambda: None)  # type: ignore[assignment]
-    session._job_log = SimpleNamespace(new=lambda is_over: [])  # type: ignore[assignment]
+    session._job = SimpleNamespace(poll_outcome=lambda: None)  # type: ignore[assignment]
+    session._job_log = SimpleNamespace(read_new_lines=lambda is_over: [])  # type: ignore[assignment]
     with runs.reopen("one") as again:
         (run.folder / "actor-0.log").write_text("RuntimeError: motor burnt\n")
         session._actors = [SimpleNamespace(poll=lambda: 1)]
@@ -306,7 +306,7 @@ def test_a_cluster_that_has_ended_is_said_with_how_to_go_on(
     session = a_session("resume=one")
     monkeypatch.setattr("shoal.cli.commands.run.ray_jobs.submit", lambda *arguments, **more: None)
     monkeypatch.setattr("shoal.cluster.jobs.JobHandle.status", gone)
-    monkeypatch.setattr("shoal.cluster.jobs.JobHandle.end", lambda job: None)
+    monkeypatch.setattr("shoal.cluster.jobs.JobHandle.stop_quietly", lambda job: None)
     with (
         pytest.raises(RunError, match=r"the cluster has ended.*refused\nGo on with: shoal run x"),
         ExitStack() as stack,

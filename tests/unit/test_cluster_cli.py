@@ -274,7 +274,7 @@ class Asked(JobHandle):
     """A job of which a dashboard that is a stand-in says these things, or fails to, at the times of a clock."""
 
     def __init__(self, head_is_alive: bool, clock: SimpleNamespace) -> None:
-        cluster = SimpleNamespace(is_local=True, head_is_alive=lambda: head_is_alive)
+        cluster = SimpleNamespace(is_local=True, is_head_alive=lambda: head_is_alive)
         super().__init__(cluster, "one")  # type: ignore[arg-type]
         self._clock = clock
 

@@ -110,10 +110,10 @@ def test_options_that_json_has_no_number_for_outlive_the_controller(cluster: Clu
 def test_a_model_that_comes_back_under_its_name_is_staged_anew(cluster: Cluster) -> None:
     """What a replica reported of its last life, and reports still, says nothing about this one."""
     for attempt in (1, 2, 3):
-        cluster.controller.add(Deployment("n", "/registry", "2", OPTIONS))
-        cluster.controller.begin("n", 2, Goal.FLIP, kind="deploy", by="me", why="")
+        cluster.controller.add_model(Deployment("n", "/registry", "2", OPTIONS))
+        cluster.controller.begin_rollout("n", 2, Goal.FLIP, kind="deploy", by="me", why="")
         assert cluster.controller.state.models["n"].rollout.attempt == attempt
-        cluster.controller.remove("n", "me", "")
+        cluster.controller.remove_model("n", "me", "")
         cluster.start_controller()
 
 
@@ -122,7 +122,7 @@ def test_what_replicas_had_of_a_candidate_that_was_dropped_does_not_count_when_i
 ) -> None:
     cluster.ask(action="canary", version=2, percent=10)
     cluster.settle()
-    cluster.controller.drop("m", "rollback", "guard", "slow")
+    cluster.controller.drop_candidate("m", "rollback", "guard", "slow")
     cluster.ask(action="promote", version=2)
     for replica in cluster.replicas.values():
         cluster.tell(replica)  # before it has heard of either
@@ -252,7 +252,7 @@ def test_a_registry_that_goes_while_a_moved_alias_is_followed_is_asked_again(
         raise RegistryError("the registry is gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(cluster.catalogue, "meant", meant_once)
+        patch.setattr(cluster.catalogue, "resolve", meant_once)
         cluster.controller.tick()
         assert cluster.rollout.phase is Phase.CANARY
     cluster.settle()

@@ -118,7 +118,7 @@ def test_a_model_that_could_not_be_added_goes_though_nobody_waits_for_it_any_mor
     """Else no replica that starts could say that it is ready."""
     for replica in cluster.replicas.values():
         replica.bad = {2}
-    cluster.controller.remove("m", "me", "")
+    cluster.controller.remove_model("m", "me", "")
     cluster.ask(action="deploy", version=2)
     cluster.asked.pop().cancel()
     cluster.start_controller()
@@ -168,7 +168,7 @@ def test_what_was_refused_is_not_tried_again_when_another_canary_ends(cluster: C
     cluster.ask(action="rollback", from_version=4)
     cluster.ask(action="canary", version=2, percent=10)
     cluster.settle()
-    cluster.controller.drop("m", "rollback", "guard", "bad")
+    cluster.controller.drop_candidate("m", "rollback", "guard", "bad")
     cluster.settle()
     assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 1)
     cluster.catalogue.promote("m", 3, "champion")
@@ -213,7 +213,7 @@ def test_who_waits_for_a_model_that_is_deleted_hears_of_it(cluster: Cluster, act
     change = {"action": action, "model": "m"} | ({"version": 2} if action == "deploy" else {})
     waiting = cluster.loop.create_task(cluster.administration.administer(change, "me"))
     cluster.spin()
-    cluster.controller.remove("m", "other", "deleted")
+    cluster.controller.remove_model("m", "other", "deleted")
     with pytest.raises(InferenceError, match="was deleted meanwhile") as refused:
         cluster.loop.run_until_complete(asyncio.wait_for(waiting, 5.0))
     assert refused.value.status == 409

@@ -43,7 +43,7 @@ def test_lines_are_whole_and_rays_own_are_left_out() -> None:
     ],
 )
 def test_a_job_that_another_has_stopped_did_not_fail(log: str, outcome: JobStatus, said: str) -> None:
-    assert describe_failure(cast(JobHandle, SimpleNamespace(logs=lambda: log)), "the job", outcome) == said
+    assert describe_failure(cast(JobHandle, SimpleNamespace(read_logs=lambda: log)), "the job", outcome) == said
 
 
 class Grows:
@@ -77,7 +77,7 @@ def test_a_line_that_has_only_begun_is_said_when_it_is_whole(log: str, lines: li
         words = JobLogReader(cast(JobHandle, job))
         seen = []
         for _ in range(len(job.looks) - 1):
-            job.outcome()
+            job.poll_outcome()
             seen += words.read_new_lines(is_over=False)
         assert seen == lines
         assert seen + words.read_new_lines(is_over=True) == at_the_end

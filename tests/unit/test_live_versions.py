@@ -235,7 +235,7 @@ def test_one_that_looks_slow_is_compared_on_the_same_batches_before_it_is_left()
     assert (left.version, left.instead, left.has_answered) == (2, 1, True)
     assert "it computes the same batches 3 times as long" in left.reason
     assert subject.num_told == 2  # the first version, and this
-    assert subject.forwards.of(2)[0][0] == 10  # a forward beside another says nothing of one alone
+    assert subject.forwards.get_medians(2)[0][0] == 10  # a forward beside another says nothing of one alone
 
 
 def test_one_that_was_slow_because_the_machine_was_is_not_left() -> None:

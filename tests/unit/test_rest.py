@@ -254,7 +254,7 @@ def test_statuses_are_counted() -> None:
     subject.infer(ROW)
     subject.get("/nothing")
     subject.get("/v2")
-    assert subject.app.statuses() == {200: 2, 404: 1}
+    assert subject.app.get_status_counts() == {200: 2, 404: 1}
 
 
 def test_a_model_that_was_loaded_anew_is_read_by_its_new_signature() -> None:

@@ -214,7 +214,7 @@ def test_what_is_no_text_is_recorded_all_the_same(run: RunRecorder) -> None:
         lambda run: run.log(2**63, {"x": 1.0}),
         lambda run: run.log_group(2**63, "lag", {"x": 1.0}),
         lambda run: run.forget_after(2**63),
-        lambda run: run.histogram(2**63, "x", np.ones(1), np.ones(2)),
+        lambda run: run.log_histogram(2**63, "x", np.ones(1), np.ones(2)),
         lambda run: run.record_weights(2**63, 1, "", 0.0),
         lambda run: run.record_weights(1, 2**63, "", 0.0),
         lambda run: run.record_model("m", 2**63, ()),
@@ -226,8 +226,8 @@ def test_what_is_no_text_is_recorded_all_the_same(run: RunRecorder) -> None:
         lambda run: run.log(1.5, {"x": 1.0}),
         lambda run: run.log(float("nan"), {"x": 1.0}),
         lambda run: run.log("1", {"x": 1.0}),
-        lambda run: run.event(None),
-        lambda run: run.endpoint("shop", "inference", None, "ready"),
+        lambda run: run.record_event(None),
+        lambda run: run.record_endpoint("shop", "inference", None, "ready"),
         lambda run: run.record_model(None, 1, ()),
         lambda run: run.record_model("m", 1, (1,)),
         lambda run: run.record_weights(1, 1, None, 0.0),
@@ -252,7 +252,7 @@ run, stop, step = runs.create("cartpole", "a: 1", sys.argv[1]), Path(sys.argv[2]
 while not stop.exists():
     step += 1
     run.log(step, {"x": float(step), "y": -float(step)})
-    run.weights_published(step, step, f"{step:064x}", time.time())
+    run.record_weights(step, step, f"{step:064x}", time.time())
     if step % 20 == 0:
         run.flush()
         print(step, flush=True)

@@ -58,7 +58,7 @@ def test_busy_queues_get_time_by_their_weights(
     longest_s = world.seconds(MAX_BATCH)
     for step in range(120):
         for name, num_rows in zip(QUEUES, rows, strict=True):
-            while world.queues[name].line.rows + num_rows <= MAX_QUEUE:
+            while world.queues[name].fair_queue.rows + num_rows <= MAX_QUEUE:
                 world.submit(name, num_rows)
         if step > 5:
             a, b = (world.used_s[name] / world.weights[name] for name in QUEUES)
@@ -77,7 +77,7 @@ def test_busy_tenants_get_equal_rows(sizes: tuple[int, int], groups: tuple[int, 
     for _ in range(60):
         for tenant, rows, group in zip("xy", sizes, groups, strict=True):
             for _ in range(2):
-                if sum(job.num_rows for job in world.queues["a"].line if job.tenant == tenant) < MAX_QUEUE // 3:
+                if sum(job.num_rows for job in world.queues["a"].fair_queue if job.tenant == tenant) < MAX_QUEUE // 3:
                     world.submit("a", rows, group=group, tenant=tenant)
         assert abs(world.served["x"] - world.served["y"]) <= 2 * MAX_BATCH
         world.advance(world.seconds(MAX_BATCH))
@@ -103,7 +103,7 @@ def test_tenants_that_nobody_waits_for_are_forgotten() -> None:
         world.submit(tenant=f"key-{number}")
         if number % 5 == 4:
             world.advance()
-    assert len(world.queues["a"].line._tenants) <= 1
+    assert len(world.queues["a"].fair_queue._tenants) <= 1
 
 
 def test_a_group_that_nobody_waits_for_is_let_go() -> None:
@@ -132,7 +132,7 @@ def test_a_queue_that_was_away_gets_no_credit_for_it() -> None:
         world.advance()
     world.submit("a", rows=MAX_BATCH)
     for name in "abababab":
-        if world.queues[name].line.rows + MAX_BATCH <= MAX_QUEUE:
+        if world.queues[name].fair_queue.rows + MAX_BATCH <= MAX_QUEUE:
             world.submit(name, rows=MAX_BATCH)
     world.advance()
     assert "".join(batch.queue.name for batch in world.started[-6:]) in ("ababab", "bababa")
@@ -149,7 +149,7 @@ def test_who_fills_the_queue_makes_room_for_others_until_all_hold_as_much() -> N
     for _ in range(MAX_QUEUE):
         for tenant in "xyz":
             world.submit(tenant=tenant)
-    held = Counter(job.tenant for job in world.queues["a"].line for _ in range(job.num_rows))
+    held = Counter(job.tenant for job in world.queues["a"].fair_queue for _ in range(job.num_rows))
     assert held == {"x": 4, "y": 4, "z": 4}
     world.advance()
     assert world.ends([first, *flood[:4]]) == {"answered": 5}
@@ -161,7 +161,7 @@ def test_nobody_leaves_for_a_request_that_is_refused_all_the_same() -> None:
     for _ in range(MAX_QUEUE):
         world.submit(tenant="x")
     assert world.submit(tenant="y", rows=MAX_BATCH, within_s=0.03).end == "late"
-    assert world.queues["a"].line.rows == MAX_QUEUE
+    assert world.queues["a"].fair_queue.rows == MAX_QUEUE
 
 
 def test_a_queue_is_full_of_bytes_too() -> None:

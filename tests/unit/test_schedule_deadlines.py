@@ -107,7 +107,7 @@ def test_one_tight_deadline_is_given_up_when_saving_it_would_cost_the_others() -
     soon = Job("a", 1, 0.0, 0.0415, 0, "")
     others = [Job("a", 1, 0.0, 0.05, 0, "") for _ in range(3)]
     for job in (soon, *others):
-        world.queues["a"].line.add(job)
+        world.queues["a"].fair_queue.add(job)
     batch, late = world.schedule.take(0.0)
     assert late == [soon]
     assert batch is not None
@@ -120,7 +120,7 @@ def test_who_stands_first_is_not_overtaken_by_a_tight_deadline_that_fits_no_batc
     tight = Job("a", 1, 0.0, 0.025, 0, "")
     other = Job("a", 1, 0.0, None, 0, "")
     for job in (tight, other, patient):
-        world.queues["a"].line.add(job)
+        world.queues["a"].fair_queue.add(job)
     batch, late = world.schedule.take(0.0)
     assert batch is not None
     assert (batch.requests, late) == ([patient, other], [tight])
@@ -130,7 +130,7 @@ def test_requests_that_a_cut_puts_back_keep_their_place() -> None:
     world = World(exact=True, seconds_of=(0.0, 0.01))
     jobs = [Job("a", 1, 0.0, deadline_s, 0, "") for deadline_s in (0.025, 0.9, 0.9, 0.9, 0.9)]
     for job in jobs:
-        world.queues["a"].line.add(job)
+        world.queues["a"].fair_queue.add(job)
     batches = [world.schedule.take(now_s)[0] for now_s in (0.0, 0.02)]
     assert [batch and batch.requests for batch in batches] == [jobs[:2], jobs[2:]]
 
@@ -138,12 +138,12 @@ def test_requests_that_a_cut_puts_back_keep_their_place() -> None:
 def test_what_a_cut_puts_back_is_not_counted_as_served() -> None:
     world = World(exact=True, seconds_of=(0.0, 0.01))
     for deadline_s in (0.025, 0.9, 0.9, 0.9):
-        world.queues["a"].line.add(Job("a", 1, 0.0, deadline_s, 0, "x"))
+        world.queues["a"].fair_queue.add(Job("a", 1, 0.0, deadline_s, 0, "x"))
     first, _ = world.schedule.take(0.0)
     assert first is not None
     assert first.rows == 2
     for _ in range(4):
-        world.queues["a"].line.add(Job("a", 1, 0.0, 0.9, 0, "y"))
+        world.queues["a"].fair_queue.add(Job("a", 1, 0.0, 0.9, 0, "y"))
     second, _ = world.schedule.take(0.02)
     assert second is not None
     assert Counter(job.tenant for job in second.requests) == {"x": 1, "y": 3}
@@ -153,6 +153,6 @@ def test_what_expired_while_nobody_looked_is_given_up_and_not_computed() -> None
     world = World()
     jobs = [Job("a", 1, 0.0, deadline_s, 0, "") for deadline_s in (1.0, 2.0, 30.0)]
     for job in jobs:
-        world.queues["a"].line.add(job)
+        world.queues["a"].fair_queue.add(job)
     batch, late = world.schedule.take(10.0)
     assert (late, batch and batch.requests) == (jobs[:2], jobs[2:])

@@ -58,7 +58,7 @@ def traced(tmp_path: Path) -> Iterator[tuple[Callable[..., Tracer], Callable[[],
 
 def test_a_request_is_a_child_of_its_callers_span_and_says_where_its_time_went(traced: Any) -> None:
     make, spans = traced
-    with make().request("POST infer", "m", CALLER) as trace:
+    with make().start_request("POST infer", "m", CALLER) as trace:
         TracedArrays({"x": np.zeros(1)}, trace)
         trace.record_prediction(PREDICTION, num_rows=2)
     found = {span["name"]: span for span in spans()}
@@ -83,9 +83,9 @@ def test_a_batch_is_linked_to_the_requests_in_it(traced: Any) -> None:
     tracer = make()
     requests: list[object] = [{"x": np.zeros(1)}]  # one that is not traced
     for _ in range(2):
-        with tracer.request("POST infer", "m") as trace:
+        with tracer.start_request("POST infer", "m") as trace:
             requests.append(TracedArrays({"x": np.zeros(1)}, trace))
-    tracer.batch("m", 3, report(3), requests)
+    tracer.record_batch("m", 3, report(3), requests)
     by_name: dict[str, list[dict[str, Any]]] = {}
     for span in spans():
         by_name.setdefault(span["name"], []).append(span)
@@ -110,7 +110,7 @@ def test_a_batch_is_linked_to_the_requests_in_it(traced: Any) -> None:
 )
 def test_a_request_that_failed(traced: Any, error: BaseException, status: int, is_error: bool) -> None:
     make, spans = traced
-    with pytest.raises(type(error)), make().request("POST infer", "m"):
+    with pytest.raises(type(error)), make().start_request("POST infer", "m"):
         raise error
     (span,) = spans()
     assert span["attributes"]["http.response.status_code"] == status
@@ -119,7 +119,7 @@ def test_a_request_that_failed(traced: Any, error: BaseException, status: int, i
 
 def test_a_request_that_was_cancelled_because_it_is_late(traced: Any) -> None:
     make, spans = traced
-    trace = make().request("POST infer", "m")
+    trace = make().start_request("POST infer", "m")
     trace.cancelled_status = 504
     with pytest.raises(asyncio.CancelledError), trace:
         raise asyncio.CancelledError
@@ -131,23 +131,23 @@ def test_a_request_that_was_cancelled_because_it_is_late(traced: Any) -> None:
 def test_who_says_that_it_is_not_traced_is_not(traced: Any) -> None:
     make, spans = traced
     tracer = make()
-    assert tracer.request("POST infer", "m", UNSAMPLED) is None
-    tracer.batch("m", 3, report(), [{}])
+    assert tracer.start_request("POST infer", "m", UNSAMPLED) is None
+    tracer.record_batch("m", 3, report(), [{}])
     assert spans() == []
 
 
 def test_the_ratio_is_of_those_that_do_not_say(traced: Any) -> None:
     make, spans = traced
     tracer = make("?ratio=0")
-    assert tracer.request("POST infer", "m") is None
-    with tracer.request("POST infer", "m", CALLER) as trace:
-        tracer.batch("m", 3, report(), [TracedArrays({}, trace)])
+    assert tracer.start_request("POST infer", "m") is None
+    with tracer.start_request("POST infer", "m", CALLER) as trace:
+        tracer.record_batch("m", 3, report(), [TracedArrays({}, trace)])
     assert {span["name"] for span in spans()} == {"POST infer", "batch", "forward"}
 
 
 def test_traced_inputs_are_inputs(traced: Any) -> None:
     make, _ = traced
-    with make().request("POST infer", "m") as trace:
+    with make().start_request("POST infer", "m") as trace:
         inputs = TracedArrays({"x": np.arange(3)}, trace)
     assert isinstance(inputs, dict)
     assert list(inputs) == ["x"]
@@ -156,8 +156,8 @@ def test_traced_inputs_are_inputs(traced: Any) -> None:
 @pytest.mark.parametrize("traceparent", ["nonsense", "00-0-0-01", "00-" + "0" * 32 + "-" + "0" * 16 + "-01", "\xff"])
 def test_a_traceparent_that_is_none_says_nothing(traced: Any, traceparent: str) -> None:
     make, spans = traced
-    assert make("?ratio=0").request("POST infer", "m", traceparent) is None
-    with make().request("POST infer", "m", traceparent):
+    assert make("?ratio=0").start_request("POST infer", "m", traceparent) is None
+    with make().start_request("POST infer", "m", traceparent):
         pass
     assert spans()[0]["parent_id"] is None
 

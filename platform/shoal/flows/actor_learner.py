@@ -175,8 +175,8 @@ class _ActorLearnerRun:
         if passes:
             return True
         print(
-            f"version {snapshot.version} returned {format_number(trial.mean_return)} over {len(trial.returns)} episodes of a"
-            f" trial, and not surely {self.spec.target_return:g} in others: learning on",
+            f"version {snapshot.version} returned {format_number(trial.mean_return)} over {len(trial.returns)} episodes"
+            f" of a trial, and not surely {self.spec.target_return:g} in others: learning on",
             flush=True,
         )
         return False
