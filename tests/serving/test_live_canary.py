@@ -23,7 +23,7 @@ def seen(endpoint: LiveSet) -> ModelStatus:
 
 
 def candidates(endpoint: LiveSet) -> list[int]:
-    return [replica.host.model("moody").table.candidate_version for replica in endpoint.replicas.values()]
+    return [replica.manager.get_model("moody").router.candidate_version for replica in endpoint.replicas.values()]
 
 
 async def beside(endpoint: LiveSet, version: int, mood: float = 0.0) -> None:

@@ -162,7 +162,7 @@ async def test_rolled_back_by_hand_it_stays_there_until_it_is_promoted(endpoint:
     endpoint.store.publish(moody(3))
     assert await everywhere(endpoint) == {1}
     [late] = await endpoint.start()  # it has never seen version 1
-    assert (late.host.ready, (await infer(late)).version) == (True, 1)
+    assert (late.manager.is_ready, (await infer(late)).version) == (True, 1)
     endpoint.restart_controller()
     assert await everywhere(endpoint) == {1}
     await endpoint.administer(action="promote", model="moody")
@@ -174,7 +174,7 @@ async def test_rolled_back_by_hand_it_stays_there_until_it_is_promoted(endpoint:
 @live(replicas=2)
 async def test_a_version_that_only_one_replica_still_holds_is_given_to_the_others(endpoint: LiveSet) -> None:
     await endpoint.publish(moody(2))
-    other = endpoint.replicas["r2"].host.model("moody").live
+    other = endpoint.replicas["r2"].manager.get_model("moody").live
     assert other is not None
     other.take(moody(3))
     await infer(endpoint.replicas["r2"])
@@ -206,20 +206,20 @@ async def test_a_replica_is_let_in_when_it_has_what_is_pinned(endpoint: LiveSet)
     endpoint.giving.clear()
     late = endpoint.add("late")
     starting = asyncio.create_task(late.start())
-    await until(lambda: late.host.ready and endpoint.num_fetched == 1)  # with what the run has
+    await until(lambda: late.manager.is_ready and endpoint.num_fetched == 1)  # with what the run has
     assert not (await asyncio.wait([starting], timeout=5 * START_POLL_S))[0]
     endpoint.controller.live.pin("moody", 1, "me", "")  # while it fetches another
     await until(lambda: endpoint.controller.plan.models[0].live.is_kept)
-    await until(lambda: late.host.report().generation == endpoint.controller.plan.generation)
+    await until(lambda: late.manager.report().generation == endpoint.controller.plan.generation)
     endpoint.giving.set()
     await starting
-    await until(lambda: late.host.model("moody").version == 1)
+    await until(lambda: late.manager.get_model("moody").version == 1)
 
 
 @live()
 async def test_a_batch_that_two_versions_computed_does_not_say_how_long_one_takes(endpoint: LiveSet) -> None:
     [replica] = endpoint.replicas.values()
-    hosted = replica.host.model("moody")
+    hosted = replica.manager.get_model("moody")
     forwards, on_batch = hosted._forwards, hosted._queue._on_batch
     assert on_batch is not None
     await until(lambda: sum(num for num, _ in forwards.of(1).values()) == hosted.batcher_counts().batches)
@@ -297,7 +297,7 @@ async def test_status_says_what_it_follows_what_is_held_and_what_was_left(endpoi
 @live()
 async def test_a_model_that_is_deleted_follows_no_more(endpoint: LiveSet) -> None:
     [replica] = endpoint.replicas.values()
-    follower = replica.host.followers["moody"]
+    follower = replica.manager.followers["moody"]
     await endpoint.administer(action="delete", model="moody")
     endpoint.store.publish(moody(2))
     await until(lambda: not follower.alive)
