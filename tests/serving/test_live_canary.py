@@ -19,7 +19,7 @@ from shoal.serve.spec.model_options import GuardOptions
 
 
 def seen(endpoint: LiveSet) -> ModelStatus:
-    return EndpointStatus.from_json(msgspec.json.encode(endpoint.status.endpoint())).models[0]
+    return EndpointStatus.from_json(msgspec.json.encode(endpoint.status.describe_endpoint())).models[0]
 
 
 def candidates(endpoint: LiveSet) -> list[int]:

@@ -220,7 +220,7 @@ async def test_a_replica_is_let_in_when_it_has_what_is_pinned(endpoint: LiveSet)
 async def test_a_batch_that_two_versions_computed_does_not_say_how_long_one_takes(endpoint: LiveSet) -> None:
     [replica] = endpoint.replicas.values()
     hosted = replica.manager.get_model("moody")
-    forwards, on_batch = hosted._forwards, hosted._queue._on_batch
+    forwards, on_batch = hosted._forward_times, hosted._queue._on_batch
     assert on_batch is not None
     await until(lambda: sum(num for num, _ in forwards.of(1).values()) == hosted.batcher_counts().batches)
     told, timed = [], []
@@ -276,7 +276,9 @@ async def test_a_version_goes_by_what_a_user_measures(endpoint: LiveSet) -> None
 @live()
 async def test_status_says_what_it_follows_what_is_held_and_what_was_left(endpoint: LiveSet) -> None:
     def seen() -> list[str]:
-        return format_plain_lines(EndpointStatus.from_json(json_of(endpoint.status.endpoint())), "http://here")[1:]
+        return format_plain_lines(
+            EndpointStatus.from_json(json_of(endpoint.status.describe_endpoint())), "http://here"
+        )[1:]
 
     await endpoint.publish(moody(2))
     await until(lambda: len(seen()) == 2)
@@ -286,7 +288,7 @@ async def test_status_says_what_it_follows_what_is_held_and_what_was_left(endpoi
     await endpoint.administer(action="rollback", model="moody")
     await until(lambda: [line.partition(":")[0] for line in seen()] == ["moody@1 stable"])
     assert seen()[0].endswith("pinned at version 1 of a run")
-    model = EndpointStatus.from_json(json_of(endpoint.status.endpoint())).models[0]
+    model = EndpointStatus.from_json(json_of(endpoint.status.describe_endpoint())).models[0]
     assert format_shares(model) == "100% by 1 (stable), pinned at version 1 of a run"
     await endpoint.administer(action="promote", model="moody")
     await endpoint.publish(moody(3, RAISE))
