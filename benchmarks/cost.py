@@ -40,7 +40,7 @@ SHORT, ALL = (
 )  # steps that a probe looks at, of long ones and of short
 JUDGED = {"memory_peak": "memory", "flops_step": "FLOPs", "sent_bytes": "bytes sent", "bubble": "pipeline bubble"}
 _PINNED = """
-from shoal.train.launch.overrides import recipe_of
+from shoal.train.launch.overrides import load_recipe
 from shoal.train.task import find_task
 
 class Pinned(find_task({recipe!r})):
@@ -48,7 +48,7 @@ class Pinned(find_task({recipe!r})):
         return {cuts!r}
 
 def spec():
-    return recipe_of({recipe!r})
+    return load_recipe({recipe!r})
 """
 
 
