@@ -222,7 +222,7 @@ async def test_a_batch_that_two_versions_computed_does_not_say_how_long_one_take
     hosted = replica.manager.get_model("moody")
     forwards, on_batch = hosted._forward_times, hosted._queue._on_batch
     assert on_batch is not None
-    await until(lambda: sum(num for num, _ in forwards.of(1).values()) == hosted.batcher_counts().batches)
+    await until(lambda: sum(num for num, _ in forwards.get_medians(1).values()) == hosted.batcher_counts().batches)
     told, timed = [], []
 
     def tell(report: BatchReport) -> None:
