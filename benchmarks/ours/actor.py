@@ -96,8 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     environment = CountedEnvironment(options.env, options.steps_per_s, options.work)
     threading.Thread(target=answer_questions, args=(environment,), daemon=True).start()
-    if options.single:
-        tensors = decode_tensors(options.single.read_bytes())
+    if options.alone:
+        tensors = decode_tensors(options.alone.read_bytes())
         num_layers = sum(name.startswith("policy.") for name in tensors) // 2
         names = tuple((f"policy.{2 * index}.weight", f"policy.{2 * index}.bias") for index in range(num_layers))
         policy = MlpPolicy(PolicySpec("mlp_categorical", "tanh", names), options.seed)

@@ -31,7 +31,7 @@ class LiveSet(ReplicaSet):
     @property
     def seen(self) -> dict[str, Any]:
         """What the status says of the model."""
-        return self.status.model("moody")
+        return self.status.describe_model("moody")
 
     def entries(self) -> list[tuple[str, int | None, int | None, str]]:
         return [(each.kind, each.version, each.previous, each.by) for each in self.controller.state.events]

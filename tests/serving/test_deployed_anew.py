@@ -27,9 +27,9 @@ async def test_a_replica_that_missed_a_deletion_serves_a_model_as_it_was_deploye
     await until(lambda: list(endpoint.controller.reports) == ["r1", "r2"])
     await endpoint.administer(action="delete", model="other")
     await endpoint.administer(action="deploy", model="other", options={"max_batch_size": 2})
-    cut_off._follower._apply, cut_off._follower._known = cut_off.host.apply, -1
+    cut_off._follower._apply, cut_off._follower._known_generation = cut_off.manager.apply, -1
     endpoint.dead.discard("r3")
-    await until(lambda: cut_off.host._plan == endpoint.controller.plan and cut_off.host.is_staged)
+    await until(lambda: cut_off.manager._plan == endpoint.controller.plan and cut_off.manager.is_staged)
     assert [(await infer(each, "other", rows=3)).status for each in endpoint.replicas.values()] == [422] * 3
     assert await everywhere(endpoint) == {1: 120}
 
@@ -60,5 +60,5 @@ async def test_what_still_answers_of_a_model_that_was_deleted_is_not_taken_for_t
 async def test_options_of_one_model_leave_what_they_do_not_name_as_the_endpoint_has_it(endpoint: ReplicaSet) -> None:
     register("other")
     await endpoint.administer(action="deploy", model="other", options={"guard": {"min_requests": 10}})
-    options = endpoint.replicas["r1"].host.model("other").options
+    options = endpoint.replicas["r1"].manager.get_model("other").options
     assert (options.guard.min_requests, options.guard.max_latency_ratio, options.max_batch_size) == (10, 5.0, 8)

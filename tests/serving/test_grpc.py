@@ -258,7 +258,7 @@ def test_without_a_key_only_the_server_s_health_is_told() -> None:
             error = await refused(anext(aiter(ask("ModelStreamInfer", Silence()))))
             assert error.code() is grpc.StatusCode.UNAUTHENTICATED
             assert "key" in error.details()
-            assert not host.model("m").calls
+            assert not host.get_model("m").calls
 
     run(test())
 

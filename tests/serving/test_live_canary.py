@@ -19,11 +19,11 @@ from shoal.serve.spec.model_options import GuardOptions
 
 
 def seen(endpoint: LiveSet) -> ModelStatus:
-    return EndpointStatus.from_json(msgspec.json.encode(endpoint.status.endpoint())).models[0]
+    return EndpointStatus.from_json(msgspec.json.encode(endpoint.status.describe_endpoint())).models[0]
 
 
 def candidates(endpoint: LiveSet) -> list[int]:
-    return [replica.host.model("moody").table.candidate_version for replica in endpoint.replicas.values()]
+    return [replica.manager.get_model("moody").router.candidate_version for replica in endpoint.replicas.values()]
 
 
 async def beside(endpoint: LiveSet, version: int, mood: float = 0.0) -> None:

@@ -34,7 +34,7 @@ def test_a_replica_that_hangs_while_it_takes_weights_of_its_run_is_not_healthy(m
             [replica] = await endpoint.start()
             replica.check_health()
             store.publish(constant(2))
-            follower = replica.host.followers["live"]
+            follower = replica.manager.followers["live"]
             await until(lambda: follower.busy_s > 0.05)
             with pytest.raises(ShoalError, match="has been loading for"):
                 replica.check_health()
@@ -63,13 +63,13 @@ def test_a_live_model_that_is_deleted_while_it_is_built_is_not_served(monkeypatc
         async with ReplicaSet(model_from_ref("linear@1"), live) as endpoint:
             replica = endpoint.add()
             starting = asyncio.create_task(replica.start(10.0))
-            await until(lambda: "live" in replica.host._plans)
+            await until(lambda: "live" in replica.manager._plans)
             await endpoint.administer(action="delete", model="live")
             await starting
             release.set()
-            await until(lambda: not replica.host._tasks)
-            assert [model.name for model in replica.host.models()] == ["linear"]
-            assert replica.host.followers == {}
+            await until(lambda: not replica.manager._tasks)
+            assert [model.name for model in replica.manager.list_models()] == ["linear"]
+            assert replica.manager.followers == {}
         store.close()
 
     asyncio.run(body())

@@ -162,7 +162,7 @@ async def test_rolled_back_by_hand_it_stays_there_until_it_is_promoted(endpoint:
     endpoint.store.publish(moody(3))
     assert await everywhere(endpoint) == {1}
     [late] = await endpoint.start()  # it has never seen version 1
-    assert (late.host.ready, (await infer(late)).version) == (True, 1)
+    assert (late.manager.is_ready, (await infer(late)).version) == (True, 1)
     endpoint.restart_controller()
     assert await everywhere(endpoint) == {1}
     await endpoint.administer(action="promote", model="moody")
@@ -174,7 +174,7 @@ async def test_rolled_back_by_hand_it_stays_there_until_it_is_promoted(endpoint:
 @live(replicas=2)
 async def test_a_version_that_only_one_replica_still_holds_is_given_to_the_others(endpoint: LiveSet) -> None:
     await endpoint.publish(moody(2))
-    other = endpoint.replicas["r2"].host.model("moody").live
+    other = endpoint.replicas["r2"].manager.get_model("moody").live
     assert other is not None
     other.take(moody(3))
     await infer(endpoint.replicas["r2"])
@@ -206,23 +206,23 @@ async def test_a_replica_is_let_in_when_it_has_what_is_pinned(endpoint: LiveSet)
     endpoint.giving.clear()
     late = endpoint.add("late")
     starting = asyncio.create_task(late.start())
-    await until(lambda: late.host.ready and endpoint.num_fetched == 1)  # with what the run has
+    await until(lambda: late.manager.is_ready and endpoint.num_fetched == 1)  # with what the run has
     assert not (await asyncio.wait([starting], timeout=5 * START_POLL_S))[0]
     endpoint.controller.live.pin("moody", 1, "me", "")  # while it fetches another
     await until(lambda: endpoint.controller.plan.models[0].is_retained)
-    await until(lambda: late.host.report().generation == endpoint.controller.plan.generation)
+    await until(lambda: late.manager.report().generation == endpoint.controller.plan.generation)
     endpoint.giving.set()
     await starting
-    await until(lambda: late.host.model("moody").version == 1)
+    await until(lambda: late.manager.get_model("moody").version == 1)
 
 
 @live()
 async def test_a_batch_that_two_versions_computed_does_not_say_how_long_one_takes(endpoint: LiveSet) -> None:
     [replica] = endpoint.replicas.values()
-    hosted = replica.host.model("moody")
-    forwards, on_batch = hosted._forwards, hosted._queue._on_batch
+    hosted = replica.manager.get_model("moody")
+    forwards, on_batch = hosted._forward_times, hosted._queue._on_batch
     assert on_batch is not None
-    await until(lambda: sum(num for num, _ in forwards.of(1).values()) == hosted.batcher_counts().batches)
+    await until(lambda: sum(num for num, _ in forwards.get_medians(1).values()) == hosted.batcher_counts().batches)
     told, timed = [], []
 
     def tell(report: BatchReport) -> None:
@@ -276,7 +276,9 @@ async def test_a_version_goes_by_what_a_user_measures(endpoint: LiveSet) -> None
 @live()
 async def test_status_says_what_it_follows_what_is_held_and_what_was_left(endpoint: LiveSet) -> None:
     def seen() -> list[str]:
-        return format_plain_lines(EndpointStatus.from_json(json_of(endpoint.status.endpoint())), "http://here")[1:]
+        return format_plain_lines(
+            EndpointStatus.from_json(json_of(endpoint.status.describe_endpoint())), "http://here"
+        )[1:]
 
     await endpoint.publish(moody(2))
     await until(lambda: len(seen()) == 2)
@@ -286,7 +288,7 @@ async def test_status_says_what_it_follows_what_is_held_and_what_was_left(endpoi
     await endpoint.administer(action="rollback", model="moody")
     await until(lambda: [line.partition(":")[0] for line in seen()] == ["moody@1 stable"])
     assert seen()[0].endswith("pinned at version 1 of a run")
-    model = EndpointStatus.from_json(json_of(endpoint.status.endpoint())).models[0]
+    model = EndpointStatus.from_json(json_of(endpoint.status.describe_endpoint())).models[0]
     assert format_shares(model) == "100% by 1 (stable), pinned at version 1 of a run"
     await endpoint.administer(action="promote", model="moody")
     await endpoint.publish(moody(3, RAISE))
@@ -297,7 +299,7 @@ async def test_status_says_what_it_follows_what_is_held_and_what_was_left(endpoi
 @live()
 async def test_a_model_that_is_deleted_follows_no_more(endpoint: LiveSet) -> None:
     [replica] = endpoint.replicas.values()
-    follower = replica.host.followers["moody"]
+    follower = replica.manager.followers["moody"]
     await endpoint.administer(action="delete", model="moody")
     endpoint.store.publish(moody(2))
     await until(lambda: not follower.alive)

@@ -67,7 +67,7 @@ def test_a_registered_model_is_there_when_the_replica_is() -> None:
         async with ReplicaSet(model_from_ref("linear@champion")) as endpoint:
             replicas = await endpoint.start(2)
             for replica in replicas:
-                assert replica.host.ready
+                assert replica.manager.is_ready
                 assert (await infer(replica)).version == 1
             assert endpoint.kinds() == ["deploy"]
 

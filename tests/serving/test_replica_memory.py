@@ -17,7 +17,7 @@ from shoal.serve.spec.model_source import model_from_ref
 def weights_of(endpoint: ReplicaSet, version: int) -> weakref.ref[Any]:
     """Those of a version that the only replica has loaded."""
     [replica] = endpoint.replicas.values()
-    loaded = replica.host.model("linear").table.choose(version, "", "").loaded
+    loaded = replica.manager.get_model("linear").router.choose_track(version, "", "").loaded
     assert loaded is not None
     return weakref.ref(loaded)
 
@@ -45,7 +45,7 @@ def test_versions_that_are_left_are_forgotten_and_so_is_a_model_that_is_deleted(
             await endpoint.administer(action="deploy", model="linear", version=3)
             await until(lambda: are_gone(second), "a candidate that was promoted")
             assert (await infer(replica)).version == 3
-            third, hosted = weights_of(endpoint, 3), weakref.ref(replica.host.model("linear"))
+            third, hosted = weights_of(endpoint, 3), weakref.ref(replica.manager.get_model("linear"))
             await endpoint.administer(action="delete", model="linear")
             await until(lambda: are_gone(third, hosted), "a model that was deleted")
 
@@ -72,7 +72,7 @@ def test_a_replica_that_starts_during_a_canary_measures_the_candidate_by_the_sta
             await endpoint.administer(action="canary", model="linear", version=2, percent=10)
             monkeypatch.setattr("shoal.serve.replica.model_manager.VersionLoader", Watched)
             [late] = await endpoint.start()
-            await until(lambda: late.host.model("linear").versions == [1, 2])
+            await until(lambda: late.manager.get_model("linear").versions == [1, 2])
             assert staged == [(1, False, False), (2, True, True)]
 
     asyncio.run(body())

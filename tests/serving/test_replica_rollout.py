@@ -72,7 +72,7 @@ async def test_a_version_that_one_replica_cannot_stage_is_taken_by_none(endpoint
     assert caught.value.status == 409
     assert await everywhere(endpoint) == {1: 120}
     assert endpoint.kinds()[-1] == "abandon"
-    assert "cannot be read" in (seen := endpoint.status.endpoint())["models"][0]["reason"]
+    assert "cannot be read" in (seen := endpoint.status.describe_endpoint())["models"][0]["reason"]
     assert not any(replica["error"] for replica in seen["replicas"])  # nobody wants it any more
     os.rename(path.with_suffix(".kept"), path)
     await endpoint.administer(action="deploy", model="linear", version=2)  # what failed once may be tried again
@@ -172,7 +172,7 @@ async def test_a_registry_that_is_gone_stops_nothing(endpoint: ReplicaSet) -> No
     Registry().root.rename(Registry().root.with_name("elsewhere"))
     endpoint.controller.tick()
     assert await everywhere(endpoint) == {1: 120}
-    assert "there is no model" in endpoint.status.endpoint()["models"][0]["reason"]
+    assert "there is no model" in endpoint.status.describe_endpoint()["models"][0]["reason"]
     with pytest.raises(InferenceError, match="no model"):
         await endpoint.administer(action="deploy", model="linear", version=2)
 
@@ -185,7 +185,7 @@ async def test_shadowed_answers_are_compared_and_reach_no_client(endpoint: Repli
         assert (await infer(replica, shoal_track="candidate")).version == 1
 
     def shadowed() -> Any:
-        return next(each for each in endpoint.status.model("linear")["versions"] if each["version"] == 2)
+        return next(each for each in endpoint.status.describe_model("linear")["versions"] if each["version"] == 2)
 
     await until(lambda: shadowed()["compared"] >= 95)
     assert shadowed()["track"] == "shadow"
@@ -193,7 +193,7 @@ async def test_shadowed_answers_are_compared_and_reach_no_client(endpoint: Repli
     assert endpoint.phase() == "canary"  # recorded only
     await endpoint.administer(action="canary", model="linear", version=2, percent=10)
     for replica in endpoint.replicas.values():  # it has a share now
-        await until(lambda replica=replica: replica.host.model("linear").table.percent == 10.0)
+        await until(lambda replica=replica: replica.manager.get_model("linear").router.percent == 10.0)
         assert (await infer(replica, shoal_track="candidate")).version == 2
 
 
@@ -222,7 +222,7 @@ async def test_a_users_metric_rolls_back(endpoint: ReplicaSet) -> None:
 async def test_a_replica_that_comes_late_has_all_that_answers_before_it_is_ready(endpoint: ReplicaSet) -> None:
     await endpoint.administer(action="canary", model="linear", version=2, percent=100)
     [late] = await endpoint.start()
-    assert (late.host.ready, (await infer(late)).version) == (True, 2)
+    assert (late.manager.is_ready, (await infer(late)).version) == (True, 2)
     assert (await infer(late, shoal_track="stable")).version == 1
 
 
@@ -241,12 +241,14 @@ async def everywhere_but(name: str, endpoint: ReplicaSet) -> set[int]:
 @rollout(1, 2)
 async def test_a_replica_that_dies_while_others_wait_for_it_holds_nobody_up(endpoint: ReplicaSet) -> None:
     victim = endpoint.replicas["r3"]
-    victim.host.apply = lambda plan: None  # type: ignore[method-assign]  # it hears the plan and never acts
-    victim._follower._apply = victim.host.apply
+    victim.manager.apply = lambda plan: None  # type: ignore[method-assign]  # it hears the plan and never acts
+    victim._follower._apply = victim.manager.apply
     deploying = asyncio.create_task(endpoint.administer(action="deploy", model="linear", version=2))
     await until(lambda: endpoint.phase() == "staging")
     await until(
-        lambda: [replica.host.model("linear").versions for replica in endpoint.replicas.values()][:2] == [[1, 2]] * 2
+        lambda: (
+            [replica.manager.get_model("linear").versions for replica in endpoint.replicas.values()][:2] == [[1, 2]] * 2
+        )
     )
     assert endpoint.versions() == [1, 1, 1]  # all or none
     await endpoint.kill("r3")
@@ -359,7 +361,7 @@ def test_a_live_model_has_no_other_versions_to_choose_from() -> None:
     async def body() -> None:
         async with ReplicaSet(EndpointModel("linear", LiveModel(LINEAR, SIGNATURE, store))) as endpoint:
             [replica] = await endpoint.start()
-            assert (replica.host.ready, replica.host.model("linear").versions) == (True, [4])
+            assert (replica.manager.is_ready, replica.manager.get_model("linear").versions) == (True, [4])
             for change in (
                 {"action": "canary", "version": 1, "percent": 1},
                 {"action": "deploy"},
@@ -368,8 +370,8 @@ def test_a_live_model_has_no_other_versions_to_choose_from() -> None:
                 with pytest.raises(InferenceError, match=r"follows the .*weights of") as caught:
                     await endpoint.administer(model="linear", **change)
                 assert caught.value.status == 409
-            await until(lambda: endpoint.status.model("linear")["state"] == "READY")
-            model = endpoint.status.model("linear")
+            await until(lambda: endpoint.status.describe_model("linear")["state"] == "READY")
+            model = endpoint.status.describe_model("linear")
             assert (model["phase"], model["state"], [each["version"] for each in model["versions"]]) == (
                 "live",
                 "READY",

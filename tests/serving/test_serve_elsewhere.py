@@ -46,7 +46,7 @@ class FakeJob:
         self.state = JobStatus.STOPPED
         return self.state
 
-    end = stop
+    stop_quietly = stop
 
 
 class FakeCluster:
@@ -87,7 +87,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeCluster:
     fake = FakeCluster()
     fake.begin = fake.ready
     monkeypatch.setattr(serve_deploy, "find_cluster", lambda address: ClusterHandle(URL, URL, "token", {}))
-    for name, stand_in in {"submit": fake.submit, "Job": fake.job, "list_jobs": fake.infos}.items():
+    for name, stand_in in {"submit": fake.submit, "JobHandle": fake.job, "list_jobs": fake.infos}.items():
         monkeypatch.setattr(serve_deploy, name, stand_in)
     monkeypatch.setattr(serve_deploy, "interrupt_on_termination", lambda: None)
     monkeypatch.setattr(job_output, "ignore_further_interrupts", lambda: None)
@@ -228,9 +228,9 @@ def test_batch_predict_asks_for_files_and_models_of_the_cluster(
 
     cluster.begin = done
     monkeypatch.setattr(batch_predict, "find_cluster", lambda address: ClusterHandle(URL, URL, "token", {}))
-    for name, stand_in in {"submit": cluster.submit, "Job": cluster.job}.items():
+    for name, stand_in in {"submit": cluster.submit, "JobHandle": cluster.job}.items():
         monkeypatch.setattr(batch_predict, name, stand_in)
-    for name in ("end_as_by_ctrl_c", "ignore_further_interrupts"):
+    for name in ("interrupt_on_termination", "ignore_further_interrupts"):
         monkeypatch.setattr(batch_predict, name, lambda: None)
     words = ["batch-predict", "tumours", "/data/in", "/data/out", "--address", URL]
     result = CliRunner().invoke(cli, words)

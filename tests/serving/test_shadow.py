@@ -179,7 +179,7 @@ def compared(replica: EndpointReplica) -> int:
 
 
 def errors(endpoint: ReplicaSet) -> list[tuple[int, str, int, int]]:
-    found = endpoint.status.model("moody")["versions"]
+    found = endpoint.status.describe_model("moody")["versions"]
     return [
         (each["version"], each["track"], each["requests"], each["errors"]) for each in found if each["version"] == 2
     ]

@@ -209,7 +209,8 @@ def test_shoal_ablate_trains_every_variant_and_writes_what_it_found(
         ("depth", "0", "3", "steps"),
     ]
     assert all(float(row["step_s"]) > 0 and float(row["memory_bytes"]) > 0 and row["run"] for row in rows)
-    _, depth = json.loads(files[".json"].read_text())["variants"]
+    whole, depth = json.loads(files[".json"].read_text())["variants"]
+    assert (whole["is_whole"], depth["is_whole"]) == (True, False)
     assert depth["differences"]["parameters"]["mean"] == -20.0
     assert depth["differences"]["loss"]["num"] == 1
 

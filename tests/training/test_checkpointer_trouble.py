@@ -236,7 +236,7 @@ def test_a_crash_at_any_moment_leaves_the_checkpoint_before_or_the_new_one_whole
             return wrapped
 
         with monkeypatch.context() as patch:
-            for name in ("write_file", "sync_folder", "tidy"):
+            for name in ("write_file", "sync_folder", "delete_old_checkpoints"):
                 patch.setattr(directory, name, crash_here(getattr(directory, name)))
             checkpointer.save(2, state_of(2))
             with pytest.raises(Crash):

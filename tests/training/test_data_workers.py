@@ -135,7 +135,7 @@ print("read", flush=True)
 loader = Loader(Mine(), batch_size=2, shuffle=False, spec=LoaderSpec(workers=1))
 if GUARD:
     for batch in loader:
-        print(batch.tolist(), loader.worker_pids(), flush=True)
+        print(batch.tolist(), loader.get_worker_pids(), flush=True)
     time.sleep(60)
 """
 

@@ -120,7 +120,7 @@ def test_dropout_at_its_ends_and_copied() -> None:
     assert not _dropped(ones, 0, 1, layer=nn.Dropout(1.0)).any()
     parallel = _single(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)))
     copied = copy.deepcopy(parallel.module)
-    assert copied[1].draws is parallel.module[1].draws  # type: ignore[index, union-attr]
+    assert copied[1].rng is parallel.module[1].rng  # type: ignore[index, union-attr]
     assert len({mix_seed(1, 2), mix_seed(2, 1), mix_seed(1, 2, 0), mix_seed(0, 1, 2)}) == 4
 
 

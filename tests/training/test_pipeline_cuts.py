@@ -83,13 +83,13 @@ def layout_of(model: nn.Module, num_stages: int, learnable: Any = None) -> Stage
 def test_cuts_of_a_chain() -> None:
     model = Chain()
     found = found_in(model, torch.randn(3, 4))
-    assert [cut.module for cut in found.cuts] == [
+    assert [cut.module for cut in found.split_points] == [
         "blocks.0", "blocks.0.1", "blocks.1", "blocks.1.1", "blocks.2", "blocks.2.1", "last",
     ]  # fmt: skip
     assert found.inner["blocks.1.0"].module == "blocks.1"
     assert found.parameters["scale"] == [0]
     assert found.parameters["blocks.1.0.weight"] == [3]
-    assert len(found.cost_s) == len(found.cuts) + 1
+    assert len(found.cost_s) == len(found.split_points) + 1
     assert all(forward_s > 0 and backward_s > 0 for forward_s, backward_s in found.cost_s)
 
 

@@ -62,7 +62,7 @@ class _Whole:
         loss.backward()
         return loss.detach()
 
-    def total(self, values: Tensor) -> Tensor:
+    def sum_over_data_ranks(self, values: Tensor) -> Tensor:
         return values + self.others_ready
 
 

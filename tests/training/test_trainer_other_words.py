@@ -123,33 +123,37 @@ def test_a_run_that_ends_where_it_was_interrupted_is_evaluated_there(tmp_path: P
     train(tmp_path / "parts", spec_of(stop={"steps": 20}), should_stop=lambda: next(calls) >= 11)
     outcome = train(tmp_path / "parts", spec_of(stop={"steps": 11}))
     expected = train(tmp_path / "whole", spec_of(stop={"steps": 11}))
-    assert outcome.steps == outcome.kept == 11
+    assert outcome.steps == outcome.selected_step == 11
     assert outcome.metrics == expected.metrics
 
 
 def test_what_a_new_metric_finds_best_is_kept(tmp_path: Path) -> None:
     every = {"evaluate": {"every_steps": 4}}
     first = {"steps": 8, "convergence": {"metric": "loss", "direction": "max", "patience": 9}}
-    assert train(tmp_path, spec_of(stop=first, **every)).kept == 4  # the highest loss
+    assert train(tmp_path, spec_of(stop=first, **every)).selected_step == 4  # the highest loss
     second = {"steps": 40, "convergence": {"metric": "accuracy", "patience": 9}}
     notes = Notes()
     outcome = train(tmp_path, spec_of(stop=second, **every), notes)
     accuracy = {step: row["validation/accuracy"] for step, row in notes.metrics.items() if step in evaluated(notes)}
-    assert outcome.metrics["accuracy"] == accuracy[outcome.kept] == max(accuracy[step] for step in accuracy if step > 4)
+    assert (
+        outcome.metrics["accuracy"]
+        == accuracy[outcome.selected_step]
+        == max(accuracy[step] for step in accuracy if step > 4)
+    )
 
 
 def test_the_network_where_a_run_goes_on_may_be_the_best_by_the_new_metric(tmp_path: Path) -> None:
     every = {"evaluate": {"every_steps": 4}, "optimizer": {"name": "sgd", "learning_rate": 1e-9, "momentum": 0.0}}
     train(tmp_path, spec_of(stop={"steps": 8, "convergence": {"metric": "loss"}}, **every))
     outcome = train(tmp_path, spec_of(stop={"convergence": {"metric": "accuracy", "patience": 2}}, **every))
-    assert (outcome.steps, outcome.kept) == (16, 8)
+    assert (outcome.steps, outcome.selected_step) == (16, 8)
 
 
 def test_without_convergence_the_new_steps_are_kept(tmp_path: Path) -> None:
     watched = {"metric": "loss", "direction": "max", "patience": 9}
     train(tmp_path, spec_of(stop={"epochs": 2, "convergence": watched}))
     outcome = train(tmp_path, spec_of(stop={"epochs": 3}))
-    assert (outcome.steps, outcome.kept) == (24, 24)
+    assert (outcome.steps, outcome.selected_step) == (24, 24)
 
 
 @pytest.mark.parametrize("tensor", [1, 2])

@@ -253,7 +253,7 @@ def die_on_the_way(world: World, folder: Path, plan: str, place: str) -> Any:
     from shoal.train.loop.rank_signals import RankSync
 
     places = {
-        "assembly": (trainer, "assemble"),
+        "assembly": (trainer, "build_components"),
         "exchange of signs": (RankSync, "exchange"),
         "evaluation": (trainer, "evaluate"),
         "the network at the end": (trainer.Trainer, "_write_weights"),

@@ -165,4 +165,7 @@ def _to_csv(measured: Sequence[AblationRun]) -> str:
 
 
 def _as_dict(task: str, found: Sequence[VariantSummary], measured: Sequence[AblationRun]) -> dict[str, object]:
-    return {"task": task, "variants": [asdict(each) for each in found], "runs": [asdict(each) for each in measured]}
+    variants = [
+        {"is_whole" if name == "is_baseline" else name: value for name, value in asdict(each).items()} for each in found
+    ]
+    return {"task": task, "variants": variants, "runs": [asdict(each) for each in measured]}
