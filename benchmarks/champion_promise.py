@@ -30,7 +30,7 @@ from shoal.actor import ActorClient, play
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.policy_evaluation import (
     UPDATES_BETWEEN_TRIALS,
-    Answer,
+    ActionAnswer,
     Evaluation,
     evaluate,
     hold_trial,
@@ -56,9 +56,9 @@ class PredictorConnection:
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
 
-    def insist(self, observations: np.ndarray, patience_s: float = 0.0) -> Answer:
+    def insist(self, observations: np.ndarray, patience_s: float = 0.0) -> ActionAnswer:
         (outputs,) = self._model.predict_batch([{"observation": observations}])
-        return Answer(outputs, self._model.version)
+        return ActionAnswer(outputs, self._model.version)
 
 
 class Run:

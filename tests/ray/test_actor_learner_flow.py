@@ -19,7 +19,7 @@ from shoal.errors import (
     SpecMismatch,
 )
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
-from shoal.flows.policy_evaluation import Answer, Evaluation, evaluate, hold_trial
+from shoal.flows.policy_evaluation import ActionAnswer, Evaluation, evaluate, hold_trial
 from shoal.weights import WeightSnapshot
 
 SNAPSHOT = WeightSnapshot.of(7, {"w": np.zeros(1, np.float32)})
@@ -82,9 +82,9 @@ def test_episodes_are_played_in_pieces_of_what_the_endpoint_takes_at_once(monkey
         def __init__(self, url: str, model: str, token: str) -> None:
             pass
 
-        def insist(self, observations: np.ndarray, patience_s: float = 60.0) -> Answer:
+        def insist(self, observations: np.ndarray, patience_s: float = 60.0) -> ActionAnswer:
             num_rows.append(len(observations))
-            return Answer({"action": np.zeros(len(observations), np.int64)}, SNAPSHOT.version)
+            return ActionAnswer({"action": np.zeros(len(observations), np.int64)}, SNAPSHOT.version)
 
         def close(self) -> None:
             pass

@@ -356,7 +356,7 @@ CUDA = {"device": "cuda"}
 def test_gpus_are_shared_by_the_replicas_of_a_model_that_needs_one(
     by_host: list[float], values: dict[str, object], reserved: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shoal.cluster.capacity import gpu_places
+    from shoal.cluster.capacity import count_gpu_slots
     from shoal.serve.on_ray.deployment import resolve_gpus
     from shoal.serve.on_ray.options import deployment_options
 
@@ -364,7 +364,7 @@ def test_gpus_are_shared_by_the_replicas_of_a_model_that_needs_one(
     spec = resolve_gpus(EndpointSpec.parse({"name": "m", **values}))
     assert spec.num_gpus == reserved
     assert deployment_options(spec)["ray_actor_options"].get("num_gpus", 0.0) == reserved
-    assert not reserved or gpu_places(reserved, by_host) >= spec.most_replicas
+    assert not reserved or count_gpu_slots(reserved, by_host) >= spec.most_replicas
 
 
 @pytest.mark.parametrize(

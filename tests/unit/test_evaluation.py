@@ -15,7 +15,7 @@ from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.policy_evaluation import (
     NUM_RESAMPLES,
     TRIAL_SEED,
-    Answer,
+    ActionAnswer,
     Evaluation,
     evaluate,
     hold_trial,
@@ -132,17 +132,17 @@ class AlwaysLeft:
     def __init__(self, max_rows: int = 64) -> None:
         self._max_rows = max_rows
 
-    def insist(self, observations: np.ndarray, patience_s: float = 60.0) -> Answer:
+    def insist(self, observations: np.ndarray, patience_s: float = 60.0) -> ActionAnswer:
         if len(observations) > self._max_rows:
             raise InferenceError(400, f"{len(observations)} rows, and at most {self._max_rows} are taken")
-        return Answer({"action": np.zeros(len(observations), np.int64)}, 3)
+        return ActionAnswer({"action": np.zeros(len(observations), np.int64)}, 3)
 
 
 def test_a_first_observation_may_be_a_list_as_many_environments_return_one() -> None:
     class Measuring:
-        def insist(self, observations: np.ndarray, timeout_s: float) -> Answer:
+        def insist(self, observations: np.ndarray, timeout_s: float) -> ActionAnswer:
             assert (observations.shape, observations.dtype) == ((1, 2), np.float32)
-            return Answer({}, 3)
+            return ActionAnswer({}, 3)
 
     wait_for_version(Measuring(), [0.0, 0.5], 3)  # type: ignore[arg-type]
 

@@ -18,10 +18,10 @@ from shoal.serve.controller.rollout import (
     build_model_plan,
     decide_next_step,
     drop_candidate,
+    finish_rollout,
     flip_to_candidate,
     open_canary,
     repoint,
-    settle_rollout,
     stage_version,
     transition,
 )
@@ -83,7 +83,7 @@ def test_a_version_goes_from_staged_to_stable() -> None:
     rollout = flip_to_candidate(rollout, 7, 11.0)
     plan = build_model_plan("m", "/r", {}, rollout)
     assert (plan.stable, plan.staged, plan.candidate) == (2, (1, 2), 0)
-    rollout = settle_rollout(rollout, 12.0)
+    rollout = finish_rollout(rollout, 12.0)
     plan = build_model_plan("m", "/r", {}, rollout)
     assert (plan.stable, plan.staged, rollout.previous, rollout.since_s) == (2, (2,), 1, 12.0)
 

@@ -221,7 +221,7 @@ class Checkpointer:
         leaves = flatten({name: part for name, part in state.items() if name not in absent})
         tensors = _select_tensors(leaves)
         held = self._ranks.all_gather((list(state), list(leaves), _find_misfit(index, leaves, tensors, found)))
-        misfit = next((one for _, _, one in held if one), None) or _find_left_over(index, held, found)
+        misfit = next((one for _, _, one in held if one), None) or _find_leftovers(index, held, found)
         if misfit is not None:
             raise SpecMismatch(*misfit)
         trouble = ""
@@ -360,7 +360,7 @@ def _find_misfit(
     return None
 
 
-def _find_left_over(
+def _find_leftovers(
     index: Mapping[str, Any], held: Sequence[tuple[list[str], list[str], Misfit | None]], found: Found
 ) -> Misfit | None:
     """The first entry of the checkpoint for which there is no place, though there is one for others of its kind."""

@@ -28,9 +28,9 @@ def build_infer_request(
     """Inference with an encoded body; `version` None leaves the choice to the endpoint. Raises ConfigError."""
     told = dict(headers)
     if sticky:
-        told["shoal-sticky"] = _quote_word("sticky", sticky, _PLAIN)
+        told["shoal-sticky"] = _quote_segment("sticky", sticky, _PLAIN)
     if track:
-        told["shoal-track"] = _quote_word("track", track, _PLAIN)
+        told["shoal-track"] = _quote_segment("track", track, _PLAIN)
     return EndpointRequest(
         "POST", f"{_path(model)}{'' if version is None else f'/versions/{version}'}/infer", told, body
     )
@@ -54,12 +54,12 @@ def build_statistics_request(model: str) -> EndpointRequest:
 def build_load_request(model: str, parameters: Mapping[str, bool | int | float | str]) -> EndpointRequest:
     """The repository extension: load a model."""
     body = msgspec.json.encode(RepositoryRequest(dict(parameters) or None))
-    return EndpointRequest("POST", f"/v2/repository/models/{_quote_word('model', model)}/load", _JSON, body)
+    return EndpointRequest("POST", f"/v2/repository/models/{_quote_segment('model', model)}/load", _JSON, body)
 
 
 def build_unload_request(model: str) -> EndpointRequest:
     """The repository extension: unload a model."""
-    return EndpointRequest("POST", f"/v2/repository/models/{_quote_word('model', model)}/unload", _JSON, b"{}")
+    return EndpointRequest("POST", f"/v2/repository/models/{_quote_segment('model', model)}/unload", _JSON, b"{}")
 
 
 def build_rollout_request(change: Mapping[str, Value]) -> EndpointRequest:
@@ -86,10 +86,10 @@ _JSON = {"content-type": "application/json"}
 
 
 def _path(model: str) -> str:
-    return f"/v2/models/{_quote_word('model', model)}"
+    return f"/v2/models/{_quote_segment('model', model)}"
 
 
-def _quote_word(field: str, word: str, safe: str = "") -> str:
+def _quote_segment(field: str, word: str, safe: str = "") -> str:
     if not isinstance(word, str):
         raise ConfigError(field, word, "is not a str", "make it one")
     return quote(word, safe=safe)

@@ -35,7 +35,7 @@ def require_gpus(num_gpus: float, count: int, fields: str) -> None:
     fields: what to lower then, in words
     """
     by_host = gpus_by_host()
-    places = gpu_places(num_gpus, by_host) if num_gpus else count
+    places = count_gpu_slots(num_gpus, by_host) if num_gpus else count
     if places < count:
         there = f"the cluster has {sum(by_host):g} GPUs, which is room for {places} of {count} workers"
         raise ConfigError("num_gpus", num_gpus, there, f"lower {fields}, or use a larger cluster")
@@ -46,7 +46,7 @@ def gpus_by_host() -> list[float]:
     return [float(node["Resources"].get("GPU", 0.0)) for node in ray.nodes() if node["Alive"]]
 
 
-def gpu_places(num_gpus: float, by_host: Sequence[float]) -> int:
+def count_gpu_slots(num_gpus: float, by_host: Sequence[float]) -> int:
     """For how many workers there is room that need `num_gpus` (above 0) each: a fraction is of one GPU."""
     if num_gpus < 1:
         return sum(int(gpus) for gpus in by_host) * math.floor(1 / num_gpus)

@@ -273,12 +273,12 @@ class JobHandle:
         status, num_seen, poll_s = JobStatus.PENDING, 0, FIRST_POLL_S
         with connect(self._cluster) as client:
 
-            def look() -> tuple[JobStatus, str, int]:
+            def poll() -> tuple[JobStatus, str, int]:
                 now = _parse_job_info(request_json(client, "GET", self._path)).status
                 return now, *self._read_log_from(client, num_seen, is_whole=now.is_over)
 
             while True:
-                if (found := self._tolerate_silence(look)) is not None:
+                if (found := self._tolerate_silence(poll)) is not None:
                     status, piece, num_seen = found
                     if piece:
                         yield piece

@@ -46,7 +46,7 @@ def fingerprint(source: Source) -> str:
         if isinstance(source, FileDataset):
             _add(digest, source.shapes())
             _add(digest, [path.stat().st_size for path in source.paths])
-            for place in _pick_places(len(source.paths)):
+            for place in _pick_positions(len(source.paths)):
                 _add_file(digest, source.paths[place])
         _add_samples(digest, source)  # of files too: how they are read says what they are
     return digest.hexdigest()[:16]
@@ -65,7 +65,7 @@ def _add_file(digest: Any, path: Path) -> None:
 
 def _add_samples(digest: Any, source: Source) -> None:
     with preserve_rng():
-        for index in _pick_places(len(source)):
+        for index in _pick_positions(len(source)):
             seed_all(0, 0, index)
             whole = not hasattr(source, "__getitem__")
             try:
@@ -75,7 +75,7 @@ def _add_samples(digest: Any, source: Source) -> None:
             _add(digest, sample)
 
 
-def _pick_places(count: int) -> list[int]:
+def _pick_positions(count: int) -> list[int]:
     """At most 64 places, evenly spread over `count`."""
     return list(dict.fromkeys(np.linspace(0, count - 1, min(count, _NUM_SAMPLES)).astype(int).tolist()))
 

@@ -32,7 +32,7 @@ HEADER_LENGTH = "Inference-Header-Content-Length"
 NUM_RESAMPLES = 50_000  # a probability of MAX_MISS_PROBABILITY is found within 15%
 
 
-class Answer(NamedTuple):
+class ActionAnswer(NamedTuple):
     """One inference: the output tensors by name, and the version of the weights that made them."""
 
     outputs: dict[str, np.ndarray]
@@ -42,7 +42,7 @@ class Answer(NamedTuple):
 class PolicyConnection(Protocol):
     """What episodes are played through."""
 
-    def insist(self, observations: np.ndarray, patience_s: float = PATIENCE_S) -> Answer:
+    def insist(self, observations: np.ndarray, patience_s: float = PATIENCE_S) -> ActionAnswer:
         """The answer to `observations` [B, *obs]."""
         ...
 
@@ -56,7 +56,7 @@ class InferenceConnection:
         self._path = f"/v2/models/{model}/infer"
         self._token = token
 
-    def infer(self, observations: np.ndarray) -> Answer:
+    def infer(self, observations: np.ndarray) -> ActionAnswer:
         """Ask for the actions for `observations` [B, *obs]: bytes, for which the endpoint and this take half the time
         that JSON takes. Raises InferenceError with the endpoint's words, or ConnectionLost.
 
@@ -81,9 +81,9 @@ class InferenceConnection:
         if response.status != 200:
             raise InferenceError(response.status, str(body.get("error", body)))
         actions = np.frombuffer(answer, "<i8", offset=size).reshape(body["outputs"][0]["shape"])
-        return Answer({"action": actions}, int(body["model_version"]))
+        return ActionAnswer({"action": actions}, int(body["model_version"]))
 
-    def insist(self, observations: np.ndarray, patience_s: float = PATIENCE_S) -> Answer:
+    def insist(self, observations: np.ndarray, patience_s: float = PATIENCE_S) -> ActionAnswer:
         """`infer`, again and again while the endpoint is away or says 503: a replica may be on its way back."""
         deadline = time.monotonic() + patience_s
         while True:
@@ -223,7 +223,7 @@ def play_through(
         versions: set[int] = set()
         num_requests = 0
 
-        def ask(number: int) -> Future[Answer]:
+        def ask(number: int) -> Future[ActionAnswer]:
             index = number % len(connections)
             return threads[index].submit(connections[index].insist, groups[number].rows())
 

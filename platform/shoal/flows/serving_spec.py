@@ -37,7 +37,7 @@ class ServingSpec(Spec):
 
     @field_validator("models", mode="before")
     @classmethod
-    def _one_word_or_many(cls, models: object) -> object:
+    def _split_names(cls, models: object) -> object:
         return [word.strip() for word in models.split(",") if word.strip()] if isinstance(models, str) else models
 
     @field_validator("models")

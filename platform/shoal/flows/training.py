@@ -54,16 +54,16 @@ def train_main(spec: TrainSpec | None = None) -> None:
     """The main function of a recipe's file, and of jobs/train.py, which has no spec of its own."""
     found: list[ValidatedRun] = []  # kept: a look at a Task makes its data and its model
 
-    def look(chosen: TrainSpec) -> None:
+    def check_chosen(chosen: TrainSpec) -> None:
         found.append(validate_run(chosen))
 
     def run(chosen: TrainSpec, job: str) -> str:
         return run_training(chosen, job, found.pop())
 
     if spec is None:
-        job_main(spec_from_overrides, run, job=JOB, check=look)
+        job_main(spec_from_overrides, run, job=JOB, check=check_chosen)
         return
-    job_main(spec.model_copy(update={"task": _to_relative_path(spec.task or sys.argv[0])}), run, JOB, look)
+    job_main(spec.model_copy(update={"task": _to_relative_path(spec.task or sys.argv[0])}), run, JOB, check_chosen)
 
 
 def _to_relative_path(task: str) -> str:

@@ -116,7 +116,7 @@ class ParallelSpec(Spec):
 
     @model_validator(mode="before")
     @classmethod
-    def _from_word(cls, value: object) -> object:
+    def _parse_preset(cls, value: object) -> object:
         if not isinstance(value, str):
             return value
         if value not in PLAN_PRESETS:

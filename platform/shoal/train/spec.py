@@ -87,7 +87,7 @@ class StopSpec(Spec):
 
     @field_validator("target", mode="before")
     @classmethod
-    def _target_from_words(cls, value: object) -> object:
+    def _parse_target(cls, value: object) -> object:
         """`accuracy>=0.9` and `loss<=0.1` are targets too."""
         if not isinstance(value, str):
             return value

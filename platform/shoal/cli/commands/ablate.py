@@ -31,7 +31,7 @@ from shoal.train.tune.ablation import (
     PARAMETERS,
     STEP_S,
     AblationRun,
-    Spread,
+    MeanAndDeviation,
     VariantSummary,
     build_variants,
     choose_metric,
@@ -132,12 +132,12 @@ def _build_table(found: Sequence[VariantSummary], metric: str, *, shows_spread: 
     return table
 
 
-def _format_difference(spread: Spread | None, name: str, shows_spread: bool) -> Text:
+def _format_difference(spread: MeanAndDeviation | None, name: str, shows_spread: bool) -> Text:
     sign = "+" if spread is not None and spread.mean > 0 else ""
     return Text(sign + _format_spread(spread, name, shows_spread), style="dim")
 
 
-def _format_spread(spread: Spread | None, name: str, shows_spread: bool) -> str:
+def _format_spread(spread: MeanAndDeviation | None, name: str, shows_spread: bool) -> str:
     if spread is None:
         return ""
     shown = ("-" if spread.mean < 0 else "") + _format_quantity(abs(spread.mean), name)

@@ -95,7 +95,7 @@ def predict(
     name, word = split_ref(model)
     version = None if not word else int(word) if word.isdigit() else Registry().get(model).version
     kinds: dict[str, tuple[object, _Reader]] = {
-        "--input": (words, lambda inputs: read.from_words(words, inputs)),
+        "--input": (words, lambda inputs: read.parse_arguments(words, inputs)),
         "--json": (json_file, lambda inputs: read.from_json(json_file or "-", inputs)),
         "--csv or --parquet": (table, lambda inputs: read.from_table(table or Path(), columns, inputs)),
         "--image": (images, lambda inputs: read.from_images(images, white, inputs)),

@@ -36,7 +36,7 @@ from shoal.serve.tables.table import (
 _DAMAGED = (zipfile.BadZipFile, zlib.error, struct.error, tokenize.TokenError)
 
 
-def from_words(words: Sequence[str], inputs: Sequence[TensorDescription]) -> dict[str, ArrayLike]:
+def parse_arguments(words: Sequence[str], inputs: Sequence[TensorDescription]) -> dict[str, ArrayLike]:
     """`x=1,2,3`, `x=[[1, 2], [3, 4]]`, or without `x=` for the only input; of one input, rows after rows.
 
     A text for BYTES is one value, with its commas and blanks, but for a JSON list of them.

@@ -197,11 +197,11 @@ def _add_comm_hook(original: Callable[..., None]) -> Callable[..., None]:
         answer.set_result(bucket.buffer())
         return answer
 
-    def made(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+    def init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         self.register_comm_hook(self.process_group, lambda state, bucket: reduce(state, bucket))
 
-    return made
+    return init
 
 
 def _make_send_recv(rank: int, play: SimulatedRanks) -> tuple[Callable[..., None], Callable[..., int]]:

@@ -81,10 +81,10 @@ def parse_fields(fields: Fields) -> tuple[dict[str, str], bool]:
         )
     if isinstance(fields, Mapping):
         return dict(fields), True
-    return name_places(fields), False
+    return name_positions(fields), False
 
 
-def name_places(places: Sequence[Place]) -> dict[str, Place]:
+def name_positions(places: Sequence[Place]) -> dict[str, Place]:
     """Each place of a list under its own name; one that comes again gets primes, so that a tuple has it as often."""
     names: dict[str, Place] = {}
     for place in places:

@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 from numpy.lib import format as npy
 
-from shoal.data.formats.base import FileDataset, as_tensor, build_batch, check_equal_lengths, name_places, require_path
+from shoal.data.formats.base import (
+    FileDataset,
+    as_tensor,
+    build_batch,
+    check_equal_lengths,
+    name_positions,
+    require_path,
+)
 from shoal.data.sampling.sampler import Indices
 from shoal.errors import DataError
 
@@ -35,8 +42,8 @@ class NumpyFiles(FileDataset):
                 raise DataError("fields", str(fields), "holds one array, without a name", "give a list: [path]")
             fields = {name: f"{path}:{name}" for name in _list_names(path)}
         self.as_dict = isinstance(fields, Mapping)
-        places = fields if isinstance(fields, Mapping) else name_places(fields)
-        self._places = {name: _parse_place(place) for name, place in places.items()}
+        places = fields if isinstance(fields, Mapping) else name_positions(fields)
+        self._places = {name: _parse_location(place) for name, place in places.items()}
         if not self._places:
             raise DataError("fields", fields, "names no array")
         heads = {name: _read_head(place) for name, place in self._places.items()}
@@ -56,7 +63,7 @@ class NumpyFiles(FileDataset):
         return {name: _load_array(place) for name, place in self._places.items()}
 
 
-def _parse_place(text: str | Path) -> _Place:
+def _parse_location(text: str | Path) -> _Place:
     path, separator, name = str(text).rpartition(":")
     if separator and path.endswith(".npz"):
         return require_path(path), name

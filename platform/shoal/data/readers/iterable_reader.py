@@ -82,7 +82,7 @@ class StreamReader(ABC):
         if hasattr(self.source, "set_epoch"):
             self.source.set_epoch(request.epoch)
         stream = self._open(request)
-        self._seed(request, self._get_seed_place())
+        self._seed(request, self._get_seed_position())
         self._iterator = iter(stream)
         if request.state is not None:
             self._at, state = copy.deepcopy(request.state)  # who takes it up may go on to change it
@@ -94,7 +94,7 @@ class StreamReader(ABC):
             if self._at == PREVIOUS_EPOCH:
                 deque(self._iterator, maxlen=0)  # what made no whole batch there
                 self._at = self._get_start(request)
-                self._seed(request, self._get_seed_place())
+                self._seed(request, self._get_seed_position())
                 self._iterator = iter(stream)
         self._stateful = next((each for each in (self._iterator, stream) if _has_state_dict(each)), None)
 
@@ -103,7 +103,7 @@ class StreamReader(ABC):
 
     def _take_samples(self, request: StreamRequest, wanted: int | None = None) -> list[Any]:
         """The next samples of the stream, at most up to the request's position, or as many as `wanted`."""
-        self._seed(request, self._get_seed_place())
+        self._seed(request, self._get_seed_position())
         taken = list(islice(self._iterator, wanted or self._count_unread(request)))
         self._at += self._count_advance(len(taken))
         return taken
@@ -114,7 +114,7 @@ class StreamReader(ABC):
         if self.is_random:
             seed_all(self.seed, request.epoch, place)
 
-    def _get_seed_place(self) -> int:
+    def _get_seed_position(self) -> int:
         """The place of what is read next: of those who read different samples, no two have the same."""
         each = self.batch_size // self.share.size
         return self._at if self.is_replicated else self._at + self.share.rank * each

@@ -240,7 +240,7 @@ def _trace_buffer_changes(
     part = num_calls = 0
     values = {name: buffer.clone() for name, buffer in model.named_buffers() if name in names}
 
-    def look() -> None:
+    def inspect() -> None:
         for name, buffer in model.named_buffers():
             if name in values and not _are_equal(values[name], buffer):
                 found.setdefault(name, []).append(part)
@@ -249,7 +249,7 @@ def _trace_buffer_changes(
     def enter(module: nn.Module, args: Any) -> None:
         nonlocal part, num_calls
         if num_calls in places:
-            look()
+            inspect()
             part += 1
         num_calls += 1
 
@@ -260,7 +260,7 @@ def _trace_buffer_changes(
         finally:
             for handle in handles:
                 handle.remove()
-        look()
+        inspect()
     return found
 
 

@@ -342,11 +342,11 @@ class AdminApi:
             live.reject(name, version, reason)
 
     async def _wait_until_stable(self, change: ChangeRequest, version: int) -> None:
-        def has_settled() -> bool:
+        def is_done() -> bool:
             model = self._controller.state.models.get(change.model)
             return model is not None and model.rollout.is_open and model.rollout.stable == version
 
-        await self._wait_for_end(change, has_settled, version)
+        await self._wait_for_end(change, is_done, version)
 
     async def _wait_for_end(self, change: ChangeRequest, succeeded: Callable[[], bool], version: int) -> None:
         """Wait for the end of what was begun. Raises InferenceError: 409 with the reason, 503 when it takes longer."""

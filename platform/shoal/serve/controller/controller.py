@@ -36,9 +36,9 @@ from shoal.serve.controller.rollout import (
     decide_next_step,
     drop_candidate,
     find_staging_error,
+    finish_rollout,
     flip_to_candidate,
     open_canary,
-    settle_rollout,
     stage_version,
 )
 from shoal.serve.controller.state import MAX_EVENTS, ControllerState, Deployment, Event, ModelState, StateFile
@@ -264,7 +264,7 @@ class EndpointController:
                     self.abandon_candidate(name, rollout.by, reason)
                 case Proceed() if rollout.phase is Phase.FLIPPING:
                     model.before = None
-                    self._set_rollout(name, settle_rollout(rollout, time.time()))
+                    self._set_rollout(name, finish_rollout(rollout, time.time()))
                 case Proceed() if rollout.goal is Goal.CANARY:
                     self._open_canary(name)
                 case Proceed():

@@ -156,7 +156,7 @@ def flip_to_candidate(rollout: Rollout, generation: int, now_s: float) -> Rollou
     return replace(_apply_move(rollout, RolloutMove.FLIP, now_s), generation=generation, shares=NO_SHARES)
 
 
-def settle_rollout(rollout: Rollout, now_s: float) -> Rollout:
+def finish_rollout(rollout: Rollout, now_s: float) -> Rollout:
     """Every replica has flipped: what was stable before is gone."""
     moved = replace(rollout, phase=transition(rollout.phase, RolloutMove.SETTLE), since_s=now_s)
     return replace(moved, stable=rollout.candidate, candidate=0, previous=rollout.stable)

@@ -122,7 +122,7 @@ class EndpointSpec(Spec):
         return spec
 
     @field_serializer("models")
-    def _only_what_is_said(self, models: dict[str, ModelOptions], info: FieldSerializationInfo) -> dict[str, Any]:
+    def _keep_explicit(self, models: dict[str, ModelOptions], info: FieldSerializationInfo) -> dict[str, Any]:
         """So that what is changed in `model` later, by words or by hand in a record, changes these too."""
         mode = "json" if info.mode == "json" else "python"
         return {name: each.model_dump(mode=mode, exclude_unset=True) for name, each in models.items()}

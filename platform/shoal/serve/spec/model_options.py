@@ -78,7 +78,7 @@ class ModelOptions(Spec):
         return self.device == "cuda" or self.cuda_graphs
 
     @field_serializer("pad_value", when_used="json")
-    def _in_words(self, pad_value: float) -> float | str:
+    def _spell_infinity(self, pad_value: float) -> float | str:
         """JSON has no infinity, and no NaN is equal to itself: a word is, and is read back as the same number."""
         return pad_value if math.isfinite(pad_value) else str(pad_value)
 

@@ -50,7 +50,7 @@ class AblationRun:
 
 
 @dataclass(frozen=True)
-class Spread:
+class MeanAndDeviation:
     """mean and standard deviation (0 for one value) over `num` seeds."""
 
     mean: float
@@ -58,7 +58,7 @@ class Spread:
     num: int
 
     @classmethod
-    def from_values(cls, values: Sequence[float]) -> Spread:
+    def from_values(cls, values: Sequence[float]) -> MeanAndDeviation:
         deviation = statistics.stdev(values) if len(values) > 1 else 0.0
         return cls(statistics.fmean(values), deviation, len(values))
 
@@ -74,8 +74,8 @@ class VariantSummary:
 
     name: str
     is_baseline: bool
-    values: dict[str, Spread]
-    differences: dict[str, Spread]
+    values: dict[str, MeanAndDeviation]
+    differences: dict[str, MeanAndDeviation]
     failures: tuple[str, ...] = ()
 
 
@@ -209,5 +209,5 @@ def _step_s(outcome: TrainResult) -> float:
     return training_s / outcome.steps if outcome.steps else math.nan
 
 
-def _compute_spreads(values: Mapping[str, Sequence[float]]) -> dict[str, Spread]:
-    return {name: Spread.from_values(each) for name, each in values.items()}
+def _compute_spreads(values: Mapping[str, Sequence[float]]) -> dict[str, MeanAndDeviation]:
+    return {name: MeanAndDeviation.from_values(each) for name, each in values.items()}

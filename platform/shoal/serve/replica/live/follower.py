@@ -67,7 +67,7 @@ class LiveFollower:
         self._plan = plan
         self._versions.apply(plan)
         self._rest(is_again)
-        self._look()
+        self._poll()
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Stop following; waits up to `timeout_s` for the thread. Idempotent."""
@@ -85,10 +85,10 @@ class LiveFollower:
     def _tell(self) -> None:
         """From any thread."""
         with suppress(RuntimeError):  # the loop is closed, and with it everybody who wants to know
-            self._loop.call_soon_threadsafe(self._look)
+            self._loop.call_soon_threadsafe(self._poll)
             self._loop.call_soon_threadsafe(self._changed)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         if self._task is None or self._task.done():
             self._task = self._loop.create_task(self._exchange())
 
