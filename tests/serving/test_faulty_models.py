@@ -101,7 +101,7 @@ def test_a_call_that_nobody_waits_for_any_more_is_counted(tmp_path: Path) -> Non
             traces = []
             for left_s in (3600.0, TIMER_TOLERANCE_S / 2):  # the protocol's timer may be the first that goes off
                 inputs = {"x": np.array([[HANG, 1.0]], np.float32)}
-                traces.append(SimpleNamespace(submitted_ns=0, cancelled_as=499))
+                traces.append(SimpleNamespace(submitted_ns=0, cancelled_status=499))
                 call = InferCall(inputs, 1, deadline_s=time.monotonic() + left_s, trace=cast(Any, traces[-1]))
                 asked = asyncio.create_task(model.infer(call))
                 await asyncio.sleep(0)

@@ -46,7 +46,7 @@ def staged(faults: list[str]) -> StagedVersion:
         )
         for version, fault in enumerate(faults, start=1)
     ]
-    source = SimpleNamespace(name="m", package=lambda version: packages[version - 1])
+    source = SimpleNamespace(name="m", load_package=lambda version: packages[version - 1])
 
     async def body(stager: VersionLoader) -> StagedVersion:
         last: StagedVersion | None = None
