@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,22 +51,30 @@ def samples() -> tuple[Tensor, Tensor]:
 
 
 class ByHand:
-    """The loop that one writes without a platform: an index of a permutation, forward, backward, step."""
+    """The loop that one writes without a platform: an index of a permutation, forward, backward, step.
 
-    def __init__(self, name: str, world: World) -> None:
+    spread: lets several ranks train the model; by DistributedDataParallel over the group of all when None
+    """
+
+    def __init__(self, name: str, world: World, spread: Callable[[nn.Module], nn.Module] | None = None) -> None:
         self._model = model_of(name)
         if world.size > 1:
-            self._model = DistributedDataParallel(self._model)
-        self._optimizer = torch.optim.Adam(self._model.parameters(), RATE, fused=True)
+            self._model = (spread or DistributedDataParallel)(self._model)
+        self.optimizer = torch.optim.Adam(self._model.parameters(), RATE, fused=True)
         self._images, self._classes = samples()
         self._indices = self._endless(world)
 
     def step(self) -> None:
-        chosen = next(self._indices)
-        loss = nn.functional.cross_entropy(self._model(self._images[chosen]), self._classes[chosen])
-        self._optimizer.zero_grad()
+        images, classes = self.next_batch()
+        loss = nn.functional.cross_entropy(self._model(images), classes)
+        self.optimizer.zero_grad()
         loss.backward()
-        self._optimizer.step()
+        self.optimizer.step()
+
+    def next_batch(self) -> tuple[Tensor, Tensor]:
+        """This rank's part of the next global batch."""
+        chosen = next(self._indices)
+        return self._images[chosen], self._classes[chosen]
 
     def _endless(self, world: World) -> Iterator[Tensor]:
         """This rank's part of each global batch."""
