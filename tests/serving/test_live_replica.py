@@ -18,10 +18,6 @@ from shoal.weights import WeightSnapshot, WeightStore
 
 def test_a_replica_that_hangs_while_it_takes_weights_of_its_run_is_not_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
     release, load = threading.Event(), Predictor.load
-<<<<<<< ours
-    monkeypatch.setattr("shoal.serve.replica.model_manager.MAX_STAGING_S", 0.05)
-=======
->>>>>>> theirs
 
     def hangs(predictor: Predictor, snapshot: WeightSnapshot) -> Any:
         if snapshot.version == 2:
@@ -35,7 +31,7 @@ def test_a_replica_that_hangs_while_it_takes_weights_of_its_run_is_not_healthy(m
         store.publish(constant(1))
         async with ReplicaSet(EndpointModel("live", LiveModel(LINEAR, SIGNATURE, store))) as endpoint:
             [replica] = await endpoint.start()
-            monkeypatch.setattr("shoal.serve.replica.model_manager.HANGING_S", 0.05)  # to start may well take longer
+            monkeypatch.setattr("shoal.serve.replica.model_manager.MAX_STAGING_S", 0.05)  # to start may well take longer
             replica.check_health()
             store.publish(constant(2))
             follower = replica.manager.followers["live"]
