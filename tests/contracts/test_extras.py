@@ -31,7 +31,7 @@ MISSING = [
     ("pyarrow", "from shoal.data.formats import Parquet", "data"),
     ("pyarrow", "from shoal.data.formats import Arrow", "data"),
     ("pandas", "from shoal.runs.run_reader import _to_frame; _to_frame([], [])", "data"),
-    ("jinja2", "from shoal.runs.report.report import _render_report; _render_report(None)", "report"),
+    ("jinja2", "from shoal.runs.report.report import _template; _template()", "report"),
     ("matplotlib", "from shoal.runs.report.plots import draw_wide_plot; draw_wide_plot(None)", "report"),
     ("tensorboard", "from shoal.runs.record.tensorboard_writer import EventFile; EventFile(None, 1)", "report"),
     ("sklearn", "from shoal.train.task import make_task; make_task('tabular', {}).data()", "recipes"),

@@ -31,7 +31,9 @@ def test_a_replica_that_hangs_while_it_takes_weights_of_its_run_is_not_healthy(m
         store.publish(constant(1))
         async with ReplicaSet(EndpointModel("live", LiveModel(LINEAR, SIGNATURE, store))) as endpoint:
             [replica] = await endpoint.start()
-            monkeypatch.setattr("shoal.serve.replica.model_manager.MAX_STAGING_S", 0.05)  # to start may well take longer
+            monkeypatch.setattr(
+                "shoal.serve.replica.model_manager.MAX_STAGING_S", 0.05
+            )  # to start may well take longer
             replica.check_health()
             store.publish(constant(2))
             follower = replica.manager.followers["live"]
