@@ -13,11 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-MIN_WIDTH = 8  # layers of fewer units gain nothing from another library
-ROW_MULTIPLE = (
-    128  # oneDNN compiles its code once for a number of rows, in half a millisecond: few numbers should occur
-)
-
 
 class _TanhPerceptron(torch.autograd.Function):
     """A perceptron of tanh layers with a linear last one, as one function with a derivative of its own.
@@ -30,18 +25,18 @@ class _TanhPerceptron(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
         weights, biases = parameters[0::2], parameters[1::2]
-        kept = [_pad_rows(x)]  # the input, then s of each hidden layer
+        kept = [x]  # the input, then s of each hidden layer
         for weight, bias in zip(weights[:-1], biases[:-1], strict=True):
             kept.append(_affine(kept, weight * 2, bias * 2).sigmoid_())
         ctx.save_for_backward(*kept, *weights)
-        return _affine(kept, weights[-1], biases[-1])[: len(x)]
+        return _affine(kept, weights[-1], biases[-1])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         num_layers = len(ctx.saved_tensors) // 2
         kept, weights = ctx.saved_tensors[:num_layers], ctx.saved_tensors[num_layers:]
-        z_grad = _pad_rows(grads[0])
+        z_grad = grads[0]
         found: list[Tensor | None] = []
         for index in reversed(range(num_layers)):
             bias_grad = z_grad.sum(0)
@@ -50,35 +45,18 @@ class _TanhPerceptron(torch.autograd.Function):
             ).t()  # in the other order it takes five times as long if x is narrow
             if index:  # the layer's input was 2 s - 1, and d tanh z / dz = 4 s (1 - s)
                 weight_grad = weight_grad * 2 - bias_grad.unsqueeze(-1)
-                input_grad = _product(z_grad, (weights[index].t() * 4).contiguous())
+                input_grad = z_grad @ (weights[index] * 4)
                 z_grad = torch.ops.aten.sigmoid_backward.grad_input(input_grad, kept[index], grad_input=input_grad)
             found += [bias_grad, weight_grad]
-        x_grad = (z_grad @ weights[0])[: len(grads[0])] if ctx.needs_input_grad[0] else None
+        x_grad = z_grad @ weights[0] if ctx.needs_input_grad[0] else None
         return (x_grad, *reversed(found))
-
-
-def _pad_rows(rows: Tensor) -> Tensor:
-    """With rows of zeros up to the next multiple of ROWS; a few rows stay as they are."""
-    missing = -len(rows) % ROW_MULTIPLE
-    return nn.functional.pad(rows, (0, 0, 0, missing)) if missing and len(rows) > ROW_MULTIPLE else rows
 
 
 def _affine(kept: Sequence[Tensor], weight: Tensor, bias: Tensor) -> Tensor:
     """W h + b, where h is the input of the perceptron, or 2 s - 1 of the layer before."""
     if len(kept) == 1:
-        return _product(kept[0], weight, bias)
-    return _product(kept[-1], weight * 2, bias - weight.sum(1))
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x Wᵀ + b. oneDNN uses all of a CPU: [2056, 64] by [64, 64] takes 82 µs, against 164 of MKL on AMD, which
-    torch.mm calls for float32. The operation is the one that torch.compile puts in a linear layer's place."""
-    y: Tensor
-    if x.dtype == torch.float32 and min(weight.shape) > MIN_WIDTH and torch.backends.mkldnn.is_available():
-        y = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    else:
-        y = nn.functional.linear(x, weight, bias)
-    return y
+        return nn.functional.linear(kept[0], weight, bias)
+    return nn.functional.linear(kept[-1], weight * 2, bias - weight.sum(1))
 
 
 class _Perceptron(nn.Sequential):
