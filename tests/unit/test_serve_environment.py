@@ -97,6 +97,19 @@ def test_without_the_wheel_it_is_the_program_of_the_path(short_folder: Path, mon
     assert ran.stdout == "this one: -v\n"
 
 
+def test_the_wrapper_never_starts_itself(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of the cluster the variable names the wrapper, and HAProxy's wheel would go by it."""
+    environment = serve_environment(short_folder)
+    monkeypatch.setenv(BINARY_VARIABLE, environment[BINARY_VARIABLE])
+    prepare_ingress(environment)
+    wrapper = Path(environment[BINARY_VARIABLE])
+    before = wrapper.read_text()
+    prepare_ingress(environment)
+    assert wrapper.read_text() == before
+    ran = subprocess.run(["sh", wrapper, "-v"], capture_output=True, text=True, check=True, timeout=60)
+    assert ran.stdout.startswith("HAProxy version")
+
+
 def test_a_cluster_that_was_not_started_for_serve_is_left_alone() -> None:
     prepare_ingress({"PATH": "/nowhere"})
 

