@@ -77,7 +77,9 @@ def test_the_readmes_python_runs(tmp_path: Path) -> None:
     command = [sys.executable, "readme.py"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout.splitlines()[-1].strip("[]")) == pytest.approx(2.0, abs=0.2)
+    # Behind it Ray prints that the actor of Serve, which ends itself, has died.
+    answer = next(line for line in done.stdout.splitlines() if line.startswith("[["))
+    assert float(answer.strip("[]")) == pytest.approx(2.0, abs=0.2)
 
 
 def test_the_python_of_the_command_line_page_runs(shoal_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
