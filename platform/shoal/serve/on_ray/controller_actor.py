@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 import ray
@@ -16,6 +15,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from shoal.cluster.capacity import make_head_affinity
 from shoal.errors import ConnectionLost, ShoalError
+from shoal.ray_call import CALL_TIMEOUT_S, NAMESPACE, call_or_none
 from shoal.serve.controller.admin_api import LOAD_TIMEOUT_S
 from shoal.serve.controller.config import ControllerConfig
 from shoal.serve.controller.service import ControllerService
@@ -24,8 +24,6 @@ from shoal.serve.messages.desired_state import EndpointPlan
 from shoal.serve.messages.replica_report import ReplicaReport
 from shoal.weights import WeightSnapshot
 
-NAMESPACE = "shoal"
-CALL_TIMEOUT_S = 10.0
 CHANGE_TIMEOUT_S = 3700.0  # above what a change may ask for
 logger = logging.getLogger(__name__)
 
@@ -44,8 +42,7 @@ def stop_controller(name: str) -> None:
         actor = ray.get_actor(name, NAMESPACE)
     except ValueError:
         return
-    with suppress(RayActorError, GetTimeoutError):
-        ray.get(actor.forget.remote(), timeout=CALL_TIMEOUT_S)
+    call_or_none(actor.forget, away=(RayActorError, GetTimeoutError))
     ray.kill(actor, no_restart=True)
 
 
