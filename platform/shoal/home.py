@@ -75,10 +75,11 @@ def ray_token_path() -> Path:
 
 
 @contextmanager
-def file_lock(path: Path, timeout_s: float) -> Iterator[None]:
+def file_lock(path: Path, timeout_s: float, error: Exception | None = None) -> Iterator[None]:
     """Hold the lock that is the file at `path`; a killed holder lets go by dying.
 
-    Raises TimeoutError when another process, or another holder in this one, does not let go of it within `timeout_s`.
+    Raises `error` (by default a TimeoutError) when another process, or another holder in this one, does not let go of
+    it within `timeout_s`.
     """
     deadline_s = time.monotonic() + timeout_s
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -89,7 +90,7 @@ def file_lock(path: Path, timeout_s: float) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline_s:
-                    raise TimeoutError(f"{path} is held by another") from None
+                    raise error or TimeoutError(f"{path} is held by another") from None
                 time.sleep(_LOCK_POLL_S)
         yield
     finally:

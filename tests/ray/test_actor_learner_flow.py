@@ -215,10 +215,11 @@ def test_a_store_that_is_on_its_way_back_is_asked_again_for_its_version(monkeypa
     import ray
     from ray.exceptions import ActorUnavailableError
 
+    from shoal import ray_call
     from shoal.weights import ray_weight_store
 
     monkeypatch.setattr(ray, "get", fake_get)
-    monkeypatch.setattr(ray_weight_store, "RETRY_S", 0.0)
+    monkeypatch.setattr(ray_call, "RETRY_S", 0.0)
     away = ActorUnavailableError("restarting", b"x" * 16)
     assert ray_weight_store.get_stored_version(FakeWorker([away, away, 5])) == 5  # type: ignore[arg-type]
     assert ray_weight_store.get_stored_version(FakeWorker(away), timeout_s=0.0) == 0  # type: ignore[arg-type]

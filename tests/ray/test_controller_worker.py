@@ -7,9 +7,10 @@ import ray
 
 from shoal.cluster.embedded_cluster import EmbeddedCluster
 from shoal.errors import ConnectionLost, InferenceError
+from shoal.ray_call import NAMESPACE
 from shoal.serve.controller.config import ControllerConfig
 from shoal.serve.controller.state import Deployment
-from shoal.serve.on_ray.controller_actor import NAMESPACE, RayControllerClient
+from shoal.serve.on_ray.controller_actor import RayControllerClient
 from shoal.serve.spec.model_options import ModelOptions
 from waiting import wait_for
 

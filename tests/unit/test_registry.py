@@ -19,6 +19,7 @@ import pytest
 
 from shoal.atomic_file import write_synced
 from shoal.errors import ConfigError, RegistryError, WeightsError
+from shoal.home import file_lock
 from shoal.registry import (
     Manifest,
     ModelFactory,
@@ -421,6 +422,16 @@ def test_a_version_that_is_registered_between_two_looks_of_a_reader_is_there_or_
     assert len(registry.list("cartpole")) == 2
     looks = look - 1
     assert registry.has("cartpole@champion")
+
+
+def test_a_registry_that_stays_locked_is_given_up(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in (1.0, 2.0):
+        register(registry, value)
+    monkeypatch.setattr("shoal.registry.registry.LOCK_TIMEOUT_S", 0.0)
+    is_refused = pytest.raises(RegistryError, match=r"cartpole is being written by another process; try again$")
+    with file_lock(registry.get("cartpole@1").folder.parent / ".lock", 0.0), is_refused:
+        registry.promote("cartpole@1")
+    registry.promote("cartpole@1")
 
 
 def test_what_the_disk_refuses_is_a_registry_error(

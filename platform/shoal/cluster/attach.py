@@ -7,8 +7,7 @@ its cluster, and the lock that whoever changes it holds. It starts and stops not
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -59,18 +58,13 @@ def state_path() -> Path:
     return home() / "cluster.json"
 
 
-@contextmanager
-def lock_cluster_state() -> Iterator[None]:
+def lock_cluster_state() -> AbstractContextManager[None]:
     """Keep every other `shoal up` and `shoal down` waiting; a killed holder lets go by dying.
 
     Raises ClusterError when another is at work for LOCK_TIMEOUT_S.
     """
-    with ExitStack() as held:
-        try:
-            held.enter_context(file_lock(home() / "up.lock", LOCK_TIMEOUT_S))
-        except TimeoutError:
-            raise ClusterError("another `shoal up` or `shoal down` is at work: wait for it, or end it") from None
-        yield
+    busy = ClusterError("another `shoal up` or `shoal down` is at work: wait for it, or end it")
+    return file_lock(home() / "up.lock", LOCK_TIMEOUT_S, busy)
 
 
 def _resolve_address(field: str, address: str) -> ClusterHandle:

@@ -20,7 +20,6 @@ from shoal.errors import ClusterError, ShoalError
 from shoal.runs.record.provenance import restore_secrets
 
 SpecT = TypeVar("SpecT", bound=Spec)
-NAMESPACE = "shoal"
 CHECK, HELP = "--check", ("-h", "--help")
 
 
@@ -86,6 +85,8 @@ def expected_run_id() -> str | None:
 def connect() -> None:
     """Connect this process to the cluster of $RAY_ADDRESS. Raises ClusterError."""
     import ray  # a third of a second, which words that are wrong need not wait for
+
+    from shoal.ray_call import NAMESPACE
 
     if not os.environ.get("RAY_ADDRESS"):
         remedy = "start it with `shoal run`, or with `ray job submit` on a cluster that is up"

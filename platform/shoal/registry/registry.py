@@ -17,7 +17,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -333,15 +333,10 @@ def _write_aliases(folder: Path, aliases: Aliases) -> None:
 LOCK_TIMEOUT_S = 60.0
 
 
-@contextmanager
-def lock_folder(folder: Path, name: str = ".lock") -> Iterator[None]:
+def lock_folder(folder: Path, name: str = ".lock") -> AbstractContextManager[None]:
     """Keep every other holder of this lock, in this process or another, out; a killed holder lets go by dying.
 
     Raises RegistryError when it stays locked for LOCK_TIMEOUT_S.
     """
-    with ExitStack() as held:
-        try:
-            held.enter_context(file_lock(folder / name, LOCK_TIMEOUT_S))
-        except TimeoutError:
-            raise RegistryError(f"{folder} is being written by another process; try again") from None
-        yield
+    busy = RegistryError(f"{folder} is being written by another process; try again")
+    return file_lock(folder / name, LOCK_TIMEOUT_S, busy)

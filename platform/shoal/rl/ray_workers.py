@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shoal.errors import ClusterError, ConnectionLost, LedgerUnwritable
 from shoal.gc_freeze import freeze_loaded_objects
+from shoal.ray_call import AWAY, CALL_TIMEOUT_S, NAMESPACE, RETRY_S, call_or_none, call_until_answered
 from shoal.rl.experience.queue import BatchRequest, ExperienceBatch, ExperienceQueue
 from shoal.rl.experience.segment_ledger import Ledger
 from shoal.rl.gateway.gateway import Gateway
@@ -27,10 +28,6 @@ from shoal.rl.gateway.zmq_listener import format_tcp_address, resolve_reachable_
 from shoal.rl.spec import RLSpec
 from shoal.weights import PublishedVersion, WeightSnapshot
 from shoal.weights.ray_weight_store import (
-    CALL_TIMEOUT_S,
-    NAMESPACE,
-    RETRY_S,
-    STORE_IS_AWAY,
     RayWeightPublisher,
     RayWeightSource,
     get_stored_version,
@@ -106,23 +103,16 @@ class RayExperienceSource:
         self._gateway = gateway
 
     def take(self, consumer: str, request: BatchRequest) -> ExperienceBatch | None:
-        try:
-            call = self._gateway.take.remote(consumer, request)
-            payload = ray.get(call, timeout=request.timeout_s + CALL_TIMEOUT_S)
-            return None if payload is None else ExperienceBatch.from_bytes(payload)
-        except STORE_IS_AWAY:
-            time.sleep(RETRY_S)
-            return None
+        limit_s = request.timeout_s + CALL_TIMEOUT_S
+        payload = call_or_none(self._gateway.take, consumer, request, timeout_s=limit_s, away=AWAY, pause_s=RETRY_S)
+        return None if payload is None else ExperienceBatch.from_bytes(payload)
 
     def acknowledge(self, lease_id: int, fates: Sequence[DropReason | None]) -> bool:
-        deadline = time.monotonic() + ACKNOWLEDGE_TIMEOUT_S
-        while True:
-            try:
-                return bool(ray.get(self._gateway.acknowledge.remote(lease_id, fates), timeout=CALL_TIMEOUT_S))
-            except STORE_IS_AWAY as error:
-                if time.monotonic() > deadline:
-                    raise ConnectionLost(f"the gateway has been away for {ACKNOWLEDGE_TIMEOUT_S} s") from error
-                time.sleep(RETRY_S)
+        try:
+            method = self._gateway.acknowledge
+            return bool(call_until_answered(method, lease_id, fates, patience_s=ACKNOWLEDGE_TIMEOUT_S))
+        except AWAY as error:
+            raise ConnectionLost(f"the gateway has been away for {ACKNOWLEDGE_TIMEOUT_S} s") from error
 
 
 @ray.remote(max_concurrency=4)
@@ -204,7 +194,7 @@ class ActorLearnerWorkers:
             return ray.get(method.remote(), timeout=max(0.0, deadline - time.monotonic()))
         except ray.exceptions.GetTimeoutError as error:
             raise ClusterError(f"the {name} did not start in time: is the cluster busy? {error}") from error
-        except (*STORE_IS_AWAY, ray.exceptions.RayTaskError) as error:
+        except (*AWAY, ray.exceptions.RayTaskError) as error:
             reason = str(error).strip().splitlines()[-1]
             raise ClusterError(f"the {name} did not start: {reason}") from error
 
@@ -229,17 +219,14 @@ class ActorLearnerWorkers:
         """Stop learning, publish and save; False when the learner is away or does not end in time."""
         try:
             ray.get(self._learner.finish.remote(timeout_s), timeout=timeout_s + RETRY_S)
-        except (*STORE_IS_AWAY, ray.exceptions.RayTaskError):
+        except (*AWAY, ray.exceptions.RayTaskError):
             return False
         return True
 
     def close_gateway(self, finished: bool, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any] | None:
         """Dismiss the actors; the last stats, or None when the gateway is dead, does not answer in time or cannot write
         its ledger."""
-        try:
-            return ray.get(self._gateway.close.remote(finished), timeout=timeout_s)
-        except (*STORE_IS_AWAY, LedgerUnwritable):
-            return None
+        return call_or_none(self._gateway.close, finished, timeout_s=timeout_s, away=(*AWAY, LedgerUnwritable))
 
     def close(self) -> None:
         """End the workers, restarts included. Idempotent."""
@@ -248,24 +235,16 @@ class ActorLearnerWorkers:
 
     def _call_until_answered(self, method: Any) -> Any:
         """Ask until there is an answer: a worker may be on its way back. Raises ClusterError."""
-        deadline = time.monotonic() + ACKNOWLEDGE_TIMEOUT_S + CALL_TIMEOUT_S
-        while True:
-            try:
-                return ray.get(method.remote(), timeout=max(RETRY_S, deadline - time.monotonic()))
-            except STORE_IS_AWAY as error:
-                if time.monotonic() > deadline:
-                    raise ClusterError(f"a worker did not answer: {error}") from error
-                time.sleep(RETRY_S)
+        try:
+            return call_until_answered(method, patience_s=ACKNOWLEDGE_TIMEOUT_S + CALL_TIMEOUT_S, timeout_s=None)
+        except AWAY as error:
+            raise ClusterError(f"a worker did not answer: {error}") from error
 
     def _call_or_none(self, worker: Any, method: str) -> Any:
         try:
-            return ray.get(getattr(worker, method).remote(), timeout=CALL_TIMEOUT_S)
-        except ray.exceptions.ActorUnavailableError:
-            return None
+            return call_or_none(getattr(worker, method))
         except ray.exceptions.RayActorError as error:
             raise ClusterError(f"a worker is gone for good: {error}") from error
-        except ray.exceptions.GetTimeoutError:
-            return None
 
 
 def _gateway_name(run_id: str) -> str:

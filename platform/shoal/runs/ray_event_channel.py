@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shoal.errors import RunError, ShoalError
+from shoal.ray_call import call_or_none
 
 CALL_TIMEOUT_S = 30.0
 DELIVERY_INTERVAL_S = 0.2  # between two deliveries of rank 0; also how late it hears of a request to stop
 FLUSH_TIMEOUT_S = 5.0  # the longest that rank 0 waits for a mailbox which does not answer, and with it all ranks
-RETRYABLE_ERRORS = (GetTimeoutError, ActorUnavailableError)  # it is slow, or out of reach: the call may have been heard
 Message = tuple[str, tuple[Any, ...]]
 
 
@@ -144,11 +144,11 @@ class RayLog:
         with self._changed:
             messages = list(self._pending)
         try:
-            answer = ray.get(self._mailbox.deliver.remote(self._num_delivered, messages), timeout=CALL_TIMEOUT_S)
-        except RETRYABLE_ERRORS:
-            return  # they are still pending
+            answer = call_or_none(self._mailbox.deliver, self._num_delivered, messages, timeout_s=CALL_TIMEOUT_S)
         except RayError:  # the mailbox is dead: save, and end
             answer = (True, "")
+        if answer is None:
+            return  # they are still pending
         is_to_stop, refusal = answer
         with self._changed:
             del self._pending[: len(messages)]

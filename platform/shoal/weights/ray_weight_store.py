@@ -8,22 +8,17 @@ rules of publishing are in `publisher`, those of storing in `store`.
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shoal.errors import ConnectionLost
+from shoal.ray_call import AWAY, CALL_TIMEOUT_S, NAMESPACE, RETRY_S, call_or_none, call_until_answered
 from shoal.weights.publisher import WeightPublisher
 from shoal.weights.store import WeightSnapshot, WeightStore
-
-NAMESPACE = "shoal"
-CALL_TIMEOUT_S = 10.0
-RETRY_S = 0.2
-STORE_IS_AWAY = (RayActorError, GetTimeoutError, ObjectLostError)  # dead, restarting or unreachable
 
 
 @ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=1000)
@@ -71,11 +66,8 @@ class RayWeightSource:
         return self.wait_newer(0, 0.0)
 
     def wait_newer(self, than: int, timeout_s: float) -> WeightSnapshot | None:
-        try:
-            return ray.get(self._store.wait_newer.remote(than, timeout_s), timeout=timeout_s + CALL_TIMEOUT_S)
-        except STORE_IS_AWAY:
-            time.sleep(min(timeout_s, RETRY_S))  # a dead store answers at once: do not spin
-            return None
+        limit_s, pause_s = timeout_s + CALL_TIMEOUT_S, min(timeout_s, RETRY_S)
+        return call_or_none(self._store.wait_newer, than, timeout_s, timeout_s=limit_s, away=AWAY, pause_s=pause_s)
 
 
 class RayWeightPublisher(WeightPublisher):
@@ -93,14 +85,10 @@ class RayWeightPublisher(WeightPublisher):
 
 def get_stored_version(store: ActorHandle, timeout_s: float = 30.0) -> int:
     """The newest version that the store has had; 0 when it has none, or does not come back within `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            return int(_call(store.version))
-        except ConnectionLost:
-            if time.monotonic() > deadline:
-                return 0
-            time.sleep(RETRY_S)
+    try:
+        return int(call_until_answered(store.version, patience_s=timeout_s, away=(RayError,)))
+    except RayError:
+        return 0
 
 
 def _call(method: Any, *args: object) -> Any:

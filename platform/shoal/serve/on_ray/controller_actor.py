@@ -7,27 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
-from contextlib import suppress
-from typing import Any
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from shoal.cluster.capacity import make_head_affinity
 from shoal.errors import ConnectionLost, ShoalError
+from shoal.ray_call import CALL_TIMEOUT_S, NAMESPACE, call_or_none
 from shoal.serve.controller.admin_api import LOAD_TIMEOUT_S
 from shoal.serve.controller.config import ControllerConfig
 from shoal.serve.controller.service import ControllerService
 from shoal.serve.controller.state import StateFile
-from shoal.serve.messages.desired_state import EndpointPlan
-from shoal.serve.messages.replica_report import ReplicaReport
-from shoal.weights import WeightSnapshot
 
-NAMESPACE = "shoal"
-CALL_TIMEOUT_S = 10.0
 CHANGE_TIMEOUT_S = 3700.0  # above what a change may ask for
 logger = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
+ServiceMethod = Callable[Concatenate[ControllerService, P], Coroutine[Any, Any, T]]
 
 
 @ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=1000)
@@ -44,13 +43,38 @@ def stop_controller(name: str) -> None:
         actor = ray.get_actor(name, NAMESPACE)
     except ValueError:
         return
-    with suppress(RayActorError, GetTimeoutError):
-        ray.get(actor.forget.remote(), timeout=CALL_TIMEOUT_S)
+    call_or_none(actor.forget, away=(RayActorError, GetTimeoutError))
     ray.kill(actor, no_restart=True)
+
+
+class RemoteMethod(Generic[P, T]):
+    """A method of the actor as one of its client, with the parameters and the answer that it has in the actor.
+
+    is_routine: what a replica calls by itself, for as long as it lives: any failure of it is a ConnectionLost, after
+                which the replica calls again
+    """
+
+    def __init__(
+        self, method: ServiceMethod[P, T], timeout_s: float = CALL_TIMEOUT_S, is_routine: bool = False
+    ) -> None:
+        self.name, self.timeout_s, self.is_routine = method.__name__, timeout_s, is_routine
+
+    def __get__(self, client: RayControllerClient, owner: type) -> Callable[P, Coroutine[Any, Any, T]]:
+        return partial(client.call, self)
 
 
 class RayControllerClient:
     """The replicas' and the driver's end: fulfils `ControllerClient`. Pickles; makes the actor when it is not there."""
+
+    follow = RemoteMethod(ControllerService.follow, is_routine=True)
+    report = RemoteMethod(ControllerService.report, is_routine=True)
+    leave = RemoteMethod(ControllerService.leave, is_routine=True)
+    store_weights = RemoteMethod(ControllerService.store_weights, is_routine=True)
+    fetch_weights = RemoteMethod(ControllerService.fetch_weights, is_routine=True)
+    administer = RemoteMethod(ControllerService.administer, CHANGE_TIMEOUT_S)
+    load = RemoteMethod(ControllerService.load, LOAD_TIMEOUT_S + CALL_TIMEOUT_S)
+    unload = RemoteMethod(ControllerService.unload, LOAD_TIMEOUT_S)
+    status = RemoteMethod(ControllerService.status)
 
     def __init__(self, setting: ControllerConfig) -> None:
         self._config = setting
@@ -76,33 +100,6 @@ class RayControllerClient:
         """Make the actor before anybody needs it."""
         _ = self.handle
 
-    async def follow(self, replica: str, known_generation: int, timeout_s: float) -> EndpointPlan | None:
-        return await self._call_retryable("follow", replica, known_generation, timeout_s)
-
-    async def report(self, report: ReplicaReport) -> list[ReplicaReport]:
-        return await self._call_retryable("report", report)
-
-    async def leave(self, replica: str) -> None:
-        await self._call_retryable("leave", replica)
-
-    async def store_weights(self, model: str, snapshot: WeightSnapshot) -> None:
-        await self._call_retryable("store_weights", model, snapshot)
-
-    async def fetch_weights(self, model: str, version: int) -> WeightSnapshot | None:
-        return await self._call_retryable("fetch_weights", model, version)
-
-    async def administer(self, change: Mapping[str, Any], by: str) -> dict[str, Any]:
-        return await self._call("administer", dict(change), by, timeout_s=CHANGE_TIMEOUT_S)
-
-    async def load(self, name: str, parameters: Mapping[str, Any], by: str) -> None:
-        await self._call("load", name, dict(parameters), by, timeout_s=LOAD_TIMEOUT_S + CALL_TIMEOUT_S)
-
-    async def unload(self, name: str, by: str) -> None:
-        await self._call("unload", name, by, timeout_s=LOAD_TIMEOUT_S)
-
-    async def status(self) -> dict[str, Any]:
-        return await self._call("status")
-
     def call_blocking(self, method: str, *arguments: object) -> Any:
         """From a thread without an event loop. Raises ConnectionLost, or what the controller raised."""
         try:
@@ -115,27 +112,26 @@ class RayControllerClient:
         StateFile(self._config.state_file).remove()
         stop_controller(self._config.actor_name)
 
-    async def _call_retryable(self, method: str, *arguments: object) -> Any:
-        """What a replica does by itself, for as long as it lives: whatever fails in the controller, it tries again."""
+    async def call(self, method: RemoteMethod[P, T], /, *arguments: P.args, **named: P.kwargs) -> T:
+        """Raises ConnectionLost, or what the controller raised where the method is no routine."""
         try:
-            return await self._call(method, *arguments)
-        except RayTaskError as error:
+            async with asyncio.timeout(method.timeout_s):
+                answer: T = await getattr(self.handle, method.name).remote(*arguments, **named)
+                return answer
+        except (RayActorError, RayTaskError, TimeoutError) as error:
+            raise self._translate_error(error, method.is_routine) from error
+
+    def _translate_error(self, error: Exception, is_routine: bool = False) -> Exception:
+        if isinstance(error, RayTaskError):
+            if isinstance(error.cause, ShoalError):
+                return error.cause
+            if not is_routine:
+                return error
             problem = f"the controller of {self._config.name!r} failed: {error.cause!r}"
             if problem != self._last_problem:  # it comes with every report
                 self._last_problem = problem
                 logger.exception("%s", problem)
-            raise ConnectionLost(problem) from error
-
-    async def _call(self, method: str, *arguments: object, timeout_s: float = CALL_TIMEOUT_S) -> Any:
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await getattr(self.handle, method).remote(*arguments)
-        except (RayActorError, RayTaskError, TimeoutError) as error:
-            raise self._translate_error(error) from error
-
-    def _translate_error(self, error: Exception) -> Exception:
-        if isinstance(error, RayTaskError):
-            return error.cause if isinstance(error.cause, ShoalError) else error
+            return ConnectionLost(problem)
         if isinstance(error, ray.exceptions.ActorDiedError):
             self._handle = None  # it ended for good, idle or by mistake: the next call makes another
         return ConnectionLost(f"the controller of {self._config.name!r} did not answer: {error}")

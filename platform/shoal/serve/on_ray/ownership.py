@@ -13,8 +13,8 @@ from ray._private import state
 from ray.util import list_named_actors
 
 from shoal.errors import ClusterError
+from shoal.ray_call import NAMESPACE
 from shoal.serve.controller.config import parse_actor_name
-from shoal.serve.on_ray.controller_actor import NAMESPACE
 
 SERVE_CONTROLLER_NAME, SERVE_NAMESPACE = "SERVE_CONTROLLER_ACTOR", "serve"  # Serve's own, which takes long to load
 REMEDY = (

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 from ray.train import FailureConfig, RunConfig, ScalingConfig, get_context
@@ -29,7 +28,8 @@ from shoal.errors import RankLost, ShoalError, TrainError
 from shoal.gc_freeze import freeze_loaded_objects
 from shoal.parallel import World
 from shoal.parallel.comm.world import CUDA_BACKEND, TIMEOUT_S, set_gloo_interface
-from shoal.runs.ray_event_channel import CALL_TIMEOUT_S, RETRYABLE_ERRORS, Message, RayLog, start_mailbox
+from shoal.ray_call import call_or_none
+from shoal.runs.ray_event_channel import CALL_TIMEOUT_S, Message, RayLog, start_mailbox
 from shoal.train.reporting.event_log import EventLog, NullLog
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
@@ -148,7 +148,7 @@ class RayTrainAttempt:
         """What rank 0 has said since the last time, and whether the attempt is over and all that it said is known."""
         self._thread.join(timeout_s)
         is_over = not self._thread.is_alive()  # asked first: what is said last must not be missed
-        answer = self._call_mailbox(self._mailbox.poll.remote(self._num_received))
+        answer = self._call_mailbox(self._mailbox.poll, self._num_received)
         if answer is None:
             return [], is_over and self._mailbox_death is not None
         messages, self._errors = answer
@@ -157,11 +157,11 @@ class RayTrainAttempt:
 
     def stop(self) -> None:
         """Ask the workers to save and end; `poll` goes on until they have."""
-        self._call_mailbox(self._mailbox.request_stop.remote())
+        self._call_mailbox(self._mailbox.request_stop)
 
     def abort(self, why: str) -> None:
         """Ask the workers to end, and to save nothing; `poll` goes on until they have."""
-        self._call_mailbox(self._mailbox.abort.remote(why))
+        self._call_mailbox(self._mailbox.abort, why)
 
     def get_outcome(self) -> TrainResult:
         """How the attempt ended. Raises the workers' own error; RankLost when a worker, or the mailbox, just died."""
@@ -175,12 +175,10 @@ class RayTrainAttempt:
             raise causes[0]
         raise RankLost(self._mailbox_death or f"a worker died: {self._failure}")
 
-    def _call_mailbox(self, call: ObjectRef) -> Any:
-        """The mailbox's; None when there is none yet, or, as rank 0 hears for itself, will never be."""
+    def _call_mailbox(self, method: Any, *args: object) -> Any:
+        """The mailbox's answer; None when there is none yet, or, as rank 0 hears for itself, will never be."""
         try:
-            return ray.get(call, timeout=CALL_TIMEOUT_S)
-        except RETRYABLE_ERRORS:
-            return None
+            return call_or_none(method, *args, timeout_s=CALL_TIMEOUT_S)
         except RayActorError as error:
             self._mailbox_death = f"the mailbox of the workers died: {_error_summary(error)}"
             return None
