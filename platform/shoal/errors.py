@@ -34,11 +34,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-MAX_SHOWN_LENGTH = 160
+MAX_SHOWN_LENGTH, MAX_SUMMARY_LENGTH = 160, 200
 
 
 class ShoalError(Exception):
     """The root of everything that Shoal raises on purpose."""
+
+
+def summarize_error(error: BaseException, *, line: int = 0, max_chars: int | None = MAX_SUMMARY_LENGTH) -> str:
+    """One line of what an error says; its type's name when it says nothing.
+
+    line: which one: 0 has what torch and Serve say before pages of advice; -1 what is raised at the end of a traceback
+    """
+    return (str(error).strip().splitlines() or [type(error).__name__])[line].strip()[:max_chars]
 
 
 class ConfigError(ShoalError, ValueError):

@@ -186,7 +186,7 @@ def test_the_champion_is_served_until_ctrl_c_and_follows_its_alias(cluster: Embe
         _register_constant(registry, bias)
     registry.promote("constant@1")
     question = np.zeros((1, 4), np.float32)
-    with shoal_program("run", str(ROOT / "serve_apps" / "registered_model.py"), "model=constant@champion") as program:
+    with shoal_program("run", str(ROOT / "serve_apps" / "registered_model.py"), "models=constant@champion") as program:
         found = program.wait_for_line(r"serving constant@champion.*\(now constant@1\) at (\S+)/v2/models/constant")
         connection = InferenceConnection(found[1], "constant", (shared_home / "token").read_text(), timeout_s=ANSWER_S)
         wait_for_version(connection, question[0], 1, timeout_s=ANSWER_S)

@@ -2,7 +2,9 @@
 
 import json
 
-from shoal.errors import InferenceError
+import pytest
+
+from shoal.errors import InferenceError, summarize_error
 from shoal.serve.grpc.methods import GrpcCall
 from shoal.serve.http.messages import build_error_response
 from shoal.serve.on_ray.errors import error_summary
@@ -22,6 +24,22 @@ shoal.errors.ShoalError: model 'm': ConfigError: preprocess = 'mine:nosuch': 'mi
 def test_the_last_error_of_ours_is_kept_and_nothing_else() -> None:
     assert error_summary(BURIED) == "model 'm': ConfigError: preprocess = 'mine:nosuch': 'mine' has no 'nosuch'"
     assert error_summary("RuntimeError: shoal.errors.ConfigError is not ours here") == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "first", "last"),
+    [
+        ("", "RuntimeError", "RuntimeError"),
+        (" \n", "RuntimeError", "RuntimeError"),
+        ("one line", "one line", "one line"),
+        ("\nnot enough memory\n  advice\nShoalError: why \n", "not enough memory", "ShoalError: why"),
+        ("x" * 300, "x" * 200, "x" * 200),
+    ],
+)
+def test_an_error_in_one_line(words: str, first: str, last: str) -> None:
+    assert summarize_error(RuntimeError(words)) == first
+    assert summarize_error(RuntimeError(words), line=-1) == last
+    assert len(summarize_error(RuntimeError("x" * 300), max_chars=None)) == 300
 
 
 def test_half_a_pair_of_utf_16_in_what_went_wrong_is_told_and_not_in_the_way() -> None:

@@ -98,9 +98,12 @@ def test_an_access_token_is_in_no_spec_that_is_recorded(spec: Spec) -> None:
         spec.override(["endpoint.token=hush"])
 
 
-def test_a_model_that_is_not_there_is_missed_before_a_cluster_is() -> None:
+@pytest.mark.parametrize(
+    ("field", "warning"), [("models", ""), ("model", "warning: the field model is called models now\n")]
+)
+def test_a_model_that_is_not_there_is_missed_before_a_cluster_is(field: str, warning: str) -> None:
     app = Path(__file__).parents[2] / "serve_apps" / "registered_model.py"
-    words = [sys.executable, str(app), "model=absent@champion", "--check"]
+    words = [sys.executable, str(app), f"{field}=absent@champion", "--check"]
     looked = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert (looked.returncode, looked.stdout) == (1, "")
-    assert "error: there is no model 'absent'" in looked.stderr
+    assert looked.stderr.startswith(f"{warning}error: there is no model 'absent'")

@@ -21,7 +21,7 @@ import pytest
 
 from shoal import runs
 from shoal.errors import ConfigError, RunError
-from shoal.runs import RunRecorder, Status
+from shoal.runs import RunKind, RunRecorder, Status
 from shoal.runs.record import recorder
 from shoal.runs.record.database import transaction
 from shoal.runs.record.tensorboard_writer import EventFile
@@ -173,6 +173,18 @@ def test_a_record_of_a_newer_shoal_is_left_alone(run: RunRecorder, home: Path) -
         connection.execute("PRAGMA user_version = 99")
     with pytest.raises(RunError, match="newer Shoal"):
         runs.list_runs()
+
+
+def test_a_record_of_an_older_shoal_is_read_and_gets_the_kinds_of_new_runs(run: RunRecorder, home: Path) -> None:
+    run.close()
+    with closing(sqlite3.connect(home / "runs.sqlite", isolation_level=None)) as connection:
+        connection.execute("ALTER TABLE runs DROP COLUMN kind")
+        connection.execute("UPDATE runs SET spec = 'task: lenet'")
+    assert [each.kind for each in runs.list_runs()] == [RunKind.TRAINING]
+    runs.create("mine", "task: lenet", "two", kind=RunKind.SERVING).close()
+    assert [each.kind for each in runs.list_runs()] == [RunKind.SERVING, RunKind.TRAINING]
+    with runs.reopen("one"):
+        assert runs.load("one").kind is RunKind.TRAINING
 
 
 def test_a_file_that_is_not_a_record_is_a_run_error(home: Path) -> None:

@@ -116,6 +116,13 @@ def test_what_is_shown_of_a_run_depends_on_what_it_does_and_not_on_its_name(kind
             assert REFUSED[kind] in str(refused)
 
 
+def test_the_kind_that_is_written_goes_before_the_fields_of_the_spec() -> None:
+    with runs.create("mine", "task: lenet", "one", kind=RunKind.LOOP):
+        assert runs.load("one").kind is RunKind.LOOP
+    with runs.recording("models: []", "mine", begun="training", kind=RunKind.TRAINING, run_id="two"):
+        assert runs.load("two").kind is RunKind.TRAINING
+
+
 @pytest.mark.parametrize("spec", ["", "[1, 2]", "a: [", "just words"])
 def test_a_spec_that_is_none_says_nothing_of_its_run(spec: str) -> None:
     with runs.create("mine", spec, "one"):

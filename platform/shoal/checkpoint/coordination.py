@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from shoal.errors import RankLost
+from shoal.errors import RankLost, summarize_error
 
 T = TypeVar("T")
 
@@ -82,6 +82,6 @@ class CheckpointGroup:
         try:
             yield
         except RuntimeError as error:  # every trouble of gloo's is one
-            reason = str(error).partition("\n")[0][:200]
+            reason = summarize_error(error)
             problem = f"rank {self.rank} of {self.size} could not {verb} within {self._timeout_s:g} s"
             raise RankLost(f"{problem}: another rank died or hangs ({reason})") from error

@@ -10,7 +10,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TypeVar
 
 import shoal.runs
@@ -21,6 +22,7 @@ from shoal.runs.record.provenance import restore_secrets
 
 SpecT = TypeVar("SpecT", bound=Spec)
 CHECK, HELP = "--check", ("-h", "--help")
+NOT_RENAMED: Mapping[str, str] = MappingProxyType({})
 
 
 def job_main(
@@ -29,17 +31,19 @@ def job_main(
     job: str,
     check: Callable[[SpecT], object] = lambda spec: None,
     arguments: Sequence[str] | None = None,
+    renamed: Mapping[str, str] = NOT_RENAMED,
 ) -> None:
     """Run `run(spec with the words applied, job)` on the cluster of $RAY_ADDRESS; exits 1 on a ShoalError or OSError.
 
-    spec: what the words change, or a function that finds it by looking at them
+    spec:    what the words change, or a function that finds it by looking at them
+    renamed: fields' old names -> their names; a word with an old one is taken, with a warning
 
     Among the words, `--help` prints the fields, and `--check` ends after the words, and what `check` looks at, have
     been found good. With the word `resume=RUN`, what is not said again is as that run's record has it.
     """
     sys.path.append(os.getcwd())  # what the words name may lie there, and a job's own folder is there already
     words = restore_secrets(sys.argv[1:]) if arguments is None else list(arguments)
-    fields = [word for word in words if word not in (CHECK, *HELP)]
+    fields = [_rename_field(word, renamed) for word in words if word not in (CHECK, *HELP)]
     try:
         base = _load_recorded_spec(spec, fields) if isinstance(spec, Spec) else spec(fields)
         if not set(HELP).isdisjoint(words):
@@ -62,6 +66,14 @@ def job_main(
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr, flush=True)
         sys.exit(130)
+
+
+def _rename_field(word: str, renamed: Mapping[str, str]) -> str:
+    name, separator, value = word.partition("=")
+    if name not in renamed:
+        return word
+    print(f"warning: the field {name} is called {renamed[name]} now", file=sys.stderr, flush=True)
+    return f"{renamed[name]}{separator}{value}"
 
 
 def _get_program() -> str:

@@ -68,7 +68,12 @@ def run_actor_learner(spec: ActorLearnerSpec, job: str) -> str:
     experience, first_observation = check(spec)
     # The record is closed first: it must be right even when the rest is cut short.
     record = shoal.runs.recording(
-        spec.to_yaml(), job, begun="gateway_ready", resumed=spec.resume, run_id=expected_run_id()
+        spec.to_yaml(),
+        job,
+        begun="gateway_ready",
+        kind=shoal.runs.RunKind.LOOP,
+        resumed=spec.resume,
+        run_id=expected_run_id(),
     )
     with ExitStack() as closing, record as recorder:
         flow = _ActorLearnerRun(spec, recorder, experience, first_observation)

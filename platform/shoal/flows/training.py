@@ -89,7 +89,12 @@ def train_on_cluster(
     """Train in workers of the cluster that this process is connected to. Raises a ShoalError as `run_training`."""
     checked = checked or validate_run(spec)
     with shoal.runs.recording(
-        spec.to_yaml(), job, begun="training", resumed=spec.resume, run_id=expected_run_id()
+        spec.to_yaml(),
+        job,
+        begun="training",
+        kind=shoal.runs.RunKind.TRAINING,
+        resumed=spec.resume,
+        run_id=expected_run_id(),
     ) as recorder:
         outcome = _TrainingRun(spec, checked, recorder, registers).run()
     if not outcome.is_interrupted:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from shoal import atomic_file, checkpoint
-from shoal.errors import CheckpointError, Closed, LedgerUnwritable, SpecMismatch
+from shoal.errors import CheckpointError, Closed, LedgerUnwritable, SpecMismatch, summarize_error
 from shoal.models.actor_critic import ActorCritic
 from shoal.rl.algorithms.impala.algorithm import ImpalaBatch, NonFiniteLoss, build_batch, has_finite_loss, update
 from shoal.rl.experience.queue import UNWRITABLE_PAUSE_S, BatchRequest, ExperienceBatch, ExperienceSource
@@ -332,7 +332,9 @@ class Learner:
             self.model.load_state_dict(state["model"])
         except RuntimeError as error:
             problem = "does not fit the checkpoint of this run"
-            raise SpecMismatch("hidden", list(self.spec.hidden), problem, str(error).splitlines()[-1].strip()) from None
+            raise SpecMismatch(
+                "hidden", list(self.spec.hidden), problem, summarize_error(error, line=-1, max_chars=None)
+            ) from None
         self._optimizer.load_state_dict(state["optimizer"])
         for group in self._optimizer.param_groups:  # which came with the rate of before, and the spec may have another
             group["lr"] = self.spec.impala.learning_rate

@@ -153,6 +153,7 @@ class Run:
     folder: Path
     _home: Path = field(repr=False)
     _number: int = field(repr=False)
+    _kind: str | None = field(repr=False)
 
     @classmethod
     def _from_row(cls, row: sqlite3.Row, folder: Path) -> Self:
@@ -175,12 +176,13 @@ class Run:
             folder=folder / "runs" / row["id"],
             _home=folder,
             _number=row["number"],
+            _kind=row["kind"] if "kind" in row.keys() else None,  # noqa: SIM118 - a row contains its values
         )
 
     @property
     def kind(self) -> RunKind:
         """What it does, whatever its job is called."""
-        return infer_kind(self.spec)
+        return RunKind(self._kind) if self._kind else infer_kind(self.spec)
 
     @property
     def duration_s(self) -> float:

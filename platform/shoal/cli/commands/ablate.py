@@ -15,11 +15,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 import click
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from shoal.cli.commands.find import prepare_output_folder, write_files
-from shoal.cli.support.console import make_literal_console, strip_task_key
+from shoal.cli.support.console import make_literal_console, make_number_column, make_table, strip_task_key
 from shoal.config import format_override
 from shoal.runs.formatting import format_duration, format_number, format_size
 from shoal.train.launch.local import fit_locally
@@ -119,9 +119,8 @@ def _build_table(found: Sequence[VariantSummary], metric: str, *, shows_spread: 
     """Two lines a part, so that all numbers have room in 80 columns: its own, and what differs from the whole."""
     names = (metric, *COSTS)
     spread_of = frozenset(names) - {MEMORY, PARAMETERS} if shows_spread else frozenset[str]()
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for title in ("variant", metric, "step", "memory", "parameters"):
-        table.add_column(title, justify="left" if title == "variant" else "right", no_wrap=True)
+    numbers = map(make_number_column, (metric, "step", "memory", "parameters"))
+    table = make_table(Column("variant", no_wrap=True), *numbers)
     for worth in found:
         own = [_format_spread(worth.values.get(name), name, name in spread_of) for name in names]
         table.add_row(Text(worth.name, style="bold" if worth.is_baseline else ""), *own)

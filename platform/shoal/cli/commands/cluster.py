@@ -6,7 +6,6 @@ Parse, call, print: starting and stopping is done by `shoal.cluster`. `down` end
 from __future__ import annotations
 
 import contextlib
-import json
 import shlex
 import time
 from dataclasses import asdict
@@ -16,7 +15,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from shoal.cli.support.console import make_literal_console
+from shoal.cli.support.console import make_literal_console, print_json
 from shoal.cli.support.job_output import interrupt_on_termination
 from shoal.cluster.attach import find_cluster, find_running_cluster, load_saved_cluster, lock_cluster_state, state_path
 from shoal.cluster.cluster_handle import ClusterHandle
@@ -132,7 +131,7 @@ def status(address: str | None, as_json: bool) -> None:
     jobs = list_jobs(cluster) if cluster is not None else []
     running = list_running()
     if as_json:
-        click.echo(json.dumps(_as_dict(cluster, offer, jobs, running), indent=2))
+        print_json(_as_dict(cluster, offer, jobs, running))
         return
     console = make_literal_console()
     _show_cluster(console, cluster, offer)

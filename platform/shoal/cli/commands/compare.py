@@ -5,16 +5,17 @@ Parse, call, print: everything is asked of the run record; the picture is the on
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
+from rich.table import Column as TableColumn
 from rich.table import Table
 from rich.text import Text
 
+from shoal.cli.support.console import make_table, print_json
 from shoal.errors import ConfigError
 from shoal.runs import Run, load
 from shoal.runs.formatting import format_duration, format_number
@@ -54,7 +55,7 @@ def compare(runs: tuple[str, ...], metric: str | None, target: str | None, plot:
     reached = [_find_reached(column, target) if target else None for column in columns]
     path = _save_plot(columns, plot)
     if as_json:
-        click.echo(json.dumps({"runs": list(map(_to_dict, columns, reached)), "plot": str(path)}, indent=2))
+        print_json({"runs": list(map(_to_dict, columns, reached)), "plot": str(path)})
         return
     console = Console(highlight=False)
     console.print(_build_table(columns, reached, target))
@@ -120,10 +121,7 @@ def _build_table(columns: list[Column], reached: list[TargetReached | None], tar
     from shoal.cost.compare.comparison import ROWS
     from shoal.cost.compare.comparison_plot import format_value
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("")
-    for column in columns:
-        table.add_column(Text(column.run.id), justify="right", overflow="fold")
+    table = make_table("", *(TableColumn(Text(each.run.id), justify="right", overflow="fold") for each in columns))
 
     def add(label: str, values: list[str]) -> None:
         if any(value != "-" for value in values):

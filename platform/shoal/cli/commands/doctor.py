@@ -6,7 +6,6 @@ Ray is started, and what is imported for a test is imported in a process of its 
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
@@ -25,6 +24,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import shoal
+from shoal.cli.support.console import print_json
 from shoal.cluster.attach import format_remote_remedy, state_path
 from shoal.cluster.cluster_handle import load_handle
 from shoal.cluster.ingress.serve_environment import haproxy_program
@@ -304,7 +304,7 @@ def doctor(as_json: bool) -> None:
             _show(finding)
     num_failed = sum(finding.level is Level.FAIL for finding in findings)
     if as_json:
-        click.echo(json.dumps({"ok": num_failed == 0, "findings": [asdict(finding) for finding in findings]}, indent=2))
+        print_json({"ok": num_failed == 0, "findings": [asdict(finding) for finding in findings]})
     elif num_failed:
         click.secho(f"{num_failed} of {len(findings)} checks failed", fg="red")
     sys.exit(1 if num_failed else 0)

@@ -19,9 +19,9 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
-from shoal.cli.support.console import CommandGroup, strip_task_key
+from shoal.cli.support.console import CommandGroup, make_number_column, make_table, strip_task_key
 from shoal.config import format_override
 from shoal.errors import ConfigError
 from shoal.home import home
@@ -215,7 +215,7 @@ def _show_batch(found: BatchSizeResult) -> None:
 
 
 def _build_rate_table(found: LearningRateResult) -> Table:
-    table = _make_table("learning rate", "loss", "smoothed", "")
+    table = make_table(*map(make_number_column, ("learning rate", "loss", "smoothed")), Column(no_wrap=True))
     every = max(1, len(found.rates) // NUM_ROWS)
     for place in range(0, len(found.rates), every):
         rate = found.rates[place]
@@ -227,7 +227,7 @@ def _build_rate_table(found: LearningRateResult) -> Table:
 
 
 def _build_batch_table(found: BatchSizeResult) -> Table:
-    table = _make_table("batch size", "step", "samples/s", "memory", "")
+    table = make_table(*map(make_number_column, ("batch size", "step", "samples/s", "memory")), Column(no_wrap=True))
     for each in found.tried:
         if each.fits:
             note = "fastest" if each.batch_size == found.fastest else ""
@@ -241,11 +241,4 @@ def _build_batch_table(found: BatchSizeResult) -> Table:
         else:
             cells = ["", "", format_size(each.memory_bytes), "does not fit" if each.was_run else "would not fit"]
         table.add_row(f"{each.batch_size:,}", *cells)
-    return table
-
-
-def _make_table(*titles: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for title in titles:
-        table.add_column(title, justify="right" if title else "left", no_wrap=True)
     return table

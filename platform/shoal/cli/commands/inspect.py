@@ -5,7 +5,6 @@ Parse, call, print. One process, no Ray, no worker: a plan of many ranks is look
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -15,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
-from shoal.cli.support.console import strip_task_key
+from shoal.cli.support.console import make_number_column, make_table, print_json, strip_task_key
 from shoal.config import format_override
 from shoal.errors import RunError
 from shoal.runs import Run, load
@@ -82,7 +81,7 @@ def _show_task(console: Console, word: str, words: tuple[str, ...], as_json: boo
             "batch_size": spec.batch_size,
         }
         placed = [asdict(line) for line in table.placement_rows]
-        click.echo(json.dumps({**plan, **table.to_details(), "placement": placed}, indent=2))
+        print_json({**plan, **table.to_details(), "placement": placed})
         return
     title = f"{word}, {spec.resolve_dims().description}, {spec.workers} worker(s), batch of {spec.batch_size}"
     console.print(Text(title, style="bold"))
@@ -100,7 +99,7 @@ def _show_run(console: Console, run: Run, as_json: bool) -> None:
     predicted, measured = (CostTable.from_details(events.get(kind, {})) for kind in (PREDICTED, MEASURED))
     if as_json:
         both = {"predicted": predicted.to_details(), "measured": measured.to_details()}
-        click.echo(json.dumps({"run": run.id, **both}, indent=2))
+        print_json({"run": run.id, **both})
         return
     console.print(Text(f"{run.id}: predicted beside measured", style="bold"))
     console.print(_build_cost_table({"predicted": predicted.values, "measured": measured.values}))
@@ -112,12 +111,8 @@ def _show_run(console: Console, run: Run, as_json: bool) -> None:
 def _build_cost_table(tables: dict[str, dict[str, float]]) -> Table:
     from shoal.cost.cost_table import QUANTITIES, format_quantity, relative_error
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("")
-    for name in tables:
-        table.add_column(name, justify="right", no_wrap=True)
-    if len(tables) == 2:
-        table.add_column("off by", justify="right", no_wrap=True)
+    headings = [*tables, *(["off by"] if len(tables) == 2 else [])]
+    table = make_table("", *map(make_number_column, headings))
     for quantity in QUANTITIES:
         values = [each.get(quantity.name, math.nan) for each in tables.values()]
         if not any(map(math.isfinite, values)):
@@ -134,9 +129,9 @@ def _build_placement_table(table: CostTable) -> Table:
     """Which rank holds what."""
     from shoal.parallel.placement import HEADINGS
 
-    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for heading in HEADINGS:
-        drawn.add_column(heading, justify="right" if heading == "parameters" else "left", overflow="fold")
+    drawn = make_table(
+        *(Column(each, justify="right" if each == "parameters" else "left", overflow="fold") for each in HEADINGS)
+    )
     for line in table.placement_rows:
         drawn.add_row(*map(Text, line.to_cells()))
     return drawn

@@ -14,10 +14,10 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column
 from rich.text import Text
 
-from shoal.cli.support.console import CommandGroup
+from shoal.cli.support.console import CommandGroup, make_table, print_facts, print_json
 from shoal.errors import ConfigError
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
 from shoal.registry.manifest import PAYLOAD_FILES, Format
@@ -58,7 +58,7 @@ def list_models(name: str | None, as_json: bool) -> None:
     """
     found = Registry().list(name)
     if as_json:
-        click.echo(json.dumps([_as_dict(each) for each in found], indent=2))
+        print_json([_as_dict(each) for each in found])
         return
     console = Console()
     if not found:
@@ -66,12 +66,12 @@ def list_models(name: str | None, as_json: bool) -> None:
             "There are no models yet. A job registers what it trained:\n\n  shoal run --help", highlight=False
         )
         return
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for title in ("model", "aliases", "age", "size", "run", "metrics"):
-        is_whole = title in ("age", "size", "run")  # which may be copied
-        table.add_column(
-            title, no_wrap=is_whole, overflow="fold", justify="right" if title in ("age", "size") else "left"
-        )
+    table = make_table(
+        *(Column(title, overflow="fold") for title in ("model", "aliases")),
+        *(Column(title, overflow="fold", no_wrap=True, justify="right") for title in ("age", "size")),
+        Column("run", overflow="fold", no_wrap=True),  # which may be copied
+        Column("metrics", overflow="fold"),
+    )
     now = time.time()
     for each in found:
         manifest = each.manifest
@@ -104,7 +104,7 @@ def show(model: str, as_json: bool) -> None:
     registry = Registry()
     found = registry.get(model)
     if as_json:
-        click.echo(json.dumps(_as_dict(found), indent=2))
+        print_json(_as_dict(found))
         return
     snapshot = found.snapshot()
     manifest = found.manifest
@@ -134,9 +134,7 @@ def show(model: str, as_json: bool) -> None:
         facts += [
             (f"{alias}", f"{each.kind} to {each.version}, {format_timestamp(each.time)}") for each in moves[-NUM_MOVES:]
         ]
-    width = max(len(label) for label, _ in facts)
-    for label, value in facts:
-        click.echo(f"{click.style(label.ljust(width), dim=True)}  {value}")
+    print_facts(facts)
 
 
 @models.command()

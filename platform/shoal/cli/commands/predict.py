@@ -6,7 +6,6 @@ error.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import time
@@ -16,11 +15,11 @@ from typing import Any
 
 import click
 import numpy as np
-from rich.table import Table
+from rich.table import Column
 from rich.text import Text
 
 from shoal.cli.support import input_readers as read
-from shoal.cli.support.console import make_literal_console
+from shoal.cli.support.console import make_literal_console, make_table, print_json
 from shoal.client import Answer, Client
 from shoal.client.discovery import find_endpoint, token_for
 from shoal.client.payload import ArrayLike
@@ -146,13 +145,10 @@ def _show(signature: ModelMetadata, answers: Sequence[Answer], output: str) -> N
             {**{name: _to_json_value(values[row]) for name, values in outputs.items()}, "version": version}
             for row, version in enumerate(versions)
         ]
-        click.echo(json.dumps(rows, indent=2))
+        print_json(rows)
         return
     console = make_literal_console(soft_wrap=not sys.stdout.isatty())
-    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    shown.add_column("row", justify="right")
-    for name in names:
-        shown.add_column(name, overflow="fold")
+    shown = make_table(Column("row", justify="right"), *(Column(name, overflow="fold") for name in names))
     limit = MAX_ROWS_SHOWN if console.is_terminal else len(versions)
     for row in range(min(limit, len(versions))):
         shown.add_row(str(row), *(Text(_format_value(values[row])) for values in outputs.values()))

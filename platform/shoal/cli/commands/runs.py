@@ -5,7 +5,6 @@ Parse, call, print: everything is asked of `shoal.runs`, and nothing is changed 
 
 from __future__ import annotations
 
-import json
 import shlex
 import time
 from collections.abc import Sequence
@@ -13,11 +12,11 @@ from collections.abc import Sequence
 import click
 import yaml
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from shoal.cli.display import run_view
-from shoal.cli.support.console import make_literal_console
+from shoal.cli.support.console import make_literal_console, make_number_column, make_table, print_facts, print_json
 from shoal.errors import ConfigError
 from shoal.runs import Run, Status, list_runs, load, write_report
 from shoal.runs.formatting import format_age, format_duration, format_number, format_timestamp, format_value
@@ -60,13 +59,13 @@ def runs(run: str | None, limit: int, as_json: bool, follow: bool) -> None:
         if follow:
             _follow(console, found)
         elif as_json:
-            _print_json(found.to_dict())
+            print_json(found.to_dict())
         else:
             _show(console, found)
         return
     listed = list_runs(limit)
     if as_json:
-        _print_json([each.to_dict() for each in listed])
+        print_json([each.to_dict() for each in listed])
     elif not listed:
         console.print("There are no runs yet. Start one:\n\n  shoal run --help", highlight=False)
     else:
@@ -107,19 +106,15 @@ def _follow(console: Console, run: Run) -> None:
     _show(console, ended)
 
 
-def _print_json(value: object) -> None:
-    click.echo(json.dumps(value, indent=2))
-
-
 def _build_table(listed: list[Run]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     is_short = all(len(each.id) <= MAX_UNFOLDED_ID_LENGTH for each in listed)
-    table.add_column("run", no_wrap=is_short, overflow="fold")
-    table.add_column("job", overflow="fold")
-    table.add_column("status", no_wrap=True)
-    table.add_column("age", justify="right", no_wrap=True)
-    table.add_column("duration", justify="right", no_wrap=True)
-    table.add_column("best", overflow="fold")
+    table = make_table(
+        Column("run", no_wrap=is_short, overflow="fold"),
+        Column("job", overflow="fold"),
+        Column("status", no_wrap=True),
+        *map(make_number_column, ("age", "duration")),
+        Column("best", overflow="fold"),
+    )
     now = time.time()
     for each in listed:
         best = each.best()
@@ -149,8 +144,7 @@ def _show(console: Console, run: Run) -> None:
         ("command", run.command),
         ("files", str(run.folder)),
     ]
-    for label, value in facts:  # not a table: what may be copied is not folded
-        click.echo(f"{click.style(label.ljust(8), dim=True)}  {value}")
+    print_facts(facts)
     _show_metrics(console, run)
     _show_endpoints(console, run)
     _show_events(console, run)

@@ -6,7 +6,6 @@ and `delete` are in `serve_jobs`, `simulate` in `serve_simulate`, what a status 
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from rich.live import Live
 from shoal.cli.commands.serve_deploy import delete, deploy
 from shoal.cli.commands.serve_simulate import simulate_verb
 from shoal.cli.display import serve_display
-from shoal.cli.support.console import CommandGroup, make_literal_console
+from shoal.cli.support.console import CommandGroup, make_literal_console, print_json
 from shoal.client import Client
 from shoal.client.discovery import FoundEndpoint, find_endpoint, token_for
 from shoal.client.endpoint_status import EndpointStatus, ModelStatus
@@ -95,7 +94,7 @@ def status(endpoint: str | None, follow: bool, once: bool, as_json: bool, interv
     with connect_client(endpoint) as (found, client):
         now = client.status()
         if as_json:
-            click.echo(json.dumps(msgspec.to_builtins(now), indent=2))
+            print_json(msgspec.to_builtins(now))
         elif not once and (follow or interval_s is not None):
             _watch(console, found.url, now, client.status, interval_s or INTERVAL_S)
         else:

@@ -5,14 +5,14 @@ Parse, call, print. The forward's times are those that a live endpoint has measu
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict
 
 import click
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
+from shoal.cli.support.console import make_table, print_json
 from shoal.client import Client, ModelStatus
 from shoal.client.discovery import find_endpoint, token_for
 from shoal.errors import ConfigError
@@ -76,7 +76,7 @@ def simulate_verb(
     ]
     if as_json:
         rows = [{"requests_per_s": rate, **_scale_to_replicas(load, count)} for rate, load in loads]
-        click.echo(json.dumps({"capacity_per_s": capacity_per_s, "replicas": count, "loads": rows}, indent=2))
+        print_json({"capacity_per_s": capacity_per_s, "replicas": count, "loads": rows})
         return
     Console(highlight=False).print(_build_table(loads, count, deadline_s))
     plural = "replicas" if count > 1 else "replica"
@@ -120,10 +120,9 @@ def _scale_to_replicas(load: SimulatedLoad, replicas: int) -> dict[str, float | 
 
 
 def _build_table(loads: list[tuple[float, SimulatedLoad]], replicas: int, deadline_s: float | None) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     in_time = "answered/s" if deadline_s is None else f"within {deadline_s:g} s"
-    for title in ("requests/s", "p50", "p90", "p99", in_time, "refused", "busy", "batch"):
-        table.add_column(title, justify="right")
+    headings = ("requests/s", "p50", "p90", "p99", in_time, "refused", "busy", "batch")
+    table = make_table(*(Column(heading, justify="right") for heading in headings))
     for rate, load in loads:
         table.add_row(
             f"{rate:,.0f}",

@@ -11,14 +11,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rich.columns import Columns
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
-from rich.panel import Panel
 from rich.progress_bar import ProgressBar
-from rich.table import Column, Table
 from rich.text import Text
 
+from shoal.cli.support.console import render_cells, render_line, render_run_panel
 from shoal.runs import Run
 from shoal.runs.report.event_messages import format_warning
 
@@ -89,9 +87,7 @@ def render(view: RunView) -> RenderableType:
     parts.append(Text.assemble(("drops     ", "dim"), dropped))
     if view.endpoint:
         parts.append(Text.assemble(("endpoint  ", "dim"), view.endpoint, ("   gateway  ", "dim"), view.gateway or "-"))
-    parts += [Text(note, style="yellow") for note in view.notes]
-    title = f"[bold]{view.run_id}[/]  {view.phase}  [dim]{view.elapsed_s:.0f} s[/]"
-    return Panel(Group(*parts), title=title, title_align="left", border_style="cyan", padding=(0, 1))
+    return render_run_panel(view.run_id, view.phase, view.elapsed_s, parts, view.notes)
 
 
 def format_plain_line(view: RunView) -> str:
@@ -143,7 +139,6 @@ class Sparkline:
 def _render_return(view: RunView) -> RenderableType:
     mean, target = view.value("return/mean_100"), view.target_return
     label = Text.assemble(("return    ", "dim"), (f"{_format_number(mean, '.1f'):>6}", "bold green"))
-    line = Table.grid(Column(no_wrap=True), padding=(0, 1))  # what is counted is not cut
     cells: list[RenderableType] = [label]
     low = _lowest_return(view)
     if target is not None:
@@ -152,8 +147,7 @@ def _render_return(view: RunView) -> RenderableType:
             Text(f"{target:g}", "dim"),
         ]
     cells.append(Sparkline(view.history, low, target))
-    line.add_row(*cells)
-    return line
+    return render_line(*cells)
 
 
 def _lowest_return(view: RunView) -> float:
@@ -172,14 +166,14 @@ def _compute_progress(mean: float, low: float, target: float) -> float:
 
 def _render_numbers(view: RunView) -> RenderableType:
     cells = (
-        _format_cell("steps/s", view.value("steps/per_s"), ",.0f"),
-        _format_cell("steps", view.value("steps/total"), ",.0f"),
-        _format_cell("episodes", view.value("episodes/total"), ",.0f"),
-        _format_cell("weights", view.value("weights/version"), ".0f"),
-        _format_cell("queue", view.value("queue/depth"), ".0f"),
-        _format_cell("endpoint req/s", view.value("endpoint/requests_per_s"), ".0f"),
+        ("steps/s", "steps/per_s", ",.0f"),
+        ("steps", "steps/total", ",.0f"),
+        ("episodes", "episodes/total", ",.0f"),
+        ("weights", "weights/version", ".0f"),
+        ("queue", "queue/depth", ".0f"),
+        ("endpoint req/s", "endpoint/requests_per_s", ".0f"),
     )
-    return Columns(cells, padding=(0, 3, 0, 0))  # in several rows where the terminal is narrow
+    return render_cells((name, _format_number(view.value(metric), form)) for name, metric, form in cells)
 
 
 def _render_actors(view: RunView, lags: dict[str, float]) -> RenderableType:
@@ -192,10 +186,6 @@ def _render_actors(view: RunView, lags: dict[str, float]) -> RenderableType:
         text.append(f"{name} ", "dim")
         text.append(f"{lag:.0f}", style)
     return text
-
-
-def _format_cell(name: str, value: float, form: str) -> Text:
-    return Text.assemble((f"{name} ", "dim"), (_format_number(value, form), "bold"))
 
 
 def _format_number(value: float, form: str) -> str:

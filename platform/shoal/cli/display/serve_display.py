@@ -10,9 +10,10 @@ import time
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Column
 from rich.text import Text
 
+from shoal.cli.support.console import make_number_column, make_table
 from shoal.client.endpoint_status import EndpointStatus, ModelStatus, ReplicaStatus, RolloutEvent, VersionStatus
 from shoal.runs.formatting import format_duration
 
@@ -85,10 +86,8 @@ def format_shares(model: ModelStatus) -> str:
 
 
 def _render_versions(status: EndpointStatus) -> RenderableType:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for title in _COLUMNS:
-        is_word = title in ("model", "version")
-        table.add_column(title, justify="left" if is_word else "right", no_wrap=True, overflow="ellipsis")
+    words = ("model", "version")
+    table = make_table(*(Column(t, no_wrap=True) if t in words else make_number_column(t) for t in _COLUMNS))
     for model in status.models:
         if not model.versions:
             table.add_row(Text(model.name, "bold"), Text(model.state.lower(), "yellow"))

@@ -12,14 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.columns import Columns
-from rich.console import Group, RenderableType
-from rich.panel import Panel
+from rich.console import RenderableType
 from rich.progress_bar import ProgressBar
-from rich.table import Column, Table
 from rich.text import Text
 
 from shoal.cli.display.rl_display import MAX_HISTORY, Sparkline
+from shoal.cli.support.console import render_cells, render_line, render_run_panel
 from shoal.runs import Run
 from shoal.runs.formatting import format_duration, format_number
 from shoal.runs.report.event_messages import format_warning
@@ -95,7 +93,7 @@ def _infer_phase(seen: dict[str, dict[str, Any]]) -> str:
 
 def render(view: TrainView) -> RenderableType:
     """The picture for a terminal."""
-    parts: list[RenderableType] = [_render_progress(view), _render_loss(view), _render_rates(view)]
+    parts: list[RenderableType] = [_render_progress(view), _render_loss(view), render_cells(_format_rates(view))]
     if view.evaluation_metrics:
         text = Text.assemble(("evaluated ", "dim"))
         for name, value in view.evaluation_metrics.items():
@@ -106,9 +104,7 @@ def render(view: TrainView) -> RenderableType:
         setting = view.setting
         words = f"{setting['plan']} on {setting['device']}, {setting['parameters']:,} parameters"
         parts.append(Text.assemble(("plan      ", "dim"), words))
-    parts += [Text(note, style="yellow") for note in view.notes]
-    title = f"[bold]{view.run_id}[/]  {view.phase}  [dim]{view.elapsed_s:.0f} s[/]"
-    return Panel(Group(*parts), title=title, title_align="left", border_style="cyan", padding=(0, 1))
+    return render_run_panel(view.run_id, view.phase, view.elapsed_s, parts, view.notes)
 
 
 def format_plain_line(view: TrainView) -> str:
@@ -125,7 +121,6 @@ def format_plain_line(view: TrainView) -> str:
 
 
 def _render_progress(view: TrainView) -> RenderableType:
-    line = Table.grid(Column(no_wrap=True), padding=(0, 1))  # what is counted is not cut
     step, epoch = view.value("train/step"), view.value("train/epoch")
     label = Text.assemble(("step      ", "dim"), (f"{_format_or_dash(step, ',.0f'):>6}", "bold"))
     cells: list[RenderableType] = [label]
@@ -135,21 +130,13 @@ def _render_progress(view: TrainView) -> RenderableType:
     cells.append(Text(f"epoch {_format_or_dash(epoch, '.2f')}", "dim"))
     if math.isfinite(view.remaining_s):
         cells.append(Text(f"{format_duration(view.remaining_s)} to go", "dim"))
-    line.add_row(*cells)
-    return line
+    return render_line(*cells)
 
 
 def _render_loss(view: TrainView) -> RenderableType:
     loss = format_number(view.value("train/loss")) if "train/loss" in view.metrics else "-"
-    line = Table.grid(Column(no_wrap=True), padding=(0, 1))  # what is counted is not cut
     label = Text.assemble(("loss      ", "dim"), (f"{loss:>6}", "bold"))
-    line.add_row(label, Sparkline(view.history, min(view.history, default=0.0)))
-    return line
-
-
-def _render_rates(view: TrainView) -> RenderableType:
-    cells = [Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in _format_rates(view)]
-    return Columns(cells, padding=(0, 3, 0, 0))  # in several rows where the terminal is narrow
+    return render_line(label, Sparkline(view.history, min(view.history, default=0.0)))
 
 
 def _format_rates(view: TrainView) -> list[tuple[str, str]]:

@@ -1,17 +1,69 @@
-"""The console of verbs that print names, paths and words of others: `[a]` and `:b:` stand there as they were written.
+"""What verbs print with: the console, tables, JSON, facts, and the lines of live displays.
 
-Called by the verbs. Pictures style what they assemble (`rich.text.Text`), and never by markup in a string.
+The console is for names, paths and words of others: `[a]` and `:b:` stand there as they were written. Called by the
+verbs. Pictures style what they assemble (`rich.text.Text`), and never by markup in a string.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Sequence
+
 import click
-from rich.console import Console
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Column, Table
+from rich.text import Text
 
 
 def make_literal_console(*, soft_wrap: bool = True) -> Console:
     """Takes no string for markup or an emoji, nor the heading of a table. `soft_wrap`: long lines stay whole."""
     return Console(highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap)
+
+
+def make_table(*columns: Column | str) -> Table:
+    """Dim headings over columns without lines."""
+    return Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+
+
+def make_number_column(heading: str) -> Column:
+    """A column of a table whose numbers stand below each other, and are not cut."""
+    return Column(heading, justify="right", no_wrap=True)
+
+
+def print_json(value: object) -> None:
+    """The answer of a verb for programs."""
+    click.echo(json.dumps(value, indent=2))
+
+
+def print_facts(facts: Sequence[tuple[str, str]]) -> None:
+    """One line a fact, after its label: no table, for what may be copied is not folded."""
+    width = max(len(label) for label, _ in facts)
+    for label, value in facts:
+        click.echo(f"{click.style(label.ljust(width), dim=True)}  {value}")
+
+
+def render_line(*cells: RenderableType) -> Table:
+    """One line of a live display: its first cell, a number, is not cut."""
+    line = Table.grid(Column(no_wrap=True), padding=(0, 1))
+    line.add_row(*cells)
+    return line
+
+
+def render_cells(cells: Iterable[tuple[str, str]]) -> Columns:
+    """Names and values side by side, in several rows where the terminal is narrow."""
+    texts = [Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in cells]
+    return Columns(texts, padding=(0, 3, 0, 0))
+
+
+def render_run_panel(
+    run_id: str, phase: str, elapsed_s: float, parts: Iterable[RenderableType], notes: Iterable[str]
+) -> Panel:
+    """The frame of a run that goes on."""
+    title = f"[bold]{run_id}[/]  {phase}  [dim]{elapsed_s:.0f} s[/]"
+    lines = Group(*parts, *(Text(note, style="yellow") for note in notes))
+    return Panel(lines, title=title, title_align="left", border_style="cyan", padding=(0, 1))
 
 
 _ANY_LENGTH = 1_000

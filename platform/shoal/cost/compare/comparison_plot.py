@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 from shoal.cost.compare.comparison import ROWS, Column
 from shoal.cost.cost_table import format_quantity
-from shoal.errors import needs_extra
 from shoal.runs.formatting import format_number
-from shoal.runs.report.plots import truncate_middle
+from shoal.runs.report.plots import add_legend, hide_spines, make_figure, truncate_middle
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,13 +26,8 @@ _BARS = ("lived_s", "money", "memory_peak", "sent_bytes", "communication")
 
 def plot_comparison(columns: Sequence[Column], names: Sequence[str]) -> Figure:
     """The curves on the left, a panel of bars for each quantity that some run knows. `names` label the runs."""
-    with needs_extra("report"):
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-
     bars = [name for name in _BARS if any(column.values.get(name) for column in columns)]
-    with rc_context({"font.size": 9.0}):
-        figure = Figure(figsize=(5.0 + 2.4 * len(bars), 3.6), facecolor="white", layout="constrained")
+    with make_figure((5.0 + 2.4 * len(bars), 3.6), layout="constrained") as figure:
         panels = figure.subplots(1, 1 + len(bars), width_ratios=[2.4, *[1.0] * len(bars)], squeeze=False)[0]
         _plot_curves(panels[0], columns, names)
         for panel, name in zip(panels[1:], bars, strict=True):
@@ -50,12 +44,11 @@ def _plot_curves(axes: Axes, columns: Sequence[Column], names: Sequence[str]) ->
     metric = next((column.headline[0] for column in columns if column.headline), "")
     axes.set_xlabel("seconds lived")
     axes.set_title(truncate_middle(metric, MAX_METRIC_CHARS), loc="left", fontsize=10).set_parse_math(False)
-    for text in axes.legend(frameon=False, fontsize=8).get_texts():
-        text.set_parse_math(False)
+    add_legend(axes, fontsize=8)
     if not any(len(column.curve[0]) for column in columns):
         axes.set(xticks=[], yticks=[])
         axes.text(0.02, 0.02, "no run has logged what it could be judged by", fontsize=8, transform=axes.transAxes)
-    _hide_spines(axes)
+    hide_spines(axes, "top", "right")
 
 
 def _plot_bars(axes: Axes, columns: Sequence[Column], name: str) -> None:
@@ -74,12 +67,7 @@ def _plot_bars(axes: Axes, columns: Sequence[Column], name: str) -> None:
     axes.set_xticks([])
     axes.set_yticks([])
     axes.margins(y=0.12)
-    _hide_spines(axes)
-
-
-def _hide_spines(axes: Axes) -> None:
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    hide_spines(axes, "top", "right")
 
 
 def format_value(value: float, unit: str) -> str:

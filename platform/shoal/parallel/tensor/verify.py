@@ -16,6 +16,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
+from shoal.errors import summarize_error
 from shoal.parallel.layers.dropout import mix_seed
 from shoal.parallel.tensor.dataflow import find_lost_gradient, find_shared_randomness
 from shoal.parallel.tensor.trace import SHAPE_ERRORS, ModelTrace, Pair, eval_trace_mode, is_close, max_magnitude
@@ -43,7 +44,7 @@ def verify_pair(trace: ModelTrace, pair: Pair, size: int) -> PairSplit | str:
     try:
         _run_pair(whole, trace, ancestor, pair, {})
     except SHAPE_ERRORS as error:
-        return f"what follows it cannot be tried ({_error_summary(error)})"
+        return f"what follows it cannot be tried ({summarize_error(error, max_chars=100)})"
     reason = ""
     for changes in _iter_changes(trace.model, ancestor, pair, size):
         parts = [whole.make_part(index, size) for index in range(size)]
@@ -51,16 +52,12 @@ def verify_pair(trace: ModelTrace, pair: Pair, size: int) -> PairSplit | str:
             for part in parts:
                 _run_pair(part, trace, ancestor, pair, changes)
         except SHAPE_ERRORS as error:
-            reason = reason or f"a part of it does not fit what follows ({_error_summary(error)})"
+            reason = reason or f"a part of it does not fit what follows ({summarize_error(error, max_chars=100)})"
             continue
         if (mix := _find_mixing(whole, parts)) is None:
             return PairSplit(pair, changes, _find_split_dropouts(trace, parts[0].shapes, size))
         reason = reason or mix.format(f"what lies between {pair.columns[0].name} and {pair.row.name}")
     return reason
-
-
-def _error_summary(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:100]
 
 
 class _StopForward(Exception):

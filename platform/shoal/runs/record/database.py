@@ -25,7 +25,8 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS runs (
     number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, job TEXT NOT NULL, status TEXT NOT NULL, spec TEXT NOT NULL,
     command TEXT NOT NULL, git_revision TEXT, git_dirty INTEGER NOT NULL, created_at REAL NOT NULL, finished_at REAL,
-    host TEXT NOT NULL, pid INTEGER NOT NULL, heartbeat_at REAL NOT NULL, incarnation INTEGER NOT NULL, error TEXT);
+    host TEXT NOT NULL, pid INTEGER NOT NULL, heartbeat_at REAL NOT NULL, incarnation INTEGER NOT NULL, error TEXT,
+    kind TEXT);
 CREATE TABLE IF NOT EXISTS events (
     number INTEGER PRIMARY KEY, run INTEGER NOT NULL, time REAL NOT NULL, kind TEXT NOT NULL, details TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS events_of_run ON events (run, number);
@@ -100,6 +101,16 @@ def _create_tables(connection: sqlite3.Connection) -> None:
         for statement in _SCHEMA.split(";"):
             connection.execute(statement)
         connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+
+def add_missing_columns(connection: sqlite3.Connection) -> None:
+    """Give the tables of an older Shoal the columns that came later. Called in a transaction.
+
+    They may be NULL, and no statement of an older Shoal names them: both write to one record, and the schema's version
+    stays.
+    """
+    if "kind" not in {row["name"] for row in connection.execute("PRAGMA table_info(runs)")}:
+        connection.execute("ALTER TABLE runs ADD COLUMN kind TEXT")
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from shoal.home import home
 from shoal.runs.record import metric_summaries
 from shoal.runs.record.database import (
     BUSY_TIMEOUT_S,
+    add_missing_columns,
     connect,
     transaction,
     translate_read_errors,
@@ -44,6 +45,7 @@ from shoal.runs.record.serialization import (
     validate_text,
 )
 from shoal.runs.record.tensorboard_writer import TensorBoardMirror
+from shoal.runs.run_kind import RunKind
 from shoal.runs.run_reader import find_run_row
 from shoal.runs.run_status import TERMINAL, Status, resolve_status, transition
 
@@ -62,11 +64,14 @@ _INSERT_MODEL = "INSERT OR REPLACE INTO models (run, name, version, time, aliase
 _INSERT_ENDPOINT = "INSERT OR REPLACE INTO endpoints (run, name, kind, address, state, time) VALUES (?, ?, ?, ?, ?, ?)"
 
 
-def create(job: str, spec: str, run_id: str | None = None, *, command: str | None = None) -> RunRecorder:
+def create(
+    job: str, spec: str, run_id: str | None = None, *, command: str | None = None, kind: RunKind | None = None
+) -> RunRecorder:
     """Record a new run of `job` with `spec` (YAML), and start it.
 
     run_id:  names the run and its folder; made from the time when None
     command: what would start the run again; the command line of this process when None
+    kind:    what the run does; inferred from the fields of its spec when None
 
     Raises ConfigError for an id that cannot name a folder, RunError for one that is taken, or when there is no place.
     """
@@ -76,15 +81,16 @@ def create(job: str, spec: str, run_id: str | None = None, *, command: str | Non
         raise ConfigError("run_id", run_id, "cannot name a run", "use letters, digits, '.', '_' and '-', not 'latest'")
     revision, is_dirty = git_revision(Path.cwd())
     job, spec, command = validate_text("job", job), validate_text("spec", spec), escape_text(command or command_line())
-    values = (run_id, job, Status.CREATED, spec, command, revision, is_dirty)
+    values = (run_id, job, Status.CREATED, spec, command, revision, is_dirty, kind)
     connection, folder = connect(home()), home() / "runs" / run_id
     try:
         with transaction(connection):
+            add_missing_columns(connection)
             if connection.execute("SELECT 1 FROM runs WHERE id = ?", (run_id,)).fetchone():
                 raise RunError(f"there is a run {run_id!r} already: resume it, or choose another id")
             number = connection.execute(
-                "INSERT INTO runs (id, job, status, spec, command, git_revision, git_dirty,"
-                " created_at, heartbeat_at, host, pid, incarnation) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)",
+                "INSERT INTO runs (id, job, status, spec, command, git_revision, git_dirty, kind,"
+                " created_at, heartbeat_at, host, pid, incarnation) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)",
                 (*values, now, now, socket.gethostname(), os.getpid()),
             ).lastrowid
             assert number is not None

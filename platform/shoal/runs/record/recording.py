@@ -7,12 +7,19 @@ from contextlib import contextmanager, suppress
 
 from shoal.errors import RunError
 from shoal.runs.record.recorder import RunRecorder, create, reopen
+from shoal.runs.run_kind import RunKind
 from shoal.runs.run_reader import load
 
 
 @contextmanager
 def recording(
-    spec: str, job: str, *, begun: str, resumed: str = "", run_id: str | None = None
+    spec: str,
+    job: str,
+    *,
+    begun: str,
+    kind: RunKind | None = None,
+    resumed: str = "",
+    run_id: str | None = None,
 ) -> Iterator[RunRecorder]:
     """The record of the run `resumed`, or of a new one. How the body ends is how the run ends.
 
@@ -20,7 +27,7 @@ def recording(
     what it said before, so that it can be resumed with other words. Raises RunError as `reopen` does.
     """
     if not resumed:
-        with create(job, spec, run_id) as recorder:
+        with create(job, spec, run_id, kind=kind) as recorder:
             yield recorder
         return
     before = load(resumed).spec

@@ -1,4 +1,4 @@
-"""The pictures of runs: learning curves, the small plots of a report, and curves beside each other.
+"""The pictures of runs: learning curves, the small plots of a report, and curves in one panel; the style of all.
 
 Takes columns of numbers and gives a matplotlib figure, or SVG to put into a page; never
 reads the record. Draws with figures of its own, so that a caller's pyplot is left as it was.
@@ -7,9 +7,10 @@ reads the record. Draws with figures of its own, so that a caller's pyplot is le
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -25,7 +26,8 @@ MAX_DRAWN_VALUE = 1e300  # that is drawn: axes end beyond what they show, and mu
 
 INK, MUTED, RULE, GRID = "#111827", "#6b7280", "#d1d5db", "#eef0f3"
 LINE, MARK = "#2563eb", "#d97706"
-_STYLE = {"svg.fonttype": "none", "svg.hashsalt": "shoal", "font.size": 9.0, "axes.unicode_minus": True}
+FONT_SIZE = 9.0
+_STYLE = {"svg.fonttype": "none", "svg.hashsalt": "shoal", "font.size": FONT_SIZE, "axes.unicode_minus": True}
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,31 @@ class Curve:
         return Curve(self.x[indices], self.y[indices])
 
 
+@contextmanager
+def make_figure(
+    size_inches: tuple[float, float], *, font_size: float = FONT_SIZE, layout: Literal["constrained"] | None = None
+) -> Iterator[Figure]:
+    """An empty figure, and the style of all pictures while the body draws into it."""
+    with needs_extra("report"):
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+
+    with rc_context({**_STYLE, "font.size": font_size}):
+        yield Figure(figsize=size_inches, facecolor="white", layout=layout)
+
+
+def hide_spines(axes: Axes, *sides: str) -> None:
+    """Draw no line on these sides of the panel."""
+    for side in sides:
+        axes.spines[side].set_visible(False)
+
+
+def add_legend(axes: Axes, **options: Any) -> None:
+    """The names of the curves as they are written, `$` too."""
+    for text in axes.legend(frameon=False, **options).get_texts():
+        text.set_parse_math(False)
+
+
 def draw_learning_curve(
     title: str, metric: str, panels: Sequence[tuple[str, Curve]], marks_s: Sequence[float], more_is_better: bool
 ) -> Figure:
@@ -63,16 +90,8 @@ def draw_learning_curve(
     panels:  (label of the x axis, curve) each; the last one is in wall seconds
     marks_s: when the run was resumed, drawn into the last panel
     """
-    with needs_extra("report"):
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-
-    with rc_context(_STYLE):
-        figure = Figure(figsize=(5.4 * len(panels), 3.5), facecolor="white")
-        left = 0.1 / len(panels)
-        figure.subplots_adjust(left=left, right=0.985, bottom=0.15, top=0.82, wspace=0.16)
-        for number, (label, curve) in enumerate(panels, start=1):
-            axes = figure.add_subplot(1, len(panels), number)
+    with make_figure((5.4 * len(panels), 3.5)) as figure:
+        for axes, (label, curve) in zip(_add_panels(figure, len(panels)), panels, strict=True):
             _draw(axes, curve, width=1.7)
             _mark_best(axes, curve, more_is_better)
             axes.set_xlabel(label, color=MUTED)
@@ -81,7 +100,7 @@ def draw_learning_curve(
             axes.annotate("resumed", (mark_s, 0.02), (3, 0), xycoords=("data", "axes fraction"), color=MARK,
                           textcoords="offset points", fontsize=8)  # fmt: skip
         words = truncate_middle(metric, MAX_HEADING_LENGTH)
-        figure.text(left, 0.88, words, color=INK, fontsize=11, fontweight="bold", parse_math=False)
+        figure.text(0.1 / len(panels), 0.88, words, color=INK, fontsize=11, fontweight="bold", parse_math=False)
         _draw_title(figure, title, len(panels))
     return figure
 
@@ -97,27 +116,24 @@ class Panel:
 
 def draw_training_curves(title: str, panels: Sequence[Panel]) -> Figure:
     """The panels side by side. The first curve of each is a line, the others have a mark at each point as well."""
-    with needs_extra("report"):
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-
-    with rc_context(_STYLE):
-        figure = Figure(figsize=(5.4 * len(panels), 3.5), facecolor="white")
-        figure.subplots_adjust(left=0.1 / len(panels), right=0.985, bottom=0.15, top=0.82, wspace=0.16)
-        for number, panel in enumerate(panels, start=1):
-            axes = figure.add_subplot(1, len(panels), number)
+    with make_figure((5.4 * len(panels), 3.5)) as figure:
+        for axes, panel in zip(_add_panels(figure, len(panels)), panels, strict=True):
             for index, (name, curve) in enumerate(panel.curves):
                 _draw(axes, curve, width=1.7 if index else 1.2, colour=(LINE, MARK)[index % 2])
                 axes.lines[-1].set(label=name, marker="o" if index or len(curve.x) < 2 else "", markersize=4)
             if len(panel.curves) > 1:
-                for text in axes.legend(frameon=False, labelcolor=INK).get_texts():
-                    text.set_parse_math(False)
+                add_legend(axes, labelcolor=INK)
             axes.set_xlabel(panel.x, color=MUTED)
             words = truncate_middle(panel.heading, MAX_HEADING_LENGTH)
             heading = axes.set_title(words, loc="left", color=INK, fontsize=11, fontweight="bold", pad=12)
             heading.set_parse_math(False)
         _draw_title(figure, title, len(panels))
     return figure
+
+
+def _add_panels(figure: Figure, num_panels: int) -> list[Axes]:
+    figure.subplots_adjust(left=0.1 / num_panels, right=0.985, bottom=0.15, top=0.82, wspace=0.16)
+    return [figure.add_subplot(1, num_panels, number) for number in range(1, num_panels + 1)]
 
 
 def truncate_middle(words: str, most: int) -> str:
@@ -133,12 +149,7 @@ def _draw_title(figure: Figure, title: str, num_panels: int) -> None:
 
 def draw_small_plot(curve: Curve, begin: float, end: float) -> Figure:
     """A plot for a grid of many, all from `begin` to `end`: no labels, for the page names it."""
-    with needs_extra("report"):
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-
-    with rc_context(_STYLE):
-        figure = Figure(figsize=(3.5, 1.7), facecolor="white")
+    with make_figure((3.5, 1.7)) as figure:
         figure.subplots_adjust(left=0.16, right=0.97, bottom=0.14, top=0.95)
         axes = figure.add_subplot()
         _draw(axes, curve, width=1.2)
@@ -151,12 +162,7 @@ def draw_small_plot(curve: Curve, begin: float, end: float) -> Figure:
 
 def draw_wide_plot(curve: Curve) -> Figure:
     """Stairs across the page."""
-    with needs_extra("report"):
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-
-    with rc_context(_STYLE):
-        figure = Figure(figsize=(10.8, 1.9), facecolor="white")
+    with make_figure((10.8, 1.9)) as figure:
         figure.subplots_adjust(left=0.05, right=0.985, bottom=0.22, top=0.95)
         axes = figure.add_subplot()
         _draw(axes, curve, width=1.5, drawstyle="steps-post")
@@ -191,8 +197,7 @@ def _draw(axes: Axes, curve: Curve, width: float, drawstyle: str = "default", co
     axes.plot(
         thin.x, thin.y, color=colour, linewidth=width, solid_joinstyle="round", drawstyle=drawstyle, marker=single
     )
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    hide_spines(axes, "top", "right", "left")
     axes.spines["bottom"].set_color(RULE)
     axes.tick_params(colors=MUTED, length=0, pad=4)
     axes.grid(axis="y", color=GRID, linewidth=1)

@@ -24,7 +24,7 @@ from ray.serve.handle import DeploymentHandle
 from shoal.cluster.capacity import gpu_share, gpus_by_host, require_gpus
 from shoal.cluster.ingress.serve_environment import prepare_ingress
 from shoal.cluster.ports import find_free_port
-from shoal.errors import ClusterError, ConfigError, ConnectionLost
+from shoal.errors import ClusterError, ConfigError, ConnectionLost, summarize_error
 from shoal.gc_freeze import freeze_loaded_objects
 from shoal.serve.controller.config import build_controller_config
 from shoal.serve.controller.state import Event
@@ -116,7 +116,7 @@ class DeployedEndpoint:
         try:
             return answer.result(timeout_s + GRACE_S)
         except (TimeoutError, ray.exceptions.RayError, RayServeException) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]  # then come pages of advice
+            reason = summarize_error(error, max_chars=None)  # then come pages of advice
             raise ClusterError(f"the replicas of {self.name!r} did not answer: {reason}") from error
 
     def status(self) -> dict[str, Any]:

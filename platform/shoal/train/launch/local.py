@@ -110,7 +110,11 @@ def _open_record(spec: TrainSpec, job: str, world: World, closing: ExitStack) ->
 def _record_run(spec: TrainSpec, job: str) -> Iterator[RunRecorder]:
     """The record of this run, or of the one that is resumed; written to the end by this process."""
     with shoal.runs.recording(
-        spec.to_yaml(), job, begun="training", resumed=spec.resume or _find_torchrun_run()
+        spec.to_yaml(),
+        job,
+        begun="training",
+        kind=shoal.runs.RunKind.TRAINING,
+        resumed=spec.resume or _find_torchrun_run(),
     ) as recorder:
         if TORCHRUN in os.environ:
             recorder.record_event("launched", by=_describe_launcher(), at=_get_launch_time())

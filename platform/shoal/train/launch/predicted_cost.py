@@ -9,8 +9,7 @@ from typing import Any
 
 from shoal.cost import CostTable
 from shoal.cost.predict.predict import predict_cost
-from shoal.errors import ConfigError, ShoalError
-from shoal.train.loop.oom import error_summary
+from shoal.errors import ConfigError, ShoalError, summarize_error
 from shoal.train.optim.optimizers import make_optimizer
 from shoal.train.spec import TrainSpec
 from shoal.train.task import Task, make_task
@@ -23,7 +22,7 @@ def predict_table(task: Task, spec: TrainSpec) -> CostTable:
     except ShoalError:
         raise
     except Exception as error:  # whatever a user's code raises of batches and plans that a run may never give it
-        problem = f"cannot be looked at before it runs: {_error_summary(error)}"
+        problem = f"cannot be looked at before it runs: {_format_error(error)}"
         remedy = "if the Task is right, train it all the same: a run says what it measures"
         raise ConfigError("task", spec.task, problem, remedy) from error
 
@@ -34,7 +33,7 @@ def predict_cost_details(spec: TrainSpec) -> dict[str, Any]:
     try:
         return _predict(make_task(spec.task, spec.args), spec).to_details()
     except Exception as error:  # noqa: BLE001 - a user's code, run as no run does: no reason to start or end none
-        return {"notes": [f"not predicted: {_error_summary(error)}"]}
+        return {"notes": [f"not predicted: {_format_error(error)}"]}
 
 
 def _predict(task: Task, spec: TrainSpec) -> CostTable:
@@ -44,6 +43,6 @@ def _predict(task: Task, spec: TrainSpec) -> CostTable:
     return replace(found, notes=(*found.notes, "without selective_backprop, whose steps are not all alike"))
 
 
-def _error_summary(error: Exception) -> str:
-    name, line = type(error).__name__, error_summary(error)
+def _format_error(error: Exception) -> str:
+    name, line = type(error).__name__, summarize_error(error)
     return name if line == name else f"{name}: {line}"

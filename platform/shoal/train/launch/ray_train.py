@@ -24,7 +24,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.torch.config import _TorchBackend
 
 from shoal.cpu_count import count_usable_cores
-from shoal.errors import RankLost, ShoalError, TrainError
+from shoal.errors import RankLost, ShoalError, TrainError, summarize_error
 from shoal.gc_freeze import freeze_loaded_objects
 from shoal.parallel import World
 from shoal.parallel.comm.world import CUDA_BACKEND, TIMEOUT_S, set_gloo_interface
@@ -180,7 +180,7 @@ class RayTrainAttempt:
         try:
             return call_or_none(method, *args, timeout_s=CALL_TIMEOUT_S)
         except RayActorError as error:
-            self._mailbox_death = f"the mailbox of the workers died: {_error_summary(error)}"
+            self._mailbox_death = f"the mailbox of the workers died: {summarize_error(error, line=-1, max_chars=None)}"
             return None
 
     def close(self) -> None:
@@ -192,10 +192,6 @@ class RayTrainAttempt:
             self._outcome = trainer.fit().return_value
         except (RayError, ray.train.TrainingFailedError) as error:
             # As text: its frames would keep the group's placement alive, and the next attempt waiting for it.
-            self._failure = _error_summary(error)
+            self._failure = summarize_error(error, line=-1, max_chars=None)
         except Exception as error:  # noqa: BLE001 - the top of a thread: whoever asks for the outcome gets it
             self._unexpected_error = error
-
-
-def _error_summary(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()

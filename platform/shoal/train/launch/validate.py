@@ -19,14 +19,14 @@ from shoal.data import Data, Loader
 from shoal.data.dataset import length_of
 from shoal.data.fingerprint import fingerprint
 from shoal.data.loader import load_example_batch
-from shoal.errors import ConfigError, DataError, OutOfMemory, PlanError
+from shoal.errors import ConfigError, DataError, OutOfMemory, PlanError, summarize_error
 from shoal.parallel.comm.world import choose_device
 from shoal.parallel.validate import check_plan
 from shoal.registry import ModelFactory, Signature, require_name
 from shoal.runs import Status
 from shoal.train.export.model_entry import make_factory, make_model_name
 from shoal.train.export.signature import infer_signature
-from shoal.train.loop.oom import error_summary, is_out_of_memory
+from shoal.train.loop.oom import is_out_of_memory
 from shoal.train.loop.random_state import get_random_state, seed_everything, set_random_state
 from shoal.train.optim.lr_schedule import resolve_total_steps
 from shoal.train.spec import TrainSpec
@@ -129,7 +129,7 @@ def _build_model(task: Task, spec: TrainSpec) -> nn.Module:
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        problem = f"{type(task).__name__}.model needs more memory than there is ({error_summary(error)})"
+        problem = f"{type(task).__name__}.model needs more memory than there is ({summarize_error(error)})"
         raise OutOfMemory(f"{problem}. Make it smaller: each worker builds the whole of it first") from error
 
 

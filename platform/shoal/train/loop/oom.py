@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.batch_tree import count_samples, map_tensors
-from shoal.errors import OutOfMemory, RankLost
+from shoal.errors import OutOfMemory, RankLost, summarize_error
 
 if TYPE_CHECKING:
     from shoal.parallel import World
@@ -50,13 +50,8 @@ def translate_lost_ranks(world: World) -> Iterator[None]:
     except RuntimeError as error:
         if world.size == 1 or not _PEER.search(str(error)):
             raise
-        problem = f"another process of the group died or stopped answering ({error_summary(error)})"
+        problem = f"another process of the group died or stopped answering ({summarize_error(error)})"
         raise RankLost(problem) from error
-
-
-def error_summary(error: BaseException) -> str:
-    """Of what it says; of one that says nothing, its name."""
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -95,7 +90,7 @@ def make_out_of_memory_error(error: BaseException, step: int, size: int, fitting
     size:    samples that one micro-step had on this rank
     fitting: how many would have fitted; None when that could not be tried
     """
-    problem = f"step {step}: the memory is too small for {size} samples at a time ({error_summary(error)})"
+    problem = f"step {step}: the memory is too small for {size} samples at a time ({summarize_error(error)})"
     if fitting is None:
         return OutOfMemory(f"{problem}. Raise parallel.accumulate, or lower batch_size")
     if fitting == 0:

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from shoal.errors import needs_extra
 from shoal.runs.formatting import format_number
 from shoal.runs.formatting import format_size as in_bytes
-from shoal.runs.report.plots import GRID, INK, LINE, MARK, MUTED, RULE, to_png
+from shoal.runs.report.plots import GRID, INK, LINE, MARK, MUTED, RULE, hide_spines, make_figure, to_png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -93,15 +92,11 @@ def _make_formatter(name: str) -> Callable[[float, object], str]:
 
 
 def _make_figure(title: str, num_panels: int, height: float = 3.5) -> tuple[Figure, list[Axes]]:
-    with needs_extra("report"):
-        from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(max(5.4, 3.6 * num_panels), height), facecolor="white", layout="constrained")
-    figure.suptitle(title, color=INK, fontsize=10, fontweight="bold", x=0.01, ha="left")
-    panels = [figure.add_subplot(1, num_panels, place + 1) for place in range(num_panels)]
+    with make_figure((max(5.4, 3.6 * num_panels), height), font_size=10.0, layout="constrained") as figure:
+        figure.suptitle(title, color=INK, fontsize=10, fontweight="bold", x=0.01, ha="left")
+        panels = [figure.add_subplot(1, num_panels, place + 1) for place in range(num_panels)]
     for axes in panels:
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        hide_spines(axes, "top", "right")
         axes.tick_params(colors=MUTED, labelsize=8)
         axes.grid(color=GRID, linewidth=1)
         axes.set_axisbelow(True)
