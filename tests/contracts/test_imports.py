@@ -31,7 +31,7 @@ LEVELS = [
     {"wire"},
     {"config"},
     {"home"},
-    {"errors", "gc_freeze", "batch_tree", "atomic_file", "network_address", "cpu_count", "recipes"},
+    {"errors", "gc_freeze", "batch_tree", "atomic_file", "network_address", "cpu_count", "random_state", "recipes"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 

@@ -17,9 +17,10 @@ from torchdata.nodes import Loader as NodesLoader
 from data_sources import Shards, Stream
 from shoal.data import Loader, LoaderSpec, fingerprint
 from shoal.data.loader import load_example_batch
-from shoal.data.readers.map_reader import EpochEnd, ReadBatch, Reader, preserve_rng
+from shoal.data.readers.map_reader import EpochEnd, ReadBatch, Reader
 from shoal.data.sampling.sampler import Request
 from shoal.errors import ConfigError, DataError, SpecMismatch
+from shoal.random_state import preserve_rng
 
 
 class OneProcessPool:

@@ -23,7 +23,7 @@ from shoal.cost.predict.single_device import (
     CostTaskProtocol,
     SingleDeviceProfile,
     load_first_batch,
-    preserve_rng,
+    preserve_process,
     profile_single_device,
 )
 from shoal.cpu_count import count_usable_cores
@@ -52,7 +52,7 @@ def predict_cost(task: CostTaskProtocol, spec: TrainSpecProtocol, make_optimizer
     samples = spec.parallel.compute_micro_batch_size(spec.batch_size, degrees)
     device = choose_device(spec.device, 0)
     threads = spec.threads or max(1, count_usable_cores() // spec.workers)
-    with preserve_rng(spec.seed, threads):
+    with preserve_process(spec.seed, threads):
         data = task.data()
         model = task.model().to(device)
         alone = profile_single_device(task, model, data, samples, device)

@@ -6,7 +6,6 @@ Owns the isolation of a look at a Task (random numbers, threads) and the batches
 
 from __future__ import annotations
 
-import random
 import statistics
 import time
 from collections.abc import Iterable, Iterator
@@ -14,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -23,6 +21,7 @@ from shoal.cost.measure.op_counter import count_ops
 from shoal.data import Batch, Data, Loader, LoaderSpec
 from shoal.parallel.model import TaskProtocol
 from shoal.parallel.state.module_snapshot import eval_mode
+from shoal.random_state import preserve_rng
 
 NUM_LATENCIES = 20
 LATENCY_BUDGET_S = 0.2
@@ -61,21 +60,15 @@ class SingleDeviceProfile:
 
 
 @contextmanager
-def preserve_rng(seed: int, threads: int) -> Iterator[None]:
-    """Random numbers begin at `seed` within, and go on afterwards as if nothing had been; so do torch's threads."""
-    states = random.getstate(), np.random.get_state(), torch.get_num_threads()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices):
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.manual_seed(seed)
+def preserve_process(seed: int, threads: int) -> Iterator[None]:
+    """Within, random numbers begin at `seed`, and torch has so many threads; afterwards both are as before."""
+    before = torch.get_num_threads()
+    with preserve_rng(seed):
         torch.set_num_threads(threads)
         try:
             yield
         finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
-            torch.set_num_threads(states[2])
+            torch.set_num_threads(before)
 
 
 def load_first_batch(data: Data, num_samples: int, device: torch.device) -> Batch:

@@ -20,12 +20,12 @@ from shoal.parallel.pipeline.split_points import (
     ModuleCall,
     SplitPoint,
     SplitProfile,
-    preserve_training_state,
     profile_splits,
     select_splits,
 )
 from shoal.parallel.pipeline.stage_forward import StageForward, build_stage_slices, mask_parameters
-from shoal.parallel.state.module_snapshot import eval_mode
+from shoal.parallel.state.module_snapshot import eval_mode, preserve_module
+from shoal.random_state import preserve_rng
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def _find_invalid_split(
         with eval_mode(model), context():
             refused, judged = _run_in_stages(gated, learnable, batch, found, cuts)
         if refused is None:
-            with preserve_training_state(model), context():
+            with preserve_module(model), preserve_rng(), context():
                 refused, _ = _run_in_stages(gated, learnable, batch, found, cuts)
     finally:
         gated.remove()
@@ -253,7 +253,7 @@ def _trace_buffer_changes(
             part += 1
         num_calls += 1
 
-    with preserve_training_state(model), torch.enable_grad():
+    with preserve_module(model), preserve_rng(), torch.enable_grad():
         handles = [module.register_forward_pre_hook(enter) for module in model.modules()]
         try:
             run()

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from shoal.errors import PlanError
-from shoal.parallel.state.module_snapshot import eval_mode
+from shoal.parallel.state.module_snapshot import eval_mode, preserve_module
+from shoal.random_state import preserve_rng
 
 UNFIT_REASON = "is recomputed in the backward pass, or not called in evaluation"
 NUM_TIMED_PASSES = 2  # passes, after one that warms up; the fastest counts
@@ -78,7 +79,7 @@ def profile_splits(model: nn.Module, run: Callable[[], Tensor], device: torch.de
 
     run: one pass over a micro-batch, giving the loss
     """
-    with preserve_training_state(model), torch.enable_grad():
+    with preserve_module(model), preserve_rng(), torch.enable_grad():
         found = _find_split_points(model, run)
         passes = [_time_pass(model, run, found, device) for _ in range(NUM_TIMED_PASSES + 1)]
         model.zero_grad(set_to_none=True)
@@ -375,21 +376,3 @@ def _now_s(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-@contextmanager
-def preserve_training_state(model: nn.Module) -> Iterator[None]:
-    """Whatever passes run within: buffers, gradients and random state are as before."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        try:
-            for parameter, _ in gradients:
-                parameter.grad = None
-            yield
-        finally:
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)

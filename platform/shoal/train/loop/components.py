@@ -21,7 +21,7 @@ from shoal.data.loader import load_example_batch
 from shoal.parallel import ParallelDims, World
 from shoal.parallel.build import parallelize
 from shoal.parallel.model import ParallelModel
-from shoal.train.loop.random_state import seed_everything
+from shoal.random_state import seed_everything
 from shoal.train.optim.ema import WeightAverage
 from shoal.train.optim.lr_schedule import (
     SchedulePosition,

@@ -20,7 +20,7 @@ import torch
 
 from shoal.batch_tree import count_samples, tensors_of
 from shoal.cost.measure.memory import bytes_of, state_of, track_growth
-from shoal.cost.predict.single_device import load_first_samples, preserve_rng
+from shoal.cost.predict.single_device import load_first_samples, preserve_process
 from shoal.cpu_count import count_usable_cores
 from shoal.data.dataset import length_of
 from shoal.errors import ConfigError, OutOfMemory
@@ -261,7 +261,7 @@ def _single_device_components(spec: TrainSpec) -> Iterator[tuple[TrainComponents
     plan = spec.parallel.model_copy(update=degrees)
     changes = {"parallel": plan, "workers": 1, "schedule": ScheduleSpec(), "average": None, "selective_backprop": None}
     alone = spec.model_copy(update=changes)
-    with preserve_rng(spec.seed, spec.threads or count_usable_cores()):
+    with preserve_process(spec.seed, spec.threads or count_usable_cores()):
         world = World.single(spec.device)
         with closing(build_components(alone, make_task(spec.task, spec.args), world)) as parts:
             yield parts, world.device
