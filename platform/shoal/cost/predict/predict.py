@@ -22,12 +22,12 @@ from shoal.cost.predict.message_latency import measure_latency_s
 from shoal.cost.predict.single_device import (
     CostTaskProtocol,
     SingleDeviceProfile,
-    load_first_batch,
     preserve_process,
     profile_single_device,
 )
 from shoal.cpu_count import count_usable_cores
 from shoal.data import Batch, Data
+from shoal.data.loader import load_first_batch
 from shoal.parallel.comm.world import choose_device
 from shoal.parallel.pipeline.partition import StagePartition
 from shoal.parallel.pipeline.schedules import get_stage_ranks, plan_actions
@@ -58,7 +58,8 @@ def predict_cost(task: CostTaskProtocol, spec: TrainSpecProtocol, make_optimizer
         alone = profile_single_device(task, model, data, samples, device)
         runs, notes = _run_ranks(task, spec, data, alone, samples, degrees, device, make_optimizer)
         layout = next(iter(runs.values())).layout
-        placed = _build_placement_rows(task, spec, model, load_first_batch(data, samples, device), layout)
+        batch = load_first_batch(data, samples, device, is_exact=True)
+        placed = _build_placement_rows(task, spec, model, batch, layout)
     ranks = {rank: run.values for rank, run in runs.items()}
     values = _get_model_values(alone) | combine_ranks(ranks)
     values["flops_step"] *= degrees.workers / len(ranks)  # the ranks of a stage do alike

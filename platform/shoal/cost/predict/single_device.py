@@ -1,7 +1,6 @@
 """What one sample costs on one device, before any plan: parameters, arithmetic forward and backward, latency.
 
-Owns the isolation of a look at a Task (random numbers, threads) and the batches that it is looked at with. Called by
-`predict`. Starts no process, keeps nothing.
+Owns the isolation of a trial of a Task (random numbers, threads). Called by `predict`. Starts no process.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.cost.measure.op_counter import count_ops
-from shoal.data import Batch, Data, Loader, LoaderSpec
+from shoal.data import Batch, Data
+from shoal.data.loader import load_first_batch
 from shoal.parallel.model import TaskProtocol
 from shoal.parallel.state.module_snapshot import eval_mode
 from shoal.random_state import preserve_rng
@@ -71,30 +71,6 @@ def preserve_process(seed: int, threads: int) -> Iterator[None]:
             torch.set_num_threads(before)
 
 
-def load_first_batch(data: Data, num_samples: int, device: torch.device) -> Batch:
-    """The first samples of the training data, collated. Raises DataError when there are not so many."""
-    return _load_first(data, num_samples, device, drop_last=True)
-
-
-def load_first_samples(data: Data, most: int, device: torch.device) -> Batch:
-    """At most so many of the first samples of the training data, collated: all of them when there are fewer."""
-    return _load_first(data, most, device, drop_last=False)
-
-
-def _load_first(data: Data, num_samples: int, device: torch.device, *, drop_last: bool) -> Batch:
-    loader = Loader(
-        data.train,
-        batch_size=num_samples,
-        collate=data.collate,
-        shuffle=False,
-        drop_last=drop_last,
-        device=device,
-        spec=LoaderSpec(),
-    )
-    with loader:
-        return next(iter(loader))
-
-
 def profile_single_device(
     task: CostTaskProtocol, model: nn.Module, data: Data, most: int, device: torch.device
 ) -> SingleDeviceProfile:
@@ -107,7 +83,7 @@ def profile_single_device(
     num_samples, seconds = 0, 0.0
     while num_samples < most and seconds < MIN_TIMING_S:
         num_samples = min(most, max(2, 4 * num_samples))
-        batch = load_first_batch(data, num_samples, device)
+        batch = load_first_batch(data, num_samples, device, is_exact=True)
         _forward_backward(task, model, batch)
         seconds = min(_time_pass(task, model, batch, device) for _ in range(2))
     sample_s = seconds / num_samples
@@ -121,7 +97,7 @@ def profile_single_device(
         num_samples=num_samples,
         flops_forward=reading.flops_forward,
         flops_backward=reading.flops_backward,
-        latency_s=_measure_latency_s(task, model, load_first_batch(data, 1, device), device),
+        latency_s=_measure_latency_s(task, model, load_first_batch(data, 1, device, is_exact=True), device),
         sample_s=sample_s,
         unknown=(*sorted(reading.unknown), *silent),
     )

@@ -7,6 +7,7 @@ somebody else has formed (Ray Train). Called by the Trainer, which closes what i
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, PlanError
 from shoal.network_address import EXTERNAL_PROBE_HOST, find_local_address, is_loopback
 
 T = TypeVar("T")
@@ -83,6 +84,20 @@ class World:
         box = [value]
         dist.broadcast_object_list(box, src=0, device=self.device if self.device.type == "cuda" else None)
         return box[0]
+
+    def decide(self, find: Callable[[], T]) -> T:
+        """What rank 0 finds, on every rank. Collective. Raises its PlanError, on every rank."""
+        answer: T | PlanError | None = None
+        if self.is_first:
+            try:
+                answer = find()
+            except PlanError as error:
+                answer = error
+        answer = self.broadcast(answer)
+        if isinstance(answer, PlanError):
+            raise answer
+        assert answer is not None
+        return answer
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, in order of rank, on every rank. Collective."""

@@ -61,17 +61,7 @@ def partition_model(
     batch:   a micro-batch
     context: of a forward pass (autocast)
     """
-    answer: StagePartition | PlanError | None = None
-    if world.is_first:
-        try:
-            answer = _find_partition(model, learnable, batch, num_stages, world, context)
-        except PlanError as error:
-            answer = error
-    answer = world.broadcast(answer)
-    if isinstance(answer, PlanError):
-        raise answer
-    assert answer is not None
-    return answer
+    return world.decide(lambda: _find_partition(model, learnable, batch, num_stages, world, context))
 
 
 def _find_partition(

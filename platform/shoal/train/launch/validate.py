@@ -18,7 +18,7 @@ import shoal.runs
 from shoal.data import Data, Loader
 from shoal.data.dataset import length_of
 from shoal.data.fingerprint import fingerprint
-from shoal.data.loader import load_example_batch
+from shoal.data.loader import load_first_batch
 from shoal.errors import ConfigError, DataError, OutOfMemory, PlanError
 from shoal.parallel.comm.world import choose_device
 from shoal.parallel.state.module_snapshot import eval_mode
@@ -78,7 +78,7 @@ def _validate_model(spec: TrainSpec, task: Task, data: Data, samples: int) -> Va
         data.train, batch_size=spec.batch_size, share=share, seed=spec.seed, spec=spec.loader, collate=data.collate
     )
     try:
-        batch, steps_per_epoch = load_example_batch(data.train, data.collate, min(samples, 2)), loader.num_batches
+        batch, steps_per_epoch = load_first_batch(data, min(samples, 2)), loader.num_batches
     finally:
         loader.close()
     _require_inputs(task, spec, batch)
