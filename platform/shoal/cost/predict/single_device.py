@@ -6,7 +6,6 @@ Owns the isolation of a trial of a Task (random numbers, threads). Called by `pr
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch.optim import Optimizer
 from shoal.cost.measure.op_counter import count_ops
 from shoal.data import Batch, Data
 from shoal.data.loader import load_first_batch
+from shoal.parallel.comm.world import read_clock_s
 from shoal.parallel.model import TaskProtocol
 from shoal.parallel.state.module_snapshot import eval_mode
 from shoal.random_state import preserve_rng
@@ -109,11 +109,9 @@ def _forward_backward(task: CostTaskProtocol, model: nn.Module, batch: Batch) ->
 
 
 def _time_pass(task: CostTaskProtocol, model: nn.Module, batch: Batch, device: torch.device) -> float:
-    began_s = time.perf_counter()
+    began_s = read_clock_s(device)
     _forward_backward(task, model, batch)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - began_s
+    return read_clock_s(device) - began_s
 
 
 def _measure_latency_s(task: CostTaskProtocol, model: nn.Module, batch: Batch, device: torch.device) -> float:
@@ -122,11 +120,9 @@ def _measure_latency_s(task: CostTaskProtocol, model: nn.Module, batch: Batch, d
     inputs = task.inputs(batch)
     with eval_mode(model), torch.no_grad():
         while len(seconds) < 5 or (len(seconds) < NUM_LATENCIES and sum(seconds) < LATENCY_BUDGET_S):
-            began_s = time.perf_counter()
+            began_s = read_clock_s(device)
             model(*inputs)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            seconds.append(time.perf_counter() - began_s)
+            seconds.append(read_clock_s(device) - began_s)
     return statistics.median(seconds[2:] or seconds)
 
 

@@ -7,6 +7,7 @@ somebody else has formed (Ray Train). Called by the Trainer, which closes what i
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -131,6 +132,13 @@ def choose_device(device: str, index: int) -> torch.device:
         return torch.device(device)
     except RuntimeError as error:
         raise ConfigError("device", device, f"is no device ({error})", "use auto, cpu or cuda") from None
+
+
+def read_clock_s(device: torch.device) -> float:
+    """The seconds of this process's clock once `device` has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def backend_for(device: torch.device) -> str:

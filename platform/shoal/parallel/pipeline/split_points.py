@@ -8,7 +8,6 @@ can be cut, at whatever depth, with whatever code between its modules, and nothi
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from shoal.errors import PlanError
+from shoal.parallel.comm.world import read_clock_s
 from shoal.parallel.state.module_snapshot import eval_mode, preserve_module
 from shoal.random_state import preserve_rng
 
@@ -336,18 +336,18 @@ def _time_pass(
         num_calls += 1
         if place is None:
             return
-        began_s.append(_now_s(device))
+        began_s.append(read_clock_s(device))
         argument = cuts[place].argument
         handed = kwargs[argument] if isinstance(argument, str) else args[argument]
         if handed.requires_grad:
-            handed.register_hook(lambda gradient: reached_s.__setitem__(place, _now_s(device)))
+            handed.register_hook(lambda gradient: reached_s.__setitem__(place, read_clock_s(device)))
 
-    began_s.append(_now_s(device))
+    began_s.append(read_clock_s(device))
     with _hook_modules(model, enter):
         loss = run()
-        began_s.append(_now_s(device))
+        began_s.append(read_clock_s(device))
         loss.backward()
-    ended_s = _now_s(device)
+    ended_s = read_clock_s(device)
     forward_s = [after - before for before, after in pairwise(began_s)]
     moments_s = [ended_s, *(reached_s.get(place, ended_s) for place in range(len(cuts))), began_s[-1]]
     return list(zip(forward_s, (before - after for before, after in pairwise(moments_s)), strict=True))
@@ -370,9 +370,3 @@ def _find_eval_differences(model: nn.Module, run: Callable[[], Tensor], calls: S
         hook.remove()
     trained = Counter(call.module for call in calls)
     return {name for name in counts | trained if counts[name] != trained[name]}
-
-
-def _now_s(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
