@@ -24,7 +24,7 @@ from shoal.parallel.pipeline.split_points import (
     select_splits,
 )
 from shoal.parallel.pipeline.stage_forward import StageForward, build_stage_slices, mask_parameters
-from shoal.parallel.state.module_snapshot import eval_mode, preserve_module
+from shoal.parallel.state.module_snapshot import eval_mode, hook_modules, preserve_module
 from shoal.random_state import preserve_rng
 
 
@@ -236,7 +236,7 @@ def _trace_buffer_changes(
                 found.setdefault(name, []).append(part)
                 values[name] = buffer.clone()
 
-    def enter(module: nn.Module, args: Any) -> None:
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         nonlocal part, num_calls
         if num_calls in places:
             inspect()
@@ -244,12 +244,8 @@ def _trace_buffer_changes(
         num_calls += 1
 
     with preserve_module(model), preserve_rng(), torch.enable_grad():
-        handles = [module.register_forward_pre_hook(enter) for module in model.modules()]
-        try:
+        with hook_modules(model, enter):
             run()
-        finally:
-            for handle in handles:
-                handle.remove()
         inspect()
     return found
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
@@ -22,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from shoal.errors import PlanError
 from shoal.parallel.comm.world import read_clock_s
-from shoal.parallel.state.module_snapshot import eval_mode, preserve_module
+from shoal.parallel.state.module_snapshot import eval_mode, hook_modules, preserve_module
 from shoal.random_state import preserve_rng
 
 UNFIT_REASON = "is recomputed in the backward pass, or not called in evaluation"
@@ -233,27 +232,13 @@ def _sequence_number(node: Any) -> int:
     return number
 
 
-@contextmanager
-def _hook_modules(
-    model: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any] | None = None
-) -> Iterator[None]:
-    handles = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in model.modules()]
-    if leave is not None:
-        handles += [module.register_forward_hook(leave) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def _find_split_points(model: nn.Module, run: Callable[[], Tensor]) -> SplitProfile:
     frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
     recorder = _CallRecorder(model)
     try:
         for parameter in frozen:
             parameter.requires_grad_(True)  # so that the graph shows where it is used
-        with _hook_modules(model, recorder.enter, recorder.leave):
+        with hook_modules(model, recorder.enter, recorder.leave):
             loss = run()
         crossed, used = _walk_graph(loss, recorder.candidates)
     finally:
@@ -343,7 +328,7 @@ def _time_pass(
             handed.register_hook(lambda gradient: reached_s.__setitem__(place, read_clock_s(device)))
 
     began_s.append(read_clock_s(device))
-    with _hook_modules(model, enter):
+    with hook_modules(model, enter):
         loss = run()
         began_s.append(read_clock_s(device))
         loss.backward()

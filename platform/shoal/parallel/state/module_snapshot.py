@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +62,21 @@ def preserve_parameter_attributes(model: nn.Module) -> Iterator[None]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         for attribute, value in before[name].items():
             vars(parameter).setdefault(attribute, value)
+
+
+@contextmanager
+def hook_modules(
+    model: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any] | None = None
+) -> Iterator[None]:
+    """Within, a module's call begins with `enter(module, args, kwargs)` and ends with `leave(module, args, output)`."""
+    handles = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in model.modules()]
+    if leave is not None:
+        handles += [module.register_forward_hook(leave) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:

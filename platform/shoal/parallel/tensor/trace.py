@@ -19,7 +19,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.parallel.layers.dropout import SeededDropout
-from shoal.parallel.state.module_snapshot import eval_mode, preserve_module
+from shoal.parallel.state.module_snapshot import eval_mode, hook_modules, preserve_module
 from shoal.random_state import preserve_rng
 
 # The layers whose masks do not come from the generators that all parts share.
@@ -114,10 +114,7 @@ def trace_model(model: nn.Module, inputs: tuple[Any, ...], loss: Callable[[Any],
         elif type(module) in DROPOUT_TYPES:
             trace.dropouts[name] = output.shape
 
-    with eval_trace_mode(model), ExitStack() as hooks:
-        for module in names:
-            hooks.callback(module.register_forward_pre_hook(entering, with_kwargs=True).remove)
-            hooks.callback(module.register_forward_hook(leaving).remove)
+    with eval_trace_mode(model), hook_modules(model, entering, leaving):
         trace.output = model(*inputs)
     _trace_training(trace)
     return trace
