@@ -151,7 +151,6 @@ def _extrapolate(one: DryRun, two: DryRun, by: float) -> DryRun:
 def _build_placement_rows(
     task: CostTaskProtocol, spec: TrainSpecProtocol, model: nn.Module, batch: Batch, layout: StagePartition | None
 ) -> tuple[PlacementRow, ...]:
-    """Which rank holds what."""
     degrees = spec.resolve_dims()
     split = find_tensor_plan(model, task, degrees.tensor, batch) if degrees.tensor > 1 else None
     along: dict[str, list[int]] | None = None

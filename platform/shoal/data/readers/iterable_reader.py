@@ -239,7 +239,6 @@ def make_stream_reader(
     drop_last: bool,
     num_workers: int,
 ) -> StreamReader:
-    """The reader for this kind of iterable."""
     kind: type[StreamReader] = PlainReader
     if hasattr(source, "batches"):
         kind = BatchesReader

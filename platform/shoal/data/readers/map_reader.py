@@ -73,7 +73,6 @@ class InProcessReader:
             return self._reader.read(request)
 
     def pids(self) -> list[int]:
-        """None but this."""
         return []
 
     def close(self) -> None:
