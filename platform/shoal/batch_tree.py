@@ -48,6 +48,11 @@ def map_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
     return batch
 
 
+def slice_samples(batch: Any, part: slice) -> Any:
+    """`part` of the samples of each tensor; a tensor without dimensions stays."""
+    return map_tensors(batch, lambda tensor: tensor[part] if tensor.ndim else tensor)
+
+
 def move_to_device(batch: Any, device: torch.device) -> Any:
     """`batch` on `device`."""
     return map_tensors(batch, lambda tensor: tensor.to(device))

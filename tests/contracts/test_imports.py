@@ -31,7 +31,10 @@ LEVELS = [
     {"wire"},
     {"config"},
     {"home"},
-    {"errors", "gc_freeze", "batch_tree", "atomic_file", "network_address", "cpu_count", "recipes", "ray_call"},
+    {
+        *("errors", "gc_freeze", "batch_tree", "atomic_file", "network_address", "cpu_count", "random_state"),
+        *("recipes", "ray_call"),
+    },
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 

@@ -22,7 +22,6 @@ from shoal.cost.predict.dry_run import DryRun
 from shoal.cost.predict.fake_process_group import MessageCosts
 from shoal.cost.predict.message_latency import measure_latency_s
 from shoal.cost.predict.predict import _estimate_transfers, predict_cost
-from shoal.cost.predict.single_device import load_first_batch
 from shoal.cost.step_profile import profile_step
 from shoal.cost.step_profiler import (
     MAX_MORE,
@@ -34,6 +33,7 @@ from shoal.cost.step_profiler import (
     compute_bubble,
 )
 from shoal.data import Data
+from shoal.data.loader import load_first_batch
 from shoal.errors import DataError, PlanError
 from shoal.parallel import World
 from shoal.parallel.build import parallelize

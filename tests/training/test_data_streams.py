@@ -15,11 +15,12 @@ from torchdata.nodes import IterableWrapper, SamplerWrapper
 from torchdata.nodes import Loader as NodesLoader
 
 from data_sources import Shards, Stream
-from shoal.data import Loader, LoaderSpec, fingerprint
-from shoal.data.loader import load_example_batch
-from shoal.data.readers.map_reader import EpochEnd, ReadBatch, Reader, preserve_rng
+from shoal.data import Data, Loader, LoaderSpec, fingerprint
+from shoal.data.loader import load_first_batch
+from shoal.data.readers.map_reader import EpochEnd, ReadBatch, Reader
 from shoal.data.sampling.sampler import Request
 from shoal.errors import ConfigError, DataError, SpecMismatch
+from shoal.random_state import preserve_rng
 
 
 class OneProcessPool:
@@ -342,9 +343,9 @@ def test_streams_that_yield_too_little() -> None:
 def test_an_example_is_a_first_batch_of_whatever_it_is() -> None:
     nodes = NodesLoader(IterableWrapper(range(12)))
     for source in (range(12), Shards(12), NoLength(), nodes, nodes, Stream(12, stateful=True)):
-        batch = load_example_batch(source, None, 3)
+        batch = load_first_batch(Data(source), 3)
         assert (batch["inputs"] if isinstance(batch, dict) else batch).tolist() == [0, 1, 2]
-    assert load_example_batch(range(2), list, 3) == [0, 1]
+    assert load_first_batch(Data(range(2), collate=list), 3) == [0, 1]
 
 
 def test_a_batch_ahead_on_a_device_does_not_count_before_it_is_given_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,5 +392,5 @@ def test_a_stream_that_is_left_half_way_ends_with_its_loader() -> None:
     assert source.ended == 0
     kept.close()
     assert source.ended == 1  # while there is still somebody to end: Ray, say
-    load_example_batch(source, None, 2)
+    load_first_batch(Data(source), 2)
     assert source.ended == 2

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,8 @@ from shoal.parallel.spmd.base import SingleProcessModel
 from shoal.parallel.spmd.fsdp_blocks import find_blocks
 from shoal.parallel.state import gradients
 from shoal.parallel.state import state_dict as state
+from shoal.parallel.state.module_snapshot import preserve_module
+from shoal.random_state import preserve_rng
 
 CPU = torch.device("cpu")
 
@@ -184,6 +188,34 @@ def test_a_repeated_step_takes_back_buffers_that_are_made_replaced_or_grow() -> 
     assert (model.width, model.cache.shape) == (4, (4,))
     assert model.layer.weight.grad is not None
     assert model.layer.weight.grad.item() == 8.0
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_a_trial_leaves_modules_gradients_and_random_states_as_they_were() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    model = nn.Sequential(scripted, nn.BatchNorm1d(2), nn.Linear(2, 1))
+    kept = torch.ones_like(model[2].weight)
+    model[2].weight.grad = kept
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()  # type: ignore[index,union-attr]
+
+    def draw() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    with preserve_module(model), preserve_rng(seed=3):
+        assert all(parameter.grad is None for parameter in model.parameters())
+        model(torch.randn(4, 2)).sum().backward()
+        assert any(not torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
+        first = draw()
+    with preserve_rng(seed=3):
+        torch.randn(4, 2)
+        assert draw() == first
+    assert model[2].weight.grad is kept
+    assert model[0][0].weight.grad is None
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert np.array_equal(np.random.get_state()[1], states[2])  # type: ignore[index]
 
 
 def test_the_scale_of_a_loss_goes_on_where_it_was() -> None:

@@ -85,7 +85,6 @@ class StepProfiler:
         return self._num_reported == 2
 
     def step(self) -> AbstractContextManager[object]:
-        """The context of the next step."""
         self._num_seen += 1
         if self._num_seen <= NUM_WARM_UP or self.is_due or self.is_done:
             return nullcontext()

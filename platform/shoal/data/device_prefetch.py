@@ -88,7 +88,6 @@ def can_be_pinned(tensor: Tensor) -> bool:
 
 
 def make_transfer(device: torch.device, pin: bool | None) -> DeviceTransfer:
-    """How batches get to this device."""
     if device.type == "cpu":
         return NoTransfer()
     if device.type == "cuda":

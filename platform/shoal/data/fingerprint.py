@@ -26,7 +26,8 @@ from torch import Tensor
 
 from shoal.data.dataset import Source, is_iterable, length_of
 from shoal.data.formats.base import FileDataset
-from shoal.data.readers.map_reader import make_read_error, preserve_rng, seed_all
+from shoal.data.readers.map_reader import make_read_error, seed_all
+from shoal.random_state import preserve_rng
 
 _END_BYTES = 2**20
 _BLOCK_BYTES = 64 * 1024
@@ -64,7 +65,7 @@ def _add_file(digest: Any, path: Path) -> None:
 
 
 def _add_samples(digest: Any, source: Source) -> None:
-    with preserve_rng():
+    with preserve_rng(has_cuda=False):
         for index in _pick_positions(len(source)):
             seed_all(0, 0, index)
             whole = not hasattr(source, "__getitem__")

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import torch
 
-from shoal.data.dataset import Batch, Collate, Source, is_iterable, length_of
+from shoal.data.dataset import Batch, Collate, Data, Source, is_iterable, length_of
 from shoal.data.device_prefetch import make_transfer
 from shoal.data.loader_spec import LoaderSpec
 from shoal.data.readers.iterable_reader import make_stream_reader
@@ -210,7 +210,14 @@ def _count_samples(source: Source, batch_size: int, drop_last: bool) -> int:
     return num_samples
 
 
-def load_example_batch(source: Source, collate: Collate | None, num_samples: int) -> Batch:
-    """The first `num_samples` samples (or as many as there are) as a batch. Raises DataError."""
-    with Loader(source, batch_size=num_samples, collate=collate, shuffle=False, drop_last=False) as loader:
+def load_first_batch(
+    data: Data, num_samples: int, device: torch.device | str = "cpu", *, is_exact: bool = False
+) -> Batch:
+    """The first `num_samples` samples of the training data, collated, or as many as there are. Raises DataError.
+
+    is_exact: fewer samples are a DataError
+    """
+    with Loader(
+        data.train, batch_size=num_samples, device=device, collate=data.collate, shuffle=False, drop_last=is_exact
+    ) as loader:
         return next(iter(loader))

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
-from torch import Tensor
-
-from shoal.batch_tree import count_samples, map_tensors
+from shoal.batch_tree import count_samples, slice_samples
 from shoal.errors import PlanError
 
 
@@ -27,11 +24,7 @@ def split_micro_batches(batch: Any, parts: int) -> list[Any]:
     if size % parts:
         problem = f"cannot be divided into {parts} micro-batches"
         raise PlanError("batch_size", size, problem, "change batch_size, accumulate or micro_batches")
-    return [map_tensors(batch, partial(_take_strided, first=first, stride=parts)) for first in range(parts)]
-
-
-def _take_strided(tensor: Tensor, first: int, stride: int) -> Tensor:
-    return tensor[first::stride] if tensor.ndim else tensor
+    return [slice_samples(batch, slice(first, None, parts)) for first in range(parts)]
 
 
 def iter_chunks(batch: Any, parts: int) -> Iterator[tuple[Any, float]]:
@@ -40,8 +33,4 @@ def iter_chunks(batch: Any, parts: int) -> Iterator[tuple[Any, float]]:
     each = max(1, -(-size // parts))
     for begin in range(0, size, each):
         end = min(size, begin + each)
-        yield map_tensors(batch, partial(_slice_rows, begin=begin, end=end)), (end - begin) / size
-
-
-def _slice_rows(tensor: Tensor, begin: int, end: int) -> Tensor:
-    return tensor[begin:end] if tensor.ndim else tensor
+        yield slice_samples(batch, slice(begin, end)), (end - begin) / size

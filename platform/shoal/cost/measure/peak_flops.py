@@ -5,9 +5,9 @@ Called by the Trainer once, so that it can say which share of it a run uses. Tak
 
 from __future__ import annotations
 
-import time
-
 import torch
+
+from shoal.parallel.comm.world import read_clock_s
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SIZE = {"cpu": 768, "cuda": 8192}
@@ -21,13 +21,7 @@ def measure_peak_flops(device: torch.device, precision: str) -> float:
     product = torch.empty_like(left)
     fastest_s = float("inf")
     for _ in range(_REPEATS):
-        began_s = _now_s(device)
+        began_s = read_clock_s(device)
         torch.mm(left, left, out=product)
-        fastest_s = min(fastest_s, _now_s(device) - began_s)
+        fastest_s = min(fastest_s, read_clock_s(device) - began_s)
     return 2.0 * size**3 / fastest_s
-
-
-def _now_s(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

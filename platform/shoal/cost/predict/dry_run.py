@@ -19,9 +19,10 @@ from torch.optim import Optimizer
 
 from shoal.cost.measure.memory import allocate_averages
 from shoal.cost.predict.fake_process_group import MessageCosts, SimulatedRanks, fake_world
-from shoal.cost.predict.single_device import CostTaskProtocol, load_first_batch
+from shoal.cost.predict.single_device import CostTaskProtocol
 from shoal.cost.step_profile import profile_step
 from shoal.data import Data
+from shoal.data.loader import load_first_batch
 from shoal.parallel import ParallelDims, ParallelSpec
 from shoal.parallel.build import parallelize
 from shoal.parallel.model import ParallelModel
@@ -111,7 +112,7 @@ def dry_run(
     degrees = spec.resolve_dims()
     with fake_world(rank, degrees.workers, device, play) as world:
         torch.manual_seed(spec.seed)
-        batch = load_first_batch(data, batch_size // degrees.data, device)
+        batch = load_first_batch(data, batch_size // degrees.data, device, is_exact=True)
         model = parallelize(task.model(), task, _make_eager_spec(spec.parallel), degrees, world, batch, spec.seed)
         try:
             if isinstance(model, PipelineModel) and device.type == "cpu":

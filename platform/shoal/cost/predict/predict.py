@@ -22,12 +22,12 @@ from shoal.cost.predict.message_latency import measure_latency_s
 from shoal.cost.predict.single_device import (
     CostTaskProtocol,
     SingleDeviceProfile,
-    load_first_batch,
-    preserve_rng,
+    preserve_process,
     profile_single_device,
 )
 from shoal.cpu_count import count_usable_cores
 from shoal.data import Batch, Data
+from shoal.data.loader import load_first_batch
 from shoal.parallel.comm.world import choose_device
 from shoal.parallel.pipeline.partition import StagePartition
 from shoal.parallel.pipeline.schedules import get_stage_ranks, plan_actions
@@ -52,13 +52,14 @@ def predict_cost(task: CostTaskProtocol, spec: TrainSpecProtocol, make_optimizer
     samples = spec.parallel.compute_micro_batch_size(spec.batch_size, degrees)
     device = choose_device(spec.device, 0)
     threads = spec.threads or max(1, count_usable_cores() // spec.workers)
-    with preserve_rng(spec.seed, threads):
+    with preserve_process(spec.seed, threads):
         data = task.data()
         model = task.model().to(device)
         alone = profile_single_device(task, model, data, samples, device)
         runs, notes = _run_ranks(task, spec, data, alone, samples, degrees, device, make_optimizer)
         layout = next(iter(runs.values())).layout
-        placed = _build_placement_rows(task, spec, model, load_first_batch(data, samples, device), layout)
+        batch = load_first_batch(data, samples, device, is_exact=True)
+        placed = _build_placement_rows(task, spec, model, batch, layout)
     ranks = {rank: run.values for rank, run in runs.items()}
     values = _get_model_values(alone) | combine_ranks(ranks)
     values["flops_step"] *= degrees.workers / len(ranks)  # the ranks of a stage do alike
@@ -150,7 +151,6 @@ def _extrapolate(one: DryRun, two: DryRun, by: float) -> DryRun:
 def _build_placement_rows(
     task: CostTaskProtocol, spec: TrainSpecProtocol, model: nn.Module, batch: Batch, layout: StagePartition | None
 ) -> tuple[PlacementRow, ...]:
-    """Which rank holds what."""
     degrees = spec.resolve_dims()
     split = find_tensor_plan(model, task, degrees.tensor, batch) if degrees.tensor > 1 else None
     along: dict[str, list[int]] | None = None

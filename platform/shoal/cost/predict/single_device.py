@@ -1,28 +1,27 @@
 """What one sample costs on one device, before any plan: parameters, arithmetic forward and backward, latency.
 
-Owns the isolation of a look at a Task (random numbers, threads) and the batches that it is looked at with. Called by
-`predict`. Starts no process, keeps nothing.
+Owns the isolation of a trial of a Task (random numbers, threads). Called by `predict`. Starts no process.
 """
 
 from __future__ import annotations
 
-import random
 import statistics
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.cost.measure.op_counter import count_ops
-from shoal.data import Batch, Data, Loader, LoaderSpec
+from shoal.data import Batch, Data
+from shoal.data.loader import load_first_batch
+from shoal.parallel.comm.world import read_clock_s
 from shoal.parallel.model import TaskProtocol
 from shoal.parallel.state.module_snapshot import eval_mode
+from shoal.random_state import preserve_rng
 
 NUM_LATENCIES = 20
 LATENCY_BUDGET_S = 0.2
@@ -61,45 +60,15 @@ class SingleDeviceProfile:
 
 
 @contextmanager
-def preserve_rng(seed: int, threads: int) -> Iterator[None]:
-    """Random numbers begin at `seed` within, and go on afterwards as if nothing had been; so do torch's threads."""
-    states = random.getstate(), np.random.get_state(), torch.get_num_threads()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices):
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.manual_seed(seed)
+def preserve_process(seed: int, threads: int) -> Iterator[None]:
+    """Within, random numbers begin at `seed`, and torch has so many threads; afterwards both are as before."""
+    before = torch.get_num_threads()
+    with preserve_rng(seed):
         torch.set_num_threads(threads)
         try:
             yield
         finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
-            torch.set_num_threads(states[2])
-
-
-def load_first_batch(data: Data, num_samples: int, device: torch.device) -> Batch:
-    """The first samples of the training data, collated. Raises DataError when there are not so many."""
-    return _load_first(data, num_samples, device, drop_last=True)
-
-
-def load_first_samples(data: Data, most: int, device: torch.device) -> Batch:
-    """At most so many of the first samples of the training data, collated: all of them when there are fewer."""
-    return _load_first(data, most, device, drop_last=False)
-
-
-def _load_first(data: Data, num_samples: int, device: torch.device, *, drop_last: bool) -> Batch:
-    loader = Loader(
-        data.train,
-        batch_size=num_samples,
-        collate=data.collate,
-        shuffle=False,
-        drop_last=drop_last,
-        device=device,
-        spec=LoaderSpec(),
-    )
-    with loader:
-        return next(iter(loader))
+            torch.set_num_threads(before)
 
 
 def profile_single_device(
@@ -114,7 +83,7 @@ def profile_single_device(
     num_samples, seconds = 0, 0.0
     while num_samples < most and seconds < MIN_TIMING_S:
         num_samples = min(most, max(2, 4 * num_samples))
-        batch = load_first_batch(data, num_samples, device)
+        batch = load_first_batch(data, num_samples, device, is_exact=True)
         _forward_backward(task, model, batch)
         seconds = min(_time_pass(task, model, batch, device) for _ in range(2))
     sample_s = seconds / num_samples
@@ -128,7 +97,7 @@ def profile_single_device(
         num_samples=num_samples,
         flops_forward=reading.flops_forward,
         flops_backward=reading.flops_backward,
-        latency_s=_measure_latency_s(task, model, load_first_batch(data, 1, device), device),
+        latency_s=_measure_latency_s(task, model, load_first_batch(data, 1, device, is_exact=True), device),
         sample_s=sample_s,
         unknown=(*sorted(reading.unknown), *silent),
     )
@@ -140,11 +109,9 @@ def _forward_backward(task: CostTaskProtocol, model: nn.Module, batch: Batch) ->
 
 
 def _time_pass(task: CostTaskProtocol, model: nn.Module, batch: Batch, device: torch.device) -> float:
-    began_s = time.perf_counter()
+    began_s = read_clock_s(device)
     _forward_backward(task, model, batch)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - began_s
+    return read_clock_s(device) - began_s
 
 
 def _measure_latency_s(task: CostTaskProtocol, model: nn.Module, batch: Batch, device: torch.device) -> float:
@@ -153,11 +120,9 @@ def _measure_latency_s(task: CostTaskProtocol, model: nn.Module, batch: Batch, d
     inputs = task.inputs(batch)
     with eval_mode(model), torch.no_grad():
         while len(seconds) < 5 or (len(seconds) < NUM_LATENCIES and sum(seconds) < LATENCY_BUDGET_S):
-            began_s = time.perf_counter()
+            began_s = read_clock_s(device)
             model(*inputs)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            seconds.append(time.perf_counter() - began_s)
+            seconds.append(read_clock_s(device) - began_s)
     return statistics.median(seconds[2:] or seconds)
 
 

@@ -226,7 +226,7 @@ class BatchesReader(StreamReader):
         if not taken:
             return EpochEnd(0)
         batch = default_convert(taken[0])
-        num_samples = num_samples_of(batch)
+        num_samples = next(tensors_of(batch)).shape[0]
         return ReadBatch(batch, num_samples, num_samples * self.share.size, None, self._state())
 
 
@@ -239,7 +239,6 @@ def make_stream_reader(
     drop_last: bool,
     num_workers: int,
 ) -> StreamReader:
-    """The reader for this kind of iterable."""
     kind: type[StreamReader] = PlainReader
     if hasattr(source, "batches"):
         kind = BatchesReader
@@ -249,11 +248,6 @@ def make_stream_reader(
             problem = "has shard(), but no length: ranks could not agree on the number of steps"
             raise ConfigError("data", type(source).__name__, problem, "give it __len__, of the whole")
     return kind(source, collate, seed, batch_size, share, drop_last, num_workers)
-
-
-def num_samples_of(batch: Batch) -> int:
-    """Dimension 0 of the first tensor in a batch."""
-    return next(tensors_of(batch)).shape[0]
 
 
 def _has_state_dict(value: Any) -> bool:

@@ -9,7 +9,6 @@ import hashlib
 import random
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -19,6 +18,7 @@ from torch.utils.data import Subset, TensorDataset, default_collate, default_con
 from shoal.data.dataset import Batch, Collate, Source, has_shoal_method
 from shoal.data.sampling.sampler import Indices, MapRequest, Request
 from shoal.errors import DataError, ShoalError
+from shoal.random_state import preserve_rng
 
 NUM_NAMED = 8  # sample indices that an error message lists
 
@@ -69,11 +69,10 @@ class InProcessReader:
         request = next(self._plan)
         if not self._reader.is_random:
             return self._reader.read(request)
-        with preserve_rng():
+        with preserve_rng(has_cuda=False):
             return self._reader.read(request)
 
     def pids(self) -> list[int]:
-        """None but this."""
         return []
 
     def close(self) -> None:
@@ -171,15 +170,3 @@ def seed_all(seed: int, epoch: int, index: int) -> None:
     torch.default_generator.manual_seed(words[0])
     random.seed(words[1])
     np.random.seed(words[2])
-
-
-@contextmanager
-def preserve_rng() -> Iterator[None]:
-    """What is drawn within changes nothing outside."""
-    kept = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(kept[0])
-        random.setstate(kept[1])
-        np.random.set_state(kept[2])

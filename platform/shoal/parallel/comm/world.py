@@ -7,6 +7,8 @@ somebody else has formed (Ray Train). Called by the Trainer, which closes what i
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -16,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, PlanError
 from shoal.network_address import EXTERNAL_PROBE_HOST, find_local_address, is_loopback
 
 T = TypeVar("T")
@@ -84,6 +86,20 @@ class World:
         dist.broadcast_object_list(box, src=0, device=self.device if self.device.type == "cuda" else None)
         return box[0]
 
+    def decide(self, find: Callable[[], T]) -> T:
+        """What rank 0 finds, on every rank. Collective. Raises its PlanError, on every rank."""
+        answer: T | PlanError | None = None
+        if self.is_first:
+            try:
+                answer = find()
+            except PlanError as error:
+                answer = error
+        answer = self.broadcast(answer)
+        if isinstance(answer, PlanError):
+            raise answer
+        assert answer is not None
+        return answer
+
     def gather(self, value: T) -> list[T]:
         """Every rank's value, in order of rank, on every rank. Collective."""
         if self.size == 1:
@@ -116,6 +132,13 @@ def choose_device(device: str, index: int) -> torch.device:
         return torch.device(device)
     except RuntimeError as error:
         raise ConfigError("device", device, f"is no device ({error})", "use auto, cpu or cuda") from None
+
+
+def read_clock_s(device: torch.device) -> float:
+    """The seconds of this process's clock once `device` has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def backend_for(device: torch.device) -> str:

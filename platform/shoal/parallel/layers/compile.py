@@ -32,7 +32,8 @@ def compile_forward(module: nn.Module) -> None:
 
 
 def _compile_function(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
-    kind = _get_shared_code(module, function)
+    shapes = [(name, tuple(parameter.shape)) for name, parameter in module.named_parameters()]
+    kind = _make_shared_code(function.__code__, f"{module} {shapes}")
     compiled = torch.compile(FunctionType(kind.code, function.__globals__, closure=function.__closure__))
     before = _count_graphs()
 
@@ -59,11 +60,6 @@ class _SharedCode:
 
     code: CodeType
     has_graph: bool = False
-
-
-def _get_shared_code(module: nn.Module, function: Callable[..., Any]) -> _SharedCode:
-    shapes = [(name, tuple(parameter.shape)) for name, parameter in module.named_parameters()]
-    return _make_shared_code(function.__code__, f"{module} {shapes}")
 
 
 @cache

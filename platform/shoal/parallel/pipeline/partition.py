@@ -20,12 +20,12 @@ from shoal.parallel.pipeline.split_points import (
     ModuleCall,
     SplitPoint,
     SplitProfile,
-    preserve_training_state,
     profile_splits,
     select_splits,
 )
 from shoal.parallel.pipeline.stage_forward import StageForward, build_stage_slices, mask_parameters
-from shoal.parallel.state.module_snapshot import eval_mode
+from shoal.parallel.state.module_snapshot import eval_mode, hook_modules, preserve_module
+from shoal.random_state import preserve_rng
 
 
 @dataclass(frozen=True)
@@ -61,17 +61,7 @@ def partition_model(
     batch:   a micro-batch
     context: of a forward pass (autocast)
     """
-    answer: StagePartition | PlanError | None = None
-    if world.is_first:
-        try:
-            answer = _find_partition(model, learnable, batch, num_stages, world, context)
-        except PlanError as error:
-            answer = error
-    answer = world.broadcast(answer)
-    if isinstance(answer, PlanError):
-        raise answer
-    assert answer is not None
-    return answer
+    return world.decide(lambda: _find_partition(model, learnable, batch, num_stages, world, context))
 
 
 def _find_partition(
@@ -131,7 +121,7 @@ def _find_invalid_split(
         with eval_mode(model), context():
             refused, judged = _run_in_stages(gated, learnable, batch, found, cuts)
         if refused is None:
-            with preserve_training_state(model), context():
+            with preserve_module(model), preserve_rng(), context():
                 refused, _ = _run_in_stages(gated, learnable, batch, found, cuts)
     finally:
         gated.remove()
@@ -246,20 +236,16 @@ def _trace_buffer_changes(
                 found.setdefault(name, []).append(part)
                 values[name] = buffer.clone()
 
-    def enter(module: nn.Module, args: Any) -> None:
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         nonlocal part, num_calls
         if num_calls in places:
             inspect()
             part += 1
         num_calls += 1
 
-    with preserve_training_state(model), torch.enable_grad():
-        handles = [module.register_forward_pre_hook(enter) for module in model.modules()]
-        try:
+    with preserve_module(model), preserve_rng(), torch.enable_grad():
+        with hook_modules(model, enter):
             run()
-        finally:
-            for handle in handles:
-                handle.remove()
         inspect()
     return found
 

@@ -46,7 +46,6 @@ class ComputeAction(NamedTuple):
 
 
 def get_stage_ranks(schedule: ScheduleName, num_ranks: int) -> list[int]:
-    """The pipeline rank of each stage."""
     once = list(range(num_ranks))
     if schedule in SINGLE_STAGE:
         return once

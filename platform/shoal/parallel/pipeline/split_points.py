@@ -8,11 +8,9 @@ can be cut, at whatever depth, with whatever code between its modules, and nothi
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
@@ -22,7 +20,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from shoal.errors import PlanError
-from shoal.parallel.state.module_snapshot import eval_mode
+from shoal.parallel.comm.world import read_clock_s
+from shoal.parallel.state.module_snapshot import eval_mode, hook_modules, preserve_module
+from shoal.random_state import preserve_rng
 
 UNFIT_REASON = "is recomputed in the backward pass, or not called in evaluation"
 NUM_TIMED_PASSES = 2  # passes, after one that warms up; the fastest counts
@@ -78,7 +78,7 @@ def profile_splits(model: nn.Module, run: Callable[[], Tensor], device: torch.de
 
     run: one pass over a micro-batch, giving the loss
     """
-    with preserve_training_state(model), torch.enable_grad():
+    with preserve_module(model), preserve_rng(), torch.enable_grad():
         found = _find_split_points(model, run)
         passes = [_time_pass(model, run, found, device) for _ in range(NUM_TIMED_PASSES + 1)]
         model.zero_grad(set_to_none=True)
@@ -232,27 +232,13 @@ def _sequence_number(node: Any) -> int:
     return number
 
 
-@contextmanager
-def _hook_modules(
-    model: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any] | None = None
-) -> Iterator[None]:
-    handles = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in model.modules()]
-    if leave is not None:
-        handles += [module.register_forward_hook(leave) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def _find_split_points(model: nn.Module, run: Callable[[], Tensor]) -> SplitProfile:
     frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
     recorder = _CallRecorder(model)
     try:
         for parameter in frozen:
             parameter.requires_grad_(True)  # so that the graph shows where it is used
-        with _hook_modules(model, recorder.enter, recorder.leave):
+        with hook_modules(model, recorder.enter, recorder.leave):
             loss = run()
         crossed, used = _walk_graph(loss, recorder.candidates)
     finally:
@@ -335,18 +321,18 @@ def _time_pass(
         num_calls += 1
         if place is None:
             return
-        began_s.append(_now_s(device))
+        began_s.append(read_clock_s(device))
         argument = cuts[place].argument
         handed = kwargs[argument] if isinstance(argument, str) else args[argument]
         if handed.requires_grad:
-            handed.register_hook(lambda gradient: reached_s.__setitem__(place, _now_s(device)))
+            handed.register_hook(lambda gradient: reached_s.__setitem__(place, read_clock_s(device)))
 
-    began_s.append(_now_s(device))
-    with _hook_modules(model, enter):
+    began_s.append(read_clock_s(device))
+    with hook_modules(model, enter):
         loss = run()
-        began_s.append(_now_s(device))
+        began_s.append(read_clock_s(device))
         loss.backward()
-    ended_s = _now_s(device)
+    ended_s = read_clock_s(device)
     forward_s = [after - before for before, after in pairwise(began_s)]
     moments_s = [ended_s, *(reached_s.get(place, ended_s) for place in range(len(cuts))), began_s[-1]]
     return list(zip(forward_s, (before - after for before, after in pairwise(moments_s)), strict=True))
@@ -369,27 +355,3 @@ def _find_eval_differences(model: nn.Module, run: Callable[[], Tensor], calls: S
         hook.remove()
     trained = Counter(call.module for call in calls)
     return {name for name in counts | trained if counts[name] != trained[name]}
-
-
-def _now_s(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-@contextmanager
-def preserve_training_state(model: nn.Module) -> Iterator[None]:
-    """Whatever passes run within: buffers, gradients and random state are as before."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        try:
-            for parameter, _ in gradients:
-                parameter.grad = None
-            yield
-        finally:
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.errors import PlanError
 from shoal.parallel.pipeline.split_points import ModuleCall, SplitPoint, replace_argument
+from shoal.parallel.state.module_snapshot import eval_mode
 
 
 @dataclass(frozen=True)
@@ -189,15 +190,11 @@ class StageForward:
     ) -> Any:
         view, self._slice = self._slice, StageSlice(None, None)
         counts, self._counts = self._counts, Counter()
-        modes = [(each, each.training) for each in module.modules()]
         try:
-            with torch.no_grad():
-                module.eval()  # neither random state nor running statistics are touched
+            with eval_mode(module), torch.no_grad():  # neither random state nor running statistics are touched
                 return forward(*args, **kwargs)
         finally:
             self._slice, self._counts = view, counts
-            for each, training in modes:
-                each.training = training
 
 
 def _overwrite(stand_in: Any, received: Tensor) -> bool:

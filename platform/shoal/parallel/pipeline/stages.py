@@ -39,7 +39,6 @@ class StageClock:
     backward_s: dict[int, float] = field(default_factory=dict)
 
     def reset(self) -> None:
-        """Begin anew."""
         self.total_s = 0.0
         self.forward_s.clear()
         self.backward_s.clear()

@@ -26,6 +26,7 @@ from shoal.parallel.spec import ParallelSpec
 from shoal.parallel.spmd.base import SpmdModel
 from shoal.parallel.spmd.gradient_buffer import FlatGradients
 from shoal.parallel.state.module_snapshot import preserve_module
+from shoal.random_state import preserve_rng
 
 
 class DdpModel(SpmdModel):
@@ -107,10 +108,8 @@ def _find_gradient_order(model: nn.Module, learnable: TaskProtocol, batch: Any) 
     order: list[nn.Parameter] = []
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     hooks = [each.register_post_accumulate_grad_hook(order.append) for each in parameters]
-    with preserve_module(model), torch.random.fork_rng():
+    with preserve_module(model), preserve_rng():
         learnable.loss(model(*learnable.inputs(batch)), batch).backward()
     for hook in hooks:
         hook.remove()
-    for parameter in parameters:
-        parameter.grad = None
     return order

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor, Partial
 
 
 def clear(parameters: Iterable[nn.Parameter]) -> None:
-    """Forget all gradients."""
     for parameter in parameters:
         parameter.grad = None
 
@@ -68,7 +67,6 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float, device: torch.devi
 
 
 def scale(parameters: Iterable[nn.Parameter], factor: float) -> None:
-    """Multiply every gradient by `factor`."""
     grads = [get_local_values(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if grads:
         torch._foreach_mul_(grads, factor)

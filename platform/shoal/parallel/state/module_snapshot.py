@@ -1,4 +1,4 @@
-"""What a model holds beside its parameters, and how a pass through it is taken back.
+"""What a model holds in addition to its parameters: snapshot and preserve it around a pass.
 
 A forward pass may change a buffer, replace it, let it grow or make it (running statistics, masks, caches), and note in
 an attribute that it has: they go back together. Called by plans, and by who tries a model.
@@ -8,15 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 
 def snapshot_module(model: nn.Module) -> Callable[[], None]:
-    """What lets all modules hold again what they hold now: buffers with their values, and attributes of their own."""
-    held = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
-    tensors = [each for _, *both in held for some in both for each in some.values() if isinstance(each, Tensor)]
+    """What lets all modules hold again what they hold now: buffers with their values, and attributes of their own.
+
+    Of a scripted module, only the values can change.
+    """
+    modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    held = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
+    own = [each for _, attributes, _ in held for each in attributes.values() if isinstance(each, Tensor)]
+    tensors = [*model.buffers(), *own]
     values = [each.detach().clone() for each in tensors]
 
     def restore() -> None:
@@ -34,11 +40,16 @@ def snapshot_module(model: nn.Module) -> Callable[[], None]:
 
 @contextmanager
 def preserve_module(model: nn.Module) -> Iterator[None]:
-    """Afterwards all modules hold what they held before."""
+    """Afterwards all modules hold what they held before, and parameters the gradients: within, they begin with none."""
     restore = snapshot_module(model)
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
+        for parameter, _ in gradients:
+            parameter.grad = None
         yield
     finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
         restore()
 
 
@@ -51,6 +62,21 @@ def preserve_parameter_attributes(model: nn.Module) -> Iterator[None]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         for attribute, value in before[name].items():
             vars(parameter).setdefault(attribute, value)
+
+
+@contextmanager
+def hook_modules(
+    model: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any] | None = None
+) -> Iterator[None]:
+    """Within, a module's call begins with `enter(module, args, kwargs)` and ends with `leave(module, args, output)`."""
+    handles = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in model.modules()]
+    if leave is not None:
+        handles += [module.register_forward_hook(leave) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:

@@ -86,7 +86,7 @@ def optimizer_state(named: NamedParameters, optimizer: Optimizer, *, to_fill: bo
     undo = _initialise_state(optimizer)
     found: dict[str, Any] = {}
     for name, parameter, group in _iter_parameters(named, optimizer):
-        state = {key: _as_tensor(value) for key, value in optimizer.state[parameter].items() if value is not None}
+        state = {key: torch.as_tensor(value) for key, value in optimizer.state[parameter].items() if value is not None}
         found[name] = {"state": state, "settings": torch.tensor(list(_iter_settings(group)), dtype=torch.float64)}
     if not to_fill:
         undo()
@@ -119,10 +119,6 @@ def _iter_parameters(
         for parameter in group["params"]:
             if parameter.requires_grad:
                 yield names[parameter], parameter, group
-
-
-def _as_tensor(value: Any) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.tensor(value)
 
 
 def _iter_settings(group: Mapping[str, Any]) -> Iterator[float]:
@@ -196,7 +192,10 @@ def _freeze_parameters(optimizer: Optimizer, new: list[nn.Parameter]) -> Iterato
     layout = torch.sparse_coo if isinstance(optimizer, SparseAdam) else torch.strided  # it takes no other
     grads = [parameter.grad for parameter in everything]
     kept = [parameter.detach().clone() for parameter in new]
-    settings = [{key: (each, _clone(each)) for key, each in group.items()} for group in optimizer.param_groups]
+    settings = [
+        {key: (each, each.clone() if isinstance(each, Tensor) else each) for key, each in group.items()}
+        for group in optimizer.param_groups
+    ]
     try:
         for parameter in everything:
             parameter.grad = None
@@ -214,10 +213,6 @@ def _freeze_parameters(optimizer: Optimizer, new: list[nn.Parameter]) -> Iterato
             parameter.grad = grad
         for parameter, value in zip(new, kept, strict=True):
             copy_into(parameter.data, value)
-
-
-def _clone(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from shoal.errors import PlanError
 from shoal.parallel.comm.mesh import make_data_group, make_mesh
 from shoal.parallel.comm.world import World
 from shoal.parallel.layers.compile import compile_module
@@ -69,17 +68,7 @@ def agree_on_tensor_plan(
     model: nn.Module, learnable: TaskProtocol, size: int, world: World, example: Any
 ) -> TensorPlan:
     """Ranks are fed different samples, of which a model may make different calls: one of them decides."""
-    answer: TensorPlan | PlanError | None = None
-    if world.is_first:
-        try:
-            answer = find_tensor_plan(model, learnable, size, example)
-        except PlanError as error:
-            answer = error
-    answer = world.broadcast(answer)
-    if isinstance(answer, PlanError):
-        raise answer
-    assert answer is not None
-    return answer
+    return world.decide(lambda: find_tensor_plan(model, learnable, size, example))
 
 
 def split_layers(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:

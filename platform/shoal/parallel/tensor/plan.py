@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from shoal.batch_tree import map_tensors
+from shoal.batch_tree import move_to_device, slice_samples
 from shoal.errors import PlanError
 from shoal.parallel.model import TaskProtocol
 from shoal.parallel.state.module_snapshot import has_hooks, preserve_module
@@ -74,9 +74,7 @@ def find_tensor_plan(model: nn.Module, learnable: TaskProtocol, size: int, examp
     styles = _resolve_given_styles(model, given, size) if given is not None else {}
     if example is None:
         return TensorPlan(styles)
-    few = map_tensors(example, lambda tensor: tensor[:NUM_TRIAL_SAMPLES] if tensor.ndim else tensor)
-    device = next(model.parameters()).device
-    few = map_tensors(few, lambda tensor: tensor.to(device))
+    few = move_to_device(slice_samples(example, slice(NUM_TRIAL_SAMPLES)), next(model.parameters()).device)
     with preserve_module(model):
         trace = trace_model(model, learnable.inputs(few), lambda outputs: learnable.loss(outputs, few))
         plan = _verify_given_plan(trace, styles, size) if given is not None else _search_plan(trace, size)

@@ -19,7 +19,8 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.parallel.layers.dropout import SeededDropout
-from shoal.parallel.state.module_snapshot import eval_mode, preserve_module
+from shoal.parallel.state.module_snapshot import eval_mode, hook_modules, preserve_module
+from shoal.random_state import preserve_rng
 
 # The layers whose masks do not come from the generators that all parts share.
 DROPOUT_TYPES = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, SeededDropout)
@@ -113,10 +114,7 @@ def trace_model(model: nn.Module, inputs: tuple[Any, ...], loss: Callable[[Any],
         elif type(module) in DROPOUT_TYPES:
             trace.dropouts[name] = output.shape
 
-    with eval_trace_mode(model), ExitStack() as hooks:
-        for module in names:
-            hooks.callback(module.register_forward_pre_hook(entering, with_kwargs=True).remove)
-            hooks.callback(module.register_forward_hook(leaving).remove)
+    with eval_trace_mode(model), hook_modules(model, entering, leaving):
         trace.output = model(*inputs)
     _trace_training(trace)
     return trace
@@ -201,14 +199,14 @@ def is_close(found: Tensor, expected: Tensor, scale: float) -> bool:
 @contextmanager
 def eval_trace_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation, without gradients, through the layers' own forward methods."""
-    with _preserve_rng(), eval_mode(model), torch.no_grad():
+    with preserve_rng(), _disable_fast_path(), eval_mode(model), torch.no_grad():
         yield
 
 
 @contextmanager
 def train_trace_mode(model: nn.Module) -> Iterator[None]:
     """As it is trained, with gradients; but for dropout layers, which are seeded, and statistics of so few samples."""
-    with preserve_module(model), _preserve_rng(), ExitStack() as modes, torch.enable_grad():
+    with preserve_module(model), preserve_rng(), _disable_fast_path(), ExitStack() as modes, torch.enable_grad():
         for module in model.modules():
             if type(module) in DROPOUT_TYPES or isinstance(module, _BatchNorm):
                 modes.enter_context(eval_mode(module))
@@ -216,12 +214,11 @@ def train_trace_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _preserve_rng() -> Iterator[None]:
-    """Random numbers go on afterwards as if nothing had been; no fast path passes a layer by."""
+def _disable_fast_path() -> Iterator[None]:
+    """Within, no fast path of attention passes a layer by."""
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with torch.random.fork_rng():
-            yield
+        yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)

@@ -92,7 +92,8 @@ class _PairRun:
         """What a column layer gives instead of what it has computed."""
         calls = self.column_outputs.setdefault(name, [])
         if self.whole is None:
-            made = torch.randn(computed.shape, generator=_make_generator(name, len(calls)), dtype=torch.float32)
+            generator = torch.Generator().manual_seed(mix_seed(crc32(name.encode()), len(calls)))
+            made = torch.randn(computed.shape, generator=generator, dtype=torch.float32)
             calls.append(made.to(computed))
         else:
             calls.append(self.whole.column_outputs[name][len(calls)].chunk(self.size, -1)[self.index])
@@ -104,10 +105,6 @@ class _PairRun:
         if len(self.row_inputs) == self.num_calls:
             raise _StopForward
         return entering if self.whole is None else self.whole.row_inputs[len(self.row_inputs) - 1].clone()
-
-
-def _make_generator(name: str, call: int) -> torch.Generator:
-    return torch.Generator().manual_seed(mix_seed(crc32(name.encode()), call))
 
 
 def _run_pair(

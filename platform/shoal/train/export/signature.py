@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shoal.errors import ConfigError
 from shoal.open_inference.datatypes import NUMPY_DTYPES
+from shoal.parallel.state.module_snapshot import eval_mode
 from shoal.registry import Signature, TensorSignature
 from shoal.train.task import Hook, Task
 
@@ -31,13 +32,8 @@ def infer_signature(task: Task, model: nn.Module, batch: Any) -> Signature:
     Raises ConfigError for what is not made of tensors, and for a `postprocess` that fails or gives no arrays.
     """
     inputs = task.inputs(batch)
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            outputs = model(*inputs)
-    finally:
-        model.train(was_training)
+    with eval_mode(model), torch.no_grad():
+        outputs = model(*inputs)
     names = [*inspect.signature(model.forward).parameters]
     taken = [(names[index] if index < len(names) else f"input_{index}", value) for index, value in enumerate(inputs)]
     given = _named_outputs(outputs)

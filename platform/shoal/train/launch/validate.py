@@ -18,16 +18,17 @@ import shoal.runs
 from shoal.data import Data, Loader
 from shoal.data.dataset import length_of
 from shoal.data.fingerprint import fingerprint
-from shoal.data.loader import load_example_batch
+from shoal.data.loader import load_first_batch
 from shoal.errors import ConfigError, DataError, OutOfMemory, PlanError, summarize_error
 from shoal.parallel.comm.world import choose_device
+from shoal.parallel.state.module_snapshot import eval_mode
 from shoal.parallel.validate import check_plan
+from shoal.random_state import preserve_rng, seed_everything
 from shoal.registry import ModelFactory, Signature, require_name
 from shoal.runs import Status
 from shoal.train.export.model_entry import make_factory, make_model_name
 from shoal.train.export.signature import infer_signature
 from shoal.train.loop.oom import is_out_of_memory
-from shoal.train.loop.random_state import get_random_state, seed_everything, set_random_state
 from shoal.train.optim.lr_schedule import resolve_total_steps
 from shoal.train.spec import TrainSpec
 from shoal.train.task import Task, build_model, load_data, make_task
@@ -66,11 +67,8 @@ def validate_run(spec: TrainSpec) -> ValidatedRun:
         _require_picklable(task, spec)
     data = load_data(task, spec.task)
     _require_samples(data)
-    before = get_random_state()
-    try:
+    with preserve_rng():
         return _validate_model(spec, task, data, samples)
-    finally:
-        set_random_state(before)
 
 
 def _validate_model(spec: TrainSpec, task: Task, data: Data, samples: int) -> ValidatedRun:
@@ -80,7 +78,7 @@ def _validate_model(spec: TrainSpec, task: Task, data: Data, samples: int) -> Va
         data.train, batch_size=spec.batch_size, share=share, seed=spec.seed, spec=spec.loader, collate=data.collate
     )
     try:
-        batch, steps_per_epoch = load_example_batch(data.train, data.collate, min(samples, 2)), loader.num_batches
+        batch, steps_per_epoch = load_first_batch(data, min(samples, 2)), loader.num_batches
     finally:
         loader.close()
     _require_inputs(task, spec, batch)
@@ -161,18 +159,13 @@ def _require_inputs(task: Task, spec: TrainSpec, batch: object) -> None:
 
 def _find_metric_names(spec: TrainSpec, task: Task, model: nn.Module, batch: object) -> list[str]:
     """What an evaluation will measure, by name. Raises ConfigError for what is no scalar."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            outputs = model(*task.inputs(batch))
-            metrics: object = task.metrics(outputs, batch)
-            if not isinstance(metrics, Mapping):
-                problem = f"{type(task).__name__}.metrics gave a {type(metrics).__name__}"
-                raise ConfigError("task", spec.task, problem, "return a dict of scalar tensors by name, {} for none")
-            found: dict[str, object] = {"loss": task.loss(outputs, batch), **metrics}
-    finally:
-        model.train(was_training)
+    with eval_mode(model), torch.no_grad():
+        outputs = model(*task.inputs(batch))
+        metrics: object = task.metrics(outputs, batch)
+        if not isinstance(metrics, Mapping):
+            problem = f"{type(task).__name__}.metrics gave a {type(metrics).__name__}"
+            raise ConfigError("task", spec.task, problem, "return a dict of scalar tensors by name, {} for none")
+        found: dict[str, object] = {"loss": task.loss(outputs, batch), **metrics}
     if "loss" in metrics:
         problem = f"{type(task).__name__}.metrics has a 'loss', which would take the place of the loss itself"
         raise ConfigError("task", spec.task, problem, "give it another name")

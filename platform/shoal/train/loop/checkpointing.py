@@ -20,8 +20,8 @@ from shoal.checkpoint import Checkpointer, Extras, Found
 from shoal.errors import CheckpointError, NotFinite
 from shoal.parallel import World
 from shoal.parallel.state import gradients
+from shoal.random_state import get_random_state, set_random_state
 from shoal.train.loop.components import AVERAGE, HAS_STATE, TrainComponents
-from shoal.train.loop.random_state import get_random_state, set_random_state
 from shoal.train.reporting.event_log import EventLog
 from shoal.train.spec import CheckpointSpec
 

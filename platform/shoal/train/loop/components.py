@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.batch_tree import move_to_device
 from shoal.data import Data, Loader
-from shoal.data.loader import load_example_batch
+from shoal.data.loader import load_first_batch
 from shoal.parallel import ParallelDims, World
 from shoal.parallel.build import parallelize
 from shoal.parallel.model import ParallelModel
-from shoal.train.loop.random_state import seed_everything
+from shoal.random_state import seed_everything
 from shoal.train.optim.ema import WeightAverage
 from shoal.train.optim.lr_schedule import (
     SchedulePosition,
@@ -231,9 +230,7 @@ def build_components(spec: TrainSpec, task: Task, world: World) -> TrainComponen
     seed_everything(spec.seed)
     network = build_model(task, spec.task)
     num_parameters = sum(parameter.numel() for parameter in network.parameters())
-    example = move_to_device(
-        load_example_batch(data.train, data.collate, spec.batch_size // degrees.data), world.device
-    )
+    example = load_first_batch(data, spec.batch_size // degrees.data, world.device)
     model = parallelize(network, task, spec.parallel, degrees, world, example, spec.seed)
     optimizer = make_optimizer(task, spec.optimizer, [parameter for _, parameter in model.named_parameters()])
     steps_per_epoch = training.num_batches

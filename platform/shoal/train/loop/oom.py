@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shoal.batch_tree import count_samples, map_tensors
+from shoal.batch_tree import count_samples, slice_samples
 from shoal.errors import OutOfMemory, RankLost, summarize_error
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ def explain_error(error: BaseException, parts: TrainComponents, batch: Any, step
         if parts.degrees.workers == 1:  # with peers, a trial would wait for theirs
 
             def attempt(num: int) -> object:
-                return parts.model.train_step(_take_first(batch, num * accumulate), step)  # which divides it again
+                first = slice_samples(batch, slice(num * accumulate))
+                return parts.model.train_step(first, step)  # which divides it again
 
             fitting = find_largest_fitting(attempt, size)
         return make_out_of_memory_error(error, step + 1, size, fitting)
@@ -77,10 +78,6 @@ def find_largest_fitting(attempt: Callable[[int], object], size: int) -> int | N
             torch.cuda.empty_cache()
         size //= 2
     return 0
-
-
-def _take_first(batch: Any, size: int) -> Any:
-    return map_tensors(batch, lambda tensor: tensor[:size] if tensor.ndim else tensor)
 
 
 def make_out_of_memory_error(error: BaseException, step: int, size: int, fitting: int | None) -> OutOfMemory:

@@ -31,7 +31,9 @@ class WeightAverage:
     def __init__(self, model: ParallelModel, decay: float) -> None:
         self.decay, self.num_updates = decay, 0
         self._model = model
-        self._weights = {name: each for name, each in model.named_parameters() if _is_averaged(each)}
+        self._weights = {
+            name: each for name, each in model.named_parameters() if each.is_floating_point() or each.is_complex()
+        }
         self._averages = {name: _copy_precise(each.detach()) for name, each in self._weights.items()}
 
     @property
@@ -109,10 +111,6 @@ def reshard_modules(modules: Iterable[nn.Module]) -> None:
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
-
-
-def _is_averaged(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _copy_precise(tensor: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ def compute_learning_rate(
     if spec.name == "one_cycle":
         end = spec.final or ONE_CYCLE_END
         return _one_cycle(step, taken, spec, _require_total_steps(spec, total_steps), ONE_CYCLE_START, 1.0, end)
-    warmup = _warmup_steps(spec, total_steps)
+    warmup = spec.warmup * _require_total_steps(spec, total_steps) if 0 < spec.warmup < 1 else spec.warmup
     at = taken if spec.warmup >= 1 else step
     if at < warmup:
         return (at + 1) / math.ceil(warmup)
@@ -143,12 +143,6 @@ def _require_total_steps(spec: ScheduleSpec, total_steps: int | None) -> int:
     if total_steps is None:
         raise ConfigError("schedule.total_steps", None, f"{spec.name} needs the number of steps", "give stop.steps")
     return total_steps
-
-
-def _warmup_steps(spec: ScheduleSpec, total_steps: int | None) -> float:
-    if 0 < spec.warmup < 1:
-        return spec.warmup * _require_total_steps(spec, total_steps)
-    return spec.warmup
 
 
 def _half_cosine(progress: float) -> float:

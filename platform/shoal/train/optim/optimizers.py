@@ -45,7 +45,7 @@ def make_optimizer(task: Task, spec: OptimizerSpec, parameters: Iterable[nn.Para
         problem = f"{type(optimizer).__name__} computes the loss again by itself, several times a step"
         raise ConfigError("task", type(task).__name__, problem, "use an optimiser whose step needs no closure")
     for group in optimizer.param_groups:
-        group.setdefault("initial_lr", _to_float(group["lr"]))
+        group.setdefault("initial_lr", float(group["lr"]))
     return optimizer
 
 
@@ -109,7 +109,3 @@ def _set_momentum(group: dict[str, Any], momentum: float) -> None:
             group["betas"] = (momentum, *group["betas"][1:])
     elif group.get("momentum"):  # 0 is the wish to have none
         group["momentum"] = momentum
-
-
-def _to_float(rate: float | Tensor) -> float:
-    return float(rate)

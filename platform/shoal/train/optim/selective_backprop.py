@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.batch_tree import count_samples, map_tensors, tensors_of
+from shoal.batch_tree import count_samples, map_tensors, slice_samples, tensors_of
 from shoal.errors import ConfigError
 from shoal.parallel.model import ParallelModel
 from shoal.parallel.state.module_snapshot import eval_mode
@@ -63,7 +63,8 @@ class SelectiveBackprop:
         losses = self._compute_losses(batch, size)
         self._collect(batch, self._choose(losses.cpu()), size)
         if self._is_batch_ready(size, losses):
-            chosen, self._waiting = _split_batch(self._waiting, size)
+            chosen = slice_samples(self._waiting, slice(size))
+            self._waiting = slice_samples(self._waiting, slice(size, None))
             self._num_waiting -= size
             self._model.train_step(chosen, step)
         else:
@@ -123,19 +124,11 @@ def _compute_sample_losses(task: Task, outputs: Any, batch: Any, size: int) -> T
         if any(tensor.ndim == 0 or len(tensor) != size for tensor in tensors_of(outputs)):
             raise ConfigError("selective_backprop", name, "the model's outputs do not have a row a sample", _REMEDY)
         ones = [slice(index, index + 1) for index in range(size)]
-        losses = torch.stack([task.loss(_slice_batch(outputs, one), _slice_batch(batch, one)) for one in ones])
+        losses = torch.stack([task.loss(slice_samples(outputs, one), slice_samples(batch, one)) for one in ones])
     if losses.shape != (size,):
         problem = f"losses of {size} samples have the shape {tuple(losses.shape)}"
         raise ConfigError("selective_backprop", name, problem, _REMEDY)
     return losses
-
-
-def _slice_batch(batch: Any, part: slice) -> Any:
-    return map_tensors(batch, lambda tensor: tensor[part])
-
-
-def _split_batch(batch: Any, size: int) -> tuple[Any, Any]:
-    return _slice_batch(batch, slice(size)), _slice_batch(batch, slice(size, None))
 
 
 def _concatenate(waiting: Any, new: Any) -> Any:

@@ -198,15 +198,11 @@ def _run_variant(
         outcome = train(spec)
     except TrainError as error:
         return AblationRun(name, spec.seed, failure=f"{type(error).__name__}: {error}")
-    costs = {STEP_S: _step_s(outcome), MEMORY: float(memory_bytes), PARAMETERS: float(num_parameters)}
+    training_s = shoal.runs.load(outcome.run_id).latest().get(TRAINING_S, math.nan)
+    step_s = training_s / outcome.steps if outcome.steps else math.nan  # without evaluations and checkpoints
+    costs = {STEP_S: step_s, MEMORY: float(memory_bytes), PARAMETERS: float(num_parameters)}
     values = {key: value for key, value in {**outcome.metrics, **costs}.items() if math.isfinite(value)}
     return AblationRun(name, spec.seed, values, outcome.run_id, outcome.reason, outcome.steps)
-
-
-def _step_s(outcome: TrainResult) -> float:
-    """The mean over the run, without evaluations and checkpoints."""
-    training_s = shoal.runs.load(outcome.run_id).latest().get(TRAINING_S, math.nan)
-    return training_s / outcome.steps if outcome.steps else math.nan
 
 
 def _compute_spreads(values: Mapping[str, Sequence[float]]) -> dict[str, MeanAndDeviation]:

@@ -20,9 +20,10 @@ import torch
 
 from shoal.batch_tree import count_samples, tensors_of
 from shoal.cost.measure.memory import bytes_of, state_of, track_growth
-from shoal.cost.predict.single_device import load_first_samples, preserve_rng
+from shoal.cost.predict.single_device import preserve_process
 from shoal.cpu_count import count_usable_cores
 from shoal.data.dataset import length_of
+from shoal.data.loader import load_first_batch
 from shoal.errors import ConfigError, OutOfMemory
 from shoal.parallel import World
 from shoal.runs.formatting import format_size as in_bytes
@@ -221,7 +222,7 @@ class _BatchSearch:
     def _run(self, size: int) -> BatchTrial | None:
         """None where the data has not so many samples, of which an iterable need not know."""
         try:
-            batch = load_first_samples(self._data, size, self._device)
+            batch = load_first_batch(self._data, size, self._device)
             if count_samples(batch) < size:
                 return None
             memory_bytes, step_s = measure_step(self._parts, batch, self._device)
@@ -261,7 +262,7 @@ def _single_device_components(spec: TrainSpec) -> Iterator[tuple[TrainComponents
     plan = spec.parallel.model_copy(update=degrees)
     changes = {"parallel": plan, "workers": 1, "schedule": ScheduleSpec(), "average": None, "selective_backprop": None}
     alone = spec.model_copy(update=changes)
-    with preserve_rng(spec.seed, spec.threads or count_usable_cores()):
+    with preserve_process(spec.seed, spec.threads or count_usable_cores()):
         world = World.single(spec.device)
         with closing(build_components(alone, make_task(spec.task, spec.args), world)) as parts:
             yield parts, world.device

@@ -1,11 +1,14 @@
-"""The random states of a process: Python's, NumPy's and torch's, as something that a checkpoint can hold.
+"""The random states of a process, Python's, NumPy's and torch's: seed, save, restore and preserve them.
 
-Called by the keeper, and at the start of a run to seed them.
+Called by a run at its start, by its checkpoints, by the readers of data and by trials of a model. Imports nothing of
+Shoal.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,23 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+@contextmanager
+def preserve_rng(seed: int | None = None, *, has_cuda: bool = True) -> Iterator[None]:
+    """Numbers drawn within leave the random states as they were. Within, they begin at `seed`, if one is given.
+
+    has_cuda: whether the states of CUDA devices are preserved, too. It starts CUDA, which a forked process must not.
+    """
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(range(torch.cuda.device_count()) if has_cuda else ()):
+        try:
+            if seed is not None:
+                seed_everything(seed)
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
 
 
 def get_random_state() -> dict[str, Any]:
