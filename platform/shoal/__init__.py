@@ -57,15 +57,6 @@ _ROOMS = frozenset(
         *("actor", "client", "cluster", "rl", "serve", "flows", "cli", "train", "parallel", "data", "cost", "api"),
         *("gc_freeze", "batch_tree", "atomic_file", "network_address", "cpu_count", "random_state", "recipes"),
         "ray_call",
-            "gc_freeze",
-            "batch_tree",
-            "atomic_file",
-            "network_address",
-            "cpu_count",
-            "random_state",
-            "recipes",
-            "ray_call",
-        ),
     }
 )
 
