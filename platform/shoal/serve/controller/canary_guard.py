@@ -23,10 +23,13 @@ class Evidence:
     """The counts of a candidate since it was opened, over all replicas.
 
     requests, errors: those routed to it, shadowed ones too, and those of them that ended with a 5xx of its making
-    compared, disagreed: shadowed requests, and those whose outputs differed stable, candidate: their forwards metrics:
-    the last values reported for it by users, by name lost_replicas: replicas that died while it was open fallbacks:
-    requests that failed on it and that the previous version then answered: the version is at fault, not the request
-    ratios: its seconds for a batch over those of the previous version for the same batch
+    compared, disagreed: shadowed requests, and those whose outputs differed
+    stable, candidate: their forwards
+    metrics:          the last values reported for it by users, by name
+    lost_replicas:    replicas that died while it was open
+    fallbacks:        requests that failed on it and that the previous version then answered: the version is at fault,
+                      not the request
+    ratios:           its seconds for a batch over those of the previous version for the same batch
     """
 
     requests: int = 0

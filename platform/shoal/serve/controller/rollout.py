@@ -86,9 +86,9 @@ class Rollout:
     attempt:        counts the stagings, so that a failed version may be tried again
     generation:     of the plan in which the replicas stage the candidate, or flip
     since_s:        time.time() of the last move
-    kind, by, why: the requested change, its author and the reason given refused, reason: the last candidate that did
-    not become stable, and why lost_replicas: replicas that died since the candidate's staging began; of a canary, since
-    it was opened
+    kind, by, why:  the requested change, its author and the reason given
+    refused, reason: the last candidate that did not become stable, and why
+    lost_replicas:  replicas that died since the candidate's staging began; of a canary, since it was opened
     """
 
     phase: Phase = Phase.VACANT

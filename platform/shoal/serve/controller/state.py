@@ -133,7 +133,7 @@ class StateFile:
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._weights: dict[str, WeightSnapshot] = {}
-        self._unwritten: dict[Path, bytes] = {}  # what the disk has refused
+        self._unwritten: dict[Path, bytes] = {}  # the writes that failed
 
     def load(self, deployment: str) -> ControllerState | None:
         """Load this deployment's state; None when there is none or it cannot be read.

@@ -68,8 +68,8 @@ def size_bytes(inputs: Arrays) -> int:
 class Prediction(msgspec.Struct, frozen=True, gc=False):
     """The outputs of one call, and the version of the weights that computed them.
 
-    queued_s, computed_s: the time the call waited for a slot, and the time of its batch's forward batch_rows: rows of
-    that batch
+    queued_s, computed_s: the time the call waited for a slot, and the time of its batch's forward
+    batch_rows:           rows of that batch
     """
 
     outputs: dict[str, np.ndarray]
