@@ -6,9 +6,9 @@ bucket  only requests of equal shapes share a batch
 pad     shorter requests are filled at the end, and an output's variable dimension is cut to its request's length. It
         follows the variable input dimension at the same place, or else the only one. An output dimension of another
         size than that input's does not depend on it and stays unchanged. With several such inputs, requests in which
-        they differ share a batch only with equal shapes. Requests whose padded row has at most `MAX_SHARED_ROW_ELEMENTS`
-        elements share one bucket. Larger ones share a bucket with those of about their size, so that padding at most
-        doubles each dimension: a long and a wide one would fill the memory.
+        they differ share a batch only with equal shapes. Requests whose padded row has at most
+        `MAX_SHARED_ROW_ELEMENTS` share one bucket. Larger ones share a bucket with those of about their size, so that
+        padding at most doubles each dimension: a long and a wide one would fill the memory.
 """
 
 from __future__ import annotations
