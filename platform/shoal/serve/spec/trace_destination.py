@@ -1,4 +1,4 @@
-"""Where the traces of an endpoint go, as its spec says it: `otlp://HOST:PORT`, `file:FOLDER`."""
+"""The destination of an endpoint's traces in its spec: `otlp://HOST:PORT`, `file:FOLDER`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.errors import ConfigError
 
 @dataclass(frozen=True)
 class TraceDestination:
-    """Where spans go. target: a URL, or a folder."""
+    """The destination of spans. target: a URL, or a folder."""
 
     kind: Literal["otlp", "file"]
     target: str
@@ -19,7 +19,7 @@ class TraceDestination:
 
     @classmethod
     def parse(cls, text: str) -> TraceDestination:
-        """Raises ConfigError."""
+        """Parse a destination. Raises ConfigError."""
         parts = urlsplit(text)
         remedy = "otlp://HOST:PORT, otlps://HOST:PORT or file:FOLDER, with ?ratio=0.01 if not all"
         try:
