@@ -1,4 +1,4 @@
-"""Ask the Tree-LSTM what formulas are worth.
+"""Evaluate formulas with the Tree-LSTM.
 
 python serve_apps/syntax_tree_client.py "not (True and False) or False" "True and not True"
 """
