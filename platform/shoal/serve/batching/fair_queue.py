@@ -59,8 +59,8 @@ class _Tenant(Generic[QueuedT]):
 class FairQueue(Generic[QueuedT]):
     """Adds, withdraws and takes requests. Tenants get equal rows while they have requests waiting.
 
-    A returning tenant starts at the virtual time of the others, or later where `_lead` still has it ahead of them: an
-    unused share is lost.
+    A returning tenant starts at the virtual time of the tenant served last, unless it is still ahead of it: an unused
+    share is lost.
     """
 
     def __init__(self, max_batch_rows: int, latency: LatencyModel) -> None:
@@ -190,8 +190,8 @@ class FairQueue(Generic[QueuedT]):
         """Take as many requests of a group as the batch limit and its earliest deadline allow.
 
         A batch too large for its earliest deadline is cut if the remaining requests still meet their deadlines after
-        the smaller batch. Otherwise that request is given up and the batch is filled: saving it would cost others, or
-        an earlier request.
+        the smaller batch. Otherwise the request with the earliest deadline is given up and the batch is filled: saving
+        it would cost others, or an earlier request.
         """
         batch: list[QueuedT] = []
         while True:

@@ -69,7 +69,7 @@ class QueueState(Generic[QueuedT]):
         self._bytes_per_row = math.inf if max_queue_bytes is None else max_queue_bytes / max_queue_rows
         self.latency = LatencyModel()
         self.fair_queue: FairQueue[QueuedT] = FairQueue(max_batch_rows, self.latency)
-        self.requested_rows = 0  # since `_asked_from_s`, refused ones too
+        self.requested_rows = 0  # since `_demand_since_s`, refused ones too
         self.requested_rows_per_s = 0.0
         self._demand_since_s = -math.inf
         self.used_s = 0.0  # virtual time: seconds of forwards over weight
@@ -82,7 +82,7 @@ class QueueState(Generic[QueuedT]):
         return min(math.ceil(size_bytes / self._bytes_per_row), self.max_queue_rows)
 
     def measure_demand(self, now_s: float) -> None:
-        """Update `asked_rows_per_s`, unless that was done just before."""
+        """Update `requested_rows_per_s`, unless that was done just before."""
         span_s = now_s - self._demand_since_s
         if span_s >= DEMAND_SPAN_S:
             self.requested_rows_per_s = (self.requested_rows_per_s + self.requested_rows / span_s) / 2

@@ -1,18 +1,18 @@
 """The changes that an administrator may request: the fields of `POST /shoal/v1/rollout`, validated.
 
     {"action": "deploy",   "model": "lenet@champion", "options": {...}}     serve it, or another version of it, at once
-    {"action": "canary",   "model": "lenet", "version": 3, "percent": 5}    0 percent: only who asks for the candidate
+    {"action": "canary",   "model": "lenet", "version": 3, "percent": 5}    0 percent: only calls with its track
     {"action": "shadow",   "model": "lenet", "version": 3, "percent": 20}   computed and compared; 0 ends it
     {"action": "promote",  "model": "lenet"}                                the candidate becomes stable
-    {"action": "rollback", "model": "lenet", "reason": "..."}               the candidate goes; or the last one is back
-    {"action": "rollback", "model": "lenet", "from_version": 3}             409 when it would leave another than 3
-    {"action": "rollback", "model": "policy", "version": 41}                a live model stays with 41, or with the last
-    {"action": "canary",   "model": "policy", "percent": 5}                 a live model's newest, beside what answers
+    {"action": "rollback", "model": "lenet", "reason": "..."}               drops the candidate, or restores the last one
+    {"action": "rollback", "model": "lenet", "from_version": 3}             409 when it would leave another version
+    {"action": "rollback", "model": "policy", "version": 41}                pins a live model to 41, or to the last
+    {"action": "canary",   "model": "policy", "percent": 5}                 a live model's newest gets a share
     {"action": "promote",  "model": "policy"}                               a live model follows its run again
     {"action": "delete",   "model": "lenet"}
     {"action": "metric",   "model": "lenet", "metric": "accuracy", "value": 0.91}       of the candidate, for the guard
 
-Pure: knows nothing of what is deployed.
+Pure: knows nothing of deployed models.
 """
 
 from __future__ import annotations

@@ -42,7 +42,8 @@ class DirectProtocol(HttpToolsProtocol):
             self._unread = self.loop.call_later(fast_path.UNREAD_BODY_TIMEOUT_S, self._leave, cycle)
 
     def _leave(self, cycle: object) -> None:
-        """Close an idle connection. A client that sends single bytes would postpone uvicorn's timer."""
+        """Abort the connection unless another request has begun. A client that sends single bytes would postpone
+        uvicorn's timer."""
         if cycle is self.cycle:
             self.transport.abort()
 

@@ -1,8 +1,8 @@
 """Calls refused for a missing key or right (401, 403): counted in each replica, audited in few lines.
 
 A replica counts (`AuthFailureCounter`, owned by `AccessControl`) and reports its counts. The controller's audit log
-(`AuthFailureReporter`) writes the new ones: at most one line every `LINE_EVERY_S` for each key, and one for all calls
-without a known key. So an attacker fills neither memory nor disk. Pure.
+(`AuthFailureReporter`) writes the new ones: at most one line every `MIN_REPORT_INTERVAL_S` for each key, and one for
+all calls without a known key. So an attacker fills neither memory nor disk. Pure.
 """
 
 from __future__ import annotations

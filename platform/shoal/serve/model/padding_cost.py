@@ -6,8 +6,8 @@ shapes; never decides which requests form a batch.
 A batch is sorted by row size and cut where the sum of l(padded elements) over its parts is least, found by dynamic
 programming. l is learned from every forward. On a GPU, where a larger forward takes hardly longer, a batch stays in one
 piece; on a CPU, where time grows with the elements, short requests do not pay for long ones. A size below all observed
-ones is assumed to cost the same per element, but at least `UNSEEN` of the smallest: so smaller parts are tried, a few
-at a time, and measured.
+ones is assumed to cost the same per element, but at least `UNSEEN_COST_RATIO` of the smallest: so smaller parts are
+tried, a few at a time, and measured.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from shoal.serve.batching.latency_model import OBSERVED_EVERY_S, LatencyModel
 from shoal.serve.model.formats import Arrays
 from shoal.serve.model.padding import fixed_elements, variable_dimensions
 
-MAX_SPLIT_POINTS = 16  # the most cuts considered for a batch
+MAX_SPLIT_POINTS = 16  # the most split points considered for a batch
 MAX_COST_RATIO = 0.95  # of the uncut time: predictions are no more precise
-MIN_GAIN_S = 0.0005  # shorter forwards are not cut: the search takes up to half of it
+MIN_GAIN_S = 0.0005  # a smaller gain is not worth the search, which takes up to half of it
 UNSEEN_COST_RATIO = 0.25  # of the smallest observed time: the least assumed for an untried size
 
 Sizes = tuple[int, ...]  # sizes of the variable dimensions, input by input

@@ -28,7 +28,7 @@ def batch_sizes(max_batch_size: int) -> list[int]:
 def time_warm_forwards(
     forward: Callable[[int], object], sizes: Sequence[int], clock: Callable[[], float] = time.perf_counter
 ) -> list[tuple[int, float]]:
-    """(rows, seconds) of warm forwards: for each size the shortest of `NUM_TIMED`, within `MEASURE_S`.
+    """(rows, seconds) of warm forwards: for each size the shortest of `NUM_TIMED`, within `MAX_MEASURE_S`.
 
     A longer time may be the machine's other load, and a time that is too long refuses requests.
     """

@@ -40,7 +40,7 @@ class GraphedModule:
 
 
 class _SlotLease:
-    """One version's claim to a slot: it lives as long as the version."""
+    """One version's claim to a slot, which is free again once the claim is garbage."""
 
     def __init__(self, slot: _Slot) -> None:
         self._slot = slot
