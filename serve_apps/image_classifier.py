@@ -1,8 +1,10 @@
 """Classify pictures of ten kinds of clothing: serves the model that `shoal run lenet` registers.
 
-    shoal run lenet # trains it, and registers fashion@champion shoal run serve_apps/image_classifier.py # serves it
-    until Ctrl-C shoal serve deploy serve_apps/image_classifier.yaml # the same, and stays until `shoal serve delete`
-    shoal predict fashion --image shoe.png --white 255 python serve_apps/image_classifier_client.py
+    shoal run lenet                                                   # trains it, and registers fashion@champion
+    shoal run serve_apps/image_classifier.py                          # serves it until Ctrl-C
+    shoal serve deploy serve_apps/image_classifier.yaml               # the same, and stays until `shoal serve delete`
+    shoal predict fashion --image shoe.png --white 255
+    python serve_apps/image_classifier_client.py
 
 The endpoint takes pixels of 0 to 255 and returns probabilities: the recipe's Task names the preprocessing of pixels,
 and the YAML file the postprocessing of logits. The endpoint follows the alias: train again, and it flips.

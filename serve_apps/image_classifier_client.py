@@ -38,7 +38,7 @@ def main() -> None:
         if len(sys.argv) > 1:
             kinds, sure, version = classify(client, np.stack([picture(path) for path in sys.argv[1:]]))
             for path, kind, probability in zip(sys.argv[1:], kinds, sure, strict=True):
-                print(f"{path}: {KINDS[kind]} ({probability:.0%}), says version {version}")
+                print(f"{path}: {KINDS[kind]} ({probability:.0%}), by version {version}")
             return
         tests = Idx(*(INSTALLED / f"t10k-{kind}-ubyte.gz" for kind in ("images-idx3", "labels-idx1")), scale=False)
         images, labels = (np.stack([np.asarray(tests[row][part]) for row in range(1000)]) for part in (0, 1))

@@ -38,7 +38,7 @@ class _ClientBase:
 
     def __init__(self, url: str, timeout_s: float, num_retries: int, retry_lost: bool, binary: bool) -> None:
         if type(num_retries) is not int or num_retries < 0:
-            raise ConfigError("num_retries", num_retries, "is not how often to try again", "give 0 or more")
+            raise ConfigError("num_retries", num_retries, "is not a number of retries", "give 0 or more")
         self.url = url
         self._timeout_s, self._num_retries = _parse_timeout("timeout_s", timeout_s), num_retries
         self._retry_lost, self._binary = retry_lost, binary
@@ -83,7 +83,7 @@ def _parse_timeout(field: str, value: Any) -> float:
     except (TypeError, ValueError):
         seconds = math.nan
     if not 0 < seconds <= MAX_TIMEOUT_S:
-        raise ConfigError(field, value, "is not a time to wait", "give seconds, above 0")
+        raise ConfigError(field, value, "is not a timeout", "give seconds, above 0")
     return seconds
 
 

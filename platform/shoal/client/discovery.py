@@ -54,7 +54,7 @@ def find_endpoint(wanted: str | None = None) -> FoundEndpoint:
     names = ", ".join(f"{each.name} ({each.url})" for each in there)
     if not matching:
         raise RunError(f"there is no endpoint {wanted!r}: there is {names}")
-    raise RunError(f"several endpoints are up: say --endpoint NAME, or its address. There is {names}")
+    raise RunError(f"several endpoints are up: give --endpoint NAME, or its address. There is {names}")
 
 
 def token_for(url: str) -> str:

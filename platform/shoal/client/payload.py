@@ -116,7 +116,7 @@ def decode_answer(reply: Reply) -> Answer:
             rest = rest[max(size, 0) :]
         return Answer(outputs, int(head.model_version), head.model_name, head.id or "")
     except (msgspec.DecodeError, KeyError, ValueError, InferenceError) as error:
-        raise ConnectionLost(f"what answers is no endpoint of this kind: {error}") from None
+        raise ConnectionLost(f"the server is no endpoint of this kind: {error}") from None
 
 
 def _convert(name: str, values: ArrayLike, datatype: str) -> np.ndarray:
@@ -144,7 +144,7 @@ def _convert(name: str, values: ArrayLike, datatype: str) -> np.ndarray:
     except OverflowError:
         fits = False
     if not fits:
-        raise ConfigError("inputs", name, f"has values that {datatype} cannot hold", "look at its range")
+        raise ConfigError("inputs", name, f"has values that {datatype} cannot hold", "check its range")
     return converted
 
 
@@ -157,7 +157,7 @@ def _to_exact_uint64(name: str, values: ArrayLike, array: np.ndarray) -> np.ndar
     try:
         return exact.astype(np.uint64)
     except OverflowError:
-        raise ConfigError("inputs", name, "has values that UINT64 cannot hold", "look at its range") from None
+        raise ConfigError("inputs", name, "has values that UINT64 cannot hold", "check its range") from None
 
 
 def _to_bytes_array(name: str, values: ArrayLike) -> np.ndarray:

@@ -74,7 +74,7 @@ def decode(reply: Reply, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(reply.body, type=kind)
     except msgspec.DecodeError as error:
-        raise ConnectionLost(f"what answers is no endpoint of this kind: {error}") from None
+        raise ConnectionLost(f"the server is no endpoint of this kind: {error}") from None
 
 
 def decode_statistics(reply: Reply) -> list[VersionStatistics]:

@@ -141,7 +141,7 @@ def request_with_retries(
             case NotSent(reason):
                 failure = ConnectionLost(f"the endpoint cannot be reached: {reason}")
             case ConnectionBroken(reason):
-                failure = ConnectionLost(f"the connection broke before the answer was whole: {reason}")
+                failure = ConnectionLost(f"the connection broke before the answer was complete: {reason}")
                 if patience.is_change or not patience.retry_lost:
                     raise failure
             case _:

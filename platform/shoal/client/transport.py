@@ -60,7 +60,7 @@ def _open_client(kind: Callable[..., Http], settings: dict[str, object]) -> Http
         return kind(**settings)
     except (httpx2.InvalidURL, ValueError, ImportError) as error:
         # An invalid address may contain a password.
-        problem = "is no address of a proxy" if isinstance(error, httpx2.InvalidURL) else str(error)
+        problem = "is not the address of a proxy" if isinstance(error, httpx2.InvalidURL) else str(error)
         remedy = "correct the variable, or unset it; NO_PROXY takes hosts that need no proxy"
         raise ConfigError("environment", "HTTP_PROXY, HTTPS_PROXY or ALL_PROXY", problem, remedy) from None
 

@@ -88,7 +88,7 @@ class HttpCodec:
                 arrays[tensor.name] = _read_tensor(tensor, None if size is None else rest[:size])
                 rest = rest[size or 0 :]
         if len(rest):
-            raise InferenceError(400, f"the body goes on for {len(rest)} bytes after the last tensor")
+            raise InferenceError(400, f"the body has {len(rest)} bytes after the last tensor")
         num_rows = self._schema.check_complete(arrays)
         parameters = request.parameters or NO_PARAMETERS
         binary = _get_flag(parameters, "binary_data_output", False)
@@ -139,7 +139,7 @@ class HttpCodec:
         if spec.datatype == "BYTES" and shape != [1] * len(shape):
             raise InferenceError(400, f"input {spec.name!r}: the raw body of BYTES is one element, got {spec.shape}")
         if shape.count(-1) > 1:
-            raise InferenceError(400, f"input {spec.name!r}: a raw body does not tell its shape: {spec.shape}")
+            raise InferenceError(400, f"input {spec.name!r}: the shape of a raw body is unknown: {spec.shape}")
         if spec.datatype == "BYTES":
             array = np.empty(1, dtype=object)
             array[0] = body
@@ -163,14 +163,14 @@ def _binary_size(tensor: InputTensor, available_bytes: int) -> int | None:
     if size is None:
         return None
     if type(size) is not int or not 0 <= size <= available_bytes:
-        expected = f"expected at most {available_bytes}, which is what follows the JSON object"
+        expected = f"expected at most {available_bytes}, which is the number after the JSON object"
         raise InferenceError(400, f"input {tensor.name!r}: binary_data_size = {str(size)[:40]}: {expected}")
     return size
 
 
 def _read_tensor(tensor: InputTensor, binary: memoryview | None) -> np.ndarray:
     if (binary is None) == (tensor.data is NO_DATA):
-        remedy = "give data, or binary_data_size and the bytes behind the JSON object; one of both"
+        remedy = "give data, or binary_data_size and the bytes after the JSON object; one of both"
         raise InferenceError(400, f"not an inference request: input {tensor.name!r}: {remedy}")
     if binary is None:
         return from_json(tensor.name, tensor.datatype, tensor.shape, tensor.data)

@@ -77,7 +77,7 @@ def _convert_os_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        remedy = "give this user the right to it, or the disk room"
+        remedy = "give this user the right to it, or free disk space"
         raise RegistryError(f"the registry cannot be read or written ({error}): {remedy}") from error
 
 
@@ -153,7 +153,7 @@ class Registry:
         if version is None:
             known = ", ".join([f"versions {versions[0]} to {versions[-1]}", *sorted(aliases.moves)])
             if (gone := aliases.target(word)) is not None:
-                remedy = f"`shoal models promote {name}@N --alias {word}` lets it mean another; it has {known}"
+                remedy = f"`shoal models promote {name}@N --alias {word}` points it at another; it has {known}"
                 raise RegistryError(f"{name}@{word} means version {gone}, which was removed: {remedy}")
             raise RegistryError(f"{name!r} has no {word!r}: it has {known}")
         return _load_version(folder, version, aliases)
@@ -194,11 +194,11 @@ class Registry:
             aliases = _read_aliases(folder)
             stack = aliases.list_promoted(alias)
             if len(stack) < 2:
-                now = f"is {name}@{stack[0]}, with none left to go back to" if stack else "was never promoted"
+                now = f"is {name}@{stack[0]}, with no version to go back to" if stack else "was never promoted"
                 remedy = f"choose a version with `shoal models promote {name}@N --alias {alias}`"
                 raise RegistryError(f"{name}@{alias} {now}: {remedy}")
             if stack[-2] not in _versions_in(folder):
-                remedy = f"`shoal models promote {name}@N --alias {alias}` lets it mean another"
+                remedy = f"`shoal models promote {name}@N --alias {alias}` points it at another"
                 raise RegistryError(f"{name}@{alias} meant version {stack[-2]} before, which was removed: {remedy}")
             _write_aliases(
                 folder, aliases.with_move(alias, AliasMove(version=stack[-2], time=time.time(), kind="rollback"))
@@ -253,7 +253,9 @@ def require_name(field: str, name: str) -> None:
 def _require_alias(alias: str) -> None:
     require_name("alias", alias)
     if alias.isdigit() or alias == "latest":
-        raise ConfigError("alias", alias, "means a version already", "choose a word, such as champion or candidate")
+        raise ConfigError(
+            "alias", alias, "is already a reference to a version", "choose a name, such as champion or candidate"
+        )
 
 
 def _require_aliases(aliases: tuple[str, ...]) -> tuple[str, ...]:

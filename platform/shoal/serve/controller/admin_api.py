@@ -89,9 +89,9 @@ class AdminApi:
         model = controller.state.models.get(name)
         before = model.deployment if model else Deployment(name, self._registry)
         if before.is_live:
-            problem = f"model {name!r} follows the weights of a run, which decides what is next"
+            problem = f"model {name!r} follows the weights of a run, which selects its versions"
             raise InferenceError(
-                409, f"{problem}: roll back to pin it to a version that is held, promote to follow the run again"
+                409, f"{problem}: roll back to pin it to a retained version, promote to follow the run again"
             )
         base = before.options or self._options.get(name) or self._options.get("", {})
         word = change.version_ref or before.version
@@ -128,7 +128,7 @@ class AdminApi:
                 raise InferenceError(409, f"model {name!r} has no stable version yet: deploy one")
             if model.rollout.stable == version:
                 if version == NEWEST:
-                    raise InferenceError(409, f"model {name!r} was told to follow its run meanwhile")
+                    raise InferenceError(409, f"model {name!r} follows its run again")
                 raise InferenceError(409, f"version {version} of {name!r} is the stable one already")
         rollout = model.rollout
         shares = change.shares_over(rollout.shares)
@@ -153,8 +153,8 @@ class AdminApi:
         name = change.model
         if model.deployment.is_live:
             if change.version_ref:
-                problem = f"model {name!r} follows the newest weights of its run: it is these that get a share"
-                raise InferenceError(409, f"{problem}, and no version by its number. Say {name} alone")
+                problem = f"model {name!r} follows the newest weights of its run: only those can get a share"
+                raise InferenceError(409, f"{problem}, and no version by its number. Name {name} alone")
             return NEWEST
         version = (
             self._resolve_version(model.deployment, change.version_ref)
@@ -162,7 +162,7 @@ class AdminApi:
             else model.rollout.candidate
         )
         if not version:
-            raise InferenceError(400, f"{change.action} needs a version of {name!r}: say {name}@2 or {name}@candidate")
+            raise InferenceError(400, f"{change.action} needs a version of {name!r}: name {name}@2 or {name}@candidate")
         return version
 
     async def _promote(self, change: ChangeRequest, by: str) -> None:
@@ -253,7 +253,7 @@ class AdminApi:
         name, live, models = change.model, self._controller.live, self._controller.state.models
         with live.freeze(name):
             if not await self._controller.wait_until(self._controller.is_applied_everywhere, change.timeout_s):
-                raise InferenceError(503, f"not every replica could say what it holds after {change.timeout_s:g} s")
+                raise InferenceError(503, f"not every replica reported its versions after {change.timeout_s:g} s")
             if name not in models:
                 raise InferenceError(409, f"model {name!r} was deleted meanwhile")
             require_from_version(change, max(live.answering(name), default=0))
@@ -278,12 +278,12 @@ class AdminApi:
         available, answering = live.available(name), max(live.answering(name), default=0)
         there = ", ".join(map(str, available)) or "none"
         if word and word not in map(str, available):
-            raise InferenceError(409, f"version {word} of {name!r} is not held; these are: {there}")
+            raise InferenceError(409, f"version {word} of {name!r} is not available; available: {there}")
         version = int(word) if word else live.before(name, answering)
         if not version:
             raise InferenceError(
                 409,
-                f"model {name!r} follows the weights of a run and holds no version before {answering}; these are held:"
+                f"model {name!r} follows the weights of a run and has no version before {answering}; available:"
                 f" {there}. To stay with one of them, name it",
             )
         return version
@@ -296,7 +296,7 @@ class AdminApi:
             )
             raise InferenceError(409, f"{problem} or roll it back to {change.version_ref} to pin it")
         if model.rollout.stable == NEWEST and not model.rejected:
-            raise InferenceError(409, f"model {name!r} follows the weights of its run already, and none were left")
+            raise InferenceError(409, f"model {name!r} follows the weights of its run already, and none are rejected")
         self._controller.live.follow(name, by, change.reason)
 
     async def _delete(self, change: ChangeRequest, by: str) -> None:
@@ -338,7 +338,7 @@ class AdminApi:
         is_pinned = rollout.stable == version or (rollout.stable != NEWEST and rollout.phase is Phase.STEADY)
         if reason and version in live.available(name) and not is_pinned:
             if version in live.answering(name) and not live.before(name, version):
-                raise InferenceError(409, f"{reason}; but no version of {name!r} before {version} is held")
+                raise InferenceError(409, f"{reason}; but no version of {name!r} before {version} is available")
             live.reject(name, version, reason)
 
     async def _wait_until_stable(self, change: ChangeRequest, version: int) -> None:

@@ -4,7 +4,7 @@
     {"action": "canary",   "model": "lenet", "version": 3, "percent": 5}    0 percent: only calls with its track
     {"action": "shadow",   "model": "lenet", "version": 3, "percent": 20}   computed and compared; 0 ends it
     {"action": "promote",  "model": "lenet"}                                the candidate becomes stable
-    {"action": "rollback", "model": "lenet", "reason": "..."}               drops the candidate, or restores the last one
+    {"action": "rollback", "model": "lenet", "reason": "..."}               drops the candidate or restores the last
     {"action": "rollback", "model": "lenet", "from_version": 3}             409 when it would leave another version
     {"action": "rollback", "model": "policy", "version": 41}                pins a live model to 41, or to the last
     {"action": "canary",   "model": "policy", "percent": 5}                 a live model's newest gets a share
@@ -77,7 +77,7 @@ def parse_change(values: Mapping[str, Any]) -> ChangeRequest:
     except ConfigError as error:
         raise InferenceError(400, str(error)) from None
     if word and version not in ("", word):
-        raise InferenceError(400, f"model says version {word!r}, version says {version!r}: say it once")
+        raise InferenceError(400, f"model says version {word!r}, version says {version!r}: name it once")
     change = msgspec.structs.replace(change, model=name, version=word or version)
     if change.percent is not None and not 0.0 <= change.percent <= 100.0:
         raise InferenceError(400, f"percent = {change.percent:g}: expected 0 to 100")
@@ -113,8 +113,8 @@ def require_from_version(change: ChangeRequest, version: int) -> None:
 def require_guard_metric(change: ChangeRequest, guard: GuardOptions) -> None:
     """Check that the guard uses the reported metric. Raises InferenceError (400)."""
     if change.metric != guard.metric:
-        looks_at = f"{guard.metric!r}, not at {change.metric!r}" if guard.metric else "no metric: set guard.metric"
-        raise InferenceError(400, f"the guard of {change.model!r} looks at {looks_at}")
+        looks_at = f"{guard.metric!r}, not {change.metric!r}" if guard.metric else "no metric: set guard.metric"
+        raise InferenceError(400, f"the guard of {change.model!r} uses {looks_at}")
 
 
 def is_shadow_end(change: ChangeRequest, open_now: TrafficShares) -> bool:

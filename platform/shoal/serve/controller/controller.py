@@ -187,7 +187,7 @@ class EndpointController:
         self._file.retry_writes()
         for replica in [each for each, heard_s in self._last_seen_s.items() if now_s - heard_s > self._lease_s]:
             self._count_lost_replica()
-            self.record_event("replica_lost", reason=f"{replica} was not heard of for {self._lease_s:g} s")
+            self.record_event("replica_lost", reason=f"{replica} did not report for {self._lease_s:g} s")
             self._remove_replica(replica)
         for name in list(self.state.models):
             self._follow_alias(name)

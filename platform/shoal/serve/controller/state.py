@@ -166,7 +166,7 @@ class StateFile:
             TypeError,
             AttributeError,
         ) as error:  # another kind of document
-            logger.error("%s cannot be read, the endpoint starts from what it was deployed with: %s", self._path, error)
+            logger.error("%s cannot be read, the endpoint starts from its deployment: %s", self._path, error)
             return None
 
     def save(self, state: ControllerState) -> None:
@@ -220,7 +220,7 @@ class StateFile:
             _replace_file(path, content)
         except OSError as error:
             if path not in self._unwritten:
-                logger.error("%s cannot be written, the endpoint goes on and tries it again: %s", path, error)
+                logger.error("%s cannot be written, the endpoint continues and tries again: %s", path, error)
             self._unwritten[path] = content
         else:
             self._unwritten.pop(path, None)
@@ -230,7 +230,7 @@ class StateFile:
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
-            logger.error("%s cannot be removed, and is of no use any more: %s", path, error)
+            logger.error("%s cannot be removed, and is no longer used: %s", path, error)
 
 
 def _upgrade(model: dict[str, Any]) -> None:

@@ -192,7 +192,7 @@ def _last_rejected(model: ModelState) -> str:
     if last is None or last.version not in model.rejected:
         return ""
     instead = f" version {last.instead} answered instead:" if last.instead else ""
-    return f"version {last.version} was left,{instead} {last.reason}"
+    return f"version {last.version} was rejected,{instead} {last.reason}"
 
 
 def _find_track_and_share(version: int, rollout: Rollout, reports: Sequence[ModelReport]) -> tuple[str, float]:

@@ -6,8 +6,9 @@ Called by an HTTP server: the replica's, or a test's. Knows the models only thro
 only through `HttpCodec`. No Ray, no torch, no framework.
 
     400 not a request         401 no key               403 not with this key     404 no such path, model, version
-    405 method 408 body too slow 413 too large 414, 431 path or headers too large 415 encoding 422 wrong tensor 429
-    full, or over a rate 500 the model failed 503 no weights, closing 504 too late
+    405 method                408 body too slow        413 too large             414, 431 path or headers too large
+    415 encoding              422 wrong tensor         429 full, or over a rate  500 the model failed
+    503 no weights, closing   504 too late
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class RestApp:
         target = match_route(path)
         if target is None:
             self._admit(headers, None)
-            raise InferenceError(404, f"there is nothing at {path[:200]!r}")
+            raise InferenceError(404, f"no such path: {path[:200]!r}")
         action = target.action
         caller = ANONYMOUS
         if action not in UNAUTHENTICATED_ACTIONS:

@@ -60,7 +60,7 @@ def install_application(application: Application | None) -> bool:
     Returns False, with a warning and no change, when this version of uvicorn does not match.
     """
     if problem := find_mismatch():
-        logger.warning("requests take the plain way, through Serve and uvicorn, and gRPC none: %s", problem)
+        logger.warning("requests go through Serve and uvicorn, and gRPC is off: %s", problem)
         return False
     _application[:] = [application]
     importlib.import_module("uvicorn.config").HTTP_PROTOCOLS["auto"] = f"{__package__}.direct_protocol:DirectProtocol"

@@ -4,9 +4,10 @@ Called by a loaded model, once per batch, in the forward's thread. An error of a
 
 | hook        | raises               | the request gets                                                        |
 |-------------|----------------------|-------------------------------------------------------------------------|
-| preprocess | ValueError | 422: its input does not fit the model (ConfigError is a ValueError) | | either |
-InferenceError | that | | either | anything else | 500, naming the hook and the error | | either | gives no dict of
-arrays | 500, naming what it gave |
+| preprocess  | ValueError           | 422: its input does not fit the model (ConfigError is a ValueError)     |
+| either      | InferenceError       | that                                                                    |
+| either      | anything else        | 500, naming the hook and the error                                      |
+| either      | gives no dict of arrays | 500, naming what it gave                                             |
 
 The batcher splits a failed batch, so that the error reaches only the request that caused it.
 """

@@ -113,7 +113,7 @@ class Predictor:
         except Exception as error:  # any error on an example is the reason not to serve
             if not self._is_warm and not self._must_answer:
                 self._has_example = False
-                logger.warning("not warmed up, since it does not take an example made up of its signature: %s", error)
+                logger.warning("not warmed up, since it rejects an example generated from its signature: %s", error)
                 return
             what = error if isinstance(error, NotFiniteOutput) else f"{type(error).__name__}: {error}"
             remedy = "`warm_up: false` serves it all the same"
@@ -130,7 +130,7 @@ class Predictor:
             try:
                 times[device] = time_forwards(lambda size, model=model: model.predict_batch(inputs[size]), sizes)  # type: ignore[misc]
             except Exception as error:  # noqa: BLE001 - on any error it cannot be measured here
-                logger.warning("%s cannot be measured, for want of an example that the model takes: %s", device, error)
+                logger.warning("%s cannot be measured, without an example that the model accepts: %s", device, error)
         chosen, why = select_fastest(times) if len(times) == len(self._templates) else ("cuda", "not measured: cuda")
         logger.info("device: %s", why)
         return {chosen: self._templates[chosen]}

@@ -190,7 +190,7 @@ def _to_run_error(error: Exception) -> RunError:
     if ours := error_summary(text):  # also for a worker that failed to start, which Ray reports as dead
         return RunError(ours)
     if isinstance(error, (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError)):
-        why = "its process was killed, as when memory runs out, or the model ended it"
+        why = "its process was killed, for example out of memory, or the model ended it"
         remedy = "try fewer workers, a smaller options.max_batch_size, or fewer rows"
         return RunError(f"a worker with the model died, after {WORKER_RESTARTS} others: {why}. {remedy}")
     named = _NAMED.findall(text) or text.splitlines() or [repr(error)]  # Ray adds advice below

@@ -73,5 +73,5 @@ class RequestLimits:
             raise InferenceError(400, f"the body ends before its {encoding.decode('latin-1')} does")
         if decompressor.unused_data:
             behind = len(decompressor.unused_data)
-            raise InferenceError(400, f"there are {behind} bytes behind the end of the {encoding.decode('latin-1')}")
+            raise InferenceError(400, f"there are {behind} bytes after the end of the {encoding.decode('latin-1')}")
         return plain

@@ -65,14 +65,14 @@ METRICS: dict[str, Metric] = {
     "shoal_candidate_percent": Metric("gauge", _MODEL, "The candidate's part of the requests"),
     "shoal_swaps_total": Metric("counter", _MODEL, "Changes of the stable version"),
     "shoal_shadow_compared_total": Metric(
-        "counter", _VERSION, "Requests that this version computed beside the one that answered"
+        "counter", _VERSION, "Requests that this version computed in addition to the one that answered"
     ),
     "shoal_shadow_disagreed_total": Metric("counter", _VERSION, "Shadowed requests whose outputs differed"),
     "shoal_shadow_failed_total": Metric("counter", _VERSION, "Shadowed requests that this version failed at"),
     "shoal_caller_requests_total": Metric(
-        "counter", ("key", "result"), "Requests by the name of the key, and what became of them"
+        "counter", ("key", "result"), "Requests by the name of the key, and their outcomes"
     ),
-    "shoal_http_answers_total": Metric("counter", ("status",), "All answers over HTTP, also what reached no model"),
+    "shoal_http_answers_total": Metric("counter", ("status",), "All answers over HTTP, also without a model"),
     "shoal_replica_ready": Metric("gauge", (), "Whether the replica has every model ready"),
 }
 

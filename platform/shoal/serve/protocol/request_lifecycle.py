@@ -95,7 +95,7 @@ class RequestLifecycle:
     def _slow_body_error(self, received_bytes: int) -> InferenceError:
         limits, received = self._limits, f"{received_bytes} bytes have arrived"
         pace = f"{limits.body_grace_s:g} s, and one second for each {limits.min_body_bytes_per_s} bytes"
-        return InferenceError(408, f"the body comes too slowly: {received}; it may take {pace}")
+        return InferenceError(408, f"the body is too slow: {received}; it may take {pace}")
 
     def close(self) -> None:
         """End the request."""

@@ -78,7 +78,7 @@ class WeightFollower:
             except Closed:
                 return
             except WeightsError as error:
-                logger.error("no new weights, what serves goes on serving: %s", error)
+                logger.error("no new weights, serving continues: %s", error)
                 self._stop.wait(self._poll_s)
                 continue
             if snapshot is None:
@@ -89,7 +89,7 @@ class WeightFollower:
                 is_served = self._take(snapshot)
             except WeightsError as error:
                 self.rejected_version = snapshot.version
-                logger.error("weights refused, what serves goes on serving: %s", error)
+                logger.error("weights rejected, serving continues: %s", error)
             else:
                 logger.info("%s weights version %d", "serving" if is_served else "passing over", snapshot.version)
             finally:
@@ -159,7 +159,7 @@ class PlanFollower:
             try:
                 await step()
             except ConnectionLost as error:
-                logger.debug("the controller is away, what serves goes on serving: %s", error)
+                logger.debug("the controller is away, serving continues: %s", error)
                 await asyncio.sleep(RETRY_S)
 
     async def _follow_once(self) -> None:

@@ -56,15 +56,15 @@ def require_distinct_keys(token: str | None, keys: Sequence[ApiKey]) -> None:
     names, by_digest = {ADMINISTRATOR, ANYONE}, {}
     if token is not None:
         if not token.strip():
-            raise ConfigError("token", token, "is empty", "anybody could show it: set $SHOAL_TOKEN, or none")
+            raise ConfigError("token", token, "is empty", "any caller could send it: set $SHOAL_TOKEN, or none")
         by_digest[digest(token)] = ADMINISTRATOR
     for key in keys:
         if key.name in names:
-            raise ConfigError("keys.name", key.name, "is taken", "give every key a name of its own")
+            raise ConfigError("keys.name", key.name, "is taken", "give every key its own name")
         names.add(key.name)
         other = by_digest.setdefault(digest(key.key.get_secret_value()), key.name)
         if other != key.name:
-            raise ConfigError("keys.name", key.name, f"has the same key as {other!r}", "give each a key of its own")
+            raise ConfigError("keys.name", key.name, f"has the same key as {other!r}", "give each its own key")
 
 
 def hash_key(key: str) -> str:

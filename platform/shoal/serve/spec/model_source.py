@@ -104,7 +104,7 @@ class RegistryCatalogue:
         stack = self._registry.aliases(name).list_promoted(alias)
         if len(stack) < 2:
             remedy = f"choose a version with `shoal models promote {name}@N --alias {alias}`"
-            raise RegistryError(f"{name}@{alias} has no version left to go back to: {remedy}")
+            raise RegistryError(f"{name}@{alias} has no version to go back to: {remedy}")
         return stack[-2]
 
     def rollback(self, name: str, alias: str) -> None:

@@ -25,7 +25,7 @@ class TraceDestination:
         try:
             ratio = float(parse_qs(parts.query, strict_parsing=True)["ratio"][0]) if parts.query else 1.0
         except (KeyError, ValueError):
-            raise ConfigError("trace", text, "has words after ? that are not ratio=NUMBER", remedy) from None
+            raise ConfigError("trace", text, "has text after ? that is not ratio=NUMBER", remedy) from None
         if not 0.0 <= ratio <= 1.0:
             raise ConfigError("trace", text, "the ratio is not between 0 and 1", remedy)
         match parts.scheme:
@@ -34,4 +34,4 @@ class TraceDestination:
                 return cls("otlp", f"{scheme}://{parts.netloc}{parts.path.rstrip('/')}/v1/traces", ratio)
             case "file" if parts.path:
                 return cls("file", parts.path, ratio)
-        raise ConfigError("trace", text, "is no destination of traces", remedy)
+        raise ConfigError("trace", text, "is not a destination of traces", remedy)

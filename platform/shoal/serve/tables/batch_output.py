@@ -35,7 +35,9 @@ def verify_row_count(incoming: Path, files: Sequence[Path]) -> int:
     """Count the rows written to `incoming`. Raises RunError unless `files` have as many."""
     written, read = count_rows([*incoming.glob("*.parquet")]), count_rows(files)
     if written != read:
-        raise RunError(f"{written} rows were written for {read} of the input: did it change meanwhile? predict again")
+        raise RunError(
+            f"{written} rows were written for {read} of the input: the input may have changed: predict again"
+        )
     return written
 
 

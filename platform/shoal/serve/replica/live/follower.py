@@ -103,11 +103,11 @@ class LiveFollower:
                 if is_wanted and (snapshot := self._versions.snapshot(plan.retained)) is not None:
                     await self._controller.store_weights(self._name, snapshot)
             except ConnectionLost as error:
-                logger.debug("the controller is away, what serves goes on serving: %s", error)
+                logger.debug("the controller is away, serving continues: %s", error)
                 await asyncio.sleep(RETRY_S)
                 continue
             except Exception:
-                logger.exception("%s: weights did not go from here to the controller, or back", self._name)
+                logger.exception("%s: weights could not be exchanged with the controller", self._name)
                 return  # the next plan or local change tries again
             if plan is self._plan:
                 return
@@ -119,5 +119,5 @@ class LiveFollower:
         try:
             await asyncio.to_thread(self._versions.put, snapshot)
         except WeightsError as error:
-            logger.error("older weights are refused, what serves goes on serving: %s", error)
+            logger.error("older weights are rejected, serving continues: %s", error)
         self._rest()
