@@ -7,10 +7,10 @@ and no content of a request.
 
 | capacity         | what blocks               | who unblocks           | close()                                      |
 |------------------|---------------------------|------------------------|----------------------------------------------|
-| `max_queue_rows` | nothing: a full queue     | a batch that is taken, | what is queued fails with Closed, the batch  |
-| and `_bytes` of  | refuses with QueueFull    | a request that is      | in hand is still answered, the threads end   |
-| each queue       | (429), at once, whom it   | cancelled or expires   | (waits up to `timeout_s` for them)           |
-|                  | holds the most of         |                        |                                              |
+| `max_queue_rows` | nothing: a full queue     | a batch that is taken, | queued requests fail with Closed, the batch  |
+| and `_bytes` of  | refuses with QueueFull    | a request that is      | in progress is answered, the threads end     |
+| each queue       | (429), at once, for the   | cancelled or expires   | (waits up to `timeout_s` for them)           |
+|                  | tenant with most rows     |                        |                                              |
 
 Thread rules: one lock guards the schedule and the count of sleeping threads; no thread holds it while computing.
 Futures, timers and outcome counts belong to the event loop. Results reach it with one call per batch.
@@ -64,7 +64,7 @@ class Batcher(Generic[RequestT, AnswerT]):
         self._queues: list[BatchQueue[RequestT, AnswerT]] = []
         self._on_thread_start = on_thread_start
         self._closed = False
-        self._began_s = [math.inf] * slots  # when each slot's forward in hand began
+        self._began_s = [math.inf] * slots  # when each slot's current forward began
         self._threads = [
             threading.Thread(target=self._run, args=(slot,), name=f"shoal-forward-{slot}", daemon=True)
             for slot in range(slots)

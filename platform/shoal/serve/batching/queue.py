@@ -53,7 +53,7 @@ class BatchReport:
 
 @dataclass(frozen=True)
 class BatcherCounts:
-    """Request counts: submitted = answered + failed + cancelled + expired + evicted + (still queued or in hand).
+    """Request counts: submitted = answered + failed + cancelled + expired + evicted + (queued or in progress).
 
     Refused requests were never submitted: `refused_full` with QueueFull, `refused_late` with DeadlineExceeded. Requests
     evicted from a full queue for another tenant are `evicted`, with QueueFull.

@@ -6,7 +6,7 @@ a restarted controller continues from there.
 
 | capacity          | what blocks                           | who unblocks                  | close()         |
 |-------------------|---------------------------------------|-------------------------------|-----------------|
-| MAX_EVENTS events | `follow`, up to its timeout           | a new plan                    | wakes everybody |
+| MAX_EVENTS events | `follow`, up to its timeout           | a new plan                    | wakes all       |
 | (the oldest go)   | `wait_until`, up to its timeout       | reports, ticks, changes       |                 |
 """
 
@@ -223,7 +223,7 @@ class EndpointController:
             meant = self.catalogue(model.deployment.registry).resolve(name, model.deployment.version)
         except RegistryError as error:
             if self.registry_errors.get(name) != str(error):
-                logger.error("%s: what is served goes on being served: %s", name, error)
+                logger.error("%s: serving continues: %s", name, error)
             self.registry_errors[name] = str(error)
             return
         self.registry_errors.pop(name, None)

@@ -80,7 +80,7 @@ class GrpcOverHttp1:
                 await self._in_progress.run(receive, self._handle_unary, asked)
         except Disconnected:
             return
-        except Exception as error:  # noqa: BLE001  # a call's top: `refusal` logs what is none of ours
+        except Exception as error:  # noqa: BLE001  # a call's top: `to_inference_error` logs a bug
             call.set_error(to_inference_error(error))
         if not reply.has_begun:
             await reply.finish()

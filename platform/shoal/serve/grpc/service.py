@@ -274,7 +274,7 @@ class InferenceServicer:
         alone = Invocation(invocation.metadata, invocation.deadline_s)
         try:
             answer = await self._handle_infer(request, alone)
-        except Exception as error:  # noqa: BLE001  # a call's top: `refusal` logs what is none of ours
+        except Exception as error:  # noqa: BLE001  # a call's top: `to_inference_error` logs a bug
             refused = to_inference_error(error)
             if invocation.get_metadata(b"triton_grpc_error") == "true":
                 raise refused from None

@@ -1,4 +1,4 @@
-"""A module as CUDA graphs, one per batch size: the whole forward is launched at once, without its kernels' overhead.
+"""A module as CUDA graphs, one per batch size: the full forward is launched at once, without its kernels' overhead.
 
 Called by `module`. A graph replays fixed addresses, so a version is copied into the parameters of a slot, which has its
 own module, graphs and buffers. A slot is reused only once no reference to its version is left, a running batch's

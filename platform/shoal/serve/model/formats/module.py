@@ -3,7 +3,7 @@
 A version is the snapshot's own tensors. They are assigned, never copied into, so a batch on an older version is not
 disturbed, and a live version costs a fraction of a millisecond.
 
-| run      | what a version is                    | why                                                             |
+| run      | a version                            | why                                                             |
 |----------|--------------------------------------|-----------------------------------------------------------------|
 | eagerly  | a copy of the module that holds them | the cheapest call                                               |
 | compiled | an argument of one compiled function | torch.compile ties a graph to the module object, not to tensors |
