@@ -1,4 +1,4 @@
-"""Which of ten kinds of clothing a picture shows: the model that `shoal run lenet` registers, behind an endpoint.
+"""Classify pictures of ten kinds of clothing: serves the model that `shoal run lenet` registers.
 
     shoal run lenet                                                   # trains it, and registers fashion@champion
     shoal run serve_apps/image_classifier.py                          # serves it until Ctrl-C
@@ -6,8 +6,8 @@
     shoal predict fashion --image shoe.png --white 255
     python serve_apps/image_classifier_client.py
 
-The endpoint takes pixels of 0 to 255 and gives probabilities: the recipe's Task says how pixels become what the network
-is trained on, and the YAML file what becomes of its logits. The alias is followed: train again, and the endpoint flips.
+The endpoint takes pixels of 0 to 255 and returns probabilities: the recipe's Task names the preprocessing of pixels,
+and the YAML file the postprocessing of logits. The endpoint follows the alias: train again, and it flips.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ from shoal.flows.serving_spec import ServingSpec, check, load_serving_spec
 
 
 def spec() -> ServingSpec:
-    """The recipe: what the YAML file says."""
+    """The recipe, from the YAML file."""
     return load_serving_spec(Path(__file__).with_suffix(".yaml"))
 
 

@@ -1,4 +1,4 @@
-"""Ask the image classifier about pictures: Fashion-MNIST's test images, or pictures of your own.
+"""Classify pictures with the image classifier: Fashion-MNIST's test images, or your own.
 
 python serve_apps/image_classifier_client.py                       # 1,000 test images, and how many are right
 python serve_apps/image_classifier_client.py shoe.png bag.jpg
@@ -21,12 +21,12 @@ AT_ONCE = 50
 
 
 def picture(path: str) -> np.ndarray:
-    """A picture as the endpoint takes it: float32 [1, 28, 28] of 0 to 255, white clothing on black."""
+    """Load a picture in the endpoint's format: float32 [1, 28, 28] of 0 to 255, white clothing on black."""
     return np.asarray(Image.open(path).convert("L").resize((28, 28)), np.float32)[None]
 
 
 def classify(client: Client, images: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """The likeliest kind of each image [B, 1, 28, 28], its probability, and the version that says so."""
+    """The likeliest kind of each image [B, 1, 28, 28], its probability, and the version of the model."""
     answer = client.infer("fashion", images, deadline_s=1.0)
     probabilities = answer["output"]
     return probabilities.argmax(1), probabilities.max(1), answer.version
@@ -38,7 +38,7 @@ def main() -> None:
         if len(sys.argv) > 1:
             kinds, sure, version = classify(client, np.stack([picture(path) for path in sys.argv[1:]]))
             for path, kind, probability in zip(sys.argv[1:], kinds, sure, strict=True):
-                print(f"{path}: {KINDS[kind]} ({probability:.0%}), says version {version}")
+                print(f"{path}: {KINDS[kind]} ({probability:.0%}), by version {version}")
             return
         tests = Idx(*(INSTALLED / f"t10k-{kind}-ubyte.gz" for kind in ("images-idx3", "labels-idx1")), scale=False)
         images, labels = (np.stack([np.asarray(tests[row][part]) for row in range(1000)]) for part in (0, 1))

@@ -1,11 +1,11 @@
-"""A policy that answers while it is being learned: every version is live within a quarter of a second of its update.
+"""Serve a policy while it is being learned: every version is live within a quarter of a second of its update.
 
     shoal run serve_apps/live_policy.py --actors 4                    # learns for ten minutes, and serves meanwhile
-    python serve_apps/live_policy_client.py                           # plays with whatever is newest
-    shoal serve deploy serve_apps/live_policy.yaml                    # afterwards: what it registered
+    python serve_apps/live_policy_client.py                           # plays with the newest version
+    shoal serve deploy serve_apps/live_policy.yaml                    # afterwards: the registered policy
 
-The learner hands each version to the weight store; two replicas take it from there, each by itself, between two
-batches. No request waits for a version, and none is answered by a mixture. At the end, the policy is tried, and
+The learner publishes each version to the weight store; two replicas load it from there, each by itself, between two
+batches. No request waits for a version, and none is answered by a mixture. At the end, the policy is evaluated and
 registered as `cartpole@champion`.
 """
 

@@ -1,4 +1,4 @@
-"""Play CartPole with the policy of an endpoint, episode after episode, and see it become better.
+"""Play CartPole with an endpoint's policy, episode after episode, and watch it improve.
 
 python serve_apps/live_policy_client.py [EPISODES]
 """
@@ -20,7 +20,7 @@ def play(client: Client, environment: gymnasium.Env[np.ndarray, int], seed: int)
     while not is_over:
         answer = client.infer(
             "cartpole", observation[None], outputs=["action"], deadline_s=10.0
-        )  # nobody falls meanwhile
+        )  # the pole does not fall meanwhile
         versions.add(answer.version)
         observation, reward, terminated, truncated, _ = environment.step(int(answer["action"][0]))
         total, is_over = total + float(reward), terminated or truncated
@@ -30,7 +30,7 @@ def play(client: Client, environment: gymnasium.Env[np.ndarray, int], seed: int)
 def main() -> None:
     found = find_endpoint()
     environment = gymnasium.make("CartPole-v1")
-    # A replica that is replaced loses what it had in hand; asking again changes nothing.
+    # A replaced replica loses its requests; a retry is safe.
     with Client(found.url, token=token_for(found.url), retry_lost=True) as client:
         for episode in range(int(sys.argv[1]) if len(sys.argv) > 1 else 20):
             try:

@@ -1,4 +1,4 @@
-"""Serve a registered model, and follow its alias: promote another version, and the endpoint flips to it.
+"""Serve a registered model and follow its alias: promote another version, and the endpoint flips to it.
 
     shoal run serve_apps/registered_model.py models=cartpole@champion
     shoal run serve_apps/registered_model.py models=cartpole@champion endpoint.num_replicas=2 endpoint.port=8000

@@ -1,4 +1,4 @@
-"""What a formula of `and`, `or` and `not` is worth: a Tree-LSTM over syntax trees, of any size in one batch.
+"""Evaluate formulas of `and`, `or` and `not` with a Tree-LSTM over syntax trees, of any size in one batch.
 
     python serve_apps/syntax_tree.py train                            # ten seconds; registers syntax@champion
     shoal run serve_apps/syntax_tree.py                               # serves it until Ctrl-C
@@ -6,7 +6,7 @@
     python serve_apps/syntax_tree_client.py "not (True and False) or False"
 
 A request is a tree or several: `tokens` and `parents` [trees, nodes], padded with -1. Requests of different sizes share
-a batch (`ragged: pad`), whose cost is that of its deepest tree: the preprocessing lays them all out level by level.
+a batch (`ragged: pad`) at the cost of its deepest tree: the preprocessing arranges them level by level.
 """
 
 import ast
@@ -54,7 +54,7 @@ def tree_of(formula: str) -> list[tuple[int, int]]:
 
 
 def as_arrays(formulas: list[str]) -> dict[str, np.ndarray]:
-    """The trees of formulas as the endpoint takes them: int64 [formulas, nodes] each."""
+    """Convert formulas to trees in the endpoint's format: int64 [formulas, nodes] each."""
     trees = [tree_of(formula) for formula in formulas]
     longest = max(map(len, trees))
     padded = np.array([[*tree, *[(NO_NODE, NO_NODE)] * (longest - len(tree))] for tree in trees], np.int64)
@@ -62,7 +62,7 @@ def as_arrays(formulas: list[str]) -> dict[str, np.ndarray]:
 
 
 def formula(rng: random.Random, depth: int) -> str:
-    """A random formula, of `depth` levels at most."""
+    """Generate a random formula of at most `depth` levels."""
     kind = rng.choice(["value", "and", "or", "not"]) if depth > 1 else "value"
     if kind == "value":
         return rng.choice(["True", "False"])
@@ -73,9 +73,9 @@ def formula(rng: random.Random, depth: int) -> str:
 
 
 def train(steps: int = STEPS) -> ModelVersion:
-    """Learn from random formulas, and register what was learned."""
+    """Train on random formulas, and register the model."""
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # small matrices: a second thread costs more than it brings
+    torch.set_num_threads(1)  # small matrices: a second thread costs more than it saves
     rng, module = random.Random(0), TreeLSTM(**SIZE)
     optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
     for _ in range(steps):
@@ -102,7 +102,7 @@ def train(steps: int = STEPS) -> ModelVersion:
 
 
 def spec() -> ServingSpec:
-    """The recipe: what the YAML file says."""
+    """The recipe, from the YAML file."""
     return load_serving_spec(Path(__file__).with_suffix(".yaml"))
 
 

@@ -1,4 +1,4 @@
-"""Ask the Tree-LSTM what formulas are worth.
+"""Evaluate formulas with the Tree-LSTM.
 
 python serve_apps/syntax_tree_client.py "not (True and False) or False" "True and not True"
 """
@@ -17,7 +17,7 @@ def main() -> None:
     with Client(found.url, token=token_for(found.url)) as client:
         answer = client.infer("syntax", as_arrays(formulas))
     for formula, worth in zip(formulas, answer["logits"].argmax(1), strict=True):
-        print(f"{formula} is {bool(worth)}, says version {answer.version}")
+        print(f"{formula} is {bool(worth)}, by version {answer.version}")
 
 
 if __name__ == "__main__":

@@ -108,4 +108,4 @@ def check_what_is_not_served(client):
         error = failure(client.call, method, *ARGUMENTS.get(method, ()))
         wanted = "StatusCode.UNIMPLEMENTED" if client.is_grpc else "404"
         assert error.status() == wanted, (method, error.status(), error.message())
-        assert "not served" in error.message() or "nothing at" in error.message(), (method, error.message())
+        assert "not served" in error.message() or "no such path" in error.message(), (method, error.message())

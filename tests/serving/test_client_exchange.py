@@ -101,7 +101,7 @@ def test_a_refusal_without_a_time_is_final() -> None:
 
 
 def test_a_lost_answer_is_not_asked_for_again_unless_told() -> None:
-    with pytest.raises(ConnectionLost, match="before the answer was whole"):
+    with pytest.raises(ConnectionLost, match="before the answer was complete"):
         Talk(RetryPolicy(5.0)).answer(ConnectionBroken("reset"))
     assert Talk(RetryPolicy(5.0, retry_lost=True)).answer(ConnectionBroken("reset"), DONE) is DONE
 

@@ -34,7 +34,7 @@ def test_a_version_that_fails_is_left_no_request_fails_and_newer_ones_are_taken(
         event = endpoint.controller.state.events[0]
         assert "which the version before could answer" in event.reason
         assert word in event.reason
-        assert endpoint.seen["reason"].startswith("version 2 was left, version 1 answered instead: it failed at")
+        assert endpoint.seen["reason"].startswith("version 2 was rejected, version 1 answered instead: it failed at")
         assert not endpoint.store.publish(moody(2))  # so it will not come again
         await endpoint.publish(moody(3))
         assert await everywhere(endpoint) == {3}
@@ -261,7 +261,7 @@ async def test_a_version_goes_by_what_a_user_measures(endpoint: LiveSet) -> None
     assert await everywhere(endpoint) == {2}
     await until(lambda: endpoint.controller.live.answering("moody") == [2, 2])
     await endpoint.administer(action="metric", model="moody", metric="return", value=120.0)
-    with pytest.raises(InferenceError, match="looks at 'return', not at 'other'"):
+    with pytest.raises(InferenceError, match="uses 'return', not 'other'"):
         await endpoint.administer(action="metric", model="moody", metric="other", value=1.0)
     assert endpoint.versions("moody") == [2, 2]
     await endpoint.administer(action="metric", model="moody", metric="return", value=80.0)
@@ -269,7 +269,7 @@ async def test_a_version_goes_by_what_a_user_measures(endpoint: LiveSet) -> None
     assert "return = 80 is below min_value = 100" in endpoint.seen["reason"]
     assert endpoint.entries() == [("rollback", 1, 2, "guard")]
     await until(lambda: endpoint.controller.live.answering("moody") == [1, 1])
-    with pytest.raises(InferenceError, match="no version of 'moody' before 1 is held"):
+    with pytest.raises(InferenceError, match="no version of 'moody' before 1 is available"):
         await endpoint.administer(action="metric", model="moody", metric="return", value=80.0)
 
 
@@ -293,7 +293,7 @@ async def test_status_says_what_it_follows_what_is_held_and_what_was_left(endpoi
     await endpoint.administer(action="promote", model="moody")
     await endpoint.publish(moody(3, RAISE))
     assert await everywhere(endpoint) <= {1, 2}
-    await until(lambda: any(line.startswith("moody: ready version 3 was left") for line in seen()))
+    await until(lambda: any(line.startswith("moody: ready version 3 was rejected") for line in seen()))
 
 
 @live()
@@ -313,17 +313,17 @@ def json_of(document: dict[str, Any]) -> bytes:
 @pytest.mark.parametrize(
     ("word", "change"),
     [
-        ("holds no version before 1; these are held: 1. To stay", {"action": "rollback"}),
-        ("version 9 of 'moody' is not held; these are: 1", {"action": "rollback", "version": 9}),
+        ("has no version before 1; available: 1. To stay", {"action": "rollback"}),
+        ("version 9 of 'moody' is not available; available: 1", {"action": "rollback", "version": 9}),
         ("would leave version 1, not 2", {"action": "rollback", "from_version": 2}),
-        ("version champion of 'moody' is not held", {"action": "rollback", "version": "champion"}),
+        ("version champion of 'moody' is not available", {"action": "rollback", "version": "champion"}),
         ("follows the weights of its run already", {"action": "promote"}),
         ("no version by its number: promote moody", {"action": "promote", "version": 1}),
         (
-            "these that get a share, and no version by its number. Say moody",
+            "only those can get a share, and no version by its number. Name moody",
             {"action": "canary", "version": 1, "percent": 10},
         ),
-        ("which decides what is next", {"action": "deploy", "version": 1}),
+        ("which selects its versions", {"action": "deploy", "version": 1}),
     ],
 )
 def test_what_makes_no_sense_for_a_live_model_is_refused_with_a_remedy(word: str, change: dict[str, Any]) -> None:

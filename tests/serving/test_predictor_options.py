@@ -286,7 +286,7 @@ def hooked(**options: object) -> LoadedModel:
 
 def test_hooks_run_before_and_after_the_forward_of_a_batch(caplog: pytest.LogCaptureFixture) -> None:
     model = hooked()
-    assert "not warmed up, since it does not take an example" in caplog.text  # b"" is no number
+    assert "not warmed up, since it rejects an example" in caplog.text  # b"" is no number
     answers = model.predict_batch([text(b"-3"), text(b"2", b"4")])
     assert [answer["sign"].tolist() for answer in answers] == [[b"negative"], [b"positive", b"positive"]]
     assert [answer["sum"].tolist() for answer in answers] == [[-2.0], [3.0, 5.0]]

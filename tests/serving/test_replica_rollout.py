@@ -319,7 +319,7 @@ async def test_a_version_with_other_tensors_is_not_taken(endpoint: ReplicaSet) -
         (400, "percent", {"action": "canary", "model": "linear", "version": 2, "percent": 101}),
         (400, "percent", {"action": "canary", "model": "linear", "version": 2}),
         (400, "name", {"action": "deploy", "model": "../etc"}),
-        (400, "say it once", {"action": "deploy", "model": "linear@1", "version": 2}),
+        (400, "name it once", {"action": "deploy", "model": "linear@1", "version": 2}),
         (400, "metric", {"action": "metric", "model": "linear"}),
         (404, "there is no model 'x'", {"action": "canary", "model": "x", "version": 2, "percent": 1}),
         (404, "has no '9'", {"action": "canary", "model": "linear", "version": 9, "percent": 1}),

@@ -331,7 +331,7 @@ def test_without_an_endpoint_it_says_how_to_have_one() -> None:
 def test_of_several_endpoints_one_must_be_named(recorded: str) -> None:
     with shoal.runs.create("serve", "") as recorder:
         recorder.record_endpoint("other", "inference", "http://127.0.0.1:1", "ready")
-        assert "several endpoints are up: say --endpoint NAME" in complaint("serve", "promote", "fashion")
+        assert "several endpoints are up: give --endpoint NAME" in complaint("serve", "promote", "fashion")
         assert lines("serve", "promote", "fashion", "--endpoint", "shop")
 
 

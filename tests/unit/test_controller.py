@@ -285,8 +285,8 @@ def test_a_rollback_that_says_what_it_leaves_does_not_go_back_further_when_it_co
 @pytest.mark.parametrize(
     ("looked_at", "words"),
     [
-        ("accuracy", "the guard of 'm' looks at 'accuracy', not at 'acuracy'"),
-        ("", "the guard of 'm' looks at no metric: set guard.metric"),
+        ("accuracy", "the guard of 'm' uses 'accuracy', not 'acuracy'"),
+        ("", "the guard of 'm' uses no metric: set guard.metric"),
     ],
 )
 def test_a_metric_that_the_guard_does_not_look_at_is_refused(cluster: Cluster, looked_at: str, words: str) -> None:

@@ -141,4 +141,4 @@ def test_what_is_no_state_is_refused_and_the_endpoint_starts_from_what_it_was_de
     path.write_bytes(content.encode(errors="surrogateescape"))
     assert StateFile(path).load("d") is None
     [record] = caplog.records
-    assert record.getMessage().startswith(f"{path} cannot be read, the endpoint starts from what it was deployed with")
+    assert record.getMessage().startswith(f"{path} cannot be read, the endpoint starts from its deployment")

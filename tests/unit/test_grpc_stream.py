@@ -112,6 +112,6 @@ def test_the_rest_of_a_message_has_its_time_and_silence_between_two_has_none(mon
             await asyncio.wait_for(progress.read_frame(), 0.2)
 
     run([piece(frame(b"a"))], work)
-    with pytest.raises(InferenceError, match="too slowly: 3 bytes") as caught:
+    with pytest.raises(InferenceError, match="too slow: 3 bytes") as caught:
         run([piece(frame(b"a") + b"\0\0\0")], contents)
     assert caught.value.status == 408

@@ -79,7 +79,7 @@ def test_a_body_that_trickles_is_cut_off() -> None:
         await asyncio.sleep(0.005)
         return {"type": "http.request", "body": b"x", "more_body": True}
 
-    with pytest.raises(InferenceError, match="too slowly"):
+    with pytest.raises(InferenceError, match="too slow"):
         read(trickle, limits=IMPATIENT)
 
 

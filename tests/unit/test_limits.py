@@ -68,7 +68,7 @@ def test_nothing_may_follow_a_compressed_body(
     behind = compress(b"x") if is_compressed else b"x"
     error = refused(lambda: LIMITS.decompress(compress(b"x" * 100) + behind, encoding))
     assert error.status == 400
-    assert f"{len(behind)} bytes behind" in str(error)
+    assert f"{len(behind)} bytes after" in str(error)
 
 
 def test_another_encoding_is_refused() -> None:

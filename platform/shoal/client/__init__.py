@@ -1,6 +1,6 @@
-"""What asks an endpoint: `Client` and `AsyncClient`, NumPy in and out, and the errors that they raise.
+"""The clients of an endpoint: `Client` and `AsyncClient`, NumPy in and out, and the errors that they raise.
 
-Needs httpx2, which the extra `client` brings.
+Needs httpx2, which the extra `client` installs.
 """
 
 from shoal.client.client import AsyncClient, Client

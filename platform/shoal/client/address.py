@@ -1,7 +1,6 @@
-"""The address of an endpoint as a user writes it: which host is meant, asked in one place by all who decide by it; and
-whether a proxy stands before it.
+"""Parses the address of an endpoint as a user writes it: its host, and the proxy before it.
 
-Called by the clients, by who looks for an endpoint, and by who gives a token away. Opens no connection.
+Called by the clients, by the search for an endpoint, and before a token is sent. Opens no connection.
 """
 
 from __future__ import annotations
@@ -15,21 +14,21 @@ from shoal.network_address import is_loopback
 
 
 def normalize_address(text: str) -> str:
-    """The address without a slash at its end; `http://` is understood before HOST:PORT. Raises ConfigError."""
+    """The address without a final slash; `http://` is the default before HOST:PORT. Raises ConfigError."""
     url = (text if "://" in text else f"http://{text}").rstrip("/")
     parse_host(url)
     return url
 
 
 def parse_host(url: str) -> str:
-    """The host, of IPv6 without brackets. Raises ConfigError for what is not the address of an endpoint."""
+    """The host, for IPv6 without brackets. Raises ConfigError for an invalid address."""
     try:
         parts = urlsplit(url)
         host = parts.hostname or ""
         if "[" in parts.netloc:
             ipaddress.ip_address(host)
-        host.encode("idna")  # as the system does when it looks for the host
-        is_address = bool(host) and parts.port != 0  # of a port above 65535 it raises
+        host.encode("idna")  # as the system's resolver does
+        is_address = bool(host) and parts.port != 0  # it raises for a port above 65535
     except ValueError:
         is_address = False
     is_plain = url.isprintable() and not set(url) & set(" ?#\\")
@@ -39,7 +38,7 @@ def parse_host(url: str) -> str:
 
 
 def find_proxy(url: str) -> str | None:
-    """The proxy that the environment has for this address, as it stands there; None for none, and on this machine."""
+    """The environment's proxy for this address, unparsed; None without one, and for this machine."""
     parts, proxies = urlsplit(url), getproxies()
     proxy = (proxies.get(parts.scheme) or proxies.get("all") or "").strip()
     if not proxy or is_loopback(parse_host(url)) or any(map(proxy_bypass, (parts.netloc, parse_host(url)))):

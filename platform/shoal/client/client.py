@@ -4,9 +4,8 @@
         answer = client.infer("fashion", images, deadline_s=0.1)
         answer["output"].argmax(1), answer.version
 
-Used by programs, and by the command line. What is sent is made by `tensors` and `calls`, what is tried again is decided
-by `exchange`: here is only who asks. A client asks for a model's signature once, so that lists, and arrays of float64,
-become what the model takes.
+Used by programs, and by the command line. `payload` and `requests` build the requests, `retry` decides on retries. A
+client fetches a model's signature once, to convert lists and arrays of float64 to the model's datatypes.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from shoal.open_inference.messages import IndexedModel, ModelMetadata, VersionSt
 
 TIMEOUT_S = 30.0
 NUM_CONNECTIONS = 100
-# A change returns when every replica has it, or with the endpoint's words when that takes longer than this.
+# A change returns once every replica has it, or with the endpoint's error when that takes longer than this.
 CHANGE_TIMEOUT_S, LOAD_TIMEOUT_S = 120.0, 300.0
-CHANGE_MARGIN_S = 30.0  # for the words
-MAX_TIMEOUT_S = 1e9  # what sockets can be told, and thirty years
+CHANGE_MARGIN_S = 30.0  # for that error to arrive
+MAX_TIMEOUT_S = 1e9  # the largest timeout of a socket, thirty years
 
 
 class _ClientBase:
-    """What both clients are told, and remember."""
+    """The settings and the cached signatures of both clients."""
 
     def __init__(self, url: str, timeout_s: float, num_retries: int, retry_lost: bool, binary: bool) -> None:
         if type(num_retries) is not int or num_retries < 0:
-            raise ConfigError("num_retries", num_retries, "is not how often to try again", "give 0 or more")
+            raise ConfigError("num_retries", num_retries, "is not a number of retries", "give 0 or more")
         self.url = url
         self._timeout_s, self._num_retries = _parse_timeout("timeout_s", timeout_s), num_retries
         self._retry_lost, self._binary = retry_lost, binary
@@ -53,7 +52,7 @@ class _ClientBase:
         return RetryPolicy(endpoint_s + CHANGE_MARGIN_S, self._num_retries, is_change=True)
 
     def _build_infer_policy(self, deadline_s: float | None) -> RetryPolicy:
-        """Of a call that begins now, with the signature that it may have to ask for."""
+        """The policy of a call that begins now, including the request for a signature."""
         tells = deadline_s is not None
         timeout_s = _parse_timeout("deadline_s", deadline_s) if tells else self._timeout_s
         end_s = time.monotonic() + timeout_s
@@ -64,7 +63,7 @@ class _ClientBase:
         return signature
 
     def _forget_signature(self, model: str, error: InferenceError) -> None:
-        """After a complaint about the model or a tensor, another model may stand behind the name."""
+        """Drop a signature after an error about the model or a tensor: the name may belong to another model now."""
         if error.status in (404, 422):
             self._signatures.pop(model, None)
 
@@ -78,29 +77,30 @@ class _ClientBase:
 
 
 def _parse_timeout(field: str, value: Any) -> float:
-    """A time to wait. Raises ConfigError for one that is over, endless, or no number."""
+    """Parse a timeout. Raises ConfigError for one that is not positive, finite or a number."""
     try:
         seconds = float(value)
     except (TypeError, ValueError):
         seconds = math.nan
     if not 0 < seconds <= MAX_TIMEOUT_S:
-        raise ConfigError(field, value, "is not a time to wait", "give seconds, above 0")
+        raise ConfigError(field, value, "is not a timeout", "give seconds, above 0")
     return seconds
 
 
 class Client(_ClientBase):
-    """Asks the endpoint at `url`; for any number of threads. Close it, or use it as a context manager.
+    """A client of the endpoint at `url`, for any number of threads. Close it, or use it as a context manager.
 
-    token:       what the endpoint asks for: the access token, or an API key; "" for none
-    timeout_s:   for each call, with all that is tried again, when the call gives no deadline
-    num_retries: how often at most a call is tried again: when there was no connection, and when the endpoint said so.
-                 A change of the endpoint is sent once
-    retry_lost:  also when the connection broke after the request was sent; inference changes nothing, so this is safe
-                 but for the work that is done twice
-    binary:      tensors as bytes behind a small header, several times as fast as JSON for large ones; off: plain JSON
+    token:       the access token or an API key; "" for none
+    timeout_s:   for each call with its retries, when the call has no deadline
+    num_retries: the most retries of a call: without a connection, and when the endpoint allows it. A change of the
+                 endpoint is sent once
+    retry_lost:  retry also when the connection broke after the request was sent; inference changes nothing, so this is
+                 safe, but may compute twice
+    binary:      send tensors as bytes after a small header, several times as fast as JSON for large ones; off: plain
+                 JSON
 
-    Every call raises InferenceError with the endpoint's status and words, or ConnectionLost; ConfigError for what no
-    endpoint could be asked.
+    Every call raises InferenceError with the endpoint's status and message, or ConnectionLost; ConfigError for an
+    invalid argument.
     """
 
     def __init__(
@@ -129,16 +129,17 @@ class Client(_ClientBase):
         track: str = "",
         request_id: str = "",
     ) -> Answer:
-        """The model's outputs for `inputs`: arrays by name, or one array for a model with one input; [rows, ...] each.
+        """Compute the model's outputs for `inputs`: arrays by name, or one array for a model with one input; [rows,
+        ...] each.
 
-        version:    of the model, instead of the one that serves
-        outputs:    the names that are wanted; None for all
-        deadline_s: how long from now the answer is of use. The endpoint is told, and refuses at once (504) what it
-                    cannot answer in time
-        sticky:     calls with the same word get the same side of a canary
+        version:    of the model, instead of the serving one
+        outputs:    names of the requested outputs; None for all
+        deadline_s: seconds from now after which the request expires. The endpoint refuses at once (504) a request that
+                    it cannot answer in time
+        sticky:     calls with the same text get the same side of a canary
         track:      "stable" or "candidate": this side of a canary
 
-        Raises ConfigError for inputs that cannot be what the model takes, InferenceError, ConnectionLost.
+        Raises ConfigError for inputs that cannot fit the model, InferenceError, ConnectionLost.
         """
         options = {"outputs": outputs, "request_id": request_id, "sticky": sticky, "track": track}
         patience = self._build_infer_policy(deadline_s)
@@ -151,7 +152,7 @@ class Client(_ClientBase):
             except ConfigError:
                 if known is None:
                     raise
-                # What was known may be of another model, which had the name before.
+                # The cached signature may be of another model, which had the name before.
                 request = self._build_infer_request(self._metadata(model, patience), model, inputs, options, version)
             return decode_answer(self._send(request, patience))
         except InferenceError as error:
@@ -159,43 +160,43 @@ class Client(_ClientBase):
             raise
 
     def metadata(self, model: str) -> ModelMetadata:
-        """What the model takes and gives, and its versions, asked anew."""
+        """Fetch the model's inputs, outputs and versions, without the cache."""
         return self._metadata(model, self._build_retry_policy())
 
     def models(self) -> list[IndexedModel]:
-        """Every version of every model that the endpoint knows, with its state."""
+        """List every version of every model of the endpoint, with its state."""
         return requests.decode(self._send(requests.INDEX), list[IndexedModel])
 
     def live(self) -> bool:
-        """Whether anything answers."""
+        """Whether the endpoint answers."""
         return self._probe(requests.LIVE)
 
     def ready(self, model: str | None = None) -> bool:
-        """Whether the endpoint, or this model of it, answers requests now."""
+        """Whether the endpoint, or one of its models, is ready for requests."""
         return self._probe(requests.build_ready_request(model))
 
     def statistics(self, model: str) -> list[VersionStatistics]:
-        """The protocol's statistics of each version, of the replica that answers."""
+        """The protocol's statistics of each version, from the replica that answers."""
         return requests.decode_statistics(self._send(requests.build_statistics_request(model)))
 
     def load(self, model: str, **parameters: bool | int | float | str) -> None:
-        """Load a registered model in every replica; returns when all have it."""
+        """Load a registered model on every replica; returns once all have it."""
         self._send(requests.build_load_request(model, parameters), self._build_change_policy(LOAD_TIMEOUT_S))
 
     def unload(self, model: str) -> None:
-        """Unload a model in every replica, when what waits for it has been answered."""
+        """Unload a model on every replica, once its waiting requests are answered."""
         self._send(requests.build_unload_request(model), self._build_change_policy())
 
     def status(self) -> EndpointStatus:
-        """The whole endpoint, as its controller sees it."""
+        """The status of the full endpoint, from its controller."""
         return requests.decode(self._send(requests.STATUS), EndpointStatus)
 
     def rollout(self, action: str, model: str, **details: bool | int | float | str | None) -> ModelStatus:
-        """Change how versions of a model are rolled out (administrators only); the model's new status.
+        """Change the rollout of a model (administrators only); returns the model's new status.
 
         action: canary, promote, rollback, shadow, deploy, delete, metric
-        details: its fields; `from_version` says what a rollback is to leave, so that it cannot go back twice, and
-                 `timeout_s` how long it is waited for
+        details: the change's fields; `from_version` is the version that a rollback should leave, so that it cannot go
+                 back twice, and `timeout_s` limits the wait
         """
         request = requests.build_rollout_request({"action": action, "model": model, **details})
         patience = self._build_change_policy(details.get("timeout_s"))
@@ -226,7 +227,7 @@ class Client(_ClientBase):
 
 
 class AsyncClient(_ClientBase):
-    """`Client` for one event loop: the same words, with `await`. A cancelled call leaves the endpoint's queue.
+    """`Client` for one event loop: the same methods, with `await`. A cancelled call leaves the endpoint's queue.
 
     Any number of calls at once: each waits for one of `num_connections`, and its `timeout_s` begins when it has one.
     The `deadline_s` of a call begins at once.
@@ -245,7 +246,7 @@ class AsyncClient(_ClientBase):
     ) -> None:
         super().__init__(url, timeout_s, num_retries, retry_lost, binary)
         self._transport = AsyncTransport(url, token, num_connections)
-        self._pending_signatures: dict[str, asyncio.Task[ModelMetadata]] = {}  # signatures that are on their way
+        self._pending_signatures: dict[str, asyncio.Task[ModelMetadata]] = {}  # signatures being fetched
 
     async def infer(
         self,
@@ -329,7 +330,8 @@ class AsyncClient(_ClientBase):
         await self.close()
 
     async def _signature(self, model: str, patience: RetryPolicy) -> ModelMetadata:
-        """Asked once for all who wait for it; who leaves, or has no more time, takes it from nobody."""
+        """Fetch a signature once for all waiting callers; a caller that is cancelled or times out does not affect the
+        others."""
         asked = self._pending_signatures.get(model)
         if asked is None:
             asked = self._pending_signatures[model] = asyncio.create_task(self.metadata(model))
@@ -343,7 +345,7 @@ class AsyncClient(_ClientBase):
     def _on_signature_done(self, model: str, done: asyncio.Task[ModelMetadata]) -> None:
         del self._pending_signatures[model]
         if not done.cancelled():
-            done.exception()  # which nobody may have waited for
+            done.exception()  # no caller may have awaited it
 
     async def _send(self, request: EndpointRequest, patience: RetryPolicy | None = None) -> Reply:
         patience = patience or self._build_retry_policy()

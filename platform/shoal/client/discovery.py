@@ -1,6 +1,6 @@
-"""Where the endpoints of this machine are, as the run record says, and the token that they ask for.
+"""Finds the endpoints of this machine in the run record, and their token.
 
-Called by the command line and by whoever would rather name an endpoint than its address. Reads; asks no endpoint.
+Called by the command line and by programs that name an endpoint instead of its address. Only reads; calls no endpoint.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from shoal.home import read_existing_token
 from shoal.network_address import is_loopback
 from shoal.runs import list_running
 
-INFERENCE_KIND = "inference"  # the kind of an endpoint in the record, beside gateways
-GRPC_KIND = "grpc"  # the kind of its other address, host:port
+INFERENCE_KIND = "inference"  # the kind of an endpoint in the record; gateways have another
+GRPC_KIND = "grpc"  # the kind of its second address, host:port
 
 
 @dataclass(frozen=True)
 class FoundEndpoint:
-    """An endpoint that is ready. `run_id` is the run that serves it; "" for one that was given by its address."""
+    """A ready endpoint. `run_id` is the run that serves it; "" for one given by its address."""
 
     name: str
     url: str
@@ -28,7 +28,7 @@ class FoundEndpoint:
 
 
 def list_endpoints() -> list[FoundEndpoint]:
-    """Every endpoint that a run of this machine keeps up now, the newest first."""
+    """Every endpoint that a run of this machine keeps up, the newest first."""
     return [
         FoundEndpoint(point.name, point.address, run.id)
         for run in list_running()
@@ -38,11 +38,11 @@ def list_endpoints() -> list[FoundEndpoint]:
 
 
 def find_endpoint(wanted: str | None = None) -> FoundEndpoint:
-    """The endpoint with this name, or at this address (`http://HOST:PORT`); None for the only one that there is.
+    """Find the endpoint with this name, or at this address (`http://HOST:PORT`); None for the only one.
 
-    Raises RunError naming what there is, ConfigError for an address that is none.
+    Raises RunError that lists the endpoints, ConfigError for an invalid address.
     """
-    if wanted is not None and ":" in wanted:  # which no name has
+    if wanted is not None and ":" in wanted:  # no name contains it
         url = normalize_address(wanted)
         return FoundEndpoint(urlsplit(url).netloc, url)
     there = list_endpoints()
@@ -54,9 +54,9 @@ def find_endpoint(wanted: str | None = None) -> FoundEndpoint:
     names = ", ".join(f"{each.name} ({each.url})" for each in there)
     if not matching:
         raise RunError(f"there is no endpoint {wanted!r}: there is {names}")
-    raise RunError(f"several endpoints are up: say --endpoint NAME, or its address. There is {names}")
+    raise RunError(f"several endpoints are up: give --endpoint NAME, or its address. There is {names}")
 
 
 def token_for(url: str) -> str:
-    """The access token of this home, for an endpoint of this machine; "" for one elsewhere, which it is not for."""
+    """The access token of this home, for an endpoint of this machine; "" for one elsewhere."""
     return read_existing_token() if is_loopback(parse_host(url)) else ""

@@ -1,7 +1,7 @@
-"""What an endpoint says of itself at GET /shoal/v1/status: the document's fields, written by its controller.
+"""The document at GET /shoal/v1/status: its fields, written by the endpoint's controller.
 
-Read by the client, `shoal serve status` and `shoal serve simulate`; a field that is not known yet has its default, and
-a field that a reader does not know is passed over. Pure data: asks nobody.
+Read by the client, `shoal serve status` and `shoal serve simulate`; a missing field has its default, and a reader
+ignores unknown fields. Pure data.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ ROLLOUT_PATH = "/shoal/v1/rollout"
 
 
 class VersionStatus(msgspec.Struct, frozen=True):
-    """One version of a model that is loaded in the replicas.
+    """One version of a model, loaded on the replicas.
 
-    track:          "stable", "candidate", "shadow", or "" for one that answers only who asks for its number
-    share:          of the model's requests that are not aimed at a version, 0 to 1, over the replicas that answer
-    requests:       taken since the version was loaded, over all replicas, also beside the version that answered; at
-                    `errors` of them it failed, with a 5xx
+    track:          "stable", "candidate", "shadow", or "" for one that answers only requests for its number
+    share:          of the model's requests without a version, 0 to 1, over the replicas that answer
+    requests:       requests given to it since it was loaded, over all replicas, shadowed ones too; `errors` of them
+                    failed with a 5xx
     requests_per_s, p50_s, p99_s: over the last `EndpointStatus.window_s`; None where there were none
     compared, disagreed: requests that the stable version and this one computed, and those whose outputs differed
     """
@@ -40,15 +40,15 @@ class ModelStatus(msgspec.Struct, frozen=True):
 
     state:      of the protocol: READY, LOADING, UNLOADING, UNAVAILABLE; `reason` when it is not READY
     phase:      of its rollout: vacant, steady, staging, canary, flipping; "live" when it follows a run
-    source:     what it follows: `name@champion` of the registry, or `a run` when live
-    pinned:     the version that a live model stays with, until it is told to follow its run again; 0 while it follows
-    newest_percent: of the requests, what the run's newest version answers beside the pinned one; None: it has no share
+    source:     its source: `name@champion` of the registry, or `a run` when live
+    pinned:     the version to which a live model is pinned; 0 while it follows its run
+    newest_percent: the run's newest version's part of the requests alongside the pinned one; None: it has no share
     stable, candidate: the versions of its rollout, the candidate also while it is being loaded; 0 for none. A model
-                that follows a run has no stable one here, and the candidate is the newest, while that has a share
+                that follows a run has no stable version here; its candidate is the newest, while that has a share
     queued_rows, max_queued_rows: over all replicas
     batch_rows: mean rows of a batch over the last `EndpointStatus.window_s`; None where there was none
-    refused:    requests that were answered with 429 or 504 since the start, over all replicas
-    latency:    (rows, seconds) of a forward as measured, ascending: what `shoal serve simulate` starts from
+    refused:    requests answered with 429 or 504 since the start, over all replicas
+    latency:    measured (rows, seconds) of a forward, ascending, for `shoal serve simulate`
     """
 
     name: str
@@ -71,8 +71,8 @@ class ModelStatus(msgspec.Struct, frozen=True):
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True):
-    """One replica. It has staged `generation` of the desired state; `error` says why it could not stage the next, or
-    how long its forward has taken so far; `host` is the name of the host that it is on."""
+    """One replica. It has staged `generation` of the desired state; `error` has the reason why it could not stage the
+    next, or the time of its current forward; `host` is its host's name."""
 
     id: str
     pid: int = 0
@@ -83,7 +83,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True):
 
 
 class RolloutEvent(msgspec.Struct, frozen=True):
-    """Something that changed. `kind`: canary, promote, rollback, shadow, deploy, load, pin, follow, delete, ..."""
+    """One change. `kind`: canary, promote, rollback, shadow, deploy, load, pin, follow, delete, ..."""
 
     time: float
     kind: str
@@ -94,10 +94,10 @@ class RolloutEvent(msgspec.Struct, frozen=True):
 
 
 class EndpointStatus(msgspec.Struct, frozen=True):
-    """The whole endpoint. Times are seconds since the epoch; `events` are the newest, oldest first.
+    """The full endpoint. Times are seconds since the epoch; `events` are the newest, oldest first.
 
-    grpc: host:port where it speaks gRPC; "" when it does not
-    num_replicas: as many as it is to have; one that scales with its load, at least
+    grpc: host:port of gRPC; "" without gRPC
+    num_replicas: the planned number; the least for an endpoint that scales with its load
     """
 
     endpoint: str
@@ -114,7 +114,7 @@ class EndpointStatus(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_json(cls, body: bytes) -> EndpointStatus:
-        """Raises msgspec.DecodeError for what is not such a document."""
+        """Decode a document. Raises msgspec.DecodeError for an invalid one."""
         return _decode(body)
 
 

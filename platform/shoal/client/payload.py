@@ -1,8 +1,8 @@
-"""Inputs and outputs of a call: what a program has becomes what the model takes, and back. Pure functions.
+"""Converts a program's values to the inputs of a call, and an answer to outputs. Pure functions.
 
-Arrays are sent as the datatype that the model's signature names: lists of numbers, and arrays of another float or
-integer type, are turned into it where nothing but digits is lost: never 0.5 into an integer, 300 into UINT8, nor 1e300
-into an FP32 that is infinite; nor anything but str and bytes into BYTES. Whether a shape fits, the endpoint says.
+Arrays are sent in the datatype of the model's signature. Lists of numbers, and arrays of another float or integer type,
+are converted if only precision is lost: never 0.5 to an integer, 300 to UINT8, nor 1e300 to an infinite FP32. Only str
+and bytes become BYTES. The endpoint checks the shapes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HEADER_LENGTH = "inference-header-content-length"
 
 @dataclass(frozen=True, slots=True)
 class Answer(Mapping[str, np.ndarray]):
-    """The outputs of one call, a mapping by name, and the version of the weights that made all of them.
+    """The outputs of one call, a mapping by name, and the version of the weights that computed them.
 
     BF16 outputs are float32 here; BYTES outputs are object arrays of bytes.
     """
@@ -61,7 +61,7 @@ class Answer(Mapping[str, np.ndarray]):
 
 
 def as_arrays(signature: ModelMetadata, inputs: Inputs) -> dict[str, np.ndarray]:
-    """Every input by name, in the signature's datatypes. Raises ConfigError naming the input."""
+    """Convert every input to the signature's datatypes, by name. Raises ConfigError naming the input."""
     names = [spec.name for spec in signature.inputs]
     if not isinstance(inputs, Mapping):
         if len(names) != 1:
@@ -77,7 +77,7 @@ def as_arrays(signature: ModelMetadata, inputs: Inputs) -> dict[str, np.ndarray]
 def encode_inputs(
     signature: ModelMetadata, inputs: Inputs, outputs: Collection[str] | None, request_id: str, *, binary: bool
 ) -> tuple[dict[str, str], bytes]:
-    """Headers and body of an inference request. Raises ConfigError."""
+    """Encode the headers and body of an inference request. Raises ConfigError."""
     if isinstance(outputs, str):
         raise ConfigError("outputs", outputs, "is a single name", "give a list of names, or None for all")
     if outputs is not None and not len(outputs):
@@ -104,7 +104,7 @@ def encode_inputs(
 
 
 def decode_answer(reply: Reply) -> Answer:
-    """Raises ConnectionLost when what came is no answer of the protocol's."""
+    """Decode an answer. Raises ConnectionLost when it is not the protocol's."""
     try:
         length = int(reply.headers.get(HEADER_LENGTH, len(reply.body)))
         head = msgspec.json.decode(memoryview(reply.body)[:length], type=InferResponse)
@@ -116,7 +116,7 @@ def decode_answer(reply: Reply) -> Answer:
             rest = rest[max(size, 0) :]
         return Answer(outputs, int(head.model_version), head.model_name, head.id or "")
     except (msgspec.DecodeError, KeyError, ValueError, InferenceError) as error:
-        raise ConnectionLost(f"what answers is no endpoint of this kind: {error}") from None
+        raise ConnectionLost(f"the server is no endpoint of this kind: {error}") from None
 
 
 def _convert(name: str, values: ArrayLike, datatype: str) -> np.ndarray:
@@ -125,10 +125,10 @@ def _convert(name: str, values: ArrayLike, datatype: str) -> np.ndarray:
     wanted = np.dtype(np.float32) if datatype == "BF16" else NUMPY_DTYPES[datatype]
     try:
         array = np.asarray(values)
-    except ValueError:  # of NumPy, of lists alone
+    except ValueError:  # NumPy raises it for lists only
         remedy = "send rows of equal length together"
         raise ConfigError("inputs", name, "is no array: its rows have different lengths", remedy) from None
-    except (TypeError, RuntimeError) as error:  # torch says so of tensors on a GPU, of BF16, or with a gradient
+    except (TypeError, RuntimeError) as error:  # torch raises them for tensors on a GPU, of BF16, or with a gradient
         raise ConfigError("inputs", name, f"is no array: {error}", "give a NumPy array") from None
     if datatype == "BF16" and array.dtype == np.uint16:
         return array
@@ -144,23 +144,24 @@ def _convert(name: str, values: ArrayLike, datatype: str) -> np.ndarray:
     except OverflowError:
         fits = False
     if not fits:
-        raise ConfigError("inputs", name, f"has values that {datatype} cannot hold", "look at its range")
+        raise ConfigError("inputs", name, f"has values that {datatype} cannot hold", "check its range")
     return converted
 
 
 def _to_exact_uint64(name: str, values: ArrayLike, array: np.ndarray) -> np.ndarray:
-    """Whole numbers on both sides of 2**63, of which NumPy makes floats, as they are; `array` where others are."""
+    """Convert integers on both sides of 2**63, which NumPy turns into floats, exactly; returns `array` for other
+    values."""
     exact = np.asarray(values, dtype=object)
     if not all(isinstance(each, int | np.integer) for each in exact.flat):
         return array
     try:
         return exact.astype(np.uint64)
     except OverflowError:
-        raise ConfigError("inputs", name, "has values that UINT64 cannot hold", "look at its range") from None
+        raise ConfigError("inputs", name, "has values that UINT64 cannot hold", "check its range") from None
 
 
 def _to_bytes_array(name: str, values: ArrayLike) -> np.ndarray:
-    """An object array of bytes. Raises ConfigError naming the element that is neither str nor bytes."""
+    """Convert to an object array of bytes. Raises ConfigError naming the element that is neither str nor bytes."""
     try:
         elements = np.asarray(values, dtype=object)
     except ValueError as error:
@@ -169,7 +170,7 @@ def _to_bytes_array(name: str, values: ArrayLike) -> np.ndarray:
     for index, each in np.ndenumerate(elements):
         try:
             words[index] = bytes(each) if isinstance(each, bytes) else str.encode(each)
-        except (TypeError, UnicodeEncodeError):  # of what is no str, and of one that has no UTF-8
+        except (TypeError, UnicodeEncodeError):  # for values that are not str, and for str without UTF-8
             place = f"element {index[0] if len(index) == 1 else list(index)} " if index else ""
             raise ConfigError("inputs", name, f"{place}is {each!r}, no text", "give str or bytes") from None
     return words

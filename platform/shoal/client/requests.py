@@ -1,4 +1,4 @@
-"""Every call of an endpoint but for its tensors: the request that makes it, what its answer says. Pure functions."""
+"""Every call of an endpoint without its tensors: builds its request and decodes its answer. Pure functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shoal.open_inference.messages import RepositoryRequest, Statistics, Version
 T = TypeVar("T")
 Value = bool | int | float | str | None
 
-PROBE_ERRORS = (InferenceError, ConnectionLost)  # what the answer "no" to a question of health looks like
+PROBE_ERRORS = (InferenceError, ConnectionLost)  # the statuses of a negative health check
 LIVE = EndpointRequest("GET", "/v2/health/live")
 INDEX = EndpointRequest("POST", "/v2/repository/index", {"content-type": "application/json"}, b"{}")
 STATUS = EndpointRequest("GET", STATUS_PATH)
@@ -25,7 +25,8 @@ STATUS = EndpointRequest("GET", STATUS_PATH)
 def build_infer_request(
     model: str, version: int | None, headers: Mapping[str, str], body: bytes, *, sticky: str, track: str
 ) -> EndpointRequest:
-    """Inference with an encoded body; `version` None leaves the choice to the endpoint. Raises ConfigError."""
+    """Build an inference request with an encoded body; `version` None leaves the choice to the endpoint. Raises
+    ConfigError."""
     told = dict(headers)
     if sticky:
         told["shoal-sticky"] = _quote_segment("sticky", sticky, _PLAIN)
@@ -37,12 +38,12 @@ def build_infer_request(
 
 
 def build_metadata_request(model: str) -> EndpointRequest:
-    """What a model takes and gives."""
+    """Request a model's metadata."""
     return EndpointRequest("GET", _path(model))
 
 
 def build_ready_request(model: str | None) -> EndpointRequest:
-    """Whether the endpoint, or one model, is ready."""
+    """Ask whether the endpoint, or one model, is ready."""
     return EndpointRequest("GET", "/v2/health/ready" if model is None else f"{_path(model)}/ready")
 
 
@@ -63,25 +64,25 @@ def build_unload_request(model: str) -> EndpointRequest:
 
 
 def build_rollout_request(change: Mapping[str, Value]) -> EndpointRequest:
-    """A change of the rollout; what is None is left out."""
+    """Request a change of the rollout; fields of None are left out."""
     said = {name: value for name, value in change.items() if value is not None}
     return EndpointRequest("POST", ROLLOUT_PATH, _JSON, msgspec.json.encode(said))
 
 
 def decode(reply: Reply, kind: type[T]) -> T:
-    """The body as a message. Raises ConnectionLost when whoever answered does not speak the protocol."""
+    """Decode the body as a message. Raises ConnectionLost when the server does not speak the protocol."""
     try:
         return msgspec.json.decode(reply.body, type=kind)
     except msgspec.DecodeError as error:
-        raise ConnectionLost(f"what answers is no endpoint of this kind: {error}") from None
+        raise ConnectionLost(f"the server is no endpoint of this kind: {error}") from None
 
 
 def decode_statistics(reply: Reply) -> list[VersionStatistics]:
-    """The list within the statistics' message."""
+    """Decode the list in the statistics' message."""
     return decode(reply, Statistics).model_stats
 
 
-_PLAIN = "".join(map(chr, range(0x21, 0x7F))).replace("%", "")  # what a header can hold as it is, wherever it stands
+_PLAIN = "".join(map(chr, range(0x21, 0x7F))).replace("%", "")  # the characters that a header takes unescaped
 _JSON = {"content-type": "application/json"}
 
 

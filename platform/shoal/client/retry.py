@@ -1,7 +1,7 @@
-"""One call and its retries, without a socket: what to send, for how long, and what to make of what came back.
+"""One call and its retries, without a socket: the requests to send, their time limits, and the handling of replies.
 
-A conversation is a generator: it yields what is to be done (send, or wait), is told what became of it, and returns the
-answer. `Client` and `AsyncClient` do what it says, each in its own way, so that the rules stand here once:
+A conversation is a generator: it yields the next action (send, or wait), receives the outcome, and returns the answer.
+`Client` and `AsyncClient` perform the actions, each in its own way, so that the rules are here once:
 
     what happened                                             then
     no connection: nothing was sent                           again, soon, while the caller's time lasts
@@ -10,7 +10,7 @@ answer. `Client` and `AsyncClient` do what it says, each in its own way, so that
     the caller's time is over                                 InferenceError (504)
     any other status but 2xx                                  InferenceError with the endpoint's words
 
-What changes an endpoint is tried again only in the first case: who answers 503, or nothing, may have made the change.
+A change of an endpoint is retried only in the first case: an endpoint that answers 503, or nothing, may have made it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ import msgspec
 from shoal.errors import ConnectionLost, InferenceError
 
 FIRST_WAIT_S, LAST_WAIT_S = 0.05, 1.0
-JITTER = 0.25  # so that those who were refused together do not come back together
+JITTER = 0.25  # so that callers refused together do not return together
 DEADLINE_HEADER = "shoal-deadline-ms"
 _MESSAGE_CHARS = 500
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointRequest:
-    """What goes out. `path` begins with a slash."""
+    """A request. `path` begins with a slash."""
 
     method: str
     path: str
@@ -43,7 +43,7 @@ class EndpointRequest:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came back, whole. The names of the headers are in lower case."""
+    """A complete reply. The names of the headers are in lower case."""
 
     status: int
     headers: dict[str, str]
@@ -52,15 +52,15 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How long a caller waits, and what may be tried again meanwhile.
+    """How long a caller waits, and which failures are retried meanwhile.
 
-    timeout_s:   for the whole call, with everything that is tried again
-    num_retries: how often at most
-    retry_lost:  also when the connection broke after the request was sent. Inference changes nothing, so that asking
-                 again costs no more than the time; but the model then computes the same twice
-    is_change:   what was sent is never tried again, whatever came back
-    tells:       whether the endpoint is told how long the answer is of use, and refuses what cannot be in time
-    end_s:       when that time is over, by the clock of the conversation; None when it begins with this call
+    timeout_s:   for the full call with its retries
+    num_retries: the most retries
+    retry_lost:  retry also when the connection broke after the request was sent. Inference changes nothing, so a retry
+                 costs only time; but the model may compute twice
+    is_change:   a sent request is never retried, whatever the reply
+    tells:       whether the request carries its deadline, so that the endpoint refuses one that it cannot meet
+    end_s:       when that time ends, by the conversation's clock; None when it begins with this call
     """
 
     timeout_s: float
@@ -71,13 +71,13 @@ class RetryPolicy:
     end_s: float | None = None
 
     def get_remaining_s(self) -> float | None:
-        """What is left until `end_s`, by time.monotonic(); None when it has not begun."""
+        """The seconds until `end_s`, by time.monotonic(); None before it has begun."""
         return None if self.end_s is None else self.end_s - time.monotonic()
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send this and report a `Reply`, `NotSent`, `ConnectionBroken` or `TimedOut`."""
+    """Send this request and report a `Reply`, `NotSent`, `ConnectionBroken` or `TimedOut`."""
 
     request: EndpointRequest
     timeout_s: float
@@ -85,7 +85,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Sleep:
-    """Wait for so long; there is nothing to report."""
+    """Wait for so long; without a report."""
 
     seconds: float
 
@@ -119,14 +119,14 @@ def request_with_retries(
     clock: Callable[[], float] = time.monotonic,
     jitter: Callable[[], float] = random.random,
 ) -> RetrySteps:
-    """The conversation about one request; returns a reply of status 2xx. Raises InferenceError, ConnectionLost."""
+    """Converse about one request; returns a reply of status 2xx. Raises InferenceError, ConnectionLost."""
     end_s = clock() + patience.timeout_s if patience.end_s is None else patience.end_s
     failure: Exception = timeout_error(patience)
     for attempt in range(patience.num_retries + 1):
         is_last = attempt == patience.num_retries
         remaining_s = end_s - clock()
         if remaining_s <= 0:
-            raise failure  # a wait may take longer than it was to: what was found before it says more than the time
+            raise failure  # a wait may overrun: the error before it is more useful than a timeout
         outcome = yield Send(_add_deadline_header(request, remaining_s) if patience.tells else request, remaining_s)
         wait_s = min(LAST_WAIT_S, FIRST_WAIT_S * 2**attempt)
         match outcome:
@@ -141,7 +141,7 @@ def request_with_retries(
             case NotSent(reason):
                 failure = ConnectionLost(f"the endpoint cannot be reached: {reason}")
             case ConnectionBroken(reason):
-                failure = ConnectionLost(f"the connection broke before the answer was whole: {reason}")
+                failure = ConnectionLost(f"the connection broke before the answer was complete: {reason}")
                 if patience.is_change or not patience.retry_lost:
                     raise failure
             case _:
@@ -154,7 +154,7 @@ def request_with_retries(
 
 
 def decode_error(reply: Reply) -> InferenceError:
-    """What the endpoint said, as an exception. `retry_after_s` is set for a 429 or 503 that invites to try again."""
+    """The endpoint's error as an exception. `retry_after_s` is set for a 429 or 503 with Retry-After."""
     try:
         found = msgspec.json.decode(reply.body)
         message = str(found["error"])
@@ -168,7 +168,7 @@ def _parse_retry_after_s(reply: Reply) -> float | None:
         return None
     try:
         return max(0.0, float(reply.headers["retry-after"]))
-    except (KeyError, ValueError):  # absent, or a date, which an endpoint of ours never sends
+    except (KeyError, ValueError):  # absent, or a date, which our endpoints never send
         return None
 
 
@@ -178,5 +178,5 @@ def _add_deadline_header(request: EndpointRequest, remaining_s: float) -> Endpoi
 
 
 def timeout_error(patience: RetryPolicy) -> InferenceError:
-    """What a caller hears whose time is over."""
+    """The error of a caller whose time is over."""
     return InferenceError(504, f"no answer within {patience.timeout_s:g} s")

@@ -1,6 +1,6 @@
-"""How a conversation is had over HTTP: one pool of kept connections, blocking or not. The only place that knows httpx2.
+"""Runs a conversation over HTTP: a pool of persistent connections, blocking or not. The only place that knows httpx2.
 
-Owned by the clients. Never decides what is tried again: that is `exchange`'s.
+Owned by the clients. Never decides on retries: `retry` does.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _build_httpx_options(url: str, token: str, num_connections: int) -> dict[str
         "limits": httpx2.Limits(
             max_connections=num_connections, max_keepalive_connections=num_connections, keepalive_expiry=KEEP_ALIVE_S
         ),
-        # Of the environment, what concerns this host: httpx2 would read all of it, and raises at networks in NO_PROXY.
+        # Only the environment's entries for this host: httpx2 would read all, and raises for networks in NO_PROXY.
         "trust_env": False,
         "proxy": find_proxy(url),
         "verify": _certificates(host) if url.startswith("https") else True,
@@ -46,7 +46,7 @@ def _build_httpx_options(url: str, token: str, num_connections: int) -> dict[str
 
 
 def _certificates(host: str) -> ssl.SSLContext:
-    """Those of SSL_CERT_FILE or SSL_CERT_DIR for the world outside. Raises ConfigError."""
+    """The certificates of SSL_CERT_FILE or SSL_CERT_DIR, for other hosts. Raises ConfigError."""
     try:
         return httpx2.create_ssl_context(trust_env=not is_loopback(host))
     except OSError as error:
@@ -55,18 +55,18 @@ def _certificates(host: str) -> ssl.SSLContext:
 
 
 def _open_client(kind: Callable[..., Http], settings: dict[str, object]) -> Http:
-    """Raises ConfigError for a proxy that httpx2 cannot speak to."""
+    """Open an HTTP client. Raises ConfigError for a proxy that httpx2 does not support."""
     try:
         return kind(**settings)
     except (httpx2.InvalidURL, ValueError, ImportError) as error:
-        # Of what is no address a part may be a password.
-        problem = "is no address of a proxy" if isinstance(error, httpx2.InvalidURL) else str(error)
+        # An invalid address may contain a password.
+        problem = "is not the address of a proxy" if isinstance(error, httpx2.InvalidURL) else str(error)
         remedy = "correct the variable, or unset it; NO_PROXY takes hosts that need no proxy"
         raise ConfigError("environment", "HTTP_PROXY, HTTPS_PROXY or ALL_PROXY", problem, remedy) from None
 
 
 class Transport:
-    """Blocking; for any number of threads. A forked process opens connections of its own."""
+    """The blocking transport, for any number of threads. A forked process opens its own connections."""
 
     def __init__(self, url: str, token: str, num_connections: int) -> None:
         self._settings = _build_httpx_options(url, token, num_connections)
@@ -77,7 +77,7 @@ class Transport:
         self._http = _open_client(httpx2.Client, self._settings)
 
     def run(self, conversation: RetrySteps) -> Reply:
-        """Do what the conversation says, to its end. Raises what it raises, and Closed."""
+        """Run a conversation to its end. Raises its errors, and Closed."""
         if os.getpid() != self._pid and not self._http.is_closed:  # else two processes would read each other's answers
             self._open()
         outcome: SendOutcome = None
@@ -103,7 +103,7 @@ class Transport:
                 chunks = []
                 for chunk in response.iter_raw():
                     chunks.append(chunk)
-                    if time.monotonic() > end_s:  # httpx2 limits the time of each read, not of all
+                    if time.monotonic() > end_s:  # httpx2 limits the time of each read, not the total
                         return TimedOut()
             finally:
                 response.close()
@@ -116,21 +116,21 @@ class Transport:
 
 
 class AsyncTransport:
-    """For one event loop.
+    """The transport of one event loop.
 
-    A conversation begins when a connection is free for it, so that httpx2, which looks at all connections for each
-    request that waits, never has one waiting: first come, first served, by as many at once as there are connections.
+    A conversation begins when a connection is free, in order of arrival. So no request waits in httpx2, which scans all
+    connections for each waiting request.
     """
 
     def __init__(self, url: str, token: str, num_connections: int) -> None:
         self._http = _open_client(httpx2.AsyncClient, _build_httpx_options(url, token, num_connections))
         self._free = asyncio.Semaphore(num_connections)
-        self._loop: asyncio.AbstractEventLoop | None = None  # that the first call was made on
+        self._loop: asyncio.AbstractEventLoop | None = None  # the loop of the first call
 
     async def run(self, conversation: RetrySteps, queue_s: float | None = None) -> Reply:
-        """As `Transport.have`; cancelling it closes the connection, which tells the endpoint that nobody waits.
+        """As `Transport.run`; cancelling it closes the connection, so that the endpoint drops the request.
 
-        Raises TimeoutError when no connection was free within `queue_s`; None waits for one as long as that takes.
+        Raises TimeoutError when no connection was free within `queue_s`; None: no limit.
         """
         try:
             self._require_own_loop()
@@ -185,7 +185,7 @@ class AsyncTransport:
 
 
 def _require_open(http: httpx2.Client | httpx2.AsyncClient) -> None:
-    """Before each sending: it may have been closed while the one before it was waited for. Raises Closed."""
+    """Check before each send: the transport may have been closed during the previous wait. Raises Closed."""
     if http.is_closed:
         raise Closed("the client is closed")
 

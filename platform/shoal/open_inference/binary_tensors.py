@@ -1,9 +1,9 @@
-"""Tensors in bytes, as the binary tensor extension and gRPC's raw contents write them: into arrays, and from arrays.
+"""Converts between arrays and bytes in the format of the binary tensor extension and of gRPC's raw contents.
 
-Called by the codec of requests, by the gRPC service and by the client. Pure functions of buffers and arrays. Much is
-never copied: an array that was read is a read-only view of the body, not always aligned; what is written is a view of
-the array when that is large. Elements are little-endian, row-major, without padding; each of BYTES follows its length
-in four bytes. Complaints are InferenceErrors (422) that name the tensor, what was expected and what came.
+Called by the codec of requests, by the gRPC service and by the client. Pure functions of buffers and arrays. Large data
+is not copied: a decoded array is a read-only view of the body, not always aligned; the bytes of a large array are a
+view of it. Elements are little-endian, row-major, without padding; each of BYTES follows its length in four bytes.
+Errors are InferenceErrors (422) with the tensor's name, the expected and the actual data.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from shoal.errors import InferenceError
 from shoal.open_inference.datatypes import NUMPY_DTYPES
 from shoal.open_inference.request_schema import format_tensor_type
 
-MAX_COPIED_BYTES = 1 << 15  # up to here a copy costs less than a view
+MAX_COPIED_BYTES = 1 << 15  # up to this size a copy costs less than a view
 _LENGTH = struct.Struct("<I")
 
 
 def from_binary(
     name: str, datatype: str, shape: Sequence[int], data: memoryview | bytes, role: str = "input"
 ) -> np.ndarray:
-    """The array of `shape` that `data` holds. Raises InferenceError (422)."""
+    """Decode an array of `shape` from `data`. Raises InferenceError (422)."""
     size = math.prod(shape)
     if datatype == "BYTES":
         return _elements(name, size, memoryview(data), role).reshape(shape)
@@ -40,7 +40,7 @@ def from_binary(
 
 
 def to_binary(datatype: str, array: np.ndarray) -> memoryview | bytes:
-    """The bytes of `array`: a view of it, unless it is BYTES, small, or scattered in memory."""
+    """Encode `array`: a view of it, unless it is BYTES, small, or not contiguous."""
     if datatype == "BYTES":
         elements, packed = array.ravel().tolist(), _LENGTH.pack
         return b"".join([part for element in elements for part in (packed(len(element)), element)])
@@ -52,12 +52,13 @@ def to_binary(datatype: str, array: np.ndarray) -> memoryview | bytes:
 
 
 def _elements(name: str, size: int, data: memoryview, role: str) -> np.ndarray:
-    """The elements of BYTES. Each takes four bytes or more: a false size is found before anything is made for it."""
+    """Decode the elements of BYTES. Each takes at least four bytes, so a false size is detected before any
+    allocation."""
     if size * _LENGTH.size > len(data):
         problem = f"{role} {name!r}: expected {size} elements of BYTES, each after its length in 4 bytes"
         raise InferenceError(422, f"{problem}, got {len(data)} bytes")
     found: list[bytes] = []
-    content, end = bytes(data), len(data)  # bytes are cut in a third of the time that views take
+    content, end = bytes(data), len(data)  # slicing bytes takes a third of the time of slicing views
     offset, width, length_at, append = 0, _LENGTH.size, _LENGTH.unpack_from, found.append
     for number in range(size):
         start = offset + width

@@ -1,10 +1,10 @@
-"""The datatypes of the Open Inference Protocol v2, and the NumPy arrays that hold them inside the platform.
+"""The datatypes of the Open Inference Protocol v2, and their NumPy arrays inside the platform.
 
-Called by whatever reads or writes tensors: JSON, binary, gRPC, the client. Pure; knows no message.
+Called by all code that reads or writes tensors: JSON, binary, gRPC, the client. Pure; knows no message.
 
 NumPy has no BF16: such a tensor is an array of `uint16` with the same bits, which torch views as bfloat16 without a
-copy. Only JSON, and whoever wants to compute with it in NumPy, turns it into float32. BYTES are object arrays of
-`bytes`, one of any length for each element.
+copy. Only JSON, and code that computes with it in NumPy, converts it to float32. BYTES are object arrays of `bytes`,
+one of any length for each element.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ DATATYPES = tuple(NUMPY_DTYPES)
 
 
 def to_floats(values: NDArray[Any], datatype: str) -> NDArray[Any]:
-    """Numbers as FP16, BF16 (its bits), FP32 or FP64: the nearest to each. What is infinite or NaN stays so.
+    """Round numbers to the nearest FP16, BF16 (its bits), FP32 or FP64. Infinity and NaN remain.
 
-    Raises OverflowError for a number whose nearest is infinite.
+    Raises OverflowError for a number that rounds to infinity.
     """
     if datatype == "BF16":
         found = bf16_bits(values if values.dtype == np.float32 else values.astype(np.float64, copy=False))
@@ -52,7 +52,7 @@ def to_floats(values: NDArray[Any], datatype: str) -> NDArray[Any]:
 
 
 def bf16_bits(values: NDArray[np.float32] | NDArray[np.float64]) -> NDArray[np.uint16]:
-    """The BF16 nearest to each value (ties to even), as bits. NaN stays NaN."""
+    """Round each value to the nearest BF16 (ties to even), as bits. NaN stays NaN."""
     floats = values if values.dtype == np.float32 else _round_to_odd(values.astype(np.float64, copy=False))
     bits = np.ascontiguousarray(floats, dtype=np.float32).view(np.uint32)
     rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
@@ -61,8 +61,8 @@ def bf16_bits(values: NDArray[np.float32] | NDArray[np.float64]) -> NDArray[np.u
 
 
 def _round_to_odd(values: NDArray[np.float64]) -> NDArray[np.float32]:
-    """The float32 next to each value towards 0, with its last bit set where it is another: so that no value becomes
-    the middle between two BF16, which rounding to the nearest would take it for."""
+    """Round each value to float32 towards 0, with the last bit set if inexact, so that no value becomes the middle
+    between two BF16 and rounds wrongly afterwards."""
     with np.errstate(over="ignore"):
         floats = np.atleast_1d(values).astype(np.float32)
     is_beyond = np.abs(floats) > np.abs(values)
@@ -72,5 +72,5 @@ def _round_to_odd(values: NDArray[np.float64]) -> NDArray[np.float32]:
 
 
 def bf16_values(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """The float32 that each BF16 is, exactly."""
+    """Convert each BF16 exactly to float32."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)

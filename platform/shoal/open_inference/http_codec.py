@@ -1,8 +1,8 @@
-"""The bodies of inference over HTTP: a request into arrays, outputs into an answer; JSON, binary, or some of each.
+"""Decodes the bodies of inference requests over HTTP into arrays, and encodes outputs; JSON, binary, or a mixture.
 
-Called by the REST application, one codec for each model. No HTTP: the one header that matters, the length of the JSON
-object before the tensors' bytes (Inference-Header-Content-Length), is a number here. Complaints are InferenceErrors:
-400 for what is not a request, 422 for a tensor that does not fit.
+Called by the REST application, one codec for each model. Knows no HTTP: the one relevant header, the length of the JSON
+object before the tensors' bytes (Inference-Header-Content-Length), is a number here. Errors are InferenceErrors: 400
+for an invalid request, 422 for a tensor that does not fit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shoal.open_inference.messages import (
 from shoal.open_inference.request_schema import RequestSchema
 
 NO_PARAMETERS: Parameters = {}
-# What would need a part of the protocol that is not served: to ignore it would answer something else than was asked.
+# Parameters of unsupported parts of the protocol: ignoring them would change the meaning of the request.
 REFUSED_PARAMETERS = ("shared_memory_region", "classification")
 
 _decode_request = msgspec.json.Decoder(InferRequest).decode
@@ -36,10 +36,10 @@ _encode = msgspec.json.Encoder().encode
 
 
 class DecodedRequest(msgspec.Struct, frozen=True, gc=False):
-    """A request whose every tensor fits.
+    """A request with valid tensors.
 
-    outputs: names of those that are wanted; None for all
-    binary:  whether outputs go back as bytes, unless `binary_of` says otherwise of one
+    outputs: names of the requested outputs; None for all
+    binary:  whether outputs are sent as bytes, unless `binary_of` overrides it for one
     """
 
     id: str | None
@@ -52,17 +52,17 @@ class DecodedRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 class HttpCodec:
-    """Reads requests for, and writes answers of, one model. For any thread."""
+    """Decodes requests to, and encodes answers of, one model. For any thread."""
 
     def __init__(
         self, model_name: str, inputs: Sequence[TensorMetadata], outputs: Sequence[TensorMetadata], max_rows: int
     ) -> None:
         self._model_name, self._outputs = model_name, outputs
         self._schema = RequestSchema(inputs, outputs, max_rows)
-        self.has_bytes_inputs = any(spec.datatype == "BYTES" for spec in inputs)  # whose elements are read one by one
+        self.has_bytes_inputs = any(spec.datatype == "BYTES" for spec in inputs)  # have their elements read one by one
 
     def decode(self, body: bytes, header_length: int | None = None) -> DecodedRequest:
-        """Read a request. `header_length`: of the JSON object, when bytes of tensors follow it.
+        """Decode a request. `header_length`: of the JSON object, when bytes of tensors follow it.
 
         The arrays of binary tensors are views of `body`. Raises InferenceError (400, 422).
         """
@@ -88,7 +88,7 @@ class HttpCodec:
                 arrays[tensor.name] = _read_tensor(tensor, None if size is None else rest[:size])
                 rest = rest[size or 0 :]
         if len(rest):
-            raise InferenceError(400, f"the body goes on for {len(rest)} bytes after the last tensor")
+            raise InferenceError(400, f"the body has {len(rest)} bytes after the last tensor")
         num_rows = self._schema.check_complete(arrays)
         parameters = request.parameters or NO_PARAMETERS
         binary = _get_flag(parameters, "binary_data_output", False)
@@ -105,9 +105,9 @@ class HttpCodec:
     def encode(
         self, request: DecodedRequest, version: int, outputs: Mapping[str, np.ndarray]
     ) -> tuple[bytes, list[memoryview | bytes]]:
-        """The JSON object of the answer, and the bytes of its binary tensors (views of the arrays), in order.
+        """Encode the JSON object of the answer, and the bytes of its binary tensors (views of the arrays), in order.
 
-        Raises InferenceError (422) for an output that JSON cannot hold.
+        Raises InferenceError (422) for an output that JSON cannot represent.
         """
         tensors: list[OutputTensor] = []
         parts: list[memoryview | bytes] = []
@@ -127,7 +127,7 @@ class HttpCodec:
         return _encode(InferResponse(self._model_name, str(version), tensors, request.id)), parts
 
     def _decode_raw(self, body: bytes) -> DecodedRequest:
-        """A body that is one row of the one input and nothing else; the answer is binary."""
+        """Decode a raw body: one row of the only input; the answer is binary."""
         inputs = list(self._schema.inputs.values())
         if len(inputs) != 1:
             names = ", ".join(map(repr, self._schema.inputs))
@@ -139,7 +139,7 @@ class HttpCodec:
         if spec.datatype == "BYTES" and shape != [1] * len(shape):
             raise InferenceError(400, f"input {spec.name!r}: the raw body of BYTES is one element, got {spec.shape}")
         if shape.count(-1) > 1:
-            raise InferenceError(400, f"input {spec.name!r}: a raw body does not tell its shape: {spec.shape}")
+            raise InferenceError(400, f"input {spec.name!r}: the shape of a raw body is unknown: {spec.shape}")
         if spec.datatype == "BYTES":
             array = np.empty(1, dtype=object)
             array[0] = body
@@ -156,21 +156,21 @@ class HttpCodec:
 
 
 def _binary_size(tensor: InputTensor, available_bytes: int) -> int | None:
-    """How many of the bytes behind the JSON object belong to this tensor; None when its data is in the JSON."""
+    """The number of bytes after the JSON object for this tensor; None when its data is in the JSON."""
     parameters = tensor.parameters or NO_PARAMETERS
     _reject_parameters(parameters, f"input {tensor.name!r}")
     size = parameters.get("binary_data_size")
     if size is None:
         return None
     if type(size) is not int or not 0 <= size <= available_bytes:
-        expected = f"expected at most {available_bytes}, which is what follows the JSON object"
+        expected = f"expected at most {available_bytes}, which is the number after the JSON object"
         raise InferenceError(400, f"input {tensor.name!r}: binary_data_size = {str(size)[:40]}: {expected}")
     return size
 
 
 def _read_tensor(tensor: InputTensor, binary: memoryview | None) -> np.ndarray:
     if (binary is None) == (tensor.data is NO_DATA):
-        remedy = "give data, or binary_data_size and the bytes behind the JSON object; one of both"
+        remedy = "give data, or binary_data_size and the bytes after the JSON object; one of both"
         raise InferenceError(400, f"not an inference request: input {tensor.name!r}: {remedy}")
     if binary is None:
         return from_json(tensor.name, tensor.datatype, tensor.shape, tensor.data)

@@ -1,4 +1,4 @@
-"""The protocol's protobuf messages, by name: `inference_pb2.ModelInferRequest` and so on, as the stub beside it says.
+"""The protocol's protobuf messages, by name: `inference_pb2.ModelInferRequest` and so on, as in its stub.
 
 Made when imported from `inference.binpb`, which `make proto` compiles from `inference.proto`. They live in a pool of
 their own: every implementation of this protocol (tritonclient, kserve, open-inference-grpc) registers the same names in

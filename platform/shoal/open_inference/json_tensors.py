@@ -1,9 +1,9 @@
-"""Tensors in JSON, as the Open Inference Protocol v2 writes them: into arrays, and from arrays.
+"""Converts between arrays and JSON in the format of the Open Inference Protocol v2.
 
 Called by the codec of requests and by the client, after the shape was checked against the signature. Pure functions of
 bytes and arrays. Data may be flat (row-major) or nested; numbers are written as numbers, BYTES as strings of UTF-8.
-FP16 and BF16, for which JSON has nothing of their own, are numbers too, rounded to the nearest.
-Complaints are InferenceErrors (422) that name the tensor, what was expected and what came.
+FP16 and BF16 are numbers too, rounded to the nearest. Errors are InferenceErrors (422) with the tensor's name, the
+expected and the actual data.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from shoal.open_inference.datatypes import NUMPY_DTYPES, bf16_bits, bf16_values
 from shoal.open_inference.request_schema import format_tensor_type
 
 MAX_DEPTH = 8
-MAX_SMALL_VALUES = 64  # values up to which Python's own loops beat NumPy's
-LARGE_BYTES = 1 << 16  # data from which its values are counted before they are read
+MAX_SMALL_VALUES = 64  # up to this many values Python's loops beat NumPy's
+LARGE_BYTES = 1 << 16  # from this size on, values are counted before they are read
 
 _OPENING = re.compile(rb"[\[ \t\r\n]*")
 _ELEMENT: dict[str, type] = {
     datatype: {"b": bool, "u": int, "i": int, "f": float, "O": str}[dtype.kind]
     for datatype, dtype in NUMPY_DTYPES.items()
 } | {"BF16": float}
-_ROUNDED = ("FP16", "BF16", "FP32")  # what JSON's numbers may be too large for
-# From here on a number rounds to infinity: half a step beyond the largest that there is.
+_ROUNDED = ("FP16", "BF16", "FP32")  # JSON's numbers may overflow these
+# From here on a number rounds to infinity: half a step beyond the largest finite one.
 _SMALL_LIMITS = {"FP16": 65520.0, "FP32": 2.0**128 - 2.0**103}
 
 
 def from_json(name: str, datatype: str, shape: Sequence[int], data: msgspec.Raw, role: str = "input") -> np.ndarray:
-    """The array that `data` holds. Raises InferenceError (422)."""
+    """Decode an array from `data`. Raises InferenceError (422)."""
     size = math.prod(shape)
     try:
         if len(memoryview(data)) > LARGE_BYTES and _element_count(datatype, data) > size:
@@ -61,9 +61,9 @@ def from_json(name: str, datatype: str, shape: Sequence[int], data: msgspec.Raw,
 
 
 def to_json(name: str, datatype: str, array: np.ndarray, role: str = "output") -> list[Any]:
-    """The flat data of `array`. NaN and infinity, which JSON cannot write, become null when it is encoded.
+    """The flat data of `array`. JSON has no NaN and infinity; the encoder writes null.
 
-    Raises InferenceError (422) for BYTES that are no text.
+    Raises InferenceError (422) for BYTES that are not UTF-8.
     """
     if datatype == "BF16":
         array = bf16_values(array)
@@ -93,7 +93,7 @@ def _to_nested_array(datatype: str, values: list[Any]) -> np.ndarray:
 
 
 def _floats(datatype: str, values: list[Any]) -> np.ndarray:
-    """JSON has no infinity: where there is one, a number was beyond the datatype."""
+    """Decode floats. JSON has no infinity, so an infinite result means a number beyond the datatype."""
     with np.errstate(over="ignore"):
         if datatype == "BF16":
             array: np.ndarray = bf16_bits(np.array(values, dtype=np.float64))
@@ -107,7 +107,7 @@ def _floats(datatype: str, values: list[Any]) -> np.ndarray:
 
 
 def _encode_texts(texts: np.ndarray) -> np.ndarray:
-    """The UTF-8 of each text. Raises ValueError for lists of unequal length, which NumPy keeps as lists."""
+    """Encode each text as UTF-8. Raises ValueError for lists of unequal length, which NumPy leaves as lists."""
     encoded = np.empty(texts.size, dtype=object)
     for number, text in enumerate(texts.flat):
         if not isinstance(text, str):
@@ -117,12 +117,12 @@ def _encode_texts(texts: np.ndarray) -> np.ndarray:
 
 
 def _element_count(datatype: str, data: msgspec.Raw) -> int:
-    """How many numbers a list holds at least; strings hold commas of their own and are not counted."""
+    """The least number of numbers in a list; strings may contain commas and are not counted."""
     return 0 if datatype == "BYTES" else bytes(data).count(b",") + 1
 
 
 def _depth(data: msgspec.Raw) -> int:
-    """How deep lists are nested, read from the opening brackets; at most MAX_DEPTH, at least 1."""
+    """The nesting depth of lists, from the opening brackets; at most MAX_DEPTH, at least 1."""
     opening = _OPENING.match(memoryview(data))
     assert opening is not None
     return max(1, min(opening.group().count(b"["), MAX_DEPTH))

@@ -1,8 +1,8 @@
-"""The messages of the Open Inference Protocol v2 and of its extensions, as they stand in JSON.
+"""The messages of the Open Inference Protocol v2 and of its extensions in JSON.
 
-Called by the REST application, by the gRPC service (statistics, repository) and by the client. Holds no tensor's values
-but as they came: `json_tensors` and `binary_tensors` turn them into arrays. Unknown fields are ignored, as the protocol
-demands; a field of the wrong type is the decoder's complaint.
+Called by the REST application, by the gRPC service (statistics, repository) and by the client. Tensors' values are left
+undecoded: `json_tensors` and `binary_tensors` convert them to arrays. Unknown fields are ignored, as the protocol
+demands; the decoder raises for a field of the wrong type.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class TensorMetadata(msgspec.Struct, frozen=True):
 
 
 class ModelMetadata(msgspec.Struct):
-    """What a model takes and gives; `versions` ascending, those that can be asked for."""
+    """A model's inputs and outputs; `versions` are the available ones, ascending."""
 
     name: str
     versions: list[str]
@@ -34,7 +34,7 @@ class ModelMetadata(msgspec.Struct):
 
 
 class ServerMetadata(msgspec.Struct):
-    """Who serves, and which extensions of the protocol."""
+    """The server and its extensions of the protocol."""
 
     name: str
     version: str
@@ -42,7 +42,7 @@ class ServerMetadata(msgspec.Struct):
 
 
 class InputTensor(msgspec.Struct, omit_defaults=True):
-    """One input of a request. `data` stays as it came until the datatype is known; absent when the bytes follow."""
+    """One input of a request. `data` is decoded once the datatype is known; absent when the bytes follow."""
 
     name: str
     shape: list[int]
@@ -52,7 +52,7 @@ class InputTensor(msgspec.Struct, omit_defaults=True):
 
 
 class RequestedOutput(msgspec.Struct, omit_defaults=True):
-    """An output that the client asks for; without any, it gets them all."""
+    """An output that the client requests; without any, it gets all."""
 
     name: str
     parameters: Parameters | None = None
@@ -88,14 +88,14 @@ class InferResponse(msgspec.Struct, omit_defaults=True):
 
 
 class Duration(msgspec.Struct):
-    """How often, and how long together."""
+    """A count and a total time."""
 
     count: int = 0
     ns: int = 0
 
 
 class InferenceStatistics(msgspec.Struct):
-    """Durations of requests: all that succeeded, all that failed, and the parts of those that succeeded."""
+    """Durations of requests: successful ones, failed ones, and the parts of successful ones."""
 
     success: Duration = msgspec.field(default_factory=Duration)
     fail: Duration = msgspec.field(default_factory=Duration)
@@ -117,10 +117,10 @@ class BatchStatistics(msgspec.Struct):
 
 
 class VersionStatistics(msgspec.Struct):
-    """What one version of a model did since the replica that answers has started.
+    """The statistics of one version since the answering replica started.
 
     last_inference:  milliseconds since the epoch
-    inference_count: rows that were answered; execution_count: forwards
+    inference_count: answered rows; execution_count: forwards
     """
 
     name: str
@@ -139,7 +139,7 @@ class Statistics(msgspec.Struct):
 
 
 class IndexRequest(msgspec.Struct):
-    """What to list of the repository. `ready`: only what can be asked for inferences now."""
+    """A request for the repository's index. `ready`: only versions that can answer now."""
 
     ready: bool = False
 

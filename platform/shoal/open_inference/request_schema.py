@@ -1,8 +1,8 @@
-"""What the requests of one model must look like: names, datatypes, shapes and rows, checked before anything is read.
+"""The schema of one model's requests: names, datatypes, shapes and rows, checked before any value is read.
 
-Called for every tensor of a request by the REST codec and by the gRPC service, with what the request *declares*: no
-value has been looked at, nothing has been allocated. Knows no encoding. Every complaint is an InferenceError (422, 413
-for too many elements) that names the tensor, what was expected and what came.
+Called for every tensor of a request by the REST codec and by the gRPC service, with the request's *declarations*,
+before any value is read or memory allocated. Knows no encoding. Every error is an InferenceError (422, 413 for too many
+elements) with the tensor's name, the expected and the actual declaration.
 
 The batch is the first dimension. It has at least one row, as in Triton; another variable dimension may be 0.
 """
@@ -16,22 +16,22 @@ from typing import Any
 from shoal.errors import InferenceError
 from shoal.open_inference.messages import TensorMetadata
 
-MAX_ELEMENTS = 1 << 24  # of a tensor whose size its model leaves open: what others are padded to, in one batch
-MAX_SHOWN = 8  # dimensions of a client's shape that an error repeats
+MAX_ELEMENTS = 1 << 24  # of a tensor of variable size, to which others in its batch are padded
+MAX_SHOWN = 8  # the most dimensions of a client's shape in an error
 
 
 class RequestSchema:
-    """Checks declarations against a model's inputs and outputs; `max_rows` is the largest batch that it takes."""
+    """Checks declarations against a model's inputs and outputs; `max_rows` is its largest batch."""
 
     def __init__(self, inputs: Sequence[TensorMetadata], outputs: Sequence[TensorMetadata], max_rows: int) -> None:
         self.inputs = {spec.name: spec for spec in inputs}
         self.outputs = {spec.name: spec for spec in outputs}
         self._max_rows = max_rows
-        # The shape behind the batch where it is fixed: it is compared at once.
+        # The shape after the batch dimension where it is fixed, for one comparison.
         self._rest = {spec.name: None if -1 in spec.shape[1:] else spec.shape[1:] for spec in inputs}
 
     def check_tensor(self, name: str, datatype: str, shape: Sequence[int], accepted: Mapping[str, Any]) -> None:
-        """One tensor of a request whose tensors so far are `accepted`. Raises InferenceError (413, 422)."""
+        """Check one tensor of a request, after those `accepted`. Raises InferenceError (413, 422)."""
         spec = self.inputs.get(name)
         if spec is None:
             expected = ", ".join(map(repr, self.inputs))
@@ -45,13 +45,13 @@ class RequestSchema:
         if not 0 < shape[0] <= self._max_rows:
             expected = f"expected 1 to {self._max_rows} rows"
             raise InferenceError(422, f"input {name!r}: {expected}, got {format_tensor_type(datatype, shape)}")
-        # A size of 0 makes no tensor of those beside it any shorter than NumPy can count.
+        # A size of 0 does not hide other sizes that exceed NumPy's range.
         if self._rest[name] is None and math.prod([max(size, 1) for size in shape]) > MAX_ELEMENTS:
             limit = f"at most {MAX_ELEMENTS} elements are taken"
             raise InferenceError(413, f"input {name!r}: {limit}, got {format_tensor_type(datatype, shape)}")
 
     def check_complete(self, arrays: Mapping[str, Any]) -> int:
-        """The number of rows of a request with these tensors. Raises InferenceError (422)."""
+        """Check a full request; returns its number of rows. Raises InferenceError (422)."""
         if len(arrays) != len(self.inputs):
             spec = next(spec for name, spec in self.inputs.items() if name not in arrays)
             raise InferenceError(422, f"input {spec.name!r} is missing: expected {format_tensor_spec(spec)}")
@@ -65,8 +65,8 @@ class RequestSchema:
         return num_rows
 
     def check_outputs(self, names: Iterable[str]) -> frozenset[str] | None:
-        """The outputs that were asked for; None for all. Raises InferenceError (422) at the first that there is not, or
-        that is there already: no more names are looked at than the model has outputs, and one."""
+        """Check the requested outputs; None for all. Raises InferenceError (422) at the first unknown or repeated one,
+        so it reads at most one name more than the model has outputs."""
         wanted: set[str] = set()
         for name in names:
             if name not in self.outputs:
@@ -92,6 +92,6 @@ def format_tensor_spec(spec: TensorMetadata) -> str:
 
 
 def format_tensor_type(datatype: str, shape: Sequence[int]) -> str:
-    """What a client declared, cut to what an error should repeat."""
+    """Format a client's declaration, shortened for an error."""
     rest = ", ..." if len(shape) > MAX_SHOWN else ""
     return f"{datatype[:20]} [{', '.join(map(str, shape[:MAX_SHOWN]))}{rest}]"

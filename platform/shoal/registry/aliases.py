@@ -1,4 +1,5 @@
-"""Which version an alias means, and meant before: an append-only list of moves an alias. And which numbers are used up.
+"""The version of each alias, now and before: an append-only list of moves for each alias. Also the used version
+numbers.
 
 Pure values: the registry reads and writes them as `aliases.json`. Never touches a file.
 """
@@ -14,7 +15,7 @@ from shoal.config import Spec
 
 
 class AliasMove(Spec):
-    """The alias went to `version`: to a new one (promote) or back to the one before (rollback).
+    """A move of an alias to `version`: to a new one (promote) or back to the previous one (rollback).
 
     time: seconds since the epoch
     """
@@ -25,14 +26,14 @@ class AliasMove(Spec):
 
 
 class Aliases(Spec):
-    """The moves of every alias of one model, and `newest`: the highest number that a version was registered under."""
+    """The moves of every alias of one model, and `newest`: the highest version number used."""
 
     moves: dict[str, list[AliasMove]] = Field(default_factory=dict)
     newest: int = 0
 
     @model_validator(mode="after")
     def _rollbacks_have_somewhere_to_go(self) -> Aliases:
-        """A file that somebody has edited may say anything."""
+        """Check a file, which may have been edited by hand."""
         for alias, moves in self.moves.items():
             depth = 0
             for move in moves:
@@ -42,7 +43,7 @@ class Aliases(Spec):
         return self
 
     def list_promoted(self, alias: str) -> list[int]:
-        """The versions that were promoted and not rolled back, oldest first; the last one is what the alias means."""
+        """The versions promoted and not rolled back, oldest first; the alias names the last one."""
         stack: list[int] = []
         for move in self.moves.get(alias, []):
             if move.kind == "promote":
@@ -52,24 +53,25 @@ class Aliases(Spec):
         return stack
 
     def target(self, alias: str) -> int | None:
-        """The version that the alias means; None when there is no such alias."""
+        """The alias's version; None for an unknown alias."""
         stack = self.list_promoted(alias)
         return stack[-1] if stack else None
 
     def list_names(self, version: int) -> tuple[str, ...]:
-        """The aliases that mean `version`, sorted."""
+        """The aliases of `version`, sorted."""
         return tuple(sorted(alias for alias in self.moves if self.target(alias) == version))
 
     def find_highest_version(self) -> int:
-        """The highest number that a version has had, though the version may be gone; 0 when there was none."""
+        """The highest version number used, also of a removed version; 0 for none."""
         return max([self.newest, *(move.version for moves in self.moves.values() for move in moves)])
 
     def with_version(self, version: int) -> Aliases:
-        """A copy in which `version` has been registered."""
+        """A copy with `version` registered."""
         return Aliases(moves=self.moves, newest=max(self.newest, version))
 
     def with_promotion(self, version: int, aliases: Iterable[str], time: float) -> Aliases:
-        """A copy in which `aliases` mean `version`, with one more move where it did not; or this very one."""
+        """A copy in which `aliases` name `version`, with a move for each that did not; without any move, this
+        object."""
         found = self
         for alias in aliases:
             if found.target(alias) != version:

@@ -1,6 +1,6 @@
-"""What is known about one registered model version: the manifest, and how to build and call the model.
+"""The manifest of a registered model version, and how to build and call the model.
 
-Owns the specs that are written beside the weights as `manifest.json`. Called by the registry, by jobs that register a
+Owns the specs that are stored with the weights as `manifest.json`. Called by the registry, by jobs that register a
 model and by the endpoints that serve one. Never reads or writes a file, and imports torch only if a factory does.
 """
 
@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from shoal.config import Spec
 from shoal.errors import ConfigError
 
-# The names of the Open Inference Protocol v2, and BF16, which has become common since.
+# The names of the Open Inference Protocol v2, and the newer BF16.
 DATATYPES = (
     *("BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64"),
     *("FP16", "BF16", "FP32", "FP64", "BYTES"),
@@ -25,7 +25,7 @@ DATATYPES = (
 class TensorSignature(Spec):
     """One input or output of a model.
 
-    name:     what requests call it
+    name:     its name in requests
     datatype: a name of the Open Inference Protocol v2, such as FP32
     shape:    the first dimension is the batch; -1 is a dimension of variable size
     """
@@ -50,14 +50,14 @@ class TensorSignature(Spec):
 
 
 class Signature(Spec):
-    """The tensors that a model takes and gives, in order."""
+    """A model's inputs and outputs, in order."""
 
     inputs: list[TensorSignature]
     outputs: list[TensorSignature]
 
 
 Format = Literal["module", "torch_export", "onnx"]
-# What a version's payload is called, beside its manifest.
+# The file name of a version's payload.
 PAYLOAD_FILES: dict[Format, str] = {
     "module": "weights.safetensors",
     "torch_export": "model.pt2",
@@ -66,12 +66,13 @@ PAYLOAD_FILES: dict[Format, str] = {
 
 
 class ModelFactory(Spec):
-    """How to make a model of the payload that is registered with it.
+    """How to build a model from its registered payload.
 
-    format:  `module` builds `factory`, of the form module:Class, with `kwargs`, and loads weights into it; a program
-             of torch.export and an ONNX file hold both, and need no factory
-    preprocess, postprocess: what an endpoint does before and after the model, unless its options say otherwise:
-             `module:function` that gives that function (a dict of arrays to another) for the model's `kwargs`
+    format:  `module` builds `factory`, of the form module:Class, with `kwargs`, and loads weights into it; a program of
+             torch.export and an ONNX file contain both and need no factory
+    preprocess, postprocess: an endpoint's steps before and after the model, unless its options override them: a
+             `module:function` that returns the step (a function from a dict of arrays to another) for the model's
+             `kwargs`
     """
 
     factory: str = ""
@@ -87,7 +88,7 @@ class ModelFactory(Spec):
         return self
 
     def build(self) -> object:
-        """Import the factory and call it. Raises ConfigError naming what is wrong."""
+        """Import the factory and call it. Raises ConfigError with the reason."""
         found = find_callable("model.factory", self.factory)
         try:
             return found(**self.kwargs)
@@ -96,7 +97,7 @@ class ModelFactory(Spec):
 
 
 def find_callable(field: str, reference: str) -> Any:
-    """The class or function that `module:name` refers to. Raises ConfigError for `field`, naming what is wrong."""
+    """Import the class or function `module:name`. Raises ConfigError for `field`, with the reason."""
     remedy = "write it as module:name, and make the module importable here"
     module_name, separator, path = reference.partition(":")
     if not (module_name and separator and path):
@@ -115,17 +116,17 @@ def find_callable(field: str, reference: str) -> Any:
 
 
 class Manifest(Spec):
-    """Everything about one version but its payload.
+    """One version without its payload.
 
-    version:         of the model, in the registry, from 1
-    created_at:      seconds since the epoch at which it was registered
+    version:         the model's version in the registry, from 1
+    created_at:      the time of registration in seconds since the epoch
     run_id:          the run that made it; None when no run did
-    weights_version: the version that the weights had within that run
-    sha256:          hex digest of the payload: of weights.safetensors, or of the file that is the model
-    data:            fingerprints of the datasets that it was made with, by their part: train, validation, test
+    weights_version: the weights' version within that run
+    sha256:          hex digest of the payload: weights.safetensors or the model's file
+    data:            fingerprints of its datasets, by part: train, validation, test
     """
 
-    model_config = ConfigDict(allow_inf_nan=True, ser_json_inf_nan="strings")  # metrics, which JSON cannot say
+    model_config = ConfigDict(allow_inf_nan=True, ser_json_inf_nan="strings")  # metrics, which JSON cannot represent
 
     name: str
     version: int = Field(ge=1)

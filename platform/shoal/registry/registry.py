@@ -1,11 +1,11 @@
-"""Models by name and version, immutable once registered, and the aliases that say which version to use.
+"""Models by name and version, immutable once registered, and aliases for versions.
 
     NAME/VERSION/manifest.json, weights.safetensors      NAME/aliases.json      (in $SHOAL_HOME/registry)
 
-A model that is a file of its own (torch.export, ONNX) has model.pt2 or model.onnx in the place of the weights.
+A model that is a single file (torch.export, ONNX) has model.pt2 or model.onnx in place of the weights.
 
-Called by jobs and pillars that register what they trained, by endpoints, and by the CLI. Any number of processes may
-read and write at once: a version appears whole or not at all, and is never changed. Never runs or builds a model.
+Called by jobs that register trained models, by endpoints, and by the CLI. Any number of processes may read and write at
+once: a version appears complete or not at all, and never changes. Never runs or builds a model.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from shoal.weights import WeightSnapshot
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
 _INCOMING = ".incoming"
-_REGISTERING = ".registering"  # held while a version is written, which takes as long as it is large; aliases move on
+_REGISTERING = ".registering"  # locked while a version is written; aliases can move meanwhile
 
 
 @dataclass(frozen=True)
 class ModelVersion:
-    """One registered version. `aliases` are those that meant it when it was looked up."""
+    """One registered version. `aliases` are those that named it at the look-up."""
 
     name: str
     version: int
@@ -48,11 +48,11 @@ class ModelVersion:
 
     @property
     def ref(self) -> str:
-        """What names exactly this version: name@version."""
+        """The exact reference: name@version."""
         return f"{self.name}@{self.version}"
 
     def snapshot(self) -> WeightSnapshot:
-        """The payload, as version `self.version`: the weights, or the file that is the model.
+        """The payload, as version `self.version`: the weights, or the model's file.
 
         Raises WeightsError when it is missing or damaged.
         """
@@ -73,19 +73,19 @@ class ModelVersion:
 
 @contextmanager
 def _convert_os_errors() -> Iterator[None]:
-    """What the disk refuses (it is full, or another's, or read-only) is a RegistryError to whoever asked."""
+    """Raise RegistryError for an error of the disk (full, not permitted or read-only)."""
     try:
         yield
     except OSError as error:
-        remedy = "give this user the right to it, or the disk room"
+        remedy = "give this user the right to it, or free disk space"
         raise RegistryError(f"the registry cannot be read or written ({error}): {remedy}") from error
 
 
 class Registry:
     """The models under `root` (`$SHOAL_HOME/registry` when None).
 
-    A model is referred to as `name@3`, `name@champion`, or `name` for its newest version. All raise
-    RegistryError for what the disk refuses.
+    A reference is `name@3`, `name@champion`, or `name` for the newest version. All methods raise RegistryError for an
+    error of the disk.
     """
 
     @_convert_os_errors()
@@ -105,16 +105,16 @@ class Registry:
         data: Mapping[str, str] | None = None,
         aliases: Sequence[str] = ("champion",),
     ) -> ModelVersion:
-        """Add the next version of `name`, and let `aliases` mean it. The snapshot's payload is of the model's format.
+        """Add the next version of `name`, and point `aliases` at it. The snapshot's payload is of the model's format.
 
-        The number of a version that was removed is not given again: who has seen it would take one for the other.
-        Raises ConfigError for a name or alias that does not fit, WeightsError for a damaged snapshot, RegistryError
-        when it cannot be written. What is interrupted leaves nothing to see.
+        The number of a removed version is not used again, so that the two cannot be confused. Raises ConfigError for an
+        invalid name or alias, WeightsError for a damaged snapshot, RegistryError when it cannot be written. An
+        interrupted call leaves no version.
         """
         require_name("name", name)
         _require_aliases(tuple(aliases))
         check = snapshot.check if model.format == "module" else snapshot.verify
-        check()  # refuses damage now, and not when the model is served
+        check()  # rejects damage now instead of when the model is served
         folder = self.root / name
         try:
             folder.mkdir(exist_ok=True)
@@ -136,7 +136,7 @@ class Registry:
                     incoming = _write_version(folder, manifest, snapshot.payload)
                     with lock_folder(folder):
                         _publish_version(folder, incoming, manifest.version, aliases)
-                finally:  # half a version takes room, which may be what was missing
+                finally:  # an incomplete version takes disk space, which may be short
                     shutil.rmtree(folder / _INCOMING, ignore_errors=True)
         except OSError as error:
             raise RegistryError(f"{name!r} cannot be registered in {self.root}: {error}") from error
@@ -144,23 +144,23 @@ class Registry:
 
     @_convert_os_errors()
     def get(self, ref: str) -> ModelVersion:
-        """The version that `ref` means. Raises RegistryError, with what there is, when there is none."""
+        """Find the version of `ref`. Raises RegistryError, with a list of the present ones, when there is none."""
         name, word = split_ref(ref)
         folder = self._find_folder(name)
-        aliases = _read_aliases(folder)  # before the versions: an alias moves to what is there already
+        aliases = _read_aliases(folder)  # before the versions: an alias only moves to a present one
         versions = _versions_in(folder)
         version = _resolve_version(word, versions, aliases)
         if version is None:
             known = ", ".join([f"versions {versions[0]} to {versions[-1]}", *sorted(aliases.moves)])
             if (gone := aliases.target(word)) is not None:
-                remedy = f"`shoal models promote {name}@N --alias {word}` lets it mean another; it has {known}"
+                remedy = f"`shoal models promote {name}@N --alias {word}` points it at another; it has {known}"
                 raise RegistryError(f"{name}@{word} means version {gone}, which was removed: {remedy}")
             raise RegistryError(f"{name!r} has no {word!r}: it has {known}")
         return _load_version(folder, version, aliases)
 
     @_convert_os_errors()
     def has(self, ref: str) -> bool:
-        """Whether `ref` means a version now."""
+        """Whether `ref` has a version now."""
         name, word = split_ref(ref)
         aliases = _read_aliases(self.root / name)
         return _resolve_version(word, _versions_in(self.root / name), aliases) is not None
@@ -176,7 +176,7 @@ class Registry:
 
     @_convert_os_errors()
     def promote(self, ref: str, alias: str = "champion") -> ModelVersion:
-        """Let `alias` mean the version that `ref` means; no move when it does already. Raises RegistryError."""
+        """Point `alias` at the version of `ref`; no move when it is there already. Raises RegistryError."""
         _require_alias(alias)
         found = self.get(ref)
         with lock_folder(found.folder.parent):
@@ -188,17 +188,17 @@ class Registry:
 
     @_convert_os_errors()
     def rollback(self, name: str, alias: str = "champion") -> ModelVersion:
-        """Let `alias` mean what it meant before its last promotion. Raises RegistryError when there is no before."""
+        """Point `alias` at its version before the last promotion. Raises RegistryError when there is none."""
         folder = self._find_folder(name)
         with lock_folder(folder):
             aliases = _read_aliases(folder)
             stack = aliases.list_promoted(alias)
             if len(stack) < 2:
-                now = f"is {name}@{stack[0]}, with none left to go back to" if stack else "was never promoted"
+                now = f"is {name}@{stack[0]}, with no version to go back to" if stack else "was never promoted"
                 remedy = f"choose a version with `shoal models promote {name}@N --alias {alias}`"
                 raise RegistryError(f"{name}@{alias} {now}: {remedy}")
             if stack[-2] not in _versions_in(folder):
-                remedy = f"`shoal models promote {name}@N --alias {alias}` lets it mean another"
+                remedy = f"`shoal models promote {name}@N --alias {alias}` points it at another"
                 raise RegistryError(f"{name}@{alias} meant version {stack[-2]} before, which was removed: {remedy}")
             _write_aliases(
                 folder, aliases.with_move(alias, AliasMove(version=stack[-2], time=time.time(), kind="rollback"))
@@ -223,9 +223,10 @@ class Registry:
 
 
 def split_ref(ref: str) -> tuple[str, str]:
-    """(name, version or alias) of `name@3` or `name@champion`; the second is empty for `name` and `name@latest`.
+    """Split `name@3` or `name@champion` into name and version or alias; the second is empty for `name` and
+    `name@latest`.
 
-    Raises ConfigError for what is not a reference.
+    Raises ConfigError for an invalid reference.
     """
     name, separator, word = ref.partition("@")
     require_name("model", name)
@@ -235,7 +236,7 @@ def split_ref(ref: str) -> tuple[str, str]:
 
 
 def _resolve_version(word: str, versions: Sequence[int], aliases: Aliases) -> int | None:
-    """The version that the word after the @ means; None when there is none."""
+    """Resolve the text after the @ to a version; None when there is none."""
     if not word:
         return versions[-1] if versions else None
     version = int(word) if word.isdigit() else aliases.target(word)
@@ -243,7 +244,7 @@ def _resolve_version(word: str, versions: Sequence[int], aliases: Aliases) -> in
 
 
 def require_name(field: str, name: str) -> None:
-    """Raises ConfigError for what can name no model, before there is one to register."""
+    """Check a model's name early. Raises ConfigError for an invalid one."""
     if not _NAME.fullmatch(name):
         remedy = "use a-z, 0-9, '.', '_' and '-', 128 at most, and begin with a-z or 0-9"
         raise ConfigError(field, name, "is not a name", remedy)
@@ -252,7 +253,9 @@ def require_name(field: str, name: str) -> None:
 def _require_alias(alias: str) -> None:
     require_name("alias", alias)
     if alias.isdigit() or alias == "latest":
-        raise ConfigError("alias", alias, "means a version already", "choose a word, such as champion or candidate")
+        raise ConfigError(
+            "alias", alias, "is already a reference to a version", "choose a name, such as champion or candidate"
+        )
 
 
 def _require_aliases(aliases: tuple[str, ...]) -> tuple[str, ...]:
@@ -261,12 +264,12 @@ def _require_aliases(aliases: tuple[str, ...]) -> tuple[str, ...]:
     return aliases
 
 
-# A field of a spec: what is registered under these is refused when the spec is read, not when all is done.
+# A field of a spec: an invalid alias is rejected when the spec is read, not after the training.
 AliasNames = Annotated[tuple[str, ...], AfterValidator(_require_aliases)]
 
 
 def _versions_in(folder: Path) -> list[int]:
-    """The versions in the folder of a model, in order; none when there is no such folder."""
+    """The versions in a model's folder, in order; none without the folder."""
     if not folder.is_dir():
         return []
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
@@ -278,8 +281,8 @@ def _load_version(folder: Path, version: int, aliases: Aliases) -> ModelVersion:
 
 
 def _write_version(folder: Path, manifest: Manifest, payload: bytes) -> Path:
-    """Write beside, for the caller to rename, who holds the lock of those who register: what is found half-written is
-    nobody's."""
+    """Write a version to a temporary folder, which the caller renames. The caller holds the registration lock, so an
+    incomplete folder found here has no writer."""
     incoming = folder / _INCOMING
     shutil.rmtree(incoming, ignore_errors=True)
     incoming.mkdir()
@@ -290,7 +293,7 @@ def _write_version(folder: Path, manifest: Manifest, payload: bytes) -> Path:
 
 
 def _publish_version(folder: Path, incoming: Path, version: int, aliases: Sequence[str]) -> None:
-    """Let a version appear, and what is to mean it mean it, in one step each; without the second, there is neither.
+    """Publish a version and then its aliases, each in one step; when the second fails, the first is undone.
 
     Raises OSError, and RegistryError for aliases that cannot be read.
     """
@@ -300,7 +303,7 @@ def _publish_version(folder: Path, incoming: Path, version: int, aliases: Sequen
     try:
         sync_folder(folder)
         _write_aliases(folder, moves)
-    except BaseException:  # an interruption, too; it may come when the second step is done
+    except BaseException:  # also on an interrupt, which may come after the second step
         if _read_aliases(folder) != moves:
             place.rename(incoming)
         raise

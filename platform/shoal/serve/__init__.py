@@ -1,12 +1,12 @@
 """Endpoints: models behind HTTP and gRPC that batch without a timeout and swap versions without losing a request.
 
-`shoal.serve("fashion@champion", num_replicas=2)` serves registered models from this process, and returns when all of
+`shoal.serve("fashion@champion", num_replicas=2)` serves registered models from this process, and returns once all of
 them answer (`shoal.api.serve`, which `shoal.serve` calls):
 
     with shoal.serve("fashion") as endpoint, endpoint.client() as client:
         client.infer("fashion", images)
 
-Python sets `shoal.serve` to this package as soon as a part of it is imported: so the package itself can be called.
+Python sets `shoal.serve` to this package as soon as a part of it is imported, so the package itself is callable.
 """
 
 from __future__ import annotations

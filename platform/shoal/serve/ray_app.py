@@ -1,4 +1,4 @@
-"""The path under which `serve deploy` files name an endpoint's application: `import_path: shoal.serve.ray_app:build`.
+"""The import path of an endpoint's application in `serve deploy` files: `import_path: shoal.serve.ray_app:build`.
 
 The application is `shoal.serve.on_ray.serve_app`. Nothing within Shoal imports this module.
 """

@@ -1,1 +1,1 @@
-"""What `batcher` is made of: in which order requests wait, and what a batch takes. Imports nothing else of serving."""
+"""Dynamic batching: the order of waiting requests and the content of each batch. Imports nothing else of serving."""

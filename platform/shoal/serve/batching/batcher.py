@@ -1,19 +1,19 @@
-"""Batches without a timeout: a free slot takes what is queued, at once, and never waits for more.
+"""Batches without a timeout: a free slot takes the queued requests at once and never waits for more.
 
-Owns the threads in which forwards run, so the event loop stays free to parse and answer; which batch is next is
-decided by `schedule`. While a batch is computed the next requests gather; under load batches grow by themselves, and
-an idle endpoint answers a single request as fast as it can. Called by the endpoint's replica, with a queue for each
-model; knows no HTTP, no torch, no Ray and not what a request is.
+Owns the threads that run forwards, so the event loop stays free to parse and answer. `scheduler` selects the next
+batch. Requests gather while a batch is computed, so batches grow under load, and an idle endpoint answers a single
+request without delay. Called by the endpoint's replica, with a queue for each model. Knows no HTTP, no torch, no Ray
+and no content of a request.
 
 | capacity         | what blocks               | who unblocks           | close()                                      |
 |------------------|---------------------------|------------------------|----------------------------------------------|
-| `max_queue_rows` | nothing: a full queue     | a batch that is taken, | what is queued fails with Closed, the batch  |
-| and `_bytes` of  | refuses with QueueFull    | a request that is      | in hand is still answered, the threads end   |
-| each queue       | (429), at once, whom it   | cancelled or expires   | (waits up to `timeout_s` for them)           |
-|                  | holds the most of         |                        |                                              |
+| `max_queue_rows` | nothing: a full queue     | a batch that is taken, | queued requests fail with Closed, the batch  |
+| and `_bytes` of  | refuses with QueueFull    | a request that is      | in progress is answered, the threads end     |
+| each queue       | (429), at once, for the   | cancelled or expires   | (waits up to `timeout_s` for them)           |
+|                  | tenant with most rows     |                        |                                              |
 
-Thread rules: the schedule, and who sleeps, are guarded by one lock that nobody holds while computing; futures, timers
-and the counts of how requests ended belong to the event loop; results reach it with one call per batch.
+Thread rules: one lock guards the schedule and the count of sleeping threads; no thread holds it while computing.
+Futures, timers and outcome counts belong to the event loop. Results reach it with one call per batch.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ __all__ = ["BatchQueue", "BatchReport", "BatchedAnswer", "Batcher", "BatcherCoun
 
 
 class Batcher(Generic[RequestT, AnswerT]):
-    """Runs the forwards of one or more queues over whatever waits in them, in `slots` threads.
+    """Runs the forwards of one or more queues in `slots` threads.
 
-    on_thread_start: called once in each thread (thread-local settings)
-    clock:           what deadlines are measured by
+    on_thread_start: called once in each thread, for thread-local settings
+    clock:           measures deadlines
 
-    Must be made on the event loop that will call it. Raises ConfigError for fewer than one slot.
+    Construct it on the event loop that will call it. Raises ConfigError for fewer than one slot.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Batcher(Generic[RequestT, AnswerT]):
         self._queues: list[BatchQueue[RequestT, AnswerT]] = []
         self._on_thread_start = on_thread_start
         self._closed = False
-        self._began_s = [math.inf] * slots  # when each slot's forward in hand began
+        self._began_s = [math.inf] * slots  # when each slot's current forward began
         self._threads = [
             threading.Thread(target=self._run, args=(slot,), name=f"shoal-forward-{slot}", daemon=True)
             for slot in range(slots)
@@ -83,16 +83,16 @@ class Batcher(Generic[RequestT, AnswerT]):
         weight: float = 1.0,
         on_batch: Callable[[BatchReport], None] | None = None,
     ) -> BatchQueue[RequestT, AnswerT]:
-        """A queue with a forward of its own, that shares the slots with the others until it is closed.
+        """Add a queue with its own forward. It shares the slots with the other queues until it is closed.
 
-        forward:        gets a group and the requests of a batch, all of that group; gives an answer for each, in order.
-                        When it raises, the batch is halved until the poisonous request fails alone; an InferenceError
-                        of status 503 is nobody's fault, and fails the whole batch
-        max_batch_rows: a batch never holds more rows; a request is never split
-        max_queue_rows: rows that may wait; beyond, QueueFull is for the tenant that holds the most of them
-        max_queue_bytes: the same in bytes, for requests whose rows are large; None: no bound
-        weight:         its share of the slots' time while other queues have work too
-        on_batch:       told of every forward, in the forward's thread, after the answers are on their way
+        forward:        takes a group and a batch of requests, all of that group; returns an answer for each, in order.
+                        When it raises, the batch is halved until the faulty request fails alone. An InferenceError of
+                        status 503 is no request's fault and fails the full batch
+        max_batch_rows: most rows in a batch; a request is never split
+        max_queue_rows: most rows that may wait; beyond it, the tenant with the most waiting rows gets QueueFull
+        max_queue_bytes: the same limit in bytes, for requests with large rows; None: no limit
+        weight:         its share of the slots' time while other queues have work
+        on_batch:       called after every forward, in the forward's thread, once the answers are on their way
 
         Raises ConfigError for limits that do not fit together, Closed.
         """
@@ -111,18 +111,18 @@ class Batcher(Generic[RequestT, AnswerT]):
         return queue
 
     def _remove_queue(self, queue: BatchQueue[RequestT, AnswerT]) -> None:
-        """It is closed: its forward holds a model, whose memory others need. What all had counted at the end stays."""
+        """Drop a closed queue, whose forward holds a model's memory. Its final counts remain."""
         if not self._closed:
             self._queues.remove(queue)
 
     @property
     def is_alive(self) -> bool:
-        """Whether every thread is there to answer."""
+        """Whether every thread is alive."""
         return all(thread.is_alive() for thread in self._threads)
 
     @property
     def computing_s(self) -> float:
-        """How long the forward in hand has taken so far, the longest of all slots; 0 when none is."""
+        """How long the current forward has taken, the longest over all slots; 0 when none runs."""
         return max(0.0, self._slots.clock() - min(self._began_s))
 
     def counts(self) -> BatcherCounts:
@@ -162,7 +162,7 @@ class Batcher(Generic[RequestT, AnswerT]):
                         slots.scheduler.finish_batch(batch, now_s, forwards)
                     batch, late = slots.scheduler.take(now_s)
                     if batch is None:
-                        slots.num_sleeping += 1  # said under the lock: a request that comes from now on wakes somebody
+                        slots.num_sleeping += 1  # set under the lock: a later request wakes a thread
                         slept = True
                     elif slots.num_sleeping and slots.scheduler.has_work and slots.claim_wakeup():
                         slots.wakeups.put(None)
@@ -177,4 +177,4 @@ class Batcher(Generic[RequestT, AnswerT]):
                     slots.wakeups.get()
         except RuntimeError:
             if not slots.loop.is_closed():
-                raise  # else the loop is gone, and with it everybody who waited
+                raise  # else the loop is gone, and every caller with it

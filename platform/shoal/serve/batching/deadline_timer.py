@@ -1,8 +1,8 @@
-"""Tells requests that their deadline has passed, with one timer for all whose deadlines fall together.
+"""Expires requests at their deadline, with one timer for all deadlines of one tick.
 
-Owns the event loop's timers of a batcher's queue. Called on the event loop only. A timer of its own for every request
-would cost more than the rest of the request's way through the batcher; so would to cancel one whenever nobody waits for
-it any more. Those are swept together, when there are many.
+Owns the event loop's timers of a batcher's queue. Called on the event loop only. A timer for each request would cost
+more than the rest of its path through the batcher, and so would cancelling each unused timer. Unused ticks are swept
+together once there are many.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ ItemT = TypeVar("ItemT")
 
 
 class DeadlineTimer(Generic[ItemT]):
-    """Calls `expired(item)` for each item that is not discarded before its time, up to `TICK_S` late, never early."""
+    """Calls `expired(item)` for each item that is not discarded before its deadline: up to `TICK_S` late, never
+    early."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, clock: Callable[[], float], expired: Callable[[ItemT], None]
@@ -29,7 +30,7 @@ class DeadlineTimer(Generic[ItemT]):
         self._closing = False
 
     def add(self, item: ItemT, deadline_s: float) -> int:
-        """The tick under which the item is known to `discard`."""
+        """Add an item; returns the tick that `discard` takes."""
         tick = int(deadline_s / TICK_S) + 1
         items = self._ticks.get(tick)
         if items is None:
@@ -41,7 +42,7 @@ class DeadlineTimer(Generic[ItemT]):
         return tick
 
     def discard(self, item: ItemT, tick: int) -> None:
-        """The item needs no telling any more. It may have been told."""
+        """Remove an item. It may already have expired."""
         items = self._ticks.get(tick)
         if items is not None:
             items.discard(item)
@@ -49,12 +50,12 @@ class DeadlineTimer(Generic[ItemT]):
                 self._forget(tick)
 
     def close(self) -> None:
-        """Nothing will be added. What is here is still told, and nothing is left when all of it was discarded."""
+        """Accept no more items. The present ones still expire unless they are discarded."""
         self._closing = True
         self._sweep()
 
     def _sweep(self) -> None:
-        """Forget the ticks that nobody waits for."""
+        """Drop the ticks that have no items left."""
         for tick in [tick for tick, items in self._ticks.items() if not items]:
             self._forget(tick)
         self._sweep_from = max(MIN_SWEEP_TICKS, 2 * len(self._ticks))

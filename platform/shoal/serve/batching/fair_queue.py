@@ -1,8 +1,8 @@
-"""The requests of one model that wait for a slot: in order of deadline, shared fairly between tenants.
+"""The waiting requests of one model, ordered by deadline and shared fairly between tenants.
 
-Owns the order in which waiting requests are taken. Guarded by the schedule, or by whoever simulates one; knows no clock
-and no thread. A request without a deadline, or with a later one, stands in the order as if it had one `PATIENCE_S`
-after its arrival, so that everything is the earliest some day and nothing starves.
+Owns the order of waiting requests. Guarded by the scheduler or by the simulation; knows no clock and no thread. A
+request without a deadline, or with a later one, is ordered as if its deadline were `PATIENCE_S` after its arrival. So
+every request becomes the earliest at some time and none starves.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ DEFAULT_DEADLINE_S = 1.0
 
 
 class QueuedRequest:
-    """One request that waits: what the order needs to know of it. Compared by identity.
+    """A waiting request, with the fields that decide its order. Compared by identity.
 
-    num_places: what it takes of the queue's room; 0: as much as its rows
+    num_places: its places in the queue; 0: as many as its rows
     """
 
     __slots__ = ("arrived_s", "charged_rows", "deadline_s", "group", "num_rows", "order_s", "tenant")
@@ -46,7 +46,7 @@ Lane = list[QueuedT]  # sorted by `order_s`, and equal ones by arrival
 
 
 class _Tenant(Generic[QueuedT]):
-    """What one tenant has waiting, a lane for each group, and how many rows of its were served: its virtual time."""
+    """One tenant's waiting requests, a lane for each group, and its virtual time: the number of rows served."""
 
     __slots__ = ("charged_rows", "lanes", "rows", "served")
 
@@ -57,10 +57,10 @@ class _Tenant(Generic[QueuedT]):
 
 
 class FairQueue(Generic[QueuedT]):
-    """Adds, withdraws and takes. Tenants are served equal rows while they have any waiting.
+    """Adds, withdraws and takes requests. Tenants get equal rows while they have requests waiting.
 
-    A tenant that comes back starts where those who stayed are (`_lead` has forgotten it, unless it is ahead of them):
-    what it did not use is gone.
+    A returning tenant starts at the virtual time of the tenant served last, unless it is still ahead of it: an unused
+    share is lost.
     """
 
     def __init__(self, max_batch_rows: int, latency: LatencyModel) -> None:
@@ -94,7 +94,7 @@ class FairQueue(Generic[QueuedT]):
             self._num_deadlines += 1
 
     def withdraw(self, waiting: QueuedT) -> bool:
-        """Take one request out, wherever it stands; False when it is not here any more."""
+        """Remove one request; False when it is no longer here."""
         tenant = self._tenants.get(waiting.tenant)
         lane = tenant.lanes.get(waiting.group) if tenant else None
         if not tenant or not lane:
@@ -108,10 +108,11 @@ class FairQueue(Generic[QueuedT]):
         return False
 
     def take(self, now_s: float) -> tuple[list[QueuedT], list[QueuedT]]:
-        """The next batch, of one group, and the requests that left because their deadline cannot be made any more.
+        """Take the next batch, of one group; also returns the requests removed because they can no longer meet their
+        deadline.
 
-        The batch is empty only when the line is, in the end. When nobody could make it by the latency model, the
-        least hopeless that has not expired is tried: the slot would idle, and the model may be wrong.
+        The batch is empty only when the queue ends up empty. When no request can meet its deadline by the latency
+        model, the unexpired one closest to it is tried: the slot would idle otherwise, and the model may be wrong.
         """
         late: list[QueuedT] = []
         if not self._num_deadlines and len(self._tenants) == 1 and self.rows <= self._max_batch_rows:
@@ -129,17 +130,18 @@ class FairQueue(Generic[QueuedT]):
                 late.remove(best)
                 batch.append(best)
         if not self.rows and len(self._tenants) > 1:
-            self._tenants.clear()  # nobody waits, so nobody is behind anybody
+            self._tenants.clear()  # no request waits, so no tenant is behind another
         return batch, late
 
     def can_evict(self, places: int, waiting: QueuedT) -> bool:
-        """Whether the tenant that holds the most would hold as many without `places` of them as this one's with it."""
+        """Whether the largest tenant, less `places`, would still have as many places as this tenant with the new
+        request."""
         tenant = self._tenants.get(waiting.tenant)
         held = waiting.charged_rows + (tenant.charged_rows if tenant is not None else 0)
         return held <= max([each.charged_rows for each in self._tenants.values()], default=0) - places
 
     def evict(self, places: int) -> list[QueuedT]:
-        """Take `places` or more from the tenant that holds the most: the requests whose turn would come last."""
+        """Remove the last requests of the largest tenant, until at least `places` are free."""
         tenant = max(self._tenants.values(), key=_charged_rows)
         evicted: list[QueuedT] = []
         while places > 0:
@@ -150,7 +152,8 @@ class FairQueue(Generic[QueuedT]):
         return evicted
 
     def estimate_wait(self, waiting: QueuedT) -> tuple[float, float]:
-        """For a request that is not here yet: what forwards before its own should take, and the rows of its own."""
+        """Estimate, for a request not yet added, the seconds of the forwards before its own, and the rows of its
+        own."""
         rows, most = self._count_rows_before(waiting), self._max_batch_rows
         if not rows:
             return 0.0, waiting.num_rows
@@ -159,13 +162,14 @@ class FairQueue(Generic[QueuedT]):
         return self._estimate_s(rows - company, counts), min(most, company + waiting.num_rows)
 
     def estimate_total_s(self) -> float:
-        """What forwards over everything that waits should take."""
+        """Estimate the seconds of the forwards over all waiting requests."""
         return self._estimate_s(self.rows, self._counts())
 
-    # Below: parts of the above.
+    # Helpers.
 
     def _take_all(self, tenant: _Tenant[QueuedT]) -> list[QueuedT]:
-        """Everything, when it is one lane, fits one batch and has no deadlines: the usual case, at a third the cost."""
+        """Take everything when it is one lane, fits one batch and has no deadlines: the usual case, at a third of the
+        cost."""
         (batch,) = tenant.lanes.values()
         tenant.lanes.clear()
         self._served = tenant.served
@@ -177,17 +181,17 @@ class FairQueue(Generic[QueuedT]):
         """The earliest request of the tenant that has been served least."""
         busy = [tenant for tenant in self._tenants.values() if tenant.rows]
         if len(busy) != len(self._tenants):
-            # An idle tenant is remembered only while it is ahead of the others; else it is as good as new.
+            # An idle tenant is retained only while it is ahead of the others; else it counts as new.
             self._tenants = {n: t for n, t in self._tenants.items() if t.rows or t.served > self._served}
         tenant = min(busy, key=_served) if len(busy) > 1 else busy[0]
         return min([lane[0] for lane in tenant.lanes.values()], key=_order)
 
     def _fill_batch(self, group: Hashable, now_s: float, late: list[QueuedT]) -> list[QueuedT]:
-        """As many requests of a group as a batch holds and its earliest deadline allows.
+        """Take as many requests of a group as the batch limit and its earliest deadline allow.
 
-        A batch that is too large for its earliest deadline is cut, if what stays behind can still make its own
-        after the smaller batch. If not, saving the one would cost the others, or somebody who stands before it: it is
-        given up, and the batch is filled.
+        A batch too large for its earliest deadline is cut if the remaining requests still meet their deadlines after
+        the smaller batch. Otherwise the request with the earliest deadline is given up and the batch is filled: saving
+        it would cost others, or an earlier request.
         """
         batch: list[QueuedT] = []
         while True:
@@ -201,7 +205,7 @@ class FairQueue(Generic[QueuedT]):
             behind_s = min([_deadline_or_inf(waiting) for waiting in batch[num_kept:]], default=math.inf)
             next_rows = min(self._max_batch_rows, self.rows + rows - kept_rows)
             ends_s = now_s + self._latency.seconds(kept_rows) + self._latency.seconds(next_rows)
-            if ends_s <= behind_s:  # never true for a cut that keeps nobody
+            if ends_s <= behind_s:  # never true for a cut that retains no request
                 for waiting in reversed(batch[num_kept:]):
                     self._put_back(waiting)
                 return batch[:num_kept]
@@ -211,9 +215,9 @@ class FairQueue(Generic[QueuedT]):
             late.append(given_up)
 
     def _fill_from_group(self, batch: list[QueuedT], group: Hashable, now_s: float, late: list[QueuedT]) -> int:
-        """Fill a batch from a group, the tenants taking turns by rows served; its rows.
+        """Fill a batch from a group, the tenants taking turns by rows served; returns its rows.
 
-        A request that does not fit ends the turns of its tenant: nobody overtakes within a tenant and a group.
+        A request that does not fit ends its tenant's turns: no request overtakes another of its tenant and group.
         """
         rows = sum([waiting.num_rows for waiting in batch])
         turns = [tenant for tenant in self._tenants.values() if group in tenant.lanes]
@@ -239,7 +243,7 @@ class FairQueue(Generic[QueuedT]):
         return rows
 
     def _put_back(self, waiting: QueuedT) -> None:
-        """Where it stood, as if it had never been taken."""
+        """Restore a request to its former position."""
         tenant = self._tenants[waiting.tenant]
         insort_left(tenant.lanes.setdefault(waiting.group, []), waiting, key=_order)
         tenant.served -= waiting.num_rows
@@ -254,7 +258,7 @@ class FairQueue(Generic[QueuedT]):
         lane = tenant.lanes[waiting.group]
         del lane[place]
         if not lane:
-            del tenant.lanes[waiting.group]  # a group may hold on to a model's version
+            del tenant.lanes[waiting.group]  # a group may keep a model's version in memory
         tenant.rows -= waiting.num_rows
         tenant.charged_rows -= waiting.charged_rows
         self.rows -= waiting.num_rows
@@ -263,7 +267,7 @@ class FairQueue(Generic[QueuedT]):
             self._num_deadlines -= 1
 
     def _count_rows_before(self, waiting: QueuedT) -> float:
-        """Rows that are served before this request: its tenant's earlier ones, and of each other tenant as many."""
+        """Rows served before this request: its tenant's earlier ones, and as many of each other tenant."""
         own = 0
         tenant = self._tenants.get(waiting.tenant)
         if tenant is not None:
@@ -279,7 +283,7 @@ class FairQueue(Generic[QueuedT]):
         return own + sum([min(rows, own + waiting.num_rows) for rows in others])
 
     def _counts(self) -> dict[Hashable, int]:
-        """How many requests wait in each group."""
+        """The number of waiting requests of each group."""
         counts: dict[Hashable, int] = {}
         for tenant in self._tenants.values():
             for group, lane in tenant.lanes.items():
@@ -287,7 +291,7 @@ class FairQueue(Generic[QueuedT]):
         return counts
 
     def _estimate_s(self, rows: float, counts: dict[Hashable, int]) -> float:
-        """Forwards over `rows` rows that are spread over the groups as the requests that wait are."""
+        """Estimate the forwards over `rows` rows, spread over the groups like the waiting requests."""
         if rows < 1:
             return 0.0
         total, num_requests, most = 0.0, sum(counts.values()), self._max_batch_rows
@@ -303,7 +307,7 @@ _order = attrgetter("order_s")
 
 
 def _fit_prefix(batch: Sequence[QueuedRequest], room: float) -> tuple[int, int]:
-    """How many requests from the front fit into so many rows, and their rows."""
+    """The number of requests from the front that fit into so many rows, and their rows."""
     rows = 0
     for count, waiting in enumerate(batch):
         if rows + waiting.num_rows > room:

@@ -1,20 +1,19 @@
-"""How long a forward takes, by the number of its rows: learned from every batch, asked before every promise.
+"""Predicts the duration of a forward from its rows; learned from every batch.
 
-Owns one estimate, l(rows). Called by the schedule, which uses it for three things only: to refuse a request that cannot
-make its deadline, to cap a batch whose deadline a larger one would break, and to share the machine between models. It
-never decides when a batch starts. Knows no clock, no thread and no request.
+Owns one estimate, l(rows). The scheduler uses it for three things only: to refuse a request that cannot meet its
+deadline, to cap a batch that would break a deadline if larger, and to share the machine between models. It never
+decides when a batch starts. Knows no clock, no thread and no request.
 
-Sizes are gathered in classes, four to an octave. A class keeps the last `WINDOW` times of batches of about its size, of
-the last `FRESH_S`, and stands for a high quantile of them, so that a promise made by it is usually kept; one slow batch
-does not move it, a model that became slower does within a few batches. Between the classes that were seen l is a
-straight line, below and above them it is flat: what was never tried is hoped to be cheap, and is known after the first
-try.
+Sizes fall into classes, four to an octave. A class retains the last `WINDOW` times of its batches within `FRESH_S` and
+reports a high quantile of them, so its estimate is usually met. One slow batch does not move it; a slower model does
+within a few batches. Between observed classes l is linear, below and above them it is flat: an untried size is assumed
+cheap and measured at its first try.
 
-l never falls with the rows. Where classes contradict each other, the cheaper is right: what looks too cheap is tried,
-and so corrects itself, while what looks too dear is refused, and nobody learns that it is not. For the same reason a
-class that is not *firm*, because it has a single time or was not seen while others were, bends to those that are, and
-its rows cost at most what they cost in smaller batches. Nothing but the times themselves is kept: whatever a slow
-moment does to the curve goes with it.
+l never falls with the rows. Where classes contradict each other, the cheaper one counts: a size that looks too cheap is
+tried and corrects itself, while one that looks too dear is refused and never measured again. For the same reason a
+class that is not *firm* (it has a single time, or was not seen while others were) bends to the firm ones, and its rows
+cost at most their cost in smaller batches. Only the times are retained, so the effect of a slow moment expires with
+them.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ QUANTILE = 0.8
 CLASSES_PER_OCTAVE = 4
 FRESH_S = 10.0
 MIN_FIRM_TIMES = 2  # times
-# Who learns samples fast forwards: a window of them then covers more than a moment, and learning costs nothing.
+# Fast forwards are sampled: a window of them then covers more than a moment, and learning costs nothing.
 OBSERVED_EVERY_S = 0.005
 RENEWED_EVERY_S = 1.0  # at least, since classes age
 
@@ -36,14 +35,14 @@ RENEWED_EVERY_S = 1.0  # at least, since classes age
 class LatencyModel:
     """l(rows) in seconds, from `observe(rows, seconds, now_s)`. All zero before the first observation.
 
-    Read from any thread; observed by one at a time (the schedule's lock sees to that).
+    Read from any thread; observed by one thread at a time, under the scheduler's lock.
     """
 
     def __init__(self) -> None:
         self._classes: dict[int, _SizeClass] = {}
         self._ascending: list[_SizeClass] = []
         self._renew_from_s = -math.inf
-        # Their rows, and their seconds, which never fall. Replaced, never changed: readers hold no lock.
+        # Their rows and their seconds, which never fall. Replaced, never changed: readers hold no lock.
         self._curve: tuple[list[int], list[float]] = ([], [])
 
     def observe(self, rows: int, seconds: float, now_s: float) -> None:
@@ -58,7 +57,7 @@ class LatencyModel:
             self._curve = [each.rows for each in self._ascending], _fit_curve(self._ascending, now_s - FRESH_S)
 
     def seconds(self, rows: float) -> float:
-        """What a forward over so many rows is expected to take at most, four times out of five."""
+        """Seconds that a forward over so many rows should take at most, four times out of five."""
         all_rows, all_seconds = self._curve
         if not all_rows:
             return 0.0
@@ -72,7 +71,7 @@ class LatencyModel:
         return all_seconds[above - 1] + part * (all_seconds[above] - all_seconds[above - 1])
 
     def rows_within(self, seconds: float) -> float:
-        """The most rows that are expected to take no longer than `seconds`: 0 for none, infinity for any number."""
+        """The most rows expected to take no longer than `seconds`: 0 for none, infinity for any number."""
         all_rows, all_seconds = self._curve
         above = bisect_right(all_seconds, seconds)
         if above == len(all_seconds):
@@ -84,15 +83,15 @@ class LatencyModel:
         return int(left + (right - left) * (seconds - low) / (high - low))
 
     def list_points(self) -> list[tuple[int, float]]:
-        """(rows, seconds) of every class that was seen, ascending: what a simulation or a page shows."""
+        """(rows, seconds) of every observed class, ascending, for simulations and status pages."""
         return list(zip(*self._curve, strict=True))
 
 
 class _SizeClass:
-    """The last times of batches of about one size.
+    """The recent times of batches of about one size.
 
-    rows:    where the class stands: a high quantile of its times belongs to its larger batches
-    seconds: the quantile, but never the largest of three or more: one slow batch convinces nobody
+    rows:    its size on the curve: a high quantile of its times belongs to its larger batches
+    seconds: the quantile, but never the largest of three or more: one slow batch is no evidence
     """
 
     __slots__ = ("_recent", "_sorted", "rows", "seconds", "seen_s")
@@ -103,7 +102,7 @@ class _SizeClass:
         self.rows, self.seconds, self.seen_s = 0, 0.0, -math.inf
 
     def add(self, rows: int, seconds: float, now_s: float) -> bool:
-        """Whether what it stands for has changed."""
+        """Add a time; returns whether the estimate changed."""
         recent, ascending = self._recent, self._sorted
         before = self.rows, self.seconds, len(ascending)
         recent.append((rows, seconds, now_s))
@@ -118,12 +117,12 @@ class _SizeClass:
         return before != (self.rows, self.seconds, count)
 
     def is_firm(self, fresh_from_s: float) -> bool:
-        """Whether what it stands for is known well, and lately."""
+        """Whether the estimate rests on several recent times."""
         return len(self._sorted) >= MIN_FIRM_TIMES and self.seen_s >= fresh_from_s
 
 
 def _fit_curve(ascending: list[_SizeClass], fresh_from_s: float) -> list[float]:
-    """Seconds of each class: of the firm ones the least from it upwards, and of the others what fits between those."""
+    """Seconds of each class: for a firm one the least from it upwards, for the others a value between those."""
     firm = [known.is_firm(fresh_from_s) for known in ascending]
     seconds: list[float] = []
     least_firm = least = math.inf
@@ -143,7 +142,7 @@ def _fit_curve(ascending: list[_SizeClass], fresh_from_s: float) -> list[float]:
 
 
 def size_class(rows: int) -> int:
-    """Which class a batch belongs to: exact up to 8 rows, then four classes to an octave."""
+    """The class of a batch: exact up to 8 rows, then four classes to an octave."""
     octave = max(rows - 1, 1).bit_length() - 1
     width = max(1, (1 << octave) // CLASSES_PER_OCTAVE)
     return octave * 2 * CLASSES_PER_OCTAVE + -(-rows // width)

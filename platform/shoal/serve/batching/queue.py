@@ -1,8 +1,8 @@
-"""One model's queue in a batcher: takes requests in, tells each how it ended, and computes the batches it is given.
+"""One model's queue in a batcher: accepts requests, resolves their futures and computes its batches.
 
-Owns the futures, the deadlines and the counts of its requests, and the forward. Made by `Batcher.add_queue`, called by
-whoever hosts the model (`submit`, on the event loop) and by the batcher's threads (`compute`). What waits, and in which
-order, is the schedule's affair.
+Owns the futures, the deadlines and the counts of its requests, and the forward. Made by `Batcher.add_queue`. The
+model's owner calls `submit` on the event loop; the batcher's threads call `compute`. The scheduler owns the order of
+waiting requests.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Forward = Callable[[Hashable, Sequence[RequestT]], Sequence[AnswerT]]
 
 
 class BatchedAnswer(NamedTuple, Generic[AnswerT]):
-    """An answer, how long its request waited for a slot, and the forward that made it."""
+    """An answer, the time its request waited for a slot, and the forward that computed it."""
 
     answer: AnswerT
     queued_s: float
@@ -39,7 +39,7 @@ class BatchedAnswer(NamedTuple, Generic[AnswerT]):
 
 @dataclass(frozen=True, slots=True)
 class BatchReport:
-    """One forward whose requests were all answered, or all failed. `queued_s` has an entry for each request."""
+    """One forward whose requests all succeeded or all failed. `queued_s` has an entry for each request."""
 
     queue: str
     group: Hashable
@@ -53,10 +53,10 @@ class BatchReport:
 
 @dataclass(frozen=True)
 class BatcherCounts:
-    """What went through. submitted = answered + failed + cancelled + expired + evicted + (still queued or in hand).
+    """Request counts: submitted = answered + failed + cancelled + expired + evicted + (queued or in progress).
 
-    Refused requests were never submitted: `refused_full` with QueueFull, `refused_late` with TooLate. Those that had to
-    leave a full queue for another tenant's are `evicted`, with QueueFull.
+    Refused requests were never submitted: `refused_full` with QueueFull, `refused_late` with DeadlineExceeded. Requests
+    evicted from a full queue for another tenant are `evicted`, with QueueFull.
     """
 
     submitted: int = 0
@@ -73,7 +73,7 @@ class BatcherCounts:
 
 
 class PendingRequest(QueuedRequest, Generic[RequestT, AnswerT]):
-    """A waiting request, and whom to tell. `end` names the count under which it ended."""
+    """A waiting request and its future. `end` names the count under which it ended."""
 
     __slots__ = ("future", "outcome", "queue", "request")
 
@@ -87,7 +87,7 @@ EntryT = TypeVar("EntryT", bound=PendingRequest[Any, Any])
 
 
 class BatcherState(Generic[RequestT, AnswerT]):
-    """What the queues and the threads of one batcher share: the schedule, and who sleeps, under one lock."""
+    """State shared by the queues and threads of one batcher: the scheduler and the sleeping threads, under one lock."""
 
     def __init__(self, num_slots: int, clock: Callable[[], float], loop: asyncio.AbstractEventLoop) -> None:
         self.scheduler: BatchScheduler[PendingRequest[RequestT, AnswerT]] = BatchScheduler(num_slots)
@@ -98,7 +98,7 @@ class BatcherState(Generic[RequestT, AnswerT]):
         self.is_waking = False  # one of them is being woken
 
     def claim_wakeup(self) -> bool:
-        """Whether the caller, who holds the lock and knows of work, must put a wakeup."""
+        """Whether the caller, which holds the lock and has work, must wake a thread."""
         if self.is_waking or not self.num_sleeping:
             return False
         self.is_waking = True
@@ -129,7 +129,7 @@ class BatchQueue(Generic[RequestT, AnswerT]):
 
     @property
     def queued_requests(self) -> int:
-        """How many requests wait for a slot."""
+        """The number of requests that wait for a slot."""
         with self._slots.lock:
             return sum(1 for _ in self._policy.fair_queue)
 
@@ -140,11 +140,11 @@ class BatchQueue(Generic[RequestT, AnswerT]):
 
     @property
     def latency(self) -> LatencyModel:
-        """What is known of this queue's forwards."""
+        """The estimated durations of this queue's forwards."""
         return self._policy.latency
 
     def counts(self) -> BatcherCounts:
-        """The counters at this moment; they settle only when nothing is in hand."""
+        """The present counts; they add up only while no batch is computed."""
         return BatcherCounts(
             submitted=self._submitted,
             **self._outcome_counts,
@@ -165,17 +165,16 @@ class BatchQueue(Generic[RequestT, AnswerT]):
         tenant: str = "",
         size_bytes: int = 0,
     ) -> BatchedAnswer[AnswerT]:
-        """The answer to one request of `num_rows` rows. Cancelling the caller takes the request out of the queue.
+        """Answer one request of `num_rows` rows. Cancelling the caller removes the request from the queue.
 
-        group:      requests share a batch only with equal ones
-        deadline_s: by the batcher's clock; after it nobody wants the answer. None: for ever
-        tenant:     whose share of a busy queue it comes from
-        size_bytes: of the request: what it takes of the queue's `max_queue_bytes`
+        group:      requests share a batch only within an equal group
+        deadline_s: by the batcher's clock; the request expires at it. None: never
+        tenant:     the tenant whose share of a busy queue it uses
+        size_bytes: the request's part of the queue's `max_queue_bytes`
 
-        Raises QueueFull (429, says when to try again; after a while too, for another tenant's sake), TooLate (504, at
-        once when the latency model says that the deadline cannot be met, and at the deadline at the latest),
-        InferenceError (422) for more rows than a batch may hold, Closed, or what `forward` raised for this request
-        alone.
+        Raises QueueFull (429, with the time to try again; also later, on eviction for another tenant), DeadlineExceeded
+        (504, at once when the latency model rules the deadline out, at the deadline otherwise), InferenceError (422)
+        for more rows than a batch may hold, Closed, or the error that `forward` raised for this request alone.
         """
         slots, policy = self._slots, self._policy
         if self.closed:
@@ -197,8 +196,8 @@ class BatchQueue(Generic[RequestT, AnswerT]):
             raise refusal
         self._submitted += 1
         if wake:
-            # At the end of this turn of the loop, so that what arrived together is computed together: a thread woken at
-            # once takes the interpreter's lock in the middle of the turn, and a part of the batch.
+            # At the end of this turn of the loop, so that requests that arrive together are computed together: a thread
+            # woken at once takes the interpreter's lock in the middle of the turn, and a part of the batch.
             slots.loop.call_soon(slots.wakeups.put, None)
         tick = None if deadline_s is None else self._deadline_timer.add(entry, deadline_s)
         try:
@@ -211,14 +210,14 @@ class BatchQueue(Generic[RequestT, AnswerT]):
                 self._deadline_timer.discard(entry, tick)
 
     def seed_latency_model(self, measured: Sequence[tuple[int, float]]) -> None:
-        """What is known of this queue's forwards, as (rows, seconds), before it has had any. From any thread."""
+        """Seed the latency model with (rows, seconds), before the queue's first forward. Callable from any thread."""
         now_s = self._slots.clock()
         with self._slots.lock:
             for rows, seconds in measured:
                 self._policy.latency.observe(rows, seconds, now_s)
 
     def close(self) -> None:
-        """Fail what is queued with Closed and leave the batcher; what is in hand is answered. Idempotent."""
+        """Fail queued requests with Closed and leave the batcher; batches in progress are answered. Idempotent."""
         if self.closed:
             return
         self.closed = True
@@ -234,7 +233,7 @@ class BatchQueue(Generic[RequestT, AnswerT]):
     # What follows runs on the event loop.
 
     def fail_all(self, entries: Sequence[PendingRequest[RequestT, AnswerT]], end: str, error: Exception) -> None:
-        """Tell requests that they failed, expired or had to leave."""
+        """Resolve requests that failed, expired or were evicted."""
         for entry in entries:
             if not entry.future.done():
                 entry.future.set_exception(error)
@@ -242,7 +241,7 @@ class BatchQueue(Generic[RequestT, AnswerT]):
                 entry.outcome = end
 
     def fail_late(self, entry: PendingRequest[RequestT, AnswerT]) -> None:
-        """Tell a request, which has left the line, that its deadline cannot be met any more."""
+        """Fail a removed request that can no longer meet its deadline."""
         self.fail_all([entry], "expired", DeadlineExceeded("the deadline cannot be met any more"))
 
     def _deliver(
@@ -267,7 +266,7 @@ class BatchQueue(Generic[RequestT, AnswerT]):
     def _withdraw(self, entry: PendingRequest[RequestT, AnswerT]) -> None:
         self._outcome_counts["cancelled"] += 1
         if not entry.future.cancelled():
-            # It was settled in the very turn in which its caller was cancelled: nobody gets what it was settled with.
+            # It was resolved in the turn in which its caller was cancelled: no caller receives the result.
             self._outcome_counts[entry.outcome] -= 1
             entry.future.exception()
         with self._slots.lock:
@@ -290,9 +289,9 @@ class BatchQueue(Generic[RequestT, AnswerT]):
     def compute(
         self, batch: ScheduledBatch[PendingRequest[RequestT, AnswerT]], begins: Callable[[float], None]
     ) -> list[tuple[int, float]]:
-        """Answer the requests of a batch, in halves where it fails; (rows, seconds) of each forward that succeeded.
+        """Answer the requests of a batch, in halves where it fails; returns (rows, seconds) of each successful forward.
 
-        begins: told when each forward begins
+        begins: called when each forward begins
         """
         clock, tell = self._slots.clock, self._slots.loop.call_soon_threadsafe
         succeeded: list[tuple[int, float]] = []
@@ -305,7 +304,7 @@ class BatchQueue(Generic[RequestT, AnswerT]):
                 answers = self._forward(batch.group, [entry.request for entry in part])
                 if len(answers) != len(part):
                     raise InferenceError(500, f"{len(answers)} answers came for {len(part)} requests")
-            except BaseException as raised:  # noqa: BLE001 - the thread's top: it belongs to whoever sent the request
+            except BaseException as raised:  # noqa: BLE001 - the thread's top: the caller of the request receives it
                 ended_s, error = clock(), _to_future_error(raised)
                 if len(part) == 1 or _is_unavailable(error):
                     tell(self.fail_all, part, "failed", error)
@@ -337,17 +336,17 @@ class BatchQueue(Generic[RequestT, AnswerT]):
 
 
 def _split_in_half(part: Sequence[EntryT]) -> list[list[EntryT]]:
-    """The second half and the first, without the requests that ended meanwhile."""
+    """Return the second half and the first, without requests that have ended."""
     halves = part[len(part) // 2 :], part[: len(part) // 2]
     return [kept for half in halves if (kept := [entry for entry in half if not entry.future.done()])]
 
 
 def _to_future_error(error: BaseException) -> Exception:
-    """SystemExit and its like, which end whoever awaits them, and what no future takes, as an error for a request."""
+    """Wrap SystemExit and its like, which would end the awaiting task, and errors that no future takes."""
     is_answer = isinstance(error, Exception) and not isinstance(error, StopIteration)
     return error if is_answer else InferenceError(500, f"the model raised {error!r}")  # type: ignore[return-value]
 
 
 def _is_unavailable(error: Exception) -> bool:
-    """Whether no request of the batch can be at fault, so that halving would only repeat the error."""
+    """Whether no request can be at fault, so that halving would only repeat the error."""
     return isinstance(error, InferenceError) and error.status == 503

@@ -1,15 +1,15 @@
-"""Which batch a free slot computes next, and which request is refused: the batcher's policy, without threads or clocks.
+"""The batcher's policy, without threads or clocks: selects the next batch of a free slot and refuses requests.
 
-Owns the waiting lines of all models of a replica, the batches in hand and the models' shares. Called by the batcher
-(under its lock) and by the simulation, which is why `now_s` is always given. Decides, and never acts: it starts no
-forward, settles no future and reads no clock.
+Owns the queues of all models of a replica, the batches in progress and the models' shares. Called by the batcher (under
+its lock) and by the simulation, so every call passes `now_s`. Decides and never acts: it starts no forward, resolves no
+future and reads no clock.
 
-- A free slot takes at once what waits; nothing is ever held back for more to come.
+- A free slot takes waiting requests at once; it never waits for more.
 - Between models: the one that has used the least time for its weight goes first (start-time fair queueing, charged with
-  the time its forwards really took). Within a model: see `waiting`.
-- A request with a deadline is refused at the door when the latency model says it cannot make it; never when a slot is
-  free and nobody waits, since trying costs nobody anything and is how a wrong model learns. With slots `s`, l(rows) and
-  the lines as they stand, its answer is expected at: a slot is free + (l of what goes before it)/s + l(its own batch).
+  the measured time of its forwards). Within a model: see `fair_queue`.
+- A request with a deadline is refused on arrival when the latency model predicts that it will miss it; never when a
+  slot is free and no request waits, since trying is free and corrects a wrong model. With slots `s`, l(rows) and the
+  present queues, its answer is expected at: a slot is free + (l of the rows before it)/s + l(its own batch).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from shoal.serve.batching.fair_queue import FairQueue, QueuedT
 from shoal.serve.batching.latency_model import OBSERVED_EVERY_S, LatencyModel
 
 DEMAND_SPAN_S = 0.05
-MIN_RETRY_AFTER_S = 0.001  # no client comes back sooner
+MIN_RETRY_AFTER_S = 0.001  # the shortest time after which a client retries
 
 
 class QueueFull(InferenceError):
-    """The queue has no room for the request; `retry_after_s` is when what waits now should have been served."""
+    """The queue has no room for the request; by `retry_after_s` the present requests should have been served."""
 
     def __init__(self, max_queue_rows: int, retry_after_s: float, max_queue_bytes: int | None = None) -> None:
         self.max_queue_rows, self.max_queue_bytes = max_queue_rows, max_queue_bytes
@@ -50,7 +50,7 @@ class DeadlineExceeded(InferenceError):
 
 
 class QueueState(Generic[QueuedT]):
-    """One model's line, limits, latency and used share. Made by `Schedule.add_queue`."""
+    """One model's queue, limits, latency and used share. Made by `BatchScheduler.add_queue`."""
 
     def __init__(
         self, name: str, max_batch_rows: int, max_queue_rows: int, max_queue_bytes: int | None, weight: float
@@ -69,20 +69,20 @@ class QueueState(Generic[QueuedT]):
         self._bytes_per_row = math.inf if max_queue_bytes is None else max_queue_bytes / max_queue_rows
         self.latency = LatencyModel()
         self.fair_queue: FairQueue[QueuedT] = FairQueue(max_batch_rows, self.latency)
-        self.requested_rows = 0  # since `_asked_from_s`, refused ones too
+        self.requested_rows = 0  # since `_demand_since_s`, refused ones too
         self.requested_rows_per_s = 0.0
         self._demand_since_s = -math.inf
         self.used_s = 0.0  # virtual time: seconds of forwards over weight
         self.observes_from_s = -math.inf
 
     def compute_charged_rows(self, num_rows: int, size_bytes: int) -> int:
-        """What a request takes of the queue's `max_queue_rows` places: one for each row, more for large rows."""
+        """The request's part of the `max_queue_rows` places: one for each row, more for large rows."""
         if size_bytes <= num_rows * self._bytes_per_row:
             return num_rows
         return min(math.ceil(size_bytes / self._bytes_per_row), self.max_queue_rows)
 
     def measure_demand(self, now_s: float) -> None:
-        """Renew `asked_rows_per_s`, when the last time was not just now."""
+        """Update `requested_rows_per_s`, unless that was done just before."""
         span_s = now_s - self._demand_since_s
         if span_s >= DEMAND_SPAN_S:
             self.requested_rows_per_s = (self.requested_rows_per_s + self.requested_rows / span_s) / 2
@@ -102,7 +102,7 @@ class ScheduledBatch(Generic[QueuedT]):
 
 
 class BatchScheduler(Generic[QueuedT]):
-    """The policy over `slots` slots. Not thread-safe: whoever calls it holds a lock, or is alone."""
+    """The policy over `slots` slots. Not thread-safe: the caller holds a lock or is the only one."""
 
     def __init__(self, slots: int = 1) -> None:
         if slots < 1:
@@ -127,20 +127,20 @@ class BatchScheduler(Generic[QueuedT]):
         return queue
 
     def remove_queue(self, queue: QueueState[QueuedT]) -> None:
-        """Forget a queue, whose line its owner has emptied."""
+        """Remove a queue that its owner has emptied."""
         self._queues.remove(queue)
 
     @property
     def has_work(self) -> bool:
-        """Whether anything waits."""
+        """Whether a request waits."""
         return any(queue.fair_queue.rows for queue in self._queues)
 
     def admit(
         self, queue: QueueState[QueuedT], waiting: QueuedT, now_s: float
     ) -> tuple[QueueFull | DeadlineExceeded | None, Sequence[QueuedT]]:
-        """Why this request is not taken in, or None when it was; and the requests that had to leave for it.
+        """Admit a request; returns the error that refuses it or None, and the requests evicted for it.
 
-        A full queue belongs to its tenants in equal parts: one that holds less takes from the one that holds the most.
+        A full queue is divided equally between tenants: a smaller tenant evicts requests of the largest one.
         """
         line = queue.fair_queue
         queue.requested_rows += waiting.num_rows
@@ -153,8 +153,8 @@ class BatchScheduler(Generic[QueuedT]):
             if line.rows or len(self.running) >= self.slots:
                 before_s, rows = line.estimate_wait(waiting)
                 start_s = self._estimate_start_s(queue, before_s, now_s)
-                # Who asks until then will share its batch, and make it longer. Without this, requests with little time
-                # left would be let in when there are many, and force small batches just when large ones are needed.
+                # Requests that arrive until then will share its batch and make it longer. Without this, requests with
+                # little time left would be admitted under load and force small batches just when large ones are needed.
                 rows = min(queue.max_batch_rows, rows + queue.requested_rows_per_s * (start_s - now_s))
                 ends_s = start_s + queue.latency.seconds(rows)
                 if ends_s > waiting.deadline_s:
@@ -163,20 +163,21 @@ class BatchScheduler(Generic[QueuedT]):
                         f"the deadline is {waiting.deadline_s - now_s:.3f} s from now"
                     ), ()
         if not line.rows and queue.used_s < self._used_s:
-            queue.used_s = self._used_s  # what it did not use while it was idle is gone
+            queue.used_s = self._used_s  # an idle queue's unused share is lost
         evicted = line.evict(excess_places) if excess_places > 0 else ()
         line.add(waiting)
         return None, evicted
 
     def queue_full_error(self, queue: QueueState[QueuedT], now_s: float) -> QueueFull:
-        """What is said to a request for which this queue has no room."""
+        """The error of a request for which this queue has no room."""
         retry_after_s = self._estimate_start_s(queue, queue.fair_queue.estimate_total_s(), now_s) - now_s
         return QueueFull(queue.max_queue_rows, retry_after_s, queue.max_queue_bytes)
 
     def take(self, now_s: float) -> tuple[ScheduledBatch[QueuedT] | None, list[QueuedT]]:
-        """The next batch for a free slot, or None when nothing waits; and the requests that are too late.
+        """Take the next batch for a free slot, or None when no request waits; also returns the requests that are too
+        late.
 
-        The batch is in hand until `finished` is called with it.
+        The batch is in progress until `finish_batch` is called with it.
         """
         late: list[QueuedT] = []
         while (queue := self._select_queue()) is not None:
@@ -192,7 +193,7 @@ class BatchScheduler(Generic[QueuedT]):
         return None, late
 
     def finish_batch(self, batch: ScheduledBatch[QueuedT], now_s: float, forwards: Sequence[tuple[int, float]]) -> None:
-        """The slot is free again: charge the queue with what its batch took, and learn from it.
+        """Free the slot, charge the queue with its batch's time, and learn from it.
 
         forwards: (rows, seconds) of each forward that succeeded; more than one when the batch was split
         """
@@ -205,7 +206,7 @@ class BatchScheduler(Generic[QueuedT]):
                 queue.latency.observe(rows, seconds, now_s)
 
     def _select_queue(self) -> QueueState[QueuedT] | None:
-        """Of those with work, the one that has used the least."""
+        """Select the queue with work that has used the least of its share."""
         least: QueueState[QueuedT] | None = None
         for queue in self._queues:
             if queue.fair_queue.rows and (least is None or queue.used_s < least.used_s):
@@ -213,11 +214,11 @@ class BatchScheduler(Generic[QueuedT]):
         return least
 
     def _estimate_start_s(self, queue: QueueState[QueuedT], before_s: float, now_s: float) -> float:
-        """When a batch of this queue starts that has forwards of `before_s` of the same queue before it."""
+        """Estimate the start of a batch that has `before_s` of forwards of the same queue before it."""
         free_s = now_s
         if len(self.running) >= self.slots:
-            # A forward that takes longer than expected is taken to last as long again: when one hangs, who has little
-            # time hears so at once.
+            # A forward that takes longer than expected counts as lasting as long again: when one hangs, requests with
+            # little time left are refused at once.
             free_s += min([abs(batch.started_s + batch.expected_s - now_s) for batch in self.running])
         others_s = 0.0
         for other in self._queues:

@@ -1,9 +1,9 @@
-"""What latency a model would show under a load: the batcher's own schedule, run against a simulated clock.
+"""Simulates a model's latency under a load: the batcher's own scheduler, run against a simulated clock.
 
-Owns the simulated clock, and the server that it drives: `scheduler`, the code that serves. Called by `shoal serve
-simulate`, and by benchmarks and tests, which drive others as well (`benchmarks.serving.classic`); starts no thread,
-loads no model and waits for nothing. The forward is a table, l(rows), as measured; arrivals are Poisson. The time that
-parsing and answering take is not in it.
+Owns the simulated clock and the server that it drives: `scheduler`, the code that serves. Called by `shoal serve
+simulate`, and by benchmarks and tests, which also drive other servers (`benchmarks.serving.classic`). Starts no thread,
+loads no model and never waits. The forward is a measured table, l(rows); arrivals are Poisson. The time of parsing and
+answering is left out.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Measured = Sequence[tuple[int, float]]
 
 @dataclass(frozen=True)
 class SimulatedLoad:
-    """What was seen at one rate. Latencies are of answered requests; nan when there were none.
+    """The result at one rate. Latencies are of answered requests; nan when there are none.
 
     goodput_per_s: requests answered within the deadline, a second (all that were answered, without a deadline)
-    refused:       requests turned away at the door or dropped from the queue; answered + refused = requests
-    utilisation:   share of the slots' time in which forwards ran
+    refused:       requests refused on arrival or dropped from the queue; answered + refused = requests
+    utilisation:   the part of the slots' time in which forwards ran
     """
 
     requests_per_s: float
@@ -49,8 +49,8 @@ class SimulatedLoad:
 class ForwardTime:
     """l(rows) through measured points: straight between them, flat below the first, its last slope above the last.
 
-    It never falls with the rows: of points that contradict each other, the cheaper is right (see `latency`).
-    Raises ConfigError for no points, or points that are not above zero.
+    It never falls with the rows: of contradicting points the cheaper one counts (see `latency_model`). Raises
+    ConfigError for no points, or points that are not above zero.
     """
 
     def __init__(self, measured: Measured) -> None:
@@ -64,7 +64,7 @@ class ForwardTime:
         self._rows, self._seconds = list(points), never_falling
 
     def seconds(self, rows: int) -> float:
-        """How long a forward over so many rows takes."""
+        """The duration of a forward over so many rows."""
         if len(self._rows) == 1 or rows <= self._rows[0]:
             return self._seconds[0]
         right = min(bisect_left(self._rows, rows), len(self._rows) - 1)
@@ -78,25 +78,25 @@ class ForwardTime:
 
 
 class Server(Protocol):
-    """What the simulated clock drives. Requests are numbered; each is of one row."""
+    """A server driven by the simulated clock. Requests are numbered and have one row each."""
 
     def arrive(self, number: int, now_s: float, deadline_s: float | None) -> bool:
-        """Take a request in; False refuses it."""
+        """Admit a request; False refuses it."""
         ...
 
     def start(self, now_s: float) -> list[int]:
-        """The batch that a free slot starts now; empty for none."""
+        """Start a batch in a free slot; empty for none."""
         ...
 
     def finish(self, batch: list[int], now_s: float, seconds: float) -> None: ...
 
     def due_s(self) -> float:
-        """When `start` would give more, if nothing arrives; infinity for never."""
+        """When `start` would return more, if no request arrives; infinity for never."""
         ...
 
 
 class ScheduleServer:
-    """Ours: the schedule that the batcher runs, with one queue."""
+    """Shoal's server: the batcher's scheduler with one queue."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class ScheduleServer:
         warm: Measured = (),
         admission: bool = True,
     ) -> None:
-        """`warm` teaches the latency model, as a warm-up does; without `admission` it is told of no deadline."""
+        """`warm` seeds the latency model, as a warm-up does; without `admission` the scheduler sees no deadline."""
         self._schedule: BatchScheduler[_Numbered] = BatchScheduler(slots)
         self._queue = self._schedule.add_queue(
             "simulated", max_batch_rows=max_batch_rows, max_queue_rows=max_queue_rows
@@ -156,7 +156,7 @@ def simulate(
     num_requests: int = 20_000,
     seed: int = 0,
 ) -> SimulatedLoad:
-    """What the batcher would show at this rate, for a model whose forwards were measured as (rows, seconds).
+    """Simulate the batcher at this rate, for a model with measured forwards (rows, seconds).
 
     deadline_s: after its arrival, for every request. Raises ConfigError for values that make no sense.
     """
@@ -171,7 +171,7 @@ def simulate(
 
 
 def poisson(requests_per_s: float, num_requests: int, seed: int = 0) -> list[float]:
-    """Times of arrival in seconds."""
+    """Generate Poisson arrival times in seconds."""
     if not 0 < requests_per_s < math.inf:
         raise ConfigError("requests_per_s", requests_per_s, "must be above zero, and finite")
     if num_requests < 1:
@@ -191,7 +191,7 @@ def drive(
     spread: float = 0.0,
     seed: int = 0,
 ) -> SimulatedLoad:
-    """Let a server meet these arrivals, until all is answered. `spread` is the sigma of a log-normal factor on l."""
+    """Run a server over these arrivals until all are answered. `spread` is the sigma of a log-normal factor on l."""
     noise = np.random.default_rng(seed)
     ends: list[float] = [math.nan] * len(arrivals)
     running: list[tuple[float, int, list[int], float]] = []  # end, tie breaker, batch, seconds

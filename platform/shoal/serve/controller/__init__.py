@@ -1,1 +1,1 @@
-"""What decides which versions answer: one for an endpoint, with its state on disk."""
+"""The controller that decides which versions answer: one for each endpoint, with its state on disk."""

@@ -1,8 +1,8 @@
-"""What an administrator asks of an endpoint, answered when it is done: deploy, canary, promote, roll back, delete.
+"""An endpoint's administration: deploy, canary, promote, roll back and delete, each answered once it is done.
 
-Called by the shell around the controller, for calls that came in through any replica. Checks what is asked for against
-what is, begins it with the controller, and waits for how it ends. Refuses with InferenceError: 400 for what cannot be
-understood, 404 for what there is not, 409 for what does not fit the state, 503 when it did not end in time.
+Called by the shell around the controller, for calls that came in through any replica. Checks the change against the
+present state, begins it with the controller and waits for its end. Raises InferenceError: 400 for an invalid change,
+404 for an unknown model or version, 409 for a change that does not fit the state, 503 for one that did not end in time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LOAD_TIMEOUT_S = 300.0
 
 
 class AdminApi:
-    """Of one endpoint.
+    """The administration of one endpoint.
 
     registry: folder of the registry that new models come from
     options:  how a new model is served, by its name (a ModelOptions as a plain mapping)
@@ -89,9 +89,9 @@ class AdminApi:
         model = controller.state.models.get(name)
         before = model.deployment if model else Deployment(name, self._registry)
         if before.is_live:
-            problem = f"model {name!r} follows the weights of a run, which decides what is next"
+            problem = f"model {name!r} follows the weights of a run, which selects its versions"
             raise InferenceError(
-                409, f"{problem}: roll back to pin it to a version that is held, promote to follow the run again"
+                409, f"{problem}: roll back to pin it to a retained version, promote to follow the run again"
             )
         base = before.options or self._options.get(name) or self._options.get("", {})
         word = change.version_ref or before.version
@@ -115,7 +115,7 @@ class AdminApi:
             raise
 
     async def _open_canary(self, change: ChangeRequest, by: str) -> None:
-        """A canary, or a shadow: stage the version, or give the one that is open other shares; 0 ends a shadow."""
+        """Stage a version as canary or shadow, or give the open candidate other shares; 0 ends a shadow."""
         name, model = change.model, self._get_model(change.model)
         version = self._to_open(change, model)
         if model.rollout.phase is not Phase.CANARY or model.rollout.candidate != version:
@@ -128,7 +128,7 @@ class AdminApi:
                 raise InferenceError(409, f"model {name!r} has no stable version yet: deploy one")
             if model.rollout.stable == version:
                 if version == NEWEST:
-                    raise InferenceError(409, f"model {name!r} was told to follow its run meanwhile")
+                    raise InferenceError(409, f"model {name!r} follows its run again")
                 raise InferenceError(409, f"version {version} of {name!r} is the stable one already")
         rollout = model.rollout
         shares = change.shares_over(rollout.shares)
@@ -149,12 +149,12 @@ class AdminApi:
             await self._wait_for_end(change, lambda: model.rollout.phase is Phase.CANARY, version)
 
     def _to_open(self, change: ChangeRequest, model: ModelState) -> int:
-        """The candidate that is meant. Raises InferenceError."""
+        """The version to open as candidate. Raises InferenceError."""
         name = change.model
         if model.deployment.is_live:
             if change.version_ref:
-                problem = f"model {name!r} follows the newest weights of its run: it is these that get a share"
-                raise InferenceError(409, f"{problem}, and no version by its number. Say {name} alone")
+                problem = f"model {name!r} follows the newest weights of its run: only those can get a share"
+                raise InferenceError(409, f"{problem}, and no version by its number. Name {name} alone")
             return NEWEST
         version = (
             self._resolve_version(model.deployment, change.version_ref)
@@ -162,7 +162,7 @@ class AdminApi:
             else model.rollout.candidate
         )
         if not version:
-            raise InferenceError(400, f"{change.action} needs a version of {name!r}: say {name}@2 or {name}@candidate")
+            raise InferenceError(400, f"{change.action} needs a version of {name!r}: name {name}@2 or {name}@candidate")
         return version
 
     async def _promote(self, change: ChangeRequest, by: str) -> None:
@@ -194,7 +194,7 @@ class AdminApi:
         await self._wait_until_stable(change, version)
 
     async def _wait_until_staged(self, change: ChangeRequest, model: ModelState) -> None:
-        """Wait for replicas that came after the candidate was opened, and are staging it."""
+        """Wait for replicas that joined after the candidate was opened and still stage it."""
         models, candidate, attempt = self._controller.state.models, model.rollout.candidate, model.rollout.attempt
 
         def over() -> bool:
@@ -225,7 +225,7 @@ class AdminApi:
             raise InferenceError(409, f"a rollback of {name!r} would {what}: see its status")
         if rollout.phase is Phase.CANARY:
             self._controller.drop_candidate(name, "rollback", by, reason)
-            self._controller.tick()  # what the alias has come to mean is begun, and waited for
+            self._controller.tick()  # begin the alias's present version, and wait for it
             await self._controller.wait_until(lambda: self._is_idle(name), change.timeout_s)
             return
         if rollout.phase is Phase.STAGING:
@@ -246,14 +246,14 @@ class AdminApi:
         await self._wait_until_stable(change, version)
 
     async def _pin_live(self, change: ChangeRequest, by: str, reason: str, stay: bool = False) -> None:
-        """Let a live model answer with the version before, or with one that is named, and stay with it.
+        """Pin a live model to the previous version, or to a named one.
 
-        stay: with the version that answers
+        stay: pin the version that answers
         """
         name, live, models = change.model, self._controller.live, self._controller.state.models
         with live.freeze(name):
             if not await self._controller.wait_until(self._controller.is_applied_everywhere, change.timeout_s):
-                raise InferenceError(503, f"not every replica could say what it holds after {change.timeout_s:g} s")
+                raise InferenceError(503, f"not every replica reported its versions after {change.timeout_s:g} s")
             if name not in models:
                 raise InferenceError(409, f"model {name!r} was deleted meanwhile")
             require_from_version(change, max(live.answering(name), default=0))
@@ -273,17 +273,17 @@ class AdminApi:
             raise InferenceError(503, f"{problem}: some replicas still answer with {late}")
 
     def _select_pinned_version(self, name: str, word: str) -> int:
-        """The version that is named, or the one before what answers. Raises InferenceError (409)."""
+        """The named version, or the one before the version that answers. Raises InferenceError (409)."""
         live = self._controller.live
         available, answering = live.available(name), max(live.answering(name), default=0)
         there = ", ".join(map(str, available)) or "none"
         if word and word not in map(str, available):
-            raise InferenceError(409, f"version {word} of {name!r} is not held; these are: {there}")
+            raise InferenceError(409, f"version {word} of {name!r} is not available; available: {there}")
         version = int(word) if word else live.before(name, answering)
         if not version:
             raise InferenceError(
                 409,
-                f"model {name!r} follows the weights of a run and holds no version before {answering}; these are held:"
+                f"model {name!r} follows the weights of a run and has no version before {answering}; available:"
                 f" {there}. To stay with one of them, name it",
             )
         return version
@@ -296,7 +296,7 @@ class AdminApi:
             )
             raise InferenceError(409, f"{problem} or roll it back to {change.version_ref} to pin it")
         if model.rollout.stable == NEWEST and not model.rejected:
-            raise InferenceError(409, f"model {name!r} follows the weights of its run already, and none were left")
+            raise InferenceError(409, f"model {name!r} follows the weights of its run already, and none are rejected")
         self._controller.live.follow(name, by, change.reason)
 
     async def _delete(self, change: ChangeRequest, by: str) -> None:
@@ -327,7 +327,7 @@ class AdminApi:
         self._controller.tick()
 
     def _judge_newest(self, change: ChangeRequest, model: ModelState, reason: str) -> None:
-        """Of the version that answers, or of one before it, which is then not gone back to; or of the newest."""
+        """Judge the version that answers, an earlier one (no rollback then returns to it), or the newest."""
         name, live, rollout = change.model, self._controller.live, model.rollout
         candidates = live.candidates(name) if rollout.phase is Phase.CANARY else []
         version = (
@@ -338,7 +338,7 @@ class AdminApi:
         is_pinned = rollout.stable == version or (rollout.stable != NEWEST and rollout.phase is Phase.STEADY)
         if reason and version in live.available(name) and not is_pinned:
             if version in live.answering(name) and not live.before(name, version):
-                raise InferenceError(409, f"{reason}; but no version of {name!r} before {version} is held")
+                raise InferenceError(409, f"{reason}; but no version of {name!r} before {version} is available")
             live.reject(name, version, reason)
 
     async def _wait_until_stable(self, change: ChangeRequest, version: int) -> None:
@@ -349,7 +349,8 @@ class AdminApi:
         await self._wait_for_end(change, is_done, version)
 
     async def _wait_for_end(self, change: ChangeRequest, succeeded: Callable[[], bool], version: int) -> None:
-        """Wait for the end of what was begun. Raises InferenceError: 409 with the reason, 503 when it takes longer."""
+        """Wait for the end of a rollout. Raises InferenceError: 409 with the reason of a failure, 503 after the
+        timeout."""
         models, name = self._controller.state.models, change.model
         if not await self._controller.wait_until(lambda: succeeded() or self._is_idle(name), change.timeout_s):
             problem = f"version {version} of {name!r} was not ready after {change.timeout_s:g} s: see status"

@@ -1,7 +1,7 @@
-"""The alias of a registered model and its rollout: an alias that has moved is followed; a promotion moves it, a
-rollback moves it back, both or neither.
+"""Keeps a registered model's alias and its rollout in step: the rollout follows an alias that moved; a promotion moves
+the alias and a rollback moves it back, both or neither.
 
-Called by the controller, at each tick and in the moment of a flip. `next_for_alias` decides; the controller acts.
+Called by the controller, at each tick and at each flip. `next_for_alias` decides; the controller acts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shoal.serve.spec.model_source import Catalogue
 
 
 def move_alias(deployment: Deployment, rollout: Rollout, catalogue_in: Callable[[str], Catalogue]) -> str:
-    """Why the alias cannot be moved; "" when it was, or when it means the candidate already."""
+    """Move the alias to the candidate; returns the reason when it cannot be moved, else ""."""
     name, alias = deployment.name, deployment.alias
     if not alias or rollout.kind not in ("promote", "rollback"):
         return ""
@@ -37,7 +37,7 @@ def move_alias(deployment: Deployment, rollout: Rollout, catalogue_in: Callable[
 
 @dataclass(frozen=True)
 class BeginRollout:
-    """Stage what the alias names now, and let it answer."""
+    """Stage the alias's present version and let it answer."""
 
     kind: str
     why: str
@@ -45,7 +45,7 @@ class BeginRollout:
 
 @dataclass(frozen=True)
 class AbandonStaging:
-    """What is being staged is not what the alias names any more."""
+    """The alias no longer names the version that is being staged."""
 
     reason: str
 
@@ -58,7 +58,7 @@ class PromoteCandidate:
 
 
 def is_following_alias(model: ModelState) -> bool:
-    """Whether the model follows its alias at present: not while a person's own change is under way."""
+    """Whether the model follows its alias now: not while an administrator's change is under way."""
     deployment, rollout = model.deployment, model.rollout
     is_pinned = not deployment.alias and deployment.version != ""
     is_following = rollout.phase is Phase.STAGING and rollout.kind == "follow"
@@ -68,8 +68,8 @@ def is_following_alias(model: ModelState) -> bool:
 
 
 def next_for_alias(model: ModelState) -> BeginRollout | AbandonStaging | PromoteCandidate | None:
-    """What follows from the version that the alias names (`model.meant`). A version that was rejected is not tried
-    again until the alias has moved."""
+    """The action for the version that the alias names (`model.meant`). A rejected version is not tried again until the
+    alias has moved."""
     deployment, rollout, meant = model.deployment, model.rollout, model.meant
     ref = f"{deployment.name}@{deployment.version}" if deployment.version else deployment.name
     if rollout.phase is Phase.STAGING:

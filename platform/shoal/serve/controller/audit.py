@@ -1,6 +1,6 @@
-"""The audit log: a line of JSON for every change of an endpoint that was asked for, and for every one that was made.
+"""The audit log: a line of JSON for every requested change of an endpoint, and for every change made.
 
-Calls that were refused for who called are in it too, many to a line (see `refusals`).
+Calls refused for their caller are logged too, many to a line (see `auth_failures`).
 
     {"time": "2026-11-20T16:40:00.123+00:00", "endpoint": "digits", "entry": "asked", "action": "canary",
      "by": "administrator", "from": "127.0.0.1", "change": {"model": "lenet", ...}, "result": "refused", "status": 409,
@@ -9,8 +9,8 @@ Calls that were refused for who called are in it too, many to a line (see `refus
     {"time": ..., "endpoint": "digits", "entry": "refused", "by": "unknown", "status": 401, "count": 12, ...}
 
 Written by the endpoint's controller to $SHOAL_HOME/audit.jsonl, which only its owner may read; several controllers may
-append to one file. A line that cannot be written is logged, and stops nothing. Holds no key, and of long values only
-the beginning. Reads nothing.
+append to one file. A line that cannot be written goes to the program's log and stops nothing. Contains no key, and only
+the beginning of long values. Reads nothing.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from shoal.serve.messages.inference import parse_origin
 from shoal.serve.messages.replica_report import ReplicaReport
 
 AUDIT_FILE = "audit.jsonl"
-UNAUDITED_ACTIONS = frozenset({"metric"})  # what is asked of a controller and changes nothing by itself
-UNKNOWN_CALLER = "unknown"  # who shows no key, or none that is known
+UNAUDITED_ACTIONS = frozenset({"metric"})  # requests that change nothing by themselves
+UNKNOWN_CALLER = "unknown"  # a caller with no key or an unknown one
 logger = logging.getLogger(__name__)
 
 
 class AuditLog:
-    """Of one endpoint; `path` None writes nothing."""
+    """The audit log of one endpoint; `path` None writes nothing."""
 
     def __init__(self, path: Path | None, endpoint: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._path, self._endpoint, self._clock = path, endpoint, clock
@@ -46,7 +46,7 @@ class AuditLog:
 
     @contextmanager
     def audit_request(self, action: str, change: Mapping[str, Any], by: str) -> Iterator[None]:
-        """Around a change that was asked for by `by` (see `origin`): written when it is known how it ended."""
+        """Log a change requested by `by` (see `format_origin`), once its outcome is known."""
         result: dict[str, Any] = {"result": "done"}
         try:
             yield
@@ -61,12 +61,12 @@ class AuditLog:
                 self._write({"entry": "asked", "action": action, **_parse_caller(by), "change": dict(change), **result})
 
     def record_change(self, event: Event) -> None:
-        """A change was made, by whoever or whatever."""
+        """Log a change of any origin."""
         details = {name: value for name, value in event.details().items() if name != "by"}
         self._write({"entry": "changed", "action": event.kind, **_parse_caller(event.by), **details})
 
     def record_auth_failures(self, reports: Sequence[ReplicaReport]) -> None:
-        """What was refused since it was told last. `reports`: the newest of every replica."""
+        """Log the calls refused since the last entry. `reports`: the newest of every replica."""
         counted = [(report.replica, report.refused) for report in reports]
         for each in self._auth_failures.take_due(counted, self._clock()):
             details = {"by": each.by or UNKNOWN_CALLER, "status": each.status, "count": each.count}

@@ -1,7 +1,7 @@
-"""What the replicas have counted of a candidate since it was opened.
+"""The replicas' counts of a candidate since it was opened.
 
-Owned by the controller. A replica counts since it began to serve a model; what it had counted when a canary opened, or
-when it was first heard of afterwards, is left out. What a replica that died had counted stays.
+Owned by the controller. A replica's counts begin when it begins to serve a model. Counts from before the canary opened,
+or from before a later replica's first report, are subtracted. The counts of a dead replica remain.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NO_COUNTS: CanaryCounts = (0, 0, 0, 0)
 
 
 class EvidenceCollector:
-    """Of one model's candidate; made anew with each canary."""
+    """The counts of one model's candidate; a new one for each canary."""
 
     def __init__(self, model: str, stable: int, candidate: int) -> None:
         self._model, self._stable, self._candidate = model, stable, candidate
@@ -25,7 +25,7 @@ class EvidenceCollector:
         self._now: dict[str, CanaryCounts] = {}
 
     def add_report(self, report: ReplicaReport) -> None:
-        """A replica has reported."""
+        """Take in a replica's report."""
         of_model = report.models.get(self._model)
         if of_model is not None:
             counted = _count_version(of_model, self._candidate)
@@ -35,7 +35,7 @@ class EvidenceCollector:
     def build_evidence(
         self, replicas: Iterable[ReplicaReport], metrics: Mapping[str, float], lost_replicas: int
     ) -> Evidence:
-        """All of it; the forwards are those of the living `replicas`."""
+        """Sum up the evidence; the forwards are those of the living `replicas`."""
         requests, errors, compared, disagreed = NO_COUNTS
         for replica, now in self._now.items():
             before = self._before[replica]

@@ -1,7 +1,7 @@
-"""When a version is rolled back by itself: pure judgements of what has been counted.
+"""Judges when a version is rolled back automatically: pure functions of the counts.
 
-`judge` is asked by the controller while a canary is open, with every report; and by a replica that follows a run, about
-a version that came, with what it has counted itself. It acts on nothing.
+The controller calls `judge` with every report while a canary is open. A replica that follows a run calls it for each
+new version, with its own counts. It acts on nothing.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from statistics import median
 from shoal.serve.messages.replica_report import MAX_FORWARDS, ForwardMedians
 from shoal.serve.spec.model_options import GuardOptions
 
-MAX_LOST_REPLICAS = 2  # while a version is loaded, and again while it is a candidate: more are its doing
-MIN_FORWARDS = 5  # of one batch size, on either side, before their medians are compared
-NUM_COMPARED = 9  # batches that a live version and the one before it both compute, before one is called slow
+MAX_LOST_REPLICAS = 2  # while a version is loaded, and again while it is a candidate: more are its fault
+MIN_FORWARDS = 5  # on either side, of one batch size, before medians are compared
+NUM_COMPARED = 9  # batches computed by a live version and the previous one, before one counts as slow
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of a candidate since it was opened, over all replicas.
+    """The counts of a candidate since it was opened, over all replicas.
 
-    requests, errors: that it answered or should have, shadowed ones too, and those that ended with a 5xx of its making
+    requests, errors: those routed to it, shadowed ones too, and those of them that ended with a 5xx of its making
     compared, disagreed: shadowed requests, and those whose outputs differed
     stable, candidate: their forwards
-    metrics:          the last values that users reported for it, by name
-    lost_replicas:    that died while it was open
-    fallbacks:        of the requests, those that it failed at and the version before it then answered: it is to blame,
-                      and not what was asked
-    ratios:           the seconds that it took for a batch over those of the version before it, for the same batch
+    metrics:          the last values reported for it by users, by name
+    lost_replicas:    replicas that died while it was open
+    fallbacks:        requests that failed on it and that the previous version then answered: the version is at fault,
+                      not the request
+    ratios:           its seconds for a batch over those of the previous version for the same batch
     """
 
     requests: int = 0
@@ -45,13 +45,13 @@ class Evidence:
 
 
 def judge(guard: GuardOptions, evidence: Evidence) -> str:
-    """Why the candidate has to go; "" when it may stay."""
+    """The reason to roll the candidate back; "" when it may stay."""
     if evidence.lost_replicas > MAX_LOST_REPLICAS:
         return f"{evidence.lost_replicas} replicas died while it answered"
     value = evidence.metrics.get(guard.metric) if guard.metric else None
     if value is not None and not value >= guard.min_value:
         return f"{guard.metric} = {value:g} is below min_value = {guard.min_value:g}"
-    if evidence.fallbacks > guard.max_error_rate * evidence.requests:  # from the first on: none is there by chance
+    if evidence.fallbacks > guard.max_error_rate * evidence.requests:  # from the first on: none happens by chance
         rate = evidence.fallbacks / evidence.requests
         return (
             f"it failed at {evidence.fallbacks} of {evidence.requests} requests, which the version before could answer:"
@@ -69,7 +69,7 @@ def judge(guard: GuardOptions, evidence: Evidence) -> str:
                 f"{evidence.errors} of {evidence.requests} requests failed: {rate:.3g} is above"
                 f" max_error_rate = {guard.max_error_rate:g}"
             )
-    # Its forwards count also where no request was answered: what is slow enough misses every deadline.
+    # Its forwards count even if no request was answered: a version that is slow enough misses every deadline.
     num_forwards = sum(count for count, _ in evidence.candidate.values())
     if evidence.requests >= guard.min_requests or num_forwards >= min(guard.min_requests, MAX_FORWARDS):
         ratio = latency_ratio(evidence.stable, evidence.candidate)
@@ -86,9 +86,9 @@ def judge(guard: GuardOptions, evidence: Evidence) -> str:
 
 
 def latency_ratio(stable: ForwardMedians, candidate: ForwardMedians) -> float | None:
-    """The candidate's compute time over the stable version's, for batches of like size; None when none compare.
+    """The candidate's compute time over the stable version's, for batches of equal size; None without such batches.
 
-    Like with like: a candidate with a small share has small batches, whose rows cost more in any version.
+    Only equal sizes compare: a candidate with a small share has small batches, whose rows cost more in any version.
     """
     weighted, weights = 0.0, 0
     for size, (count, median_s) in candidate.items():

@@ -1,18 +1,18 @@
-"""What an administrator may ask of a controller: the words of `POST /shoal/v1/rollout`, checked.
+"""The changes that an administrator may request: the fields of `POST /shoal/v1/rollout`, validated.
 
     {"action": "deploy",   "model": "lenet@champion", "options": {...}}     serve it, or another version of it, at once
-    {"action": "canary",   "model": "lenet", "version": 3, "percent": 5}    0 percent: only who asks for the candidate
+    {"action": "canary",   "model": "lenet", "version": 3, "percent": 5}    0 percent: only calls with its track
     {"action": "shadow",   "model": "lenet", "version": 3, "percent": 20}   computed and compared; 0 ends it
     {"action": "promote",  "model": "lenet"}                                the candidate becomes stable
-    {"action": "rollback", "model": "lenet", "reason": "..."}               the candidate goes; or the last one is back
-    {"action": "rollback", "model": "lenet", "from_version": 3}             409 when it would leave another than 3
-    {"action": "rollback", "model": "policy", "version": 41}                a live model stays with 41, or with the last
-    {"action": "canary",   "model": "policy", "percent": 5}                 a live model's newest, beside what answers
+    {"action": "rollback", "model": "lenet", "reason": "..."}               drops the candidate or restores the last
+    {"action": "rollback", "model": "lenet", "from_version": 3}             409 when it would leave another version
+    {"action": "rollback", "model": "policy", "version": 41}                pins a live model to 41, or to the last
+    {"action": "canary",   "model": "policy", "percent": 5}                 a live model's newest gets a share
     {"action": "promote",  "model": "policy"}                               a live model follows its run again
     {"action": "delete",   "model": "lenet"}
     {"action": "metric",   "model": "lenet", "metric": "accuracy", "value": 0.91}       of the candidate, for the guard
 
-Pure: knows nothing of what is deployed.
+Pure: knows nothing of deployed models.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ MAX_TIMEOUT_S = 3600.0
 
 
 class ChangeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One change, as it was asked for. `version` "" (also said as `latest`) leaves the choice to the action.
+    """One requested change. `version` "" (also `latest`) leaves the choice to the action.
 
-    from_version: what a rollback is meant to leave, so that it does not go back twice; 0 for whatever is there
+    from_version: the version that a rollback is meant to leave, so that it does not go back twice; 0: any
     """
 
     action: ChangeAction
@@ -54,17 +54,17 @@ class ChangeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def version_ref(self) -> str:
-        """The version as a word: a number, an alias, or ""."""
+        """The version as text: a number, an alias, or ""."""
         return str(self.version)
 
     def shares_over(self, shares: TrafficShares) -> TrafficShares:
-        """What the candidate gets instead of these."""
+        """The candidate's new shares in place of these."""
         percent = self.percent or 0.0
         return replace(shares, **{"percent" if self.action == "canary" else "shadow_percent": percent})
 
 
 def parse_change(values: Mapping[str, Any]) -> ChangeRequest:
-    """Raises InferenceError (400) naming the field."""
+    """Parse a change. Raises InferenceError (400) naming the field."""
     if isinstance(action := values.get("action"), str) and action not in get_args(ChangeAction):
         raise InferenceError(400, f"action = {action[:40]!r}: expected {', '.join(get_args(ChangeAction))}")
     try:
@@ -77,7 +77,7 @@ def parse_change(values: Mapping[str, Any]) -> ChangeRequest:
     except ConfigError as error:
         raise InferenceError(400, str(error)) from None
     if word and version not in ("", word):
-        raise InferenceError(400, f"model says version {word!r}, version says {version!r}: say it once")
+        raise InferenceError(400, f"model says version {word!r}, version says {version!r}: name it once")
     change = msgspec.structs.replace(change, model=name, version=word or version)
     if change.percent is not None and not 0.0 <= change.percent <= 100.0:
         raise InferenceError(400, f"percent = {change.percent:g}: expected 0 to 100")
@@ -95,7 +95,7 @@ def parse_change(values: Mapping[str, Any]) -> ChangeRequest:
 
 
 def parse_options(values: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with `values` over it, part by part, as a checked ModelOptions. Raises InferenceError (400)."""
+    """Merge `values` over `base`, part by part, into validated ModelOptions. Raises InferenceError (400)."""
     try:
         return ModelOptions.parse(merge(base, values)).model_dump(mode="json")
     except ConfigError as error:
@@ -103,7 +103,7 @@ def parse_options(values: Mapping[str, Any], base: Mapping[str, Any]) -> dict[st
 
 
 def require_from_version(change: ChangeRequest, version: int) -> None:
-    """Of a rollback that would leave `version`. Raises InferenceError (409)."""
+    """Check that a rollback leaves the version it names, not another. Raises InferenceError (409)."""
     if change.from_version not in (0, version):
         what = f"version {version}" if version else "no version"
         problem = f"a rollback of {change.model!r} would leave {what}, not {change.from_version}: see its status"
@@ -111,18 +111,18 @@ def require_from_version(change: ChangeRequest, version: int) -> None:
 
 
 def require_guard_metric(change: ChangeRequest, guard: GuardOptions) -> None:
-    """Of a metric that is reported. Raises InferenceError (400)."""
+    """Check that the guard uses the reported metric. Raises InferenceError (400)."""
     if change.metric != guard.metric:
-        looks_at = f"{guard.metric!r}, not at {change.metric!r}" if guard.metric else "no metric: set guard.metric"
-        raise InferenceError(400, f"the guard of {change.model!r} looks at {looks_at}")
+        looks_at = f"{guard.metric!r}, not {change.metric!r}" if guard.metric else "no metric: set guard.metric"
+        raise InferenceError(400, f"the guard of {change.model!r} uses {looks_at}")
 
 
 def is_shadow_end(change: ChangeRequest, open_now: TrafficShares) -> bool:
-    """Whether it takes what is shadowed away from a candidate that has nothing else."""
+    """Whether the change ends the shadow of a candidate that has no other share."""
     return change.action == "shadow" and not change.percent and open_now.is_shadow
 
 
 def require_shadow_percent(change: ChangeRequest) -> None:
-    """Of what would open a candidate, where there is none. Raises InferenceError (409)."""
+    """Check that a shadow to open has a share above 0. Raises InferenceError (409)."""
     if change.action == "shadow" and not change.percent:
         raise InferenceError(409, f"model {change.model!r} has no shadow that could end: see its status")

@@ -1,4 +1,4 @@
-"""What a controller is made from: derived from an endpoint's spec and models once, by whoever deploys them.
+"""A controller's configuration, derived once from an endpoint's spec and models when they are deployed.
 
 Called by the Ray shells; knows no Ray.
 """
@@ -24,16 +24,16 @@ _ACTOR_NAME = re.compile(r"endpoint-(.+)-[0-9a-f]+@([0-9a-f]+)")
 
 @dataclass(frozen=True)
 class ControllerConfig:
-    """What a controller is made from, whoever makes it.
+    """The values from which a controller is built.
 
-    deployment: of the call of `deploy`
-    folder:     for its state
-    registry:   where models that are loaded later come from
-    options:    how those are served, by name; "" for all others
-    idle_s:     when no replica has asked for so long, there is none any more
-    driver:     Ray's id of the job that keeps the endpoint up; "" when Serve does (`ray_app`)
-    grpc:       host:port where the endpoint speaks gRPC; "" when it does not
-    num_replicas: of the endpoint, at least
+    deployment: the call of `deploy` that it belongs to
+    folder:     holds its state
+    registry:   source of models that are loaded later
+    options:    options of those models, by name; "" for all others
+    idle_s:     without a call from a replica for so long, the controller ends
+    driver:     Ray's id of the job that keeps the endpoint up; "" when Serve does (`serve_app`)
+    grpc:       the endpoint's host:port for gRPC; "" for none
+    num_replicas: the endpoint's least number of replicas
     """
 
     name: str
@@ -54,12 +54,12 @@ class ControllerConfig:
 
     @property
     def state_file(self) -> Path:
-        """Of this deployment alone: two clusters may have endpoints of one name."""
+        """The state file of this deployment alone: two clusters may have endpoints of one name."""
         return self.folder / f"{self.name}-{self.deployment}.json"
 
 
 def parse_actor_name(actor: str) -> tuple[str, str]:
-    """(endpoint, driver) of an actor that is the controller of an endpoint which a driver keeps up; else ("", "")."""
+    """(endpoint, driver) if the actor is the controller of an endpoint that a driver keeps up; else ("", "")."""
     found = _ACTOR_NAME.fullmatch(actor)
     return (found[1], found[2]) if found else ("", "")
 
@@ -67,9 +67,9 @@ def parse_actor_name(actor: str) -> tuple[str, str]:
 def build_controller_config(
     spec: EndpointSpec, models: Sequence[EndpointModel]
 ) -> tuple[ControllerConfig, dict[str, LiveModel]]:
-    """What the controller is made from, and the models that the replicas follow by themselves.
+    """Build the controller's configuration, and the models that the replicas follow by themselves.
 
-    Raises ConfigError, and RegistryError for a version or alias that there is not.
+    Raises ConfigError, and RegistryError for an unknown version or alias.
     """
     if not models:
         raise ConfigError("models", [], "an endpoint serves something", "name a model")

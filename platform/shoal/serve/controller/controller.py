@@ -1,12 +1,12 @@
-"""The one place that acts on an endpoint's versions: it holds the desired state, and every replica follows it.
+"""The one place that changes an endpoint's versions: it owns the desired state, which every replica follows.
 
-Called by the replicas (`follow`, `report`, `leave`), by the `administration`, and by its own clock (`tick`). It never
-sees a request of a client, and the replicas go on serving when it is away. What it decides is on disk before anybody
-hears of it; one that is started again goes on from there.
+Called by the replicas (`follow`, `report`, `leave`), by `admin_api`, and by its own clock (`tick`). It never sees a
+client's request, and the replicas continue to serve without it. Every decision is on disk before a replica receives it;
+a restarted controller continues from there.
 
 | capacity          | what blocks                           | who unblocks                  | close()         |
 |-------------------|---------------------------------------|-------------------------------|-----------------|
-| MAX_EVENTS events | `follow`, up to its timeout           | a new plan                    | wakes everybody |
+| MAX_EVENTS events | `follow`, up to its timeout           | a new plan                    | wakes all       |
 | (the oldest go)   | `wait_until`, up to its timeout       | reports, ticks, changes       |                 |
 """
 
@@ -49,18 +49,18 @@ from shoal.serve.spec.model_source import Catalogue, RegistryCatalogue
 
 logger = logging.getLogger(__name__)
 
-LEASE_S = 6.0  # a replica that was not heard of for this long is no longer waited for
+LEASE_S = 6.0  # a replica without a report for this long is no longer waited for
 STAGE_TIMEOUT_S = 600.0
 MAX_POLL_S = 2.0  # of one `follow`; well below the lease
 
 
 class EndpointController:
-    """Of one endpoint. All methods belong on one event loop; only `follow` and `wait_until` wait.
+    """The controller of one endpoint. All methods belong on one event loop; only `follow` and `wait_until` wait.
 
-    deployments:   the models that the endpoint was deployed with; what the state file says goes before
-    deployment_id: of the call of `deploy`: another one starts anew
-    catalogue:     the registry in a folder
-    audit:         told of every change
+    deployments:   the models that the endpoint was deployed with; the state file takes precedence
+    deployment_id: of the call of `deploy`: another id starts with a fresh state
+    catalogue:     opens the registry in a folder
+    audit:         logs every change
     """
 
     def __init__(
@@ -83,16 +83,16 @@ class EndpointController:
         self._lease_s, self._stage_timeout_s = lease_s, stage_timeout_s
         self.reports: dict[str, ReplicaReport] = {}
         self._last_seen_s: dict[str, float] = {}
-        self._ready_replicas: set[str] = set()  # who has been ready: while a model is added, nobody is
-        self._phase_since_s: dict[str, float] = {}  # when a model entered its phase, as far as this life knows
+        self._ready_replicas: set[str] = set()  # those once ready: none is while a model is added
+        self._phase_since_s: dict[str, float] = {}  # when a model entered its phase, as far as this process knows
         self._evidence: dict[str, EvidenceCollector] = {}
-        self.registry_errors: dict[str, str] = {}  # what the registry said last, by model
+        self.registry_errors: dict[str, str] = {}  # the registry's last error, by model
         self._plan = EndpointPlan()
         self._plan_changed, self._state_changed = asyncio.Event(), asyncio.Event()
         self._closed = False
         saved = self._file.load(deployment_id)
         self.state = saved or ControllerState(deployment=deployment_id, started_at=time.time())
-        for replica in self.state.replicas:  # each has its lease to be heard of again
+        for replica in self.state.replicas:  # each has one lease to report again
             self._add_replica(replica)
         self.live = LiveControl(
             lambda: self.state.models, self.reports, self._file, self.record_event, self._set_rollout, self._commit
@@ -108,13 +108,13 @@ class EndpointController:
 
     @property
     def plan(self) -> EndpointPlan:
-        """The desired state as the replicas hear of it."""
+        """The desired state, as the replicas receive it."""
         return self._plan
 
     # -- replicas ---------------------------------------------------------------------------------------------------
 
     async def follow(self, replica: str, known_generation: int, timeout_s: float) -> EndpointPlan | None:
-        """The desired state, once it is another than `known_generation`; None after `timeout_s`."""
+        """Wait for a desired state other than `known_generation`; None after `timeout_s`."""
         self._renew_lease(replica)
         self._catch_up_generation(known_generation)
         if self._plan.generation == known_generation and not self._closed:
@@ -124,7 +124,7 @@ class EndpointController:
         return self._plan if self._plan.generation != known_generation else None
 
     def report(self, report: ReplicaReport) -> list[ReplicaReport]:
-        """What a replica has and has counted: its rollouts go on at once. The newest reports of the others."""
+        """Take in a replica's report and advance the rollouts; returns the newest reports of the others."""
         self._renew_lease(report.replica)
         self.reports[report.replica] = report
         if report.ready:
@@ -138,12 +138,10 @@ class EndpointController:
         return [other for replica, other in self.reports.items() if replica != report.replica]
 
     def leave(self, replica: str) -> None:
-        """A replica is being stopped: it is not waited for. Idempotent."""
+        """Forget a replica that is being stopped. Idempotent."""
         report = self.reports.get(replica)
         if report is not None:
-            if (
-                report.pid and replica not in self._ready_replicas
-            ):  # Serve has given it up before it could answer anything
+            if report.pid and replica not in self._ready_replicas:  # Serve gave it up before it answered a request
                 self._count_lost_replica()
             self._remove_replica(replica)
 
@@ -155,13 +153,13 @@ class EndpointController:
         self._advance_all()
 
     def _count_lost_replica(self) -> None:
-        """A replica has died, perhaps of a version that not every one of them has had before."""
+        """Count a dead replica against each rollout whose version may have killed it."""
         for model in self.state.models.values():
             if model.rollout.phase in (Phase.STAGING, Phase.CANARY):
                 model.rollout = replace(model.rollout, lost_replicas=model.rollout.lost_replicas + 1)
 
     def _catch_up_generation(self, generation: int) -> None:
-        """The state file was lost, and a replica knows later plans than ours: ours are to be later again."""
+        """Raise the generation past a replica's when the state file was lost."""
         if generation > self.state.generation:
             self.state.generation = generation
             for model in self.state.models.values():
@@ -184,12 +182,12 @@ class EndpointController:
     # -- the clock --------------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Notice what nobody reports: replicas that fell silent, aliases that moved, time that ran out."""
+        """Handle events without a report: silent replicas, moved aliases, timeouts."""
         now_s = self._clock()
         self._file.retry_writes()
         for replica in [each for each, heard_s in self._last_seen_s.items() if now_s - heard_s > self._lease_s]:
             self._count_lost_replica()
-            self.record_event("replica_lost", reason=f"{replica} was not heard of for {self._lease_s:g} s")
+            self.record_event("replica_lost", reason=f"{replica} did not report for {self._lease_s:g} s")
             self._remove_replica(replica)
         for name in list(self.state.models):
             self._follow_alias(name)
@@ -198,12 +196,12 @@ class EndpointController:
         self._advance_all()
 
     def extend_leases(self, seconds: float) -> None:
-        """This process did, or its disk: nobody could be heard meanwhile, and nobody's lease went on."""
+        """Extend all leases after this process or its disk stalled: no report could arrive meanwhile."""
         now_s = self._clock()
         self._last_seen_s = {replica: min(now_s, heard_s + seconds) for replica, heard_s in self._last_seen_s.items()}
 
     def close(self, forget: bool = False) -> None:
-        """Wake everybody; `forget` when the endpoint itself is gone. Idempotent."""
+        """Wake all waiting callers; `forget` when the endpoint itself is gone. Idempotent."""
         self._closed = True
         if forget:
             self._file.remove()
@@ -211,8 +209,8 @@ class EndpointController:
         self._notify_waiters()
 
     def _remove_failed_addition(self, name: str) -> None:
-        """A model that was to be added, and that no replica could load, harms no others: whoever asked for it removes
-        it, but may have been asked by way of a controller that died meanwhile."""
+        """Remove an added model that no replica could load. Its caller removes it too, but may have called a controller
+        that died meanwhile."""
         model = self.state.models[name]
         if model.is_added and model.rollout.phase is Phase.VACANT and model.rollout.refused:
             self.remove_model(name, model.rollout.by, f"it could not be loaded: {model.rollout.reason}")
@@ -225,7 +223,7 @@ class EndpointController:
             meant = self.catalogue(model.deployment.registry).resolve(name, model.deployment.version)
         except RegistryError as error:
             if self.registry_errors.get(name) != str(error):
-                logger.error("%s: what is served goes on being served: %s", name, error)
+                logger.error("%s: serving continues: %s", name, error)
             self.registry_errors[name] = str(error)
             return
         self.registry_errors.pop(name, None)
@@ -238,7 +236,7 @@ class EndpointController:
                 self.abandon_candidate(name, "registry", reason)
             case alias_sync.PromoteCandidate(why) if self.has_candidate(name):
                 self.adjust_rollout(name, replace(model.rollout, kind="promote", by="registry", why=why))
-                with suppress(InferenceError):  # the registry has gone since it was asked: the next tick asks again
+                with suppress(InferenceError):  # the registry is gone since the last query: the next tick tries again
                     self.flip(name)
             case alias_sync.BeginRollout(kind, why):
                 self.begin_rollout(name, meant, Goal.FLIP, kind=kind, by="registry", why=why)
@@ -248,7 +246,7 @@ class EndpointController:
             self._advance(name)
 
     def _advance(self, name: str) -> None:
-        """Do what is to be done next for a model: the only place where a rollout goes forward by itself."""
+        """Take the next step of a model's rollout: the only place where one advances automatically."""
         model = self.state.models[name]
         rollout, reports = model.rollout, list(self.reports.values())
         if rollout.phase is Phase.CANARY:
@@ -273,23 +271,23 @@ class EndpointController:
     # -- acts -------------------------------------------------------------------------------------------------------
 
     def add_model(self, deployment: Deployment) -> None:
-        """Serve another model; what it means is begun by the caller, or at the next tick."""
+        """Serve another model; the caller or the next tick begins its version."""
         rollout = Rollout(attempt=self.state.num_attempts)
         model = self.state.models[deployment.name] = ModelState(deployment, rollout, is_added=True)
         self._enter_phase(deployment.name, model.rollout)
         self._commit()
 
     def redeploy(self, deployment: Deployment, *, is_on_trial: bool = False) -> None:
-        """Serve a model that is there by another word for its version; on trial, unless what is begun next is abandoned
-        before it answers."""
+        """Serve a present model by another version or alias; reverted if its next rollout is abandoned before it
+        answers."""
         model = self.state.models[deployment.name]
         model.before = model.deployment if is_on_trial else None
         model.deployment = deployment
-        self.registry_errors.pop(deployment.name, None)  # it was about what was followed before
+        self.registry_errors.pop(deployment.name, None)  # it concerned the former alias
         self._commit()
 
     def remove_model(self, name: str, by: str, reason: str) -> None:
-        """Serve a model no longer: the replicas answer what they have of it, and forget it."""
+        """Stop serving a model: the replicas answer its pending requests, then drop it."""
         rollout = self.state.models.pop(name).rollout
         self.state.num_attempts = max(self.state.num_attempts, rollout.attempt)
         self._evidence.pop(name, None)
@@ -301,7 +299,7 @@ class EndpointController:
     def begin_rollout(
         self, name: str, version: int, goal: Goal, *, kind: str, by: str, why: str, shares: TrafficShares = NO_SHARES,
     ) -> None:  # fmt: skip
-        """Stage a version of a model whose rollout is open."""
+        """Stage a version of a model whose rollout allows it."""
         rollout, generation = self.state.models[name].rollout, self.state.generation + 1
         rollout = stage_version(
             rollout, version, goal, kind=kind, by=by, why=why, now_s=time.time(), shares=shares, generation=generation
@@ -310,22 +308,22 @@ class EndpointController:
         self._advance(name)
 
     def adjust_rollout(self, name: str, rollout: Rollout) -> None:
-        """Other shares, or another purpose, in the same phase."""
+        """Change the shares or the goal within the same phase."""
         assert rollout.phase is self.state.models[name].rollout.phase, rollout
         self._set_rollout(name, rollout)
 
     def has_candidate(self, name: str) -> bool:
-        """Whether every replica has staged the candidate, also those that came after it was opened."""
+        """Whether every replica has staged the candidate, also those that joined after it was opened."""
         candidate = self.state.models[name].rollout.candidate
         models = [report.models.get(name) for report in self.reports.values()]
         return all(model is not None and candidate in model.staged for model in models)
 
     def is_applied_everywhere(self) -> bool:
-        """Whether every replica has heard of the last change."""
+        """Whether every replica has received the last change."""
         return all(report.generation >= self._plan.generation for report in self.reports.values())
 
     async def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        """Whether the condition came true in time, before the controller was closed."""
+        """Wait for a condition; returns whether it came true in time, before the controller was closed."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not condition() and not self._closed:
@@ -340,7 +338,7 @@ class EndpointController:
         self._set_rollout(name, rollout)
 
     def flip(self, name: str) -> None:
-        """Let the candidate answer everywhere, and the alias mean it: both or neither."""
+        """Let the candidate answer everywhere and move the alias to it: both or neither."""
         model = self.state.models[name]
         rollout = model.rollout
         if problem := alias_sync.move_alias(model.deployment, rollout, self.catalogue):
@@ -353,7 +351,7 @@ class EndpointController:
         self._advance(name)
 
     def abandon_candidate(self, name: str, by: str, reason: str) -> None:
-        """No replica takes the version that is being staged; what is followed is what was followed before."""
+        """Abandon the version that is being staged, and follow what was followed before."""
         model = self.state.models[name]
         rollout = model.rollout
         model.revert_deployment()
@@ -361,7 +359,7 @@ class EndpointController:
         self._reject_version(model, abandon_candidate(rollout, reason, time.time()))
 
     def drop_candidate(self, name: str, kind: str, by: str, reason: str) -> None:
-        """The open candidate goes, and the stable version answers all again."""
+        """Drop the open candidate; the stable version answers all requests again."""
         model = self.state.models[name]
         rollout = model.rollout
         if rollout.candidate == NEWEST:
@@ -371,7 +369,7 @@ class EndpointController:
         self._reject_version(model, drop_candidate(rollout, reason, time.time()))
 
     def _reject_version(self, model: ModelState, rollout: Rollout) -> None:
-        """Whatever else is staged meanwhile, what the alias means is not tried again by itself."""
+        """Reject the alias's version: it is not tried again automatically, whatever else is staged."""
         if rollout.refused and rollout.refused == model.meant:
             model.rejected = [rollout.refused]
         self._set_rollout(model.deployment.name, rollout)
@@ -396,7 +394,7 @@ class EndpointController:
         self, kind: str, model: str = "", version: int | None = None, previous: int | None = None,
         by: str = "", reason: str = "",
     ) -> None:  # fmt: skip
-        """Put a change into the list of events and into the audit log, where the newest of a run has no number."""
+        """Append a change to the events and the audit log, where the newest version of a run has no number."""
         state, version = self.state, None if version == NEWEST else version
         event = Event(state.num_events, time.time(), kind, model, version, previous, by, reason)
         state.num_events += 1
@@ -404,13 +402,13 @@ class EndpointController:
         self._audit(event)
 
     def _commit(self) -> None:
-        """Write the state down, then let the replicas know."""
+        """Save the state, then notify the replicas."""
         models = tuple(
             self.live.complete(build_model_plan(name, asked.registry, asked.options, model.rollout), model)
             for name, model in self.state.models.items()
             if (asked := model.deployment)
         )
-        # A flip to the version that answers already (an alias comes back to it) is a plan of its own too.
+        # A flip to the version that already answers (an alias returns to it) is a new plan too.
         announced = max((model.rollout.generation for model in self.state.models.values()), default=0)
         is_new = models != self._plan.models or self._plan.generation != max(announced, self.state.generation)
         if is_new:

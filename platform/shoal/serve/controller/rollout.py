@@ -1,14 +1,13 @@
-"""How a model of an endpoint gets from one version to another: the states, the moves between them, the next step.
+"""The state machine that takes a model from one version to another: its phases, its moves and the next step.
 
     VACANT ─stage─► STAGING ─flip─► FLIPPING ─settle─► STEADY ─stage─► STAGING ─open─► CANARY ─flip─► FLIPPING ─► ...
                        └──abandon──► STEADY (or VACANT)                                  └──drop──► STEADY
 
-A version is *staged* on every replica before it answers a single request, and it answers everywhere or nowhere: all or
-none. Pure values and functions: the controller alone acts on them. An illegal move raises; a request for one is the
-caller's to refuse.
+A version is *staged* on every replica before it answers a single request, and it answers everywhere or nowhere. Pure
+values and functions: the controller alone acts on them. An illegal move raises; the caller refuses a request for one.
 
-A model that follows a run is STEADY or CANARY: `NEWEST` is its stable version while it follows, its candidate while it
-stays with another. `repoint` is its only move. Nothing is staged first, since each replica has versions of its own.
+A model that follows a run is STEADY or CANARY: `NEWEST` is its stable version while it follows, its candidate while
+another is pinned. `repoint` is its only move. Nothing is staged first, since each replica loads its own versions.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from shoal.serve.messages.replica_report import ReplicaReport
 
 
 class Phase(StrEnum):
-    """Where the rollout of a model stands."""
+    """The phase of a model's rollout."""
 
     VACANT = "vacant"  # nothing answers yet
     STEADY = "steady"  # one version answers
-    STAGING = "staging"  # another is being loaded beside it, and answers nobody
+    STAGING = "staging"  # another is being loaded alongside and answers no request
     CANARY = "canary"  # every replica has both: the candidate answers its share
-    FLIPPING = "flipping"  # the replicas have been told that the candidate is the stable version now
+    FLIPPING = "flipping"  # the plan names the candidate as the stable version
 
 
 class RolloutMove(StrEnum):
-    """What may happen to a rollout."""
+    """A move of a rollout."""
 
     STAGE = "stage"
     OPEN = "open"
@@ -45,14 +44,14 @@ class RolloutMove(StrEnum):
 
 
 class Goal(StrEnum):
-    """What becomes of a version that every replica has staged."""
+    """The goal of a version once every replica has staged it."""
 
     FLIP = "flip"
     CANARY = "canary"
 
 
 class IllegalMove(Exception):
-    """A bug: the controller tried what the state does not allow."""
+    """A bug: the controller tried a move that the phase does not allow."""
 
 
 _MOVES: dict[tuple[Phase, RolloutMove], Phase] = {
@@ -78,18 +77,18 @@ def transition(phase: Phase, move: RolloutMove, has_stable: bool = True) -> Phas
 
 @dataclass(frozen=True)
 class Rollout:
-    """One model's. Changed by the functions below only.
+    """One model's rollout. Changed by the functions below only.
 
     stable:         the version that answers; 0 while VACANT
-    candidate:      the version beside it while STAGING, CANARY or FLIPPING; else 0
-    shares:         what the candidate gets while CANARY
-    previous:       what was stable before
-    attempt:        counts the stagings, so that what failed once may be tried again
-    generation:     of the document that told the replicas to stage the candidate, or to flip
+    candidate:      the version alongside it while STAGING, CANARY or FLIPPING; else 0
+    shares:         the candidate's shares while CANARY
+    previous:       the version that was stable before
+    attempt:        counts the stagings, so that a failed version may be tried again
+    generation:     of the plan in which the replicas stage the candidate, or flip
     since_s:        time.time() of the last move
-    kind, by, why:  what was asked for, by whom, and their words
+    kind, by, why:  the requested change, its author and the reason given
     refused, reason: the last candidate that did not become stable, and why
-    lost_replicas:  that died since the candidate was begun with, but for those of a canary: since it was opened
+    lost_replicas:  replicas that died since the candidate's staging began; of a canary, since it was opened
     """
 
     phase: Phase = Phase.VACANT
@@ -110,11 +109,11 @@ class Rollout:
 
     @property
     def is_open(self) -> bool:
-        """Whether something else may begin."""
+        """Whether another rollout may begin."""
         return self.phase in (Phase.VACANT, Phase.STEADY)
 
 
-FOLLOWING = Rollout(Phase.STEADY, stable=NEWEST)  # how a model that follows a run begins
+FOLLOWING = Rollout(Phase.STEADY, stable=NEWEST)  # the initial rollout of a model that follows a run
 
 
 def stage_version(
@@ -129,7 +128,7 @@ def stage_version(
     shares: TrafficShares = NO_SHARES,
     generation: int = 0,
 ) -> Rollout:
-    """Begin: let every replica load `version` beside what answers, from document `generation` on."""
+    """Begin: every replica loads `version` alongside the stable one, from plan `generation` on."""
     return replace(
         _apply_move(rollout, RolloutMove.STAGE, now_s),
         candidate=version,
@@ -147,34 +146,34 @@ def stage_version(
 
 
 def open_canary(rollout: Rollout, now_s: float) -> Rollout:
-    """Every replica has the candidate: it gets its share."""
+    """Give the candidate, staged everywhere, its share."""
     return replace(_apply_move(rollout, RolloutMove.OPEN, now_s), lost_replicas=0)
 
 
 def flip_to_candidate(rollout: Rollout, generation: int, now_s: float) -> Rollout:
-    """Every replica has the candidate: from document `generation` on it is the stable version."""
+    """Make the candidate, staged everywhere, the stable version from plan `generation` on."""
     return replace(_apply_move(rollout, RolloutMove.FLIP, now_s), generation=generation, shares=NO_SHARES)
 
 
 def finish_rollout(rollout: Rollout, now_s: float) -> Rollout:
-    """Every replica has flipped: what was stable before is gone."""
+    """End the rollout once every replica has flipped."""
     moved = replace(rollout, phase=transition(rollout.phase, RolloutMove.SETTLE), since_s=now_s)
     return replace(moved, stable=rollout.candidate, candidate=0, previous=rollout.stable)
 
 
 def abandon_candidate(rollout: Rollout, reason: str, now_s: float) -> Rollout:
-    """A replica cannot stage the candidate, or it is no longer wanted: no replica takes it."""
+    """Abandon a candidate that a replica cannot stage, or that is no longer wanted."""
     return _clear_candidate(_apply_move(rollout, RolloutMove.ABANDON, now_s), reason)
 
 
 def drop_candidate(rollout: Rollout, reason: str, now_s: float) -> Rollout:
-    """The candidate is rolled back."""
+    """Roll the candidate back."""
     return _clear_candidate(_apply_move(rollout, RolloutMove.DROP, now_s), reason)
 
 
 def repoint(rollout: Rollout, stable: int, shares: TrafficShares | None, now_s: float) -> Rollout:
-    """A model that follows a run stays with a version, beside which the newest of the run gets `shares`; or it follows
-    the run again, as another attempt: what was rejected may be tried again."""
+    """Pin a model that follows a run to a version, with `shares` for the run's newest; or let it follow again as a new
+    attempt, in which rejected versions may be tried again."""
     assert shares is None or stable != NEWEST, rollout
     phase = Phase.STEADY if shares is None else Phase.CANARY
     return replace(
@@ -197,11 +196,11 @@ def _clear_candidate(rollout: Rollout, reason: str) -> Rollout:
     return replace(rollout, candidate=0, shares=NO_SHARES, refused=rollout.candidate, reason=reason)
 
 
-# -- what the replicas are told ---------------------------------------------------------------------------------------
+# -- the replicas' plan -----------------------------------------------------------------------------------------------
 
 
 def build_model_plan(name: str, registry: str, options: dict[str, Any], rollout: Rollout) -> ModelPlan:
-    """The plan that brings a replica to where the rollout stands."""
+    """Build the plan that brings a replica to the rollout's state."""
     staged = tuple(version for version in (rollout.stable, rollout.candidate) if version) if registry else ()
     plan = ModelPlan(name, registry, options, rollout.stable, staged=staged, attempt=rollout.attempt)
     if rollout.phase is Phase.FLIPPING:
@@ -213,24 +212,24 @@ def build_model_plan(name: str, registry: str, options: dict[str, Any], rollout:
     return plan
 
 
-# -- what is to be done next ------------------------------------------------------------------------------------------
+# -- the next step ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Proceed:
-    """Every replica is where the rollout wants it: flip, open or settle."""
+    """Every replica has followed: flip, open or settle."""
 
 
 @dataclass(frozen=True)
 class AbandonRollout:
-    """It will not come to be, and why."""
+    """The rollout cannot succeed, and the reason."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class WaitForReplicas:
-    """For `replicas`, by name."""
+    """Wait for `replicas`, by name."""
 
     replicas: tuple[str, ...] = ()
 
@@ -238,9 +237,9 @@ class WaitForReplicas:
 def decide_next_step(
     model: str, rollout: Rollout, replicas: Sequence[ReplicaReport], waited_s: float, stage_timeout_s: float
 ) -> Proceed | AbandonRollout | WaitForReplicas:
-    """The next step of a rollout that is STAGING or FLIPPING, with what the living replicas reported last.
+    """The next step of a rollout that is STAGING or FLIPPING, from the living replicas' last reports.
 
-    waited_s: how long it has been in this phase
+    waited_s: the time since the phase began
     """
     if rollout.phase is Phase.STAGING and rollout.lost_replicas > MAX_LOST_REPLICAS:
         return AbandonRollout(f"{rollout.lost_replicas} replicas died while version {rollout.candidate} was loaded")
@@ -255,7 +254,7 @@ def decide_next_step(
     late = [
         report.replica
         for report in replicas
-        if report.generation < rollout.generation  # what it had of this version, it may be about to forget
+        if report.generation < rollout.generation  # it may be about to drop its copy of this version
         or model not in report.models
         or rollout.candidate not in report.models[model].staged
     ]
@@ -267,7 +266,7 @@ def decide_next_step(
 
 
 def find_staging_error(model: str, rollout: Rollout, replicas: Sequence[ReplicaReport]) -> str:
-    """Why a replica will not have the candidate; "" when all have it or may still get it."""
+    """The reason why a replica cannot load the candidate; "" when all have it or may still load it."""
     for report in replicas:
         for rejected in report.models[model].rejected if model in report.models else ():
             if (rejected.version, rejected.attempt) == (rollout.candidate, rollout.attempt):

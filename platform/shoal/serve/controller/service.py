@@ -1,7 +1,7 @@
-"""All that an endpoint's controller is in its process: the controller, its administration, its status, its audit log.
+"""The controller's process: the controller, its administration, its status and its audit log.
 
-Run by the Ray shell, on one event loop, as an actor whose methods these are. Its state is a file, so that another one
-goes on where it was.
+Run by the Ray shell, on one event loop, as an actor with these methods. Its state is a file, from which a restarted one
+continues.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from shoal.serve.messages.replica_report import ReplicaReport
 from shoal.weights import WeightSnapshot
 
 TICK_S = 0.25
-STALL_S = LEASE_S / 2  # a tick as late as this was held up, and so was whatever replicas have said meanwhile
+STALL_S = LEASE_S / 2  # a tick this late was stalled, and so were the replicas' reports
 logger = logging.getLogger(__name__)
 
 
 class ControllerService:
-    """Ends (`ended`) when no replica has asked for `setting.idle_s`: nobody may have said that the endpoint is gone."""
+    """Ends (`ended`) after `config.idle_s` without a call from a replica: the endpoint may be gone without notice."""
 
     def __init__(self, setting: ControllerConfig) -> None:
         self._began_at = time.time()
@@ -85,14 +85,14 @@ class ControllerService:
         state = self._controller.state
         if after < state.num_events:
             return [event for event in state.events if event.number > after]
-        # The state was lost, and with it their number: those of this life are not known yet.
+        # The state was lost, and with it the numbering: the caller has no events of this process yet.
         return [event for event in state.events if event.time >= self._began_at]
 
     async def pid(self) -> int:
         return os.getpid()
 
     async def forget(self) -> None:
-        """The endpoint is gone, and its state with it."""
+        """Remove the state of an endpoint that is gone."""
         self._controller.close(forget=True)
 
     async def _run(self) -> None:
@@ -110,8 +110,8 @@ class ControllerService:
                 await asyncio.sleep(TICK_S)
         except Exception:
             logger.exception("the controller of %r failed", self._controller.name)
-            os._exit(1)  # whoever runs it starts it again, and its state file knows where it was
+            os._exit(1)  # Ray restarts it, and it continues from its state file
         self.on_idle()
 
     def on_idle(self) -> None:
-        """No replica has asked for a while: there is none any more."""
+        """End after a time without a call from a replica."""

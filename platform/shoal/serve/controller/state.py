@@ -1,7 +1,7 @@
-"""What a controller must not forget: which models, how far each rollout is, who the replicas are, what happened.
+"""A controller's persistent state: its models, their rollouts, the replicas and the events.
 
-Written by the controller before anybody hears of a change, so that one that is started again goes on from there. What
-the disk refuses to take is kept in memory and tried again with the controller's clock: no endpoint stops for it.
+The controller saves it before any replica receives a change, so that a restarted one continues from there. A failed
+write is retained in memory and retried at the controller's ticks: no endpoint stops for it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Deployment:
-    """A model as it was asked for.
+    """A model as requested.
 
     registry: folder with its versions; "" for a model that follows the weights of a run
     version:  a number or an alias; an alias is followed
@@ -41,7 +41,7 @@ class Deployment:
 
     @property
     def alias(self) -> str:
-        """The alias that is followed; "" for none."""
+        """The followed alias; "" for none."""
         return "" if self.version.isdigit() else self.version
 
     @property
@@ -51,7 +51,7 @@ class Deployment:
 
 @dataclass(frozen=True)
 class Event:
-    """One change: what, when (seconds since the epoch), from which version to which, by whom and why."""
+    """One change: its kind, time (seconds since the epoch), versions before and after, author and reason."""
 
     number: int
     time: float
@@ -63,29 +63,29 @@ class Event:
     reason: str = ""
 
     def details(self) -> dict[str, object]:
-        """For a run record, which has a kind and a time of its own."""
+        """The fields for a run record, which has its own kind and time."""
         found = {name: getattr(self, name) for name in ("model", "version", "previous", "by", "reason")}
         return {name: value for name, value in found.items() if value not in (None, "")}
 
 
 @dataclass
 class ModelState:
-    """One model.
+    """The state of one model.
 
-    deployment: what was asked for
-    rollout:    how far it is
-    metrics:    the user's, of the candidate
-    meant:      what the alias meant when it was last looked at; 0: nobody has looked
-    rejected:   versions that are not tried again by themselves: what the alias means, until it moves; of a model that
-                follows a run the newest of them, until it is to follow again
-    is_added:   to an endpoint that was there; not one of those that it was deployed with
-    before:     what was asked for before, while a deployment may still fail
+    deployment: the model as requested
+    rollout:    its rollout
+    metrics:    the user's metrics of the candidate
+    meant:      the alias's version at the last poll; 0 before the first
+    rejected:   versions that are not tried again automatically: the alias's, until it moves; of a model that follows a
+                run the newest ones, until it is to follow again
+    is_added:   added later; not one of the models that the endpoint was deployed with
+    before:     the former deployment, while the new one may still fail
 
     Of a model that follows a run:
 
     retained:      as in `ModelPlan`
-    last_rejected: the version that was rejected last, and why
-    unrecorded:    how many were since the last entry in the events, which was made at `recorded_at`
+    last_rejected: the version rejected last, with the reason
+    unrecorded:    the number rejected since the last event, which was recorded at `recorded_at`
     """
 
     deployment: Deployment
@@ -101,17 +101,17 @@ class ModelState:
     recorded_at: float = 0.0
 
     def revert_deployment(self) -> None:
-        """What is followed is what was followed before. Idempotent."""
+        """Restore the former deployment. Idempotent."""
         if self.before is not None:
             self.deployment, self.before = self.before, None
 
 
 @dataclass
 class ControllerState:
-    """All of it.
+    """The full state.
 
-    deployment:   the call of `deploy` that this goes back to
-    num_attempts: to stage a model that was removed, the most: one that comes back under its name begins after these
+    deployment:   the call of `deploy` that it belongs to
+    num_attempts: the most stagings of a removed model: one added again under its name continues from there
     """
 
     deployment: str = ""
@@ -125,7 +125,7 @@ class ControllerState:
 
 
 class StateFile:
-    """The state of one endpoint on disk, and one version of the weights of each live model in a folder beside it.
+    """The state of one endpoint on disk, with one version of each live model's weights in a folder next to it.
 
     `path` None writes nothing (a test that wants none).
     """
@@ -133,17 +133,17 @@ class StateFile:
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._weights: dict[str, WeightSnapshot] = {}
-        self._unwritten: dict[Path, bytes] = {}  # what the disk has refused
+        self._unwritten: dict[Path, bytes] = {}  # the writes that failed
 
     def load(self, deployment: str) -> ControllerState | None:
-        """What was saved for this deployment; None when there is nothing, or what there is cannot be read.
+        """Load this deployment's state; None when there is none or it cannot be read.
 
-        The weights of another one are forgotten.
+        Deletes the weights of another deployment.
         """
         state = self._read()
         if state is not None and state.deployment == deployment:
             for model in state.models.values():
-                if model.rollout.is_open:  # what it was to be tried with was not begun when this was written
+                if model.rollout.is_open:  # the new deployment had not begun when this was saved
                     model.revert_deployment()
             return state
         self._delete_all_weights()
@@ -165,28 +165,28 @@ class StateFile:
             LookupError,
             TypeError,
             AttributeError,
-        ) as error:  # what is another document
-            logger.error("%s cannot be read, the endpoint starts from what it was deployed with: %s", self._path, error)
+        ) as error:  # another kind of document
+            logger.error("%s cannot be read, the endpoint starts from its deployment: %s", self._path, error)
             return None
 
     def save(self, state: ControllerState) -> None:
-        """Replace the file in one step; what the disk refuses is logged, and waits for `retry_writes`."""
+        """Replace the file in one step; a failed write is logged and waits for `retry_writes`."""
         if self._path is not None:
             self._write(self._path, msgspec.json.encode(state))
 
     def retry_writes(self) -> None:
-        """Write what the disk has refused."""
+        """Repeat the writes that failed."""
         for path, content in list(self._unwritten.items()):
             self._write(path, content)
 
     def store_weights(self, model: str, snapshot: WeightSnapshot) -> None:
-        """Retain them in place of the version that was of this model."""
+        """Retain weights in place of the model's former version."""
         self._weights[model] = snapshot
         if self._path is not None:
             self._write(_weights_folder(self._path) / model, msgspec.msgpack.encode(snapshot))
 
     def load_weights(self, model: str, version: int) -> WeightSnapshot | None:
-        """None when they are not retained, or cannot be read."""
+        """Load retained weights; None when there are none or they cannot be read."""
         if model not in self._weights and self._path is not None:
             with suppress(OSError, msgspec.DecodeError, WeightsError):
                 found = msgspec.msgpack.decode((_weights_folder(self._path) / model).read_bytes(), type=WeightSnapshot)
@@ -196,7 +196,7 @@ class StateFile:
         return retained if retained is not None and retained.version == version else None
 
     def delete_weights(self, model: str) -> None:
-        """Of a model that is served no longer. Idempotent."""
+        """Delete the weights of a model that is no longer served. Idempotent."""
         self._weights.pop(model, None)
         if self._path is not None:
             self._remove(_weights_folder(self._path) / model)
@@ -207,7 +207,8 @@ class StateFile:
             shutil.rmtree(_weights_folder(self._path), ignore_errors=True)
 
     def remove(self) -> None:
-        """The endpoint is gone, and what is saved from now on is not kept: a last report may still come. Idempotent."""
+        """Remove the state of an endpoint that is gone. Later saves are ignored: a last report may still arrive.
+        Idempotent."""
         self._delete_all_weights()
         if self._path is not None:
             self._remove(self._path)
@@ -219,7 +220,7 @@ class StateFile:
             _replace_file(path, content)
         except OSError as error:
             if path not in self._unwritten:
-                logger.error("%s cannot be written, the endpoint goes on and tries it again: %s", path, error)
+                logger.error("%s cannot be written, the endpoint continues and tries again: %s", path, error)
             self._unwritten[path] = content
         else:
             self._unwritten.pop(path, None)
@@ -229,11 +230,11 @@ class StateFile:
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
-            logger.error("%s cannot be removed, and is of no use any more: %s", path, error)
+            logger.error("%s cannot be removed, and is no longer used: %s", path, error)
 
 
 def _upgrade(model: dict[str, Any]) -> None:
-    """Of a file of before a model that follows a run had a rollout: it had a state of its own, `live`."""
+    """Upgrade an older file, in which a model that follows a run had a state `live` instead of a rollout."""
     live, rollout = model.pop("live", None), model["rollout"]
     if live is None:
         return

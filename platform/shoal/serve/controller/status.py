@@ -1,7 +1,7 @@
-"""What an endpoint says of itself: the controller's state and the replicas' reports, as one document.
+"""An endpoint's status: the controller's state and the replicas' reports, as one document.
 
-Called by the controller's shell for `GET /shoal/v1/status`. Pure but for the memory of earlier counts, from which rates
-are made.
+Called by the controller's shell for `GET /shoal/v1/status`. Pure except for the retained earlier counts, from which
+rates are computed.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from shoal.serve.spec.model_options import ModelOptions
 WINDOW_S = 10.0
 SAMPLE_S = 1.0
 NUM_EVENTS = 50
-LONG_FORWARD_S = 2.0  # beyond which it is said while it goes on
+LONG_FORWARD_S = 2.0  # a longer forward shows in the status while it runs
 STATES = {Phase.VACANT: "UNAVAILABLE", Phase.STAGING: "LOADING"}
 
 Counts = Mapping[str, Mapping[str, ModelSnapshot]]  # by replica and model
 
 
 class StatusReporter:
-    """Describes one endpoint, which speaks gRPC at `grpc` and is to have `num_replicas`. `sample()` is called once a
-    second or so."""
+    """Describes one endpoint, which serves gRPC at `grpc` and should have `num_replicas`. `sample()` is called about
+    once a second."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class StatusReporter:
         self._sampled_s = -SAMPLE_S
 
     def sample(self) -> None:
-        """Remember what has been counted until now."""
+        """Retain the present counts."""
         now_s = self._clock()
         if now_s - self._sampled_s >= SAMPLE_S:
             self._sampled_s = now_s
@@ -61,7 +61,7 @@ class StatusReporter:
             self._samples.append((now_s, {report.replica: _counts(report) for report in heard}))
 
     def describe_endpoint(self) -> dict[str, Any]:
-        """The whole document: an `EndpointStatus`."""
+        """The full document, an `EndpointStatus`."""
         controller = self._controller
         state, reports = controller.state, controller.reports.values()
         models = [self._build_model_status(name, model) for name, model in state.models.items()]
@@ -92,7 +92,7 @@ class StatusReporter:
         return _builtins(status)
 
     def describe_model(self, name: str) -> dict[str, Any]:
-        """One model's part of it; of one that was deleted, what is left: its name."""
+        """One model's part of the document; only the name for a deleted one."""
         model = self._controller.state.models.get(name)
         if model is None:
             return _builtins(ModelStatus(name, state="UNAVAILABLE", reason="deleted"))
@@ -127,7 +127,7 @@ class StatusReporter:
                     version, *_find_track_and_share(version, rollout, reports), counts, before, before_s
                 )
                 for version in sorted({version for report in reports for version in report.staged})
-                if deployment.is_live or version in (rollout.stable, rollout.candidate)  # others are on their way out
+                if deployment.is_live or version in (rollout.stable, rollout.candidate)  # others are being stopped
             ],
             queued_rows=sum(report.queued_rows for report in reports),
             max_queued_rows=options.max_queue_size * len(reports),
@@ -139,8 +139,8 @@ class StatusReporter:
         )
 
     def _counts_before_window(self, name: str) -> tuple[float, ModelSnapshot | None]:
-        """What the replicas of now had counted when the window began, and how many seconds ago that was. Of one that
-        was heard of later, what it had counted then: it may have served long before this life of the controller."""
+        """The present replicas' counts when the window began, and how many seconds ago that was. A later replica's
+        counts are those of its first report: it may have served long before this controller started."""
         if not self._samples:
             return 0.0, None
         before = []
@@ -164,7 +164,7 @@ def to_rollout_event(event: Event) -> RolloutEvent:
 
 
 def _list_staging_errors(models: Mapping[str, ModelState], report: ReplicaReport) -> Iterator[str]:
-    """What a replica should have and could not stage. What nobody wants any more is the model's `reason`."""
+    """The planned versions that a replica could not stage. One no longer planned is in the model's `reason`."""
     for name, model in models.items():
         for rejected in report.models[name].rejected if name in report.models else ():
             wanted = (0,) if model.deployment.is_live else (model.rollout.stable, model.rollout.candidate)
@@ -177,7 +177,7 @@ def _list_staging_errors(models: Mapping[str, ModelState], report: ReplicaReport
 
 
 def _describe_slow_forward(report: ReplicaReport) -> str:
-    """Whatever waits for this replica waits for its forward, and the replica is replaced after `hang_s`."""
+    """Describe a forward that blocks a replica's requests; the replica is replaced after `hang_s`."""
     return f"a forward has taken {report.computing_s:.0f} s" if report.computing_s >= LONG_FORWARD_S else ""
 
 
@@ -192,11 +192,11 @@ def _last_rejected(model: ModelState) -> str:
     if last is None or last.version not in model.rejected:
         return ""
     instead = f" version {last.instead} answered instead:" if last.instead else ""
-    return f"version {last.version} was left,{instead} {last.reason}"
+    return f"version {last.version} was rejected,{instead} {last.reason}"
 
 
 def _find_track_and_share(version: int, rollout: Rollout, reports: Sequence[ModelReport]) -> tuple[str, float]:
-    """The track and the share of a version, which may answer in some replicas and not yet in others."""
+    """The track and share of a version, which may answer on some replicas and not yet on others."""
     answering = [report for report in reports if report.version]
     given, track = 0.0, ""
     for report in answering:
@@ -217,13 +217,13 @@ def build_version_status(
     before: ModelSnapshot | None,
     before_s: float,
 ) -> VersionStatus:
-    """What is told of a version: `counts` now, and those of `before_s` seconds ago."""
+    """Build a version's status from its `counts` now and those of `before_s` seconds ago."""
     now = counts["versions"].get(str(version)) if counts else None
     if now is None:
         return VersionStatus(version, track, share)
     earlier = before["versions"].get(str(version)) if before else None
     recent = subtract_histogram(earlier["request_s"], now["request_s"]) if earlier else now["request_s"]
-    # Less than before where a replica has gone, and what it had counted.
+    # Lower than before when a replica has gone with its counts.
     num_recent = max(0, sum(now["statuses"].values()) - (sum(earlier["statuses"].values()) if earlier else 0))
     requests, errors = count_requests_and_errors(now)
     return VersionStatus(
@@ -251,7 +251,7 @@ def _batch_rows(now: ModelSnapshot | None, before: ModelSnapshot | None) -> floa
 
 
 def _latency(reports: Sequence[ModelReport]) -> list[tuple[int, float]]:
-    """The slowest replica's, at each number of rows: what can be relied on."""
+    """The slowest replica's latency at each number of rows: a safe estimate."""
     slowest: dict[int, float] = {}
     for report in reports:
         for rows, seconds in report.latency:

@@ -1,12 +1,12 @@
-"""Tensors in protobuf messages: a request's into arrays that fit the model, outputs into an answer.
+"""Decodes a request's protobuf tensors into arrays that fit the model, and encodes outputs into an answer.
 
-Called by `grpc_service`, one codec for each model. Elements come raw, one blob for each input, or typed, in the field
-that the datatype has; the answer is raw when the request was, and when an output has no typed field. Nothing is
-allocated for what a request declares before its bytes are seen to be there. Complaints are InferenceErrors: 400 for
-what is not a request, 422 for a tensor that does not fit, naming it, what was expected and what came.
+Called by `service`, one codec for each model. Elements arrive raw, one blob for each input, or typed, in the datatype's
+field. The answer is raw when the request was, and when an output has no typed field. Memory for a declared shape is
+allocated only once its bytes are present. Errors are InferenceErrors: 400 for an invalid request, 422 for a tensor that
+does not fit, with its name, the expected and the actual type.
 
-An answer is made as the bytes of its message, which may come in any order of fields: what all answers of a shape and
-version begin with is made once, and the elements and the request's id follow it.
+An answer is built as the bytes of its message, whose fields may come in any order: the common head of all answers of a
+shape and version is built once, and the elements and the request's id follow it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ FIELDS = {
     "BYTES": "bytes_contents",
 }
 
-MAX_HEADS = 256  # of answers, kept for each model
-# Keys of fields: their number, and that a length follows.
+MAX_HEADS = 256  # of answers, retained for each model
+# Keys of fields: the field's number and the wire type for a length.
 ID_KEY, RAW_OUTPUT_KEY = (
     pb.ModelInferResponse.DESCRIPTOR.fields_by_name[name].number << 3 | 2 for name in ("id", "raw_output_contents")
 )
@@ -52,10 +52,10 @@ InputTensorMessage = pb.ModelInferRequest.InferInputTensor
 
 
 class InferRequestHeader(msgspec.Struct, frozen=True, gc=False):
-    """What a request asks, beside its tensors.
+    """A request without its tensors.
 
-    timeout_us: the parameter `timeout`, whatever it holds; None when there is none
-    raw:        whether the tensors came raw
+    timeout_us: the parameter `timeout`, unchecked; None without it
+    raw:        whether the tensors are raw
     """
 
     model: str
@@ -66,7 +66,7 @@ class InferRequestHeader(msgspec.Struct, frozen=True, gc=False):
 
     @classmethod
     def from_message(cls, request: pb.ModelInferRequest) -> InferRequestHeader:
-        """What this message asks."""
+        """Read a message's header."""
         return cls(
             request.model_name,
             request.model_version,
@@ -77,10 +77,10 @@ class InferRequestHeader(msgspec.Struct, frozen=True, gc=False):
 
 
 class DecodedInputs(msgspec.Struct, frozen=True, gc=False):
-    """The tensors of a request: by name, the rows of each, and the outputs that are wanted (None for all).
+    """The tensors of a request by name, the number of rows, and the requested outputs (None for all).
 
-    outputs:   the names of those that are wanted, in the order in which they were asked for; () for all
-    raw_sizes: the bytes that the elements of each had, in the request's order; () when they did not come raw
+    outputs:   the names of the requested outputs, in the request's order; () for all
+    raw_sizes: the bytes of each tensor's elements, in the request's order; () unless they are raw
     """
 
     arrays: dict[str, np.ndarray]
@@ -91,19 +91,19 @@ class DecodedInputs(msgspec.Struct, frozen=True, gc=False):
 
 
 class GrpcCodec:
-    """Reads requests for, and writes answers of, one model. For any thread."""
+    """Decodes requests to, and encodes answers of, one model. For any thread."""
 
     def __init__(
         self, model: str, inputs: Sequence[TensorMetadata], outputs: Sequence[TensorMetadata], max_rows: int
     ) -> None:
         self._model = model
         self._schema = RequestSchema(inputs, outputs, max_rows)
-        self.has_bytes_inputs = any(spec.datatype == "BYTES" for spec in inputs)  # whose elements are read one by one
+        self.has_bytes_inputs = any(spec.datatype == "BYTES" for spec in inputs)  # have their elements read one by one
         self._datatypes = {spec.name: spec.datatype for spec in outputs}
         self._heads: dict[tuple[int, tuple[tuple[str, tuple[int, ...]], ...]], bytes] = {}
 
     def decode(self, request: pb.ModelInferRequest) -> DecodedInputs:
-        """Arrays that came raw are views of the request's bytes. Raises InferenceError (400, 422)."""
+        """Decode the tensors; raw arrays are views of the request's bytes. Raises InferenceError (400, 422)."""
         raw = request.raw_input_contents
         if raw and len(raw) != len(request.inputs):
             problem = f"raw_input_contents has {len(raw)} entries for {len(request.inputs)} inputs"
@@ -117,13 +117,13 @@ class GrpcCodec:
             if raw:
                 if tensor.HasField("contents"):
                     raise InferenceError(400, f"input {name!r}: expected contents or raw_input_contents, got both")
-                elements = raw[index]  # copied, each time that it is taken from its message
+                elements = raw[index]  # each access copies it from its message
                 sizes.append(len(elements))
                 arrays[name] = from_binary(name, tensor.datatype, shape, elements)
             else:
                 arrays[name] = _decode_typed(tensor, shape)
         wanted = self._schema.check_outputs(output.name for output in request.outputs)
-        names = tuple([output.name for output in request.outputs])  # no more than there are: that was seen
+        names = tuple([output.name for output in request.outputs])  # never more than present: checked above
         for output in request.outputs:
             _reject_parameters(output.parameters, f"output {output.name!r}")
         return DecodedInputs(arrays, self._schema.check_complete(arrays), wanted, names, tuple(sizes))
@@ -131,7 +131,7 @@ class GrpcCodec:
     def encode(
         self, asked: InferRequestHeader, wanted: Sequence[str], version: int, outputs: Mapping[str, np.ndarray]
     ) -> bytes:
-        """A ModelInferResponse, with the outputs that are wanted, in this order; () for all, in the model's."""
+        """Encode a ModelInferResponse with the requested outputs, in this order; () for all, in the model's."""
         names = wanted or tuple(self._datatypes)
         arrays = [(name, self._datatypes[name], outputs[name]) for name in names]
         for name, datatype, array in arrays:
@@ -141,7 +141,7 @@ class GrpcCodec:
             shapes = version, tuple([(name, array.shape) for name, _, array in arrays])
             head = self._heads.get(shapes)
             if head is None:
-                if len(self._heads) >= MAX_HEADS:  # or one more, when two threads have one to keep
+                if len(self._heads) >= MAX_HEADS:  # or one more when two threads add one
                     self._heads.clear()
                 head = self._heads[shapes] = self._build_head(version, arrays).SerializeToString()
             parts.append(head)
@@ -159,7 +159,7 @@ class GrpcCodec:
         return b"".join(parts)
 
     def _build_head(self, version: int, arrays: Sequence[tuple[str, str, np.ndarray]]) -> pb.ModelInferResponse:
-        """All of an answer but its elements and its id."""
+        """Build an answer without its elements and its id."""
         answer = pb.ModelInferResponse(model_name=self._model, model_version=str(version))
         for name, datatype, array in arrays:
             answer.outputs.add(name=name, datatype=datatype, shape=array.shape)
@@ -167,14 +167,14 @@ class GrpcCodec:
 
 
 def parameter_value(parameter: pb.InferParameter | pb.ModelRepositoryParameter) -> Any:
-    """What a parameter holds; None when it holds nothing."""
+    """A parameter's value; None when it is empty."""
     choice = parameter.WhichOneof("parameter_choice")
     return None if choice is None else getattr(parameter, choice)
 
 
 @lru_cache(1024)
 def encode_field_head(key: int, size_bytes: int) -> bytes:
-    """What stands before a field's content: its key, of one byte, and the length, seven bits in each byte."""
+    """The bytes before a field's content: its key, of one byte, and the length, seven bits in each byte."""
     found = bytearray((key,))
     while size_bytes > 127:
         found.append(size_bytes & 127 | 128)
@@ -200,7 +200,7 @@ def _decode_typed(tensor: InputTensorMessage, shape: list[int]) -> np.ndarray:
         array = np.empty(size, object)
         array[:] = list(elements)
         return array.reshape(shape)
-    try:  # of a list: NumPy looks at each value, where it would cut those of a buffer
+    try:  # from a list: NumPy checks each value, but would truncate those of a buffer
         return np.array(list(elements), NUMPY_DTYPES[tensor.datatype]).reshape(shape)
     except OverflowError as error:
         raise InferenceError(422, f"input {tensor.name!r}: expected values of {tensor.datatype}: {error}") from None

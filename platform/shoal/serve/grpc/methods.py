@@ -1,12 +1,12 @@
-"""The methods of the gRPC service, and what goes with a call of one: metadata, and the status behind its answer.
+"""The methods of the gRPC service, and a call's metadata and final status.
 
-Called by `grpc_http1`. What a method raises becomes a status:
+Called by `over_http1`. A method's error becomes a status:
 
     400 405 422 INVALID_ARGUMENT     401 UNAUTHENTICATED      403 PERMISSION_DENIED   404 NOT_FOUND
     409 FAILED_PRECONDITION          413 429 RESOURCE_EXHAUSTED                       500 INTERNAL
     415 501 UNIMPLEMENTED            503 UNAVAILABLE          408 504 DEADLINE_EXCEEDED
 
-A refusal that knows when to come back has `retry-after` (seconds) in its trailing metadata.
+A rejection with a known time to retry has `retry-after` (seconds) in its trailing metadata.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ GRPC_STATUSES = {
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 RAW_BYTES_METHODS = frozenset({"ModelInfer", "ModelStreamInfer"})
-UNAUTHENTICATED_METHODS = frozenset({"ServerLive", "ServerReady"})  # to everybody
-MAX_DETAILS_CHARS = 2000  # they travel in a header block, which proxies limit
-_PRINTABLE = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")  # what `grpc-message` may hold as it is
-# Methods that stock clients have, and what they are told.
+UNAUTHENTICATED_METHODS = frozenset({"ServerLive", "ServerReady"})  # to every caller
+MAX_DETAILS_CHARS = 2000  # sent in a header block, which proxies limit
+_PRINTABLE = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")  # characters that `grpc-message` takes unescaped
+# Methods of stock clients that are not served, with the error's text.
 UNSUPPORTED_METHODS = {
     "SystemSharedMemoryStatus": "shared memory",
     "SystemSharedMemoryRegister": "shared memory",
@@ -63,7 +63,7 @@ UNSUPPORTED_METHODS = {
 
 
 class GrpcCall:
-    """One call: the metadata that came with it, and its status and what goes with that, behind the answer."""
+    """One call: its metadata, and the status and trailing metadata after its answer."""
 
     def __init__(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
         self.metadata = dict(headers)
@@ -71,14 +71,14 @@ class GrpcCall:
         self._error: InferenceError | None = None
 
     def set_error(self, error: InferenceError) -> None:
-        """Say with a status what was wrong."""
+        """Set the status and message of an error."""
         self._error = error
         self.trailing = (
             [] if error.retry_after_s is None else [(b"retry-after", b"%d" % math.ceil(error.retry_after_s))]
         )
 
     def build_trailers(self) -> list[tuple[bytes, bytes]]:
-        """The status, its words, and what goes with it."""
+        """Build the trailers: the status, its message and the trailing metadata."""
         if self._error is None:
             return [(b"grpc-status", b"0"), *self.trailing]
         status: int = GRPC_STATUSES.get(self._error.status, grpc.StatusCode.INTERNAL).value[0]
@@ -91,7 +91,7 @@ class GrpcCall:
 class GrpcMethod:
     """One method of the service. `attribute` is its name in `InferenceServicer`.
 
-    takes_bytes: messages go to it, and come from it, as bytes
+    takes_bytes: it takes and returns messages as bytes
     """
 
     name: str
@@ -102,7 +102,7 @@ class GrpcMethod:
     takes_bytes: bool
 
     def bind(self, servicer: InferenceServicer) -> Callable[..., Any]:
-        """What answers it."""
+        """The servicer's method."""
         found: Callable[..., Any] = getattr(servicer, self.attribute)
         return found
 

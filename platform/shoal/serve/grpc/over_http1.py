@@ -1,13 +1,13 @@
-"""gRPC calls in HTTP/1.1: HAProxy speaks HTTP/2 to the clients, and hands them on like this.
+"""gRPC calls in HTTP/1.1: HAProxy speaks HTTP/2 to the clients and forwards their calls in this form.
 
-gRPC is messages each way, each after five bytes, and a status behind the last; HTTP/1.1 has a place for that too,
-behind the last chunk. Python's gRPC server takes 0.3 ms of a processor for a call, most of it in threads and a loop of
-its own; as a request of the replica's HTTP server a call costs what one of JSON does, and less to decode (docs/log).
-HAProxy (`cluster.haproxy`) hands on all calls of the service like this.
+A gRPC call is messages each way, each after a prefix of five bytes, and a final status, which HTTP/1.1 carries after
+the last chunk. Python's gRPC server takes 0.3 ms of CPU time for a call, most of it in its own threads and loop. As a
+request of the replica's HTTP server a call costs as much as one in JSON, and less to decode (docs/log). HAProxy
+(`cluster.ingress.haproxy_config`) forwards all calls of the service in this form.
 
-`GrpcOverHttp1` is an ASGI application around that of REST. It writes the chunks of its answers itself, so it needs a
-server that does not (`direct_http`). Bodies, deadlines and clients that go away are watched as those of REST are, what
-comes of a stream by `grpc_stream`.
+`GrpcOverHttp1` is an ASGI application around the REST application. It writes the chunks of its answers itself, so it
+needs a server that does not (`http.fast_path`). Bodies, deadlines and disconnects are handled as for REST, the messages
+of a stream by `stream`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ GRPC_CONTENT_TYPE = (b"content-type", b"application/grpc")
 CHUNKED_HEADERS = [GRPC_CONTENT_TYPE, (b"transfer-encoding", b"chunked")]
 UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _TIMEOUT = re.compile(r"(\d{1,8})([HMSmun])")
-FOREVER_S = 1e9  # gRPC's word for no deadline is one in some hundred years
+FOREVER_S = 1e9  # gRPC writes no deadline as one in some hundred years
 
 
 class _GrpcExchange(NamedTuple):
@@ -51,7 +51,7 @@ class _GrpcExchange(NamedTuple):
 
 
 class GrpcOverHttp1:
-    """Answers the paths of the service; all others are `other`'s."""
+    """Answers the paths of the service; `other` answers all others."""
 
     def __init__(self, servicer: InferenceServicer, other: Any, limits: RequestLimits) -> None:
         self._servicer, self._fallback_app, self._limits = servicer, other, limits
@@ -80,12 +80,12 @@ class GrpcOverHttp1:
                 await self._in_progress.run(receive, self._handle_unary, asked)
         except Disconnected:
             return
-        except Exception as error:  # noqa: BLE001  # a call's top: `refusal` logs what is none of ours
+        except Exception as error:  # noqa: BLE001  # a call's top: `to_inference_error` logs a bug
             call.set_error(to_inference_error(error))
         if not reply.has_begun:
             await reply.finish()
             return
-        with suppress(TimeoutError):  # who takes no answers does not take this either
+        with suppress(TimeoutError):  # a client that takes no answers does not take this either
             async with asyncio.timeout(self._limits.answer_grace_s):
                 await reply.finish()
 
@@ -116,7 +116,7 @@ class GrpcOverHttp1:
                 await progress.await_send(asked.reply.send_message(response))
 
     async def _decode_request(self, frame: Frame, asked: _GrpcExchange) -> Any:
-        """What the method takes. Raises InferenceError (400, 413, 415)."""
+        """Decode the method's request. Raises InferenceError (400, 413, 415)."""
         content = frame.content
         if frame.compressed:
             encoding = asked.call.metadata.get(b"grpc-encoding", b"identity")
@@ -125,23 +125,23 @@ class GrpcOverHttp1:
 
 
 class _ResponseWriter:
-    """What a call answers: any number of messages, each in a chunk of its own, and its status behind the last one.
+    """Writes a call's answer: any number of messages, each in its own chunk, and the status after the last one.
 
-    A call that is refused before its first message has nothing but the status.
+    A call refused before its first message has only the status.
     """
 
     def __init__(self, send: Send, call: GrpcCall) -> None:
         self._send, self._call, self.has_begun = send, call, False
-        self.last_message: bytes | None = None  # goes with the end
+        self.last_message: bytes | None = None  # sent with the status
 
     async def send_message(self, message: bytes) -> None:
-        """One message, and more to come."""
+        """Send one message, with more to follow."""
         await self._send_headers()
         chunk = b"%b\r\n" % _chunk(message)
         await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
 
     async def finish(self) -> None:
-        """`last`, if there is one, and the status."""
+        """Send `last`, if given, and the status."""
         trailers = self._call.build_trailers()
         if self.last_message is None and not self.has_begun:
             headers = [GRPC_CONTENT_TYPE, (b"content-length", b"0"), *trailers]
@@ -160,13 +160,13 @@ class _ResponseWriter:
 
 
 def _chunk(message: bytes) -> bytes:
-    """A message behind its five bytes, behind the chunk's length."""
+    """A message after its five-byte prefix, as a chunk."""
     size_bytes = len(message)
     return b"%x\r\n\0%b%b" % (HEAD_BYTES + size_bytes, size_bytes.to_bytes(4, "big"), message)
 
 
 def _apply_deadline(progress: RequestLifecycle, call: GrpcCall) -> float | None:
-    """The call's deadline, at which it is ended. Raises InferenceError (400)."""
+    """Apply the call's deadline, which ends it. Raises InferenceError (400)."""
     left_s = _timeout_s(call.metadata.get(b"grpc-timeout"))
     if left_s is None:
         return None
@@ -176,7 +176,7 @@ def _apply_deadline(progress: RequestLifecycle, call: GrpcCall) -> float | None:
 
 
 def _timeout_s(value: bytes | None) -> float | None:
-    """The value of `grpc-timeout`; None for none, or one that means none. Raises InferenceError (400)."""
+    """The value of `grpc-timeout`; None without a deadline. Raises InferenceError (400)."""
     if value is None:
         return None
     text = value.decode("latin-1")

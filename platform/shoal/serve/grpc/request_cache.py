@@ -1,11 +1,11 @@
-"""Requests of gRPC that differ from an earlier one in their elements alone: read without taking the message apart.
+"""Decodes gRPC requests that differ from an earlier one only in their elements, without parsing the message.
 
-A client asks much the same again and again. Where all bytes of a request but those of its raw tensors are, at the same
-places, those of an earlier one, it is the same message with other elements: what it asks, its names and its shapes have
-been read and found right, and its arrays are views of its bytes. (To take it apart and to put its answer together was
-half of what the application took for a small request, and copied what was large: docs/log.)
+A client's requests are mostly alike. When all bytes except those of the raw tensors equal an earlier request's at the
+same places, the message is the same with other elements: its header, names and shapes are already checked, and its
+arrays are views of its bytes. (Parsing it and building its answer was half of the application's time for a small
+request, and copied large ones: docs/log.)
 
-Called by `grpc_service`, on one event loop. Requests with an id of their own, or with typed contents, have no layout.
+Called by `service`, on one event loop. Requests with an id or with typed contents have no layout.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shoal.open_inference.binary_tensors import from_binary
 from shoal.serve.grpc.codec import DecodedInputs, GrpcCodec, InferRequestHeader, encode_field_head
 
 MAX_LAYOUTS = 256
-MAX_LAYOUTS_PER_LENGTH = 8  # each costs a comparison
+MAX_LAYOUTS_PER_LENGTH = 8  # each costs one comparison
 MAX_HEAD_BYTES = 4096
 MAX_SEEN_HEADS = 256
 RAW_INPUT_KEY = pb.ModelInferRequest.DESCRIPTOR.fields_by_name["raw_input_contents"].number << 3 | 2
@@ -28,12 +28,12 @@ RAW_INPUT_KEY = pb.ModelInferRequest.DESCRIPTOR.fields_by_name["raw_input_conten
 
 @dataclass(frozen=True, slots=True)
 class RequestLayout:
-    """The bytes that requests have in common, and what those mean.
+    """The bytes that requests have in common, and their meaning.
 
-    head:    all before the first tensor's elements
-    between: what stands before the elements of each other tensor, and where
-    tensors: name, datatype and shape of each, and where its elements begin and end
-    codec:   whose inputs these are; it has accepted them
+    head:    the bytes before the first tensor's elements
+    between: the bytes before the elements of each other tensor, and their place
+    tensors: name, datatype and shape of each, and the bounds of its elements
+    codec:   the codec that has accepted these inputs
     """
 
     asked: InferRequestHeader
@@ -47,11 +47,11 @@ class RequestLayout:
     raw_sizes: tuple[int, ...]
 
     def matches(self, content: bytes) -> bool:
-        """Whether a message of the same length differs in elements alone."""
+        """Whether a message of the same length differs only in its elements."""
         return content.startswith(self.head) and all(content.startswith(piece, at) for at, piece in self.between)
 
     def decode_inputs(self, content: bytes) -> DecodedInputs:
-        """The arrays of such a message, as views of it. Raises InferenceError (422) for elements that are none."""
+        """Decode the arrays of such a message, as views of it. Raises InferenceError (422) for invalid elements."""
         view = memoryview(content)
         arrays = {
             name: from_binary(name, datatype, shape, view[begin:end])
@@ -62,7 +62,7 @@ class RequestLayout:
 
 @dataclass(slots=True)
 class RequestLayoutCache:
-    """Those of requests whose beginning was seen before: what never comes again is not worth keeping."""
+    """The layouts of requests whose beginning occurred at least twice; a single one is not worth retaining."""
 
     _by_length: dict[int, list[RequestLayout]] = field(default_factory=dict)
     _num_layouts: int = 0
@@ -73,7 +73,7 @@ class RequestLayoutCache:
         same = self._by_length.get(len(content), [])
         for index, layout in enumerate(same):
             if layout.matches(content):
-                if index:  # it is looked at first the next time
+                if index:  # it is checked first the next time
                     same.insert(0, same.pop(index))
                 return layout
         return None
@@ -86,7 +86,7 @@ class RequestLayoutCache:
         codec: GrpcCodec,
         inputs: DecodedInputs,
     ) -> None:
-        """`request`, read from `content`, had no layout, and `codec` has found it right."""
+        """Learn the layout of `request`, parsed from `content` and accepted by `codec`."""
         if asked.id or not inputs.raw_sizes:
             return
         pieces = [encode_field_head(RAW_INPUT_KEY, size) for size in inputs.raw_sizes]
@@ -100,13 +100,13 @@ class RequestLayoutCache:
             self._by_length.clear()
             self._num_layouts = 0
         same = self._by_length.setdefault(len(content), [])
-        # One that was learnt by a codec that is gone leaves its place.
+        # A layout of a former codec is dropped.
         kept = [each for each in same if not each.matches(content)][: MAX_LAYOUTS_PER_LENGTH - 1]
         self._num_layouts += 1 + len(kept) - len(same)
         self._by_length[len(content)] = [layout, *kept]
 
     def _has_seen(self, content: bytes, begin: int) -> bool:
-        """Whether one as long began like this; the next one has."""
+        """Whether an earlier request had this length and beginning; marks it for the next."""
         beginning = len(content), content[:begin]
         if beginning in self._seen:
             return True
@@ -125,10 +125,10 @@ def _build_layout(
     codec: GrpcCodec,
     inputs: DecodedInputs,
 ) -> RequestLayout | None:
-    """None when the elements are not the last fields of the message, as its usual form has them.
+    """Build a layout; None when the elements are not the last fields of the message, as usual.
 
-    begin:  where they would begin
-    pieces: what would stand before those of each tensor
+    begin:  where the elements would begin
+    pieces: the expected bytes before each tensor's elements
     """
     head = b""
     between: list[tuple[int, bytes]] = []
@@ -149,7 +149,7 @@ def _build_layout(
 
 
 def _is_complete_message(beginning: bytes) -> bool:
-    """Whether a message may end here, with no tensor before."""
+    """Whether a message without tensors may end here."""
     try:
         return not pb.ModelInferRequest.FromString(beginning).raw_input_contents
     except DecodeError:

@@ -1,16 +1,15 @@
 """The Open Inference Protocol v2 over gRPC: one coroutine for each of its methods, on messages.
 
-Owns what each method means; `grpc_tensors` has the tensors, `grpc_layouts` what is known of a request from those before
-it (so inferences come and go as bytes), `grpc_http1` the wire, `model_config` what a model says of itself. Called by
-`grpc_http1`, which answers what is raised here with a status. Knows no socket and no Ray, and the models only through
-`ModelManagerProtocol`.
+Owns the meaning of each method. `codec` has the tensors, `request_cache` the layouts of earlier requests (so inferences
+come and go as bytes), `over_http1` the wire, `model_metadata` a model's metadata. Called by `over_http1`, which answers
+an error raised here with a status. Knows no socket and no Ray, and the models only through `ModelManagerProtocol`.
 
-Metadata that requests may carry: `authorization: Bearer KEY`, and as in HTTP `shoal-deadline-ms`, `shoal-track`,
-`shoal-sticky`, `traceparent`. The deadline of the call itself counts as one. Trailing metadata: `shoal-model-version`.
+Metadata of requests: `authorization: Bearer KEY`, and as in HTTP `shoal-deadline-ms`, `shoal-track`, `shoal-sticky`,
+`traceparent`. The deadline of the call itself counts as one. Trailing metadata: `shoal-model-version`.
 
-A stream is answered in its order, while up to `STREAM_WINDOW` of its requests are in the batcher at once. A request
-that fails is answered with `error_message`, and the stream goes on; a client that sends `triton_grpc_error: true` gets
-the status instead, and the stream ends. Without a known key it ends at once, and nothing is read.
+A stream is answered in its order, with up to `STREAM_WINDOW` of its requests in the batcher at once. A failed request
+is answered with `error_message` and the stream continues; a client that sends `triton_grpc_error: true` gets the status
+instead, and the stream ends. Without a known key it ends at once and nothing is read.
 
     queue             capacity         what blocks                          who unblocks       close()
     answers of a      STREAM_WINDOW    reading the stream's next request,   the answer that    the stream's end or
@@ -49,7 +48,7 @@ logger = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)
 
 STREAM_WINDOW = 64
-# The field of a ModelStreamInferResponse that an answer is in, and a parameter of every one: the last to its request.
+# The field of a ModelStreamInferResponse with the answer, and a parameter of every one: the last to its request.
 STREAM_RESPONSE_KEY = pb.ModelStreamInferResponse.DESCRIPTOR.fields_by_name["infer_response"].number << 3 | 2
 FINAL_RESPONSE_PARAMETER = pb.ModelInferResponse(
     parameters={"triton_final_response": pb.InferParameter(bool_param=True)}
@@ -57,9 +56,9 @@ FINAL_RESPONSE_PARAMETER = pb.ModelInferResponse(
 
 
 class GrpcInferRequest(NamedTuple):
-    """A ModelInferRequest. `layout`: its own, when that is known; else there is `message`.
+    """A ModelInferRequest, with its `layout` when that is known, else with `message`.
 
-    arrived_s: when, on the clock of `time.monotonic()`
+    arrived_s: its arrival by `time.monotonic()`
     """
 
     arrived_s: float
@@ -71,10 +70,10 @@ class GrpcInferRequest(NamedTuple):
 
 @dataclass(slots=True)
 class Invocation:
-    """What comes and goes beside a request's message.
+    """The metadata of a call and of its answer.
 
-    deadline_s: `time.monotonic()` after which the client has gone; None when it waits for ever
-    trailing:   metadata that goes back after the answer
+    deadline_s: `time.monotonic()` until which the client waits; None for no limit
+    trailing:   metadata sent after the answer
     """
 
     metadata: Mapping[bytes, bytes]
@@ -82,7 +81,7 @@ class Invocation:
     trailing: list[tuple[bytes, bytes]] = field(default_factory=list)
 
     def get_metadata(self, name: bytes) -> str:
-        """The value of a metadata field, "" when there is none."""
+        """The value of a metadata field; "" without it."""
         value = self.metadata.get(name)
         return "" if value is None else value.decode("latin-1")
 
@@ -108,7 +107,7 @@ class InferenceServicer:
         return pb.ServerMetadataResponse(name="shoal", version="2", extensions=EXTENSIONS)
 
     async def model_ready(self, request: pb.ModelReadyRequest, invocation: Invocation) -> pb.ModelReadyResponse:
-        """An unknown model or version is not ready: this method asks, it does not fail."""
+        """An unknown model or version is not ready; that is no error here."""
         self._admit(invocation, request.name)
         try:
             model = self._manager.get_model(request.name)
@@ -173,7 +172,7 @@ class InferenceServicer:
         return pb.RepositoryModelUnloadResponse()
 
     async def model_infer(self, content: bytes, invocation: Invocation) -> bytes:
-        """A ModelInferRequest to a ModelInferResponse."""
+        """Answer a ModelInferRequest with a ModelInferResponse."""
         return await self._handle_infer(self._parse_request(content), invocation)
 
     async def _handle_infer(self, request: GrpcInferRequest, invocation: Invocation) -> bytes:
@@ -216,7 +215,7 @@ class InferenceServicer:
         return await run_in_thread(codec.encode, *answered) if is_large else codec.encode(*answered)
 
     def _parse_request(self, content: bytes) -> GrpcInferRequest:
-        """What a message asks. Raises InferenceError (400)."""
+        """Parse a message. Raises InferenceError (400)."""
         arrived_s = time.monotonic()
         layout = self._layouts.find(content)
         if layout is not None:
@@ -225,7 +224,7 @@ class InferenceServicer:
         return GrpcInferRequest(arrived_s, content, InferRequestHeader.from_message(message), None, message)
 
     async def _decode_inputs(self, request: GrpcInferRequest, codec: GrpcCodec) -> DecodedInputs:
-        """Its tensors. Raises InferenceError (400, 422)."""
+        """Decode the tensors. Raises InferenceError (400, 422)."""
         content, layout = request.content, request.layout
         is_large = len(content) > LARGE_BYTES and (codec.has_bytes_inputs or not request.asked.raw)
         if layout is not None and layout.codec is codec:
@@ -242,7 +241,8 @@ class InferenceServicer:
     async def model_stream_infer(
         self, requests: AsyncIterator[bytes], invocation: Invocation
     ) -> AsyncGenerator[bytes, None]:
-        """Each a ModelInferRequest, to a ModelStreamInferResponse. One that is none ends it, behind other answers."""
+        """Answer each ModelInferRequest with a ModelStreamInferResponse. An invalid one ends the stream after the
+        earlier answers."""
         room = asyncio.Semaphore(STREAM_WINDOW)
         answers: asyncio.Queue[asyncio.Task[bytes] | None] = asyncio.Queue()
         tasks: set[asyncio.Task[bytes]] = set()
@@ -263,18 +263,18 @@ class InferenceServicer:
                 yield await task
                 tasks.discard(task)
                 room.release()
-            await reader  # raises what reading has raised
+            await reader  # raises the reader's error
         finally:
             for each in (reader, *tasks):
                 each.cancel()
             await asyncio.gather(reader, *tasks, return_exceptions=True)
 
     async def _answer_stream_request(self, request: GrpcInferRequest, invocation: Invocation) -> bytes:
-        """The answer to one request of a stream, or what was wrong with it."""
+        """The answer to one request of a stream, or its error."""
         alone = Invocation(invocation.metadata, invocation.deadline_s)
         try:
             answer = await self._handle_infer(request, alone)
-        except Exception as error:  # noqa: BLE001  # a call's top: `refusal` logs what is none of ours
+        except Exception as error:  # noqa: BLE001  # a call's top: `to_inference_error` logs a bug
             refused = to_inference_error(error)
             if invocation.get_metadata(b"triton_grpc_error") == "true":
                 raise refused from None
@@ -289,7 +289,7 @@ class InferenceServicer:
         )
 
     def require_known_key(self, invocation: Invocation) -> None:
-        """Before a request is read. Raises InferenceError (401)."""
+        """Check the key before a request is read. Raises InferenceError (401)."""
         self._access.require_known_key(*_get_credentials(invocation))
 
     def _admit(self, invocation: Invocation, model: str | None = None, *, administrator: bool = False) -> Caller:
@@ -297,14 +297,14 @@ class InferenceServicer:
         return self._access.admit(authorization, model, administrator=administrator, origin=address)
 
     def _get_model(self, name: str, version: str, invocation: Invocation) -> ServedModelProtocol:
-        """The model, when the caller may ask it and has this version. Raises InferenceError (401, 403, 404, 429)."""
+        """The model, if the caller may use it and it has this version. Raises InferenceError (401, 403, 404, 429)."""
         self._admit(invocation, name)
         model = self._manager.get_model(name)
         resolve_version(model, version)
         return model
 
     def _codec(self, model: ServedModelProtocol) -> GrpcCodec:
-        """The codec of a model, made anew when a load has changed what it goes by."""
+        """The codec of a model, rebuilt when a load has changed the model's signature."""
         signature, max_rows = model.signature, model.options.max_batch_size
         known = self._codecs.get(model.name)
         if known is not None and known[0] is signature and known[1] == max_rows:
@@ -316,7 +316,7 @@ class InferenceServicer:
 
 
 def to_inference_error(error: Exception) -> InferenceError:
-    """What a client is told of what a method has raised; a bug is logged."""
+    """The client's error for an exception of a method; a bug is logged."""
     if isinstance(error, InferenceError):
         return error
     if isinstance(error, Closed):
@@ -326,7 +326,7 @@ def to_inference_error(error: Exception) -> InferenceError:
 
 
 def parse_message(kind: type[M], content: bytes) -> M:
-    """A message of this kind. Raises InferenceError (400)."""
+    """Parse a message of this kind. Raises InferenceError (400)."""
     try:
         return kind.FromString(content)
     except DecodeError as error:
@@ -334,7 +334,7 @@ def parse_message(kind: type[M], content: bytes) -> M:
 
 
 def _deadline_s(arrived_s: float, timeout_us: object, invocation: Invocation, default_s: float | None) -> float | None:
-    """The earliest of those that the client has named, the call's own among them; else the model's."""
+    """The earliest deadline that the client named, the call's own included; else the model's."""
     deadline_ms = invocation.get_metadata(b"shoal-deadline-ms")
     called_s = invocation.deadline_s
     asked_s = compute_deadline(arrived_s, timeout_us, deadline_ms, default_s if called_s is None else None)
@@ -344,12 +344,12 @@ def _deadline_s(arrived_s: float, timeout_us: object, invocation: Invocation, de
 
 
 def _get_credentials(invocation: Invocation) -> tuple[bytes, bytes]:
-    """The key as it is shown, and from where."""
+    """The caller's key and address."""
     return invocation.metadata.get(b"authorization", b""), invocation.metadata.get(FORWARDED_FROM_HEADER, b"")
 
 
 def _format_caller(caller: Caller, invocation: Invocation) -> str:
-    """Who asks, and from where as far as the ingress knows: for the record of changes."""
+    """The caller and its address as known to the ingress, for the record of changes."""
     return format_origin(caller.name, invocation.get_metadata(FORWARDED_FROM_HEADER))
 
 

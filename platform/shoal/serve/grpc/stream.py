@@ -1,11 +1,11 @@
-"""The messages of a gRPC stream that comes as the body of one request of HTTP/1.1, for as long as its client likes.
+"""The messages of a gRPC stream, which arrives as the body of one HTTP/1.1 request of any duration.
 
-A message stands behind five bytes: whether it is compressed, and its length. Silence between two messages is waited
-for; within one, the pace of a body holds, and its length is looked at before the rest is taken in. A client that takes
-no answers stops its stream, and after a while has left it. HAProxy 2.8 does not get to read of a client's windows while
-it has more of its requests than it can pass on: who stops reading may be stopped for good.
+A message follows five bytes: whether it is compressed, and its length. The time between two messages is unlimited.
+Within one, the pace of a body applies, and its length is checked before the rest is read. A client that takes no
+answers stops its stream and after a time counts as disconnected. HAProxy 2.8 does not read a client's window updates
+while it has more of its requests than it can pass on, so a stream that stops reading may stop for good.
 
-Called by `grpc_http1`, which runs each stream as one of its requests in progress.
+Called by `over_http1`, which runs each stream as one of its requests in progress.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ HEAD_BYTES = 5
 
 
 class Frame(NamedTuple):
-    """One message as it was sent."""
+    """One message as received."""
 
     compressed: bool
     content: bytes
 
 
 class StreamLifecycle(RequestLifecycle):
-    """A call of any number of messages: who reads them asks for one after the other.
+    """A call of any number of messages, read one after the other.
 
-    While nobody asks, since the window of the stream is full or its client takes no answers, what comes is read ahead
-    all the same, up to `max_body_bytes`: so it is seen when the client goes, and HAProxy comes to what lies behind it.
+    While the caller reads none, since the stream's window is full or its client takes no answers, input is still read
+    ahead up to `max_body_bytes`. So a disconnect is detected, and HAProxy reaches the input that follows.
     """
 
     def __init__(self, task: asyncio.Task[Any], receive: Receive, limits: RequestLimits, since_s: float) -> None:
         super().__init__(task, receive, limits, since_s)
         self._buffer = bytearray()
-        self._message_since_s: float | None = None  # since when the rest of a message is waited for
+        self._message_since_s: float | None = None  # when the wait for the rest of a message began
         self._sending_since_s: float | None = None
         self._asking = self._server_closes = False
         self._ahead: asyncio.Task[None] | None = None
 
     async def read_frame(self) -> Frame | None:
-        """The next message; None when there is none left.
+        """Read the next message; None at the end.
 
-        Raises InferenceError: 413 as soon as a message claims to be too large, 400 when the last one is not whole, 503
-        when the server is to end and the client has more to send; Disconnected.
+        Raises InferenceError: 413 as soon as a message declares too large a length, 400 when the last one is
+        incomplete, 503 when the server is closing and the client has more to send; Disconnected.
         """
         while True:
             if self._server_closes and self._reading:
@@ -68,7 +68,7 @@ class StreamLifecycle(RequestLifecycle):
         return found
 
     def _find_frame_end(self) -> int | None:
-        """Where the first message in the buffer ends; None when that is not yet there. Raises InferenceError (413)."""
+        """The end of the first message in the buffer; None while it is incomplete. Raises InferenceError (413)."""
         if len(self._buffer) < HEAD_BYTES:
             return None
         size_bytes = int.from_bytes(self._buffer[1:HEAD_BYTES], "big")
@@ -79,7 +79,7 @@ class StreamLifecycle(RequestLifecycle):
 
     async def _receive_more(self) -> None:
         """Wait for the next piece of the body. Raises Disconnected, which also ends the call."""
-        if self._ahead is not None:  # it waits for the same, and has taken nothing that is not in the buffer
+        if self._ahead is not None:  # it waits for the same input, and all it read is in the buffer
             self._ahead.cancel()
             self._ahead = None
         if self._buffer and self._message_since_s is None:
@@ -93,7 +93,7 @@ class StreamLifecycle(RequestLifecycle):
             raise Disconnected
 
     def _append_message(self, message: MutableMapping[str, Any]) -> bool:
-        """What has come; False when that is the client's departure."""
+        """Append received input; False for a disconnect."""
         if message["type"] == "http.disconnect":
             self._cancel(Disconnected())
             return False
@@ -103,13 +103,13 @@ class StreamLifecycle(RequestLifecycle):
         return True
 
     async def await_send(self, sending: Awaitable[None]) -> None:
-        """Wait for an answer to be sent, which may wait for a client that reads."""
+        """Wait until an answer is sent, as fast as the client reads."""
         self._sending_since_s = asyncio.get_running_loop().time()
         await sending
         self._sending_since_s = None
 
     def poll(self, now_s: float) -> None:
-        """See that the rest of a message comes in time, that answers are taken, and that somebody is there at all."""
+        """Check that a message's rest arrives in time, that answers are taken, and that the client is connected."""
         if self._sending_since_s is not None and now_s - self._sending_since_s > self._limits.answer_grace_s:
             self._cancel(Disconnected())
         if self._asking:

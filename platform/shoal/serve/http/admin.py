@@ -1,6 +1,6 @@
-"""What an endpoint answers over HTTP beside inferences: health, metadata, statistics, the repository, administration.
+"""The HTTP endpoints other than inference: health, metadata, statistics, the repository, administration.
 
-Called by `rest`, which has found the path, admitted the caller and read the body. Knows no ASGI.
+Called by `app`, which matches the path, admits the caller and reads the body. Knows no ASGI.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ T = TypeVar("T")
 
 @functools.cache
 def openapi_document() -> bytes:
-    """The OpenAPI 3.1 document, a file that is written by hand: a test compares it with the messages and the paths."""
+    """The OpenAPI 3.1 document, a file written by hand; a test compares it with the messages and the paths."""
     return Path(__file__).with_name("openapi.json").read_bytes()
 
 
 class RestHandlers:
-    """Answers requests whose path, method and caller are known to be right."""
+    """Answers requests whose path, method and caller have been checked."""
 
     def __init__(self, host: ModelManagerProtocol, metrics: Callable[[Caller], bytes] | None) -> None:
         self._manager, self._metrics = host, metrics
 
     async def handle(self, request: RestRequest, body: bytes) -> RestResponse:
-        """Raises InferenceError."""
+        """Answer a request. Raises InferenceError."""
         caller, name = request.caller, request.target.model or ""
         match request.target.action:
             case RouteAction.LIVE:
@@ -123,7 +123,7 @@ def _can_see(caller: Caller, model: str) -> bool:
 
 
 def _decode_body(body: bytes, kind: type[T]) -> T:
-    """The body as `kind`; nothing is the same as an empty object. Raises InferenceError (400)."""
+    """Decode the body as `kind`; an empty body counts as an empty object. Raises InferenceError (400)."""
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

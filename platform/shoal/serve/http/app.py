@@ -1,12 +1,12 @@
-"""The Open Inference Protocol v2 over HTTP, as a bare ASGI application; `paths` lists what there is.
+"""The Open Inference Protocol v2 over HTTP, as a bare ASGI application; `routes` lists its paths.
 
-Owns the order of events of a request, and the way of an inference; `rest_calls` answers the rest. Every error is
-`{"error": "..."}`, every answer of a model names the version that made it, in its body and in the header
-`shoal-model-version`. Called by whatever speaks HTTP: the replica's server, or a test. Knows the models only through
-`ModelManagerProtocol`, and tensors only through `HttpCodec`. No Ray, no torch, no framework.
+Owns the lifecycle of a request and the path of an inference; `admin` answers all other requests. Every error is
+`{"error": "..."}`. Every answer of a model names its version in the body and in the header `shoal-model-version`.
+Called by an HTTP server: the replica's, or a test's. Knows the models only through `ModelManagerProtocol`, and tensors
+only through `HttpCodec`. No Ray, no torch, no framework.
 
     400 not a request         401 no key               403 not with this key     404 no such path, model, version
-    405 method                408 body comes too slow  413 too large             414, 431 path or headers too large
+    405 method                408 body too slow        413 too large             414, 431 path or headers too large
     415 encoding              422 wrong tensor         429 full, or over a rate  500 the model failed
     503 no weights, closing   504 too late
 """
@@ -52,14 +52,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ANONYMOUS = Caller("", models=frozenset())  # where no key is asked for
+ANONYMOUS = Caller("", models=frozenset())  # for paths without a key
 
 
 class RestApp:
-    """Serves the models of `host` to whom `access` admits.
+    """Serves the models of `host` to the callers that `access` admits.
 
-    metrics: what GET /metrics answers to a caller, in Prometheus' text format; without it there is no such path
-    tracer:  of inferences; without it none is traced
+    metrics: builds the answer to GET /metrics, in Prometheus' text format; without it the path does not exist
+    tracer:  traces inferences; without it none is traced
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class RestApp:
         await send_response(answer, send)
 
     def get_status_counts(self) -> dict[int, int]:
-        """How many requests were answered with each status."""
+        """The number of answers with each status."""
         return dict(self._statuses)
 
     async def _handle(self, scope: Scope, receive: Receive) -> RestResponse:
@@ -111,7 +111,7 @@ class RestApp:
         target = match_route(path)
         if target is None:
             self._admit(headers, None)
-            raise InferenceError(404, f"there is nothing at {path[:200]!r}")
+            raise InferenceError(404, f"no such path: {path[:200]!r}")
         action = target.action
         caller = ANONYMOUS
         if action not in UNAUTHENTICATED_ACTIONS:
@@ -124,7 +124,7 @@ class RestApp:
             if self._tracer is not None:
                 return await self._infer_traced(self._tracer, receive, request)
             return await self._in_progress.run(receive, self._infer, request)
-        # Not watched beyond the body: a load is not undone because the client that asked for it has gone.
+        # Not watched after the body: a load is not undone because its client has gone.
         posted = target.method == "POST"
         return await self._handlers.handle(
             request, await self._in_progress.run(receive, self._body, request) if posted else b""
@@ -196,7 +196,7 @@ class RestApp:
         return body if encoding is None else await decompress_body(body, encoding, self._limits)
 
     def _codec(self, model: ServedModelProtocol) -> HttpCodec:
-        """The codec of a model, made anew when a load has changed what it takes."""
+        """The codec of a model, rebuilt when a load has changed the model's signature."""
         signature, max_rows = model.signature, model.options.max_batch_size
         known = self._codecs.get(model.name)
         if known is not None and known[0] is signature and known[1] == max_rows:

@@ -1,7 +1,7 @@
-"""uvicorn's protocol class of a connection, with requests that go to the application directly.
+"""uvicorn's protocol class of a connection, which passes requests directly to the application.
 
-Owns what depends on uvicorn's insides: `fast_path.find_mismatch` compares them with `fast_path.USED_OF_UVICORN` before
-uvicorn imports this module. Called by uvicorn alone.
+Owns the code that depends on uvicorn's internals: `fast_path.find_mismatch` compares them with
+`fast_path.USED_OF_UVICORN` before uvicorn imports this module. Called by uvicorn alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class DirectProtocol(HttpToolsProtocol):
     _unread: asyncio.TimerHandle | None = None
 
     def shutdown(self) -> None:
-        """uvicorn: the server is to end, when what is in progress is answered."""
+        """Called by uvicorn: close the connection once the requests in progress are answered."""
         super().shutdown()
         cycle: Any = self.cycle
         if isinstance(cycle, DirectCycle):
@@ -29,7 +29,7 @@ class DirectProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._unset_keepalive_if_required()  # uvicorn lets the timer of a connection that was reset hold all of it
+        self._unset_keepalive_if_required()  # uvicorn's timer keeps a reset connection in memory
         if self._unread is not None:
             self._unread.cancel()
 
@@ -42,7 +42,8 @@ class DirectProtocol(HttpToolsProtocol):
             self._unread = self.loop.call_later(fast_path.UNREAD_BODY_TIMEOUT_S, self._leave, cycle)
 
     def _leave(self, cycle: object) -> None:
-        """It has asked nothing else. What it goes on sending, a byte at a time maybe, puts off uvicorn's timer."""
+        """Abort the connection unless another request has begun. A client that sends single bytes would postpone
+        uvicorn's timer."""
         if cycle is self.cycle:
             self.transport.abort()
 
@@ -61,14 +62,14 @@ class DirectProtocol(HttpToolsProtocol):
             return
         path, _, query = url.partition(b"?")
         if b"%" in path or not path.startswith(b"/"):
-            super().on_headers_complete()  # it takes such a path apart; the application is asked by way of Serve
+            super().on_headers_complete()  # uvicorn splits such a path; the application gets it through Serve
             return
         scope = self.scope
         scope["method"] = self.parser.get_method().decode("ascii")
         scope["path"], scope["raw_path"], scope["query_string"] = path.decode("ascii"), path, query
         earlier = self.cycle
         keep_alive = self.parser.get_http_version() != "1.0" and self.parser.should_keep_alive()
-        # It stands where uvicorn's own stands, which reads and sets the same attributes of it.
+        # It replaces uvicorn's own cycle: uvicorn reads and sets the same attributes.
         headers = self.server_state.default_headers
         cycle: Any = DirectCycle(scope, self.transport, self.flow, keep_alive, headers, self.on_response_complete)
         self.cycle = cycle

@@ -1,18 +1,18 @@
-"""The way of a request from a replica's socket to the application, past what Serve and uvicorn do for every request.
+"""Passes requests from a replica's socket directly to the application, past the per-request work of Serve and uvicorn.
 
-Serve's replica takes HTTP with uvicorn, and does a good deal for each request: two identifiers, a context, metrics, a
-slot. None of it is needed in front of an application that counts, refuses and answers by itself, and it costs more than
-the inference of a small model: about half of the replica's processor time for a request (docs/log). So
-`install` gives uvicorn a protocol class that hands requests to the application directly, with their answer in one
-write. What is Serve's own, below `/-/`, goes to Serve, as before: health, and with it draining.
+Serve's replica runs HTTP with uvicorn and makes two identifiers, a context, metrics and a slot for each request. The
+application counts, refuses and answers by itself and needs none of it. It costs more than the inference of a small
+model: about half of the replica's CPU time for a request (docs/log). So `install_application` gives uvicorn a protocol
+class that passes requests directly to the application and writes each answer at once. Serve's own paths, below `/-/`,
+still go to Serve: health, and with it draining.
 
-Called by the Ray shell before Serve starts the replica's HTTP server. uvicorn keeps what it is good at: parsing, body,
-pipelined requests, keep-alive and shutdown. Serve no longer sees these requests: its count of ongoing requests stays at
-zero, so an endpoint that scales by it installs no application. Then only the calls of gRPC skip uvicorn, which cannot
-write what follows their answers (`over_http1`), and no request skips Serve.
+Called by the Ray shell before Serve starts the replica's HTTP server. uvicorn still handles parsing, bodies, pipelined
+requests, keep-alive and shutdown. Serve no longer sees these requests: its count of ongoing requests stays at zero, so
+an endpoint that scales by it installs no application. Then only gRPC calls bypass uvicorn, which cannot write the
+trailers of their answers (`over_http1`), and no request bypasses Serve.
 
-The protocol class extends one of uvicorn's, whose insides no version promises. Where they are not as the class needs
-them, `install` warns once and changes nothing: requests go the plain way, by Serve and uvicorn, and there is no gRPC.
+The protocol class extends one of uvicorn's, whose internals may change with any version. Where they do not match,
+`install_application` warns once and changes nothing: requests go through Serve and uvicorn, and gRPC is off.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ Application = Callable[
 SERVE_PATH_PREFIX = b"/-/"
 CLOSING_MESSAGE = "shoal.closing"  # the type of a message
 GRPC_PATH_PREFIX = b"/inference.GRPCInferenceService/"
-# For the rest of a request that was answered before it was there: as long as HAProxy waits for a client.
+# For the rest of a request that was answered before it was complete: as long as HAProxy waits for a client.
 UNREAD_BODY_TIMEOUT_S = 30.0
-HIGH_WATER_BYTES = 65536  # a shorter beginning of an answer is sent together with its head
-# What `direct_protocol` uses of uvicorn's HttpToolsProtocol: methods, and attributes of a connection.
+HIGH_WATER_BYTES = 65536  # a shorter first part of an answer is sent together with its head
+# The methods and connection attributes of uvicorn's HttpToolsProtocol that `direct_protocol` uses.
 USED_OF_UVICORN = frozenset(
     {"shutdown", "connection_lost", "on_response_complete", "on_headers_complete", "_unset_keepalive_if_required"}
     | {"app", "cycle", "expect_100_continue", "flow", "loop", "parser", "pipeline", "scope", "server_state", "tasks"}
@@ -51,16 +51,16 @@ STATUS_LINES = {each.value: f"HTTP/1.1 {each.value} {each.phrase}\r\n".encode() 
 
 _application: list[
     Application | None
-] = []  # of this process; uvicorn makes its protocols by class, without arguments of ours
+] = []  # of this process; uvicorn constructs its protocol class without our arguments
 
 
 def install_application(application: Application | None) -> bool:
-    """HTTP servers that uvicorn starts in this process from now on give requests to `application`; None: to Serve.
+    """Let HTTP servers that uvicorn starts in this process from now on pass requests to `application`; None: to Serve.
 
-    False, with a warning, where this version of uvicorn does not fit: nothing is changed then.
+    Returns False, with a warning and no change, when this version of uvicorn does not match.
     """
     if problem := find_mismatch():
-        logger.warning("requests take the plain way, through Serve and uvicorn, and gRPC none: %s", problem)
+        logger.warning("requests go through Serve and uvicorn, and gRPC is off: %s", problem)
         return False
     _application[:] = [application]
     importlib.import_module("uvicorn.config").HTTP_PROTOCOLS["auto"] = f"{__package__}.direct_protocol:DirectProtocol"
@@ -68,12 +68,12 @@ def install_application(application: Application | None) -> bool:
 
 
 def direct_application() -> Application | None:
-    """What `install` was given last."""
+    """The application installed last."""
     return _application[0]
 
 
 def find_mismatch() -> str:
-    """In which way uvicorn is not as `direct_protocol` needs it; "" where it is."""
+    """How uvicorn differs from what `direct_protocol` needs; "" for a match."""
     try:
         protocols = importlib.import_module("uvicorn.config").HTTP_PROTOCOLS
         connection = importlib.import_module("uvicorn.protocols.http.httptools_impl").HttpToolsProtocol
@@ -91,15 +91,15 @@ def find_mismatch() -> str:
 
 
 def _names(of: type) -> set[str]:
-    """Of the methods and class attributes, and what the methods name, attributes of instances among it."""
+    """The names of methods and class attributes, and those that the methods use, instance attributes included."""
     functions = [each for each in vars(of).values() if inspect.isfunction(each)]
     return {*vars(of), *(name for each in functions for name in each.__code__.co_names)}
 
 
 class DirectCycle:
-    """One request and its answer: what ASGI calls `receive` and `send`.
+    """One request and its answer: ASGI's `receive` and `send`.
 
-    The application gives a content-length, or writes chunks.
+    The application sets a content-length or writes chunks.
     """
 
     __slots__ = (
@@ -137,18 +137,19 @@ class DirectCycle:
         self._head: list[bytes] = []
 
     async def run_asgi(self, application: Application) -> None:
-        """The application answers; whatever it raises is its own fault, and ends the connection."""
+        """Run the application. An exception in it is a bug and ends the connection."""
         try:
             await application(self.scope, self.receive, self.send)
         except Exception:
             logger.exception("the application failed")
         finally:
-            if not self.response_complete:  # or it said nothing, or half of it
-                # Who reads nothing would not read of the end either, and `close` waits until all has been read.
+            if not self.response_complete:  # or the answer is missing or incomplete
+                # A client that reads nothing would not see the end either, and `close` waits until all is read.
                 self._transport.abort() if self._flow.write_paused else self._transport.close()
 
     def announce_close(self) -> None:
-        """`receive` says once, by the type of its message, that the server is to end: so may who has no end else."""
+        """Let `receive` report once, by its message's type, that the server is closing, so that an endless stream can
+        end."""
         self._closing = True
         self.message_event.set()
 
@@ -159,7 +160,7 @@ class DirectCycle:
         ):
             self._flow.resume_reading()
             self.message_event.clear()
-            await self.message_event.wait()  # for more of the body, or for the client's departure
+            await self.message_event.wait()  # for more of the body, or for a disconnect
         if self.disconnected or self.response_complete:
             return {"type": "http.disconnect"}
         body, self.body = bytes(self.body), bytearray()
@@ -190,7 +191,7 @@ class DirectCycle:
             self.response_complete = True
             self.message_event.set()
             if not self.keep_alive:
-                # The kernel takes back an answer that is not read yet, when what still comes is closed upon.
+                # The kernel discards an unread answer when a connection closes with unread input.
                 lingers = self.more_body and not self._transport.is_closing()
                 self._transport.write_eof() if lingers else self._transport.close()
             self._on_finished()

@@ -1,6 +1,6 @@
-"""One request and one answer of HTTP, as the REST application sees them, and how an answer goes out over ASGI.
+"""One HTTP request and one answer, as the REST application sees them, and how an answer is sent over ASGI.
 
-Called by `rest` and `rest_calls`. Owns the headers of answers and errors; knows no path and no model.
+Called by `app` and `admin`. Owns the headers of answers and errors; knows no path and no model.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
-FORWARDED_FROM_HEADER = b"shoal-from"  # set by the ingress, whatever the client says
+FORWARDED_FROM_HEADER = b"shoal-from"  # set by the ingress, over the client's value
 JSON_TYPE = b"application/json"
 BINARY_TYPE = b"application/octet-stream"
-MAX_JOINED_BYTES = 1 << 16  # up to here parts are put together: another message costs more than the copy
-RETRY_AFTER_S = 1.0  # when whoever refuses with 429 or 503 does not know better
+MAX_JOINED_BYTES = 1 << 16  # smaller parts are joined: another message costs more than the copy
+RETRY_AFTER_S = 1.0  # of a 429 or 503 without its own time
 
 
 class RestRequest(msgspec.Struct, frozen=True, gc=False):
-    """What came, but for the body. `trace`: its span, when it is traced."""
+    """A request without its body. `trace`: its span, when it is traced."""
 
     target: RouteTarget
     headers: dict[bytes, bytes]
@@ -42,7 +42,7 @@ class RestRequest(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def caller_origin(self) -> str:
-        """Who asks, and from where as far as the ingress knows: for the record of changes."""
+        """The caller and its address as known to the ingress, for the record of changes."""
         return format_origin(self.caller.name, self.get_header(FORWARDED_FROM_HEADER))
 
     def get_header(self, name: bytes) -> str:
@@ -51,7 +51,7 @@ class RestRequest(msgspec.Struct, frozen=True, gc=False):
         return "" if value is None else value.decode("latin-1")
 
     def get_length_header(self, name: bytes) -> int | None:
-        """The value of a header that is a length in bytes; None when there is none. Raises InferenceError (400)."""
+        """The value of a header that is a length in bytes; None without it. Raises InferenceError (400)."""
         value = self.headers.get(name)
         if value is None:
             return None
@@ -62,7 +62,7 @@ class RestRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 class RestResponse(msgspec.Struct, frozen=True, gc=False):
-    """What goes back. `parts` follow `body`, and are buffers of bytes that nobody changes any more."""
+    """An answer. `parts` follow `body` and are byte buffers that no longer change."""
 
     status: int
     body: bytes
@@ -72,12 +72,12 @@ class RestResponse(msgspec.Struct, frozen=True, gc=False):
 
 
 def build_json_response(value: object) -> RestResponse:
-    """An answer that is `value` as JSON."""
+    """Build an answer with `value` as JSON."""
     return RestResponse(200, msgspec.json.encode(value))
 
 
 def build_error_response(error: InferenceError, allowed: str = "") -> RestResponse:
-    """The answer that says `error`. `allowed`: the method that a path has, for 405."""
+    """Build the answer for `error`. `allowed`: the path's method, for 405."""
     headers: Headers = []
     match error.status:
         case 429 | 503:

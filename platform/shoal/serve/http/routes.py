@@ -1,4 +1,4 @@
-"""The paths of an endpoint, and what each of them means: pure, by table.
+"""The paths of an endpoint and their actions: pure, by table.
 
     GET  /v2                                    GET  /v2/models/{m}[/versions/{v}]
     GET  /v2/health/live                        GET  /v2/models/{m}[/versions/{v}]/ready
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 
 class RouteAction(Enum):
-    """What is asked for."""
+    """The action of a request."""
 
     SERVER = auto()
     LIVE = auto()
@@ -42,7 +42,7 @@ class RouteAction(Enum):
 POST_ACTIONS = frozenset(
     {RouteAction.INFER, RouteAction.INDEX, RouteAction.LOAD, RouteAction.UNLOAD, RouteAction.ROLLOUT}
 )
-UNAUTHENTICATED_ACTIONS = frozenset({RouteAction.LIVE, RouteAction.READY})  # no key is asked for
+UNAUTHENTICATED_ACTIONS = frozenset({RouteAction.LIVE, RouteAction.READY})  # no key required
 ADMIN_ACTIONS = frozenset({RouteAction.LOAD, RouteAction.UNLOAD, RouteAction.STATUS, RouteAction.ROLLOUT})
 
 FIXED_ROUTES: dict[tuple[str, ...], RouteAction] = {
@@ -67,7 +67,7 @@ REPOSITORY_ROUTES: dict[tuple[str, ...], RouteAction] = {("load",): RouteAction.
 
 
 class RouteTarget(NamedTuple):
-    """What a path means. `model` and `version` are None where the path has none."""
+    """The target of a path. `model` and `version` are None where the path has none."""
 
     action: RouteAction
     method: str
@@ -77,7 +77,7 @@ class RouteTarget(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def match_route(path: str) -> RouteTarget | None:
-    """None when there is nothing at `path`."""
+    """Match a path; None when it is unknown."""
     segments = tuple(path.removesuffix("/").split("/")[1:])
     action = FIXED_ROUTES.get(segments)
     model: str | None = None

@@ -1,1 +1,1 @@
-"""Values that the rooms of serving exchange: requests, desired state, reports."""
+"""Values that the parts of serving exchange: requests, desired state, reports."""

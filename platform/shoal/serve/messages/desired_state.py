@@ -1,6 +1,6 @@
-"""What the replicas of an endpoint are told: the desired state, as one document.
+"""The desired state of an endpoint, as one document for its replicas.
 
-Made by the controller, followed by every replica, in every part of which it is known. Pure data.
+Made by the controller and followed by every replica. Pure data.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-NEWEST = -1  # in place of a version: the newest of the model's run, whichever that is in a replica by now
+NEWEST = -1  # in place of a version: the newest of the model's run that a replica has
 
 
 @dataclass(frozen=True)
 class TrafficShares:
-    """What a candidate gets, in percent: of the requests that ask for nothing else, and of the stable version's.
+    """A candidate's shares, in percent: of the requests that name no version, and of the stable version's.
 
-    shadow_percent: of these, those that it computes too, for comparison
+    shadow_percent: the part of the stable version's requests that it computes too, for comparison
     """
 
     percent: float = 0.0
@@ -23,7 +23,7 @@ class TrafficShares:
 
     @property
     def is_shadow(self) -> bool:
-        """Whether nobody gets its answers, not even who asks for the candidate."""
+        """Whether no client gets its answers, not even one that asks for the candidate."""
         return self.shadow_percent > 0.0 and self.percent == 0.0
 
 
@@ -32,22 +32,23 @@ NO_SHARES = TrafficShares()
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """What a replica is to do about one model. `NEWEST` in place of a version is the newest of the run that it follows.
+    """The desired state of one model on a replica. `NEWEST` in place of a version is the newest of the run that it
+    follows.
 
-    registry:  folder of the registry that has its versions; "" for a model that follows the weights of a run
+    registry:  folder of the registry with its versions; "" for a model that follows the weights of a run
     options:   a ModelOptions, as a plain mapping
     stable:    the version that answers; 0 for none yet
     candidate: the version that gets `shares`; 0 for none
-    staged:    of a registered model: the versions to have loaded, and no others
-    attempt:   differs when versions that were rejected before may be tried again
-    reason:    why there is no version at all
+    staged:    of a registered model: exactly the versions to load
+    attempt:   changes when rejected versions may be tried again
+    reason:    the reason why there is no version
 
     Of a model that follows a run, whose replicas take versions by themselves:
 
-    rejected:    versions not to answer with
-    is_frozen:   take nothing new for now: it is being decided what to go back to
-    retained:    the version that replicas go back to that have no other; 0 for none
-    is_retained: whether the controller has its weights; else a replica that has them gives them to the controller
+    rejected:    versions that may not answer
+    is_frozen:   take no new version while the controller selects one to return to
+    retained:    the version to which replicas without another return; 0 for none
+    is_retained: whether the controller has its weights; else a replica that has them sends them
     """
 
     name: str
@@ -66,7 +67,7 @@ class ModelPlan:
 
     @property
     def pinned(self) -> int:
-        """The version that answers, if that is one by its number; 0 for none, or for the newest of a run."""
+        """The number of the version that answers; 0 for none, or for the newest of a run."""
         return max(self.stable, 0)
 
 

@@ -1,4 +1,4 @@
-"""What passes between the protocols and the models: one inference call, one prediction, and who offers models.
+"""The interface between the protocols and the models: an inference call, a prediction, and the models' protocols.
 
 Made by the protocol applications (REST, gRPC), answered by a `ServedModelProtocol`. Knows no HTTP, gRPC, torch or Ray.
 """
@@ -24,7 +24,7 @@ _FROM = " from "
 
 
 class RequestTraceProtocol(Protocol):
-    """The span of one request, as queue and batch see it."""
+    """The span of one request, as the queue and the batch use it."""
 
     submitted_ns: int
     cancelled_status: int
@@ -32,15 +32,15 @@ class RequestTraceProtocol(Protocol):
 
 
 class InferCall(msgspec.Struct, frozen=True, gc=False):
-    """One request, already checked against the model's signature. (A frozen dataclass takes 1 µs to make, this 0.1.)
+    """One request, checked against the model's signature. (A frozen dataclass takes 1 µs to construct, this 0.1.)
 
     inputs:     by name; the first dimension of each is the batch (`num_rows` of them)
     version:    answer with exactly this version, or fail with 404; None leaves the choice to the rollout
-    deadline_s: `time.monotonic()` after which nobody wants the answer any more; None takes the model's default
-    tenant:     whose share of a busy replica this comes from: the name of the API key
+    deadline_s: `time.monotonic()` at which the request expires; None takes the model's default
+    tenant:     the name of the API key, whose share of a busy replica it uses
     sticky:     calls with the same key get the same side of a canary; "" draws for each call
-    track:      "stable" or "candidate", when the client asks for one side of a canary; "" leaves it to the rollout
-    outputs:    names of the outputs that are wanted; None for all
+    track:      "stable" or "candidate" for one side of a canary; "" leaves it to the rollout
+    outputs:    names of the requested outputs; None for all
     trace:      the span of this call; None when it is not traced
     """
 
@@ -56,7 +56,7 @@ class InferCall(msgspec.Struct, frozen=True, gc=False):
 
 
 def size_bytes(inputs: Arrays) -> int:
-    """What the inputs of a request take in memory, strings included."""
+    """The bytes of a request's inputs in memory, strings included."""
     total = 0
     for array in inputs.values():
         total += array.nbytes
@@ -66,9 +66,9 @@ def size_bytes(inputs: Arrays) -> int:
 
 
 class Prediction(msgspec.Struct, frozen=True, gc=False):
-    """The outputs for one call, and the version of the weights that made all of them.
+    """The outputs of one call, and the version of the weights that computed them.
 
-    queued_s, computed_s: how long the call waited for a slot, and how long the forward of its batch took
+    queued_s, computed_s: the time the call waited for a slot, and the time of its batch's forward
     batch_rows:           rows of that batch
     """
 
@@ -81,7 +81,7 @@ class Prediction(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class RepositoryEntry:
-    """One line of the repository index: a version that could be, or is, served. `state` as in the protocol."""
+    """One line of the repository index: a version that is or could be served. `state` as in the protocol."""
 
     name: str
     version: str
@@ -90,7 +90,7 @@ class RepositoryEntry:
 
 
 class ServedModelProtocol(Protocol):
-    """One model of an endpoint, in one replica."""
+    """One model of an endpoint on one replica."""
 
     @property
     def name(self) -> str: ...
@@ -100,20 +100,20 @@ class ServedModelProtocol(Protocol):
     def options(self) -> ModelOptions: ...
     @property
     def version(self) -> int:
-        """The version that answers who asks for none; 0 before any weights."""
+        """The version that answers requests without one; 0 before any weights."""
         ...
 
     @property
     def versions(self) -> list[int]:
-        """Every version that can be asked for now, ascending."""
+        """Every version that can answer now, ascending."""
         ...
 
     def statistics(self) -> list[VersionStatistics]:
-        """What each version did in this replica since it started, ascending."""
+        """The statistics of each version on this replica since it started, ascending."""
         ...
 
     async def infer(self, call: InferCall) -> Prediction:
-        """Keeps `call.deadline_s` by itself: nobody else has a timer for it.
+        """Answer a call. Enforces `call.deadline_s` itself: no caller has a timer for it.
 
         Raises InferenceError (404 version, 429 full or over its rate, 500 the model, 503 no weights, 504 late).
         """
@@ -121,7 +121,7 @@ class ServedModelProtocol(Protocol):
 
 
 class ModelManagerProtocol(Protocol):
-    """The models of an endpoint, in one replica. `by` is the name of the caller (`Caller.name`), for the record."""
+    """The models of an endpoint on one replica. `by` is the name of the caller (`Caller.name`), for the record."""
 
     @property
     def is_ready(self) -> bool:
@@ -131,7 +131,7 @@ class ModelManagerProtocol(Protocol):
     def list_models(self) -> Sequence[ServedModelProtocol]: ...
 
     def get_model(self, name: str) -> ServedModelProtocol:
-        """Raises InferenceError (404) naming what there is."""
+        """The model of this name. Raises InferenceError (404) that lists the models."""
         ...
 
     def list_repository(self) -> list[RepositoryEntry]: ...
@@ -141,11 +141,11 @@ class ModelManagerProtocol(Protocol):
         ...
 
     async def unload(self, name: str, by: str = "") -> None:
-        """Unload a model on every replica, after what is queued was answered. Raises InferenceError (400, 404)."""
+        """Unload a model on every replica, once its queued requests are answered. Raises InferenceError (400, 404)."""
         ...
 
     async def administer(self, change: Mapping[str, Any], by: str = "") -> dict[str, Any]:
-        """A change of the rollout (see `controller`), forwarded to it. Raises InferenceError (400, 404, 409, 503)."""
+        """Forward a change of the rollout to the controller. Raises InferenceError (400, 404, 409, 503)."""
         ...
 
     async def status(self) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class ModelManagerProtocol(Protocol):
 
 @dataclass(slots=True)
 class Caller:
-    """Who calls: the name of the key (fairness, metrics, audit), and whether it may change anything."""
+    """A caller: the name of its key (fairness, metrics, audit), and whether it is an administrator."""
 
     name: str
     administrator: bool = False
@@ -163,15 +163,15 @@ class Caller:
 
 
 class Disconnected(Exception):
-    """The client has gone away: nobody is there to answer."""
+    """The client has disconnected."""
 
 
 def format_origin(caller: str, address: str) -> str:
-    """Who asks and from where, in one word for all who pass it on: `administrator from 127.0.0.1`."""
+    """Format the caller and its address as one string: `administrator from 127.0.0.1`."""
     return f"{caller}{_FROM}{address[:MAX_CHARS]}" if address else caller
 
 
 def parse_origin(origin: str) -> tuple[str, str]:
-    """What `origin` was made of."""
+    """The two parts of a string from `format_origin`."""
     caller, _, address = origin.partition(_FROM)
     return caller, address

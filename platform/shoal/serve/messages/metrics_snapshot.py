@@ -1,6 +1,6 @@
-"""The counts of a model as plain data: what crosses processes, is added up over replicas, and is shown.
+"""The counts of a model as plain data, to cross processes, to be summed over replicas and to be shown.
 
-Made by `metrics`, read by the controller, by `prometheus` and by the protocol's statistics. Pure functions of
+Made by `model_statistics`, read by the controller, by `prometheus` and by the protocol's statistics. Pure functions of
 dictionaries: counts nothing itself.
 """
 
@@ -13,14 +13,14 @@ from typing import TypedDict
 
 
 class DurationSnapshot(TypedDict):
-    """A row of the statistics extension: how often, and how long altogether."""
+    """A row of the statistics extension: a count and a total time."""
 
     count: int
     ns: int
 
 
 class HistogramSnapshot(TypedDict):
-    """`counts[i]` values were at most `bounds[i]` and more than the bound before; the last count is of the rest."""
+    """`counts[i]` values are at most `bounds[i]` and above the bound before; the last count has the rest."""
 
     bounds: list[float]
     counts: list[int]
@@ -28,7 +28,7 @@ class HistogramSnapshot(TypedDict):
 
 
 class InferenceStats(TypedDict):
-    """Of one version, per request; `compute_infer` of a request is the time of the batch that it was in."""
+    """The times of one version, per request; `compute_infer` is the time of the request's batch."""
 
     success: DurationSnapshot
     fail: DurationSnapshot
@@ -37,7 +37,7 @@ class InferenceStats(TypedDict):
 
 
 class BatchStats(TypedDict):
-    """Of one version and one size of batch, in rows."""
+    """The times of one version and one batch size, in rows."""
 
     batch_size: int
     compute_infer: DurationSnapshot
@@ -47,8 +47,8 @@ class VersionSnapshot(TypedDict):
     """One version, with the field names of the statistics extension.
 
     statuses:  requests by HTTP status
-    compared:  requests that another version answered, and that this one computed too; `disagreed` of them differed
-    shadow_failed: requests that another version answered, and that this one failed at
+    compared:  requests that another version answered and this one computed too; `disagreed` of them differed
+    shadow_failed: requests that another version answered and that failed on this one
     request_s: of successful requests, from arrival to answer
     """
 
@@ -65,7 +65,7 @@ class VersionSnapshot(TypedDict):
 
 
 class ActiveVersions(TypedDict):
-    """Which versions answer; 0: none. `percent` is the candidate's part of the requests."""
+    """The versions that answer; 0: none. `percent` is the candidate's part of the requests."""
 
     stable: int
     candidate: int
@@ -73,7 +73,7 @@ class ActiveVersions(TypedDict):
 
 
 class ModelSnapshot(TypedDict):
-    """One model in one replica, or in many (`merge`). Plain data: crosses processes, and JSON."""
+    """One model on one replica, or on several (`merge_snapshots`). Plain data for other processes and JSON."""
 
     name: str
     live: bool
@@ -82,14 +82,14 @@ class ModelSnapshot(TypedDict):
     pending: int
     versions: dict[str, VersionSnapshot]
     older: VersionSnapshot
-    refused: dict[str, int]  # by HTTP status, what was refused before a version was chosen
+    refused: dict[str, int]  # by HTTP status, requests refused before a version was chosen
     queue_s: HistogramSnapshot
     compute_s: HistogramSnapshot
     batch_rows: HistogramSnapshot
 
 
 def merge_snapshots(snapshots: Iterable[ModelSnapshot]) -> ModelSnapshot:
-    """The counts of one model in several replicas, added up; `serving` is the first one's. At least one snapshot."""
+    """Sum one model's counts over several replicas; `serving` is the first one's. Takes at least one snapshot."""
     first, *rest = snapshots
     merged: ModelSnapshot = {**first}
     for each in rest:
@@ -111,7 +111,7 @@ def merge_snapshots(snapshots: Iterable[ModelSnapshot]) -> ModelSnapshot:
 
 
 def sum_versions(snapshot: ModelSnapshot) -> VersionSnapshot:
-    """All versions of a model added up, those that are not kept apart any more too."""
+    """Sum all versions of a model, also those no longer listed separately."""
     summed = snapshot["older"]
     for counts in snapshot["versions"].values():
         summed = _add_versions(summed, counts)
@@ -119,7 +119,7 @@ def sum_versions(snapshot: ModelSnapshot) -> VersionSnapshot:
 
 
 def count_requests_and_errors(counts: VersionSnapshot) -> tuple[int, int]:
-    """What a version was given, also beside the one that answered; and what of it ended with a 5xx of its making."""
+    """Count the requests given to a version, shadowed ones too, and those that ended with a 5xx of its making."""
     errors = sum(count for status, count in counts["statuses"].items() if int(status) >= 500)
     shadowed = counts["compared"] + counts["shadow_failed"]
     return sum(counts["statuses"].values()) + shadowed, errors + counts["shadow_failed"]
@@ -160,18 +160,18 @@ def _sum_histograms(one: HistogramSnapshot, other: HistogramSnapshot) -> Histogr
 
 
 def subtract_histogram(earlier: HistogramSnapshot, later: HistogramSnapshot) -> HistogramSnapshot:
-    """What was observed between two snapshots of one histogram.
+    """The values observed between two snapshots of one histogram.
 
-    A replica that has left has taken its counts with it: what is less than before was not observed.
+    A replica that left takes its counts with it: a lower count than before counts as none.
     """
     counts = [max(0, new - old) for new, old in zip(later["counts"], earlier["counts"], strict=True)]
     return {"bounds": later["bounds"], "counts": counts, "sum": max(0.0, later["sum"] - earlier["sum"])}
 
 
 def estimate_quantile(histogram: HistogramSnapshot, q: float) -> float | None:
-    """The value below which the part `q` (0 to 1) of the values lies, linear between bounds; None without values.
+    """Estimate the `q` quantile (0 to 1), linear between bounds; None without values.
 
-    Above the last bound nothing is known: the last bound is the answer.
+    Above the last bound nothing is known: the result is the last bound.
     """
     wanted = q * sum(histogram["counts"])
     if wanted <= 0.0:

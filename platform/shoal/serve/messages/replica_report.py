@@ -1,6 +1,6 @@
-"""What a replica tells the controller: which versions it has, what it could not do, and what it has counted.
+"""A replica's report to the controller: its versions, its errors and its counts.
 
-Made by the replica's host, kept by the controller. Pure data, small enough to be sent every second.
+Made by the replica's model manager, retained by the controller. Pure data, small enough to be sent every second.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from dataclasses import dataclass, field
 from shoal.serve.messages.auth_failures import AuthFailure
 from shoal.serve.messages.metrics_snapshot import ModelSnapshot
 
-# Forwards of one version, by the size of their batch: class c has 2**c rows or more, and fewer than twice as many.
-# (how many, their median in seconds)
+# Forwards of one version, by batch size: class c has at least 2**c rows, and fewer than twice as many. (count, median
+# in seconds)
 ForwardMedians = Mapping[int, tuple[int, float]]
-MAX_FORWARDS = 64  # of one version and size: the newest, of which the median is
-MAX_REJECTED = 16  # versions that are listed, the newest: a run publishes none twice, and its store has only the last
-MAX_REASON_CHARS = 2000  # of an error of a model's: who it was written for has the replica's log
+MAX_FORWARDS = 64  # the newest of one version and size, of which the median is taken
+MAX_REJECTED = 16  # the newest are listed: a run publishes none twice, and its store has only the last
+MAX_REASON_CHARS = 2000  # of a model's error; the replica's log has the full text
 
 
 def truncate_reason(reason: str) -> str:
-    """A reason in the words of an error of anybody's, as every report, status and file can carry it."""
+    """Shorten an error's text for reports, status and files."""
     return reason[:MAX_REASON_CHARS].encode(errors="backslashreplace").decode()
 
 
 @dataclass(frozen=True)
 class RejectedVersion:
-    """A version that a replica does not answer with, and why.
+    """A version that a replica rejected, with the reason.
 
     version: 0 when the model itself could not be built
-    attempt: of the plan by which it was tried
+    attempt: of the plan that tried it
     instead: the version that answers; 0 for none
-    has_answered: whether it answered before, or never
+    has_answered: whether it ever answered a request
     """
 
     version: int
@@ -43,15 +43,15 @@ class RejectedVersion:
 
 @dataclass(frozen=True)
 class ModelReport:
-    """One model in one replica.
+    """One model on one replica.
 
-    version:   the one that answers who asks for none; 0 when there is none
-    candidate: the one that has a share beside it; 0 when there is none
-    staged:    all that could answer at once, or are in memory as they came, ascending
-    rejected:  by this replica; of a model that follows a run the newest, oldest first
-    counts:    since the replica began to serve the model; None before
+    version:   the one that answers requests without a version; 0 for none
+    candidate: the one that has a share alongside it; 0 for none
+    staged:    all that could answer at once or are in memory as received, ascending
+    rejected:  those that this replica rejected; of a model that follows a run the newest, oldest first
+    counts:    counts since the replica began to serve the model; None before
     forwards:  the newest forwards of each version
-    latency:   (rows, seconds) of a forward, as the batcher's model has it
+    latency:   (rows, seconds) of a forward, by the batcher's latency model
     """
 
     version: int = 0
@@ -66,12 +66,12 @@ class ModelReport:
 
 @dataclass(frozen=True)
 class ReplicaReport:
-    """One replica. It has done what the document `generation` says, but for what is still being staged.
+    """One replica. It has applied the plan `generation`, except for versions that are still being staged.
 
-    callers:  `Access.counts()`: requests by the name of the key, and what became of them
-    refused:  `Access.refused()`
-    statuses: all answers over HTTP by status, of inferences and of everything else
-    computing_s: how long the forward that is going on has taken; 0 when there is none
+    callers:  requests by the name of the key, and their outcomes, from AccessControl
+    refused:  refused calls, from AccessControl
+    statuses: all answers over HTTP by status, of inferences and other requests
+    computing_s: how long the current forward has taken; 0 for none
     host:     the name of its host
     """
 
@@ -88,7 +88,7 @@ class ReplicaReport:
 
 
 def merge_forward_medians(reports: Iterable[ForwardMedians]) -> ForwardMedians:
-    """Over several replicas: the numbers added, the medians averaged by them."""
+    """Merge several replicas' medians: counts summed, medians averaged by count."""
     summed: dict[int, tuple[int, float]] = {}
     for report in reports:
         for size, (count, median_s) in report.items():

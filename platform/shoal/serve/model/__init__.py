@@ -1,1 +1,1 @@
-"""One model as a function of batches: its format, device, precision and hooks, and what it promises."""
+"""One model as a function of batches: its format, device, precision, hooks and signature."""

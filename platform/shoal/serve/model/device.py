@@ -1,4 +1,4 @@
-"""Where a model runs: what was asked for, or what is faster here.
+"""Selects a model's device: the requested one, or the fastest here.
 
 Called by the predictor when it loads its first version. The choice is a pure function of measured times.
 """
@@ -16,14 +16,15 @@ NUM_TIMINGS = 5
 
 
 def devices(options: ModelOptions, has_cuda: bool) -> list[str]:
-    """Where the model could run, the CPU first. Raises ConfigError for options that no device here has."""
+    """The devices on which the model could run, the CPU first. Raises ConfigError for options that no device here
+    has."""
     cuda = "cuda_graphs" if options.cuda_graphs else "device" if options.device == "cuda" else ""
     cpu = "device" if options.device == "cpu" else "precision" if options.precision == "int8" else ""
     if cuda and cpu:
         problem = f"{cuda} = {getattr(options, cuda)!r} needs a GPU, and this the CPU"
         raise ConfigError(cpu, getattr(options, cpu), problem, "choose one of them")
     if cuda and not has_cuda:
-        remedy = "say device: auto, and no cuda_graphs"
+        remedy = "set device: auto, and no cuda_graphs"
         raise ConfigError(cuda, getattr(options, cuda), "there is no CUDA device here for this model", remedy)
     if cuda:
         return ["cuda"]
@@ -31,7 +32,7 @@ def devices(options: ModelOptions, has_cuda: bool) -> list[str]:
 
 
 def time_forwards(forward: Callable[[int], object], sizes: Sequence[int]) -> dict[int, float]:
-    """Seconds of a forward over so many rows: the median of NUM_TIMINGS, after one that does not count."""
+    """Seconds of a forward over so many rows: the median of NUM_TIMINGS, after one warm-up."""
     times = {}
     for size in sizes:
         forward(size)
@@ -45,7 +46,7 @@ def time_forwards(forward: Callable[[int], object], sizes: Sequence[int]) -> dic
 
 
 def select_fastest(times: Mapping[str, Mapping[int, float]]) -> tuple[str, str]:
-    """The device whose times over all sizes add up to least, and a line that says why."""
+    """Select the device with the least total time over all sizes; also returns a line with the times."""
     best = min(times, key=lambda device: sum(times[device].values()))
     measured = [
         f"{device} {', '.join(f'{seconds * 1e3:.3g} ms for {size}' for size, seconds in by_size.items())}"

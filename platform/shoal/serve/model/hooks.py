@@ -1,15 +1,15 @@
-"""The user's own code before and after a forward: `module:function` of a dict of arrays, that gives another.
+"""The user's code before and after a forward: a `module:function` from a dict of arrays to another.
 
-Called by a loaded model, once per batch, in the forward's thread. Whose fault an error is:
+Called by a loaded model, once per batch, in the forward's thread. An error of a hook maps to an answer:
 
 | hook        | raises               | the request gets                                                        |
 |-------------|----------------------|-------------------------------------------------------------------------|
-| preprocess  | ValueError           | 422: its input is not what the model takes (ConfigError is a ValueError) |
+| preprocess  | ValueError           | 422: its input does not fit the model (ConfigError is a ValueError)     |
 | either      | InferenceError       | that                                                                    |
 | either      | anything else        | 500, naming the hook and the error                                      |
 | either      | gives no dict of arrays | 500, naming what it gave                                             |
 
-The batcher splits a batch that failed, so that the error reaches only the request whose input it is.
+The batcher splits a failed batch, so that the error reaches only the request that caused it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Hook = Callable[[Arrays], Arrays]
 
 
 def find_hook(field: Literal["preprocess", "postprocess"], factory: ModelFactory, options: ModelOptions) -> Hook | None:
-    """What the options name, or else what the model was registered with; None when that is nothing.
+    """Find the hook that the options name, or else the registered one; None without either.
 
-    Raises ConfigError, and whatever the registered code raises when it is made.
+    Raises ConfigError, and any error of the registered code when it is built.
     """
     reference: str | None = getattr(options, field)
     if reference is not None:

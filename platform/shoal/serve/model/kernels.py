@@ -1,9 +1,8 @@
-"""Linear layers in float32 by the faster of the two libraries that torch has for them on a CPU.
+"""Runs linear layers in float32 with the faster of torch's two CPU libraries.
 
-Called by the formats that run in torch. torch takes MKL, which on processors that are not Intel's leaves half of them
-unused: on an AMD EPYC, oneDNN takes 2.2 ms for [64, 1024] by [1024, 2048], and MKL 7.1. For few rows its calls cost
-more than they save. Which is faster here is measured once per process; a model's weights, names and attributes stay as
-they are.
+Called by the formats that run in torch. torch uses MKL, which leaves half of a non-Intel processor unused: on an AMD
+EPYC, [64, 1024] by [1024, 2048] takes oneDNN 2.2 ms and MKL 7.1. For few rows oneDNN's calls cost more than they save.
+The faster library is measured once per process. A model's weights, names and attributes do not change.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 MIN_ROWS = 8
-MIN_PRODUCTS = 2**20  # rows by inputs by outputs: below that both take microseconds
-MIN_SPEEDUP = 1.2  # as much faster must it be, so that noise does not choose
+MIN_PRODUCTS = 2**20  # rows by inputs by outputs: below it both take microseconds
+MIN_SPEEDUP = 1.2  # the required speed-up, so that noise does not decide
 _NUM_TIMINGS = 7
 
 
@@ -32,14 +31,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class OneDnnLinear(nn.Linear):
-    """A linear layer that gives many rows to oneDNN."""
+    """A linear layer that computes many rows with oneDNN."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
 
 
 def choose_kernels(module: nn.Module) -> None:
-    """Let the linear layers of a module, of exactly that type, use what is faster on this CPU; those of a graph too."""
+    """Let a module's linear layers, of exactly that type, use the faster library on this CPU; those of a graph too."""
     if not (torch.backends.mkldnn.is_available() and is_onednn_faster()):
         return
     for layer in module.modules():
@@ -54,7 +53,7 @@ def choose_kernels(module: nn.Module) -> None:
 
 @functools.cache
 def is_onednn_faster() -> bool:
-    """Measured on a product of middling size, the two in turns; takes some 10 ms."""
+    """Whether oneDNN is faster on a medium product, measured in turns; takes some 10 ms."""
     x, layer = torch.randn(128, 512), nn.Linear(512, 512).requires_grad_(False)
     other = OneDnnLinear(512, 512).requires_grad_(False)
     times: tuple[list[float], list[float]] = ([], [])

@@ -1,7 +1,7 @@
-"""What a model's outputs must be: every one of the signature, of its datatype and shape, a row for each row of input.
+"""Checks a model's outputs: all of the signature, of its datatypes and shapes, with a row for each row of input.
 
-Called by a loaded model for each batch. Numpy only. What does not fit is an InferenceError (500) that names the output,
-what was expected and what came: an endpoint never answers with something that its metadata does not announce.
+Called by a loaded model for each batch. Numpy only. A mismatch raises an InferenceError (500) with the output's name,
+the expected and the actual type: an endpoint never answers anything that its metadata does not announce.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BF16_EXPONENT = 0x7F80  # all ones: infinite or NaN
 
 
 class NotFiniteOutput(InferenceError):
-    """An output holds NaN or an infinity."""
+    """An output contains NaN or an infinity."""
 
     def __init__(self, output: str, num_bad: int, size: int) -> None:
         self.output, self.num_bad, self.size = output, num_bad, size
@@ -30,7 +30,7 @@ class NotFiniteOutput(InferenceError):
 
 
 class OutputCheck:
-    """Of one signature. finite: whether an output that is NaN or infinite is an error."""
+    """The check of one signature. finite: whether a NaN or infinite output is an error."""
 
     def __init__(self, signature: Signature, *, finite: bool) -> None:
         self._specs = [
@@ -39,7 +39,7 @@ class OutputCheck:
         ]
 
     def validate(self, found: Arrays, num_rows: int) -> dict[str, np.ndarray]:
-        """The signature's outputs, in its order. Raises InferenceError (500)."""
+        """Return the signature's outputs in its order. Raises InferenceError (500)."""
         outputs = {}
         for spec, name, dtype, sizes, is_finite in self._specs:
             array = found.get(name)
@@ -54,14 +54,14 @@ class OutputCheck:
         return outputs
 
     def make_empty_outputs(self) -> dict[str, np.ndarray]:
-        """The answer to no rows."""
+        """Build the answer to a request without rows."""
         return {
             name: np.empty((0, *[max(size, 0) for size in sizes]), dtype) for _, name, dtype, sizes, _ in self._specs
         }
 
 
 def _validate_output(array: np.ndarray, spec: TensorSignature, num_rows: int) -> np.ndarray:
-    """The array, whose open dimensions may have any size, and strings as bytes. Raises InferenceError (500)."""
+    """Check one array, whose open dimensions may have any size; strings become bytes. Raises InferenceError (500)."""
     if spec.datatype == "BYTES":
         array = _as_bytes(array, spec.name)
     expected = [num_rows, *spec.shape[1:]]
@@ -75,7 +75,7 @@ def _validate_output(array: np.ndarray, spec: TensorSignature, num_rows: int) ->
 
 
 def _select_finite_test(spec: TensorSignature, finite: bool) -> Any:
-    """Of what each element is told finite or not; None for what always is."""
+    """Select the test for finite elements; None for a type that is always finite."""
     if not finite or spec.datatype not in ("BF16", "FP16", "FP32", "FP64"):
         return None
     return _is_finite_bf16 if spec.datatype == "BF16" else np.isfinite
@@ -104,7 +104,7 @@ def _as_bytes(array: np.ndarray, name: str) -> np.ndarray:
 
 
 def _format_array(array: np.ndarray, spec: TensorSignature) -> str:
-    """As the signature would say it. The bits of BF16 cannot be told from UINT16."""
+    """Format an array's type as in the signature. BF16 looks like UINT16."""
     for datatype, dtype in NUMPY_DTYPES.items():
         if array.dtype == dtype and (datatype != "BF16" or spec.datatype == "BF16"):
             return f"{datatype} {[*array.shape]}"

@@ -1,14 +1,14 @@
-"""Requests of several lengths: which may share a batch, how they are joined, and how the answers are taken apart.
+"""Joins requests of several lengths into a batch and splits the answers.
 
 Called by the predictor. Pure functions of arrays and of a signature, in which -1 is a dimension of variable size.
 
 bucket  only requests of equal shapes share a batch
-pad     shorter ones are filled at the end, and an output's variable dimension is cut back to its request's own length.
-        It follows the input dimension of variable size at the same place, or else the only one there is; an output
-        whose dimension has another size than that input's was not made from it, and stays as it is. Where there are
-        several such inputs, requests in which they differ share a batch with those of equal shapes only. All share one
-        of which a row, padded, cannot have more than `SHARED_ROW` elements; larger ones share it with those of about
-        their size, so that padding at most doubles each dimension: a long and a wide one would fill the memory.
+pad     shorter requests are filled at the end, and an output's variable dimension is cut to its request's length. It
+        follows the variable input dimension at the same place, or else the only one. An output dimension of another
+        size than that input's does not depend on it and stays unchanged. With several such inputs, requests in which
+        they differ share a batch only with equal shapes. Requests whose padded row has at most
+        `MAX_SHARED_ROW_ELEMENTS` share one bucket. Larger ones share a bucket with those of about their size, so that
+        padding at most doubles each dimension: a long and a wide one would fill the memory.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ MAX_SHARED_ROW_ELEMENTS = 1 << 17  # elements of one input
 
 @dataclass(frozen=True, slots=True)
 class CollatedBatch:
-    """Several requests as one batch. `bounds`: where each begins, and the last ends."""
+    """Several requests as one batch. `bounds`: the start of each, and the end of the last."""
 
     inputs: dict[str, np.ndarray]
     bounds: list[int]
 
 
 class RequestCollator:
-    """Joins requests for one model, and takes their answers apart.
+    """Joins requests for one model and splits their answers.
 
-    pad_value: None: only equal shapes will come. Raises ConfigError for a value that an input's datatype cannot hold.
+    pad_value: fills shorter requests; None: only equal shapes occur. Raises ConfigError for a value outside an input's
+               datatype.
     """
 
     def __init__(self, signature: Signature, pad_value: float | None) -> None:
@@ -48,11 +49,11 @@ class RequestCollator:
         self._variable = {spec.name: variable_dimensions(spec) for spec in signature.inputs}
         self._ragged = [name for name, dimensions in self._variable.items() if dimensions]
         self._pad_elements: dict[str, Any] = {}
-        self._size_limits: list[tuple[str, int, int]] = []  # input, its dimension, the largest size that any may share
+        self._size_limits: list[tuple[str, int, int]] = []  # input, its dimension, the largest size that all may share
         self._followed_dimensions: list[tuple[str, int, str, int]] = []  # output, its dimension, input, its dimension
         self._ambiguous_dimensions: list[
             tuple[int, list[str]]
-        ] = []  # a dimension that an output follows, and whose inputs' it may be
+        ] = []  # a dimension that an output follows, and the inputs that may have it
         if pad_value is not None and self._ragged:
             self._pad_elements = {spec.name: _to_pad_element(spec, pad_value) for spec in signature.inputs}
             self._followed_dimensions = _match_output_dimensions(signature, self._variable)
@@ -65,7 +66,7 @@ class RequestCollator:
         return bool(self._pad_elements)
 
     def compute_bucket(self, inputs: Arrays) -> Hashable:
-        """What requests must have in common to share a batch."""
+        """The key that requests must have in common to share a batch."""
         if not self._ragged:
             return None
         if not self._pad_elements:
@@ -79,7 +80,7 @@ class RequestCollator:
         return None
 
     def collate(self, requests: Sequence[Arrays]) -> CollatedBatch:
-        """One after the other along the first dimension."""
+        """Join requests along the first dimension."""
         joined = {}
         for name in self.names:
             arrays = [request[name] for request in requests]
@@ -91,7 +92,7 @@ class RequestCollator:
         return CollatedBatch(joined, [0, *accumulate([len(request[first]) for request in requests])])
 
     def split(self, outputs: Arrays, joined: CollatedBatch, requests: Sequence[Arrays]) -> list[dict[str, np.ndarray]]:
-        """The outputs of each request."""
+        """Split the outputs by request."""
         answers = [{name: rows[start:end] for name, rows in outputs.items()} for start, end in pairwise(joined.bounds)]
         for output, dimension, name, follows in self._followed_dimensions:
             padded = joined.inputs[name].shape[follows]
@@ -105,7 +106,7 @@ class RequestCollator:
 
 
 def variable_dimensions(spec: TensorSignature) -> list[int]:
-    """The dimensions of any size, but for the rows."""
+    """The dimensions of variable size, except the rows."""
     return [index for index, size in enumerate(spec.shape) if index and size == -1]
 
 
@@ -115,7 +116,7 @@ def fixed_elements(spec: TensorSignature) -> int:
 
 
 def _compute_size_limits(spec: TensorSignature) -> list[tuple[str, int, int]]:
-    """The variable dimensions of an input, with the size at which all of them together make a row of `SHARED_ROW`."""
+    """The variable dimensions of an input, with the size at which a row has `MAX_SHARED_ROW_ELEMENTS`."""
     variable = variable_dimensions(spec)
     return [
         (spec.name, dimension, int((MAX_SHARED_ROW_ELEMENTS / max(fixed_elements(spec), 1)) ** (1 / len(variable))))

@@ -1,13 +1,13 @@
-"""Which requests of several lengths share a forward: padding costs time, and so does each further forward.
+"""Decides which requests of several lengths share a forward, by the cost of padding and of each further forward.
 
-Owns what forwards over padded inputs have taken, by their number of elements. Called by a loaded model with a batch
-whose shapes differ; never decides which requests are a batch.
+Owns the times of forwards over padded inputs, by number of elements. Called by a loaded model with a batch of different
+shapes; never decides which requests form a batch.
 
-A batch is sorted by the size of a row and cut where the sum over its parts of l(elements, padded) is least, found by
-dynamic programming. l is learned from every forward: on a GPU, where a larger forward takes hardly longer, a batch
-stays whole; on a processor, where time goes with the elements, short requests do not pay for long ones. What is smaller
-than all that was seen is taken to cost as much by the element, but not less than `UNSEEN` of it: so smaller parts are
-tried, a few at a time, and known from then on.
+A batch is sorted by row size and cut where the sum of l(padded elements) over its parts is least, found by dynamic
+programming. l is learned from every forward. On a GPU, where a larger forward takes hardly longer, a batch stays in one
+piece; on a CPU, where time grows with the elements, short requests do not pay for long ones. A size below all observed
+ones is assumed to cost the same per element, but at least `UNSEEN_COST_RATIO` of the smallest: so smaller parts are
+tried, a few at a time, and measured.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from shoal.serve.batching.latency_model import OBSERVED_EVERY_S, LatencyModel
 from shoal.serve.model.formats import Arrays
 from shoal.serve.model.padding import fixed_elements, variable_dimensions
 
-MAX_SPLIT_POINTS = 16  # places at which a batch may be cut
-MAX_COST_RATIO = 0.95  # of what the whole would take: what is predicted is not known better than that
-MIN_GAIN_S = 0.0005  # less is not worth looking for the best cuts, which takes up to half of it
-UNSEEN_COST_RATIO = 0.25  # of the least that was seen: what anything smaller takes at the least, until it was tried
+MAX_SPLIT_POINTS = 16  # the most split points considered for a batch
+MAX_COST_RATIO = 0.95  # of the uncut time: predictions are no more precise
+MIN_GAIN_S = 0.0005  # a smaller gain is not worth the search, which takes up to half of it
+UNSEEN_COST_RATIO = 0.25  # of the smallest observed time: the least assumed for an untried size
 
-Sizes = tuple[int, ...]  # of the variable dimensions, input by input
+Sizes = tuple[int, ...]  # sizes of the variable dimensions, input by input
 
 
 class _Input(NamedTuple):
-    """Of the signature: a row has `fixed` elements times the sizes of its variable `dimensions`."""
+    """An input of the signature: a row has `fixed` elements times the sizes of its variable `dimensions`."""
 
     name: str
     fixed: int
@@ -48,12 +48,12 @@ class PaddingCostModel:
         ]
         self._first = signature.inputs[0].name
         self._clock, self._latency = clock, LatencyModel()
-        self._least = (0, 0.0)  # the fewest elements that were seen, and what they took
+        self._least = (0, 0.0)  # the fewest elements observed, and their time
         self._lock = threading.Lock()
         self._next_observation_s = -math.inf
 
     def split_batch(self, requests: Sequence[Arrays]) -> list[list[int]]:
-        """The places in `requests` of those that share a forward, for each forward."""
+        """Split a batch into forwards, each a list of indices into `requests`."""
         whole = list(range(len(requests)))
         sizes = [self._sizes(request) for request in requests]
         if len(set(sizes)) == 1:
@@ -61,7 +61,7 @@ class PaddingCostModel:
         rows = [len(request[self._first]) for request in requests]
         padded_s = self._seconds(self._elements(sum(rows), _largest(sizes)))
         own = [self._elements(count, each) for count, each in zip(rows, sizes, strict=True)]
-        # Several forwards take no less than one over all their elements, without padding, would.
+        # Several forwards take at least as long as one over all their elements without padding.
         if padded_s - self._seconds(sum(own)) < max((1 - MAX_COST_RATIO) * padded_s, MIN_GAIN_S):
             return [whole]
         step = -(-len(requests) // MAX_SPLIT_POINTS)
@@ -75,7 +75,7 @@ class PaddingCostModel:
         return [[place for group in groups[begin:end] for place in group] for begin, end in bounds]
 
     def observe(self, requests: Sequence[Arrays], seconds: float) -> None:
-        """A forward over these, padded, took `seconds`."""
+        """Record the `seconds` of a padded forward over these requests."""
         now_s = self._clock()
         if now_s < self._next_observation_s:
             return
@@ -88,7 +88,7 @@ class PaddingCostModel:
                 self._least = self._latency.list_points()[0]
 
     def _find_best_split(self, groups: Sequence[tuple[int, Sizes]]) -> tuple[list[tuple[int, int]], float]:
-        """The bounds of the parts that take the least together, and what they take. Groups: (rows, sizes) each."""
+        """Find the bounds of the parts with the least total time, and that time. Groups: (rows, sizes) each."""
         least_s, begins = [0.0], [0]
         for end in range(1, len(groups) + 1):
             rows, sizes = 0, groups[end - 1][1]
@@ -97,7 +97,7 @@ class PaddingCostModel:
                 rows += groups[begin][0]
                 sizes = _largest([sizes, groups[begin][1]])
                 seconds = least_s[begin] + self._seconds(self._elements(rows, sizes))
-                if seconds <= best_s:  # of equals the one with fewer parts
+                if seconds <= best_s:  # on a tie, the one with fewer parts
                     best_s, best = seconds, begin
             least_s.append(best_s)
             begins.append(best)

@@ -1,14 +1,14 @@
-"""In what numbers a module computes: its layers and its weights, changed once per template and once per version.
+"""Converts a module's precision: its layers once per template, its weights once per version.
 
-Called by the format of modules. What changes are linear and convolution layers by exact type: a subclass may read its
-weights in its own way.
+Called by the format of modules. Changes linear and convolution layers by exact type: a subclass may read its weights in
+another way.
 
 bf16  the weights of those layers become bfloat16 when a version is loaded, and the forward runs under autocast, which
-      keeps what needs it (normalisation, softmax, losses) in float32. Autocast alone would convert the weights again in
-      every forward, which on a CPU costs more than it saves.
-int8  linear layers of at least `MIN_INT8_WEIGHTS` weights: each row of the weights, and each row of the input as it
-      comes, is scaled to -127..127. A scale per row, not per batch, so that no answer depends on its neighbours. Below
-      that size the scaling costs more than the product saves. On the CPU alone; bias and result are float32.
+      computes normalisation, softmax and losses in float32. Autocast alone would convert the weights in every forward,
+      which on a CPU costs more than it saves.
+int8  linear layers of at least `MIN_INT8_WEIGHTS` weights: each row of the weights and of the input is scaled to
+      -127..127. The scale is per row, not per batch, so that no answer depends on its neighbours. Below that size the
+      scaling costs more than the product saves. On the CPU only; bias and result are float32.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PrecisionConverter:
             logger.info("int8: %d linear layers, %s", len(self._layers), ", ".join(self._layers[:8]))
 
     def convert(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of one version as the changed module takes them."""
+        """Convert one version's tensors for the changed module."""
         converted = dict(state)
         for layer in self._layers:
             weight = f"{layer}.weight"
@@ -63,7 +63,7 @@ class PrecisionConverter:
 class Int8Linear(nn.Module):
     """A linear layer with weights int8 [outputs, inputs], and a scale for each row of them; x float32 [..., inputs].
 
-    It has no `weight`: a module that computes with its layers' weights by itself would take these units for them.
+    It has no `weight`: a module that reads its layers' weights itself would misread these units.
     """
 
     units: Tensor
@@ -86,7 +86,7 @@ class Int8Linear(nn.Module):
 
 
 def _quantise_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row in -127..127 as int8, and what one of its units is worth. NaN makes its row's scale NaN."""
+    """Quantise each row to int8 in -127..127; also returns its scale, which is NaN for a row with NaN."""
     scales = rows.abs().amax(1).div_(127)
     units = rows / scales.clamp_min(torch.finfo(rows.dtype).tiny).unsqueeze(1)
     return units.round_().to(torch.int8), scales
@@ -106,7 +106,7 @@ def _quantise_layers(module: nn.Module) -> list[str]:
             module.set_submodule(name, Int8Linear(layer))
             names.append(name)
         elif isinstance(layer, nn.TransformerEncoderLayer):
-            layer.activation_relu_or_gelu = 0  # else its fused path would take the layers' weights for float32
+            layer.activation_relu_or_gelu = 0  # else its fused path would read the layers' weights as float32
         elif isinstance(layer, nn.TransformerEncoder):
-            layer.use_nested_tensor = layer.enable_nested_tensor = False  # which is for that path alone
+            layer.use_nested_tensor = layer.enable_nested_tensor = False  # used by that path alone
     return names

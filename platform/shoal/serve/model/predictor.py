@@ -1,9 +1,8 @@
-"""Any registered model as a function of batches: load a version, ask it, get exactly what its signature promises.
+"""A registered model as a function of batches: loads versions, whose outputs exactly fit the signature.
 
-Owns what one model costs and promises: the template that versions are loaded into, and all that surrounds a forward.
-Called by those who bring versions (`load`), by the batcher's threads (`predict_batch`) and by batch prediction; never
-reads a source or a socket. A loaded version never changes and shares nothing that a later one overwrites, so a batch is
-computed by one version or not at all.
+Owns the template into which versions are loaded, and all steps around a forward. Called by loaders of versions
+(`load`), by the batcher's threads (`predict_batch`) and by batch prediction; never reads a source or a socket. A loaded
+version never changes and shares no memory that a later one overwrites, so a batch is computed by exactly one version.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ logger = logging.getLogger(__name__)
 class Predictor:
     """The template of one model, for any number of versions and threads.
 
-    `measured` says how long forwards of the first version took when it was warm, as (rows, seconds); empty before, and
-    when nobody knows how large a typical request is.
+    `measured` has the warm forwards of the first version as (rows, seconds); empty before, and when the size of a
+    typical request is unknown.
 
-    after: that of the version before, where the model is built in another way now: when that one answered an example,
-           however improbable, so must this one
+    after: the previous predictor, when the model is now built in another way: if that one answered an example, this one
+           must too
 
     Raises ConfigError when the model cannot be built, or not with these options.
     """
@@ -63,7 +62,7 @@ class Predictor:
             device: open_template(factory, TemplateConfig(signature, options, device, torch_threads, *has_hooks))
             for device in devices(options, has_cuda(factory.format))
         }
-        self._load_lock = threading.Lock()  # held while the first version chooses a device
+        self._load_lock = threading.Lock()  # locked while the first version selects a device
         self._is_warm = False
         self._has_example = options.warm_up
         is_typical = not is_example_guessed(signature, is_prepared=self._preprocess is not None)
@@ -71,18 +70,20 @@ class Predictor:
         self.warm_up_times: list[tuple[int, float]] = []
 
     def set_torch_threads(self) -> None:
-        """Fix the number of torch threads; they are counted per calling thread, so call this in the forward's."""
+        """Fix the number of torch threads, which is per calling thread: call it in the forward's thread."""
         torch.set_num_threads(self.torch_threads)
 
     def compute_bucket(self, inputs: Arrays) -> Hashable:
-        """What requests must have in common to share a batch: their shapes, where those differ and are not padded."""
+        """The key that requests must have in common to share a batch: their shapes, where those differ and are not
+        padded."""
         return self._collator.compute_bucket(inputs)
 
     def load(self, snapshot: WeightSnapshot) -> LoadedModel:
-        """A version that has answered an example; the first one at every power of two of the batch.
+        """Load a version and let it answer an example; the first version answers one at every power of two of the
+        batch.
 
-        Raises WeightsError when it does not fit the model, or when its answer does not fit the signature; and then
-        nothing has changed. Sets the calling thread's number of torch threads, for which a compiled graph is made.
+        Raises WeightsError, without a change, when it does not fit the model or its answer does not fit the signature.
+        Sets the calling thread's number of torch threads, for which a graph is compiled.
         """
         self.set_torch_threads()
         with self._load_lock:
@@ -99,7 +100,7 @@ class Predictor:
         return LoadedModel(snapshot.version, forward, self._collator, self._padding_cost, self._check, *hooks)
 
     def _warm_up(self, model: LoadedModel) -> None:
-        """Ask for one row of every version, and for every size of the first: later ones find kernels and graphs."""
+        """Run one row of every version, and every size of the first: later ones reuse its kernels and graphs."""
         if not self._has_example:
             return
         sizes = [1] if self._is_warm else batch_sizes(self.options.max_batch_size)
@@ -109,10 +110,10 @@ class Predictor:
                 model.predict_batch(examples[size])
             if has_one_shape(self.signature) and not self._is_warm:
                 self.warm_up_times = time_warm_forwards(lambda size: model.predict_batch(examples[size]), sizes)
-        except Exception as error:  # whatever a model raises for an example is why it cannot serve
+        except Exception as error:  # any error on an example is the reason not to serve
             if not self._is_warm and not self._must_answer:
                 self._has_example = False
-                logger.warning("not warmed up, since it does not take an example made up of its signature: %s", error)
+                logger.warning("not warmed up, since it rejects an example generated from its signature: %s", error)
                 return
             what = error if isinstance(error, NotFiniteOutput) else f"{type(error).__name__}: {error}"
             remedy = "`warm_up: false` serves it all the same"
@@ -120,7 +121,7 @@ class Predictor:
         self._is_warm = True
 
     def _select_template(self, snapshot: WeightSnapshot) -> dict[str, Template]:
-        """The template of the device that is faster for these weights."""
+        """Select the template of the fastest device for these weights."""
         sizes = sorted({1, self.options.max_batch_size})
         inputs = {size: [make_example(self.signature, size)] for size in sizes}
         times = {}
@@ -128,15 +129,15 @@ class Predictor:
             model = self._load_version(template, snapshot)
             try:
                 times[device] = time_forwards(lambda size, model=model: model.predict_batch(inputs[size]), sizes)  # type: ignore[misc]
-            except Exception as error:  # noqa: BLE001 - whatever it raises: it cannot be measured here
-                logger.warning("%s cannot be measured, for want of an example that the model takes: %s", device, error)
+            except Exception as error:  # noqa: BLE001 - on any error it cannot be measured here
+                logger.warning("%s cannot be measured, without an example that the model accepts: %s", device, error)
         chosen, why = select_fastest(times) if len(times) == len(self._templates) else ("cuda", "not measured: cuda")
         logger.info("device: %s", why)
         return {chosen: self._templates[chosen]}
 
 
 class LoadedModel:
-    """One version of a model, ready to answer. Immutable; any number of threads may ask it."""
+    """One version of a model, ready to answer. Immutable and thread-safe."""
 
     def __init__(
         self,
@@ -154,11 +155,11 @@ class LoadedModel:
         self._first_input, self._input_names = joiner.names[0], joiner.names
 
     def predict_batch(self, requests: Sequence[Arrays]) -> list[dict[str, np.ndarray]]:
-        """The answers to several requests of one bucket, computed as one batch along the first dimension; as several
-        where that saves more padding than it costs (see `lengths`).
+        """Answer several requests of one bucket as one batch along the first dimension, or as several where that saves
+        more padding than it costs (see `padding_cost`).
 
-        Raises InferenceError (500) naming the output that does not fit the signature, what a hook says (422, 500), or
-        what the model raised.
+        Raises InferenceError (500) naming the output that does not fit the signature, a hook's error (422, 500), or the
+        model's error.
         """
         lengths = self._padding_cost
         if lengths is None:
@@ -175,7 +176,7 @@ class LoadedModel:
         if len(requests) == 1:
             request = requests[0]
             inputs = {name: request[name] for name in self._input_names}
-            if self._preprocess is not None:  # which may write to them, and another version or a shadow reads them too
+            if self._preprocess is not None:  # it may write to them, and another version or a shadow reads them too
                 inputs = {name: array.copy() for name, array in inputs.items()}
             return [self._predict(inputs, len(inputs[self._first_input]))]
         joined = self._collator.collate(requests)
@@ -191,6 +192,6 @@ class LoadedModel:
             outputs = self._forward(inputs)
             if self._postprocess is not None:
                 outputs = self._postprocess(outputs)
-        except SystemExit as error:  # it would end the thread that computes, and whoever awaits it
+        except SystemExit as error:  # it would end the computing thread and the awaiting task
             raise InferenceError(500, f"the model raised {error!r}") from error
         return self._check.validate(outputs, num_rows)

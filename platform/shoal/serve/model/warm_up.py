@@ -1,7 +1,7 @@
-"""What a version is asked before anybody else may: examples made up from the signature, at the sizes that will come.
+"""Warms a version up before it serves, with examples generated from the signature, at the expected sizes.
 
-Called by the predictor. A first forward chooses kernels, allocates, compiles: no request should wait for that, and no
-promise be made from how long it takes. So what the latency model is told are later ones, and the shortest of those.
+Called by the predictor. A first forward chooses kernels, allocates and compiles: no request should wait for it, and no
+estimate should rest on it. So the latency model gets later forwards only, and the shortest of those.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import numpy as np
 from shoal.open_inference.datatypes import NUMPY_DTYPES, bf16_bits
 from shoal.registry.manifest import Signature
 
-DEFAULT_VARIABLE_SIZE = 16  # of a dimension that the signature leaves open
+DEFAULT_VARIABLE_SIZE = 16  # the size of an open dimension
 NUM_TIMED = 2
-MAX_MEASURE_S = 1.0  # the start of a replica may take longer by this, and by one forward
+MAX_MEASURE_S = 1.0  # adds this, and one forward, to a replica's start
 
 
 def batch_sizes(max_batch_size: int) -> list[int]:
-    """Every power of two below the largest batch, and that itself."""
+    """Every power of two below the largest batch, and the largest batch."""
     sizes = [1 << power for power in range(max_batch_size.bit_length()) if 1 << power < max_batch_size]
     return [*sizes, max_batch_size]
 
@@ -28,9 +28,9 @@ def batch_sizes(max_batch_size: int) -> list[int]:
 def time_warm_forwards(
     forward: Callable[[int], object], sizes: Sequence[int], clock: Callable[[], float] = time.perf_counter
 ) -> list[tuple[int, float]]:
-    """(rows, seconds) of forwards that are warm: of each size the shorter of `NUM_TIMED`, as far as `MEASURE_S` reach.
+    """(rows, seconds) of warm forwards: for each size the shortest of `NUM_TIMED`, within `MAX_MEASURE_S`.
 
-    The longer may be what else the machine does, and a time that is too long does harm: it refuses requests.
+    A longer time may be the machine's other load, and a time that is too long refuses requests.
     """
     found: list[tuple[int, float]] = []
     ends_s = clock() + MAX_MEASURE_S
@@ -45,18 +45,18 @@ def time_warm_forwards(
 
 
 def is_example_guessed(signature: Signature, is_prepared: bool) -> bool:
-    """Whether an example may be something that no caller would send, so that its failure says nothing."""
+    """Whether an example may be unlike any real request, so that its failure proves nothing."""
     return is_prepared or not has_one_shape(signature)
 
 
 def has_one_shape(signature: Signature) -> bool:
-    """Whether all rows are as large as an example, so that those that are answered take as long."""
+    """Whether all rows are as large as an example, so that real ones take as long."""
     return all(-1 not in spec.shape[1:] and spec.datatype != "BYTES" for spec in signature.inputs)
 
 
 def make_example(signature: Signature, num_rows: int) -> dict[str, np.ndarray]:
-    """Integers and truths are one: zero is padding to many models, and a mask that hides everything, of which the mean
-    is no number. Floats run from 0.1 to 0.9 within a row, so that dividing by a norm, a sum or a deviation is possible.
+    """Make an example. Integers and booleans are one: zero is padding to many models, or a mask that hides everything,
+    with a mean of NaN. Floats run from 0.1 to 0.9 within a row, so that norms, sums and deviations are not zero.
     """
     arrays = {}
     for spec in signature.inputs:

@@ -1,1 +1,1 @@
-"""The shells that hold serving's objects in Ray Serve and in Ray actors."""
+"""The shells that run serving's objects in Ray Serve and in Ray actors."""

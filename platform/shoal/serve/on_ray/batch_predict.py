@@ -1,6 +1,6 @@
 """Batch prediction through Ray Data: files in, files out, with a TablePredictor in every worker.
 
-Called by the flow, on a cluster. Rows keep their order, and the output's folder appears whole or not at all.
+Called by the flow, on a cluster. Rows keep their order, and the output's folder appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from shoal.serve.spec.model_source import RegisteredModel
 from shoal.serve.tables.batch_output import has_rows, make_incoming_path, publish_output, verify_row_count
 from shoal.serve.tables.table_predictor import TablePredictor
 
-BLOCK_ROWS = 4096  # that travel to a worker together
-FILE_IO_CPUS = 0.5  # what reading, and what writing, reserves
+BLOCK_ROWS = 4096  # sent to a worker together
+FILE_IO_CPUS = 0.5  # reserved by reading, and by writing
 MIN_WORKER_CPUS = 0.25  # of a worker
-CAPACITY_WAIT_S = 2.0  # how long places are waited for: those of what has just ended are free
-WORKER_RESTARTS = 2  # Ray Data's default is without end, also for rows that kill each worker that they are given to
+CAPACITY_WAIT_S = 2.0  # the wait for places, which processes that just ended still occupy
+WORKER_RESTARTS = 2  # Ray Data's default has no limit, even for rows that kill every worker
 _NAMED = re.compile(r"^[\w.]*(?:Error|Exception): .+$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class BatchJob:
-    """What every worker must know. `said` and `keep` as in TablePredictor."""
+    """The parameters of every worker. `said` and `keep` as in TablePredictor."""
 
     source: RegisteredModel
     version: int
@@ -51,7 +51,7 @@ class BatchJob:
 
 
 class PredictWorker:
-    """What Ray Data holds in each worker: forwards to a TablePredictor."""
+    """Ray Data's object in each worker: forwards to a TablePredictor."""
 
     def __init__(self, job: BatchJob) -> None:
         self._predictor = TablePredictor(
@@ -75,16 +75,16 @@ def predict_files(
     types: Mapping[str, pa.DataType] | None = None,
     num_gpus: float = 0.0,
 ) -> int:
-    """Write Parquet files with a row for each row of `files` (all CSV or all Parquet); the number of rows.
+    """Write Parquet files with a row for each row of `files` (all CSV or all Parquet); returns the number of rows.
 
-    workers:  processes with the model; None for one on each free CPU but one, which reads and writes, and on no more
-              than the free GPUs hold
-    types:    of columns of CSV files, whatever they look like
-    num_gpus: that each worker reserves
+    workers:  processes with the model; None: one on each free CPU except one, which reads and writes, and no more than
+              fit the free GPUs
+    types:    types of CSV columns, instead of the inferred ones
+    num_gpus: GPUs that each worker reserves
 
-    Raises RunError with the words of the first worker that failed, when workers die again and again, or when the rows
-    are written and `output` has come to be meanwhile; DataError when there are no rows; ConfigError when the cluster
-    has not so many GPUs, ClusterError when it has no CPU or GPU to spare.
+    Raises RunError with the error of the first worker that failed, when workers die repeatedly, or when another process
+    has created `output` by the end; DataError for no rows; ConfigError when the cluster has too few GPUs, ClusterError
+    when no CPU or GPU is free.
     """
     if not has_rows(files):
         raise DataError("input", str(files[0]), "has no rows", "there is nothing to predict")
@@ -96,14 +96,14 @@ def predict_files(
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     context.execution_options.preserve_order = True
-    context.use_datasource_v2 = False  # which lists Parquet files in a task of 1 CPU, whatever reading is to reserve
-    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what went wrong is raised, and told once
+    context.use_datasource_v2 = False  # it lists Parquet files in a task of 1 CPU, whatever reading reserves
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # the error is raised and shown once
     paths = [str(file) for file in files]
     incoming = make_incoming_path(output)
     with ExitStack() as on_failure:
         on_failure.callback(shutil.rmtree, incoming, ignore_errors=True)
         if (failure := _catch_failure(lambda: _predict(paths, incoming, job, count, reserved, types))) is not None:
-            gc.collect()  # ends the workers: Ray Data lets go of them, and what it made of them holds itself in cycles
+            gc.collect()  # ends the workers: Ray Data drops them, but reference cycles keep its objects alive
             raise failure
         num_rows = verify_row_count(incoming, files)
         on_failure.pop_all()
@@ -122,15 +122,15 @@ def _predict(
     if paths[0].endswith(".csv"):
         converted = pa.csv.ConvertOptions(column_types=types)
         rows = ray.data.read_csv(paths, num_cpus=FILE_IO_CPUS, partitioning=None, convert_options=converted)
-    else:  # `partitioning`, in both: a folder that is called day=3 is no column of theirs
-        # Ray Data takes what follows a ? in a path for no part of it, where it looks for the extension.
+    else:  # `partitioning`, in both: a folder named day=3 is not a column
+        # Ray Data ignores the part of a path after a ? when it checks the extension.
         rows = ray.data.read_parquet(paths, num_cpus=FILE_IO_CPUS, partitioning=None, file_extensions=None)
     answered = _map(rows, job, count, reserved)
     answered.write_parquet(str(incoming), ray_remote_args={"num_cpus": FILE_IO_CPUS})
 
 
 def _catch_failure(predict: Callable[[], None]) -> RunError | None:
-    """In words alone: the frames of Ray's error hold the workers, and with them the CPUs that those reserve."""
+    """As text only: the frames of Ray's error keep the workers, and so their CPUs, reserved."""
     try:
         predict()
     except ray.exceptions.RayError as error:
@@ -140,7 +140,7 @@ def _catch_failure(predict: Callable[[], None]) -> RunError | None:
 
 def _map(rows: ray.data.Dataset, job: BatchJob, count: int, reserved: Mapping[str, float]) -> ray.data.Dataset:
     with warnings.catch_warnings():
-        # Ray 2.60 takes the limits of restarts no other way than this one, which it means to replace.
+        # Ray 2.60 has no other way to limit restarts, although this one is deprecated.
         warnings.simplefilter("ignore", ray.util.annotations.RayDeprecationWarning)
         return rows.map_batches(
             PredictWorker,
@@ -156,16 +156,17 @@ def _map(rows: ray.data.Dataset, job: BatchJob, count: int, reserved: Mapping[st
 
 
 def resolve_gpus(num_gpus: float | None, options: ModelOptions, workers: int | None) -> float:
-    """What each worker reserves: as given; else, of a model with `device: cuda`, a GPU or an even share of them all."""
+    """The GPUs that each worker reserves: as given; else, for a model with `device: cuda`, one or an even share of
+    all."""
     if num_gpus is not None or not options.needs_cuda:
         return num_gpus or 0.0
     return gpu_share(workers or 1, gpus_by_host())
 
 
 def _allocate_workers(workers: int | None, num_gpus: float) -> tuple[int, float]:
-    """How many workers, and the CPUs that each reserves: Ray Data waits for ever for what is never free.
+    """The number of workers and the CPUs of each, since Ray Data waits for ever for resources that are never free.
 
-    Raises ClusterError when there is no room for them and for one that reads.
+    Raises ClusterError when the cluster has no capacity for them and a reader.
     """
     least = FILE_IO_CPUS + (workers or 1) * MIN_WORKER_CPUS
     free = wait_for_resource("CPU", least, CAPACITY_WAIT_S) - FILE_IO_CPUS
@@ -184,13 +185,13 @@ def _allocate_workers(workers: int | None, num_gpus: float) -> tuple[int, float]
 
 
 def _to_run_error(error: Exception) -> RunError:
-    """What a worker of ours said, which Ray Data leaves as the text of a traceback; or the last error named there."""
+    """The error of our worker, which Ray Data leaves as a traceback's text; or the last error named there."""
     text = str(error).strip()
-    if ours := error_summary(text):  # also of a worker that could not be made, which has died for Ray
+    if ours := error_summary(text):  # also for a worker that failed to start, which Ray reports as dead
         return RunError(ours)
     if isinstance(error, (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError)):
-        why = "its process was killed, as when memory runs out, or the model ended it"
+        why = "its process was killed, for example out of memory, or the model ended it"
         remedy = "try fewer workers, a smaller options.max_batch_size, or fewer rows"
         return RunError(f"a worker with the model died, after {WORKER_RESTARTS} others: {why}. {remedy}")
-    named = _NAMED.findall(text) or text.splitlines() or [repr(error)]  # what Ray adds below is advice
+    named = _NAMED.findall(text) or text.splitlines() or [repr(error)]  # Ray adds advice below
     return RunError(f"batch prediction failed: {named[-1]}")

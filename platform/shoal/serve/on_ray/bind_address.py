@@ -1,10 +1,10 @@
-"""Where a replica's servers listen: where they are asked, as far as that is one place.
+"""Restricts the addresses on which a replica's servers listen.
 
-Serve has no setting for it. Its servers of gRPC, for health and for other deployments, listen on every interface
-(`[::]`), which is made loopback where the cluster is. Its server of HTTP listens where the endpoint does, on loopback:
-but HAProxy runs on the head, and asks a replica of another host at that host's address. The head's own are asked on
-loopback by HAProxy, and at the host's address by other deployments, so there gRPC stays everywhere. Called by the Ray
-shell in a replica's constructor, which runs before Serve makes any of them.
+Serve has no setting for it. Its gRPC servers, for health and for other deployments, listen on every interface (`[::]`);
+on a loopback cluster they are moved to loopback. Its HTTP server listens on the endpoint's address, loopback. But
+HAProxy runs on the head and connects to another host's replica at that host's address. On the head, HAProxy connects
+over loopback and other deployments at the host's address, so gRPC stays on every interface there. Called by the Ray
+shell in a replica's constructor, which runs before Serve makes any server.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ANY_ADDRESS = "[::]:"
 
 
 def patch_bind_addresses() -> None:
-    """Every server that Serve makes in this process from now on. Idempotent."""
+    """Patch every server that Serve makes in this process from now on. Idempotent."""
     host = ray.util.get_node_ip_address()
     is_on_head = is_head(host)
     if is_loopback(host) or not is_on_head:
@@ -33,7 +33,8 @@ def patch_bind_addresses() -> None:
 
 
 def is_head(host: str) -> bool:
-    """As HAProxy sees it, which goes by addresses: a second raylet of the head's host is there, too."""
+    """Whether this host has the head's address, as HAProxy decides it: a second raylet on the head's host counts
+    too."""
     return is_loopback(host) or get_head_address() == host
 
 

@@ -1,6 +1,6 @@
-"""The controller as a Ray actor that outlives its maker and comes back when it dies, and the replicas' end of it.
+"""The controller as a Ray actor that outlives its creator and restarts when it dies, and the replicas' client of it.
 
-What it does is in `controller.service`. Whoever needs the actor makes it when it is not there.
+Its behaviour is in `controller.service`. A client starts the actor when there is none.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ ServiceMethod = Callable[Concatenate[ControllerService, P], Coroutine[Any, Any, 
 
 @ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=1000)
 class ControllerWorker(ControllerService):
-    """The service as an actor."""
+    """ControllerService as an actor."""
 
     def on_idle(self) -> None:
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
 def stop_controller(name: str) -> None:
-    """End the actor of this name, if there is one, and let it forget its state. Idempotent."""
+    """End the actor of this name, if there is one, and remove its state. Idempotent."""
     try:
         actor = ray.get_actor(name, NAMESPACE)
     except ValueError:
@@ -64,7 +64,8 @@ class RemoteMethod(Generic[P, T]):
 
 
 class RayControllerClient:
-    """The replicas' and the driver's end: fulfils `ControllerClient`. Pickles; makes the actor when it is not there."""
+    """The client of the replicas and the driver: implements `ControllerClient`. Can be pickled; starts the actor when
+    there is none."""
 
     follow = RemoteMethod(ControllerService.follow, is_routine=True)
     report = RemoteMethod(ControllerService.report, is_routine=True)
@@ -79,7 +80,7 @@ class RayControllerClient:
     def __init__(self, setting: ControllerConfig) -> None:
         self._config = setting
         self._handle: Any = None
-        self._last_problem = ""  # what failed in it last
+        self._last_problem = ""  # its last error
 
     def __reduce__(self) -> tuple[object, ...]:
         return (RayControllerClient, (self._config,))
@@ -92,23 +93,23 @@ class RayControllerClient:
                 namespace=NAMESPACE,
                 lifetime="detached",
                 get_if_exists=True,
-                scheduling_strategy=make_head_affinity(),  # with HAProxy, and with the file of its state
+                scheduling_strategy=make_head_affinity(),  # with HAProxy and the state file
             ).remote(self._config)
         return self._handle
 
     def start(self) -> None:
-        """Make the actor before anybody needs it."""
+        """Start the actor before its first use."""
         _ = self.handle
 
     def call_blocking(self, method: str, *arguments: object) -> Any:
-        """From a thread without an event loop. Raises ConnectionLost, or what the controller raised."""
+        """Call from a thread without an event loop. Raises ConnectionLost, or the controller's error."""
         try:
             return ray.get(getattr(self.handle, method).remote(*arguments), timeout=CALL_TIMEOUT_S)
         except (RayActorError, GetTimeoutError, RayTaskError) as error:
             raise self._translate_error(error) from error
 
     def stop(self) -> None:
-        """End the actor, if there is one, and forget its state. Idempotent."""
+        """End the actor, if there is one, and remove its state. Idempotent."""
         StateFile(self._config.state_file).remove()
         stop_controller(self._config.actor_name)
 
@@ -128,10 +129,10 @@ class RayControllerClient:
             if not is_routine:
                 return error
             problem = f"the controller of {self._config.name!r} failed: {error.cause!r}"
-            if problem != self._last_problem:  # it comes with every report
+            if problem != self._last_problem:  # it would repeat with every report
                 self._last_problem = problem
                 logger.exception("%s", problem)
             return ConnectionLost(problem)
         if isinstance(error, ray.exceptions.ActorDiedError):
-            self._handle = None  # it ended for good, idle or by mistake: the next call makes another
+            self._handle = None  # it ended for good, idle or by mistake: the next call starts another
         return ConnectionLost(f"the controller of {self._config.name!r} did not answer: {error}")

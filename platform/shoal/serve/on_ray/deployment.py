@@ -1,7 +1,7 @@
-"""An endpoint on Ray Serve: the shell around `EndpointReplica`, and `deploy`, which puts replicas behind HAProxy.
+"""An endpoint on Ray Serve: the shell around `EndpointReplica`, and `deploy`, which starts replicas behind HAProxy.
 
-Called by flows, and by `ray_app` for Serve's own files. Needs a cluster that was started with the variables of
-`cluster.serve_environment`; everything that is worth reading happens in `replica` and `controller`.
+Called by flows, and by `serve_app` for Serve's own files. Needs a cluster started with the variables of
+`cluster.ingress.serve_environment`. The behaviour is in `replica` and `controller`.
 """
 
 from __future__ import annotations
@@ -42,19 +42,17 @@ from shoal.serve.protocol.limits import RequestLimits
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_source import EndpointModel, LiveModel
 
-GRACE_S = 1.0  # beyond a time limit that Serve is to keep
+GRACE_S = 1.0  # beyond a time limit enforced by Serve
 
 
 class ReplicaWorker:
-    """What Serve holds: forwards to an EndpointReplica."""
+    """Serve's object: forwards to an EndpointReplica."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, spec: EndpointSpec, live: Mapping[str, LiveModel], controller: RayControllerClient
     ) -> None:
         with freeze_loaded_objects():
-            from shoal.serve.replica.replica import (
-                EndpointReplica,
-            )  # where it runs: who deploys would load torch for nothing
+            from shoal.serve.replica.replica import EndpointReplica  # here: `deploy` needs no torch
 
         patch_bind_addresses()
         name = serve.get_replica_context().replica_id.unique_id
@@ -72,7 +70,7 @@ class ReplicaWorker:
         return self._replica.stats()
 
     def check_health(self) -> None:
-        """Serve asks every two seconds; so Ray's exporter hears of the counts as often."""
+        """Check the replica and publish its counts to Ray's exporter; Serve calls it every two seconds."""
         self._replica.check_health()
         self._metrics.publish(self._replica.report())
 
@@ -81,9 +79,9 @@ class ReplicaWorker:
 
 
 def install_fast_path(spec: EndpointSpec, entrance: GrpcOverHttp1) -> None:
-    """In this process; an endpoint that scales by what Serve sees has requests go by way of Serve.
+    """Install the fast path in this process, unless the endpoint scales by the requests that Serve sees.
 
-    Raises ConfigError for gRPC where uvicorn does not fit: it has no other way.
+    Raises ConfigError for gRPC when uvicorn's version does not fit: gRPC has no other path.
     """
     is_installed = fast_path.install_application(None if spec.is_autoscaled else entrance)
     if not is_installed and spec.grpc_port is not None:
@@ -102,16 +100,16 @@ class DeployedEndpoint:
         self._seen_event = -1
 
     def stats(self, timeout_s: float = 5.0) -> list[dict[str, Any]]:
-        """The counters of every replica. Raises ClusterError when they cannot be had in time."""
+        """The counters of every replica. Raises ClusterError when they do not arrive in time."""
         answer: Future[list[dict[str, Any]]] = Future()
 
         def ask() -> None:
             try:
                 answer.set_result(list(self._handle.broadcast("stats").results(timeout_s=timeout_s)))
-            except Exception as error:  # noqa: BLE001 - raised where it is waited for
+            except Exception as error:  # noqa: BLE001 - raised where it is awaited
                 answer.set_exception(error)
 
-        # Serve's own time limit does not hold for a replica that dies with the question in hand.
+        # Serve's own time limit does not hold for a replica that dies during the call.
         threading.Thread(target=ask, daemon=True).start()
         try:
             return answer.result(timeout_s + GRACE_S)
@@ -120,11 +118,11 @@ class DeployedEndpoint:
             raise ClusterError(f"the replicas of {self.name!r} did not answer: {reason}") from error
 
     def status(self) -> dict[str, Any]:
-        """What the endpoint says of itself: an `EndpointStatus`. Raises ClusterError."""
+        """The endpoint's `EndpointStatus`. Raises ClusterError."""
         return self._call_controller("status")
 
     def take_events(self) -> list[Event]:
-        """What changed since they were taken last, for the run record; none while the controller is away."""
+        """Take the events since the last call, for the run record; none while the controller is away."""
         try:
             events: list[Event] = self._controller.call_blocking("events", self._seen_event)
         except ConnectionLost:
@@ -134,14 +132,14 @@ class DeployedEndpoint:
         return events
 
     def controller_pid(self) -> int:
-        """Of the controller's process. Raises ClusterError."""
+        """The controller's process id. Raises ClusterError."""
         return int(self._call_controller("pid"))
 
     def close(self) -> None:
-        """Remove the endpoint when it has answered what it has, and Serve with it. Idempotent."""
+        """Remove the endpoint once it has answered its requests, and Serve with it. Idempotent."""
         if not self._closed:
             self._closed = True
-            with ExitStack() as closing:  # whatever fails, or is interrupted, the rest is done
+            with ExitStack() as closing:  # the rest runs after any failure or interrupt
                 closing.callback(serve.shutdown)
                 closing.callback(self._controller.stop)
                 serve.delete(self.name)
@@ -156,9 +154,9 @@ class DeployedEndpoint:
 def deploy(spec: EndpointSpec, models: Sequence[EndpointModel]) -> DeployedEndpoint:
     """Serve models, and return when all of them are staged; a live one answers 503 until its run has published.
 
-    A cluster has one endpoint; one that was deployed by a process that has died makes room. Raises ConfigError or
-    RegistryError for models that cannot be served, ClusterError when there is no HAProxy, when the cluster has an
-    endpoint already, or when the replicas do not start. Then, and when it is interrupted, nothing is left behind.
+    A cluster has one endpoint; one whose deploying process has died is removed first. Raises ConfigError or
+    RegistryError for models that cannot be served, ClusterError without HAProxy, when the cluster already has an
+    endpoint, or when the replicas do not start. A failed or interrupted call leaves nothing behind.
     """
     prepare_ingress_on_head()
     spec = resolve_gpus(spec).model_copy(
@@ -167,21 +165,21 @@ def deploy(spec: EndpointSpec, models: Sequence[EndpointModel]) -> DeployedEndpo
             "grpc_port": find_free_port(spec.host) if spec.grpc_port == 0 else spec.grpc_port,
         }
     )
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # of this process: the status and the record say the rest
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # of this process: the status and the record have the rest
     setting, live = build_controller_config(spec, models)
     remove_abandoned_endpoint()
     controller = RayControllerClient(replace(setting, driver=get_driver_id()))
-    with ExitStack() as begun:  # all of it would outlive this process, also when a signal ends that
-        begun.callback(controller.stop)  # when no replica is left that would make another
+    with ExitStack() as begun:  # it would outlive this process, also on a signal
+        begun.callback(controller.stop)  # once no replica is left to start another
         begun.callback(serve.shutdown)
-        controller.start()  # first, for its name says whose everything else is
+        controller.start()  # first: its name identifies the owner
         handle = _start_serve(spec, live, controller)
         begun.pop_all()
     return DeployedEndpoint(spec, handle, controller)
 
 
 def prepare_ingress_on_head() -> None:
-    """Where this process is on the host that has HAProxy; another host was prepared when it was set up.
+    """Prepare HAProxy if this process is on its host; any other host was prepared at its setup.
 
     Raises ClusterError when HAProxy is not installed.
     """
@@ -190,9 +188,9 @@ def prepare_ingress_on_head() -> None:
 
 
 def resolve_gpus(spec: EndpointSpec) -> EndpointSpec:
-    """The spec with the GPUs that each replica reserves. Raises ConfigError when the cluster cannot hold them.
+    """The spec with the GPUs that each replica reserves. Raises ConfigError when the cluster has too few.
 
-    A model with `device: auto` takes the CPU where that is faster, so by default nothing is kept from others for it.
+    A model with `device: auto` uses the CPU where that is faster, so by default it reserves no GPU.
     """
     num_gpus = spec.num_gpus
     if num_gpus is None:
@@ -209,7 +207,7 @@ def _start_serve(
     try:
         serve.start(proxy_location="HeadOnly", http_options={"host": spec.host, "port": spec.port}, **grpc)
         return serve.run(build_application(spec, live, controller), name=spec.name, route_prefix="/")
-    except (RuntimeError, TimeoutError) as error:  # it says that the application failed; its deployment says why
+    except (RuntimeError, TimeoutError) as error:  # it reports the failure; the deployment has the reason
         status = serve.status().applications.get(spec.name)
         reasons = " ".join(each.message for each in status.deployments.values()) if status else ""
         why = error_summary(reasons) or reasons or error
@@ -219,10 +217,10 @@ def _start_serve(
 def build_application(
     spec: EndpointSpec, live: Mapping[str, LiveModel], controller: RayControllerClient
 ) -> serve.Application:
-    """What Serve is to run. Raises ConfigError when the cluster has not the GPUs for it."""
+    """Build Serve's application. Raises ConfigError when the cluster has too few GPUs."""
     spec = resolve_gpus(spec)
     with warnings.catch_warnings():
-        # The environment variable that is to replace this field is read by nothing (Ray 2.60).
+        # Nothing reads the environment variable that should replace this field (Ray 2.60).
         warnings.filterwarnings("ignore", "The `metrics_interval_s` field", DeprecationWarning)
         deployment = serve.deployment(serve.ingress()(ReplicaWorker)).options(**deployment_options(spec))
     return deployment.bind(spec, live, controller)

@@ -1,4 +1,4 @@
-"""What an error of ours says, where Ray has left it as the text of a traceback. Called by the shells around Ray."""
+"""Extracts our error's message from a traceback that Ray passed on as text. Called by the shells around Ray."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ _OURS = re.compile(r"^shoal\.errors\.\w+: (.+)$", re.MULTILINE)
 
 
 def error_summary(text: str) -> str:
-    """The message of the last of our errors in a traceback; "" when there is none."""
+    """The message of our last error in a traceback; "" for none."""
     ours = _OURS.findall(text)
     return str(ours[-1]) if ours else ""

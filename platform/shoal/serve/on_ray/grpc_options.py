@@ -1,7 +1,7 @@
-"""gRPC in Ray Serve's eyes: what makes it have HAProxy listen for it.
+"""The gRPC options that make Ray Serve's HAProxy listen for gRPC.
 
-Called by `ray_serve`. Serve makes a gRPC server in every replica, which HAProxy asks for the replica's health and for
-nothing else: calls reach a replica as requests of HTTP/1.1 (`serve.protocol.grpc_http1`).
+Called by `deployment`. Serve starts a gRPC server in every replica, which HAProxy uses for the health check only: calls
+reach a replica as HTTP/1.1 requests (`serve.grpc.over_http1`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from shoal.serve.on_ray.bind_address import patch_bind_addresses
 
 
 class LoopbackGrpcOptions(gRPCOptions):
-    """Whichever process of Serve receives these makes its gRPC servers on loopback, when the cluster is there.
+    """A process of Serve that receives these makes its gRPC servers on loopback, on a loopback cluster.
 
-    Serve's fallback proxy has no other place for it: nothing of ours runs there before its server listens.
+    Serve's fallback proxy offers no other hook: no code of ours runs there before its server listens.
     """
 
     def __setstate__(self, state: dict[Any, Any]) -> None:
@@ -25,10 +25,10 @@ class LoopbackGrpcOptions(gRPCOptions):
 
 
 def grpc_options(port: int) -> gRPCOptions:
-    """For `serve.start`. Without reflection: it would answer who shows no key."""
+    """The options for `serve.start`. Without reflection, which would answer callers without a key."""
     function = f"{__name__}.{add_nothing.__name__}"
     return LoopbackGrpcOptions(port=port, grpc_servicer_functions=[function], enable_reflection=False)
 
 
 def add_nothing(servicer: Any, server: Any) -> None:
-    """Serve has gRPC when it is given such a function, and calls it for each of its gRPC servers."""
+    """Add no service. Serve enables gRPC when given such a function, and calls it for each of its gRPC servers."""

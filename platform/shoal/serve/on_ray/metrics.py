@@ -1,7 +1,7 @@
-"""A replica's counters and gauges in Ray's own exporter, for those who scrape the nodes of a cluster and no endpoint.
+"""A replica's counters and gauges in Ray's own exporter, for scrapes of a cluster's nodes instead of an endpoint.
 
-Called by the Ray shell with a report every few seconds. The names are those of `prometheus`; Ray puts `ray_` before
-them, and its own labels beside ours. Histograms stay with the endpoint's GET /metrics: Ray takes values one by one.
+Called by the Ray shell with a report every few seconds. The names are those of `prometheus`; Ray adds the prefix `ray_`
+and its own labels. Histograms stay with the endpoint's GET /metrics: Ray takes values one by one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from shoal.serve.protocol.prometheus import METRICS, series
 
 
 class RayMetrics:
-    """Of one replica."""
+    """The metrics of one replica."""
 
     def __init__(self) -> None:
         self._counters: dict[str, Counter] = {}
@@ -27,7 +27,7 @@ class RayMetrics:
         self._published: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def publish(self, report: ReplicaReport) -> None:
-        """What was counted since the last report, and how things are."""
+        """Publish the counts since the last report, and the gauges."""
         for name, labels, value in series(report):
             if not isinstance(value, (int, float)):
                 continue
@@ -37,6 +37,6 @@ class RayMetrics:
                 continue
             key = name, tuple(tags.values())
             told = self._published.get(key, 0.0)
-            if (more := value - told if value >= told else value) > 0.0:  # below it: of a model that was deployed anew
+            if (more := value - told if value >= told else value) > 0.0:  # below it: the model was deployed again
                 self._counters[name].inc(more, tags)
                 self._published[key] = value

@@ -1,4 +1,4 @@
-"""What Ray Serve is asked for in an endpoint's name: replicas, their resources, when there are more of them.
+"""An endpoint's options for Ray Serve: replicas, their resources and autoscaling.
 
 Called by the Ray shell; the names are Serve's, and nothing here imports it.
 """
@@ -9,14 +9,14 @@ from typing import Any
 
 from shoal.serve.spec.endpoint import EndpointSpec
 
-UPSCALE_DELAY_S = 3.0  # a burst that a queue of a second absorbs needs no replica, whose start takes as long
+UPSCALE_DELAY_S = 3.0  # a queue of a second absorbs a burst; a replica's start takes as long
 DOWNSCALE_DELAY_S = 60.0
 LOOK_BACK_S = 5.0
-METRICS_INTERVAL_S = 1.0  # Serve's 10 s would see a burst when it is over
+METRICS_INTERVAL_S = 1.0  # Serve's 10 s would notice a burst after its end
 
 
 def deployment_options(spec: EndpointSpec) -> dict[str, Any]:
-    """For `Deployment.options`. GPUs are those of the spec: its default is resolved before."""
+    """The arguments of `Deployment.options`. GPUs are those of the spec, whose default is already resolved."""
     scaling: dict[str, Any] = {"num_replicas": spec.num_replicas}
     if spec.is_autoscaled:
         scaling = {

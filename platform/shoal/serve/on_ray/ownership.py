@@ -1,6 +1,6 @@
-"""Which endpoints of a cluster drivers keep up. Called before anything is started that would find no room beside them.
+"""Finds the endpoints that drivers keep up on a cluster. Called before starting anything that needs their capacity.
 
-What Serve runs outlives the driver that started it. The name of an endpoint's controller says which driver that was,
+Serve's applications outlive the driver that started them. The name of an endpoint's controller contains that driver,
 and Ray knows which drivers live. Knows nothing of Serve, which takes a second to load.
 """
 
@@ -16,7 +16,7 @@ from shoal.errors import ClusterError
 from shoal.ray_call import NAMESPACE
 from shoal.serve.controller.config import parse_actor_name
 
-SERVE_CONTROLLER_NAME, SERVE_NAMESPACE = "SERVE_CONTROLLER_ACTOR", "serve"  # Serve's own, which takes long to load
+SERVE_CONTROLLER_NAME, SERVE_NAMESPACE = "SERVE_CONTROLLER_ACTOR", "serve"  # Serve's own; it takes long to load
 REMEDY = (
     "the end of its run, or `shoal serve delete` (what Serve's own commands started, with `serve shutdown`),"
     " or use another cluster (`--address local`)"
@@ -25,19 +25,19 @@ REMEDY = (
 
 @dataclass
 class EndpointOwnership:
-    """kept: the endpoints of drivers that live; abandoned: of those whose driver is gone, the controller's name."""
+    """kept: the endpoints of living drivers; abandoned: the controllers' names of those whose driver is gone."""
 
     active: list[str] = field(default_factory=list)
     abandoned: dict[str, str] = field(default_factory=dict)
 
 
 def get_driver_id() -> str:
-    """As `ControllerSetting.driver` has it."""
+    """The driver's id, as in `ControllerConfig.driver`."""
     return str(ray.get_runtime_context().get_job_id())
 
 
 def list_driver_endpoints() -> EndpointOwnership:
-    """The endpoints that a call of `deploy` has put on this cluster."""
+    """List the endpoints that `deploy` has started on this cluster."""
     living, found = living_drivers(), EndpointOwnership()
     for actor in _controllers():
         endpoint, driver = parse_actor_name(actor)
@@ -49,20 +49,20 @@ def list_driver_endpoints() -> EndpointOwnership:
 
 
 def require_no_endpoint() -> None:
-    """Raise ClusterError when a driver that lives keeps an endpoint up, as `deploy` would."""
+    """Raise ClusterError when a living driver keeps an endpoint up, as `deploy` would."""
     kept = list_driver_endpoints().active
     if kept:
         raise cluster_occupied_error(kept)
 
 
 def cluster_occupied_error(endpoints: list[str]) -> ClusterError:
-    """The error that says so: a cluster has one."""
+    """The error for a cluster that already has its one endpoint."""
     there = ", ".join(endpoints) or "without an application"
     return ClusterError(f"Serve runs on this cluster ({there}): close that endpoint first, with {REMEDY}")
 
 
 def is_serve_running() -> bool:
-    """Whether Serve runs on this cluster, also while it ends."""
+    """Whether Serve runs on this cluster, also while it is shutting down."""
     named = list_named_actors(all_namespaces=True)
     return {"name": SERVE_CONTROLLER_NAME, "namespace": SERVE_NAMESPACE} in named
 
@@ -73,5 +73,5 @@ def _controllers() -> list[str]:
 
 
 def living_drivers() -> set[str]:
-    """Ray's ids of the jobs whose driver is there."""
+    """Ray's ids of the jobs whose driver lives."""
     return {job["JobID"] for job in state.jobs() if not job["IsDead"]}

@@ -1,6 +1,6 @@
-"""The removal of an endpoint whose driver is gone without having closed it.
+"""Removes an endpoint whose driver died without closing it.
 
-Called by `deploy`. Removes nothing that was not put there by `deploy`.
+Called by `deploy`. Removes only what `deploy` started.
 """
 
 from __future__ import annotations
@@ -17,22 +17,20 @@ from shoal.serve.on_ray.ownership import cluster_occupied_error, is_serve_runnin
 
 logger = logging.getLogger(__name__)
 
-SHUTDOWN_TIMEOUT_S = (
-    60.0  # for a Serve that is ending: `serve.shutdown` itself returns after half a minute, whatever is left
-)
+SHUTDOWN_TIMEOUT_S = 60.0  # for a Serve that is ending: `serve.shutdown` returns after half a minute in any case
 POLL_S = 0.1
 
 
 def remove_abandoned_endpoint() -> None:
-    """Make room for an endpoint. Raises ClusterError when Serve runs for a driver that lives, or for anything else.
+    """Remove an abandoned endpoint. Raises ClusterError when Serve runs for a living driver or for anything else.
 
-    A Serve that is ending is waited for: one without an application, or whose applications are being deleted.
+    Waits for a Serve that is ending: one without an application, or whose applications are being deleted.
     """
     deadline_s = time.monotonic() + SHUTDOWN_TIMEOUT_S
     is_shut = is_told = False
     while is_serve_running():
         applications, is_ending = _applications()
-        found = list_driver_endpoints()  # looked at last: a driver's controller is there before its Serve
+        found = list_driver_endpoints()  # checked last: a driver's controller exists before its Serve
         is_abandoned = bool(found.abandoned) and applications <= found.abandoned.keys()
         if found.active or not (is_abandoned or is_ending) or time.monotonic() > deadline_s:
             raise cluster_occupied_error(sorted(applications) or found.active)
@@ -48,9 +46,9 @@ def remove_abandoned_endpoint() -> None:
 
 
 def _applications() -> tuple[set[str], bool]:
-    """Of Serve, and whether none is to stay."""
+    """Serve's applications, and whether all are being deleted."""
     try:
         found = serve.status().applications
-    except RayActorError:  # it has just ended
+    except RayActorError:  # Serve has just ended
         return set(), True
     return set(found), all(each.status == ApplicationStatus.DELETING for each in found.values())

@@ -1,8 +1,8 @@
 """An application of Ray Serve: `import_path: shoal.serve.on_ray.serve_app:build` in a `serve deploy` file.
 
 Called by Serve, in a process of the cluster. The ports are those of the file (`http_options`); the cluster must have
-been started with the variables of `cluster.serve_environment` (`shoal up` does). What such an endpoint changes is in
-its audit log and its status, and in no run record: nobody is there to keep one.
+been started with the variables of `cluster.ingress.serve_environment` (`shoal up` does). Such an endpoint's changes are
+in its audit log and its status; it has no driver to write a run record.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from shoal.serve.spec.model_source import model_from_ref
 class AppSpec(Spec):
     """The `args` of the application.
 
-    models:   references: name@version, name@alias (which is followed), or name for the newest version now
-    endpoint: as `shoal serve deploy` takes it; called by its first model's name unless it is named. Callers show the
-              access token ($SHOAL_TOKEN, or $SHOAL_HOME/token) or one of its keys
+    models:   references: name@version, name@alias (followed), or name for the present newest version
+    endpoint: as for `shoal serve deploy`; its default name is its first model's. Callers send the access token
+              ($SHOAL_TOKEN, or $SHOAL_HOME/token) or one of its keys
     """
 
     models: list[str] = Field(min_length=1)
@@ -35,7 +35,8 @@ class AppSpec(Spec):
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """Raises ConfigError for args that do not fit, RegistryError for missing models, ClusterError without HAProxy."""
+    """Build the application. Raises ConfigError for invalid args, RegistryError for missing models, ClusterError
+    without HAProxy."""
     prepare_ingress_on_head()
     app = AppSpec.parse(args)
     if app.endpoint.get("token") is not None:

@@ -1,1 +1,1 @@
-"""What clients speak: REST and gRPC, limits, keys, metrics. Asks a `ModelManagerProtocol`, and knows no replica."""
+"""The parts common to REST and gRPC: limits, keys, metrics. Uses a `ModelManagerProtocol`, and knows no replica."""

@@ -1,16 +1,15 @@
-"""Who may call an endpoint, what, and how often: API keys, their models, and their rates.
+"""Access control of an endpoint: API keys, their models and their rates.
 
-Made from the endpoint's spec, by each replica and once to check the spec; asked by the protocol applications for every
-request, on one event loop. Keeps no key: only hashes, which no log, repr or metric shows. Knows no HTTP beyond the
+Built from the endpoint's spec, by each replica and once to check the spec. The protocol applications call it for every
+request, on one event loop. Stores no key, only hashes, which no log, repr or metric shows. Knows no HTTP beyond the
 value of `Authorization`.
 
-A key's rate is that of the whole endpoint. Its `n` replicas do not talk about it: each has an equal share, `rate / n`,
-in a token bucket that holds `max(1, burst / n)` requests and is full when the replica starts. In any `t` seconds with
-the same replicas throughout, the endpoint admits at most `rate * t + max(burst, n)` requests of the key: the rate is
-exceeded by a burst, never more (a replica that is replaced brings its bucket once more; while a change of `n` spreads,
-the bound holds with the smaller `n` of those that replicas know). The rate may be missed: a replica that gets more than
-its part of a key's requests refuses some while another has tokens left, down to `rate / n` for a caller all of whose
-connections end at one replica.
+A key's rate is that of the full endpoint. Its `n` replicas do not coordinate: each has an equal share, `rate / n`, in a
+token bucket of `max(1, burst / n)` requests, which is full when the replica starts. In any `t` seconds with unchanged
+replicas the endpoint admits at most `rate * t + max(burst, n)` requests of the key: a burst above the rate, never more.
+(A replacement replica adds its full bucket; while a change of `n` spreads, the bound holds with the smallest `n` that a
+replica knows.) The endpoint may admit less: a replica that gets more than its part of a key's requests refuses some
+while another has tokens left, down to `rate / n` for a caller whose connections all end at one replica.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from shoal.serve.messages.inference import Caller
 from shoal.serve.spec.api_key import ADMINISTRATOR, ANYONE, ApiKey, digest, hash_bytes, require_distinct_keys
 
 _SCHEME = b"bearer "
-MAX_CACHED_HEADERS = 1024  # ways in which known keys were written
+MAX_CACHED_HEADERS = 1024  # cached headers with known keys
 
 
 class TokenBucket:
-    """How many requests are allowed now: `rate_per_s` more each second, up to `capacity` saved."""
+    """The number of requests allowed now: grows by `rate_per_s` each second, up to `capacity`."""
 
     __slots__ = ("_at_s", "_tokens")
 
@@ -41,7 +40,7 @@ class TokenBucket:
         self._at_s, self._tokens = now_s, math.inf  # full, whatever the capacity
 
     def take(self, now_s: float, rate_per_s: float, capacity: float) -> float:
-        """0.0, and one token less; or the seconds until there is a token."""
+        """Take a token; returns 0.0, or the seconds until there is one."""
         tokens = min(capacity, self._tokens + (now_s - self._at_s) * rate_per_s)
         self._at_s = now_s
         if tokens >= 1.0:
@@ -52,7 +51,7 @@ class TokenBucket:
 
 
 class _KeyHolder:
-    """What a shown key stands for."""
+    """The holder of a key."""
 
     __slots__ = ("bucket", "burst", "caller", "digest", "requests_per_s")
 
@@ -62,11 +61,11 @@ class _KeyHolder:
 
 
 class AccessControl:
-    """Admits or refuses. Without a token and without keys, everybody may do everything.
+    """Admits or refuses callers. Without a token and keys, every caller may do everything.
 
-    token:    the administrator's: everything, at any rate
-    keys:     each of its models, at its rate; the key itself, or `sha256:HEX` of it, so that no file needs to hold it
-    replicas: how many share the keys' rates now
+    token:    the administrator's: everything, without a rate
+    keys:     each for its models, at its rate; the key, or its `sha256:HEX`, so that no file needs the key
+    replicas: the number of replicas that share the keys' rates now
 
     Raises ConfigError for an empty token, two keys with one name, or one key with two names.
     """
@@ -82,9 +81,7 @@ class AccessControl:
         self._replicas, self._clock = replicas, clock
         self._secret = secrets.token_bytes(32)
         self._holders: dict[bytes, _KeyHolder] = {}
-        self._header_cache: dict[
-            bytes, _KeyHolder
-        ] = {}  # by a hash of the whole header, with the secret: found at once
+        self._header_cache: dict[bytes, _KeyHolder] = {}  # by a keyed hash of the full header, for a direct look-up
         self._counts: Counter[tuple[str, str]] = Counter()
         self._auth_failures = AuthFailureCounter()
         self._open_caller = Caller(ANYONE, administrator=True) if token is None and not keys else None
@@ -100,11 +97,11 @@ class AccessControl:
     def admit(
         self, authorization: bytes, model: str | None = None, *, administrator: bool = False, origin: bytes = b""
     ) -> Caller:
-        """Who calls, when they may: anything, or `model`, or what is the administrator's.
+        """Admit a call of `model`, of an administrator's function, or of any other; returns the caller.
 
-        authorization: the value of the header, b"" when there is none
-        origin:        the address that it comes from, for the record of refusals
-        Raises InferenceError: 401 without a known key, 403 for what this key may not, 429 over its rate.
+        authorization: the header's value; b"" without it
+        origin:        the caller's address, for the record of refused calls
+        Raises InferenceError: 401 without a known key, 403 without the right, 429 over its rate.
         """
         if self._open_caller is not None:
             self._counts[ANYONE, "admitted"] += 1
@@ -125,19 +122,19 @@ class AccessControl:
         return caller
 
     def require_known_key(self, authorization: bytes, origin: bytes = b"") -> None:
-        """Before it is known what a call asks for, and before its body is read. Raises InferenceError (401)."""
+        """Check the key before a call's target is known and its body read. Raises InferenceError (401)."""
         if self._open_caller is None:
             self._authenticate(authorization, None, origin)
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """By the key's name ("" for unknown keys): how often admitted, forbidden, limited, unknown."""
+        """By the key's name ("" for unknown keys): the calls admitted, forbidden, limited, unknown."""
         counts: dict[str, dict[str, int]] = {}
         for (name, result), count in self._counts.items():
             counts.setdefault(name, {})[result] = count
         return counts
 
     def get_auth_failures(self) -> tuple[AuthFailure, ...]:
-        """Calls that were refused with 401 or 403 since the replica started, for the audit log."""
+        """Calls refused with 401 or 403 since the replica started, for the audit log."""
         return self._auth_failures.snapshot()
 
     def _authenticate(self, authorization: bytes, model: str | None, origin: bytes) -> _KeyHolder:
@@ -165,7 +162,8 @@ class AccessControl:
         return holder if holder is not None and hmac.compare_digest(holder.digest, digest) else None
 
     def _hash_slot(self, digest: bytes) -> bytes:
-        """Where a digest is kept. Nobody outside can compute it, so the time of a look-up tells nothing about keys."""
+        """A digest's slot in the table. No caller can compute it, so the time of a look-up reveals nothing about
+        keys."""
         return hashlib.blake2b(digest, key=self._secret, digest_size=16).digest()
 
     def _consume_token(self, holder: _KeyHolder, requests_per_s: float) -> None:

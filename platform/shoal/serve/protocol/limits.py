@@ -1,8 +1,8 @@
-"""What a request may cost before it is known to be one: its head, and its body, how long and how fast.
+"""Limits on a request before it is parsed: its head, and its body's size and pace.
 
-Asked by the protocol applications, before anything is allocated for a request. Raises InferenceError with the status of
-the limit that was broken, and knows no model (what its tensors may cost: `open_inference.expectation`). HAProxy, where
-it is in front, cuts off sooner (`cluster.haproxy`): this is what holds without it, and what it cannot do.
+Called by the protocol applications before any allocation for a request. Raises InferenceError with the status of the
+violated limit. Knows no model (`open_inference.request_schema` limits the tensors). HAProxy, where present, has its own
+lower limits (`cluster.ingress.haproxy_config`); these hold without it, and cover what it cannot check.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from dataclasses import dataclass
 
 from shoal.errors import InferenceError
 
-# zlib's window sizes: what they mean is in the manual of deflateInit2.
+# zlib's window sizes; see the manual of deflateInit2.
 WINDOW_BITS = {b"gzip": 31, b"deflate": 15}
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What an endpoint takes.
+    """An endpoint's limits.
 
-    max_body_bytes:       of a request, as sent and when decompressed (413)
-    max_headers, max_header_bytes: their number, and names and values together (431)
+    max_body_bytes:       of a request's body, as sent and when decompressed (413)
+    max_headers, max_header_bytes: the number of headers, and the bytes of names and values (431)
     max_path_chars:       of the path (414)
-    body_grace_s, min_body_bytes_per_s: a body must be there `body_grace_s` after the head, and one second later for
-                          each `min_body_bytes_per_s` that it has (408)
-    answer_grace_s:       who takes nothing of a stream's answers for so long has left it
+    body_grace_s, min_body_bytes_per_s: a body must arrive within `body_grace_s` after the head, and one second more for
+                          each `min_body_bytes_per_s` of it (408)
+    answer_grace_s:       a client that reads none of a stream's answers for so long counts as disconnected
     """
 
     max_body_bytes: int = 16 * 1024 * 1024
@@ -38,7 +38,7 @@ class RequestLimits:
     answer_grace_s: float = 60.0
 
     def check_head(self, path: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
-        """Raises InferenceError (414, 431)."""
+        """Check a request's head. Raises InferenceError (414, 431)."""
         if len(path) > self.max_path_chars:
             raise InferenceError(414, f"the path has {len(path)} characters, the limit is {self.max_path_chars}")
         if len(headers) > self.max_headers:
@@ -50,13 +50,13 @@ class RequestLimits:
             raise InferenceError(431, f"the headers have {size_bytes} bytes, the limit is {self.max_header_bytes}")
 
     def body_deadline_s(self, received_bytes: int) -> float:
-        """How long after its head a body may still be incomplete, when so much of it is there."""
+        """How long after its head a body may still be incomplete, when so much of it has arrived."""
         return self.body_grace_s + received_bytes / self.min_body_bytes_per_s
 
     def decompress(self, body: bytes, encoding: bytes) -> bytes:
-        """A body that was sent with `Content-Encoding: gzip` or `deflate`; never more than `max_body_bytes` of it.
+        """Decompress a body sent with `Content-Encoding: gzip` or `deflate`, to at most `max_body_bytes`.
 
-        Raises InferenceError: 415 for another encoding, 413 when too large, 400 when it is damaged or not all of it.
+        Raises InferenceError: 415 for another encoding, 413 when too large, 400 when damaged or incomplete.
         """
         window_bits = WINDOW_BITS.get(encoding.strip().lower())
         if window_bits is None:
@@ -73,5 +73,5 @@ class RequestLimits:
             raise InferenceError(400, f"the body ends before its {encoding.decode('latin-1')} does")
         if decompressor.unused_data:
             behind = len(decompressor.unused_data)
-            raise InferenceError(400, f"there are {behind} bytes behind the end of the {encoding.decode('latin-1')}")
+            raise InferenceError(400, f"there are {behind} bytes after the end of the {encoding.decode('latin-1')}")
         return plain

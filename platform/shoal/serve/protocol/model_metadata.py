@@ -1,4 +1,4 @@
-"""What a model and its server say of themselves, in the protocol's words: metadata and the configuration extension.
+"""The protocol's metadata of a model and its server, and the configuration extension.
 
 Called by the REST application and the gRPC service, which write the same content. Pure.
 """
@@ -17,7 +17,7 @@ EXTENSIONS = ["binary_tensor_data", "model_configuration", "model_repository", "
 
 
 def build_metadata(model: ServedModelProtocol) -> ModelMetadata:
-    """What a model takes and gives, and the versions that can be asked for."""
+    """Build a model's metadata: inputs, outputs and versions."""
     signature = model.signature
     versions = [str(version) for version in model.versions]
     return ModelMetadata(
@@ -30,7 +30,7 @@ def to_tensor_metadata(tensors: Sequence[TensorSignature]) -> list[TensorMetadat
 
 
 def build_model_config(model: ServedModelProtocol) -> dict[str, Any]:
-    """Of the version that answers who asks for none; dimensions without the batch."""
+    """Build the configuration of the version that answers by default; dimensions without the batch."""
     options = model.options
     policy: dict[str, Any] = {"max_queue_size": options.max_queue_size, "allow_timeout_override": True}
     if options.deadline_s is not None:
@@ -43,7 +43,7 @@ def build_model_config(model: ServedModelProtocol) -> dict[str, Any]:
         "max_batch_size": options.max_batch_size,
         "input": [_to_tensor_config(tensor) for tensor in model.signature.inputs],
         "output": [_to_tensor_config(tensor) for tensor in model.signature.outputs],
-        # A free replica takes what is queued, at once: there is no delay to name.
+        # A free replica takes queued requests at once: there is no delay to report.
         "dynamic_batching": {"max_queue_delay_microseconds": 0, "default_queue_policy": policy},
         "parameters": {name: {"string_value": value} for name, value in settings.items()},
         "model_transaction_policy": {"decoupled": False},

@@ -1,11 +1,11 @@
-"""The metrics of an endpoint as Prometheus reads them: Triton's names for what Triton counts, `shoal_` for the rest.
+"""The metrics of an endpoint in Prometheus' format: Triton's names for Triton's counters, `shoal_` for the rest.
 
-Called by whoever answers GET /metrics, with the newest report of every replica: a scrape of any replica sees the whole
-endpoint. Every series carries `replica`, so that its counters only go up: a replica that is replaced ends its series
-and begins others. A live model has one series, `version="live"`, because a series for each of twenty versions a second
-would tell nothing. The series of a registered model's version ends when it leaves the statistics: what it has counted
-was read under its number, and would count twice in another series.
-Pure: counts nothing, asks nobody. Not `prometheus_client`'s text: that takes five times as long, and writes
+Called for GET /metrics, with the newest report of every replica: a scrape of any replica sees the full endpoint. Every
+series has the label `replica`, so that its counters only rise: a replaced replica's series end and others begin. A live
+model has one series, `version="live"`, because a series for each of twenty versions a second would be useless. The
+series of a registered model's version ends when it leaves the statistics: its counts were scraped under its number and
+would count twice in another series.
+Pure: counts nothing and calls no process. `prometheus_client` is not used: it takes five times as long, and writes
 Triton's counters, whose names do not end with _total, under a type line with another name (decision 009).
 """
 
@@ -27,7 +27,7 @@ Series = tuple[str, Labels, float | HistogramSnapshot]
 
 @dataclass(frozen=True)
 class Metric:
-    """A family of series. `labels` beside `replica`, which all have; one that is "" is left out."""
+    """A family of series. `labels` in addition to `replica`; a label with the value "" is left out."""
 
     kind: Literal["counter", "gauge", "histogram"]
     labels: tuple[str, ...]
@@ -65,24 +65,24 @@ METRICS: dict[str, Metric] = {
     "shoal_candidate_percent": Metric("gauge", _MODEL, "The candidate's part of the requests"),
     "shoal_swaps_total": Metric("counter", _MODEL, "Changes of the stable version"),
     "shoal_shadow_compared_total": Metric(
-        "counter", _VERSION, "Requests that this version computed beside the one that answered"
+        "counter", _VERSION, "Requests that this version computed in addition to the one that answered"
     ),
     "shoal_shadow_disagreed_total": Metric("counter", _VERSION, "Shadowed requests whose outputs differed"),
     "shoal_shadow_failed_total": Metric("counter", _VERSION, "Shadowed requests that this version failed at"),
     "shoal_caller_requests_total": Metric(
-        "counter", ("key", "result"), "Requests by the name of the key, and what became of them"
+        "counter", ("key", "result"), "Requests by the name of the key, and their outcomes"
     ),
-    "shoal_http_answers_total": Metric("counter", ("status",), "All answers over HTTP, also what reached no model"),
+    "shoal_http_answers_total": Metric("counter", ("status",), "All answers over HTTP, also without a model"),
     "shoal_replica_ready": Metric("gauge", (), "Whether the replica has every model ready"),
 }
 
-# Triton knows four: who was turned away, who went away, whom the model failed, and the rest.
+# Triton has four reasons: rejected, cancelled, failed in the model, and other.
 _REASONS = {"429": "REJECTED", "503": "REJECTED", "504": "REJECTED", "499": "CANCELED", "500": "BACKEND"}
 
 
 def render(reports: Iterable[ReplicaReport], caller: Caller | None = None) -> bytes:
-    """The text of a scrape, of type CONTENT_TYPE. A caller that may ask some models only sees nothing of the others,
-    nor of other callers."""
+    """Render the text of a scrape, of type CONTENT_TYPE. A caller with a key for some models sees only those, and no
+    other callers."""
     families: dict[str, list[str]] = {name: [] for name in METRICS}
     for report in reports:
         for name, labels, value in series(report):
@@ -104,7 +104,7 @@ def _sees(caller: Caller, labels: Labels) -> bool:
 
 
 def series(report: ReplicaReport) -> Iterator[Series]:
-    """(metric, labels but `replica`, value) of one replica."""
+    """(metric, labels without `replica`, value) of one replica."""
     yield "shoal_replica_ready", {}, float(report.ready)
     for key, results in report.callers.items():
         for result, count in results.items():

@@ -1,10 +1,10 @@
-"""Requests in progress: ended when their body comes too slowly, when their client has gone, or at their deadline.
+"""Requests in progress: ended when their body is too slow, their client disconnects or their deadline passes.
 
-HAProxy waits for the first 32 kB of a body of HTTP, for nothing of one of gRPC, and passes on the rest as it comes,
-however slowly; so the application looks at the pace itself. To notice a disconnect at once takes two tasks per request
-(Serve's default: a fifth of the throughput, measured); here a request that has waited for `look_s` is asked after. One
-timer looks at all of them: who is answered sooner costs an entry in a dict. Models keep the deadlines of their calls;
-one that is known before the body is read (gRPC's) has a timer of its own here.
+HAProxy waits for the first 32 kB of an HTTP body, for nothing of a gRPC body, and passes on the rest at any pace, so
+the application checks the pace itself. Detecting a disconnect at once takes two tasks per request (Serve's default,
+which costs a fifth of the throughput, measured). Here a request is polled once it has waited for `look_s`. One timer
+polls all of them, so a request answered sooner costs a dict entry. Models enforce the deadlines of their calls; a
+deadline known before the body is read (gRPC's) has its own timer here.
 
 Called by the applications of REST and gRPC, on one event loop; knows ASGI's `receive` and nothing else of HTTP.
 """
@@ -27,9 +27,9 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
 class RequestLifecycle:
-    """One request: reads its body, and is ended when there is no point in going on."""
+    """One request: reads its body, and is cancelled when its answer is of no more use."""
 
-    # Defaults of the class, so that most requests set only what differs: it is made for every one of them.
+    # Class-level defaults, so that each request sets only its differences.
     cancel_reason: Exception | None = None
     waits: tuple[asyncio.Task[None] | asyncio.TimerHandle, ...] = ()
     _reading = True
@@ -40,9 +40,9 @@ class RequestLifecycle:
         self._task, self._receive, self._limits, self.since_s = task, receive, limits, since_s
 
     async def read_body(self, length_bytes: int | None) -> bytes:
-        """The whole body, whose Content-Length is `length_bytes`.
+        """Read the full body, whose Content-Length is `length_bytes`.
 
-        Raises InferenceError: 413 as soon as the body is, or claims to be, too large, 408 when it comes too slowly.
+        Raises InferenceError: 413 as soon as the body is, or is declared, too large, 408 when it is too slow.
         """
         limit = self._limits.max_body_bytes
         if length_bytes is not None and length_bytes > limit:
@@ -84,7 +84,7 @@ class RequestLifecycle:
         self._cancel(Disconnected())
 
     def poll(self, now_s: float) -> None:
-        """It has been in progress for a while: look whether it still should be."""
+        """Check whether a long request should continue."""
         if not self._reading:
             if not self._watched:
                 self._watched = True
@@ -95,16 +95,16 @@ class RequestLifecycle:
     def _slow_body_error(self, received_bytes: int) -> InferenceError:
         limits, received = self._limits, f"{received_bytes} bytes have arrived"
         pace = f"{limits.body_grace_s:g} s, and one second for each {limits.min_body_bytes_per_s} bytes"
-        return InferenceError(408, f"the body comes too slowly: {received}; it may take {pace}")
+        return InferenceError(408, f"the body is too slow: {received}; it may take {pace}")
 
     def close(self) -> None:
-        """It is over, one way or another."""
+        """End the request."""
         for wait in self.waits:
             wait.cancel()
 
 
 class RequestsInProgress:
-    """Runs any number of requests, each in its own task, and looks at them every `look_s`."""
+    """Runs any number of requests, each in its own task, and polls them every `look_s`."""
 
     def __init__(self, limits: RequestLimits, look_s: float = 0.1) -> None:
         self._limits, self._look_s = limits, look_s
@@ -114,14 +114,14 @@ class RequestsInProgress:
     def run(
         self, receive: Receive, work: Callable[[RequestLifecycle, A], Awaitable[T]], argument: A
     ) -> Coroutine[Any, Any, T]:
-        """The result of `work(progress, argument)`, which is cancelled when it is ended.
+        """Run `work(progress, argument)`, which is cancelled when the request is ended.
 
         Raises Disconnected, or InferenceError (408, 504).
         """
         return self.run_as(RequestLifecycle, receive, work, argument)
 
     async def run_as(self, kind: type[P], receive: Receive, work: Callable[[P, A], Awaitable[T]], argument: A) -> T:
-        """`run` with progress of another kind."""
+        """`run` with another class of progress."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         progress = self._running[task] = kind(task, receive, self._limits, loop.time())
@@ -138,7 +138,7 @@ class RequestsInProgress:
             progress.close()
 
     def _poll_all(self) -> None:
-        """At those that take long; they come first, so the look ends at the first that does not."""
+        """Poll the long requests; they come first, so the loop ends at the first short one."""
         now_s = asyncio.get_running_loop().time()
         self._timer = None
         for progress in self._running.values():

@@ -1,7 +1,7 @@
-"""What a client asks of a call beside its tensors: which version, which side of a canary, by when.
+"""A call's options other than its tensors: the version, the side of a canary, the deadline.
 
-Called by the REST application and the gRPC service with the words that came: headers or metadata, and the protocol's
-parameters. Pure. Complaints are InferenceErrors: 400 for words that mean nothing, 404 for a version that there is not.
+Called by the REST application and the gRPC service with headers or metadata, and the protocol's parameters. Pure.
+Errors are InferenceErrors: 400 for an invalid value, 404 for an unknown version.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_STICKY_CHARS = 256
 
 
 def resolve_version(model: ServedModelProtocol, text: str | None) -> int | None:
-    """The version that is asked for; None, for no text, is the server's choice. Raises InferenceError (404)."""
+    """The requested version; None, without a text, leaves the choice to the server. Raises InferenceError (404)."""
     if not text:
         return None
     number = int(text) if text.isascii() and text.isdigit() and len(text) < 19 else -1
@@ -37,7 +37,7 @@ def parse_track(text: str) -> str:
 def parse_sticky(text: str) -> str:
     """The key whose calls stay on one side of a canary; "" draws for each. Raises InferenceError (400).
 
-    text: UTF-8, percent-encoded where the client had to, in the characters that the bytes of a header are read as
+    text: a header's value, UTF-8 that may be percent-encoded
     """
     if "%" in text or not text.isascii():
         text = unquote_to_bytes(text.encode("latin-1")).decode(errors="backslashreplace")
@@ -47,11 +47,11 @@ def parse_sticky(text: str) -> str:
 
 
 def compute_deadline(now_s: float, timeout_us: object, deadline_ms: str, default_s: float | None) -> float | None:
-    """When nobody wants the answer any more; None for never. Raises InferenceError (400).
+    """The time at which the request expires; None for never. Raises InferenceError (400).
 
     timeout_us:  the protocol's parameter `timeout`; None or 0 for none
     deadline_ms: `shoal-deadline-ms`, from now; "" for none
-    default_s:   the model's own, from now; what a client asks for replaces it
+    default_s:   the model's own, from now; a client's deadline replaces it
     """
     wanted_s = []
     if timeout_us is not None:
@@ -65,7 +65,7 @@ def compute_deadline(now_s: float, timeout_us: object, deadline_ms: str, default
             wanted_s.append(timeout_us / 1e6)
     if deadline_ms:
         try:
-            value = float(deadline_ms.replace("_", "?"))  # which Python would read over
+            value = float(deadline_ms.replace("_", "?"))  # which Python would accept
         except ValueError:
             value = -1.0
         if not 0 < value < MAX_DEADLINE_MS:

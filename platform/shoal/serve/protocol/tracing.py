@@ -3,16 +3,16 @@
     POST .../infer     the request, from arrival to answer; child of the caller's span (W3C traceparent)
       queue            waiting for a slot
       compute          the forward of its batch
-    batch              a trace of its own, with a link to each request in it: from the oldest request's arrival
+    batch              a separate trace, with a link to each request in it: from the oldest request's arrival
       forward          to the end of the forward
 
-Made by the replica when its spec names a destination, and None otherwise: then nothing of OpenTelemetry is imported,
-and a request costs a comparison. Called by the protocol applications (`request`) and by the model's host (`batch`). A
-span that cannot be exported is dropped, and never waited for: at most `MAX_WAITING_SPANS` wait.
+Made by the replica when its spec names a destination, else None: then OpenTelemetry is not imported, and a request
+costs a comparison. Called by the protocol applications (`start_request`) and by the served model (`record_batch`). A
+span that cannot be exported is dropped without a wait; at most `MAX_WAITING_SPANS` wait.
 
     otlp://HOST:PORT, otlps://...    OTLP over HTTP, or HTTPS, at /v1/traces (needs the extra `trace`)
     file:FOLDER                      a line of JSON for each span, in FOLDER/REPLICA.jsonl
-    ...?ratio=0.01                   of the requests that do not say themselves whether they are traced; 1 by default
+    ...?ratio=0.01                   of the requests whose header does not decide it; 1 by default
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ if TYPE_CHECKING:
     from shoal.serve.messages.inference import Arrays, Prediction, RequestTraceProtocol
 
 MAX_WAITING_SPANS = 8192
-EXPORT_TIMEOUT_S = 3.0  # what a replica that is being stopped waits for a collector that does not answer
+EXPORT_TIMEOUT_S = 3.0  # a stopping replica's wait for a collector that does not answer
 EXPORT_EVERY_S = 2.0
 CLIENT_GONE = 499
 
 
 class RequestTrace:
-    """The span of one request; ends when it is left.
+    """The span of one request; a context manager that ends it.
 
-    submitted_ns: when it was put into a queue
-    cancelled_as: the status of one that nobody waits for any more
+    submitted_ns: when it entered a queue
+    cancelled_as: the status of a cancelled request
     """
 
     __slots__ = ("_span", "_tracer", "cancelled_status", "context", "submitted_ns")
@@ -58,7 +58,7 @@ class RequestTrace:
         self.context: SpanContext = span.get_span_context()
 
     def record_prediction(self, prediction: Prediction, num_rows: int) -> None:
-        """It was answered by a model: what its time went into."""
+        """Record a model's answer and its times."""
         from opentelemetry.context import Context
         from opentelemetry.trace import set_span_in_context
 
@@ -81,7 +81,7 @@ class RequestTrace:
     ) -> None:
         status = 200
         if error is not None:
-            # A request whose client has gone is cancelled, and then says so.
+            # A request is cancelled when its client disconnects.
             is_answer = isinstance(error, Exception) and not isinstance(error, Disconnected)
             status = error.status if isinstance(error, InferenceError) else 500 if is_answer else self.cancelled_status
         self._span.set_attribute("http.response.status_code", status)
@@ -93,7 +93,7 @@ class RequestTrace:
 
 
 class TracedArrays(dict[str, Any]):
-    """A request's inputs on their way through the queue, with the trace that they belong to."""
+    """A request's inputs in the queue, with their trace."""
 
     __slots__ = ("trace",)
 
@@ -104,7 +104,7 @@ class TracedArrays(dict[str, Any]):
 
 
 class Tracer:
-    """Of one replica. Raises ConfigError when what the destination needs is not installed."""
+    """The tracer of one replica. Raises ConfigError when the destination's package is not installed."""
 
     def __init__(self, destination: str, endpoint: str, replica: str) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -131,11 +131,11 @@ class Tracer:
 
         self._ratio = where.ratio
         self._requests = tracer(ParentBased(ALWAYS_ON))
-        self._batches = tracer(ALWAYS_ON)  # of those that have a traced request
+        self._batches = tracer(ALWAYS_ON)  # of batches with a traced request
         self._extract = TraceContextTextMapPropagator().extract
 
     def start_request(self, name: str, model: str, traceparent: str = "", tracestate: str = "") -> RequestTrace | None:
-        """The span of a request that has just arrived; None when it is not among those that are traced."""
+        """Start the span of a new request; None when it is not traced."""
         if not traceparent and not self._is_sampled():
             return None
         from opentelemetry.context import Context
@@ -143,7 +143,7 @@ class Tracer:
 
         carrier = {"traceparent": traceparent, "tracestate": tracestate} if traceparent else {}
         within = self._extract(carrier, Context())
-        if traceparent and not within and not self._is_sampled():  # a header that means nothing is none
+        if traceparent and not within and not self._is_sampled():  # an invalid header counts as none
             return None
         span = self._requests.start_span(name, within, SpanKind.SERVER, {"shoal.model": model})
         return RequestTrace(self._requests, span) if span.is_recording() else None
@@ -152,7 +152,7 @@ class Tracer:
         return random.random() < self._ratio
 
     def record_batch(self, model: str, version: int, report: BatchReport, requests: Sequence[object]) -> None:
-        """A batch was computed just now, of `requests`; a trace of it, when any of them is traced."""
+        """Record the batch of `requests` that was just computed, when any of them is traced."""
         from opentelemetry.context import Context
         from opentelemetry.trace import Link, set_span_in_context
 
@@ -175,7 +175,7 @@ class Tracer:
         span.end(ends_ns)
 
     def close(self) -> None:
-        """Export what waits, for up to `EXPORT_TIMEOUT_S`. Idempotent."""
+        """Export the waiting spans, for up to `EXPORT_TIMEOUT_S`. Idempotent."""
         self._closing.close()
 
 

@@ -1,1 +1,1 @@
-"""A process that answers: its models, which versions of them are loaded, and who answers a call."""
+"""A process that answers: its models, their loaded versions, and the version that answers a call."""

@@ -1,8 +1,9 @@
-"""A version on trial, with the version before it to fall back to.
+"""A version on trial, with the previous version as fallback.
 
-If the newer one fails at a batch, the older one computes it. If that fails too, the request is at fault, and nothing
-has changed. Otherwise its answers go out, and the guard judges the newer version. If that looks slow, both compute the
-next batches. Made by `live.versions`, called by forward threads. Does not act on a judgement: `reject` does.
+If the newer version fails on a batch, the older one computes it. If that fails too, the request is at fault and nothing
+changes. Otherwise the older version's answers are returned, and the guard judges the newer version. If the newer
+version seems slow, both compute the next batches. Made by `live.versions`, called by forward threads. Does not act on a
+judgement: `reject` does.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from shoal.weights import WeightSnapshot
 
 
 class Answered(NamedTuple):
-    """The outputs of each request of a batch, and the version that made them all.
+    """The outputs of each request of a batch, and the version that computed them.
 
-    is_alone: no other version has computed the batch, so that its time says how long this one takes
+    is_alone: no other version has computed the batch, so its time is this version's
     """
 
     outputs: list[dict[str, np.ndarray]]
@@ -37,7 +38,7 @@ class Answered(NamedTuple):
 
 @dataclass(frozen=True)
 class LoadedVersion:
-    """A version that could answer at once, and its weights as they came."""
+    """A version that could answer at once, and its weights as received."""
 
     loaded: LoadedModel
     snapshot: WeightSnapshot
@@ -48,10 +49,10 @@ class LoadedVersion:
 
 
 class FallbackPredictor:
-    """The newer version `now`, and the one `before` it; None when there is none to fall back to.
+    """The newer version `now`, and the one `before` it; None without a fallback.
 
-    forwards: how long versions have taken
-    reject:   called in a forward's thread, without a lock, when `now` has to go, with the reason; maybe more than once
+    forwards: the versions' forward times
+    reject:   called in a forward's thread, without a lock, with the reason to reject `now`; maybe more than once
     """
 
     def __init__(
@@ -67,8 +68,8 @@ class FallbackPredictor:
         self._guard, self._forwards, self._reject, self._clock = guard, forwards, reject, clock
         self._lock = threading.Lock()
         self._requests, self._num_fallbacks = 0, 0
-        self._next_look = guard.min_requests  # the number of requests at which its speed is looked at again
-        self.is_suspect = False  # it looks slow: the next batches are computed by both
+        self._next_look = guard.min_requests  # the number of requests at which its speed is checked next
+        self.is_suspect = False  # it seems slow: both compute the next batches
         self._num_compared = 0
         self._ratios: list[float] = []
 
@@ -78,11 +79,11 @@ class FallbackPredictor:
 
     @property
     def is_proven(self) -> bool:
-        """Whether `now` has answered something; with nothing before it, it was there from the start or is back."""
+        """Whether `now` has answered a request; without a version before it, it is the first one or has returned."""
         return self.before is None or self._requests > self._num_fallbacks
 
     def predict(self, requests: Sequence[Arrays]) -> Answered:
-        """Compute a batch. Raises what `now` has raised when `before` can do no better."""
+        """Compute a batch. Raises the error of `now` when `before` fails too."""
         before = self.before
         if before is None:
             return Answered(self.now.loaded.predict_batch(requests), self.version, True)
@@ -90,7 +91,7 @@ class FallbackPredictor:
             return self._compare(before, requests)
         try:
             outputs = self.now.loaded.predict_batch(requests)
-        except Exception as error:  # noqa: BLE001 - whatever a model raises: the version before may do better
+        except Exception as error:  # noqa: BLE001 - on any error the version before may succeed
             return self._fall_back(before, requests, error)
         with self._lock:
             self._requests += len(requests)
@@ -118,8 +119,8 @@ class FallbackPredictor:
         return Answered(outputs, before.version, False)
 
     def _compare(self, before: LoadedVersion, requests: Sequence[Arrays]) -> Answered:
-        """Compute a batch with both, so that what else the machine does is the same for both."""
-        is_first = self._num_compared % 2 == 0  # the second finds what it reads in the cache
+        """Compute a batch with both, under the same load of the machine."""
+        is_first = self._num_compared % 2 == 0  # the second reads from a warm cache
         before_s = self._time(before, requests) if is_first else None
         started_s = self._clock()
         try:

@@ -1,4 +1,4 @@
-"""How long the newest forwards of each version took, by the size of their batch: what a guard compares.
+"""The times of each version's newest forwards by batch size, which a guard compares.
 
 Written by the batcher's threads, read on the event loop when the replica reports. Bounded: `MAX_FORWARDS` times for
 each version and size.
@@ -14,13 +14,13 @@ from shoal.serve.messages.replica_report import MAX_FORWARDS, ForwardMedians
 
 
 class ForwardTimes:
-    """Of one model."""
+    """The forward times of one model."""
 
     def __init__(self) -> None:
         self._times: dict[int, dict[int, deque[float]]] = {}  # version -> size class -> seconds
 
     def add(self, version: int, rows: int, seconds: float) -> None:
-        """A forward of `version` over `rows` rows."""
+        """Add a forward of `version` over `rows` rows."""
         size = rows.bit_length() - 1
         by_size = self._times.get(version)
         if by_size is None:
@@ -31,13 +31,13 @@ class ForwardTimes:
         times.append(seconds)
 
     def retain_medians(self, versions: Iterable[int]) -> dict[int, ForwardMedians]:
-        """Of these versions; what is known of others is forgotten."""
+        """The medians of these versions; drops the times of others."""
         self._times = {version: self._times[version] for version in versions if version in self._times}
         return {
             version: self.get_medians(version) for version in list(self._times)
-        }  # batches of new versions come meanwhile
+        }  # forward threads may add new versions meanwhile
 
     def get_medians(self, version: int) -> ForwardMedians:
-        """Of one version. From any thread."""
+        """The medians of one version. Callable from any thread."""
         by_size = self._times.get(version, {})
         return {size: (len(times), median(list(times))) for size, times in list(by_size.items())}

@@ -1,7 +1,7 @@
-"""Loading versions beside those that serve: in a thread of its own, one after the other.
+"""Loads versions alongside those that serve, in its own thread, one after the other.
 
-Owned by the host. What it loads is the host's to use or to forget; what cannot be loaded is a reason, never a crash:
-a version is built by code and weights of its user's, and the replica has others to serve.
+Owned by the model manager, which uses or drops the loaded versions. A version that cannot be loaded yields a reason,
+never a crash: its code and weights are the user's, and the replica has other models to serve.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ T = TypeVar("T")
 
 
 class StagingError(Exception):
-    """A version cannot be served; the message says why."""
+    """A version cannot be served; the message has the reason."""
 
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """What a version's successors may be loaded with; it holds no weights."""
+    """The parts of a version that its successors may reuse; without weights."""
 
     predictor: Predictor
     factory: ModelFactory
@@ -39,7 +39,7 @@ class BuiltModel:
 
 @dataclass(frozen=True)
 class StagedVersion:
-    """A version, warm."""
+    """A loaded and warm version."""
 
     built: BuiltModel
     loaded: LoadedModel
@@ -51,7 +51,7 @@ class VersionLoader:
     def __init__(self, torch_threads: int) -> None:
         self._torch_threads = torch_threads
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shoal-stage")
-        self._since_s: float | None = None  # when it began what it does now
+        self._since_s: float | None = None  # when the current load began
 
     async def load_version(
         self,
@@ -61,11 +61,11 @@ class VersionLoader:
         signature: Signature | None,
         last: BuiltModel | None,
     ) -> StagedVersion:
-        """Load one version. Raises StagingFailed.
+        """Load one version. Raises StagingError.
 
-        signature: that of the model as it is served; another one is refused
-        last:      what the version before was loaded with; its predictor serves again when the model is built in the
-                   same way, and its answer to an example is what this version is measured by
+        signature: the served model's; another one is refused
+        last:      the previous version's parts; its predictor is reused when the model is built in the same way, and
+                   this version must answer an example if that one did
         """
 
         def load() -> StagedVersion:
@@ -77,17 +77,17 @@ class VersionLoader:
         return await self._run(f"version {version} of {source.name!r}", load)
 
     async def build_predictor(self, factory: ModelFactory, signature: Signature, options: ModelOptions) -> Predictor:
-        """A predictor without a version. Raises StagingFailed."""
+        """Build a predictor without a version. Raises StagingError."""
         return await self._run(factory.factory, lambda: Predictor(factory, signature, options, self._torch_threads))
 
     @property
     def busy_s(self) -> float:
-        """How long it has been at one version."""
+        """How long the current version has been loading."""
         since_s = self._since_s
         return 0.0 if since_s is None else time.monotonic() - since_s
 
     def close(self) -> None:
-        """Start nothing more; what is being loaded is not waited for. Idempotent."""
+        """Start no more loads, without waiting for the current one. Idempotent."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self, what: str, work: Callable[[], T]) -> T:
@@ -100,7 +100,7 @@ class VersionLoader:
 
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, timed)
-        except (Exception, SystemExit) as error:  # also what a model's module does where it is imported
+        except (Exception, SystemExit) as error:  # also for errors in the import of a model's module
             logger.exception("%s cannot be staged", what)
             raise StagingError(truncate_reason(f"{type(error).__name__}: {error}")) from error
 

@@ -1,8 +1,8 @@
-"""The models of an endpoint in one replica: brings them to where the controller's plan wants them.
+"""The models of an endpoint on one replica: applies the controller's plan to them.
 
-Made by the replica, called by its plan follower and by the protocols, all on one event loop. Acts on a plan at once
-where it can, stages what is missing beside what serves, and acts on the rest when that is done. Decides nothing about
-versions: what is asked of it by administrators goes to the controller.
+Made by the replica, called by its plan follower and by the protocols, all on one event loop. Applies a plan at once
+where it can, stages missing versions alongside the serving ones, and then applies the rest. Decides nothing about
+versions: it forwards administrators' requests to the controller.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ if TYPE_CHECKING:
     from shoal.serve.protocol.tracing import Tracer
 
 DRAIN_POLL_S = 0.02
-MAX_STAGING_S = 900.0  # of staging; the controller has given up by then
-RETIRE, LIVE = 0, -1  # keys of the tasks that retire a model and build a live one, beside those that stage versions
+MAX_STAGING_S = 900.0  # of staging; the controller gives up earlier
+RETIRE, LIVE = 0, -1  # keys of the tasks that retire a model and build a live one; others stage a version
 T = TypeVar("T")
 
 
 class ControllerClient(PlanSource, Protocol):
-    """The controller as a host knows it. Raises ConnectionLost while it is away, InferenceError when it says no."""
+    """The model manager's view of the controller. Raises ConnectionLost while it is away, InferenceError for a refused
+    request."""
 
     async def administer(self, change: Mapping[str, Any], by: str) -> dict[str, Any]: ...
     async def load(self, name: str, parameters: Mapping[str, Any], by: str) -> None: ...
@@ -47,10 +48,10 @@ class ControllerClient(PlanSource, Protocol):
 
 
 class ModelManager:
-    """Fulfils `ModelManagerProtocol`.
+    """Implements `ModelManagerProtocol`.
 
     live:    the models that follow the weights of a run, by name
-    tracer:  of the batches of traced requests; None when nothing is traced
+    tracer:  traces the batches of traced requests; None without tracing
     changed: called when there is something to report
     """
 
@@ -69,14 +70,14 @@ class ModelManager:
         self._plan: EndpointPlan | None = None
         self._plans: dict[str, ModelPlan] = {}
         self._models: dict[str, ServedModel] = {}
-        self._retiring: dict[str, ServedModel] = {}  # answers what it has, and nothing more
+        self._retiring: dict[str, ServedModel] = {}  # answers its pending requests only
         self._last_built: dict[str, BuiltModel] = {}
         self._rejected: dict[str, RejectedVersion] = {}
         self._loader = VersionLoader(spec.torch_threads)
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self.followers: dict[str, LiveFollower] = {}
 
-    # -- ModelHost ----------------------------------------------------------------------------------------------------
+    # -- ModelManagerProtocol -----------------------------------------------------------------------------------------
 
     @property
     def is_ready(self) -> bool:
@@ -135,7 +136,7 @@ class ModelManager:
     # -- the plan -----------------------------------------------------------------------------------------------------
 
     def apply(self, plan: EndpointPlan) -> None:
-        """Do at once what can be done, and begin to stage what is missing."""
+        """Apply a plan as far as possible, and begin to stage missing versions."""
         before, self._plan, self._plans = self._plans, plan, {model.name: model for model in plan.models}
         self._rejected = {name: rejected for name, rejected in self._rejected.items() if name in self._plans}
         for name in [name for name in self._models if not _is_same_deployment(self._plans.get(name), before[name])]:
@@ -153,18 +154,18 @@ class ModelManager:
                 self._start_task((model.name, LIVE), self._serve_live(model))
 
     def find_startup_error(self) -> str:
-        """Why this replica will not become ready by waiting; "" when it may."""
+        """The reason why this replica can never become ready; "" when it may."""
         for name, plan in self._plans.items():
             rejected = self._rejected.get(name)
             if plan.reason:
                 return f"model {name!r}: {plan.reason}"
-            if rejected is not None and plan.staged[:1] in ((), (rejected.version,)):  # the first is what must answer
+            if rejected is not None and plan.staged[:1] in ((), (rejected.version,)):  # the first must answer
                 return f"model {name!r} cannot be served: {rejected.reason}"
         return ""
 
     @property
     def is_staged(self) -> bool:
-        """Whether all that the plan names is there, but for candidates that cannot be had and for live weights."""
+        """Whether all planned versions are loaded, except failed candidates and live weights."""
         return self._plan is not None and all(self._has_staged(plan) for plan in self._plans.values())
 
     def _has_staged(self, plan: ModelPlan) -> bool:
@@ -177,8 +178,8 @@ class ModelManager:
         return is_answering and all(version in loaded or version == failed for version in plan.staged)
 
     def report(self) -> ReplicaReport:
-        """What the controller is told."""
-        # What leaves has nothing that could answer: it is not what the next model of its name waits for.
+        """The models' part of the report to the controller."""
+        # A retiring model has no version to report: the next model of its name does not wait for it.
         models = {name: replace(hosted.report(), version=0, staged=()) for name, hosted in self._retiring.items()}
         models |= {name: hosted.report() for name, hosted in self._models.items()}
         for name, rejected in self._rejected.items():
@@ -196,7 +197,7 @@ class ModelManager:
         )
 
     def check_health(self) -> None:
-        """Raises ShoalError when a thread has died, or a version is being loaded that will never be there."""
+        """Raise ShoalError when a thread has died or a load hangs."""
         busy_s = max([self._loader.busy_s, *(follower.busy_s for follower in self.followers.values())])
         if busy_s > MAX_STAGING_S:
             raise ShoalError(f"a version has been loading for {busy_s:.0f} s")
@@ -205,7 +206,7 @@ class ModelManager:
                 raise ShoalError(f"the thread that follows the weights of {name!r} has died")
 
     def close(self) -> None:
-        """Stop following and staging, fail what is queued. Idempotent."""
+        """Stop following and staging, and fail queued requests. Idempotent."""
         for follower in self.followers.values():
             follower.close(timeout_s=2.0)
         for task in self._tasks.values():
@@ -215,7 +216,7 @@ class ModelManager:
             hosted.close()
 
     def _reconcile(self, plan: ModelPlan) -> None:
-        """Bring a registered model to where its plan wants it, as far as its versions are loaded."""
+        """Apply a registered model's plan, as far as its versions are loaded."""
         name, hosted = plan.name, self._models.get(plan.name)
         if (rejected := self._rejected.get(name)) is not None and rejected.attempt != plan.attempt:
             del self._rejected[name]
@@ -225,12 +226,12 @@ class ModelManager:
             loaded = hosted.versions
         failed = self._rejected[name].version if name in self._rejected else 0
         missing = [version for version in plan.staged if version not in loaded and version != failed]
-        for version in missing if loaded else missing[:1]:  # by which the others are measured
+        for version in missing if loaded else missing[:1]:  # the others are checked against it
             if (name, version) not in self._tasks:
                 self._start_task((name, version), self._stage(plan, version))
 
     async def _stage(self, plan: ModelPlan, version: int) -> None:
-        """Load a version, then look again at what is wanted: it may be something else by now."""
+        """Load a version, then reconcile again: the plan may have changed."""
         name, hosted = plan.name, self._models.get(plan.name)
         source, options = RegisteredModel(name, plan.registry), ModelOptions.parse(plan.options)
         signature = hosted.signature if hosted is not None else None
@@ -278,14 +279,14 @@ class ModelManager:
         )
 
     async def _retire(self, name: str, hosted: ServedModel) -> None:
-        """Forget a model that gets no new calls when it has answered what it has."""
+        """Drop a model without new calls once it has answered its pending ones."""
         self._last_built.pop(name, None)
         while not hosted.is_idle:
             await asyncio.sleep(DRAIN_POLL_S)
         hosted.close()
         if self._retiring.get(name) is hosted:
             del self._retiring[name]
-        self._tasks.pop((name, RETIRE), None)  # another of its name may have followed it
+        self._tasks.pop((name, RETIRE), None)  # another model may have its name by now
         self.on_changed()
 
     def _start_task(self, key: tuple[str, int], work: Coroutine[Any, Any, None]) -> None:
@@ -293,12 +294,12 @@ class ModelManager:
 
 
 def _is_same_deployment(plan: ModelPlan | None, before: ModelPlan) -> bool:
-    """Whether it is the model of the plan before, and not one that was deployed anew, to be served otherwise."""
+    """Whether it is the former plan's model, not one deployed again with other options."""
     return plan is not None and (plan.registry, plan.options) == (before.registry, before.options)
 
 
 def _apply_rollout(hosted: ServedModel, plan: ModelPlan) -> None:
-    """Let the versions answer that the plan names, as far as they are loaded, and forget all others."""
+    """Let the planned versions answer, as far as they are loaded, and drop all others."""
     loaded = {version: each for version, each in hosted.router.loaded.items() if version in plan.staged}
     stable, candidate = loaded.get(plan.stable), loaded.get(plan.candidate)
     hosted.point(Answering(stable, candidate, plan.shares, tuple(loaded.values())))

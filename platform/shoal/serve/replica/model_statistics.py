@@ -1,11 +1,11 @@
-"""What a replica counts about each of its models: requests, rows, batches and times, by version, and as histograms.
+"""A replica's counts of each model: requests, rows, batches and times, by version, and as histograms.
 
-One per model, made and written by `ServedModel`, on the event loop (`request`) and in the batcher's forward threads
-(`batch`); read by the statistics extension, by `prometheus`, and by the guard of a rollout.
-Counts only upwards while the process lives. Renders nothing, and knows no HTTP.
+One per model, made and written by `ServedModel`, on the event loop (`count_request`) and in the batcher's forward
+threads (`count_batch`); read by the statistics extension, by `prometheus`, and by the guard of a rollout. Counts only
+rise while the process lives. Renders nothing, and knows no HTTP.
 
-A live model may see twenty versions a second: the counts of the `MAX_VERSIONS` that were used last are kept apart, what
-older ones counted is added up under `older`, so that nothing is lost and nothing grows.
+A live model may see twenty versions a second: the last `MAX_VERSIONS` used have separate counts, and those of older
+ones are summed under `older`, so that no count is lost and memory does not grow.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shoal.serve.batching.batcher import BatchReport
 
 MAX_VERSIONS = 32
-SECONDS = tuple(0.00025 * 2**power for power in range(17))  # 0.25 ms to 16.4 s, each twice the last
+SECONDS = tuple(0.00025 * 2**power for power in range(17))  # 0.25 ms to 16.4 s, each twice the one before
 ROWS = tuple(float(2**power) for power in range(11))  # 1 to 1024
 
 _COUNTERS = (
@@ -45,7 +45,7 @@ class Histogram:
         self._sum += value
 
     def add(self, other: Histogram) -> None:
-        """Count what `other`, of the same bounds, has counted."""
+        """Add the counts of `other`, which has the same bounds."""
         self._counts = [mine + theirs for mine, theirs in zip(self._counts, other._counts, strict=True)]
         self._sum += other._sum
 
@@ -112,15 +112,15 @@ class _VersionCounts:
 
 
 class ModelStatistics:
-    """The counts of one model in this replica.
+    """The counts of one model on this replica.
 
-    live:    its versions come from a run, and not from the registry: metrics then carry no number of a version
-    pending: how many requests wait for a slot now
+    live:    its versions come from a run, not from the registry: metrics then have no version number
+    pending: the number of requests that wait for a slot now
     """
 
     def __init__(self, name: str, *, live: bool = False, pending: Callable[[], int] = lambda: 0) -> None:
         self.name, self._live, self._pending = name, live, pending
-        self._lock = threading.Lock()  # forward threads among themselves, and whoever adds a version
+        self._lock = threading.Lock()  # between forward threads and the thread that adds a version
         self._versions: dict[int, _VersionCounts] = {}
         self._older = _VersionCounts()
         self._uses = 0
@@ -133,7 +133,7 @@ class ModelStatistics:
     def count_request(
         self, version: int, status: int, seconds: float, queued_s: float = 0.0, computed_s: float = 0.0, rows: int = 0
     ) -> None:
-        """A request was answered with HTTP `status`, `seconds` after it had arrived; 0 is the version of none."""
+        """Count a request answered with HTTP `status`, `seconds` after its arrival; version 0 stands for none."""
         if version == 0:
             self._refused[status] += 1
             return
@@ -153,7 +153,7 @@ class ModelStatistics:
         self._queue_s.observe(queued_s)
 
     def count_batch(self, report: BatchReport, version: int) -> None:
-        """A batch was computed with `version`. Called by forward threads."""
+        """Count a batch computed with `version`. Called by forward threads."""
         counts = self._get_counts(version)
         with self._lock:
             counts.batches += 1
@@ -163,23 +163,24 @@ class ModelStatistics:
             self._batch_rows.observe(report.rows)
 
     def set_serving(self, stable: int, candidate: int = 0, percent: float = 0.0) -> None:
-        """From now on `stable` answers, and `candidate`, when not 0, `percent` of the requests."""
+        """Record that `stable` answers from now on, and `candidate`, when not 0, `percent` of the requests."""
         if stable != self._serving["stable"]:
             self._swaps += 1
         self._serving = {"stable": stable, "candidate": candidate, "percent": percent}
 
     def count_shadow(self, version: int, disagreed: bool) -> None:
-        """A request that another version answered was computed by `version` too; did their outputs disagree?"""
+        """Count a request that another version answered and `version` computed too, and whether their outputs
+        differed."""
         counts = self._get_counts(version)
         counts.compared += 1
         counts.disagreed += disagreed
 
     def count_shadow_failure(self, version: int) -> None:
-        """A request that another version answered was given to `version` too, which failed at it."""
+        """Count a request that another version answered and that failed on `version`."""
         self._get_counts(version).shadow_failed += 1
 
     def snapshot(self) -> ModelSnapshot:
-        """Everything counted until now; a request that is answered at this moment may be half in it."""
+        """All counts until now; a request that is being answered may be partly included."""
         with self._lock:
             versions = {str(version): counts.snapshot() for version, counts in sorted(self._versions.items())}
             older = self._older.snapshot()

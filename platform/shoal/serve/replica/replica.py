@@ -1,6 +1,6 @@
-"""What a replica of an endpoint is: its models, the batcher before them, the controller's plan, the protocols on top.
+"""A replica of an endpoint: its models, their batcher, the controller's plan, and the protocols on top.
 
-Made and closed by the Ray shell, or by a test, on the event loop that serves. Plain Python: knows nothing of Ray.
+Made and closed by the Ray shell or a test, on the event loop that serves. Plain Python: knows nothing of Ray.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from shoal.serve.spec.model_source import LiveModel
 if TYPE_CHECKING:
     from shoal.serve.grpc.service import InferenceServicer
 
-# A thread that computes in Python (a forward's own code, weights being staged) makes the event loop wait this long for
-# its turn. The default of 5 ms is an eternity here; below 1 ms nothing more is gained.
+# A thread that runs Python (a forward's own code, staging of weights) makes the event loop wait this long. The default
+# of 5 ms is too long here; below 1 ms there is no further gain.
 SWITCH_INTERVAL_S = 0.001
 START_TIMEOUT_S = 600.0
-FIRST_WEIGHTS_TIMEOUT_S = 1.0  # a live model whose run has published serves at once; one whose run has not says 503
+FIRST_WEIGHTS_TIMEOUT_S = 1.0  # a live model serves at once if its run has published, else answers 503
 START_POLL_S = 0.02
 
 
 class EndpointReplica:
-    """`app` is the ASGI application, `host` what it serves. Await `start()` before anybody is let in.
+    """`app` is the ASGI application, `host` its models. Await `start()` before the first request.
 
     replica:    a name that no other replica has had
     live:       the models that follow the weights of a run, by name
-    controller: where the plan comes from, and reports go to
+    controller: the source of plans and the receiver of reports
     """
 
     def __init__(
         self, replica: str, spec: EndpointSpec, live: Mapping[str, LiveModel], controller: ControllerClient
     ) -> None:
-        """Must run on the event loop that will serve."""
+        """Run it on the event loop that will serve."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._spec = spec
         self._access = AccessControl(
@@ -73,7 +73,7 @@ class EndpointReplica:
         self.manager.on_changed = self._follower.notify_changed
 
     async def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Stage all that the controller's plan wants to answer. Raises ShoalError if that cannot be, or not in time."""
+        """Stage the versions that must answer by the controller's plan. Raises ShoalError on failure or timeout."""
         loop = asyncio.get_running_loop()
         ends_s, first_weights_s = loop.time() + timeout_s, loop.time() + FIRST_WEIGHTS_TIMEOUT_S
         while not (self.manager.is_staged and (self.manager.is_ready or loop.time() > first_weights_s)):
@@ -85,13 +85,14 @@ class EndpointReplica:
             await asyncio.sleep(START_POLL_S)
 
     def make_servicer(self) -> InferenceServicer:
-        """The same models over gRPC."""
+        """Build the gRPC service of the same models."""
         from shoal.serve.grpc.service import InferenceServicer
 
         return InferenceServicer(self.manager, self._access, self._tracer)
 
     def check_health(self) -> None:
-        """Raises ShoalError when this replica must be replaced: a thread has died, a forward hangs, a model leaks."""
+        """Raise ShoalError when this replica must be replaced: a thread has died, a forward hangs, a model leaks
+        memory."""
         if not (self._batcher.is_alive and self._follower.is_alive):
             raise ShoalError("a thread of this replica has died")
         self.manager.check_health()
@@ -102,7 +103,8 @@ class EndpointReplica:
             raise ShoalError(f"the process has grown to {gib:.2f} GiB, and max_memory_gib is {most_gib:g}")
 
     def stats(self) -> dict[str, Any]:
-        """The application's and the batcher's counters, and who counts; `version` is that of the first model."""
+        """The application's and the batcher's counters, and the replica's identity; `version` is that of the first
+        model."""
         statuses = self.app.get_status_counts()
         models = self.manager.list_models()
         return {
@@ -117,7 +119,7 @@ class EndpointReplica:
         }
 
     async def close(self) -> None:
-        """Stop following, fail what is queued. Idempotent."""
+        """Stop following and fail queued requests. Idempotent."""
         await self._follower.close()
         self.manager.close()
         self._batcher.close(timeout_s=2.0)
@@ -125,7 +127,7 @@ class EndpointReplica:
             await asyncio.to_thread(self._tracer.close)
 
     def report(self) -> ReplicaReport:
-        """What the controller, the replica's scrapes and its exporter are told."""
+        """The report to the controller, the replica's scrapes and its exporter."""
         statuses = {str(status): count for status, count in sorted(self.app.get_status_counts().items())}
         access = self._access
         return replace(

@@ -1,7 +1,7 @@
-"""One model of an endpoint in one replica: its queue, its versions, its counts.
+"""One model of an endpoint on one replica: its queue, its versions, its counts.
 
-Made by the host. Answers calls on the event loop; its forward runs in the batcher's thread, and reads which version
-answers once for each batch. Knows no protocol, and neither where versions come from nor who decides about them.
+Made by the model manager. Answers calls on the event loop. Its forward runs in the batcher's thread and reads the
+answering version once for each batch. Knows no protocol, no source of versions and no rollout.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from shoal.serve.spec.model_options import ModelOptions
 if TYPE_CHECKING:
     from shoal.serve.protocol.tracing import Tracer
 
-TIMER_TOLERANCE_S = 0.01  # how far those of one deadline may be apart: the protocol's, which cancels, and the queue's
-VersionedOutputs = tuple[dict[str, np.ndarray], int]  # outputs, and the version that made them
+TIMER_TOLERANCE_S = 0.01  # the most between the timers of one deadline: the protocol's, which cancels, and the queue's
+VersionedOutputs = tuple[dict[str, np.ndarray], int]  # outputs, and the version that computed them
 
 
 class ServedModel:
-    """Fulfils `ServedModelProtocol`. `table` is the host's to change; `predictor` is that of the newest version.
+    """Implements `ServedModelProtocol`. Only the model manager changes `table`; `predictor` is the newest version's.
 
-    live: who answers, of a model that follows the weights of a run; None for a registered one
+    live: selects the versions of a model that follows a run; None for a registered one
     """
 
     def __init__(
@@ -59,9 +59,7 @@ class ServedModel:
         self.options: ModelOptions = predictor.options
         self.router = VersionTable(name)
         self._deadline_s = self.options.deadline_s
-        self._thread_state = (
-            threading.local()
-        )  # the version and the requests of the batch that this forward thread computes
+        self._thread_state = threading.local()  # version and requests of this forward thread's batch
         self._forward_times = ForwardTimes()
         self.live: LiveVersionSelector | None = None
         if is_live:
@@ -131,7 +129,7 @@ class ServedModel:
         return Prediction(outputs, version, queued_s, computed_s, batch_rows)
 
     def statistics(self) -> list[VersionStatistics]:
-        """What each loaded version did here."""
+        """The statistics of each loaded version on this replica."""
         versions = self.counts.snapshot()["versions"]
         nothing = {
             "last_inference": 0,
@@ -148,18 +146,18 @@ class ServedModel:
         ]
 
     def batcher_counts(self) -> BatcherCounts:
-        """What went through the queue."""
+        """The counts of the queue."""
         return self._queue.counts()
 
     @property
     def is_idle(self) -> bool:
-        """Whether every call that came has ended."""
+        """Whether every call has ended."""
         counts = self._queue.counts()
         ended = counts.answered + counts.failed + counts.cancelled + counts.expired + counts.evicted
         return counts.submitted == ended
 
     def report(self) -> ModelReport:
-        """What the controller is told."""
+        """The model's part of the report to the controller."""
         table, versions = self.router, self.versions
         told = ModelReport(table.version, table.candidate_version, tuple(versions))
         rows = [2**power for power in range(self.options.max_batch_size.bit_length())]
@@ -173,12 +171,12 @@ class ServedModel:
         )
 
     def close(self) -> None:
-        """Fail what is queued, with 503. Idempotent."""
+        """Fail queued requests with 503. Idempotent."""
         self.shadow.close()
         self._queue.close()
 
     def point(self, answering: Answering) -> None:
-        """Let these versions answer from the next batch on. From any thread."""
+        """Let these versions answer from the next batch on. Callable from any thread."""
         if not self.version:
             self._queue.seed_latency_model(self.predictor.warm_up_times)
         table = self.router
@@ -187,7 +185,8 @@ class ServedModel:
         self.counts.set_serving(table.version, table.candidate_version, table.percent)
 
     def _count_failure(self, track: Track | None, status: int, arrived_s: float) -> None:
-        """A 5xx of the model's making counts against the version; what was refused before a forward counts for none."""
+        """Count a failure: a 5xx of the model's making counts against the version, a request refused before a forward
+        against none."""
         loaded = track.loaded if track is not None and status == 500 else None
         self.counts.count_request(loaded.version if loaded else 0, status, time.monotonic() - arrived_s)
 
@@ -196,7 +195,7 @@ class ServedModel:
     def _forward(self, group: Hashable, requests: Sequence[Arrays]) -> list[VersionedOutputs]:
         track: Track = group[0]  # type: ignore[index]
         loaded = track.loaded
-        assert loaded is not None  # a track has a version before it is given to a call, and never loses it
+        assert loaded is not None  # a track has a version before a call gets it, and never loses it
         self._thread_state.version, self._thread_state.is_alone = loaded.version, True
         if self._tracer is not None:
             self._thread_state.requests = requests
@@ -217,5 +216,5 @@ class ServedModel:
 
 
 def format_names(models: Mapping[str, ServedModel]) -> str:
-    """Their names, for a complaint."""
+    """Their names, for an error."""
     return ", ".join(map(repr, models)) or "none"

@@ -1,8 +1,8 @@
-"""Shadow traffic: a share of the stable version's calls is computed by the candidate too, and the answers compared.
+"""Shadow traffic: the candidate also computes a share of the stable version's calls, and the answers are compared.
 
-Owned by a hosted model. The client has its answer before anything of this begins; what is shadowed waits in a queue of
-its own, with the smallest share of the slots, and is dropped when that is full. One forward of the candidate may be in
-hand when a client's call arrives: that is all the delay there is.
+Owned by a served model. The client has its answer before the shadow begins. Shadowed calls wait in their own queue,
+with the smallest share of the slots, and are dropped when it is full. A client's call waits for at most one forward of
+the candidate.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from shoal.serve.replica.model_statistics import ModelStatistics
 from shoal.serve.replica.version_router import Track, WeightedDraw
 from shoal.serve.spec.model_options import ModelOptions
 
-SHADOW_WEIGHT = 1e-6  # of the slots, beside a model's 1
-MAX_PENDING_CALLS = 256  # calls; whatever their rows
-NOT_COMPUTED = (429, 503, 504)  # statuses of what was turned away before a forward: they say nothing of the version
+SHADOW_WEIGHT = 1e-6  # share of the slots; a model's is 1
+MAX_PENDING_CALLS = 256  # calls of any number of rows
+NOT_COMPUTED = (429, 503, 504)  # statuses of calls refused before a forward: no evidence about the version
 
 _VersionedOutputs = tuple[dict[str, np.ndarray], int]
 
 
 class ShadowTraffic:
-    """Of one model. `percent` of the calls are considered; 0 when there is nothing to compare with.
+    """The shadow of one model. It takes `percent` of the calls; 0 without a version to compare with.
 
     datatypes: of the outputs, by name
-    on_batch:  told of every forward, in its thread
+    on_batch:  called after every forward, in its thread
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class ShadowTraffic:
         )
 
     def set_candidate(self, candidate: Track | None, percent: float) -> None:
-        """Whom to compare with, and how often."""
+        """Set the version to compare with, and the share of calls."""
         self._candidate, self.percent = candidate, percent if candidate is not None else 0.0
 
     def sample_call(self, call: InferCall, outputs: Arrays, bucket: Hashable) -> None:
-        """A call of the stable version was answered with `outputs`."""
+        """Shadow, by chance, a call that the stable version answered with `outputs`."""
         candidate = self._candidate
         if candidate is None or not self._draws.draw(self.percent) or len(self._tasks) >= MAX_PENDING_CALLS:
             return
@@ -75,7 +75,7 @@ class ShadowTraffic:
         task.add_done_callback(self._tasks.discard)
 
     def close(self) -> None:
-        """Drop what waits. Idempotent."""
+        """Drop waiting calls. Idempotent."""
         for task in self._tasks:
             task.cancel()
         self._queue.close()
@@ -92,7 +92,7 @@ class ShadowTraffic:
         except InferenceError as error:
             self._count_failure(group[0], loaded, error.status)
             return
-        except Exception:  # noqa: BLE001 - whatever the candidate raised: its client would have had no answer
+        except Exception:  # noqa: BLE001 - on any error a client would have had no answer
             self._count_failure(group[0], loaded, 500)
             return
         outputs, version = batched.answer
@@ -100,9 +100,10 @@ class ShadowTraffic:
             self._counts.count_shadow(version, not outputs_agree(expected, outputs, self._datatypes, self._tolerance))
 
     def _count_failure(self, candidate: Track, loaded: LoadedModel | FallbackPredictor, status: int) -> None:
-        """The stable version has answered: what refuses the same input (4xx) gives another answer, it does not fail."""
+        """Count a failure. Since the stable version answered, a refused input (4xx) counts as another answer, not as a
+        failure."""
         if candidate is not self._candidate or candidate.loaded is not loaded or status in NOT_COMPUTED:
-            return  # another one is compared by now, with answers of another one
+            return  # another candidate or stable version is compared by now
         if status < 500:
             self._counts.count_shadow(loaded.version, disagreed=True)
         else:

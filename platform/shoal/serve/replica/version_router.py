@@ -1,8 +1,8 @@
-"""The versions of one model in one replica: which are loaded, and which one answers a call.
+"""The loaded versions of one model on one replica, and the choice of the one that answers a call.
 
 Read and written on the event loop; a live model's follower replaces the stable version from a thread of its own. A call
-gets a `Track` when it is admitted, and its batch reads the track's version once: so a batch is never a mixture, and a
-flip is one assignment, which takes effect with the next batch. Never loads anything itself.
+gets a `Track` when it is admitted, and its batch reads the track's version once. So a batch is never a mixture, and a
+flip is one assignment, which takes effect with the next batch. Loads nothing itself.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from shoal.serve.messages.desired_state import NO_SHARES, TrafficShares
 from shoal.serve.model.predictor import LoadedModel
 from shoal.serve.replica.fallback_predictor import FallbackPredictor
 
-GOLDEN = 0.6180339887498949  # of a turn: draws that are spread evenly however few there are
+GOLDEN = 0.6180339887498949  # of a full turn: spreads any number of draws evenly
 
 
 class Track:
-    """Who answers: what calls that may share a batch have in common. Compared by identity."""
+    """The answering version, shared by calls that may share a batch. Compared by identity."""
 
     __slots__ = ("loaded",)
 
@@ -29,11 +29,11 @@ class Track:
 
 
 class Answering(NamedTuple):
-    """Who answers in a replica.
+    """The versions that answer on a replica.
 
-    stable: who asks for none; None: whichever did
-    candidate: gets `shares`; None: there is none
-    loaded: who asks for a version by its number
+    stable: answers by default; None: unchanged
+    candidate: gets `shares`; None: no candidate
+    loaded: answer requests for their number
     """
 
     stable: LoadedModel | FallbackPredictor | None
@@ -43,7 +43,7 @@ class Answering(NamedTuple):
 
 
 class WeightedDraw:
-    """Yes for a share of the calls, evenly spread."""
+    """Draws true for a share of the calls, evenly spread."""
 
     def __init__(self) -> None:
         self._drawn = 0.0
@@ -54,14 +54,14 @@ class WeightedDraw:
 
 
 class VersionTable:
-    """Of one model. The stable version answers who asks for none, but for the candidate's share while one is open."""
+    """The versions of one model. The stable version answers by default, except for an open candidate's share."""
 
     def __init__(self, model: str) -> None:
         self._model = model
         self._stable, self._candidate = Track(), Track()
         self.loaded: Mapping[int, LoadedModel] = {}  # by their versions
-        self._tracks: dict[int, Track] = {}  # of these, for calls that ask for one
-        self._shares: TrafficShares | None = None  # of the candidate, while it is open
+        self._tracks: dict[int, Track] = {}  # of these, for calls that name one
+        self._shares: TrafficShares | None = None  # the open candidate's
         self._draws = WeightedDraw()
 
     @property
@@ -77,7 +77,7 @@ class VersionTable:
 
     @property
     def candidate_version(self) -> int:
-        """0 when none is open."""
+        """The open candidate's version; 0 for none."""
         loaded = self._candidate.loaded
         return loaded.version if loaded is not None and self._shares is not None else 0
 
@@ -89,11 +89,12 @@ class VersionTable:
 
     @property
     def versions(self) -> list[int]:
-        """All that are loaded, ascending."""
+        """All loaded versions, ascending."""
         return sorted(self.loaded)
 
     def choose_track(self, version: int | None, track: str, sticky: str) -> Track:
-        """Who answers a call. Raises InferenceError: 404 for a version that is not loaded, 503 before the first."""
+        """Choose the track of a call. Raises InferenceError: 404 for a version that is not loaded, 503 before the
+        first."""
         if version is not None:
             found = self._tracks.get(version)
             if found is None:
@@ -108,7 +109,7 @@ class VersionTable:
         return self._candidate if track == "candidate" or self._is_selected(shares.percent, sticky) else self._stable
 
     def is_stable(self, track: Track) -> bool:
-        """Whether this is the track of whoever asks for nothing in particular."""
+        """Whether this is the track of calls without a version or track."""
         return track is self._stable
 
     def _is_selected(self, percent: float, sticky: str) -> bool:
@@ -119,14 +120,14 @@ class VersionTable:
     # -- changes ------------------------------------------------------------------------------------------------------
 
     def add(self, loaded: LoadedModel) -> None:
-        """A version is there for who asks for it, and to be pointed to."""
+        """Add a loaded version, for calls that name it and for `point`."""
         self.loaded = {**self.loaded, loaded.version: loaded}
         self._tracks = {**self._tracks, loaded.version: Track(loaded)}
 
     def point(self, answering: Answering) -> None:
-        """Let these answer from the next batch on, and forget all others. From any thread.
+        """Let these versions answer from the next batch on, and drop all others. Callable from any thread.
 
-        What was admitted for another is still answered: by its version, or for a candidate that went by the stable one.
+        Calls admitted for another are still answered: by its version, or for a dropped candidate by the stable one.
         """
         stable, candidate, shares, loaded = answering
         self.loaded = {each.version: each for each in loaded}
@@ -145,6 +146,6 @@ class VersionTable:
 
 
 def hash_to_percent(model: str, sticky: str) -> float:
-    """Where a key lies, 0 to 100: the same in every process, and for each model another."""
+    """Hash a key to 0 to 100: the same in every process, different for each model."""
     digest = hashlib.blake2b(f"{model}\0{sticky}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64 * 100.0

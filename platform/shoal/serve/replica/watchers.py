@@ -1,8 +1,7 @@
-"""What keeps a replica up to date: with the weights of a run that it serves live, and with the controller's plan.
+"""Keeps a replica up to date with the weights of the runs that it follows, and with the controller's plan.
 
-A replica follows plans, each of its live models the weights of its run. Neither touches a request: what changes takes
-effect with the next batch. While the run's store or the controller is away, what serves goes on serving, and they are
-asked again.
+A replica follows plans, and each live model the weights of its run. Neither touches a request: a change takes effect
+with the next batch. While the run's store or the controller is away, serving continues and the call is retried.
 """
 
 from __future__ import annotations
@@ -27,34 +26,35 @@ logger = logging.getLogger(__name__)
 
 
 class WeightFollower:
-    """Gives `take` every newer snapshot of `source`, in a thread of its own, until close().
+    """Passes every newer snapshot of `source` to `take`, in its own thread, until close().
 
-    take:     whether the snapshot is served now; raises WeightsError for what does not fit, which is told and skipped
-    rejected: the newest version that did not fit, 0 when none
+    take:     returns whether the snapshot is served now; raises WeightsError for one that does not fit, which is logged
+              and skipped
+    rejected: the newest version that did not fit; 0 for none
     """
 
     def __init__(self, source: WeightSource, take: Callable[[WeightSnapshot], bool], poll_s: float = 1.0) -> None:
         self._source, self._take, self._poll_s = source, take, poll_s
         self.rejected_version = 0
-        self._last_version = 0  # what the source gave last
+        self._last_version = 0  # the source's last version
         self._stop, self._is_paused, self._resumed = threading.Event(), False, threading.Event()
-        self._taking_since_s: float | None = None  # the snapshot that is being taken
+        self._taking_since_s: float | None = None  # of the snapshot being taken
         self._thread = threading.Thread(target=self._run, name="shoal-weights", daemon=True)
         self._thread.start()
 
     @property
     def is_alive(self) -> bool:
-        """Whether newer weights would still be noticed."""
+        """Whether the thread is alive."""
         return self._thread.is_alive()
 
     @property
     def busy_s(self) -> float:
-        """For how long a snapshot has been taken; 0 while none is."""
+        """How long `take` has been running; 0 while it is not."""
         began_s = self._taking_since_s
         return time.monotonic() - began_s if began_s is not None else 0.0
 
     def set_paused(self, resting: bool) -> None:
-        """Ask the source for nothing, until told otherwise: then also for what is not new."""
+        """Pause or resume polling the source; after a resume, the present snapshot counts as new."""
         self._is_paused = resting
         if resting:
             self._resumed.clear()
@@ -78,7 +78,7 @@ class WeightFollower:
             except Closed:
                 return
             except WeightsError as error:
-                logger.error("no new weights, what serves goes on serving: %s", error)
+                logger.error("no new weights, serving continues: %s", error)
                 self._stop.wait(self._poll_s)
                 continue
             if snapshot is None:
@@ -89,7 +89,7 @@ class WeightFollower:
                 is_served = self._take(snapshot)
             except WeightsError as error:
                 self.rejected_version = snapshot.version
-                logger.error("weights refused, what serves goes on serving: %s", error)
+                logger.error("weights rejected, serving continues: %s", error)
             else:
                 logger.info("%s weights version %d", "serving" if is_served else "passing over", snapshot.version)
             finally:
@@ -97,17 +97,17 @@ class WeightFollower:
 
 
 class PlanSource(Protocol):
-    """The controller as its replicas know it. Raises ConnectionLost while it is away."""
+    """The replicas' view of the controller. Raises ConnectionLost while it is away."""
 
     async def follow(self, replica: str, known_generation: int, timeout_s: float) -> EndpointPlan | None: ...
     async def report(self, report: ReplicaReport) -> list[ReplicaReport]:
-        """The newest reports of the other replicas."""
+        """Send a report; returns the newest reports of the other replicas."""
         ...
 
     async def leave(self, replica: str) -> None: ...
 
     async def store_weights(self, model: str, snapshot: WeightSnapshot) -> None:
-        """Weights of a live model, for replicas that will need them."""
+        """Store weights of a live model, for replicas that will need them."""
         ...
 
     async def fetch_weights(self, model: str, version: int) -> WeightSnapshot | None: ...
@@ -117,8 +117,8 @@ class PlanFollower:
     """Applies every plan and reports, on the running event loop, until close().
 
     apply:  takes a plan; returns at once
-    report: what the controller is told, each second and whenever `changed()` was called
-    peers:  what the other replicas reported last
+    report: builds the report, each second and after `notify_changed()`
+    peers:  the last reports of the other replicas
     """
 
     def __init__(
@@ -140,15 +140,15 @@ class PlanFollower:
 
     @property
     def is_alive(self) -> bool:
-        """Whether a new plan would still be applied."""
+        """Whether plans are still being applied."""
         return not any(task.done() for task in self._tasks)
 
     def notify_changed(self) -> None:
-        """There is something to report now."""
+        """Report soon."""
         self._changed.set()
 
     async def close(self) -> None:
-        """Stop following, and say so if the controller listens. Idempotent."""
+        """Stop following, and notify the controller if it is reachable. Idempotent."""
         for task in self._tasks:
             task.cancel()
         with suppress(ConnectionLost):
@@ -159,7 +159,7 @@ class PlanFollower:
             try:
                 await step()
             except ConnectionLost as error:
-                logger.debug("the controller is away, what serves goes on serving: %s", error)
+                logger.debug("the controller is away, serving continues: %s", error)
                 await asyncio.sleep(RETRY_S)
 
     async def _follow_once(self) -> None:

@@ -1,1 +1,1 @@
-"""What a user writes of an endpoint: its models, their sources and options."""
+"""A user's spec of an endpoint: its models, their sources and options."""

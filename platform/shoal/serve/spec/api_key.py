@@ -1,4 +1,4 @@
-"""The keys of an endpoint: what a spec holds of them, and which sets of keys it refuses."""
+"""The keys of an endpoint in its spec, and the check of a set of keys."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pydantic import Field, SecretStr, field_validator
 from shoal.config import Spec
 from shoal.errors import ConfigError
 
-ADMINISTRATOR = "administrator"  # the name of the caller that shows the endpoint's token
-ANYONE = "anyone"  # the name of all callers of an endpoint that has neither token nor keys
+ADMINISTRATOR = "administrator"  # the name of a caller with the endpoint's token
+ANYONE = "anyone"  # the name of all callers of an endpoint without token and keys
 HASH = "sha256:"
 HASHED = re.compile(r"sha256:([0-9a-f]{64})", re.IGNORECASE)
 
 
 def require_usable_secret(secret: SecretStr) -> SecretStr:
-    """A token or key that a header can carry. Raises ValueError, which does not show it."""
+    """Check that a header can carry a token or key. Raises ValueError, which does not show it."""
     text = secret.get_secret_value()
     if not text or not text.isascii() or not text.isprintable() or " " in text:
         raise ValueError("it is printable ASCII without blanks, and not empty")
@@ -28,12 +28,12 @@ def require_usable_secret(secret: SecretStr) -> SecretStr:
 
 
 class ApiKey(Spec):
-    """A key that callers show as `Authorization: Bearer KEY`.
+    """A key that callers send as `Authorization: Bearer KEY`.
 
-    key:           itself, or `sha256:` and the SHA-256 of it in hex, so that no file needs to hold it
-    name:          who it is: in metrics, in audit lines, and for fairness between tenants
-    models:        what it may ask; empty for all
-    requests_per_s, burst: its rate over the whole endpoint, and how far above it a moment may go; None: no limit
+    key:           the key, or `sha256:` and its SHA-256 in hex, so that no file needs the key
+    name:          the caller's name in metrics and audit lines, and for fairness between tenants
+    models:        the models that it may call; empty for all
+    requests_per_s, burst: its rate over the full endpoint, and the burst above it; None: no limit
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)
@@ -52,23 +52,23 @@ class ApiKey(Spec):
 
 
 def require_distinct_keys(token: str | None, keys: Sequence[ApiKey]) -> None:
-    """Raises ConfigError for an empty token, two keys with one name, or one key with two names."""
+    """Check a set of keys. Raises ConfigError for an empty token, two keys with one name, or one key with two names."""
     names, by_digest = {ADMINISTRATOR, ANYONE}, {}
     if token is not None:
         if not token.strip():
-            raise ConfigError("token", token, "is empty", "anybody could show it: set $SHOAL_TOKEN, or none")
+            raise ConfigError("token", token, "is empty", "any caller could send it: set $SHOAL_TOKEN, or none")
         by_digest[digest(token)] = ADMINISTRATOR
     for key in keys:
         if key.name in names:
-            raise ConfigError("keys.name", key.name, "is taken", "give every key a name of its own")
+            raise ConfigError("keys.name", key.name, "is taken", "give every key its own name")
         names.add(key.name)
         other = by_digest.setdefault(digest(key.key.get_secret_value()), key.name)
         if other != key.name:
-            raise ConfigError("keys.name", key.name, f"has the same key as {other!r}", "give each a key of its own")
+            raise ConfigError("keys.name", key.name, f"has the same key as {other!r}", "give each its own key")
 
 
 def hash_key(key: str) -> str:
-    """`sha256:HEX` of a key: what a spec may hold instead of the key."""
+    """`sha256:HEX` of a key, which a spec may have instead of the key."""
     return f"sha256:{hash_bytes(key.encode()).hex()}"
 
 

@@ -1,4 +1,4 @@
-"""What an endpoint is: the spec that jobs and the CLI write, and the numbers derived from it. No Ray, no torch."""
+"""The spec of an endpoint, written by jobs and the CLI, and the numbers derived from it. No Ray, no torch."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ def _require_countable_gpus(num_gpus: float) -> float:
 
 GpuCount = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_require_countable_gpus)]
 
-# A replica is well used when one full batch is computed while the next one gathers.
+# A replica is well utilised when one full batch is computed while the next one gathers.
 BATCHES_PER_REPLICA = 2
 SpecT = TypeVar("SpecT", bound=Spec)
 
 
 def _dump_explicit(given: Any) -> Any:
-    """As a user would write it: of specs, only what was set."""
+    """Dump a value as a user would write it: of specs, only the explicit fields."""
     if isinstance(given, Spec):
         return given.model_dump(exclude_unset=True)
     return {name: _dump_explicit(each) for name, each in given.items()} if isinstance(given, dict) else given
 
 
 def _mark_explicit(spec: SpecT, said: dict[str, Any]) -> SpecT:
-    """The same values, of which no more is set than was said."""
+    """Copy a spec, with only the given fields marked as explicit."""
     values = dict(spec)
     nested = {name: _mark_explicit(values[name], each) for name, each in said.items() if isinstance(values[name], Spec)}
     return spec.model_construct(_fields_set=set(said), **{**values, **nested})
 
 
 def with_default_values(**values: object) -> BeforeValidator:
-    """For a field with an endpoint: in a mapping, too, what is not said is as here, and not as EndpointSpec has it."""
+    """For a field with an endpoint: fields that a mapping leaves out take these defaults, not EndpointSpec's."""
     return BeforeValidator(lambda given: {**values, **given} if isinstance(given, dict) else given)
 
 
@@ -61,32 +61,32 @@ def _reject_token(endpoint: EndpointSpec) -> EndpointSpec:
     return endpoint
 
 
-# For a field with the endpoint of a spec that is recorded.
+# For the endpoint field of a spec that is recorded.
 TOKEN_FROM_ENVIRONMENT = AfterValidator(_reject_token)
 
 
 class EndpointSpec(Spec):
     """Models behind one address.
 
-    name:           of the endpoint: letters, digits, `-`, `_` and `.`
+    name:           the endpoint's name: letters, digits, `-`, `_` and `.`
     host, port:     where the ingress listens; loopback only; 0 is a free port
     grpc_port:      where gRPC listens; None for no gRPC, 0 for a free port
-    num_replicas:   processes that each hold every model
-    max_replicas:   above `num_replicas`: as many as the load needs; None for a fixed number
-    model:          how a model is served that `models` does not name
-    models:         how models are served otherwise, by name: what is not said of one is as in `model`
+    num_replicas:   processes, each with every model
+    max_replicas:   the most replicas under load, above `num_replicas`; None for a fixed number
+    model:          options of models that `models` does not name
+    models:         options by model name; unspecified ones are as in `model`
     max_body_bytes: a larger request is refused with 413
-    token:          when set, everything but the health of the server asks for `Authorization: Bearer TOKEN`
-    keys:           who else may call, which models, how often
+    token:          when set, all calls except the server's health need `Authorization: Bearer TOKEN`
+    keys:           further callers, their models and rates
     torch_threads:  threads of one forward; 1 is best for small models under load
-    num_cpus:       what each replica reserves of the cluster
+    num_cpus:       CPUs of the cluster that each replica reserves
     num_gpus:       GPUs, or a fraction of one, that each replica reserves and sees; None: an equal share of the
                     cluster's, of one at most, where a model has `device: cuda`, and else 0
-    drain_s:        how long a replica that is being stopped finishes what it has
-    hang_s:         a replica whose forward takes longer than this is taken for hung, and replaced
-    max_memory_gib: a replica whose process has grown beyond this is replaced; None for as large as it gets
-    trace:          where traces (OpenTelemetry) of requests go, from the ingress to the forward; "" for none. See
-                    `shoal.serve.protocol.tracing`: otlp://HOST:PORT, file:FOLDER
+    drain_s:        how long a stopping replica may finish its requests
+    hang_s:         a replica whose forward takes longer than this counts as hung and is replaced
+    max_memory_gib: a replica whose process grows beyond this is replaced; None: no limit
+    trace:          the destination of traces (OpenTelemetry) of requests, from the ingress to the forward; "" for none.
+                    See `shoal.serve.protocol.tracing`: otlp://HOST:PORT, file:FOLDER
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=120)
@@ -111,7 +111,7 @@ class EndpointSpec(Spec):
     @model_validator(mode="wrap")
     @classmethod
     def _models_begin_as_all(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Fills each of `models` from `model`; its `model_fields_set` remains what was said of it alone."""
+        """Fill each of `models` from `model`; its `model_fields_set` has only its explicit fields."""
         said = _dump_explicit(values.get("models", {})) if isinstance(values, dict) else {}
         if not isinstance(said, dict) or not said:
             return handler(values)
@@ -123,7 +123,8 @@ class EndpointSpec(Spec):
 
     @field_serializer("models")
     def _keep_explicit(self, models: dict[str, ModelOptions], info: FieldSerializationInfo) -> dict[str, Any]:
-        """So that what is changed in `model` later, by words or by hand in a record, changes these too."""
+        """Serialise only explicit fields, so that a later change of `model`, by overrides or in a record, applies to
+        these too."""
         mode = "json" if info.mode == "json" else "python"
         return {name: each.model_dump(mode=mode, exclude_unset=True) for name, each in models.items()}
 
@@ -171,22 +172,22 @@ class EndpointSpec(Spec):
         return self
 
     def options(self, model: str) -> ModelOptions:
-        """How the model of this name is served."""
+        """The options of the model of this name."""
         return self.models.get(model, self.model)
 
     @property
     def needs_cuda(self) -> bool:
-        """Whether a model can be served on a GPU only."""
+        """Whether a model needs a GPU."""
         return any(options.needs_cuda for options in (self.model, *self.models.values()))
 
     @property
     def most_replicas(self) -> int:
-        """How many there may come to be."""
+        """The most replicas."""
         return self.max_replicas or self.num_replicas
 
     @property
     def grpc_address(self) -> str:
-        """host:port where gRPC listens; "" when it does not, or when the port is yet to be found."""
+        """host:port of gRPC; "" without gRPC, or before a free port is chosen."""
         return f"{self.host}:{self.grpc_port}" if self.grpc_port else ""
 
     @property
@@ -196,17 +197,19 @@ class EndpointSpec(Spec):
 
     @property
     def target_ongoing_requests(self) -> int:
-        """The load of one replica at which another is added: a batch in hand and one that gathers, of one row each.
+        """The load of one replica at which another is added: a batch in progress and one that gathers, of one-row
+        requests.
 
-        Serve's default of 2 would spread ten requests over five replicas, and so take every batch apart.
+        Serve's default of 2 would spread ten requests over five replicas and so split every batch.
         """
         return BATCHES_PER_REPLICA * max(each.max_batch_size for each in (self.model, *self.models.values()))
 
     @property
     def max_ongoing_requests(self) -> int:
-        """What Serve may let into a replica: the queues, two batches in hand each, and room for those that are refused.
+        """The most requests that Serve admits to a replica: the queues, two batches in progress each, and room for
+        refused ones.
 
-        Serve's default of 5 would keep requests out of the batcher, whose queues are the ones that count and refuse.
+        Serve's default of 5 would keep requests out of the batcher, whose queues count and refuse them.
         """
         served = (self.model, *self.models.values())
         return 2 * sum(each.max_queue_size + BATCHES_PER_REPLICA * each.max_batch_size for each in served)

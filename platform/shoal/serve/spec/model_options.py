@@ -1,4 +1,4 @@
-"""How one model is served, and who may call it: parts of an endpoint's spec. No Ray, no torch."""
+"""The options of one model: parts of an endpoint's spec. No Ray, no torch."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from shoal.config import Spec
 
 
 class GuardOptions(Spec):
-    """When a candidate is rolled back by itself; judged on the candidate's own requests, beside the stable version's.
+    """When a candidate is rolled back automatically, judged by its requests in comparison with the stable version's.
 
-    Of a live model, each version that is published is judged so beside the one before it.
+    For a live model, each published version is judged in comparison with the previous one.
 
     max_error_rate:    share of the candidate's requests, shadowed ones too, that fail with a 5xx of the model's making
-    max_latency_ratio: the candidate's median compute time over the stable version's, for batches of like size
+    max_latency_ratio: the candidate's median compute time over the stable version's, for batches of equal size
     max_disagreement:  share of shadowed requests whose outputs differ by more than `tolerance` (None: recorded only)
-    metric, min_value: a user's metric, reported to the endpoint; below `min_value` the candidate goes
-    min_requests:      nothing is judged before, but for live versions' errors, which the version before did not make
+    metric, min_value: a user's metric, reported to the endpoint; a candidate below `min_value` is rolled back
+    min_requests:      needed before a judgement, except for errors of a live version that the previous one did not make
     """
 
     max_error_rate: float = Field(default=0.02, ge=0, le=1)
@@ -32,26 +32,26 @@ class GuardOptions(Spec):
 
 
 class ModelOptions(Spec):
-    """One model of an endpoint.
+    """The options of one model of an endpoint.
 
-    max_batch_size: rows that one forward may hold
+    max_batch_size: the most rows of one forward
     max_queue_size: rows per replica that may wait before requests are refused with 429
-    max_queue_bytes: the same in bytes of their inputs: a queue of large rows is full sooner
-    deadline_s:     how long after its arrival an answer is of use, when the request does not say; None: for ever
-    weight:         this model's share of a busy replica, beside its other models'
+    max_queue_bytes: the same limit in bytes of their inputs, for large rows
+    deadline_s:     how long after its arrival a request expires, unless it has its own deadline; None: never
+    weight:         this model's share of a busy replica, relative to other models'
     ragged:         inputs whose variable dimensions differ: `bucket` batches equal shapes only, `pad` fills the shorter
                     ones with `pad_value` at the end (right only for models that ignore it)
     precision:      of the forward; bf16 by autocast, int8 by dynamic quantisation of linear layers (CPU)
     compile:        torch.compile the forward
     cuda_graphs:    replay the forward as one CUDA graph per batch size (CUDA only)
-    device:         auto measures, and takes the CPU where it is faster
+    device:         auto measures, and selects the CPU where it is faster
     preprocess, postprocess: `module:function` of a dict of arrays, run before and after the forward, per batch; None:
-                    what the model was registered with; "": nothing
-    finite:         an output that is NaN or infinite is an error (500), and weights that are are not taken; off: JSON
-                    carries null
+                    the registered hook; "": none
+    finite:         a NaN or infinite output is an error (500), and such weights are rejected; off: JSON has null for
+                    them
     warm_up:        run the forward at every power of two of the batch before the version is ready
-    held_versions:  of a live model: versions that are held beside the one that answers and the one before, half a
-                    minute apart, to be rolled back to
+    held_versions:  of a live model: versions retained for a rollback, half a minute apart, in addition to the answering
+                    one and the one before
     """
 
     max_batch_size: int = Field(default=64, ge=1)
@@ -74,12 +74,13 @@ class ModelOptions(Spec):
 
     @property
     def needs_cuda(self) -> bool:
-        """Whether it can be served on a GPU only."""
+        """Whether the model needs a GPU."""
         return self.device == "cuda" or self.cuda_graphs
 
     @field_serializer("pad_value", when_used="json")
     def _spell_infinity(self, pad_value: float) -> float | str:
-        """JSON has no infinity, and no NaN is equal to itself: a word is, and is read back as the same number."""
+        """Write infinity and NaN as text: JSON has no infinity, and NaN does not equal itself. It is read back as the
+        same number."""
         return pad_value if math.isfinite(pad_value) else str(pad_value)
 
     @model_validator(mode="after")

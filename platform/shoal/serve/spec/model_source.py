@@ -1,8 +1,8 @@
-"""Where the models of an endpoint come from: versions of the registry, or the weights of a run as they are published.
+"""The sources of an endpoint's models: versions of the registry, or the published weights of a run.
 
-`EndpointModel` is what `deploy` takes. A live model's source travels to the replicas; the controller's plan names the
-versions of a registered one, which replicas load from the registry. `Catalogue` is the controller's side: what an alias
-such as `champion` means, and moving it.
+`deploy` takes an `EndpointModel`. A live model's source is sent to the replicas; the controller's plan names the
+versions of a registered one, which replicas load from the registry. With `Catalogue` the controller resolves and moves
+an alias such as `champion`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shoal.weights import WeightSnapshot, WeightSource
 
 @dataclass(frozen=True)
 class ModelPackage:
-    """All that a replica needs of a model: how to build it, how to call it, and its weights if there are any yet."""
+    """A replica's parts of a model: how to build it, its signature, and its weights if there are any yet."""
 
     factory: ModelFactory
     signature: Signature
@@ -28,20 +28,20 @@ class ModelPackage:
 
 @dataclass(frozen=True)
 class RegisteredModel:
-    """The versions of `name` in the registry in the folder `registry`, which every replica must see."""
+    """The versions of `name` in the registry at `registry`, a folder that every replica can read."""
 
     name: str
     registry: str
 
     def load_package(self, version: int) -> ModelPackage:
-        """Raises RegistryError, WeightsError."""
+        """Load a version. Raises RegistryError, WeightsError."""
         found = Registry(Path(self.registry)).get(f"{self.name}@{version}")
         return ModelPackage(found.manifest.model, found.manifest.signature, found.snapshot())
 
 
 @dataclass(frozen=True)
 class LiveModel:
-    """A model whose weights follow `weights`, which must pickle: each replica takes what is newest, by itself."""
+    """A model whose weights follow `weights`, which must be picklable: each replica fetches the newest by itself."""
 
     factory: ModelFactory
     signature: Signature
@@ -53,7 +53,7 @@ class EndpointModel:
     """One model of an endpoint.
 
     version: of a registered model: a number, an alias (which is followed), or "" for the newest now
-    options: how it is served; None for what the endpoint's spec says
+    options: its options; None for those of the endpoint's spec
     """
 
     name: str
@@ -63,28 +63,28 @@ class EndpointModel:
 
 
 def model_from_ref(ref: str, options: ModelOptions | None = None, registry: Path | None = None) -> EndpointModel:
-    """`name@3`, `name@champion` or `name` of the registry. Raises ConfigError for what is not a reference."""
+    """Parse `name@3`, `name@champion` or `name` of the registry. Raises ConfigError for an invalid reference."""
     name, word = split_ref(ref)
     return EndpointModel(name, RegisteredModel(name, str(Registry(registry).root)), word, options)
 
 
 class Catalogue(Protocol):
-    """What the controller asks of a registry. All raise RegistryError."""
+    """The controller's view of a registry. All methods raise RegistryError."""
 
     def resolve(self, name: str, word: str) -> int:
-        """The version that `name@word` means now."""
+        """The version to which `name@word` resolves now."""
         ...
 
     def promote(self, name: str, version: int, alias: str) -> None:
-        """Let the alias mean `version`."""
+        """Point the alias at `version`."""
         ...
 
     def find_previous(self, name: str, alias: str) -> int:
-        """The version that the alias meant before its last promotion."""
+        """The version of the alias before its last promotion."""
         ...
 
     def rollback(self, name: str, alias: str) -> None:
-        """Let the alias mean what it meant before."""
+        """Point the alias at its former version."""
         ...
 
 
@@ -104,7 +104,7 @@ class RegistryCatalogue:
         stack = self._registry.aliases(name).list_promoted(alias)
         if len(stack) < 2:
             remedy = f"choose a version with `shoal models promote {name}@N --alias {alias}`"
-            raise RegistryError(f"{name}@{alias} has no version left to go back to: {remedy}")
+            raise RegistryError(f"{name}@{alias} has no version to go back to: {remedy}")
         return stack[-2]
 
     def rollback(self, name: str, alias: str) -> None:

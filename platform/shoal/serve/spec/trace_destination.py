@@ -1,4 +1,4 @@
-"""Where the traces of an endpoint go, as its spec says it: `otlp://HOST:PORT`, `file:FOLDER`."""
+"""The destination of an endpoint's traces in its spec: `otlp://HOST:PORT`, `file:FOLDER`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.errors import ConfigError
 
 @dataclass(frozen=True)
 class TraceDestination:
-    """Where spans go. target: a URL, or a folder."""
+    """The destination of spans. target: a URL, or a folder."""
 
     kind: Literal["otlp", "file"]
     target: str
@@ -19,13 +19,13 @@ class TraceDestination:
 
     @classmethod
     def parse(cls, text: str) -> TraceDestination:
-        """Raises ConfigError."""
+        """Parse a destination. Raises ConfigError."""
         parts = urlsplit(text)
         remedy = "otlp://HOST:PORT, otlps://HOST:PORT or file:FOLDER, with ?ratio=0.01 if not all"
         try:
             ratio = float(parse_qs(parts.query, strict_parsing=True)["ratio"][0]) if parts.query else 1.0
         except (KeyError, ValueError):
-            raise ConfigError("trace", text, "has words after ? that are not ratio=NUMBER", remedy) from None
+            raise ConfigError("trace", text, "has text after ? that is not ratio=NUMBER", remedy) from None
         if not 0.0 <= ratio <= 1.0:
             raise ConfigError("trace", text, "the ratio is not between 0 and 1", remedy)
         match parts.scheme:
@@ -34,4 +34,4 @@ class TraceDestination:
                 return cls("otlp", f"{scheme}://{parts.netloc}{parts.path.rstrip('/')}/v1/traces", ratio)
             case "file" if parts.path:
                 return cls("file", parts.path, ratio)
-        raise ConfigError("trace", text, "is no destination of traces", remedy)
+        raise ConfigError("trace", text, "is not a destination of traces", remedy)

@@ -1,1 +1,1 @@
-"""Tables through a model: columns in, columns out."""
+"""Runs a model over tables: columns in, columns out."""

@@ -1,7 +1,7 @@
-"""Tables in and out of models: which columns make which input, and what an output looks like as columns.
+"""Converts between tables and a model's tensors: columns to inputs, outputs to columns.
 
-Called by `shoal predict` and by batch prediction, so that both understand a table alike. Pure functions of Arrow tables
-and arrays; reads and writes no file, and asks no model.
+Called by `shoal predict` and by batch prediction, so that both treat a table alike. Pure functions of Arrow tables and
+arrays; reads and writes no file, and calls no model.
 
     an input `x` is             the column `x`, of numbers, strings, lists or tensors, when the table has one
                                 the columns that were named for it, side by side
@@ -28,7 +28,7 @@ _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
 
 class TensorDescription(Protocol):
-    """An input or output, as the registry and as the protocol write it. `shape[0]` is the batch; -1 is any size."""
+    """An input or output, as in the registry and the protocol. `shape[0]` is the batch; -1 is any size."""
 
     @property
     def name(self) -> str: ...
@@ -39,7 +39,7 @@ class TensorDescription(Protocol):
 
 
 def parse_columns(words: Sequence[str], inputs: Sequence[TensorDescription]) -> dict[str, list[str]]:
-    """The columns for each input, from `a,b,c` (for the only input) and `x=a,b,c`. Raises DataError."""
+    """Parse the columns for each input, from `a,b,c` (for the only input) and `x=a,b,c`. Raises DataError."""
     said: dict[str, list[str]] = {}
     names = [each.name for each in inputs]
     for word in words:
@@ -56,7 +56,7 @@ def parse_columns(words: Sequence[str], inputs: Sequence[TensorDescription]) -> 
 def choose_columns(
     inputs: Sequence[TensorDescription], there: Sequence[str], said: Mapping[str, Sequence[str]]
 ) -> dict[str, list[str]]:
-    """Which columns of those that are `there` make each input. Raises DataError naming what is missing."""
+    """Choose the columns for each input from those `there`. Raises DataError naming the missing one."""
     chosen: dict[str, list[str]] = {}
     for spec in inputs:
         columns = list(said.get(spec.name, [spec.name] if spec.name in there else []))
@@ -77,11 +77,11 @@ def choose_columns(
 def build_inputs(
     table: pa.Table, inputs: Sequence[TensorDescription], chosen: Mapping[str, Sequence[str]], first_row: int = 0
 ) -> dict[str, np.ndarray]:
-    """The arrays [rows, ...] that the chosen columns of the table make.
+    """Build the arrays [rows, ...] of the inputs from the chosen columns.
 
-    first_row: the number of its first row in what it is a part of
+    first_row: the number of its first row in the full table
 
-    Raises DataError naming the column, and of several rows the first that does not fit.
+    Raises DataError naming the column and the first row that does not fit.
     """
     return {spec.name: _input(table, spec, chosen[spec.name], first_row) for spec in inputs}
 
@@ -89,7 +89,7 @@ def build_inputs(
 def split_by_length(
     table: pa.Table, inputs: Sequence[TensorDescription], chosen: Mapping[str, Sequence[str]]
 ) -> list[pa.Table]:
-    """The table as slices, in each of which the rows' lists are as long, where an input leaves a dimension open."""
+    """Split the table into slices whose rows have lists of equal length, where an input has an open dimension."""
     columns = [column for spec in inputs if -1 in spec.shape[1:] for column in chosen[spec.name]]
     sizes = [level for column in columns for level in _list_row_sizes(_column(table, column))]
     has_changed = np.zeros(max(len(table) - 1, 0), bool)
@@ -102,9 +102,11 @@ def split_by_length(
 def infer_csv_types(
     inputs: Sequence[TensorDescription], chosen: Mapping[str, Sequence[str]], seen: pa.Schema
 ) -> dict[str, pa.DataType]:
-    """What columns of a CSV file are to be read as; the others as they look. `seen`: how its beginning looks.
+    """The types of CSV columns to set explicitly; the others are inferred. `seen`: the types inferred from the
+    beginning.
 
-    Those that are no numbers to the model stay as they stand. Of fractions the first megabyte may have none.
+    Columns that are not numbers to the model are read as text. The first megabyte of a fractional column may have no
+    fractions.
     """
     words = {column for spec in inputs if spec.datatype == "BYTES" for column in chosen[spec.name]}
     wholes = {column for spec in inputs if spec.datatype not in FLOAT_DATATYPES for column in chosen[spec.name]}
@@ -113,7 +115,7 @@ def infer_csv_types(
     for column in numbers - wholes:
         if pa.types.is_integer(seen.field(column).type) or pa.types.is_null(seen.field(column).type):
             types[column] = pa.float64()
-    # Arrow reads what is beyond INT64 as fractions, without their last digits.
+    # Arrow reads integers beyond INT64 as floats, without their last digits.
     for column in {column for spec in inputs if spec.datatype == "UINT64" for column in chosen[spec.name]}:
         seen_type = seen.field(column).type
         if pa.types.is_integer(seen_type) or pa.types.is_floating(seen_type) or pa.types.is_null(seen_type):
@@ -122,7 +124,7 @@ def infer_csv_types(
 
 
 def column_type(spec: TensorDescription) -> pa.DataType:
-    """What a row of this output is in a table: a number, bytes, or a list (of fixed length where its shape is)."""
+    """The type of this output's column: a number, bytes, or a list (of fixed length where its shape is)."""
     if spec.datatype == "BYTES":
         value = pa.binary()
     else:
@@ -134,7 +136,7 @@ def column_type(spec: TensorDescription) -> pa.DataType:
 
 
 def to_column(spec: TensorDescription, array: np.ndarray) -> pa.Array:
-    """An output [rows, ...] as a column of `column_type(spec)`."""
+    """Convert an output [rows, ...] to a column of `column_type(spec)`."""
     rows = len(array)
     flat = (bf16_values(array) if spec.datatype == "BF16" else array).reshape(-1)
     wanted = column_type(spec)
@@ -176,9 +178,9 @@ def _input(table: pa.Table, spec: TensorDescription, columns: Sequence[str], fir
 
 
 def _column(table: pa.Table, name: str) -> pa.Array:
-    """Of tensors, Arrow's own or Ray Data's, the lists that they are made of."""
+    """A column; of tensors, Arrow's own or Ray Data's, as their lists."""
     values = table.column(name).combine_chunks()
-    if isinstance(values, pa.FixedShapeTensorArray) and not values.null_count:  # in the order of its own dimensions
+    if isinstance(values, pa.FixedShapeTensorArray) and not values.null_count:  # in the order of its dimensions
         flat = pa.array(np.ascontiguousarray(values.to_numpy_ndarray()).reshape(-1))
         return pa.FixedSizeListArray.from_arrays(flat, math.prod(values.type.shape))
     while isinstance(values.type, pa.BaseExtensionType):
@@ -187,7 +189,7 @@ def _column(table: pa.Table, name: str) -> pa.Array:
 
 
 def _values(table: pa.Table, column: str, spec: TensorDescription, first_row: int) -> np.ndarray:
-    """[rows, ...], with a dimension for each list that lists are in."""
+    """The array [rows, ...], with a dimension for each level of nested lists."""
     values, sizes = _column(table, column), [len(table)]
     _require_no_nulls(values, column, len(table), first_row)
     try:
@@ -214,9 +216,9 @@ def _values(table: pa.Table, column: str, spec: TensorDescription, first_row: in
 
 
 def _list_row_sizes(values: pa.Array) -> list[np.ndarray]:
-    """[rows] for each list that lists are in: how many elements the row's has, or the first list within it."""
+    """For each level of nested lists, [rows]: the number of elements of the row's list, or of its first inner list."""
     sizes: list[np.ndarray] = []
-    first = np.arange(len(values))  # of each row, among the values of this depth
+    first = np.arange(len(values))  # the first of each row among the values of this depth
     while any(is_list(values.type) for is_list in _LISTS):
         lengths = pa.compute.list_value_length(values).fill_null(0).to_numpy(zero_copy_only=False)
         begins = np.concatenate([[0], np.cumsum(lengths)])
@@ -228,8 +230,8 @@ def _list_row_sizes(values: pa.Array) -> list[np.ndarray]:
 
 
 def _find_first_bad(values: pa.Array, spec: TensorDescription) -> int:
-    """Which of the values is the first that the input cannot hold."""
-    low, high = 0, len(values)  # those before `low` can be held, those before `high` cannot
+    """The index of the first value that the input's type cannot represent."""
+    low, high = 0, len(values)  # those before `low` fit, those before `high` do not
     while high - low > 1:
         middle = (low + high) // 2
         try:
@@ -241,7 +243,7 @@ def _find_first_bad(values: pa.Array, spec: TensorDescription) -> int:
 
 
 def _require_no_nulls(values: pa.Array, column: str, num_rows: int, first_row: int) -> None:
-    """As many values of each row. Raises DataError naming the row that lacks one."""
+    """Check that no row lacks a value. Raises DataError naming the row that does."""
     if values.null_count:
         row = first_row + values.is_null().index(True).as_py() * num_rows // len(values)
         which = f"row {row} " if num_rows > 1 else ""
@@ -249,7 +251,7 @@ def _require_no_nulls(values: pa.Array, column: str, num_rows: int, first_row: i
 
 
 def _numbers(values: pa.Array, datatype: str) -> np.ndarray:
-    """Whole numbers and truths exactly, floats to the nearest that there is. Raises what Arrow and NumPy raise."""
+    """Convert integers and booleans exactly, floats to the nearest. Raises the errors of Arrow and NumPy."""
     if pa.types.is_temporal(values.type):
         raise ValueError("a time is a number only in a unit that its file has chosen")
     if (
@@ -264,13 +266,14 @@ def _numbers(values: pa.Array, datatype: str) -> np.ndarray:
         )
         return whole
     numbers: np.ndarray = values.to_numpy(zero_copy_only=False)
-    if numbers.dtype == object:  # of words, or decimals
+    if numbers.dtype == object:  # of text, or decimals
         numbers = numbers.astype(np.float64)
     return to_floats(numbers, datatype)
 
 
 def _mask_non_boolean(values: pa.Array) -> pa.Array:
-    """Of numbers: Arrow takes all but 0 for true, NaN and one half too. Of words: none, it knows which are truths."""
+    """Mark numbers other than 0 and 1, since Arrow reads all but 0 as true, even NaN. Marks no text, which Arrow parses
+    itself."""
     if not (pa.types.is_integer(values.type) or pa.types.is_floating(values.type)):
         return pa.array([], pa.bool_())
     return pa.compute.invert(pa.compute.is_in(values, pa.array([0, 1], values.type)))

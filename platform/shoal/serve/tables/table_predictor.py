@@ -1,8 +1,8 @@
-"""A model as a function of tables: some columns in, its outputs and its version as further columns out.
+"""A model as a function of tables: takes some columns, and adds its outputs and its version as columns.
 
-Called by batch prediction, in as many processes as that has; uses the endpoint's own Predictor, so that a row gets the
-outputs that the endpoint would give it. Rows whose lists differ in length share a batch where the model's options say
-so (`ragged`). Knows no file and no Ray.
+Called by each process of a batch prediction. Uses the endpoint's own Predictor, so that a row gets the same outputs as
+from the endpoint. Rows whose lists differ in length share a batch if the model's options allow it (`ragged`). Knows no
+file and no Ray.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.model_source import ModelPackage
 from shoal.serve.tables.table import build_inputs, choose_columns, column_type, split_by_length, to_column
 
-OutputPart = tuple[int, dict[str, np.ndarray] | None]  # so many rows, and their outputs; None for one that failed
+OutputPart = tuple[int, dict[str, np.ndarray] | None]  # the number of rows, and their outputs; None for a failed one
 VERSION_COLUMN = "model_version"
 ERROR_COLUMN = "error"
 SKIP_ERRORS_HINT = "--skip-errors goes on without outputs for such rows"
@@ -39,10 +39,10 @@ class _TableRequest:
 class TablePredictor:
     """Answers tables with one version of a model.
 
-    said:        the columns of each input, where they do not follow from the names
-    keep:        the columns that go from input to output; None for all
-    skip_errors: a row that makes no input, or that the model fails on, has no outputs and a word in the column `error`;
-                 else it ends everything
+    said:        the columns of each input, where they do not follow from their names
+    keep:        the columns copied from input to output; None for all
+    skip_errors: a row that is no valid input, or on which the model fails, gets no outputs and an entry in the column
+                 `error`; else it raises
 
     Raises ConfigError, WeightsError when the model cannot be built or loaded.
     """
@@ -66,7 +66,8 @@ class TablePredictor:
         predictor.set_torch_threads()
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """The kept columns, the outputs and the version, a row for each row. Raises DataError, InferenceError."""
+        """Return the copied columns, the outputs and the version, a row for each row. Raises DataError,
+        InferenceError."""
         chosen = choose_columns(self.signature.inputs, table.column_names, self._columns_by_input)
         requests = self._requests(table, chosen)
         for together in self._batches(requests):
@@ -86,7 +87,8 @@ class TablePredictor:
         return kept.append_column(ERROR_COLUMN, pa.array(errors, pa.string())) if self._skip_errors else kept
 
     def _requests(self, table: pa.Table, chosen: Mapping[str, Sequence[str]]) -> list[_TableRequest]:
-        """The table in requests of rows alike, in its order; where some rows make no input, each half by itself."""
+        """Split the table, in order, into requests of equal shapes; where some rows are invalid, each half
+        separately."""
         found: list[_TableRequest] = []
         for rows in split_by_length(table, self.signature.inputs, chosen):
             try:
@@ -106,7 +108,7 @@ class TablePredictor:
         return found
 
     def _locate_error(self, rows: pa.Table, chosen: Mapping[str, Sequence[str]], error: DataError) -> DataError:
-        """The same of the first row that makes no input alone, which has no number here: it is one of a block."""
+        """The error of the first invalid row alone. It has no row number, since it is one of a block."""
         for row in range(len(rows)):
             try:
                 build_inputs(rows.slice(row, 1), self.signature.inputs, chosen)
@@ -119,7 +121,7 @@ class TablePredictor:
         return DataError(error.field, error.value, error.problem, remedy)
 
     def _batches(self, requests: Sequence[_TableRequest]) -> Iterator[list[_TableRequest]]:
-        """Requests that may share a batch, each of at most as many rows as the model takes."""
+        """Group requests that may share a batch, each of at most the model's largest batch."""
         open_batches: dict[Hashable, list[_TableRequest]] = {}
         for request in requests:
             if request.errors:
@@ -133,12 +135,12 @@ class TablePredictor:
         yield from open_batches.values()
 
     def _predict(self, requests: Sequence[_TableRequest]) -> None:
-        """Put the outputs into these requests; of rows that fail together, each half is tried alone."""
+        """Compute the outputs of these requests; when rows fail together, try each half alone."""
         try:
             answers = self._model.predict_batch([request.inputs for request in requests])
         except Exception as raised:
             error = raised
-            if not isinstance(error, InferenceError):  # the model's own, which may mean nothing where it is read
+            if not isinstance(error, InferenceError):  # the model's class may be unknown to the reader
                 error = InferenceError(500, f"the model raised {type(raised).__name__}: {raised}")
             if not self._skip_errors:
                 raise InferenceError(error.status, f"{error.message}. {SKIP_ERRORS_HINT}") from raised

@@ -1,8 +1,8 @@
-"""What kinds of models there are, and how each becomes something that runs: one module per format.
+"""The formats of models and their templates: one module per format.
 
-Called by the predictor, and by `shoal models` for what a file says of itself. A template is made once per model and
-device; each version that it loads is a forward of its own. Formats that bring libraries of their own are imported when
-the first model of theirs is opened.
+Called by the predictor, and by `shoal models` for a file's signature. A template is built once per model and device;
+each version that it loads is a separate forward. Formats with their own libraries are imported when their first model
+is opened.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Arrays", "Forward", "Template", "TemplateConfig", "has_cuda", "open_
 
 
 def open_template(factory: ModelFactory, setting: TemplateConfig) -> Template:
-    """The template of a model. Raises ConfigError when it cannot be built, or when its format lacks an option."""
+    """Open a model's template. Raises ConfigError when it cannot be built, or when its format lacks an option."""
     options, kind = setting.options, factory.format
     if kind == "module":
         return ModuleTemplate(factory, setting)

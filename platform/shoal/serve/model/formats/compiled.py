@@ -1,8 +1,8 @@
 """torch.compile for weights that change: the tensors of a version are arguments of the compiled function.
 
 Called by `module`. A graph compiled for a module object would be guarded by that object and compiled again for the next
-version; tensors of equal shapes and dtypes that arrive as arguments fit the graph that is there. So any number of
-versions share one graph, none is ever written to, and there is nothing to lock.
+version. Argument tensors of equal shapes and dtypes fit the present graph. So any number of versions share one graph,
+none is ever written to, and no lock is needed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from shoal.serve.model.formats.template import TemplateConfig
 
 
 class CompiledModule:
-    """Compiles at the first call, and once more for the first batch of another size: two graphs, of one row and of any
-    number, which the warm-up makes both."""
+    """Compiles at the first call, and again for the first batch of another size: two graphs, for one row and for any
+    number. The warm-up compiles both."""
 
     def __init__(self, module: nn.Module, setting: TemplateConfig, *, by_name: bool) -> None:
         target = _Predict(module) if by_name else module
@@ -31,12 +31,12 @@ class CompiledModule:
         def call(state: Mapping[str, Tensor], args: tuple[Any, ...], inputs: Mapping[str, Any]) -> Any:
             return functional_call(target, dict(state), args, dict(inputs))
 
-        # Compiled graphs are kept, and limited to eight, by code object: each model has one of its own.
+        # torch retains at most eight compiled graphs per code object, so each model has its own.
         own = FunctionType(call.__code__.replace(), call.__globals__, closure=call.__closure__)
         self._call = torch.compile(own)
 
     def bind(self, state: Mapping[str, Tensor]) -> Callable[..., Any]:
-        """The compiled function with the weights of one version."""
+        """Bind the compiled function to the weights of one version."""
         weights = {self._names[name]: tensor for name, tensor in state.items()}
         compiled, variable = self._call, self._variable
 
@@ -50,7 +50,7 @@ class CompiledModule:
 
 
 class _Predict(nn.Module):
-    """A module whose `forward` is the other's `predict`: what functional_call can call."""
+    """A module whose `forward` is the other's `predict`, for functional_call."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""A module as CUDA graphs, one per batch size: the whole forward is launched at once, without its kernels' overhead.
+"""A module as CUDA graphs, one per batch size: the full forward is launched at once, without its kernels' overhead.
 
-Called by `module`. A graph replays fixed addresses, so a version is copied into the parameters of a slot, which has
-module, graphs and buffers of its own. A slot is written to again only when nothing refers to its version any more, a
-running batch included: no batch sees a mixture, and live versions do not capture again.
+Called by `module`. A graph replays fixed addresses, so a version is copied into the parameters of a slot, which has its
+own module, graphs and buffers. A slot is reused only once no reference to its version is left, a running batch's
+included. So no batch sees a mixture, and live versions do not capture again.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ NUM_CAPTURE_WARM_UPS = 3  # libraries allocate and choose their kernels in the f
 
 
 class GraphedModule:
-    """The slots of one module. `called` says how a module is called: by itself, or by its `predict`."""
+    """The slots of one module. `called` returns a module's callable: itself or its `predict`."""
 
     def __init__(self, module: nn.Module, called: Callable[[nn.Module], Callable[..., Any]]) -> None:
         self._module, self._get_callable = module, called
         self._free: list[_Slot] = []
 
     def bind(self, state: Mapping[str, Tensor]) -> Callable[..., Any]:
-        """The module with the weights of one version."""
+        """Bind the module to the weights of one version."""
         try:
             slot = self._free.pop()
         except IndexError:
@@ -40,7 +40,7 @@ class GraphedModule:
 
 
 class _SlotLease:
-    """The claim of one version to a slot: when it is gone, so is the version."""
+    """One version's claim to a slot, which is free again once the claim is garbage."""
 
     def __init__(self, slot: _Slot) -> None:
         self._slot = slot
@@ -65,7 +65,7 @@ class _Slot:
             torch.cuda.synchronize()
 
     def run(self, args: tuple[Tensor, ...], inputs: Mapping[str, Tensor]) -> Any:
-        """The outputs, cut to the batch's rows, in memory of their own."""
+        """Run a batch; returns outputs of its rows in their own memory."""
         tensors = args or tuple(inputs.values())
         num_rows = len(tensors[0])
         size = 1 << (num_rows - 1).bit_length()
@@ -100,7 +100,7 @@ class _Graph:
 
 
 def capture_graph(compute: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-    """A function that computes anew, from and to the memory that `compute` reads and gives; and what it gives."""
+    """Capture `compute`; returns a function that replays it on the same memory, and its outputs."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -113,5 +113,5 @@ def capture_graph(compute: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
 
 
 def _copy_to_host(output: Tensor, num_rows: int) -> Tensor:
-    """The rows of the batch, out of the memory that the next one overwrites."""
+    """Copy the batch's rows out of the memory that the next batch overwrites."""
     return output[:num_rows].to("cpu", copy=True)

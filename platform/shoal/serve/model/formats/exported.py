@@ -1,7 +1,7 @@
-"""A program of torch.export (.pt2): the weights and the operations in one file, without the Python that made them.
+"""A program of torch.export (.pt2): weights and operations in one file, without their Python code.
 
-Called by the predictor and by `shoal models add`, which asks for the signature. Loading one imports much of torch, so
-torch.export is imported when the first is loaded. A version is a file of its own, and is compiled for itself.
+Called by the predictor, and by `shoal models add` for the signature. torch.export imports much of torch, so it is
+imported when the first program is loaded. Each version is a separate file and is compiled separately.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DATATYPES = {
 
 
 class ExportedTemplate:
-    """Programs with one signature; each version brings its own."""
+    """Programs with one signature, one for each version."""
 
     def __init__(self, setting: TemplateConfig) -> None:
         self._setting = setting
@@ -48,7 +48,7 @@ class ExportedTemplate:
 
 
 def _flatten_program(module: Any) -> Any:
-    """The program without what checks and nests its inputs: they are flat, and were checked against the signature."""
+    """The program without the checks and nesting of its inputs, which are flat and already checked."""
     from torch.fx.graph import CodeGen
 
     module._forward_pre_hooks.clear()
@@ -59,14 +59,14 @@ def _flatten_program(module: Any) -> Any:
 
 
 class _Argument(NamedTuple):
-    """What a program takes or gives: the name of a tensor; or None, and the value that it was exported with."""
+    """An input or output of a program: a tensor's name; or None and the exported constant."""
 
     name: str | None
     value: Any
 
 
 def _read_arguments(program: Any) -> tuple[list[_Argument], list[_Argument]]:
-    """What a program takes and what it gives, flat."""
+    """Read a program's flat inputs and outputs."""
     from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
     def read(argument: Any) -> _Argument:
@@ -79,7 +79,7 @@ def _read_arguments(program: Any) -> tuple[list[_Argument], list[_Argument]]:
 
 
 def _bind_constants(program: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-    """A flat program as a function of its tensors alone; of what it was exported with beside them it gets the same."""
+    """Bind a flat program to its exported constants, as a function of its tensors alone."""
     given, made = _read_arguments(program)
     if all(each.name is not None for each in (*given, *made)):
         return call
@@ -93,10 +93,10 @@ def _bind_constants(program: Any, call: Callable[..., Any]) -> Callable[..., Any
 
 
 def read_signature(payload: bytes, file: str) -> Signature:
-    """What the program takes and gives. Raises ConfigError.
+    """Read a program's signature. Raises ConfigError.
 
-    Inputs have the names of its forward's arguments, outputs the keys of the dict that it gives; where that is none,
-    `output`, or of several `output_0`, ... What is no tensor, such as None, is neither.
+    Inputs have the names of its forward's arguments, outputs the keys of the returned dict. Without a dict they are
+    `output`, or `output_0`, ... for several. Values other than tensors, such as None, are left out.
     """
     program = _load_program(payload, file)
     nodes = {node.name: node for node in program.graph.nodes}
@@ -111,7 +111,7 @@ def read_signature(payload: bytes, file: str) -> Signature:
 
 
 def _name_outputs(spec: Any, outputs: Sequence[str | None]) -> list[tuple[str, str | None]]:
-    """Outputs that `spec`, a TreeSpec, nests, by the keys of a flat dict when all of them are names."""
+    """Name the outputs nested by `spec`, a TreeSpec, by the keys of a flat dict when all are strings."""
     given = spec.unflatten(outputs)
     is_flat = isinstance(given, dict) and list(given.values()) == list(outputs)
     if is_flat and all(isinstance(key, str) and key.isidentifier() for key in given):
@@ -133,10 +133,10 @@ def _load_program(payload: bytes, what: str) -> Any:
         return error is None
 
     logger = logging.getLogger("torch.export")
-    logger.addFilter(keep_errors)  # the first error is logged as a traceback, and not raised
+    logger.addFilter(keep_errors)  # torch logs the first error as a traceback instead of raising it
     try:
         return torch.export.load(io.BytesIO(payload))
-    except Exception as error:  # it has no errors of its own: zip, pickle, JSON and schema speak here
+    except Exception as error:  # it has no error class: zip, pickle, JSON and schema errors arrive here
         reason = str(logged[0] if logged else error).partition(". ")[0]  # advice follows
         raise WeightsError(f"{what} is not a program of torch.export that this torch can load: {reason}") from error
     finally:

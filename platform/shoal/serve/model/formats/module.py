@@ -1,16 +1,16 @@
-"""An nn.Module from the registry's factory, and the versions of its weights.
+"""An nn.Module from the registry's factory, with the versions of its weights.
 
-Each version is the snapshot's own tensors: they are assigned, never copied into, so a batch that runs on an older
-version is not disturbed, and a live version costs a fraction of a millisecond.
+A version is the snapshot's own tensors. They are assigned, never copied into, so a batch on an older version is not
+disturbed, and a live version costs a fraction of a millisecond.
 
-| run      | what a version is                    | why                                                             |
+| run      | a version                            | why                                                             |
 |----------|--------------------------------------|-----------------------------------------------------------------|
 | eagerly  | a copy of the module that holds them | the cheapest call                                               |
 | compiled | an argument of one compiled function | torch.compile ties a graph to the module object, not to tensors |
 | graphed  | see `cuda_graphs`                    | a CUDA graph is tied to addresses                               |
 
-A module that has no copy which stands by itself (see `copies`) is built anew for each version, and its weights are
-copied into it. The one that others are copied from holds no weights, but those of a compiled or graphed one.
+A module without an independent copy (see `module_copy`) is rebuilt for each version, and the weights are copied into
+it. The original module has no weights, except a compiled or graphed one.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ _REMEDY = "leave it out, or let the module reach its weights through itself alon
 
 
 class ModuleTemplate:
-    """Raises ConfigError when the factory does not give a module.
+    """The template of a module. Raises ConfigError when the factory does not return a module.
 
-    A module that has a method `predict` is called by it, with the inputs by name, and gives a dict of tensors; one that
-    has not is called as `forward(*inputs)` in the signature's order, and gives a tensor, a tuple or a dict.
+    A module with a method `predict` is called by it, with the inputs by name, and returns a dict of tensors. Any other
+    is called as `forward(*inputs)` in the signature's order and returns a tensor, a tuple or a dict.
     """
 
     def __init__(self, factory: ModelFactory, setting: TemplateConfig) -> None:
         self._factory, self._setting = factory, setting
         module = self._build_module()
         self._expected = {name: (tensor.shape, tensor.dtype) for name, tensor in module.state_dict().items()}
-        # A mask may hold infinities on purpose, and then it does from the start.
+        # A mask may contain infinities on purpose, and then has them from the start.
         self._unbounded = {name for name, tensor in module.state_dict().items() if _count_not_finite(tensor)}
         self._by_name = callable(getattr(module, "predict", None))
         self._precision = self._prepare(module)
@@ -69,7 +69,7 @@ class ModuleTemplate:
         return module.eval().requires_grad_(False)
 
     def _prepare(self, module: nn.Module) -> PrecisionConverter:
-        """What a module becomes before it has the weights of a version: its precision, its kernels, its device."""
+        """Prepare a module for the weights of a version: its precision, kernels and device."""
         precision = PrecisionConverter(self._setting.options.precision, module)
         if self._setting.device == "cpu" and not self._setting.options.compile:  # a compiler chooses its own
             choose_kernels(module)
@@ -77,7 +77,8 @@ class ModuleTemplate:
         return precision
 
     def _select_binding(self, module: nn.Module) -> Callable[[State], Callable[..., Any]]:
-        """What makes a version of its state. Raises ConfigError for a module that cannot be run as is wanted."""
+        """Select the function that binds a version's state. Raises ConfigError for a module that cannot run in the
+        requested way."""
         options, own = self._setting.options, list_state_tensors(module)
         bare = _copy_without_weights(module)
         if options.compile:
@@ -96,7 +97,7 @@ class ModuleTemplate:
     def load(self, snapshot: WeightSnapshot) -> Forward:
         snapshot.verify()
         try:
-            tensors = safetensors.torch.load(snapshot.payload)  # in memory of their own; NumPy has no bfloat16
+            tensors = safetensors.torch.load(snapshot.payload)  # in their own memory; NumPy has no bfloat16
         except (SafetensorError, ValueError, KeyError) as error:
             raise WeightsError(f"weights version {snapshot.version} are not safetensors: {error}") from None
         self._check(snapshot.version, tensors)
@@ -138,17 +139,17 @@ class ModuleTemplate:
 
 
 def _copy_with_state(state: State, module: nn.Module) -> nn.Module:
-    """A copy of the module that holds these tensors in the place of its own."""
+    """Copy the module with these tensors in place of its own."""
     copied = copy.deepcopy(module, {id(tensor): tensor for tensor in list_state_tensors(module)})
     copied.load_state_dict(state, assign=True)
     return copied.requires_grad_(False)
 
 
 def _copy_without_weights(module: nn.Module) -> nn.Module | None:
-    """A copy without weights; None for a module that cannot be copied (`torch.nn.utils.weight_norm` makes such)."""
+    """Copy the module without weights; None for one that cannot be copied (as by `torch.nn.utils.weight_norm`)."""
     try:
         return _copy_with_state({name: tensor.to("meta") for name, tensor in module.state_dict().items()}, module)
-    except (RuntimeError, TypeError) as error:  # of torch, and of what is in no pickle either
+    except (RuntimeError, TypeError) as error:  # of torch, and of values that cannot be pickled
         logger.info("the module is built anew for each version, since it cannot be copied: %s", error)
         return None
 
@@ -161,6 +162,6 @@ def _require_fixed(setting: TemplateConfig) -> None:
 
 
 def _count_not_finite(tensor: Tensor) -> int:
-    if not tensor.is_floating_point() or math.isfinite(tensor.sum()):  # what is not finite stays so in a sum
+    if not tensor.is_floating_point() or math.isfinite(tensor.sum()):  # NaN or infinity carries into a sum
         return 0
     return tensor.numel() - int(torch.isfinite(tensor).sum())

@@ -1,8 +1,8 @@
-"""Whether a deep copy of a module stands by itself, or comes upon the module that it was copied from.
+"""Checks whether a deep copy of a module is independent of the original.
 
-Called by `module`, whose versions are copies that are given weights of their own. Python copies no function with what
-it encloses, and a tensor that a module keeps beside its parameters is another object than the parameter that takes its
-place: a copy that reaches its weights by either would compute with the original's. Computes nothing.
+Called by `module`, whose versions are copies with their own weights. Python does not copy a function's closure, and a
+tensor that a module stores outside its parameters is not the parameter that replaces it. A copy that reaches its
+weights by either would compute with the original's. Computes nothing.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_SKIPPED_TYPES = (type, ModuleType)  # what everything has in common leads to everything
+_SKIPPED_TYPES = (type, ModuleType)  # shared objects lead to every other
 
 
 def list_state_tensors(module: nn.Module) -> list[Tensor]:
-    """What its versions give it: parameters and buffers."""
+    """The tensors that a version replaces: parameters and buffers."""
     return [*module.state_dict(keep_vars=True).values()]
 
 
 def can_reach(copied: nn.Module, sought: Iterable[object], *, barred: Iterable[object] = ()) -> bool:
-    """Whether one of the objects that are `sought` can be reached from a copy, by a way that leads over none `barred`.
+    """Whether one of the `sought` objects can be reached from a copy without passing a `barred` one.
 
-    What a function finds in the globals of its file is no part of the copy.
+    The globals of a function's file are not part of the copy.
     """
     wanted, seen = set(map(id, sought)), set(map(id, barred))
     ahead: list[Any] = [copied]

@@ -1,6 +1,6 @@
-"""An ONNX file, run by onnxruntime, which comes with the extra `onnx` and is imported when one is loaded.
+"""An ONNX file, run by onnxruntime, which the extra `onnx` installs and which is imported on the first load.
 
-Called by the predictor and by `shoal models add`, which asks for the signature. Its precision is that of the file.
+Called by the predictor, and by `shoal models add` for the signature. Its precision is that of the file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PROVIDERS = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider",
 
 
 class OnnxTemplate:
-    """Files with one signature; each version brings its own."""
+    """Files with one signature, one for each version."""
 
     def __init__(self, setting: TemplateConfig) -> None:
         self._setting = setting
@@ -46,7 +46,7 @@ class OnnxTemplate:
 
 
 def _decode_texts(name: str, texts: np.ndarray) -> np.ndarray:
-    """As onnxruntime wants them: it would take bytes for what Python prints of them."""
+    """Decode bytes to text, since onnxruntime would take the bytes' repr."""
     try:
         decoded = [each.decode() for each in texts.ravel().tolist()]
     except UnicodeDecodeError as error:
@@ -60,7 +60,7 @@ def has_cuda() -> bool:
 
 
 def read_signature(payload: bytes, file: str) -> Signature:
-    """What the file's graph takes and gives, by the graph's names. Raises ConfigError."""
+    """Read the signature of the file's graph, by the graph's names. Raises ConfigError."""
     session = _open_session(payload, file, "cpu", 1)
     return Signature(
         inputs=[_to_tensor_signature(file, each) for each in session.get_inputs()],
@@ -85,11 +85,11 @@ def _open_session(payload: bytes, what: str, device: str, threads: int) -> Any:
     runtime = _runtime()
     options = runtime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # idle threads leave the cores to others
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # idle threads do not spin
     options.log_severity_level = 3
     try:
         return runtime.InferenceSession(payload, options, providers=_PROVIDERS[device])
-    except Exception as error:  # its errors have no base of their own
+    except Exception as error:  # its errors have no common base
         is_apart = "external" in str(error).lower()
         remedy = (
             "save it as one file, with its weights" if is_apart else "write it with torch.onnx.export, or onnx.save"

@@ -1,4 +1,4 @@
-"""What every format gives the predictor: a template that loads versions, and a forward for each of them."""
+"""The interface of a format: a template that loads versions, and a forward for each of them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
 
 Arrays = Mapping[str, np.ndarray]
-Forward = Callable[[Arrays], Arrays]  # one whole batch in, in the model's order; outputs by name, in their own memory
+Forward = Callable[[Arrays], Arrays]  # takes a batch in the model's order; returns outputs by name, in their own memory
 
 
 class Template(Protocol):
     """One model without its weights. Immutable to its users: `load` may be called from any thread."""
 
     def load(self, snapshot: WeightSnapshot) -> Forward:
-        """The forward of one version; earlier ones go on as they are. Raises WeightsError when it does not fit."""
+        """Load one version's forward; earlier ones are unaffected. Raises WeightsError when it does not fit."""
         ...
 
 
 @dataclass(frozen=True)
 class TemplateConfig:
-    """How a template runs: the model's signature and options, the device that was chosen, the threads of a forward, and
-    whether code of the user's prepares its inputs, and makes an answer of what it gives."""
+    """A template's configuration: the model's signature and options, the selected device, the threads of a forward, and
+    whether the user has a pre- and a postprocessing hook."""
 
     signature: Signature
     options: ModelOptions
@@ -38,12 +38,12 @@ class TemplateConfig:
 
     @property
     def bf16_inputs(self) -> frozenset[str]:
-        """Those that arrive as the bits of bfloat16; a preprocessing gives arrays that NumPy knows."""
+        """The inputs that arrive as bits of bfloat16; a preprocessing hook returns NumPy's own types."""
         if self.has_preprocess:
             return frozenset()
         return frozenset(spec.name for spec in self.signature.inputs if spec.datatype == "BF16")
 
     @property
     def outputs(self) -> tuple[TensorSignature, ...] | None:
-        """What the model itself gives; None when that is for a postprocessing alone to know."""
+        """The model's own outputs; None when only the postprocessing hook knows them."""
         return None if self.has_postprocess else tuple(self.signature.outputs)

@@ -1,4 +1,4 @@
-"""Arrays in, a call of torch, arrays out: what the formats that run in torch have in common.
+"""A forward from arrays to arrays through torch, shared by the formats that run in torch.
 
 Called by `module` and `exported`. Knows the datatypes, the device and the precision; never a weight.
 """
@@ -16,20 +16,20 @@ from shoal.errors import InferenceError
 from shoal.registry.manifest import TensorSignature
 from shoal.serve.model.formats.template import Arrays, Forward, TemplateConfig
 
-# Floating-point outputs that the precision of a forward may have changed, and what the signature promises.
+# Floating-point outputs whose type a forward's precision may have changed, and the signature's type.
 _FLOATS = {"FP16": torch.float16, "BF16": torch.bfloat16, "FP32": torch.float32, "FP64": torch.float64}
 
 
 def make_torch_forward(call: Callable[..., Any], setting: TemplateConfig, *, by_name: bool = False) -> Forward:
-    """`call`, which takes tensors (by name, or in order) and gives tensors, as a forward of arrays."""
+    """Wrap `call`, a function of tensors (by name or in order), as a forward of arrays."""
     device = torch.device(setting.device)
     bf16_inputs, outputs = setting.bf16_inputs, setting.outputs
     as_they_are = device.type == "cpu" and not bf16_inputs
     inference_mode = torch.inference_mode
-    writes = False  # whether the model was seen to write to its inputs, which are the callers' (a shadow asks again)
+    writes = False  # whether the model writes to its inputs, which belong to the callers (a shadow reads them again)
 
     def tensors_of(inputs: Arrays) -> list[Any]:
-        # Not in inference mode, in which a tensor does not count how often it is written to.
+        # Not in inference mode, in which a tensor does not count its writes.
         tensors = [_tensor(array, writes) for array in inputs.values()]
         if as_they_are:
             return tensors
@@ -54,7 +54,7 @@ def make_torch_forward(call: Callable[..., Any], setting: TemplateConfig, *, by_
         return found
 
     def forward_bf16(inputs: Arrays) -> Arrays:
-        # Weights are bfloat16 already, where they should be: there is nothing to cache.
+        # Weights are already bfloat16 where they should be: there is nothing to cache.
         with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
             return forward(inputs)
 
@@ -62,9 +62,9 @@ def make_torch_forward(call: Callable[..., Any], setting: TemplateConfig, *, by_
 
 
 def _tensor(array: np.ndarray, copies: bool) -> Any:
-    """The array as a tensor, in the same memory unless it may not be written to, or runs backwards, as no tensor does.
+    """The array as a tensor, in the same memory unless it is read-only or has negative strides, as no tensor has.
 
-    BYTES, which torch has not, stay.
+    BYTES, which torch does not have, stay arrays.
     """
     if copies or not array.flags.writeable or min(array.strides, default=0) < 0:
         array = array.copy()
@@ -72,7 +72,8 @@ def _tensor(array: np.ndarray, copies: bool) -> Any:
 
 
 def _select_outputs(result: Any, specs: Sequence[TensorSignature]) -> dict[str, Any]:
-    """The signature's outputs of what a model gave: a dict by name, a tensor or a tuple in the signature's order."""
+    """Select the signature's outputs from a model's result: a dict by name, a tensor or a tuple in the signature's
+    order."""
     if isinstance(result, Tensor) and len(specs) == 1:
         return {specs[0].name: _detach_output(result, specs[0])}
     if not isinstance(result, Mapping):
@@ -87,7 +88,7 @@ def _select_outputs(result: Any, specs: Sequence[TensorSignature]) -> dict[str, 
 
 
 def _name_all_outputs(result: Any) -> dict[str, Any]:
-    """All that a model gave, by the names that a registered network's outputs have when it does not name them."""
+    """Name all outputs of a model, with a registered network's default names where it has none."""
     if isinstance(result, tuple | list):
         result = {f"output_{index}": value for index, value in enumerate(result)}
     elif not isinstance(result, Mapping):
@@ -96,7 +97,7 @@ def _name_all_outputs(result: Any) -> dict[str, Any]:
 
 
 def _detach_output(value: Any, spec: TensorSignature | None) -> Any:
-    """The value as a tensor object of our own, so that the model's may be let go; bfloat16 as what is wanted of it."""
+    """Detach the value into a new tensor object, so that the model's can be freed; bfloat16 becomes the wanted type."""
     if not isinstance(value, Tensor):
         return value
     if value.dtype == torch.bfloat16:
@@ -105,7 +106,7 @@ def _detach_output(value: Any, spec: TensorSignature | None) -> Any:
 
 
 def _array(value: Any) -> np.ndarray:
-    """In memory that nobody else has: a model may keep what it gave, and write the next batch's output to it."""
+    """The tensor as an array in unshared memory: a model may retain its output and write the next batch's to it."""
     if not isinstance(value, Tensor):
         return np.array(value)
     if value.is_cuda:
@@ -119,7 +120,7 @@ def _array(value: Any) -> np.ndarray:
 
 
 def _count_owners(tensor: Tensor) -> int:
-    """Of its memory: tensors, on either side of the border between Python and C++."""
+    """Count the tensors that share its memory, in Python and in C++."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 

@@ -1,1 +1,1 @@
-"""Models that follow the weights of a run: which version answers, and the trial of a newer one."""
+"""Models that follow the weights of a run: the version that answers, and the trial of a newer one."""

@@ -1,8 +1,8 @@
-"""What brings a live model of a replica to where its run and the controller's plan want it.
+"""Keeps a replica's live model up to date with its run and the controller's plan.
 
-Owned by the host, on its event loop. New weights come in through a thread; weights that the run has replaced, but that
-the endpoint is to answer with, come from the controller, which has them from a replica. Decides nothing: who answers is
-the affair of `live_versions`.
+Owned by the model manager, on its event loop. A thread fetches new weights. Weights that the run has replaced, but the
+endpoint still needs, come from the controller, which has them from a replica. Decides nothing: `live.versions` selects
+the version that answers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class LiveFollower:
-    """Of one model, until close(). `changed` is called, on the event loop, when there is something to report."""
+    """Follows one model until close(). `changed` is called on the event loop when there is something to report."""
 
     def __init__(
         self,
@@ -44,25 +44,25 @@ class LiveFollower:
 
     @property
     def alive(self) -> bool:
-        """Whether newer weights would still be noticed."""
+        """Whether the following thread is alive."""
         return self._thread.is_alive
 
     @property
     def busy_s(self) -> float:
-        """For how long a version of the run has been loading; 0 while none is."""
+        """How long a version of the run has been loading; 0 while none is."""
         return self._thread.busy_s
 
     @property
     def rejected(self) -> int:
-        """The newest version that did not fit, 0 when none."""
+        """The newest version that did not fit; 0 for none."""
         return self._thread.rejected_version
 
     def has(self, plan: ModelPlan) -> bool:
-        """Whether it answers with what is pinned, if that is to be had."""
+        """Whether it answers with the pinned version, if that is available."""
         return not plan.pinned or not plan.is_retained or self._versions.version == plan.pinned
 
     def apply(self, plan: ModelPlan) -> None:
-        """Do what the controller wants: at once if it is here, or else when it has come."""
+        """Apply the controller's plan: at once if the version is loaded, else once it arrives."""
         is_again = plan.attempt != self._plan.attempt
         self._plan = plan
         self._versions.apply(plan)
@@ -76,15 +76,15 @@ class LiveFollower:
         self._thread.close(timeout_s)
 
     def _rest(self, is_again: bool = False) -> None:
-        """Ask the run for nothing while nothing would be taken, and for its newest weights afterwards."""
+        """Pause the run's thread while no version would be taken, and resume with the newest weights afterwards."""
         is_resting = self._versions.is_resting
         if is_resting != self._is_resting or is_again:
             self._is_resting = is_resting
             self._thread.set_paused(is_resting)
 
     def _tell(self) -> None:
-        """From any thread."""
-        with suppress(RuntimeError):  # the loop is closed, and with it everybody who wants to know
+        """Notify the event loop. Callable from any thread."""
+        with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._poll)
             self._loop.call_soon_threadsafe(self._changed)
 
@@ -93,7 +93,7 @@ class LiveFollower:
             self._task = self._loop.create_task(self._exchange())
 
     async def _exchange(self) -> None:
-        """Give the controller what it wants to keep, and take from it what is missing here."""
+        """Send the controller the weights it should retain, and fetch the missing ones."""
         while True:
             plan = self._plan
             try:
@@ -103,21 +103,21 @@ class LiveFollower:
                 if is_wanted and (snapshot := self._versions.snapshot(plan.retained)) is not None:
                     await self._controller.store_weights(self._name, snapshot)
             except ConnectionLost as error:
-                logger.debug("the controller is away, what serves goes on serving: %s", error)
+                logger.debug("the controller is away, serving continues: %s", error)
                 await asyncio.sleep(RETRY_S)
                 continue
             except Exception:
-                logger.exception("%s: weights did not go from here to the controller, or back", self._name)
-                return  # the next plan, or the next change here, tries again
+                logger.exception("%s: weights could not be exchanged with the controller", self._name)
+                return  # the next plan or local change tries again
             if plan is self._plan:
                 return
 
     async def _load(self, version: int) -> None:
         snapshot = self._versions.snapshot(version) or await self._controller.fetch_weights(self._name, version)
         if snapshot is None:
-            return  # something else is retained by now, and the next plan says so
+            return  # another version is retained by now, as the next plan shows
         try:
             await asyncio.to_thread(self._versions.put, snapshot)
         except WeightsError as error:
-            logger.error("older weights are refused, what serves goes on serving: %s", error)
+            logger.error("older weights are rejected, serving continues: %s", error)
         self._rest()

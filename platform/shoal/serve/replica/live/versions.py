@@ -1,12 +1,12 @@
-"""Which version of a model that follows a run answers in one replica: the newest, until it turns out to be bad.
+"""Selects the version of a live model that answers on one replica: the newest, until it proves bad.
 
-Owned by a hosted model. The follower's thread brings versions (`take`), forward threads reject them, the event loop
-brings plans (`apply`). A lock guards who answers; it is free while versions load or compute. Knows neither where
-weights come from nor who decides.
+Owned by a served model. The follower's thread adds versions (`take`), forward threads reject them, the event loop
+applies plans (`apply`). A lock guards the selection; it is free while versions load or compute. Knows neither the
+source of weights nor the origin of plans.
 
-The newest version is on trial, and falls back to the version before, which stays loaded. A rejected version is not
-taken again. A few older versions are retained as the bytes that came, for an administrator to go back to. While the
-newest has a share beside a pinned version, it falls back to that one, whichever newer ones come.
+The newest version is on trial and falls back to the previous one, which stays loaded. A rejected version is not taken
+again. A few older versions are retained as received bytes, so that an administrator can return to them. While the
+newest has a share alongside a pinned version, it falls back to the pinned one.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from shoal.serve.replica.version_router import Answering
 from shoal.serve.spec.model_options import GuardOptions
 from shoal.weights import WeightSnapshot
 
-OLDER_EVERY_S = 30.0  # between the publications of older versions that are retained
+OLDER_EVERY_S = 30.0  # between retained older versions
 FOLLOW = ModelPlan("", "", {}, stable=NEWEST)
 logger = logging.getLogger(__name__)
 
 
 class LiveVersionSelector:
-    """Of one model in one replica.
+    """The versions of one model on one replica.
 
-    load:      makes a version ready; raises WeightsError for one that does not fit, or cannot answer an example
-    point:     told of every change of who answers
+    load:      loads a version; raises WeightsError for one that does not fit or cannot answer an example
+    point:     called at every change of the answering versions
     forwards:  how long versions have taken
-    num_older: how many versions are retained beside the two that are loaded
+    num_older: the number of retained versions in addition to the two loaded ones
     changed:   called, in any thread, when there is something to report
     """
 
@@ -58,26 +58,26 @@ class LiveVersionSelector:
         self._older: deque[WeightSnapshot] = deque(maxlen=num_older)
         self._plan = FOLLOW
         self._rejected: dict[int, RejectedVersion] = {}  # by this replica, in this attempt
-        self._is_refused = False  # something came before there was a version to answer with, and was not taken
+        self._is_refused = False  # a version arrived before any could answer, and was not taken
 
     @property
     def version(self) -> int:
-        """The version that answers who asks for nothing else; 0 before the first."""
+        """The version that answers by default; 0 before the first."""
         shared, trial = self._shared(), self._trial
         if shared is not None:
             return shared.version
         return trial.version if trial else 0
 
     def report(self) -> ModelReport:
-        """What the controller is told of versions."""
+        """The versions' part of the report to the controller."""
         with self._lock:
             staged = {each.version for each in self._loaded()} | {each.version for each in self._older}
             return ModelReport(self.version, self._candidate(), tuple(sorted(staged)), tuple(self._rejected.values()))
 
-    # -- what is there to answer with -------------------------------------------------------------------------------
+    # -- available versions ----------------------------------------------------------------------------------------
 
     def take(self, snapshot: WeightSnapshot) -> bool:
-        """Answer with a version of the run from the next batch on; whether it does. Raises WeightsError."""
+        """Answer with a version of the run from the next batch on; returns whether it does. Raises WeightsError."""
         if not self._is_wanted(snapshot.version):
             self._tell_if_stuck()
             return False
@@ -102,7 +102,8 @@ class LiveVersionSelector:
         return is_wanted
 
     def put(self, snapshot: WeightSnapshot) -> None:
-        """Answer with an older version, or one that the controller retained, if that is wanted. Raises WeightsError."""
+        """Answer with an older version, or one that the controller retained, if the plan wants it. Raises
+        WeightsError."""
         loaded, version = self._load_version(snapshot), snapshot.version
         with self._lock:
             if version != self.version and version in (self._plan.pinned, self._missing()):
@@ -115,7 +116,7 @@ class LiveVersionSelector:
         self.changed()
 
     def _load_version(self, snapshot: WeightSnapshot) -> LoadedVersion:
-        """Raises WeightsError whatever goes wrong: what serves goes on serving."""
+        """Load a version. Raises WeightsError for any failure; serving continues."""
         try:
             return LoadedVersion(self._load(snapshot), snapshot)
         except WeightsError:
@@ -124,12 +125,12 @@ class LiveVersionSelector:
             raise WeightsError(f"{type(error).__name__}: {error}") from error
 
     def missing(self) -> int:
-        """The version to load, to do what the controller wants, and to ask it for if it is not here; 0 for none."""
+        """The version that the plan needs and that must be loaded or fetched from the controller; 0 for none."""
         with self._lock:
             return self._missing()
 
     def apply(self, plan: ModelPlan) -> None:
-        """Do what the controller wants, as far as that is here."""
+        """Apply the controller's plan, as far as its versions are available."""
         with self._lock:
             shared = self._shared()
             if plan.attempt != self._plan.attempt:
@@ -142,7 +143,7 @@ class LiveVersionSelector:
                 return
             if plan.pinned and (shared is None or self._shared() is None):
                 there = next((each for each in self._loaded() if each.version == plan.pinned), shared)
-                if there is not None:  # or else what answers stays until what is pinned has come
+                if there is not None:  # else the answering version stays until the pinned one arrives
                     trial = self._try(there, None)
             else:
                 before = trial.before
@@ -153,14 +154,15 @@ class LiveVersionSelector:
             self._tell(trial)
 
     def snapshot(self, version: int) -> WeightSnapshot | None:
-        """The weights of a version that is here; None of another."""
+        """The weights of an available version; None for another."""
         with self._lock:
             snapshots = [*(each.snapshot for each in self._loaded()), *self._older]
             return next((snapshot for snapshot in snapshots if snapshot.version == version), None)
 
     @property
     def is_resting(self) -> bool:
-        """Whether nothing new would be taken. What is pinned may be on its way: until then, what answers stays."""
+        """Whether no new version would be taken. A pinned version may still be loading; the answering one stays until
+        then."""
         plan = self._plan
         return plan.is_frozen or (plan.pinned > 0 and self.version > 0 and self._shared() is None)
 
@@ -178,7 +180,7 @@ class LiveVersionSelector:
             self.changed()
 
     def _missing(self) -> int:
-        """The version that is to be loaded, and that the controller has if it is not here."""
+        """The version to load, from the controller if it is not available here."""
         plan = self._plan
         if plan.pinned != self.version and any(older.version == plan.pinned for older in self._older):
             return plan.pinned
@@ -187,10 +189,10 @@ class LiveVersionSelector:
         has_none_better = self._is_rejected(self.version) if self._trial else self._is_refused
         return plan.retained if plan.pinned == plan.retained or has_none_better else 0
 
-    # -- who answers ------------------------------------------------------------------------------------------------
+    # -- selection --------------------------------------------------------------------------------------------------
 
     def _shared(self) -> LoadedVersion | None:
-        """The pinned version, if it is here, while the newest of the run is to have a share beside it."""
+        """The pinned version, if available, while the run's newest should have a share alongside it."""
         trial, plan = self._trial, self._plan
         if trial is None or plan.candidate != NEWEST:
             return None
@@ -203,7 +205,7 @@ class LiveVersionSelector:
         return trial.version if trial and trial.before and self._shared() else 0
 
     def _to_go_back_to(self) -> LoadedVersion | None:
-        """The newest version that has answered something, when another comes; or else the first."""
+        """The newest version that has answered a request, as the fallback of a new one; or else the first."""
         trial, shared = self._trial, self._shared()
         if trial is None or shared is not None:
             return shared
@@ -214,9 +216,9 @@ class LiveVersionSelector:
         return [each for each in (trial.now, trial.before) if each is not None] if trial else []
 
     def _retain_the_last(self) -> None:
-        """Another version is to answer: retain this one, if it comes long enough after the one retained last.
+        """Retain the replaced version, if it is long enough after the last retained one.
 
-        Whether anybody has asked it or not: the one before that has answered may be as old as the last request.
+        Also if it has answered no request: the previous one that has may be as old as the last request.
         """
         trial = self._trial
         if trial is None or self._is_rejected(trial.version):
@@ -241,7 +243,7 @@ class LiveVersionSelector:
             self._point(Answering(shared.loaded, trial, self._plan.shares, loaded))
 
     def _reject_trial(self, trial: FallbackPredictor, reason: str) -> None:
-        """From a forward's thread, which may end when another version is on trial."""
+        """Reject the version on trial. Called in a forward's thread, possibly after another version is on trial."""
         with self._lock:
             if trial is not self._trial:
                 return
