@@ -1,7 +1,7 @@
-"""The pictures of runs: learning curves, the small plots of a report, and curves beside each other.
+"""Plots of runs: learning curves, the small plots of a report, and comparisons of curves.
 
-Takes columns of numbers and gives a matplotlib figure, or SVG to put into a page; never
-reads the record. Draws with figures of its own, so that a caller's pyplot is left as it was.
+Takes columns of numbers and returns a matplotlib figure, or SVG for a page; never reads the record. Uses figures of
+its own, so that a caller's pyplot is unchanged.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_POINTS = 1500
-MAX_HEADING_LENGTH, MAX_TITLE_LENGTH = 44, 60  # for which a panel has room
-MAX_DRAWN_VALUE = 1e300  # that is drawn: axes end beyond what they show, and must be finite themselves
+MAX_HEADING_LENGTH, MAX_TITLE_LENGTH = 44, 60  # that fit into a panel
+MAX_DRAWN_VALUE = 1e300  # axes extend beyond their values, and must be finite themselves
 
 INK, MUTED, RULE, GRID = "#111827", "#6b7280", "#d1d5db", "#eef0f3"
 LINE, MARK = "#2563eb", "#d97706"
@@ -30,14 +30,14 @@ _STYLE = {"svg.fonttype": "none", "svg.hashsalt": "shoal", "font.size": 9.0, "ax
 
 @dataclass(frozen=True)
 class Curve:
-    """Points in the order in which they were made: x and y are equally long, and finite."""
+    """Points in logged order: x and y have the same length and are finite."""
 
     x: np.ndarray
     y: np.ndarray
 
     @classmethod
     def from_points(cls, x: Sequence[float] | np.ndarray, y: Sequence[float] | np.ndarray) -> Curve:
-        """Leave out what is not finite, or beyond LARGEST, and sort by x."""
+        """Drop values that are not finite or beyond MAX_DRAWN_VALUE, and sort by x."""
         x_all, y_all = np.asarray(x, float), np.asarray(y, float)
         kept = (np.abs(x_all) <= MAX_DRAWN_VALUE) & (np.abs(y_all) <= MAX_DRAWN_VALUE)
         order = np.argsort(x_all[kept], kind="stable")
@@ -58,7 +58,7 @@ class Curve:
 def draw_learning_curve(
     title: str, metric: str, panels: Sequence[tuple[str, Curve]], marks_s: Sequence[float], more_is_better: bool
 ) -> Figure:
-    """One panel a way of counting progress, side by side.
+    """One panel for each way of counting progress, side by side.
 
     panels:  (label of the x axis, curve) each; the last one is in wall seconds
     marks_s: when the run was resumed, drawn into the last panel
@@ -88,7 +88,7 @@ def draw_learning_curve(
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves over one way of counting progress: `x` says which, and each curve has a name."""
+    """Curves over one way of counting progress: `x` names it, and each curve has a name."""
 
     heading: str
     x: str
@@ -96,7 +96,7 @@ class Panel:
 
 
 def draw_training_curves(title: str, panels: Sequence[Panel]) -> Figure:
-    """The panels side by side. The first curve of each is a line, the others have a mark at each point as well."""
+    """The panels side by side. The first curve of each is a line; the others also have a mark at each point."""
     with needs_extra("report"):
         from matplotlib import rc_context
         from matplotlib.figure import Figure
@@ -121,18 +121,18 @@ def draw_training_curves(title: str, panels: Sequence[Panel]) -> Figure:
 
 
 def truncate_middle(words: str, most: int) -> str:
-    """The beginning and the end of words that are longer than there is room for."""
+    """Shorten `words` to their beginning and end when they exceed `most` characters."""
     return words if len(words) <= most else f"{words[: most // 2]}…{words[len(words) - (most - most // 2 - 1) :]}"
 
 
 def _draw_title(figure: Figure, title: str, num_panels: int) -> None:
-    """Above the headings, in a line of its own."""
+    """Draw it above the headings, in a line of its own."""
     words = truncate_middle(title, MAX_TITLE_LENGTH * num_panels)
     figure.text(0.985, 0.955, words, color=MUTED, fontsize=9, ha="right", parse_math=False)
 
 
 def draw_small_plot(curve: Curve, begin: float, end: float) -> Figure:
-    """A plot for a grid of many, all from `begin` to `end`: no labels, for the page names it."""
+    """A plot for a grid of many, all from `begin` to `end`: without labels, since the page names it."""
     with needs_extra("report"):
         from matplotlib import rc_context
         from matplotlib.figure import Figure
@@ -150,7 +150,7 @@ def draw_small_plot(curve: Curve, begin: float, end: float) -> Figure:
 
 
 def draw_wide_plot(curve: Curve) -> Figure:
-    """Stairs across the page."""
+    """A step plot across the page."""
     with needs_extra("report"):
         from matplotlib import rc_context
         from matplotlib.figure import Figure
