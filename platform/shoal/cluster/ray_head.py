@@ -39,9 +39,7 @@ from shoal.errors import ClusterError
 
 LOOPBACK = "127.0.0.1"
 CHECK_PERIOD_S = 0.5
-SIGTERM_GRACE_S = (
-    5.0  # after a SIGTERM to this process alone; `end_cluster` has killed every process by then
-)
+SIGTERM_GRACE_S = 5.0  # after a SIGTERM to this process alone; `end_cluster` has killed every process by then
 LAST_LINES = 3
 AGENTS = ("dashboard_agent", "runtime_env_agent")  # the raylet ends when either does
 INFO_LINE = re.compile(r"\[\S+ \S+ I |\S+ \S+\s(INFO|DEBUG) ")  # the start of a log line of Ray's servers or agents
