@@ -32,9 +32,9 @@ def fit(
     """Train a Task to the end, and register its network.
 
     task:     a Task class (also one defined in a notebook); a word, as `shoal run train task=...` takes it:
-          `my_task.py:MyTask`, `package.module:MyTask`, or a recipe's name; or a full TrainSpec
+              `my_task.py:MyTask`, `package.module:MyTask`, or a recipe's name; or a full TrainSpec
     register: register the network as a new version of `name` (by default the class's name in lower case), and move the
-          alias `champion` to it
+              alias `champion` to it
     say:      receives progress lines; None for silence
     fields:   of TrainSpec, nested ones as dicts:
               `stop={"epochs": 3}`, `stop={"target": "accuracy>=0.9"}`, `optimizer={"learning_rate": 1e-3}`,

@@ -174,9 +174,7 @@ def _parse_value(path: str, text: str) -> object:
         return parse_yaml(text)
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", None) or "a character that has no place in it"
-        raise ConfigError(
-            path, "...", f"is not YAML: {problem}", "put it in quotes"
-        ) from None  # the value may be a secret
+        raise ConfigError(path, "...", f"is not YAML: {problem}", "put it in quotes") from None  # it may be a secret
 
 
 def _load_mapping(source: str | Path) -> dict[str, Any]:

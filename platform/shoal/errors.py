@@ -168,9 +168,7 @@ class InferenceError(ShoalError):
     """
 
     def __init__(self, status: int, message: str, retry_after_s: float | None = None) -> None:
-        message = message.encode(
-            errors="backslashreplace"
-        ).decode()  # a lone surrogate, as in a file name, is not UTF-8
+        message = message.encode(errors="backslashreplace").decode()  # lone surrogates of file names are not UTF-8
         self.status, self.message, self.retry_after_s = status, message, retry_after_s
         super().__init__(message)
 

@@ -122,9 +122,7 @@ class _ActorLearnerRun:
         closing.callback(self._workers.close)
         endpoint_spec = spec.endpoint.model_copy(update={"name": spec.model_name, "token": SecretStr(self.token)})
         policy = LiveModel(*describe_policy_model(spec, self.experience), self._workers.make_weight_source())
-        from shoal.serve.on_ray.deployment import (
-            deploy,
-        )  # Serve takes a second to load, which `--check` must not wait for
+        from shoal.serve.on_ray.deployment import deploy  # Serve takes a second to load: not for `--check`
 
         self._endpoint = deploy(endpoint_spec, [EndpointModel(spec.model_name, policy)])
         closing.callback(self._endpoint.close)

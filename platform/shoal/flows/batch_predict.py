@@ -41,7 +41,7 @@ class BatchPredictSpec(Spec):
     skip_errors:   rows that the model fails on get no outputs, and the reason in the column `error`
     workers:       processes with a copy of the model; None for one on each CPU but one, as far as GPUs suffice
     num_gpus:      GPUs, or a fraction of one, for each worker; None: with `options.device: cuda` one, or an even share
-               when there are more workers than GPUs, and otherwise 0
+                   when there are more workers than GPUs, and otherwise 0
     torch_threads: per worker
     options:       how to run the model: precision, device, compile, preprocess, ...
     """

@@ -36,9 +36,7 @@ WATCH_S = 1.0
 def serve_models(spec: ServingSpec, job: str) -> None:
     """Serve until interrupted. Raises ClusterError, ConfigError, RegistryError, RunError."""
     with open_endpoint(spec, job) as (endpoint, recorder):
-        print(
-            "\n".join(_format_serving_lines(endpoint, spec)), flush=True
-        )  # at once: a remote deploy reads these lines
+        print("\n".join(_format_serving_lines(endpoint, spec)), flush=True)  # at once: a remote deploy reads it
         _record_until(threading.Event(), endpoint, recorder)
 
 

@@ -25,8 +25,8 @@ NamedByModel = Annotated[EndpointSpec, with_default_values(name=NAMED_BY_MODEL, 
 class ServingSpec(Spec):
     """An endpoint and its models.
 
-    models:   references: name@version, name@alias (the endpoint follows it), or name for the newest version now; a
-    list, or one word with commas
+    models:   references: name@version, name@alias (the endpoint follows it), or name for the newest version now;
+              a list, or one word with commas
     endpoint: its address, replicas, and options of each model; its name is by default that of its first model
     file:     a YAML file with this spec, which overrides change
     """

@@ -50,7 +50,7 @@ class Segment:
     """L consecutive steps of one episode.
 
     observations: [L+1, *obs]; the last one is the environment's real observation after the last step, also when the
-              episode ended there, so that a truncated episode is bootstrapped from its real final observation
+                  episode ended there, so that a truncated episode is bootstrapped from its real final observation
     actions [L, *act], rewards float32 [L], log_probabilities float32 [L] of the behaviour policy
     versions int64 [L]: the weights version that chose each action
     terminated, truncated: how the episode ended after the last step; at most one is true
