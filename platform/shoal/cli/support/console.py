@@ -1,6 +1,6 @@
-"""The console of verbs that print names, paths and words of others: `[a]` and `:b:` stand there as they were written.
+"""A rich console without markup, for printing user-supplied text: `[a]` and `:b:` are printed as written.
 
-Called by the verbs. Pictures style what they assemble (`rich.text.Text`), and never by markup in a string.
+Called by the commands. Displays style text with `rich.text.Text`, and never by markup in a string.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from rich.console import Console
 
 
 def make_literal_console(*, soft_wrap: bool = True) -> Console:
-    """Takes no string for markup or an emoji, nor the heading of a table. `soft_wrap`: long lines stay whole."""
+    """Interprets no string, nor a table's heading, as markup or emoji. `soft_wrap`: do not wrap long lines."""
     return Console(highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap)
 
 
@@ -18,7 +18,7 @@ _ANY_LENGTH = 1_000
 
 
 class CommandGroup(click.Group):
-    """click's own list cuts each sentence where the line ends."""
+    """A group whose list keeps full sentences; click would cut them at the line's end."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
@@ -28,5 +28,5 @@ class CommandGroup(click.Group):
 
 
 def strip_task_key(_context: object, _argument: object, task: str) -> str:
-    """A click callback: the task also where it is typed as for `shoal run`, `task=NAME`."""
+    """A click callback: accepts the task also as for `shoal run`, `task=NAME`."""
     return task.removeprefix("task=")
