@@ -1,7 +1,6 @@
-"""Out of memory: what it was, and what would have fitted. And a peer that is gone.
+"""Explain out-of-memory errors with a batch size that fits, and detect lost ranks.
 
-Called by the Trainer: for a step that raised, and around all that it does together with other ranks. Every other error
-is passed on as it is.
+Called by the Trainer: for a step that raised, and around its collectives. Every other error is passed on unchanged.
 """
 
 from __future__ import annotations
@@ -20,22 +19,22 @@ if TYPE_CHECKING:
     from shoal.parallel import World
     from shoal.train.loop.components import TrainComponents
 
-# What torch says of host memory, for which it raises a plain RuntimeError.
+# Torch's message for host memory, where it raises a plain RuntimeError.
 _CPU = re.compile(r"DefaultCPUAllocator: .*(can't allocate memory|not enough memory)|unable to mmap", re.DOTALL)
-# What gloo and NCCL say when the other end of a connection is gone.
+# Messages of gloo and NCCL about a closed connection.
 _PEER = re.compile(r"Connection (closed|reset) by peer|Connection refused|Broken pipe|remote process exited|Timed out")
 
 
 def explain_error(error: BaseException, parts: TrainComponents, batch: Any, step: int) -> BaseException:
-    """OutOfMemory saying what would have fitted, or the error itself. `step`: how many were done before."""
+    """OutOfMemory with a size that fits, or the error itself. `step`: the number of finished steps."""
     if is_out_of_memory(error):
         accumulate = parts.spec.parallel.accumulate
         size = count_samples(batch) // accumulate
         fitting = None
-        if parts.degrees.workers == 1:  # with peers, a trial would wait for theirs
+        if parts.degrees.workers == 1:  # otherwise a trial would wait for the other ranks
 
             def attempt(num: int) -> object:
-                return parts.model.train_step(_take_first(batch, num * accumulate), step)  # which divides it again
+                return parts.model.train_step(_take_first(batch, num * accumulate), step)  # divides the batch again
 
             fitting = find_largest_fitting(attempt, size)
         return make_out_of_memory_error(error, step + 1, size, fitting)
@@ -44,7 +43,7 @@ def explain_error(error: BaseException, parts: TrainComponents, batch: Any, step
 
 @contextmanager
 def translate_lost_ranks(world: World) -> Iterator[None]:
-    """Within, what a collective says of a peer that is gone is raised as RankLost: not in a step alone."""
+    """Within the context, a collective's error about a lost peer is raised as RankLost."""
     try:
         yield
     except RuntimeError as error:
@@ -55,7 +54,7 @@ def translate_lost_ranks(world: World) -> Iterator[None]:
 
 
 def error_summary(error: BaseException) -> str:
-    """Of what it says; of one that says nothing, its name."""
+    """The error's message, or its type if it has none."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
@@ -65,9 +64,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def find_largest_fitting(attempt: Callable[[int], object], size: int) -> int | None:
-    """The largest number of samples below `size`, by halving, for which `attempt` goes through; 0: not even one.
+    """The largest number of samples below `size`, by halving, with which `attempt` succeeds; 0: not even one.
 
-    None when a smaller batch raises something else, as batch normalisation does of a single sample.
+    None when a smaller batch raises another error, as batch normalisation does for a single sample.
     """
     size //= 2
     while size:
@@ -89,11 +88,11 @@ def _take_first(batch: Any, size: int) -> Any:
 
 
 def make_out_of_memory_error(error: BaseException, step: int, size: int, fitting: int | None) -> OutOfMemory:
-    """The error that a user sees.
+    """The error for the user.
 
     step:    as the record counts them, from 1
-    size:    samples that one micro-step had on this rank
-    fitting: how many would have fitted; None when that could not be tried
+    size:    samples of one micro-step on this rank
+    fitting: the number that fits; None if untested
     """
     problem = f"step {step}: the memory is too small for {size} samples at a time ({error_summary(error)})"
     if fitting is None:

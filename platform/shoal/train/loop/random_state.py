@@ -1,6 +1,6 @@
-"""The random states of a process: Python's, NumPy's and torch's, as something that a checkpoint can hold.
+"""The random states of a process: Python's, NumPy's and torch's, in a form for checkpoints.
 
-Called by the keeper, and at the start of a run to seed them.
+Called by the checkpoint manager, and at the start of a run to seed them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def get_random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Go on with the random numbers where `get_random_state` was called."""
+    """Restore the random states of `get_random_state`."""
     version, numbers, gauss = state["python"]
     random.setstate((int(version), tuple(numbers.tolist()), gauss))
     numpy_state = state["numpy"]
