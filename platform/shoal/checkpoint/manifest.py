@@ -1,7 +1,6 @@
-"""The files of one sharded checkpoint beside the tensors: its index, its manifest, and the moment at which it appears.
+"""The files of one sharded checkpoint other than the tensors (index and manifest), and publishing it.
 
-Called by `checkpointer`; talks to no other rank. What fails because of the disk comes back as a reason, since all ranks
-have to hear it.
+Called by `checkpointer`; does not communicate. Disk errors are returned as a reason, which all ranks must receive.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ MANIFEST, INDEX, BEST = "manifest.json", "index.json", "best.json"
 
 
 class SaveJob(NamedTuple):
-    """One save, after the checkpoint `since`, if that is known. `values`, `extras` and `per_rank` are encoded."""
+    """One save, after the checkpoint `since`, if known. `values`, `extras` and `per_rank` are encoded."""
 
     step: int
     draft: Path
@@ -39,7 +38,7 @@ class SaveJob(NamedTuple):
 
 
 class ShardResult(NamedTuple):
-    """What one rank did. `reason` says why it could not."""
+    """One rank's result. `reason` is its error, if any."""
 
     file: str
     sum: FileChecksum
@@ -49,7 +48,7 @@ class ShardResult(NamedTuple):
 
 
 def write_shard(job: SaveJob, name: str, pieces: Iterator[bytes | memoryview]) -> ShardResult:
-    """One rank's file, confirmed by the disk."""
+    """Write and sync one rank's file."""
     try:
         job.draft.mkdir(parents=True, exist_ok=True)
         written = directory.write_file(job.draft / name, pieces)
