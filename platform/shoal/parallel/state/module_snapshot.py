@@ -1,7 +1,7 @@
-"""What a model holds beside its parameters, and how a pass through it is taken back.
+"""The state of a model other than its parameters, and undoing a pass through it.
 
-A forward pass may change a buffer, replace it, let it grow or make it (running statistics, masks, caches), and note in
-an attribute that it has: they go back together. Called by plans, and by who tries a model.
+A forward pass may change, replace, grow or create a buffer (running statistics, masks, caches), and set attributes that
+record it: they are restored together. Called by plans, and by code that tries a model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 def snapshot_module(model: nn.Module) -> Callable[[], None]:
-    """What lets all modules hold again what they hold now: buffers with their values, and attributes of their own."""
+    """The present state of all modules: buffers with their values, and attributes of their own."""
     held = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     tensors = [each for _, *both in held for some in both for each in some.values() if isinstance(each, Tensor)]
     values = [each.detach().clone() for each in tensors]
@@ -34,7 +34,7 @@ def snapshot_module(model: nn.Module) -> Callable[[], None]:
 
 @contextmanager
 def preserve_module(model: nn.Module) -> Iterator[None]:
-    """Afterwards all modules hold what they held before."""
+    """Restore the state of all modules after the body."""
     restore = snapshot_module(model)
     try:
         yield
@@ -44,8 +44,8 @@ def preserve_module(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def preserve_parameter_attributes(model: nn.Module) -> Iterator[None]:
-    """Afterwards its parameters have the attributes that they had before (`no_decay`, say, of a user's own), though
-    others, which hold a part of each, have taken their places."""
+    """Restore attributes of the parameters after the body (a user's `no_decay`, for example), even if other parameters,
+    with a part of each, have replaced them."""
     before = {name: dict(vars(parameter)) for name, parameter in model.named_parameters(remove_duplicate=False)}
     yield
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -54,7 +54,7 @@ def preserve_parameter_attributes(model: nn.Module) -> Iterator[None]:
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:
-    """Whether something is called with the parameter's gradient."""
+    """Whether a hook is called with the parameter's gradient."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
@@ -64,7 +64,7 @@ def get_trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 @contextmanager
 def eval_mode(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode within; afterwards each layer is in the mode that it was in (some may be frozen)."""
+    """Evaluation mode within; afterwards each layer returns to its own mode (some may be frozen)."""
     training = [each for each in module.modules() if each.training]
     module.eval()
     try:
