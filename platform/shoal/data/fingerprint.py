@@ -4,7 +4,7 @@ Called when a model is registered. It covers:
 
     files        as map-style; the place, dtype and shape of each field; and of every file its size and its content:
                  the first and last MiB and 32 blocks of 64 KiB between them (of more than 64 files, of 64 evenly
-                              spaced). Not its name, path or time
+                 spaced). Not its name, path or time
     map-style    class name, number of samples, and 64 samples evenly spaced, with seeded random numbers
     iterable     class name and length, if it has one: nothing is read, because reading may not be repeatable
 
