@@ -1,7 +1,7 @@
-"""What one sample costs on one device, before any plan: parameters, arithmetic forward and backward, latency.
+"""The cost of one sample on one device, before any plan: parameters, arithmetic forward and backward, latency.
 
-Owns the isolation of a look at a Task (random numbers, threads) and the batches that it is looked at with. Called by
-`predict`. Starts no process, keeps nothing.
+Owns the isolation of such a profile (random numbers, threads) and its batches. Called by `predict`. Starts no process,
+keeps nothing.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from shoal.parallel.state.module_snapshot import eval_mode
 
 NUM_LATENCIES = 20
 LATENCY_BUDGET_S = 0.2
-MIN_TIMING_S = 0.03  # a step that is shorter says little of how long a larger one takes
+MIN_TIMING_S = 0.03  # a shorter step does not predict the time of a larger one
 _PARAMETERS_WITHOUT_PRODUCT = (nn.Embedding, nn.EmbeddingBag)
 
 
 class CostTaskProtocol(TaskProtocol, Protocol):
-    """What is asked of a Task before it runs."""
+    """The used part of a Task before it runs."""
 
     def model(self) -> nn.Module:
         """The model, with fresh weights."""
@@ -42,13 +42,13 @@ class CostTaskProtocol(TaskProtocol, Protocol):
         ...
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer | None:
-        """The optimiser; None: as the spec says."""
+        """The optimiser; None: that of the spec."""
         ...
 
 
 @dataclass(frozen=True)
 class SingleDeviceProfile:
-    """Of the whole model in one process, at `num_samples` a batch."""
+    """The full model in one process, at `num_samples` a batch."""
 
     parameters: int
     trainable: int
@@ -62,7 +62,7 @@ class SingleDeviceProfile:
 
 @contextmanager
 def preserve_rng(seed: int, threads: int) -> Iterator[None]:
-    """Random numbers begin at `seed` within, and go on afterwards as if nothing had been; so do torch's threads."""
+    """Seed the random numbers within, and restore them and torch's threads afterwards."""
     states = random.getstate(), np.random.get_state(), torch.get_num_threads()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices):
@@ -79,7 +79,7 @@ def preserve_rng(seed: int, threads: int) -> Iterator[None]:
 
 
 def load_first_batch(data: Data, num_samples: int, device: torch.device) -> Batch:
-    """The first samples of the training data, collated. Raises DataError when there are not so many."""
+    """The first samples of the training data, collated. Raises DataError when there are too few."""
     return _load_first(data, num_samples, device, drop_last=True)
 
 
@@ -105,11 +105,11 @@ def _load_first(data: Data, num_samples: int, device: torch.device, *, drop_last
 def profile_single_device(
     task: CostTaskProtocol, model: nn.Module, data: Data, most: int, device: torch.device
 ) -> SingleDeviceProfile:
-    """Run the model forward and backward on so many samples as tell how long one takes, and forward on one.
+    """Run the model forward and backward on enough samples to time one, and forward on one.
 
-    Its modules are looked at in the modes that they are in, as they are trained: some may be frozen.
+    Its modules stay in their training modes: some may be frozen.
 
-    most: samples of a micro-batch: no more are tried
+    most: the samples of a micro-batch, which is the limit
     """
     num_samples, seconds = 0, 0.0
     while num_samples < most and seconds < MIN_TIMING_S:
@@ -148,7 +148,7 @@ def _time_pass(task: CostTaskProtocol, model: nn.Module, batch: Batch, device: t
 
 
 def _measure_latency_s(task: CostTaskProtocol, model: nn.Module, batch: Batch, device: torch.device) -> float:
-    """The median of some forward passes, after two that warm up."""
+    """The median of some forward passes, after two for warm-up."""
     seconds: list[float] = []
     inputs = task.inputs(batch)
     with eval_mode(model), torch.no_grad():
@@ -163,9 +163,9 @@ def _measure_latency_s(task: CostTaskProtocol, model: nn.Module, batch: Batch, d
 
 @contextmanager
 def watch_silent_modules(model: nn.Module) -> Iterator[list[str]]:
-    """Names of modules with matrices of their own that no operator ever used, though they were called.
+    """Names of modules with matrices of their own that no operator used, though they were called.
 
-    They compute where torch does not see it (NumPy, an extension): their arithmetic is unknown, and not 0.
+    They compute outside of torch (NumPy, an extension): their arithmetic is unknown, and not 0.
     """
     silent: list[str] = []
     owners = {
@@ -193,7 +193,7 @@ def watch_silent_modules(model: nn.Module) -> Iterator[list[str]]:
 
 
 class _StorageReads(torch.utils._python_dispatch.TorchDispatchMode):
-    """The storages that an operator has read, other than to look at them in another way."""
+    """The storages that operators have read, other than by views."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -40,7 +40,7 @@ class DataGroup:
         return self  # a copy of a model uses the same ranks
 
     def control_device(self, device: torch.device) -> torch.device:
-        """The device for gathering: the CPU if a back end supports it, otherwise the ranks' own device."""
+        """The device for gathering control values: the CPU if shared memory or gloo serves it, otherwise `device`."""
         is_told_by_host = self.shm_all_reduce is not None or "gloo" in dist.get_backend_config(self.group)
         return torch.device("cpu") if is_told_by_host else device
 
