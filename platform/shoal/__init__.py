@@ -6,8 +6,8 @@
     with shoal.serve("mytask") as endpoint, endpoint.client() as client:
         client.infer("mytask", inputs)
 
-`import shoal` loads no torch and no ray: each name is imported when it is first used, and a game client pays only for
-what it needs. The rooms of the package (`shoal.train`, `shoal.runs`, ...) are imported in the same way.
+`import shoal` loads no torch and no ray: each name is imported at its first use, so a game client loads only what it
+needs. The packages (`shoal.train`, `shoal.runs`, ...) are imported in the same way.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The program `shoal`, also as `python -m shoal`: says in one line which extra is missing where the CLI cannot load."""
+"""The program `shoal`, also as `python -m shoal`: names the missing extra in one line if the CLI cannot load."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What `import shoal` offers to a notebook or a script: `fit`, `serve`, `connect`, `load_run`.
+"""The functions of `import shoal` for notebooks and scripts: `fit`, `serve`, `connect`, `load_run`.
 
-Each is a few lines over the rooms below, where everything else is. Where a Ray cluster is needed, it is the one that
-`shoal up` started, or one of this process's own, which ends with its last user and at the latest with the process.
+Each is a few lines over the packages below. The Ray cluster, if one is needed, is that of `shoal up`, or one of this
+process's own, which ends with its last user and at the latest with the process.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ def fit(
     say: Callable[[str], None] | None = print,
     **fields: Any,
 ) -> TrainResult:
-    """Train a Task to the end, and put its network into the registry.
+    """Train a Task to the end, and register its network.
 
-    task:     a Task class (also one that is defined in a notebook); a word, as `shoal run train task=...` takes it:
-              `my_task.py:MyTask`, `package.module:MyTask`, or a recipe's name; or a whole TrainSpec
-    register: register the network as a new version of `name` (by default the class's name in lower case), which the
-              alias `champion` then means
-    say:      takes a line for a person now and then; None for silence
+    task:     a Task class (also one defined in a notebook); a word, as `shoal run train task=...` takes it:
+              `my_task.py:MyTask`, `package.module:MyTask`, or a recipe's name; or a full TrainSpec
+    register: register the network as a new version of `name` (by default the class's name in lower case), and move the
+              alias `champion` to it
+    say:      receives progress lines; None for silence
     fields:   of TrainSpec, nested ones as dicts:
               `stop={"epochs": 3}`, `stop={"target": "accuracy>=0.9"}`, `optimizer={"learning_rate": 1e-3}`,
               `batch_size=256`, `parallel="fsdp"`, `workers=2`, `args={"hidden": 64}`, `device="cuda"`, `resume=RUN_ID`
 
-    With `workers=1` it trains in this process, without Ray; with more, in Ray workers, spread by `parallel` ("ddp",
-    "fsdp", "tensor", "pipeline", or degrees). Ctrl-C saves a checkpoint and returns; `resume=result.run_id` goes on.
+    With `workers=1` it trains in this process, without Ray; with more, in Ray workers, parallelised by `parallel`
+    ("ddp", "fsdp", "tensor", "pipeline", or degrees). Ctrl-C saves a checkpoint and returns; `resume=result.run_id`
+    continues.
 
-    Returns how the run ended: `result.metrics` of the network that was kept, `result.run_id` for `shoal.load_run`.
-    Raises ConfigError for a field or a Task that does not fit, PlanError for a model that the plan cannot hold,
-    DataError, NotFinite, OutOfMemory (all of them ShoalError); the run's record then says why.
+    Returns the outcome: `result.metrics` of the retained network, `result.run_id` for `shoal.load_run`.
+    Raises ConfigError for a field or a Task that does not fit, PlanError for a model that does not fit the plan,
+    DataError, NotFinite, OutOfMemory (all of them ShoalError); the run's record has the reason.
 
         class Line(shoal.Task):
             def model(self): return torch.nn.Linear(1, 1)
@@ -91,10 +92,10 @@ def _train_spec(task: type[Task] | str | TrainSpec, fields: Mapping[str, Any]) -
 
 
 class ServedEndpoint:
-    """An endpoint that this process keeps up. Use it as a context manager, or call `close`.
+    """An endpoint that lives as long as this process. Use it as a context manager, or call `close`.
 
     url:   the root of the protocol: `{url}/v2/models/{name}/infer`
-    token: what it asks callers for
+    token: required from callers
     """
 
     def __init__(self, endpoint: DeployedEndpoint, token: str, closing: ExitStack) -> None:
@@ -108,7 +109,7 @@ class ServedEndpoint:
         return Client(self.url, token=self.token, **options)
 
     def close(self) -> None:
-        """Remove the endpoint, and the cluster if it was started for it. Idempotent."""
+        """Remove the endpoint, and the cluster that was started for it, if any. Idempotent."""
         self._closing.close()
 
     def __enter__(self) -> Self:
@@ -121,10 +122,10 @@ class ServedEndpoint:
 def serve(*models: str, **fields: Any) -> ServedEndpoint:
     """Serve registered models over HTTP from Ray Serve replicas, and return when all of them answer.
 
-    models: `name@version`, `name@alias` (which is followed), or `name` for the newest version now
+    models: `name@version`, `name@alias` (the endpoint follows it), or `name` for the newest version now
     fields: of EndpointSpec: `num_replicas=2`, `port=8000`, `model={"max_batch_size": 64}`, ...
 
-    Raises ConfigError, RegistryError for models that there are not, ClusterError when Ray or a replica does not start.
+    Raises ConfigError, RegistryError for unknown models, ClusterError when Ray or a replica does not start.
 
         with shoal.serve("line") as endpoint, endpoint.client() as client:
             client.infer("line", [[1.0]])
@@ -143,13 +144,13 @@ def serve(*models: str, **fields: Any) -> ServedEndpoint:
 
 
 def connect(address: str, *, token: str | None = None, **options: Any) -> ActorClient:
-    """Connect this process as an actor to the gateway of a run, and return when it has been welcomed.
+    """Connect this process as an actor to the gateway of a run; returns when the gateway has accepted it.
 
     address: tcp://HOST:PORT, as the run prints it
     token:   by default the access token of this machine ($SHOAL_TOKEN, or the file in $SHOAL_HOME)
     options: as `shoal.ActorClient` takes them; `server_key` for a gateway on another machine
 
-    Raises Refused, ConnectionLost. `shoal.actor.play(environment, client)` is the ready loop around it.
+    Raises Refused, ConnectionLost. `shoal.actor.play(environment, client)` is the bundled loop around it.
     """
     from shoal.actor import ActorClient
     from shoal.home import load_access_token
@@ -190,7 +191,7 @@ class _Attachment:
         self._num_users += 1
 
     def release(self) -> None:
-        """Disconnect, and end a cluster that was started for it, when this was the last user."""
+        """Disconnect if this was the last user, and end a cluster that was started for it."""
         self._num_users -= 1
         if self._num_users == 0:
             self._closing.close()

@@ -1,4 +1,4 @@
-"""Files that are still there after a power cut, whole or not at all.
+"""Files that survive a power cut, complete or not at all.
 
 Called by the registry and by checkpoints. Standard library only. All raise OSError.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def write_synced(path: Path, payload: bytes) -> None:
-    """Write the file, and return when it is on the disk. Half of it may be seen meanwhile."""
+    """Write the file, and return when it is on the disk. Readers may see an incomplete file meanwhile."""
     with path.open("wb") as file:
         file.write(payload)
         file.flush()
@@ -20,7 +20,7 @@ def write_synced(path: Path, payload: bytes) -> None:
 def replace_synced(path: Path, payload: bytes) -> None:
     """Replace the file in one step: a reader sees the old or the new one, also after a power cut.
 
-    What a full disk has taken of the new one is given back.
+    On a full disk, the incomplete new file is removed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.draft")
@@ -33,13 +33,13 @@ def replace_synced(path: Path, payload: bytes) -> None:
 
 
 def move_synced(draft: Path, path: Path) -> None:
-    """Let a file that is on the disk already take this place: that needs no room."""
+    """Move a file that is already on the disk to this path, which needs no space."""
     draft.replace(path)
     sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the folder's list of names durable."""
+    """Make the folder's entries durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,6 +1,6 @@
 """Batches of any form: a tensor, or a tuple, list or mapping of batches; dimension 0 is the sample.
 
-Called by whoever feeds, moves or divides them. Pure functions; imports torch and nothing of Shoal.
+Called by code that feeds, moves or divides batches. Pure functions; imports torch and nothing of Shoal.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
 
 
 def count_samples(batch: Any) -> int:
-    """The samples of `batch`: the first tensor's dimension 0; 0 where there is no tensor."""
+    """The number of samples: the first tensor's dimension 0; 0 without a tensor."""
     while not isinstance(batch, Tensor):
         if isinstance(batch, Mapping):
             batch = list(batch.values())

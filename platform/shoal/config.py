@@ -1,7 +1,7 @@
 """The base of every spec: frozen, strict, printable as YAML, and overridable with `a.b=c` words.
 
-Every job and service is configured by one `Spec`. Unknown keys are refused, and every complaint names the field, the
-value and what would have fitted. Called by the CLI, jobs and pillars; knows nothing of any of them.
+One `Spec` configures every job and service. Unknown keys are rejected, and every error names the field, the value and
+what would fit. Called by the CLI, jobs and pillars; knows none of them.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _FLOATS = re.compile(
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1, but for `1e-3`, which is a number as in YAML 1.2, and `1:30`, which is none.
+    """YAML 1.1, except that `1e-3` is a number, as in YAML 1.2, and `1:30` is not.
 
-    A name that stands twice in a mapping is refused, as YAML demands: what the first one said would be lost.
+    A duplicate key in a mapping is rejected, as YAML demands: the first value would be lost.
     """
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -45,7 +45,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Puts into quotes whatever `_Loader` or YAML 1.1 would take for something else."""
+    """Quotes every text that `_Loader` or YAML 1.1 would read as something else."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -56,7 +56,7 @@ _Loader.add_implicit_resolver(_INT, _INTS, list("-+0123456789"))
 for _each in (_Loader, _Dumper):
     _each.add_implicit_resolver(_FLOAT, _FLOATS, list("-+.0123456789"))
 
-MASKED = str(SecretStr("masked"))  # what `to_yaml` writes for every secret
+MASKED = str(SecretStr("masked"))  # written by `to_yaml` for every secret
 
 
 if TYPE_CHECKING:
@@ -71,14 +71,14 @@ else:
                 raise _to_config_error(cls, error) from None
 
     class _Model(BaseModel, metaclass=_Meta):
-        """Complains as much when it is made by a call as when it is parsed."""
+        """Raises the same errors from a call as from parsing."""
 
 
 class Spec(_Model):
     """A frozen configuration. Subclasses declare fields; units are part of the field's name.
 
-    Numbers are finite, unless a field says otherwise. Making one raises ConfigError, naming the first field that does
-    not fit, with secrets masked.
+    Numbers are finite, unless a field allows otherwise. The constructor raises ConfigError, which names the first
+    invalid field, with secrets masked.
     """
 
     model_config = ConfigDict(
@@ -100,9 +100,9 @@ class Spec(_Model):
 
     @classmethod
     def from_record(cls, text: str, words: Iterable[str]) -> Self:
-        """Read what `to_yaml` wrote, with `a.b=c` words in place of what it says. Raises ConfigError.
+        """Read the output of `to_yaml`, with `a.b=c` words applied. Raises ConfigError.
 
-        Secrets are masked there: those that it had must be among the words.
+        Secrets are masked in it: the words must set them again.
         """
         values = _load_mapping(text)
         _apply_overrides(values, cls, words)
@@ -117,11 +117,11 @@ class Spec(_Model):
 
     @classmethod
     def from_override(cls, word: str, before: Mapping[str, Any]) -> object:
-        """What a field of this type becomes that an `override` sets to one word, and that was `before` until then."""
+        """The new value of a field of this type when an `override` sets it to one word; `before` is the old value."""
         return word
 
     def to_yaml(self) -> str:
-        """The whole spec as YAML, defaults included; `from_yaml` reads it back."""
+        """The full spec as YAML, defaults included; `from_yaml` reads it back."""
         return yaml.dump(self.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
 
     def override(self, words: Iterable[str]) -> Self:
@@ -134,7 +134,7 @@ class Spec(_Model):
         return type(self).parse(values)
 
     def update(self, fields: Mapping[str, Any]) -> Self:
-        """A copy with `fields` in place of its own, nested ones field by field. Raises ConfigError."""
+        """A copy with `fields` replaced, nested ones field by field. Raises ConfigError."""
         return type(self).parse(merge(self.model_dump(), dict(fields)))
 
 
@@ -146,15 +146,15 @@ def merge(base: Any, changes: Any) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """What a spec's file or a word says. Raises yaml.YAMLError."""
+    """Parse a spec's file or an override's value. Raises yaml.YAMLError."""
     try:
         return yaml.load(text, _Loader)
-    except ValueError as error:  # what looks like a date, or a number, and is none: 2026-02-30
+    except ValueError as error:  # an invalid date or number, such as 2026-02-30
         raise MarkedYAMLError(problem=str(error)) from error
 
 
 def format_override(path: str, value: str | list[str]) -> str:
-    """The word that sets the field at `path` to this value, whatever YAML would take it for."""
+    """The word that sets the field at `path` to this value, quoted where YAML would misread it."""
     try:
         is_plain = parse_yaml(value) == value if isinstance(value, str) else False
     except yaml.YAMLError:
@@ -163,7 +163,7 @@ def format_override(path: str, value: str | list[str]) -> str:
 
 
 def last_override(words: Iterable[str], path: str) -> str:
-    """The text that the last word for `path` sets it to; empty when there is none. Raises ConfigError."""
+    """The text to which the last word for `path` sets it; "" if there is none. Raises ConfigError."""
     written = [text for name, _, text in (word.partition("=") for word in words) if name == path]
     value = _parse_value(path, written[-1]) if written else ""
     return value if isinstance(value, str) else written[-1]
@@ -189,7 +189,7 @@ def _load_mapping(source: str | Path) -> dict[str, Any]:
 
 
 def _find_masked_paths(value: object, path: str = "") -> Iterator[str]:
-    """The paths under which there are masked secrets, as far as a word can reach: of a list, the whole."""
+    """The paths of masked secrets, as far as a word can address them: for one in a list, the list's."""
     if isinstance(value, dict):
         for name, each in value.items():
             yield from _find_masked_paths(each, f"{path}.{name}" if path else str(name))
@@ -201,12 +201,12 @@ def _find_masked_paths(value: object, path: str = "") -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _SpecMapping:
-    """What owns the entries of a `dict[str, Spec]`: any name, and a Spec under each."""
+    """The owner of the entries of a `dict[str, Spec]`: any name, and a Spec under each."""
 
     spec: type[BaseModel]
 
 
-_Owner: TypeAlias = type[BaseModel] | _SpecMapping | None  # None: a plain mapping, of which nothing is known
+_Owner: TypeAlias = type[BaseModel] | _SpecMapping | None  # None: a plain mapping without a known type
 
 
 def _apply_overrides(values: dict[str, Any], spec: type[BaseModel], words: Iterable[str]) -> None:
@@ -223,9 +223,9 @@ def _set_field(values: dict[str, Any], spec: type[BaseModel], path: str, value: 
     owner: _Owner = spec
     for name in parents:
         _require_field(owner, name, path, value)
-        node.setdefault(name, {})  # an entry of which nothing is said yet, or a field of one
+        node.setdefault(name, {})  # a new entry, or a field of one
         owner = _find_field_owner(owner, name)
-        if isinstance(owner, type) and not isinstance(node[name], dict):  # None, or a word that stands for a whole spec
+        if isinstance(owner, type) and not isinstance(node[name], dict):  # None, or a word that stands for a full spec
             node[name] = _expand_spec(owner, node[name], path)
         node = node[name]
         if not isinstance(node, dict):
@@ -239,9 +239,9 @@ def _set_field(values: dict[str, Any], spec: type[BaseModel], path: str, value: 
 
 
 def _expand_spec(owner: type[BaseModel], value: object, path: str) -> dict[str, Any]:
-    """The fields of what is not written field by field: of a word such as `ddp`, or of an optional spec not yet given.
+    """Expand a value that is not a mapping: a word such as `ddp`, or an optional spec not yet given.
 
-    Fields that have no default stay open, for the words that follow.
+    Fields without a default stay open, for the following words.
     """
     if value is None:
         fields = owner.model_fields.items()
@@ -258,7 +258,7 @@ def _require_field(owner: _Owner, name: str, path: str, value: object) -> None:
 
 
 def _find_field_owner(owner: _Owner, name: str) -> _Owner:
-    """What owns the fields below the field `name`, also through `X | None`."""
+    """The owner of the fields below the field `name`, also through `X | None`."""
     if isinstance(owner, _SpecMapping):
         return owner.spec
     if owner is None:
@@ -282,7 +282,7 @@ def _suggest(name: str, owner: type[BaseModel]) -> str:
 
 
 def _list_nested_paths(owner: type[BaseModel]) -> Iterator[str]:
-    """The fields of a spec's parts, with their way from here."""
+    """The paths of all fields of a spec's nested specs."""
     for name, field in owner.model_fields.items():
         if isinstance(part := field.annotation, type) and issubclass(part, BaseModel):
             yield from (f"{name}.{path}" for path in (*part.model_fields, *_list_nested_paths(part)))
@@ -294,7 +294,7 @@ def _to_config_error(spec: type[BaseModel], error: ValidationError) -> ConfigErr
     annotation: Any = spec
     for part in (
         first["loc"][:-1] if first["type"] == "missing" else first["loc"]
-    ):  # then its input is what surrounds it
+    ):  # then its input is the enclosing mapping
         annotation = _find_nested_type(annotation, part)
     value = _mask_secrets(annotation, first["input"])
     remedy = ""
@@ -305,12 +305,12 @@ def _to_config_error(spec: type[BaseModel], error: ValidationError) -> ConfigErr
             owner = _find_field_owner(owner, str(part)) if is_known else None
         remedy = _suggest(str(first["loc"][-1]), owner) if isinstance(owner, type) else ""
         return ConfigError(field, value, "no such field", remedy)
-    problem = str(first["ctx"]["error"]) if first["type"] == "value_error" else first["msg"]  # in our own words
+    problem = str(first["ctx"]["error"]) if first["type"] == "value_error" else first["msg"]  # our own message
     return ConfigError(field, value, problem, remedy)
 
 
 def _find_nested_type(annotation: Any, part: int | str) -> Any:
-    """The type of what lies under `part` in a value of the type `annotation`; None when that is not known."""
+    """The type of the element `part` in a value of the type `annotation`; None if unknown."""
     spec = _find_spec_type(annotation)
     if spec is None:
         return next(iter(get_args(annotation)), None)
@@ -325,10 +325,10 @@ def _find_spec_type(annotation: Any) -> type[BaseModel] | None:
 
 
 def _mask_secrets(annotation: Any, value: Any) -> Any:
-    """A value as a complaint may repeat it."""
+    """A value as an error may repeat it."""
     spec = _find_spec_type(annotation)
     if isinstance(value, Mapping):
-        of = spec if get_origin(annotation) is list else annotation  # one where a list of them was wanted
+        of = spec if get_origin(annotation) is list else annotation  # one value where a list was expected
         return {name: _mask_secrets(_find_nested_type(of, name), each) for name, each in value.items()}
     if isinstance(value, list):
         return [_mask_secrets(_find_nested_type(annotation, index), each) for index, each in enumerate(value)]

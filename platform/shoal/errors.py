@@ -1,9 +1,9 @@
-"""What Shoal raises on purpose and others catch: one tree, so that `except ShoalError` is enough.
+"""The exceptions of Shoal: one tree, so that `except ShoalError` is enough.
 
     ShoalError
     ├── ConfigError            a value given by the user does not fit (field, value, remedy)
     │   ├── SpecMismatch       two things that must agree do not (a model and its weights, a run and its resume)
-    │   ├── PlanError          a parallel plan that the workers, the model or the batch cannot hold
+    │   ├── PlanError          a parallel plan that does not fit the workers, the model or the batch
     │   └── DataError          a dataset that is missing, empty, truncated, ragged or unreadable
     ├── WireError              a message that breaks the protocol; carries a protocol error code
     │   ├── ProtocolViolation  malformed, oversized, truncated or unknown
@@ -15,18 +15,18 @@
     ├── WeightsError           weights that are missing, damaged or of the wrong shape
     ├── RegistryError          a model, version or alias that does not exist or cannot be written
     ├── CheckpointError        a checkpoint that is missing or damaged, or could not be written
-    ├── TrainError             a training run that cannot go on
+    ├── TrainError             a training run that cannot continue
     │   ├── NotFinite          a loss, gradient or weight is NaN or infinite (step, samples, last good checkpoint)
-    │   ├── OutOfMemory        the device's memory is too small for a step; says what would have fitted
+    │   ├── OutOfMemory        the device's memory is too small for a step; names a size that fits
     │   └── RankLost           another process of the group died or stopped answering
     ├── RunError               a run that does not exist or failed
     │   ├── RecordUnwritable   its record cannot be written for now
     │   └── LedgerUnwritable   the accounts of its experience cannot be written for now
-    ├── InferenceError         a request that an endpoint refuses; carries an HTTP status
+    ├── InferenceError         a request that an endpoint rejects; carries an HTTP status
     ├── ClusterError           Ray could not be started, reached or stopped
-    └── MissingExtra           a library is not installed that an extra of the package brings
+    └── MissingExtra           a library of an extra of the package is not installed
 
-Owned by nobody, imported by everybody, imports nothing.
+Imported everywhere; imports nothing of Shoal.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_SHOWN_LENGTH, MAX_SUMMARY_LENGTH = 160, 200
 
 
 class ShoalError(Exception):
-    """The root of everything that Shoal raises on purpose."""
+    """The root of all exceptions of Shoal."""
 
 
 def summarize_error(error: BaseException, *, line: int = 0, max_chars: int | None = MAX_SUMMARY_LENGTH) -> str:
@@ -67,7 +67,7 @@ class SpecMismatch(ConfigError):
 
 
 class PlanError(ConfigError):
-    """A parallel plan that the workers, the model or the batch cannot hold."""
+    """A parallel plan does not fit the workers, the model or the batch."""
 
 
 class DataError(ConfigError):
@@ -129,13 +129,13 @@ class CheckpointError(ShoalError):
 
 
 class TrainError(ShoalError):
-    """A training run cannot go on."""
+    """A training run cannot continue."""
 
 
 class NotFinite(TrainError):
     """A loss, gradient or weight is NaN or infinite in a step, counted from 1 as in the record and in checkpoints.
 
-    `indices` are the samples of the step's batch, where they are known.
+    `indices` are the samples of the step's batch, if known.
     """
 
     def __init__(self, what: str, step: int, indices: list[int] | None, checkpoint: str | None) -> None:
@@ -150,7 +150,7 @@ class NotFinite(TrainError):
 
 
 class OutOfMemory(TrainError):
-    """The device's memory is too small for a step; the message says what would have fitted."""
+    """The device's memory is too small for a step; the message names a size that fits."""
 
 
 class RankLost(TrainError):
@@ -162,21 +162,21 @@ class RunError(ShoalError):
 
 
 class RecordUnwritable(RunError):
-    """The run record cannot be written for now: the disk is full, or others keep it busy. What was said is kept."""
+    """The run record cannot be written now: the disk is full, or others lock it. Its rows are written later."""
 
 
 class LedgerUnwritable(RunError):
-    """The accounts of experience cannot be written for now: the disk is full. They are as they were said to be."""
+    """The accounts of experience cannot be written now: the disk is full. They keep the last acknowledged state."""
 
 
 class InferenceError(ShoalError):
-    """A request that an endpoint refuses; `status` is the HTTP status of the answer.
+    """A request that an endpoint rejects; `status` is the HTTP status of the answer.
 
-    `retry_after_s`: how long from now the same request may be welcome; None when the refuser does not know.
+    `retry_after_s`: how long until the same request may succeed; None if unknown.
     """
 
     def __init__(self, status: int, message: str, retry_after_s: float | None = None) -> None:
-        message = message.encode(errors="backslashreplace").decode()  # half a pair, as in a file's name, is no UTF-8
+        message = message.encode(errors="backslashreplace").decode()  # lone surrogates of file names are not UTF-8
         self.status, self.message, self.retry_after_s = status, message, retry_after_s
         super().__init__(message)
 
@@ -189,12 +189,12 @@ class ClusterError(ShoalError):
 
 
 class MissingExtra(ShoalError, ImportError):
-    """A library is not installed that an extra of the package brings."""
+    """A library of an extra of the package is not installed."""
 
 
 @contextmanager
 def needs_extra(extra: str) -> Iterator[None]:
-    """Around the imports of optional libraries: raises MissingExtra, which names the extra, where one is missing."""
+    """Around imports of optional libraries: raises MissingExtra, which names the extra, if one is missing."""
     try:
         yield
     except ModuleNotFoundError as error:

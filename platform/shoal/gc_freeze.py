@@ -1,4 +1,4 @@
-"""Loading large libraries without looking for garbage in them. Called where a process loads torch for all its life."""
+"""Load large libraries without garbage collection. Called where a process loads torch for its lifetime."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def freeze_loaded_objects() -> Iterator[None]:
-    """What there is at the end stays until the process ends, and Python's collector never looks through it.
+    """Freeze all objects at the end of the context: Python's collector skips them until the process ends.
 
-    torch and its compiler make half a million objects; left to itself, the collector goes through them again and again
-    while they are made, a quarter of the processor time of loading, and in 0.2 s each time it looks at everything.
+    torch and its compiler create half a million objects. The collector would traverse them again and again during the
+    import, a quarter of its CPU time, and take 0.2 s for each later full collection.
     """
     was_enabled = gc.isenabled()
     gc.disable()

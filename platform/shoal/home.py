@@ -1,11 +1,11 @@
-"""Where Shoal keeps what outlives a process: the folder `$SHOAL_HOME` (default `~/.shoal`) and the access token in it.
+"""Shoal's durable files: the folder `$SHOAL_HOME` (default `~/.shoal`) and the access token in it.
 
     $SHOAL_HOME/runs.sqlite      the run record          $SHOAL_HOME/registry/   models
-    $SHOAL_HOME/runs.lock        held by who makes the record
-    $SHOAL_HOME/runs/ID/         files of one run        $SHOAL_HOME/token       what actors and clients must show
-    $SHOAL_HOME/found/           what `shoal find` and `shoal ablate` found
-    $SHOAL_HOME/ray-token        what Ray's own clients must show: full control of the cluster, never for actors
-    $SHOAL_HOME/cluster.json     where the cluster of `shoal up` is; up.lock is held by who starts or ends it
+    $SHOAL_HOME/runs.lock        held while the record is created
+    $SHOAL_HOME/runs/ID/         files of one run        $SHOAL_HOME/token       of actors and clients
+    $SHOAL_HOME/found/           results of `shoal find` and `shoal ablate`
+    $SHOAL_HOME/ray-token        of Ray's own clients: full control of the cluster, never for actors
+    $SHOAL_HOME/cluster.json     the cluster of `shoal up`; up.lock is held while it starts or ends
     $SHOAL_HOME/endpoints/       states of endpoints              $SHOAL_HOME/audit.jsonl  who changed them
 
 Standard library only: the actor process uses it too.
@@ -28,20 +28,20 @@ _LOCK_POLL_S = 0.01
 
 
 def home() -> Path:
-    """The folder of everything durable; created, private to the user, when it does not exist. Raises ConfigError."""
+    """The folder of all durable files; created, private to the user, if missing. Raises ConfigError."""
     try:
         folder = _resolve_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except (OSError, RuntimeError) as error:  # a file, a place that is another's, or the home of nobody
+    except (OSError, RuntimeError) as error:  # a file, another user's place, or an unknown home folder
         value = os.environ.get("SHOAL_HOME") or "~/.shoal"
         raise ConfigError("SHOAL_HOME", value, f"is no folder: {error}", "set it to one where you may write") from None
     return folder
 
 
 def load_access_token() -> str:
-    """The token that gateways and endpoints ask for: `$SHOAL_TOKEN`, else `$SHOAL_HOME/token`, made when absent.
+    """The token of gateways and endpoints: `$SHOAL_TOKEN`, else `$SHOAL_HOME/token`, created if missing.
 
-    Raises ConfigError when the file is empty, or cannot be made, and for what no header can carry.
+    Raises ConfigError when the file is empty or cannot be created, and for a token that no HTTP header can carry.
     """
     token = _read_token_variable() or _load_token_file("token")
     require_header_safe("SHOAL_TOKEN", token)
@@ -49,27 +49,27 @@ def load_access_token() -> str:
 
 
 def require_header_safe(field: str, token: str) -> None:
-    """Raises ConfigError, which does not show the token, when no header can carry it."""
+    """Raises ConfigError, which does not show the token, when no HTTP header can carry it."""
     if not token.isascii() or not token.isprintable() or " " in token:
         remedy = "choose printable ASCII without blanks, as `openssl rand -hex 24` makes it"
         raise ConfigError(field, "***", "cannot be carried by a header", remedy)
 
 
 def read_existing_token() -> str:
-    """Like `load_access_token`, for actors, who must have been told: makes nothing, and is "" when there is none.
+    """Like `load_access_token`, for actors: creates nothing, and returns "" when there is none.
 
-    Raises ConfigError when there is one that cannot be read.
+    Raises ConfigError for an unreadable file.
     """
     try:
         return _read_token_variable() or (_resolve_folder() / "token").read_text().strip()
-    except (FileNotFoundError, NotADirectoryError, RuntimeError):  # the last: whose home nobody knows
+    except (FileNotFoundError, NotADirectoryError, RuntimeError):  # RuntimeError: the home folder is unknown
         return ""
     except OSError as error:
         raise ConfigError("token", error.filename, f"cannot be read: {error.strerror}", "set SHOAL_TOKEN") from None
 
 
 def ray_token_path() -> Path:
-    """The file with the token of the embedded Ray; made when absent. Raises ConfigError when it is empty."""
+    """The file with the token of the embedded Ray; created if missing. Raises ConfigError when it is empty."""
     _load_token_file("ray-token")
     return home() / "ray-token"
 
@@ -107,13 +107,13 @@ def _lock(descriptor: int) -> None:
         except PermissionError as error:
             raise BlockingIOError(error.errno, error.strerror) from None
     else:
-        import fcntl  # here, since an actor imports this module on Windows too
+        import fcntl  # here, since actors on Windows import this module too
 
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _read_token_variable() -> str:
-    """Files and secrets of others often end with a new line, which is no part of it."""
+    """Strip it: files and secrets of others often end with a newline."""
     return os.environ.get("SHOAL_TOKEN", "").strip()
 
 
@@ -136,8 +136,8 @@ def _load_token_file(name: str) -> str:
 
 
 def _make_token(path: Path) -> None:
-    """Written beside and linked into place: it is there whole or not at all, and the first one stays."""
-    descriptor, draft = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)  # readable by its owner alone
+    """Write a draft next to `path` and link it into place: it is complete or absent, and the first one stays."""
+    descriptor, draft = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)  # readable only by its owner
     try:
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_hex(24))

@@ -1,16 +1,16 @@
-"""Addresses of hosts: which of them stay within this machine, and by which others see it. Asks the system alone."""
+"""Addresses of hosts: loopback or not, and how other hosts reach this one. Queries only the system."""
 
 from __future__ import annotations
 
 import ipaddress
 import socket
 
-EXTERNAL_PROBE_HOST = "192.0.2.1"  # of RFC 5737: nobody's, and so beyond every network that this machine is in
+EXTERNAL_PROBE_HOST = "192.0.2.1"  # of RFC 5737, assigned to no host: routed like any address outside
 _ANY_PORT = 9
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nothing outside this machine can reach `host`."""
+    """Whether `host` is reachable only from this machine."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -18,12 +18,11 @@ def is_loopback(host: str) -> bool:
 
 
 def find_local_address(host: str) -> str | None:
-    """The address by which `host` sees this one; None when there is no way there. Sends nothing: it asks the routing
-    table."""
+    """This machine's address as seen by `host`; None without a route. Sends nothing: it queries the routing table."""
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(place)
             return str(probe.getsockname()[0])
-    except (OSError, UnicodeError):  # the latter of what can be no name
+    except (OSError, UnicodeError):  # UnicodeError: not a host name
         return None

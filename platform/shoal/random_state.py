@@ -62,7 +62,7 @@ def get_random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Go on with the random numbers where `get_random_state` was called."""
+    """Restore the random states of `get_random_state`."""
     version, numbers, gauss = state["python"]
     random.setstate((int(version), tuple(numbers.tolist()), gauss))
     numpy_state = state["numpy"]

@@ -1,9 +1,9 @@
-"""What an external process imports to act for a run: no torch, no ray, no platform.
+"""The package for external actors: no torch, no ray, no platform.
 
     from shoal.actor import ActorClient, MlpPolicy, play
 
-`ActorClient` speaks to a gateway; `play` plays a gymnasium-like environment through it; `MlpPolicy` runs the
-pulled weights in NumPy. `python -m shoal.actor --connect ADDRESS --env CartPole-v1` is the ready program.
+`ActorClient` connects to a gateway; `play` runs a gymnasium-like environment through it; `MlpPolicy` evaluates the
+pulled weights in NumPy. `python -m shoal.actor --connect ADDRESS --env CartPole-v1` is the bundled actor.
 """
 
 from shoal.actor.client import ActorClient

@@ -18,7 +18,7 @@ from shoal.actor.environment_loop import play
 from shoal.errors import ConfigError, ShoalError
 from shoal.home import read_existing_token
 
-CONNECT_NOTICE_S = 2.0  # after which an actor without an answer says what it does
+CONNECT_NOTICE_S = 2.0  # after which an actor without an answer reports that it is still trying
 Number = TypeVar("Number", int, float)
 _EXAMPLES = """examples:
   python -m shoal.actor --connect tcp://127.0.0.1:5555 --env CartPole-v1
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _make_minimum_parser(least: Number, kind: Callable[[str], Number]) -> Callable[[str], Number]:
-    """For argparse, which names the option."""
+    """A parser for argparse, which names the option in errors."""
 
     def parse(word: str) -> Number:
         with suppress(ValueError):
@@ -83,7 +83,7 @@ def _parse_nonempty(word: str) -> str:
 
 
 def _exit_on_stdin_close() -> None:
-    while os.read(0, 1024):  # not sys.stdin, whose lock this thread would hold while Python shuts down
+    while os.read(0, 1024):  # not sys.stdin: this thread would hold its lock while Python shuts down
         pass
     os.kill(os.getpid(), signal.SIGTERM)
 

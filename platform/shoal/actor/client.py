@@ -1,10 +1,9 @@
-"""The actor's end of the protocol: connect, pull weights, send segments, and come back after any fault.
+"""The actor's end of the protocol: connect, pull weights, send segments, and recover from any fault.
 
-The client keeps every segment until it is acknowledged, and resends what was not after a reconnect, so a gateway that
-dies and returns loses nothing that it acknowledged and gets again what it did not. One DEALER socket behind one lock,
-which nobody holds while a message is waited for: the environment's loop, or several, use it directly, and a keeper
-thread only pings when they have been away for a while. Called by game clients and by the ready loop; imports neither
-torch nor ray.
+The client keeps every segment until it is acknowledged, and resends the rest after a reconnect, so no segment is lost
+when a gateway restarts. One DEALER socket behind one lock, which no thread holds while it waits for a message: one or
+several environment loops use the client directly, and a keep-alive thread pings only when they have been silent for a
+while. Called by game clients and by `environment_loop`; imports neither torch nor ray.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from shoal.wire.messages import (
 from shoal.wire.segment import estimate_segment_bytes
 
 _log = logging.getLogger(__name__)
-_RETRYABLE_CODES = frozenset({"hello_required", "sequence_gap"})  # errors after which a new hello helps
+_RETRYABLE_CODES = frozenset({"hello_required", "sequence_gap"})  # errors that a new hello resolves
 _HELLO_TIMEOUT_S = 2.0
 
 
@@ -66,9 +65,9 @@ class ActorClient:
     actor_id:    1 to 64 characters, unique in the run; by default host name and process id
     incarnation: must grow with every start of the same actor_id; by default the time in nanoseconds
     server_key:  the gateway's CURVE public key (Z85 text); required when it is not on this machine
-    timeout_s:   how long to try to reach a gateway that does not answer before ConnectionLost is raised
+    timeout_s:   how long to try to reach a gateway that does not answer, before ConnectionLost
     max_weights_bytes: weights above this size end the connection
-    first_pause_s: between the first two attempts to connect; each further pause is twice as long, up to a second
+    first_pause_s: between the first two attempts to connect; each further pause doubles, up to a second
     """
 
     def __init__(
@@ -90,34 +89,34 @@ class ActorClient:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._lock = SocketLock()
-        self._closing = threading.Event()  # no new session any more
+        self._closing = threading.Event()  # no new session once set
         self._closed = threading.Event()
         self._keepalive_thread: threading.Thread | None = None
         self._limits = MessageLimits(max_message_bytes=max_weights_bytes)
         self._welcome: Welcome | None = None
         self._outbox = Outbox()
-        self._is_session_lost = False  # the session is over: say hello again
+        self._is_session_lost = False  # the session is over: send hello again
         self._latest: tuple[int, dict[str, np.ndarray]] | None = None
         self._last_received_at = time.monotonic()
         self._last_used_at = time.monotonic()
         self._pinged_beats = 0
-        self.published_version = 0  # the newest version that the gateway has told of
-        self.finished = False  # the gateway said that the run is over
+        self.published_version = 0  # the newest version that the gateway has reported
+        self.finished = False  # the gateway has reported the end of the run
         self.reconnects = 0  # sessions after the first one
         self.acknowledged: dict[str, int] = {"accepted": 0, "dropped": 0, "duplicate": 0}
         self.drops: dict[str, int] = {}  # dropped segments by reason
-        self.last_drop = ""  # reason and detail of the newest of them
+        self.last_drop = ""  # reason and detail of the newest drop
 
     # -- life ---------------------------------------------------------------------------------------------------
 
     def connect(self) -> ExperienceSpec:
-        """Say hello and wait for welcome; returns what segments must look like. Also again: for whichever run is there.
+        """Send hello and wait for welcome; returns the format of segments. May be repeated, to join the present run.
 
         Raises Refused (bad token, wrong protocol version, ...) or ConnectionLost after `timeout_s`."""
         with self._lock:
             self._context = self._context or self._lock.create_context()
             self.finished = False
-            with suppress(RunChanged):  # whoever asks is told what that one wants
+            with suppress(RunChanged):  # the caller gets the new run's spec
                 self._reconnect(time.monotonic() + self._timeout_s)
             if self._keepalive_thread is None:
                 self._keepalive_thread = threading.Thread(target=self._keep_alive, name="actor-keeper", daemon=True)
@@ -135,9 +134,9 @@ class ActorClient:
         return self._welcome.run_id if self._welcome else ""
 
     def close(self, drain_timeout_s: float = 2.0, reason: str = "done") -> None:
-        """Wait for open acknowledgements, say bye and disconnect; never reconnects to do so. Idempotent.
+        """Wait for open acknowledgements, send bye and disconnect; never reconnects for that. Idempotent.
 
-        reason: why it leaves, for the run record
+        reason: why the actor leaves, for the run record
         """
         if self._closed.is_set() or self._lock.is_owned_elsewhere:
             return
@@ -176,31 +175,32 @@ class ActorClient:
     # -- weights and experience ---------------------------------------------------------------------------------
 
     def newer_weights(self, than: int) -> tuple[int, dict[str, np.ndarray]] | None:
-        """(version, arrays by name) if something newer than `than` has arrived. Costs microseconds; waits only to
-        reconnect, and raises ConnectionLost when that takes the client's `timeout_s`. Raises RunChanged when another
-        run has taken the address: the client has joined that one, with a spec and weights of its own, and what was
-        meant for the old run is forgotten."""
+        """(version, arrays by name) if weights newer than `than` have arrived. Takes microseconds; waits only to
+        reconnect, and raises ConnectionLost when that exceeds the client's `timeout_s`. Raises RunChanged when another
+        run has taken the address: the client has joined it, with its own spec and weights, and has dropped the old
+        run's segments."""
         with self._lock:
             self._pump(time.monotonic() + self._timeout_s)
         return self._get_newer(than)
 
     def wait_for_weights(self, than: int = 0, timeout_s: float = 30.0) -> tuple[int, dict[str, np.ndarray]]:
-        """Like `newer_weights`, waiting. Raises ConnectionLost after `timeout_s` or the client's, if a reconnect takes
-        that long, and Closed when the run is over before any have come."""
+        """Like `newer_weights`, but waits. Raises ConnectionLost after `timeout_s`, or the client's during a reconnect,
+        and Closed when the run ends before any have come."""
         self._wait(lambda: self._get_newer(than) or self.finished, timeout_s, "weights")
         if (newer := self._get_newer(than)) is None:
             raise Closed("the run is over")
         return newer
 
     def _get_newer(self, than: int) -> tuple[int, dict[str, np.ndarray]] | None:
-        latest = self._latest  # one reference: another thread may get newer ones meanwhile
+        latest = self._latest  # one read: another thread may replace it meanwhile
         return latest if latest is not None and latest[0] > than else None
 
     def send(self, segment: Segment, timeout_s: float | None = 600.0) -> int:
         """Send a segment and return its sequence number; waits for credit up to `timeout_s` (None: without end).
 
-        Raises ConnectionLost when no credit came within `timeout_s` or no gateway within the client's, InvalidSegment,
-        sending nothing, when it is too large or of a dtype that cannot travel, Refused, RunChanged as `newer_weights`.
+        Raises ConnectionLost when no credit came within `timeout_s` or no gateway within the client's; InvalidSegment,
+        sending nothing, for a segment that is too large or of an unsupported dtype; Refused; RunChanged as
+        `newer_weights`.
         """
         if self._closing.is_set():
             raise Closed("the client is closed")
@@ -210,12 +210,12 @@ class ActorClient:
             if self._welcome is not None and size_bytes > self._welcome.max_message_bytes:
                 problem = f"{size_bytes} bytes, the gateway takes {self._welcome.max_message_bytes}"
                 raise InvalidSegment("too_large", "segment", problem)
-            seq = self._outbox.add(PackedSegment.from_segment(segment))  # as it is now: it may be sent again
+            seq = self._outbox.add(PackedSegment.from_segment(segment))  # a copy, since it may be sent again
             self._send_pending()
             return seq
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until every segment is acknowledged; False when that took longer than `timeout_s` (or than the client's
+        """Wait until every segment is acknowledged; False when that takes longer than `timeout_s` (or than the client's
         own, while no gateway answers)."""
         with suppress(ConnectionLost):
             self._wait(lambda: not self._outbox or self.finished, timeout_s, "acknowledgements")
@@ -243,7 +243,7 @@ class ActorClient:
                 arrival.poll(int(min(remaining_s, 0.05) * 1000) + 1)
 
     def _pump(self, deadline: float) -> None:
-        """Handle whatever has arrived, and reconnect when the session is over or the gateway silent for too long."""
+        """Handle all arrived messages, and reconnect when the session is over or the gateway silent for too long."""
         if self._closed.is_set() or self._socket is None or self._welcome is None:
             raise Closed("the client is not connected")
         self._last_used_at = time.monotonic()
@@ -274,7 +274,7 @@ class ActorClient:
             message = decode(frames, self._limits)
         except ProtocolViolation as violation:
             if violation.code == "unknown_kind":
-                return  # a newer gateway says more than this client understands
+                return  # from a newer gateway: ignore messages of unknown kinds
             raise
         if isinstance(message, Ack):
             self._on_ack(message)
@@ -302,7 +302,7 @@ class ActorClient:
         self.published_version = max(self.published_version, ack.weights_version)
 
     def _on_drop(self, ack: Ack) -> None:
-        """The first drop for each reason is worth a word: an actor that sends nonsense should not do so in silence."""
+        """Log the first drop of each reason, so that an actor does not send bad data silently."""
         self.last_drop = f"{ack.reason}: {ack.detail}"
         if ack.reason not in self.drops:
             _log.warning("the gateway dropped segment %d (%s: %s)", ack.seq, ack.reason, ack.detail)
@@ -313,9 +313,7 @@ class ActorClient:
             raise ProtocolViolation("malformed", f"weights {message.version}: the checksum does not match")
         self._latest = (message.version, decode_tensors(frames[1]))
         self.published_version = max(self.published_version, message.version)
-        self._send_message(
-            Pull(message.version)
-        )  # one pull is always open: newer weights come as soon as there are any
+        self._send_message(Pull(message.version))  # one pull is always open: newer weights come as soon as they exist
 
     def _on_error(self, error: ErrorMessage) -> None:
         if error.fatal:
@@ -326,13 +324,13 @@ class ActorClient:
             _log.warning("the gateway answered with an error (%s: %s)", error.code, error.message)
 
     def _reconnect(self, deadline: float) -> None:
-        """A fresh socket, hello, and again everything that was not acknowledged.
+        """Open a fresh socket, send hello, and resend every unacknowledged segment.
 
         Raises ConnectionLost at the deadline or after `timeout_s`, whichever is earlier, Refused, RunChanged when
         another run has answered, or Closed when the client is closed meanwhile."""
         began = time.monotonic()
         deadline = min(deadline, began + self._timeout_s)
-        self._is_session_lost = True  # until a welcome, whatever ends this call
+        self._is_session_lost = True  # until a welcome, however this call ends
         while not self._closing.is_set():
             self._closing.wait(max(0.0, min(self._backoff.next_at, deadline) - time.monotonic()))
             if time.monotonic() >= deadline:
@@ -393,10 +391,10 @@ class ActorClient:
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
-            self._is_session_lost = True  # nothing drains the socket: the gateway is gone
+            self._is_session_lost = True  # the socket's buffer is full: the gateway is gone
 
     def _keep_alive(self) -> None:
-        """Ping while the environment's loop is away, so that a slow game is not taken for a dead one."""
+        """Ping while the environment's loop is silent, so that the gateway keeps the session of a slow game."""
         assert self._welcome is not None
         while not self._closed.wait(self._welcome.heartbeat_s / 2):
             with self._lock:

@@ -1,7 +1,7 @@
-"""A connection to a gateway: a DEALER socket, encrypted when the gateway's key is known; who may use it and when
-to try again.
+"""A connection to a gateway: a DEALER socket, encrypted when the gateway's key is known; its lock, and the pauses
+between attempts.
 
-Called by the client for each attempt. An address or a key that cannot be one ends in ConfigError, never in ZMQError.
+Called by the client for each attempt. An invalid address or key raises ConfigError, never ZMQError.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_PAUSE_S = 1.0
 
 
 def check_address(address: str, server_key: str) -> None:
-    """Refuse at once what ZeroMQ would take for something else."""
+    """Reject at once an address or key that ZeroMQ would misread."""
     port = address.rpartition(":")[2]
     if not address.startswith("tcp://") or not (port.isdecimal() and 0 < int(port) <= 65535):
         raise ConfigError("connect", address, "is not an address", _ADDRESS_REMEDY)
@@ -55,9 +55,9 @@ def connect_socket(
 
 
 def make_arrival_poller(socket: zmq.Socket[bytes]) -> zmq.Poller | None:
-    """What waits for the next message, for a thread that lets go of the socket meanwhile; None when one is there.
+    """A poller for the next message, for a thread that releases the lock meanwhile; None when one has arrived.
 
-    Whoever uses the socket then may take the message, or the signal of it: look again before long.
+    Another thread with the lock may take the message or its signal: poll again before long.
     """
     if int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
         return None
@@ -67,7 +67,7 @@ def make_arrival_poller(socket: zmq.Socket[bytes]) -> zmq.Poller | None:
 
 
 def decode_first_reply(frames: list[bytes], limits: MessageLimits, address: str) -> Message:
-    """What came in answer to a hello. Raises ConnectionLost when it is nothing that a gateway says."""
+    """The answer to a hello. Raises ConnectionLost when it is not a gateway's."""
     try:
         return decode(frames, limits)
     except ProtocolViolation as violation:
@@ -80,30 +80,30 @@ def format_actor_options(address: str, env: str, server_key: str) -> list[str]:
 
 
 def format_actor_command(address: str, env: str, server_key: str) -> str:
-    """What to type to start an actor for a run."""
+    """The command that starts an actor for a run."""
     return shlex.join(["python", "-m", "shoal.actor", *format_actor_options(address, env, server_key)])
 
 
 class SocketLock:
-    """Whoever holds it owns the socket. Taking it raises Closed in a process that was forked from the one with the
-    context: ZeroMQ's threads are not there, so that nothing would ever be sent or come."""
+    """The holder owns the socket. Locking raises Closed in a process forked from the one with the context: ZeroMQ's
+    threads do not exist there, so nothing would ever be sent or received."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._pid = 0  # of the process with the context; 0 before there is one
+        self._pid = 0  # of the process with the context; 0 before it exists
 
     def create_context(self) -> zmq.Context[zmq.Socket[bytes]]:
-        """The one that the socket is of."""
+        """Create the socket's context."""
         self._pid = os.getpid()
         return zmq.Context()
 
     @property
     def is_owned_elsewhere(self) -> bool:
-        """Whether the socket is another process's."""
+        """Whether the socket belongs to another process."""
         return self._pid not in (0, os.getpid())
 
     def __enter__(self) -> None:
-        if self.is_owned_elsewhere:  # before the lock, which a thread of that process may have held
+        if self.is_owned_elsewhere:  # before the lock, which a thread of that process may have held at the fork
             raise Closed("the client belongs to the process that connected it: make one in each")
         self._lock.acquire()
 
@@ -112,9 +112,9 @@ class SocketLock:
 
 
 class ReconnectBackoff:
-    """Attempts to connect, since something was last acknowledged: each pause is twice the one before, up to a second.
+    """Pauses between attempts to connect: each is twice the one before, up to a second, until an acknowledgement.
 
-    next_at: before which (time.monotonic()) there should be no other
+    next_at: the earliest time (time.monotonic()) of the next attempt
     """
 
     def __init__(self, first_pause_s: float) -> None:
@@ -122,10 +122,10 @@ class ReconnectBackoff:
         self.next_at = 0.0
 
     def record_attempt(self) -> None:
-        """One has been made. The pause is counted from here on: short calls in a row must get to an attempt, too."""
+        """Count an attempt. The pause starts here: short calls in a row must reach an attempt, too."""
         pause_s = min(_MAX_PAUSE_S, self._first_pause_s * 2 ** min(self._number, 10))
         self._number, self.next_at = self._number + 1, time.monotonic() + pause_s
 
     def reset(self) -> None:
-        """The connection is good."""
+        """The connection works: start again with the first pause."""
         self._number, self.next_at = 0, 0.0

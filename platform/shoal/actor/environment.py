@@ -1,4 +1,4 @@
-"""The gymnasium environment that a run names, made or refused in a line. For actors, and where a run is checked."""
+"""Create a run's gymnasium environment, with one-line errors. For actors, and for checks of a run."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def make_environment(name: str) -> Any:
 
 
 def get_first_observation(environment: Any, name: str) -> Any:
-    """What it shows first. Raises ConfigError."""
+    """The environment's first observation. Raises ConfigError."""
     with translate_environment_errors(name):
         return environment.reset(seed=0)[0]
 
 
 def require_matching_spaces(environment: Any, name: str, spec: ExperienceSpec) -> None:
-    """Raise ConfigError when the run at the gateway is not learning this environment's actions and observations."""
+    """Raise ConfigError unless the run at the gateway has this environment's actions and observations."""
     actions, observations = environment.action_space, environment.observation_space
     count, wanted = getattr(actions, "n", None), int(spec.action.high or 0) + 1
     if type(actions).__name__ != "Discrete" or count != wanted or actions.start != 0:
@@ -57,12 +57,12 @@ def require_matching_spaces(environment: Any, name: str, spec: ExperienceSpec) -
 
 @contextmanager
 def translate_environment_errors(name: str) -> Iterator[None]:
-    """Whatever the environment raises, in a line that says where: ConfigError."""
+    """Turn any exception of the environment into a ConfigError that names its place."""
     try:
         yield
     except ShoalError:
         raise
-    except Exception as error:  # the user's own code may raise anything
+    except Exception as error:  # user code may raise anything
         last = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{os.path.basename(last.filename)}:{last.lineno}"
         raise ConfigError("env", name, f"raised {type(error).__name__}: {error} ({place})") from error

@@ -1,7 +1,7 @@
-"""The ready loop: play an environment with the pulled weights and send what happened, segment by segment.
+"""The bundled loop: step an environment with the pulled weights and send its experience, segment by segment.
 
-Called by `python -m shoal.actor` and by anyone whose environment has gymnasium's `reset` and `step`. A game with a loop
-of its own uses ActorClient and SegmentBuilder directly.
+Called by `python -m shoal.actor` and for any environment with gymnasium's `reset` and `step`. A game with a loop of its
+own uses ActorClient and SegmentBuilder directly.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shoal.wire import DropReason, ExperienceSpec, Segment
 
 
 class Environment(Protocol):
-    """What the loop needs of an environment: gymnasium's `Env` fits."""
+    """The loop's interface to an environment; gymnasium's `Env` implements it."""
 
     def reset(self, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]: ...
 
@@ -33,16 +33,16 @@ class SegmentBuilder:
         self._spec = spec
         self._segment_length = spec.segment_length
         self._shape, self._dtype = spec.observation.shape, spec.observation.numpy_dtype()
-        self._is_integer = self._dtype.kind in "iu"  # numbers that a conversion would cut, or wrap
-        # Copied on arrival: an environment may give the same array at every step.
+        self._is_integer = self._dtype.kind in "iu"  # a conversion would truncate or wrap values
+        # Copied on arrival: an environment may reuse one array for every step.
         self._observations = np.empty((spec.segment_length + 1, *self._shape), self._dtype)
         self._steps: list[tuple[Any, float, float, int]] = []  # action, reward, log-probability, version
         self._return = 0.0  # of the episode, up to the segment
         self._length = 0
 
     def begin(self, observation: Any) -> None:
-        """The first observation of an episode. Raises InvalidSegment when the run's have another shape, or are whole
-        numbers and this is not, or beyond their range."""
+        """Set the first observation of an episode. Raises InvalidSegment for a wrong shape, and, if the run's
+        observations are integers, for other values or values out of range."""
         self._store_observation(0, observation)
         self._steps = []
         self._return, self._length = 0.0, 0
@@ -57,21 +57,21 @@ class SegmentBuilder:
         terminated: bool,
         truncated: bool,
     ) -> Segment | None:
-        """One step and the observation that followed it; returns a segment when one is complete.
+        """Add a step and the observation after it; returns a segment when one is complete.
 
-        `observation` after a truncated or terminated step is the episode's real final one. After it, call `begin`.
-        Raises InvalidSegment as `begin` does, and for actions that are no whole numbers.
+        `observation` after a truncated or terminated step is the episode's real final one; then call `begin`. Raises
+        InvalidSegment as `begin` does, and for actions that are not integers.
         """
-        # Everything that can wait does: this runs at every step of an environment that may be as fast as it is.
+        # Expensive checks wait for the end of the segment: this runs at every step of a possibly very fast environment.
         num_steps = len(self._steps) + 1
-        self._store_observation(num_steps, observation)  # first: what is refused is no step
+        self._store_observation(num_steps, observation)  # first: a rejected observation adds no step
         self._steps.append((action, reward, log_probability, version))
         if terminated or truncated or num_steps == self._segment_length:
             return self._build_segment(terminated, truncated)
         return None
 
     def _store_observation(self, index: int, observation: Any) -> None:
-        """Copy it. NumPy would make a whole row of one number, and 44 of a 300 among bytes."""
+        """Copy it, with checks: NumPy would broadcast a scalar to a row, and wrap 300 to 44 in bytes."""
         if getattr(observation, "shape", None) != self._shape and (shape := np.shape(observation)) != self._shape:
             problem = f"{shape}, expected {self._shape}"
             raise InvalidSegment(DropReason.INVALID_SHAPE, "observation", problem)
@@ -128,10 +128,10 @@ def play(
 ) -> int:
     """Play until the run is over, or for `max_steps`; returns the number of steps.
 
-    Newer weights are looked for at most every `pull_interval_s`, and applied between two steps, whole. `on_weights`
-    is told each version that was applied. A learner that is busy is waited for while the gateway answers. When another
-    run takes the address, its actor begins anew. `on_run` is told what each run expects before it is played for, and
-    may raise. Raises Refused or ConnectionLost as the client does.
+    The loop pulls newer weights at most every `pull_interval_s`, and applies them between two steps. It calls
+    `on_weights` with each applied version. It waits for a busy learner while the gateway answers. When another run
+    takes the address, the actor starts anew. It calls `on_run`, which may raise, with each run's spec before the first
+    step. Raises Refused or ConnectionLost as the client does.
     """
     steps, pull_at = 0, 0.0
     while not client.finished and (max_steps is None or steps < max_steps):
@@ -155,7 +155,7 @@ def play(
 
 
 class _PolicyRunner:
-    """One run's policy at play: what is thrown away when another run takes over."""
+    """The policy and environment state of one run, replaced when another run takes over."""
 
     def __init__(
         self,

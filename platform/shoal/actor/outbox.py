@@ -1,7 +1,7 @@
-"""What an actor has said and nobody has acknowledged yet: numbering, credit and resending, without a socket.
+"""An actor's unacknowledged segments: numbering, credit and resending, without a socket.
 
-Called by the client, which puts on the wire what `sendable` yields. The rules are those of docs/protocol.md: *Flow
-control*, *Sequence numbers* and *Reconnecting*.
+Called by the client, which sends the segments of `take_sendable`. The rules are in docs/protocol.md: *Flow control*,
+*Sequence numbers* and *Reconnecting*.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from shoal.wire import PackedSegment
 
 
 class Outbox:
-    """Segments in order of their numbers, the oldest first; a prefix of them is on its way.
+    """Segments in order of their numbers, the oldest first; a prefix of them is in flight.
 
     | capacity             | what blocks | who unblocks | close() |
     |----------------------|-------------|--------------|---------|
@@ -24,8 +24,8 @@ class Outbox:
 
     def __init__(self) -> None:
         self._unacknowledged: deque[PackedSegment] = deque()
-        self._first_seq = 0  # the number of the oldest kept segment
-        self._num_sent = 0  # of the kept ones, in this session
+        self._first_seq = 0  # the number of the oldest segment
+        self._num_sent = 0  # of these segments, in this session
         self.send_limit = 0
 
     def __len__(self) -> int:
@@ -33,12 +33,12 @@ class Outbox:
 
     @property
     def next_seq(self) -> int:
-        """The number of the next segment that is added."""
+        """The number of the next segment to be added."""
         return self._first_seq + len(self._unacknowledged)
 
     @property
     def has_credit(self) -> bool:
-        """Whether a segment that is added now may be sent at once."""
+        """Whether a segment added now may be sent at once."""
         return self.next_seq < self.send_limit
 
     def add(self, segment: PackedSegment) -> int:
@@ -47,28 +47,28 @@ class Outbox:
         return self.next_seq - 1
 
     def take_sendable(self) -> Iterator[tuple[int, PackedSegment]]:
-        """The segments that there is credit for and that have not been sent in this session, now counted as sent."""
+        """The unsent segments within the credit, which now count as sent in this session."""
         while self._num_sent < len(self._unacknowledged) and self._first_seq + self._num_sent < self.send_limit:
             self._num_sent += 1
             yield self._first_seq + self._num_sent - 1, self._unacknowledged[self._num_sent - 1]
 
     def acknowledge(self, seq: int) -> None:
-        """Everything up to `seq` is settled."""
+        """Remove all segments up to `seq`."""
         while self._unacknowledged and self._first_seq <= seq:
             self._unacknowledged.popleft()
             self._first_seq += 1
             self._num_sent = max(0, self._num_sent - 1)
 
     def raise_send_limit(self, send_limit: int) -> None:
-        """Within a session the limit only grows."""
+        """Raise the limit; within a session it only grows."""
         self.send_limit = max(self.send_limit, send_limit)
 
     def begin_session(self, next_seq: int, send_limit: int) -> None:
-        """A gateway has everything below `next_seq`; the rest goes on its way again, numbered from there."""
+        """Remove all segments below `next_seq`, which the gateway has; the rest is sent again, numbered from there."""
         self.acknowledge(next_seq - 1)
         self._first_seq, self._num_sent, self.send_limit = next_seq, 0, send_limit
 
     def clear(self) -> None:
-        """Forget everything: it was meant for another run."""
+        """Drop everything: it belongs to another run."""
         self._unacknowledged.clear()
         self._num_sent = 0

@@ -1,4 +1,4 @@
-"""Acting in NumPy with pulled weights: the policies that `welcome` can describe.
+"""Acting in NumPy with pulled weights: the policies that a `welcome` message can describe.
 
 Called by the actor's loop. Legend: obs is one observation, flat; n actions.
 """
@@ -45,7 +45,7 @@ class MlpPolicy:
 
     def act(self, observation: np.ndarray) -> tuple[int, float]:
         """Sample an action; returns it with its log-probability."""
-        hidden = np.asarray(observation, np.float32)  # as the learner has it; others would make all of it slower, too
+        hidden = np.asarray(observation, np.float32)  # the learner's dtype; a wider one would slow down every layer
         last = len(self._layers) - 1
         for index, (weight, bias) in enumerate(self._layers):
             hidden = weight @ hidden

@@ -1,8 +1,8 @@
-"""Resumable state on disk: written whole or not at all, checked when it is read, the last good one found.
+"""Resumable state on disk: written completely or not at all, verified on reading; finds the last good checkpoint.
 
 `Checkpointer` is for many ranks: shards, in the background, loadable into another layout. `save` and `load_latest` are
-for one process that has all of its state in hand. The former is imported when it is first named: torch's distributed
-checkpoints take a second of every process that loads them.
+for one process with all of its state. `Checkpointer` is imported at its first use: torch's distributed checkpoints take
+a second to load.
 """
 
 from typing import TYPE_CHECKING, Any

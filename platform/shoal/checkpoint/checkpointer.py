@@ -1,12 +1,12 @@
-"""Checkpoints of a sharded state: every rank writes its part, in the background; they appear whole or not at all.
+"""Checkpoints of a sharded state: every rank writes its part in the background; they appear completely or not at all.
 
-    FOLDER/step-000000123/shard-00002-of-00004.safetensors    the chunks that rank 2 wrote
-    FOLDER/step-000000123/index.json       where each chunk lies; all that is not a tensor; `extras`; `per_rank`
+    FOLDER/step-000000123/shard-00002-of-00004.safetensors    the chunks of rank 2
+    FOLDER/step-000000123/index.json       the place of each chunk; all values except tensors; `extras`; `per_rank`
     FOLDER/step-000000123/manifest.json    written last: step, time, world size, plan, size and SHA-256 of every file
-    FOLDER/best.json                       the step that is kept beside the newest ones
+    FOLDER/best.json                       the step that is retained in addition to the newest ones
 
-Called by the Trainer, on every rank at the same points of the program. Needs a folder that all ranks share. Never
-unpickles what lies on disk; knows nothing of models and optimisers. docs/checkpoints.md has the format.
+Called by the Trainer, on every rank at the same points of the program. Needs a folder shared by all ranks. Never
+unpickles files; knows nothing of models and optimisers. docs/checkpoints.md has the format.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from shoal.errors import CheckpointError, Closed, ConfigError, ShoalError, SpecM
 
 
 class Found(NamedTuple):
-    """A checkpoint whose every byte was checked. `damaged`: newer ones that were passed over, each with the reason."""
+    """A fully verified checkpoint. `damaged`: newer ones that were skipped, each with the reason."""
 
     step: int
     path: Path
@@ -46,9 +46,9 @@ class Found(NamedTuple):
 
 
 class Extras(NamedTuple):
-    """What was given to `save` beside the state. `own` is this rank's of `per_rank`, if as many ranks wrote it.
+    """The further arguments of `save`. `own` is this rank's of `per_rank`, if the number of ranks is the same.
 
-    absent: what of `may_lack` the checkpoint has nothing of
+    absent: the names of `may_lack` that the checkpoint lacks
     """
 
     step: int
@@ -61,7 +61,7 @@ class Extras(NamedTuple):
 class Checkpointer:
     """Saves and loads, together with the same object on all other ranks.
 
-    keep:         how many of the newest checkpoints stay, beside the best one
+    keep:         the number of newest checkpoints to retain, in addition to the best one
     asynchronous: whether `save` returns as soon as the state is copied
     timeout_s:    how long to wait for another rank, and for a save in flight
 
@@ -90,12 +90,12 @@ class Checkpointer:
         self._index: dict[str, Any] = {}  # of the tensors; on the first rank
         self._in_flight: Future[None] | None = None
         self._previous_path: Path | None = (
-            None  # what was last loaded or saved: whatever lies between it and the next is not ours
+            None  # the step last loaded or saved: any steps between it and the next belong to another timeline
         )
         self._closed = False
 
     def prepare(self, state: dict[str, Any]) -> None:
-        """Plan and allocate for such a state, so that the first `save` is as short as the later ones."""
+        """Plan and allocate for such a state, so that the first `save` is as fast as the later ones."""
         self.wait()
         with self._report_rejection():
             tensors = _select_tensors(flatten(state))
@@ -112,19 +112,19 @@ class Checkpointer:
         best: bool = False,
         later: Collection[str] = (),
     ) -> None:
-        """Write `state` as step `step`. When it returns, the state is copied and may change, but for `later`.
+        """Write `state` as step `step`. When it returns, the state is copied and may change, except `later`.
 
         step:     0 or more
-        state:    nested dicts and lists of tensors, DTensors, numbers and strings; what several ranks hold under one
-                  name must be equal, and is written once
-        extras:   numbers, strings, lists, dicts and small tensors; the first rank's are kept
-        per_rank: the same, kept for every rank (random states)
-        plan:     words that are written down with it
-        best:     keep this one also when `keep` newer ones exist, in place of the best one so far
-        later:    top-level names of what is copied in the background: it must not change before `wait_until_copied`
+        state:    nested dicts and lists of tensors, DTensors, numbers and strings; values with one name on several
+                  ranks must be equal, and are written once
+        extras:   numbers, strings, lists, dicts and small tensors of the first rank
+        per_rank: the same, saved for every rank (random states)
+        plan:     a description, stored with it
+        best:     retain this one as the best, in place of the previous best, even when `keep` newer ones exist
+        later:    top-level names that are copied in the background: they must not change before `wait_until_copied`
 
-        Raises CheckpointError when the save before this one failed (this one is then not begun), RankLost, and
-        ConfigError for a state or step that cannot be saved. With `asynchronous=False`, also when this one failed.
+        Raises CheckpointError when the previous save failed (this one is then not started), RankLost, and ConfigError
+        for a state or step that cannot be saved. With `asynchronous=False`, also when this one failed.
         """
         self.wait()
         with self._report_rejection():
@@ -148,17 +148,17 @@ class Checkpointer:
 
     @property
     def is_saving(self) -> bool:
-        """Whether this rank still writes what was last given to `save`."""
+        """Whether this rank is still writing the last `save`."""
         return self._in_flight is not None and not self._in_flight.done()
 
     def wait_until_copied(self) -> None:
-        """Until all of the state that was given to `save` may change. Raises CheckpointError after `timeout_s`."""
+        """Wait until the full state of the last `save` may change. Raises CheckpointError after `timeout_s`."""
         staging = self._staging if self._in_flight is not None else None
         if staging is not None and not staging.wait_until_copied(self._timeout_s):
             raise CheckpointError(f"the state was not copied within {self._timeout_s:g} s")
 
     def wait(self) -> None:
-        """Until no save is in flight. Raises CheckpointError when it failed: once."""
+        """Wait until no save is in flight. Raises CheckpointError, once, when it failed."""
         if self._closed:
             raise Closed("the checkpointer is closed")
         flying, self._in_flight = self._in_flight, None
@@ -171,9 +171,9 @@ class Checkpointer:
             raise CheckpointError(f"a save in {self.folder} has not ended within {self._timeout_s:g} s") from None
 
     def latest(self) -> Found | None:
-        """The newest checkpoint that is whole; None when there is none at all.
+        """The newest intact checkpoint; None if there is none at all.
 
-        Raises CheckpointError when there are checkpoints, but none that is whole.
+        Raises CheckpointError when there are checkpoints, but none is intact.
         """
         self.wait()
         damaged: list[str] = []
@@ -196,21 +196,21 @@ class Checkpointer:
         raise CheckpointError(f"{path.name} in {self.folder} cannot be used: {found}")
 
     def best(self) -> Found | None:
-        """The checkpoint that was last saved as the best one; None if none was. Raises CheckpointError."""
+        """The checkpoint last saved as the best one, or None. Raises CheckpointError."""
         step = self.best_step()
         return None if step is None else self.find(step)
 
     def best_step(self) -> int | None:
-        """The step of that checkpoint, which nobody has looked into. Raises CheckpointError as `wait` does."""
+        """The step of that checkpoint, without verifying it. Raises CheckpointError as `wait` does."""
         self.wait()
         return self._ranks.broadcast(record.read_best_step(self.folder))
 
     def load(self, found: Found, state: dict[str, Any], may_lack: Collection[str] = ()) -> Extras:
-        """Fill `state` in place; its tensors may be sharded in another way and over another number of ranks.
+        """Fill `state` in place; its tensors may be sharded differently and over another number of ranks.
 
-        What the state has must be in the checkpoint, but for top-level names that it `may_lack` altogether. What the
-        checkpoint has under a top-level name that any rank's state has must be in some rank's state. Raises
-        SpecMismatch naming the first entry that does not fit, before anything is changed, and CheckpointError.
+        The checkpoint must have every entry of the state, except top-level names in `may_lack`. Every checkpoint entry
+        under a top-level name of some rank's state must be in some rank's state. Raises SpecMismatch naming the first
+        entry that does not fit, before anything is changed, and CheckpointError.
         """
         self.wait()
         index = self._ranks.broadcast(record.read_index(found.path) if self._ranks.is_first else {})
@@ -239,7 +239,8 @@ class Checkpointer:
         return Extras(found.step, decode(index["extras"]), per_rank, own, absent)
 
     def close(self) -> None:
-        """Wait for a save in flight and let everything go. Idempotent. Raises CheckpointError when that save failed."""
+        """Wait for a save in flight and release everything. Idempotent. Raises CheckpointError when that save
+        failed."""
         if self._closed:
             return
         try:
@@ -254,13 +255,13 @@ class Checkpointer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         with contextlib.ExitStack() as stack:
-            if error is not None:  # which matters more than what becomes of the last save
+            if error is not None:  # more important than the outcome of the last save
                 stack.enter_context(contextlib.suppress(CheckpointError))
             self.close()
 
     @contextlib.contextmanager
     def _report_rejection(self) -> Iterator[None]:
-        """Around what may refuse this rank's state: the others hear of it where they begin to plan."""
+        """Around checks of this rank's state: the other ranks learn of a failure when they plan."""
         try:
             yield
         except ConfigError:
@@ -268,7 +269,7 @@ class Checkpointer:
             raise
 
     def _prepare_staging(self, tensors: dict[str, torch.Tensor], step: int) -> StagingBuffer:
-        """Who writes what, found again only when the state has changed on any rank."""
+        """The save plans of all ranks, computed again only when the state has changed on any rank."""
         now = describe_tensors(tensors)
         failed, changed, newest, oldest = self._ranks.all_reduce_max(0, int(now != self._outline), step, -step)
         if failed:
@@ -287,7 +288,7 @@ class Checkpointer:
         return self._staging
 
     def _write(self, job: SaveJob, staging: StagingBuffer) -> None:
-        """In the background thread: this rank's shard, then together the rest of the checkpoint."""
+        """In the background thread: write this rank's shard, then, together, the rest of the checkpoint."""
         staging.finish_copy()
         name = shard_reader.shard_name(self._ranks.rank, self._ranks.size)
         written = record.write_shard(job, name, staging.iter_blocks())
@@ -300,7 +301,7 @@ class Checkpointer:
         self._previous_path = job.target
 
     def _verify(self, path: Path) -> Found | str:
-        """The checkpoint, or what is wrong with it. The ranks share the reading."""
+        """The checkpoint, or its problem. The ranks share the reading."""
         manifest = self._ranks.broadcast(record.read_manifest(path) if self._ranks.is_first else "")
         if isinstance(manifest, str):
             return manifest
@@ -313,7 +314,7 @@ class Checkpointer:
 
 
 def _as_int(step: int) -> int:
-    """NumPy's and torch's own are no numbers to JSON. Raises ConfigError for a step that the ranks cannot compare."""
+    """Convert numbers of NumPy and torch for JSON. Raises ConfigError for a step that the ranks cannot compare."""
     try:
         whole = operator.index(step)
     except TypeError:
@@ -363,7 +364,7 @@ def _find_misfit(
 def _find_leftovers(
     index: Mapping[str, Any], held: Sequence[tuple[list[str], list[str], Misfit | None]], found: Found
 ) -> Misfit | None:
-    """The first entry of the checkpoint for which there is no place, though there is one for others of its kind."""
+    """The first entry of the checkpoint without a place in the state, which has places for others of its kind."""
     tops = tuple({f"{top}." for tops, _, _ in held for top in tops})
     names = {name for _, names, _ in held for name in names}
     for name in [*index["tensors"], *index["values"]]:

@@ -1,7 +1,7 @@
-"""The ranks that write one checkpoint together: a gloo group of their own, or one process alone.
+"""The ranks that write one checkpoint together: a separate gloo group, or one process alone.
 
-Called by `checkpointer`, from its background thread too: that is why the group is nobody else's. Every wait ends: a
-rank that is gone, or silent for longer than the timeout, is a RankLost on all the others.
+Called by `checkpointer`, also from its background thread, which needs the separate group. Every wait ends: a rank that
+is gone, or silent for longer than the timeout, raises RankLost on all the others.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class CheckpointGroup:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank decides for all."""
+        """Whether this is the first rank, which decides."""
         return self.rank == 0
 
     def all_reduce_max(self, *numbers: int) -> list[int]:
-        """Of each number the greatest over the ranks."""
+        """The maximum of each number over the ranks."""
         values = torch.tensor(numbers, dtype=torch.int64)
         if self._group is not None:
             with self._translate_errors("agree"):
@@ -72,7 +72,7 @@ class CheckpointGroup:
         return received
 
     def close(self) -> None:
-        """Give the group back. Idempotent."""
+        """Release the group. Idempotent."""
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None

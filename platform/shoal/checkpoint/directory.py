@@ -1,12 +1,12 @@
-"""A folder of checkpoints: their names, drafts that appear whole, checksums, and which of them are kept.
+"""A folder of checkpoints: their names, drafts that appear atomically, checksums, and retention.
 
-    FOLDER/step-000000123/        a checkpoint; it was renamed to this name when all of it was on the disk
-    FOLDER/.draft-000000124-ab    one being written, or what a process that died has left
-    FOLDER/.draft-step-000000123-replaced    one that makes place for another of its step
+    FOLDER/step-000000123/        a checkpoint; renamed to this name when all of it was on the disk
+    FOLDER/.draft-000000124-ab    one in progress, or left by a process that died
+    FOLDER/.draft-step-000000123-replaced    one that is being replaced by another of its step
 
-Nothing else in the folder counts or is touched: copies that somebody has made under names of their own, say.
+Other entries of the folder, such as copies under other names, are ignored and left alone.
 
-Called by both kinds of checkpoint, `files` and `checkpointer`; knows nothing of what is in one.
+Called by both kinds of checkpoint, `files` and `checkpointer`; knows nothing of their contents.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ _STEP = re.compile(r"step-(\d{9,})")
 
 
 class FileChecksum(NamedTuple):
-    """What a manifest knows of a file."""
+    """A manifest's entry of a file."""
 
     size_bytes: int
     sha256: str
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of that step lies, or would."""
+    """The path of the checkpoint of that step."""
     return folder / f"step-{step:09d}"
 
 
 def draft_path(folder: Path, step: int, token: str) -> Path:
-    """Where it is written before it appears."""
+    """The path of its draft."""
     return folder / f".draft-{step:09d}-{token}"
 
 
 def list_newest_first(folder: Path) -> list[Path]:
-    """All checkpoints, damaged ones too. One that a crash has kept from being replaced gets its name back."""
+    """All checkpoints, damaged ones too. One whose replacement was interrupted gets its name back."""
     for aside in folder.glob(".draft-step-*-replaced"):
         target = folder / aside.name.removeprefix(".draft-").removesuffix("-replaced")
         if not target.exists():
-            with suppress(OSError):  # a folder that may only be read
+            with suppress(OSError):  # a read-only folder
                 aside.rename(target)
     found = {int(match[1]): path for path in folder.glob("step-*") if (match := _STEP.fullmatch(path.name))}
     return [path for _, path in sorted(found.items(), reverse=True)]
 
 
 def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> FileChecksum:
-    """Write a new file and have the disk confirm it. Raises OSError."""
+    """Write a new file and sync it to the disk. Raises OSError."""
     digest, size_bytes = hashlib.sha256(), 0
     with path.open("wb") as file:
         for piece in pieces:
@@ -68,7 +68,7 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> FileChecksum
 
 
 def find_damage(path: Path, expected: FileChecksum) -> str:
-    """What is wrong with a file; empty if nothing is."""
+    """The problem of a file; "" if there is none."""
     digest, size_bytes = hashlib.sha256(), 0
     try:
         with path.open("rb") as file:
@@ -83,7 +83,7 @@ def find_damage(path: Path, expected: FileChecksum) -> str:
 
 
 def publish(draft: Path, target: Path) -> None:
-    """Let a finished draft appear; a checkpoint of the same step makes place. Raises OSError."""
+    """Rename a finished draft; an existing checkpoint of the same step is replaced. Raises OSError."""
     sync_folder(draft)
     aside = target.with_name(f".draft-{target.name}-replaced")
     if target.exists():
@@ -97,10 +97,10 @@ def publish(draft: Path, target: Path) -> None:
 def delete_old_checkpoints(
     folder: Path, newest: Path, keep: int, pinned: Path | None = None, since: Path | None = None
 ) -> None:
-    """Keep `newest` and those before it, `keep` in all, and `pinned`. Drafts are of processes that died.
+    """Retain `newest` and those before it, `keep` in all, and `pinned`; remove old drafts.
 
-    Later steps are of a timeline that was given up: they were damaged, or the run would have gone on from them. So are
-    those between `newest` and `since`, the one with which this timeline went on before it, where that is known.
+    Later steps belong to an abandoned timeline: they were damaged, or the run would have resumed from them. So do those
+    between `newest` and `since`, the step from which this timeline resumed, if known.
     """
     found = list_newest_first(folder)
     place = found.index(newest)

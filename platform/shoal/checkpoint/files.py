@@ -32,7 +32,7 @@ from shoal.errors import CheckpointError, ConfigError
 
 
 class Loaded(NamedTuple):
-    """`damaged` names the newer checkpoints that had to be passed over, each with the reason."""
+    """`damaged` names the newer checkpoints that were skipped, each with the reason."""
 
     step: int
     state: dict[str, Any]
@@ -40,10 +40,10 @@ class Loaded(NamedTuple):
 
 
 def save(folder: Path, step: int, state: dict[str, Any], keep: int = 2) -> Path:
-    """Write `state` (tensors, numbers, strings, lists, dicts) as step `step`; keep the newest `keep` checkpoints.
+    """Write `state` (tensors, numbers, strings, lists, dicts) as step `step`; retain the newest `keep` checkpoints.
 
-    Atomic: a crash at any moment leaves the earlier checkpoints as they were. Raises CheckpointError when the disk
-    does not take it, and ConfigError for what could not be loaded again.
+    Atomic: a crash at any moment leaves the earlier checkpoints unchanged. Raises CheckpointError on a disk error, and
+    ConfigError for values that could not be loaded again.
     """
     target, draft = checkpoint_path(folder, step), draft_path(folder, step, str(os.getpid()))
     buffer = io.BytesIO()
@@ -69,9 +69,9 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int = 2) -> Path:
 
 
 def load_latest(folder: Path) -> Loaded | None:
-    """The newest checkpoint that is whole; None when there is none at all.
+    """The newest intact checkpoint; None if there is none at all.
 
-    Raises CheckpointError when there are checkpoints, but none that can be read.
+    Raises CheckpointError when there are checkpoints, but none can be read.
     """
     damaged: list[str] = []
     for path in list_newest_first(folder):
@@ -94,6 +94,6 @@ def load_latest(folder: Path) -> Loaded | None:
 
 
 def _is_manifest_of(manifest: Any, path: Path) -> bool:
-    """Whether it is a manifest at all, and that of this folder's step: no checksum covers the manifest itself."""
+    """Whether it is a manifest of this folder's step: no checksum covers the manifest itself."""
     step = manifest.get("step") if isinstance(manifest, dict) else None
     return type(step) is int and checkpoint_path(path.parent, step) == path

@@ -1,7 +1,7 @@
-"""What is not a tensor, as JSON and back without loss; and a nested state laid flat by dotted names.
+"""Values other than tensors, as JSON and back without loss; and a nested state flattened to dotted names.
 
-Called by `checkpointer`. Holds numbers, strings, bytes, None, lists, tuples, dicts and small tensors; nothing else, so
-that reading a checkpoint never runs code.
+Called by `checkpointer`. Supports only numbers, strings, bytes, None, lists, tuples, dicts and small tensors, so that
+reading a checkpoint never runs code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.errors import CheckpointError, ConfigError
 
-# Names of safetensors, which are those of a shard's header too.
+# Names of safetensors, also used in a shard's header.
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
     "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64, "F16": torch.float16,
@@ -27,7 +27,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Leaf(NamedTuple):
-    """A value and where it hangs, so that it can be replaced."""
+    """A value and its container, so that it can be replaced."""
 
     container: Any  # dict or list
     key: Any
@@ -35,9 +35,9 @@ class Leaf(NamedTuple):
 
 
 def flatten(state: dict[str, Any]) -> dict[str, Leaf]:
-    """Every leaf by the names of dicts and the positions in lists on the way to it, joined by dots.
+    """Every leaf under its path, the names of dicts and indices of lists joined by dots.
 
-    A list is gone into when it directly holds a tensor or a dict. Raises ConfigError when two leaves get one name.
+    A list is traversed when it directly contains a tensor or a dict. Raises ConfigError when two leaves have one name.
     """
     leaves: dict[str, Leaf] = {}
     for name, leaf in _walk(state, ""):
@@ -60,7 +60,7 @@ def _walk(container: Any, prefix: str) -> Iterator[tuple[str, Leaf]]:
 
 
 def encode(value: Any, name: str) -> Any:
-    """As JSON. Raises ConfigError naming the first value that a checkpoint does not hold."""
+    """As JSON. Raises ConfigError naming the first unsupported value."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -89,7 +89,7 @@ def _is_plain_tensor(value: torch.Tensor) -> bool:
 
 
 def decode(value: Any) -> Any:
-    """The inverse of `encode`. Raises CheckpointError for what it never writes."""
+    """The inverse of `encode`. Raises CheckpointError for invalid input."""
     if isinstance(value, list):
         return [decode(one) for one in value]
     if not isinstance(value, dict):

@@ -1,7 +1,6 @@
-"""The files of one sharded checkpoint beside the tensors: its index, its manifest, and the moment at which it appears.
+"""The files of one sharded checkpoint other than the tensors (index and manifest), and publishing it.
 
-Called by `checkpointer`; talks to no other rank. What fails because of the disk comes back as a reason, since all ranks
-have to hear it.
+Called by `checkpointer`; does not communicate. Disk errors are returned as a reason, which all ranks must receive.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ MANIFEST, INDEX, BEST = "manifest.json", "index.json", "best.json"
 
 
 class SaveJob(NamedTuple):
-    """One save, after the checkpoint `since`, if that is known. `values`, `extras` and `per_rank` are encoded."""
+    """One save, after the checkpoint `since`, if known. `values`, `extras` and `per_rank` are encoded."""
 
     step: int
     draft: Path
@@ -39,7 +38,7 @@ class SaveJob(NamedTuple):
 
 
 class ShardResult(NamedTuple):
-    """What one rank did. `reason` says why it could not."""
+    """One rank's result. `reason` is its error, if any."""
 
     file: str
     sum: FileChecksum
@@ -49,7 +48,7 @@ class ShardResult(NamedTuple):
 
 
 def write_shard(job: SaveJob, name: str, pieces: Iterator[bytes | memoryview]) -> ShardResult:
-    """One rank's file, confirmed by the disk."""
+    """Write and sync one rank's file."""
     try:
         job.draft.mkdir(parents=True, exist_ok=True)
         written = directory.write_file(job.draft / name, pieces)
@@ -59,7 +58,7 @@ def write_shard(job: SaveJob, name: str, pieces: Iterator[bytes | memoryview]) -
 
 
 def commit(job: SaveJob, index: Mapping[str, Any], shards: Sequence[ShardResult]) -> str:
-    """Make a checkpoint of the shards, on the first rank. The reason why it could not, or nothing."""
+    """Make a checkpoint of the shards, on the first rank. Returns the error, if any."""
     reason = "; ".join(one.reason for one in shards if one.reason)
     try:
         if not reason:
@@ -93,7 +92,7 @@ def _commit(job: SaveJob, index: Mapping[str, Any], shards: Sequence[ShardResult
     }
     signed = manifest | {"sha256": _checksum(manifest)}
     directory.write_file(job.draft / MANIFEST, [json.dumps(signed, indent=1).encode()])
-    if job.best:  # within the draft: a disk that has no room for the note refuses all of it
+    if job.best:  # within the draft: a disk without space for the note rejects the whole checkpoint
         atomic_file.write_synced(job.draft / BEST, json.dumps({"step": job.step, "sha256": signed["sha256"]}).encode())
     directory.publish(job.draft, job.target)
     place = job.target.parent
@@ -115,10 +114,10 @@ def _merge(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def read_best_step(place: Path) -> int | None:
-    """The step that was last called the best one, if its checkpoint is still there.
+    """The step last marked as the best one, if its checkpoint still exists.
 
-    After going back, another timeline comes to the same step: its checkpoint is told by its manifest. One that cannot
-    be read is still the best one: who asks for it hears what is wrong with it.
+    After a rollback another timeline may reach the same step: the manifest identifies the checkpoint. One that cannot
+    be read is still the best one: loading it reports the problem.
     """
     try:
         noted = json.loads((place / BEST).read_text())
@@ -129,12 +128,12 @@ def read_best_step(place: Path) -> int | None:
     manifest = read_manifest(path)
     if isinstance(manifest, str):
         return step if path.exists() else None
-    is_same = noted.get("sha256", _checksum(manifest)) == _checksum(manifest)  # earlier versions noted the step alone
+    is_same = noted.get("sha256", _checksum(manifest)) == _checksum(manifest)  # earlier versions stored only the step
     return step if is_same else None
 
 
 def read_manifest(path: Path) -> dict[str, Any] | str:
-    """What the manifest says, or what is wrong with it."""
+    """The manifest's content, or its problem."""
     if not path.exists():
         return "there is no such checkpoint"
     try:
@@ -153,13 +152,13 @@ def read_manifest(path: Path) -> dict[str, Any] | str:
 
 
 def find_damages(path: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What is wrong with each of these files, if anything is."""
+    """The problems of these files, if any."""
     found = (directory.find_damage(path / name, FileChecksum(**expected)) for name, expected in files.items())
     return [reason for reason in found if reason]
 
 
 def read_index(path: Path) -> dict[str, Any] | str:
-    """The index of a checkpoint that was checked, or why it cannot be read."""
+    """The index of a verified checkpoint, or its problem."""
     try:
         index: dict[str, Any] = json.loads((path / INDEX).read_bytes())
     except (OSError, ValueError) as error:

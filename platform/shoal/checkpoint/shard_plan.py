@@ -1,8 +1,8 @@
-"""Which rank writes which part of which tensor, and where in its shard that lies; and what to read to get it back.
+"""The assignment of tensor parts to ranks and to positions in shards; and what to read to restore them.
 
-The rules are those of torch's distributed checkpoint: its planners find the chunks of a (sharded) tensor, give a chunk
-that several ranks hold to the least burdened of them, check that the chunks of a tensor are all of it, and intersect
-them with what a reader holds. The bytes are ours: a shard is a safetensors file, the index a JSON file.
+The rules are those of torch's distributed checkpoint: its planners find the chunks of a (sharded) tensor, assign a
+chunk on several ranks to the one with the least to write, check that the chunks cover the tensor, and intersect them
+with a reader's parts. The bytes are ours: a shard is a safetensors file, the index a JSON file.
 
 Called by `checkpointer`; touches no file.
 """
@@ -38,7 +38,7 @@ Shape = tuple[int, ...]
 
 
 class Slot(NamedTuple):
-    """One chunk of one tensor, and the bytes of the shard's data that it takes."""
+    """One chunk of one tensor, and its bytes in the shard's data."""
 
     name: str
     offsets: Shape
@@ -50,7 +50,7 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """What one rank writes. The widest dtypes come first, so that every slot is aligned without a gap."""
+    """One rank's shard. The widest dtypes come first, so that every slot is aligned without a gap."""
 
     slots: tuple[Slot, ...]
 
@@ -59,7 +59,7 @@ class ShardLayout:
         return self.slots[-1].end if self.slots else 0
 
     def build_header(self) -> bytes:
-        """The head of the safetensors file whose data are the slots, one after the other."""
+        """The header of the safetensors file whose data are the slots in order."""
         entries = {
             f"{slot.name}@{','.join(map(str, slot.offsets))}": {
                 "dtype": DTYPE_NAMES[slot.dtype],
@@ -74,7 +74,7 @@ class ShardLayout:
 
 
 def describe_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
-    """What must stay the same for a layout to stay valid; cheap, since every save looks at it."""
+    """The key of a valid layout; cheap, since every save computes it."""
     return tuple(
         (name, one.dtype, one.shape, (one.placements, one.device_mesh) if isinstance(one, DTensor) else None)
         for name, one in tensors.items()
@@ -82,7 +82,7 @@ def describe_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
 
 
 def make_save_plan(tensors: Mapping[str, torch.Tensor]) -> SavePlan:
-    """What this rank could write. Raises ConfigError naming a tensor that a checkpoint cannot hold."""
+    """The chunks that this rank could write. Raises ConfigError naming a tensor that a checkpoint cannot hold."""
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPE_NAMES or tensor.layout != torch.strided or tensor.is_meta:
             kind = "meta" if tensor.is_meta else f"{tensor.layout}, {tensor.dtype}"
@@ -93,9 +93,9 @@ def make_save_plan(tensors: Mapping[str, torch.Tensor]) -> SavePlan:
 
 
 def assign_shards(plans: Sequence[SavePlan]) -> list[ShardLayout]:
-    """Who writes what, given what every rank could write.
+    """The shard of each rank, given the chunks that every rank could write.
 
-    Raises CheckpointError when ranks mean different tensors by one name, or when parts of a tensor are missing.
+    Raises CheckpointError when ranks have different tensors under one name, or when parts of a tensor are missing.
     """
     known: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
     for rank, plan in enumerate(plans):
@@ -129,7 +129,7 @@ def _build_layout(items: Sequence[WriteItem]) -> ShardLayout:
 
 
 class ChunkLocation(NamedTuple):
-    """Where a chunk lies on disk."""
+    """The place of a chunk on disk."""
 
     file: str
     at: int
@@ -152,7 +152,7 @@ def build_index(plans: Sequence[SavePlan], layouts: Sequence[ShardLayout], files
 
 
 def plan_reads(index: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> list[tuple[ReadItem, ChunkLocation]]:
-    """Which chunks overlap with what this rank holds. Names, shapes and dtypes must have been compared."""
+    """The chunks that overlap with this rank's parts. Names, shapes and dtypes must have been compared."""
     metadata: dict[str, Any] = {}
     places: dict[MetadataIndex, ChunkLocation] = {}
     for name in tensors:

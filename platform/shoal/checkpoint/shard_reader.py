@@ -1,4 +1,4 @@
-"""Reading chunks of tensors out of shard files, without copying what is not wanted. Called by `checkpointer`."""
+"""Reads chunks of tensors from shard files, copying only the required ones. Called by `checkpointer`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shoal.errors import CheckpointError
 
 
 def shard_name(rank: int, size: int) -> str:
-    """The file that this rank of so many writes."""
+    """The file of this rank."""
     return f"shard-{rank:05d}-of-{size:05d}.safetensors"
 
 
@@ -24,7 +24,7 @@ def shard_name(rank: int, size: int) -> str:
 def fill_tensors(
     folder: Path, wanted: Iterable[tuple[ReadItem, ChunkLocation]], tensors: dict[str, torch.Tensor]
 ) -> None:
-    """Copy every wanted piece into the tensor that asked for it. Raises CheckpointError."""
+    """Copy every required piece into its tensor. Raises CheckpointError."""
     maps: dict[str, mmap.mmap] = {}
     for item, place in wanted:
         if not math.prod(item.lengths):

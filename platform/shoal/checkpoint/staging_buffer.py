@@ -1,7 +1,7 @@
-"""The copy of the state that is written while training goes on: one buffer, allocated once and used for every save.
+"""The copy of the state for writing in the background: one buffer, allocated once and used for every save.
 
-Its bytes are those of the shard file, in the file's order. From CUDA the copies are queued on the current stream, so
-that later kernels of that stream wait for them and the host does not; the buffer is then pinned.
+Its bytes are those of the shard file, in the file's order. On CUDA the copies are queued on the current stream, so that
+later kernels of that stream wait for them and the host does not; the buffer is then pinned.
 
 Called by `checkpointer`, for one save at a time: `begin` and `wait_until_copied` by the training thread, `finish` and
 then `pieces` by the background thread.
@@ -20,7 +20,7 @@ from shoal.checkpoint.shard_plan import ShardLayout
 
 
 class StagingBuffer:
-    """The buffer for one layout. Memory: as much as this rank writes."""
+    """The buffer for one layout. Its size is that of this rank's shard."""
 
     _buffer: torch.Tensor
 
@@ -38,10 +38,10 @@ class StagingBuffer:
 
     @torch.no_grad()
     def start_copy(self, tensors: Mapping[str, torch.Tensor], later: Collection[str] = ()) -> None:
-        """Copy this rank's part of the state, but for what lies under the top-level names `later`: that does `finish`.
+        """Copy this rank's part of the state, except the top-level names `later`, which `finish` copies.
 
-        When it returns, what is copied may change (in stream order, on CUDA, where nothing is left for later). On the
-        host by torch's own threads, as many as this rank was given (measured, docs/decisions/006).
+        When it returns, the copied part may change (in stream order, on CUDA, where `later` is not used). On the host
+        torch's own threads copy, as many as this rank has (measured, docs/decisions/006).
         """
         self._is_copied.clear()
         self._rest = []
@@ -68,7 +68,7 @@ class StagingBuffer:
             self._is_copied.set()
 
     def wait_until_copied(self, timeout_s: float) -> bool:
-        """Whether `finish` has ended, within `timeout_s`."""
+        """Wait until `finish` has ended, at most `timeout_s`; whether it has."""
         return self._is_copied.wait(timeout_s)
 
     def iter_blocks(self) -> Iterator[bytes | memoryview]:
@@ -82,5 +82,5 @@ class StagingBuffer:
 
 
 def has_cuda(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether any of them has to be fetched from a GPU."""
+    """Whether any of them is on a GPU."""
     return any(tensor.is_cuda for tensor in tensors.values())

@@ -1,4 +1,4 @@
-"""The command line: parse, call, print. One module a verb; each is loaded only when it is used."""
+"""The command line: parse, call, print. One module per command; each is loaded only when used."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ import click
 
 from shoal.errors import ShoalError
 
-# verb -> (module, what `shoal --help` says)
+# command -> (module, help text)
 COMMANDS = {
     "up": ("cluster", "Start a Ray cluster for Shoal on this machine, in the background."),
     "down": ("cluster", "Stop the cluster that `shoal up` started."),
-    "status": ("cluster", "Say what is running: the cluster, its jobs, gateways and endpoints."),
-    "doctor": ("doctor", "Check this machine and say the remedy for what does not fit."),
+    "status": ("cluster", "Show what is running: the cluster, its jobs, gateways and endpoints."),
+    "doctor": ("doctor", "Check this machine and show the remedy for each problem."),
     "run": ("run", "Run a job, with a live display."),
-    "inspect": ("inspect", "Say what a task costs before it runs, and after it, beside what was measured."),
+    "inspect": ("inspect", "Predict what a task costs; after a run, compare with the measurements."),
     "find": ("find", "Find a learning rate, or the largest batch that fits, for a task."),
-    "ablate": ("ablate", "Say what each part of a task is worth in accuracy, time and memory."),
+    "ablate": ("ablate", "Measure what each part of a task adds in accuracy, time and memory."),
     "actor": ("actor", "Play an environment and send the experience to a gateway."),
     "runs": ("runs", "List the runs, or show one."),
     "report": ("runs", "Write the one-page HTML report of a run."),
     "compare": ("compare", "Put runs side by side, in a table and a picture."),
     "models": ("models", "List, show, add, promote and roll back registered models."),
-    "serve": ("serve", "Serve models: deploy, look at, roll out, roll back, delete."),
-    "predict": ("predict", "Ask a model of an endpoint."),
-    "batch-predict": ("batch_predict", "Answer every row of a file or folder with a registered model."),
+    "serve": ("serve", "Serve models: deploy, show, roll out, roll back, delete."),
+    "predict": ("predict", "Send requests to a model of an endpoint."),
+    "batch-predict": ("batch_predict", "Predict every row of a file or folder with a registered model."),
 }
 
 
 class _LazyCommandGroup(click.Group):
-    """A group that imports a verb's module when the verb is used, so that `--help` stays fast."""
+    """A group that imports a command's module when the command is used, so that `--help` stays fast."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -48,7 +48,7 @@ class _LazyCommandGroup(click.Group):
     def invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:  # before the verb has begun, or in one that has nothing to save
+        except KeyboardInterrupt:  # before the command began, or in one that has nothing to save
             ctx.exit(128 + signal.SIGINT)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -63,7 +63,7 @@ def cli() -> None:
 
 
 def main() -> None:
-    """The `shoal` program: a ShoalError, or what the system refuses, is printed as one line, and ends with status 1."""
+    """The `shoal` program: prints a ShoalError or a system error as one line, and exits with status 1."""
     try:
         cli.main(standalone_mode=True)
     except (ShoalError, OSError) as error:
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def format_os_error(error: OSError) -> str:
-    """What the system has refused, and why: `/a/b: Permission denied`; our own words of an error of ours."""
+    """The system's error and its place: `/a/b: Permission denied`; of our own errors the message."""
     if isinstance(error, ShoalError) or not error.strerror:
         return str(error) or type(error).__name__
     places = [os.fsdecode(place) for place in (error.filename, error.filename2) if isinstance(place, str | bytes)]

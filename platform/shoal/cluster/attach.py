@@ -1,7 +1,7 @@
-"""Find the cluster to use: the one that was asked for, the one of the environment, or the one that `shoal up` started.
+"""Find the cluster to use: the requested one, the one of the environment, or the one that `shoal up` started.
 
-Called by the CLI before it starts an embedded cluster. Owns `$SHOAL_HOME/cluster.json`, where `shoal up` leaves word of
-its cluster, and the lock that whoever changes it holds. It starts and stops nothing.
+Called by the CLI before it starts an embedded cluster. Owns `$SHOAL_HOME/cluster.json`, the record of the cluster of
+`shoal up`, and the lock under which that record changes. Starts and stops nothing.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from shoal.cluster.cluster_handle import FOLDER_VARIABLE, ClusterHandle, load_ha
 from shoal.errors import ClusterError, ConfigError
 from shoal.home import file_lock, home, ray_token_path, require_header_safe
 
-LOCK_TIMEOUT_S = 120.0  # a start may take a minute, and so may an end
+LOCK_TIMEOUT_S = 120.0  # starting and stopping may each take a minute
 
 
 def find_cluster(address: str | None = None) -> ClusterHandle | None:
     """The cluster at `address`, else that of $RAY_ADDRESS, else the one that `shoal up` started; None if there is none.
 
     An address is the dashboard's URL (`http://head.example:8265`) or, for a cluster of this machine, the host:port that
-    `shoal status` shows. "local" says to use none. Raises ConfigError for an address that cannot be used.
+    `shoal status` shows. "local" means none. Raises ConfigError for an unusable address.
     """
     if address == "local":
         return None
@@ -41,7 +41,7 @@ def find_running_cluster() -> ClusterHandle | None:
 
 
 def load_saved_cluster() -> ClusterHandle | None:
-    """The cluster that `shoal up` left word of, dead or alive. Raises ClusterError when that is another host's."""
+    """The recorded cluster of `shoal up`, dead or alive. Raises ClusterError when it is on another host."""
     handle = load_handle(state_path())
     if handle is not None and not handle.is_on_this_host:
         raise ClusterError(f"a cluster is up on {handle.host}: {format_remote_remedy(handle, state_path())}")
@@ -49,19 +49,19 @@ def load_saved_cluster() -> ClusterHandle | None:
 
 
 def format_remote_remedy(handle: ClusterHandle, path: Path) -> str:
-    """What to do about the word, at `path`, of another host's cluster."""
+    """The remedy for a record, at `path`, of another host's cluster."""
     return f"end it there, or remove {path} if {handle.host} is gone"
 
 
 def state_path() -> Path:
-    """Where `shoal up` leaves word of its cluster."""
+    """The record that `shoal up` writes of its cluster."""
     return home() / "cluster.json"
 
 
 def lock_cluster_state() -> AbstractContextManager[None]:
     """Keep every other `shoal up` and `shoal down` waiting; a killed holder lets go by dying.
 
-    Raises ClusterError when another is at work for LOCK_TIMEOUT_S.
+    Raises ClusterError when another process holds the lock for LOCK_TIMEOUT_S.
     """
     busy = ClusterError("another `shoal up` or `shoal down` is at work: wait for it, or end it")
     return file_lock(home() / "up.lock", LOCK_TIMEOUT_S, busy)
@@ -99,14 +99,14 @@ def _load_environment_handle() -> ClusterHandle | None:
 
 
 def _make_remote_handle(url: str) -> ClusterHandle:
-    """A cluster on other machines, with Ray's own rules for the token, and at last the token of $SHOAL_HOME."""
+    """A cluster on other machines: Ray's own rules for the token come first, then the token of $SHOAL_HOME."""
     environment = {"RAY_ADDRESS": url, "RAY_API_SERVER_ADDRESS": url, "RAY_AUTH_MODE": "token"}
     token = os.environ.get("RAY_AUTH_TOKEN", "").strip()
     if token:
         require_header_safe("RAY_AUTH_TOKEN", token)
         return ClusterHandle(url, url, token, {**environment, "RAY_AUTH_TOKEN": token})
     said = os.environ.get("RAY_AUTH_TOKEN_PATH")
-    path = Path(said or os.path.expanduser("~/.ray/auth_token"))  # which stays as it is where nobody knows the home
+    path = Path(said or os.path.expanduser("~/.ray/auth_token"))  # unchanged when the home folder is unknown
     if said and not path.exists():
         raise ConfigError("RAY_AUTH_TOKEN_PATH", str(path), "does not exist", "copy the cluster's token file there")
     if not path.exists():

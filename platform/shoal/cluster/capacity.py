@@ -1,5 +1,5 @@
-"""Whether the cluster is large enough, and has room now: asked before anything is started that would wait for it. And
-which of its hosts is the head, for what is to live as long as the cluster."""
+"""Check the cluster's capacity before starting anything that would wait for it; find the head node, for workers that
+live as long as the cluster."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HEAD = "node:__internal_head__"  # the resource by which Ray marks it
 def require_cpus(num_cpus: float, fields: str) -> None:
     """Raise ConfigError when the cluster as a whole has fewer CPUs than `num_cpus`: Ray would wait for ever.
 
-    fields: what to lower then, in words: `endpoint.num_cpus or endpoint.num_replicas`
+    fields: what the error asks to lower: `endpoint.num_cpus or endpoint.num_replicas`
     """
     total = float(ray.cluster_resources().get("CPU", 0.0))
     if num_cpus > total:
@@ -32,7 +32,7 @@ def require_cpus(num_cpus: float, fields: str) -> None:
 def require_gpus(num_gpus: float, count: int, fields: str) -> None:
     """Raise ConfigError when the cluster cannot hold `count` workers with `num_gpus` each: Ray would wait for ever.
 
-    fields: what to lower then, in words
+    fields: what the error asks to lower
     """
     by_host = gpus_by_host()
     places = count_gpu_slots(num_gpus, by_host) if num_gpus else count
@@ -42,19 +42,19 @@ def require_gpus(num_gpus: float, count: int, fields: str) -> None:
 
 
 def gpus_by_host() -> list[float]:
-    """How many GPUs each host of the cluster has."""
+    """The number of GPUs of each host."""
     return [float(node["Resources"].get("GPU", 0.0)) for node in ray.nodes() if node["Alive"]]
 
 
 def count_gpu_slots(num_gpus: float, by_host: Sequence[float]) -> int:
-    """For how many workers there is room that need `num_gpus` (above 0) each: a fraction is of one GPU."""
+    """How many workers fit that need `num_gpus` (above 0) each. A fraction must come from one GPU."""
     if num_gpus < 1:
         return sum(int(gpus) for gpus in by_host) * math.floor(1 / num_gpus)
     return sum(int(gpus / num_gpus) for gpus in by_host)
 
 
 def gpu_share(count: int, by_host: Sequence[float]) -> float:
-    """What each of `count` workers gets when all of them share the GPUs evenly: one at most; 0 where there are none."""
+    """The even share of the GPUs for each of `count` workers: at most 1, and 0 without GPUs."""
     total = sum(int(gpus) for gpus in by_host)
     if total == 0:
         return 0.0
@@ -62,12 +62,12 @@ def gpu_share(count: int, by_host: Sequence[float]) -> float:
 
 
 def get_head_address() -> str:
-    """By which the other hosts reach it."""
+    """The head node's address for the other hosts."""
     return str(_find_head_node()["NodeManagerAddress"])
 
 
 def make_head_affinity() -> NodeAffinitySchedulingStrategy:
-    """For a worker that is to outlive every other host: of several, Ray would choose any."""
+    """Place a worker on the head node, so that it outlives every other host. Ray would choose any."""
     return NodeAffinitySchedulingStrategy(_find_head_node()["NodeID"], soft=False)
 
 
@@ -76,9 +76,9 @@ def _find_head_node() -> dict[str, Any]:
 
 
 def wait_for_resource(resource: str, amount: float, wait_s: float) -> float:
-    """How much of `resource` ("CPU", "GPU") is free, as soon as `amount` is, and at the latest after `wait_s` seconds.
+    """Wait until `amount` of `resource` ("CPU", "GPU") is free, at most `wait_s` seconds; return the free amount.
 
-    Also what has just ended is worth a wait: Ray tells up to a tenth of a second later that its place is free.
+    Waiting also helps after work has ended: Ray reports its freed resources up to a tenth of a second later.
     """
     deadline = time.monotonic() + wait_s
     while (free := ray.available_resources().get(resource, 0.0)) < amount and time.monotonic() < deadline:

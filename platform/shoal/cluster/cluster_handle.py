@@ -1,7 +1,7 @@
-"""What a client must know of a Ray cluster to use it: addresses, token, and where its files lie if they are near.
+"""The addresses, token and local files by which a client uses a Ray cluster.
 
-Made by `embedded.start` and `attach.find_cluster`; read by `jobs` and the CLI. It owns nothing and stops nothing. A
-local cluster's handle is also a file, `cluster.json`, in the cluster's folder; the token is never written into it.
+Made by `embedded_cluster` and `attach`; read by `jobs` and the CLI. Owns nothing and stops nothing. A local cluster's
+handle is also saved as `cluster.json` in the cluster's folder, without the token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FOLDER_VARIABLE = "SHOAL_CLUSTER_DIR"
 
 @dataclass(frozen=True)
 class ClusterHandle:
-    """A cluster that can be reached. `temp_dir` and what follows are None when it is asked over the network."""
+    """A reachable cluster. For a remote one, `temp_dir` and the fields after it are None."""
 
     address: str  # what `ray.init` takes: "127.0.0.1:41234"; for a remote cluster its dashboard's URL
     dashboard_url: str  # "http://127.0.0.1:38123"
@@ -35,7 +35,7 @@ class ClusterHandle:
     cluster_id: str | None = None
     head_pid: int | None = None
     started_at_s: float | None = None  # Unix time
-    host: str | None = None  # that wrote the record, where it says so
+    host: str | None = None  # the writer of the record, if recorded
 
     @property
     def is_local(self) -> bool:
@@ -44,11 +44,11 @@ class ClusterHandle:
 
     @property
     def is_on_this_host(self) -> bool:
-        """Whether its processes and files are to be looked for here: hosts and containers may share one $SHOAL_HOME."""
+        """Whether its processes and files are on this host: hosts and containers may share one $SHOAL_HOME."""
         return self.host in (None, socket.gethostname())
 
     def is_head_alive(self) -> bool:
-        """Whether the head process of a local cluster still runs; its pid alone may belong to another by now."""
+        """Whether the head process of a local cluster still runs. Its pid alone may belong to another process."""
         try:
             head = psutil.Process(self.head_pid or 0)
             return is_alive(head) and head.environ().get(CLUSTER_ID_VARIABLE) == self.cluster_id

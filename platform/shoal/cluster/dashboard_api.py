@@ -1,4 +1,4 @@
-"""The REST API of a Ray dashboard: one request, one answer, and errors that say the remedy.
+"""The REST API of a Ray dashboard: one request, one answer, and errors that name the remedy.
 
 Called by `jobs` and by `shoal status`; needs the token of the cluster and never imports ray.
 """
@@ -20,7 +20,7 @@ REQUEST_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class ClusterResources:
-    """What the living nodes of a cluster have to give."""
+    """The resources of a cluster's living nodes."""
 
     num_nodes: int
     num_cpus: float
@@ -31,19 +31,19 @@ class ClusterResources:
 
 
 def connect(cluster: ClusterHandle) -> httpx2.Client:
-    """A client for `ask`; close it."""
+    """A client for `request_json`; the caller closes it."""
     return httpx2.Client(
         base_url=cluster.dashboard_url,
         headers={"Authorization": f"Bearer {cluster.token}"},
         timeout=REQUEST_TIMEOUT_S,
-        trust_env=not cluster.is_local,  # a proxy has no business between us and loopback
+        trust_env=not cluster.is_local,  # loopback needs no proxy
         verify=_load_certificates() if cluster.dashboard_url.startswith("https:") else False,  # of plain HTTP, none
     )
 
 
 @cache
 def _load_certificates() -> ssl.SSLContext:
-    """Those that this machine trusts. Reading them takes 50 ms, and a run is asked for its state twice a second."""
+    """This machine's trusted certificates. Reading them takes 50 ms, and a run's state is polled twice a second."""
     return httpx2.create_ssl_context()
 
 
@@ -67,7 +67,7 @@ def request_json(client: httpx2.Client, method: str, path: str, json: object = N
 
 
 def get_resources(cluster: ClusterHandle) -> ClusterResources:
-    """What the cluster has. Raises ConnectionLost, ClusterError."""
+    """The cluster's resources. Raises ConnectionLost, ClusterError."""
     with connect(cluster) as client:
         answer = request_json(client, "GET", "/nodes?view=summary")
     raylets = [node["raylet"] for node in answer["data"]["summary"] if node["raylet"].get("state") == "ALIVE"]

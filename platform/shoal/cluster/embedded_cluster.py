@@ -1,8 +1,8 @@
-"""A Ray cluster of our own on this machine: started as child processes, closed to the outside, ended without a trace.
+"""A Ray cluster on this machine: started as child processes, closed to the outside, and removed completely.
 
-`start()` is called by `shoal run` (embedded: the cluster ends with the process, however that ends) and by `shoal up`
-(detached: it stays). Everything listens on loopback, asks for a token, and lies in one folder with a short path. It
-never reads or changes another Ray of the machine.
+`shoal run` starts it embedded: the cluster ends with the process. `shoal up` starts it detached: it stays. Everything
+listens on loopback, asks for a token, and lies in one folder with a short path. It never reads or changes another Ray
+of the machine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shoal.cluster.processes import CLUSTER_ID_VARIABLE, end_cluster, find_clust
 from shoal.errors import ClusterError, ConfigError
 from shoal.home import home, ray_token_path
 
-# Variables of an outer Ray that would make ours something else.
+# Variables of an outer Ray that would change this one.
 _FOREIGN = (
     *("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_TOKEN", "RAY_REDIS_ADDRESS", "RAY_TMPDIR", "RAY_JOB_ID"),
     *("RAY_GCS_SERVER_PORT", "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_RAYLET_PID", "RAY_OVERRIDE_NODE_ID_FOR_TESTING"),
@@ -40,7 +40,7 @@ _FOREIGN = (
 
 FORK_VARIABLE = "SHOAL_FORK_WORKERS"  # "0": workers are started as Ray does it
 
-# What Ray listens on where it is told, by Ray's names for it in `RayParams`.
+# The servers of Ray that listen on a given port, by Ray's names in `RayParams`.
 _PORTS = (
     *("dashboard_port", "dashboard_agent_listen_port", "metrics_agent_port", "metrics_export_port"),
     "runtime_env_agent_port",
@@ -63,7 +63,7 @@ class EmbeddedCluster(ClusterHandle):
         return self._head.poll() is None
 
     def pids(self) -> list[int]:
-        """The ids of the processes of the cluster that run now."""
+        """The ids of the cluster's running processes."""
         assert self.cluster_id is not None
         assert self.temp_dir is not None
         return sorted(process.pid for process in find_cluster_processes(self.cluster_id, self.temp_dir))
@@ -74,7 +74,7 @@ class EmbeddedCluster(ClusterHandle):
         Raises ClusterError when a process survives SIGKILL.
         """
         if os.getpid() != self._owner_pid:
-            return  # a fork of the owner: the cluster is not its to stop
+            return  # a fork of the owner must not stop the cluster
         assert self.cluster_id is not None
         assert self.temp_dir is not None
         _stop(self._head, self.cluster_id, self.temp_dir, grace_s)
@@ -99,7 +99,7 @@ def start_cluster(
 ) -> EmbeddedCluster:
     """Start a cluster and return when it takes jobs.
 
-    None means what the machine has. `environment` is added to that of every process of the cluster. A `detached`
+    None takes the machine's number. `environment` is added to that of every process of the cluster. A `detached`
     cluster outlives this process and its terminal; otherwise it ends with this process, even when that is killed. Its
     handle is also written to `save_as`.
 
@@ -129,8 +129,8 @@ def start_cluster(
         }
         extra = {
             "DASHBOARD_METRIC_PORT": str(metrics_port),
-            # Ray's clients of its state would look for the one Ray of the machine; with two they find none. One of them
-            # is who gives up the place of a training group when Ray Train's controller has died.
+            # Ray's state clients look for the only Ray of the machine; with two they find none. One of these clients
+            # releases the placement group of a training run when Ray Train's controller has died.
             "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{ports[_PORTS.index('dashboard_port')]}",
             **(environment or {}),
         }
@@ -149,11 +149,11 @@ def start_cluster(
 
 
 def _require_plain_paths() -> None:
-    """Raises ConfigError for a path that Ray loses on the command line of its workers, which then never start."""
+    """Raises ConfigError for a path that Ray mangles on the command line of its workers, which then never start."""
     for path in (sys.executable, fork_client.__file__):
         try:
             is_plain = shlex.split(subprocess.list2cmdline([path])) == [path]
-        except ValueError:  # a quotation that does not end
+        except ValueError:  # an unterminated quotation
             is_plain = False
         if not is_plain:
             problem = "has a quotation mark or a backslash, with which Ray starts no worker"
@@ -161,7 +161,7 @@ def _require_plain_paths() -> None:
 
 
 def _can_fork() -> bool:
-    """Whether workers are forked: not where a driver of an accelerator might be initialised before (decision 012)."""
+    """Whether to fork workers: not where an accelerator's driver might already be initialised (decision 012)."""
     has_accelerator = any(any(Path("/dev").glob(name)) for name in ("nvidia[0-9]*", "kfd", "dxg"))
     return sys.platform == "linux" and os.environ.get(FORK_VARIABLE) != "0" and not has_accelerator
 
@@ -174,7 +174,7 @@ def _launch(options: Mapping[str, object], environment: dict[str, str], detached
         stderr=subprocess.DEVNULL if detached else None,
         env=environment,
         cwd="/",
-        start_new_session=True,  # Ctrl-C reaches this process alone, which then stops the cluster in order
+        start_new_session=True,  # only this process receives Ctrl-C, and stops the cluster in order
     )
 
 
@@ -199,7 +199,7 @@ def _make_handle(
 
 
 def _common_environment(temp_dir: Path) -> dict[str, str]:
-    """What the cluster and its clients must agree on."""
+    """The environment of both the cluster and its clients."""
     return {
         FOLDER_VARIABLE: str(temp_dir),
         "RAY_AUTH_MODE": "token",
@@ -223,14 +223,14 @@ def _cluster_environment(
         "SHOAL_HOME": str(home()),
         **_common_environment(temp_dir),
         **serve,
-        # Ray would start a worker for each CPU when somebody connects; a job, with its own environment, uses others.
+        # By default Ray starts a worker for each CPU when a client connects; jobs have another environment.
         "RAY_prestart_worker_first_driver": "0",
-        # An actor for each training run, which would hear of this machine being taken away by a provider.
+        # By default each training run gets an actor that watches for preemption of this machine.
         "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
         "RAY_agent_register_timeout_ms": "180000",  # how long the raylet looks for an agent that starts slowly
-        "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "150",  # less than the patience of `start`, who could not say why
-        "RAY_JOB_STOP_WAIT_TIME_S": "15",  # a job that is asked to stop may save what it has
-        "TMPDIR": str(temp_dir / "tmp"),  # where Ray's own Python processes leave sockets when they are ended
+        "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "150",  # below the timeout of `start_cluster`, which could not say why
+        "RAY_JOB_STOP_WAIT_TIME_S": "15",  # time for a stopped job to save
+        "TMPDIR": str(temp_dir / "tmp"),  # for sockets that Ray's Python processes leave behind when stopped
         "PATH": bin_folder + os.pathsep + inherited.get("PATH", os.defpath),  # `python` in a job is this one
         **extra,
         ADDRESS_VARIABLE: str(temp_dir / "fork.sock"),
@@ -239,7 +239,7 @@ def _cluster_environment(
 
 
 def make_python_path_variable() -> dict[str, str]:
-    """$PYTHONPATH where it is set, for processes that run in other folders: it may be relative to this one."""
+    """$PYTHONPATH, if set, with absolute paths, for processes that run in other folders."""
     if "PYTHONPATH" not in os.environ:
         return {}
     return {"PYTHONPATH": os.pathsep.join(resolve_python_path(os.environ, os.getcwd()))}

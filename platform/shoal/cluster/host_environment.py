@@ -1,7 +1,7 @@
 """The environment of one host of a larger cluster: `python -m shoal.cluster.host_environment` prints it for a shell.
 
-Called by the setup commands of `cluster.yaml` on every host, before Ray starts there. It is the environment of the
-embedded cluster, with ports that are the same on every host, and without what means "this machine only".
+Called by the setup commands of `cluster.yaml` on every host, before Ray starts there. It is the embedded cluster's
+environment, with the same ports on every host, and without the settings that restrict it to this machine.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from shoal.home import ray_token_path
 
 FOLDER = Path("/tmp/shoal-host")
 
-# Every host must agree on these. The first is bound to loopback; the second, for endpoints with gRPC, to every address
-# of a head that others reach.
+# Every host must have the same ports. The first is bound to loopback; the second, for endpoints with gRPC, to every
+# address of a head that is reachable from outside.
 PORTS = {
     "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": "8500",
     "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": "9500",
@@ -28,7 +28,7 @@ PORTS = {
 
 
 def build_host_environment(folder: Path) -> dict[str, str]:
-    """The variables; makes `folder`, where HAProxy's files go. Raises ConfigError."""
+    """The variables. Creates `folder`, for HAProxy's files. Raises ConfigError."""
     for each in (folder, folder / "ha"):
         _make_private_folder(each)
     return {
@@ -43,8 +43,8 @@ def build_host_environment(folder: Path) -> dict[str, str]:
 
 
 def _make_private_folder(folder: Path) -> None:
-    """Ray will run programs in it, and anybody may have made one of its name in /tmp. Raises ConfigError when it can be
-    changed by another."""
+    """Ray will run programs in it, and any user may have created its name in /tmp. Raises ConfigError when another
+    user can change it."""
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700, parents=True)
     found = folder.lstat()

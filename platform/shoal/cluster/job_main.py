@@ -1,7 +1,7 @@
-"""The main function of every job: read the words, connect to the cluster that started it, run, say what went wrong.
+"""The main function of every job: parse overrides, connect to the job's cluster, run, report errors.
 
-Called by the files in `jobs/` and `serve_apps/`, and by flows that are started as modules. A stop request (SIGTERM, as
-`ray job stop` sends it) ends a job as Ctrl-C does.
+Called by the files in `jobs/` and `serve_apps/`, and by flows that run as modules. A stop request (SIGTERM, as
+`ray job stop` sends it) ends a job like Ctrl-C.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ def job_main(
     arguments: Sequence[str] | None = None,
     renamed: Mapping[str, str] = NOT_RENAMED,
 ) -> None:
-    """Run `run(spec with the words applied, job)` on the cluster of $RAY_ADDRESS; exits 1 on a ShoalError or OSError.
+    """Run `run(spec with overrides applied, job)` on the cluster of $RAY_ADDRESS; exits 1 on a ShoalError or OSError.
 
     spec:    what the words change, or a function that finds it by looking at them
     renamed: fields' old names -> their names; a word with an old one is taken, with a warning
 
-    Among the words, `--help` prints the fields, and `--check` ends after the words, and what `check` looks at, have
-    been found good. With the word `resume=RUN`, what is not said again is as that run's record has it.
+    `--help` prints the fields. `--check` validates the overrides, runs `check` and exits. `resume=RUN` takes every
+    field without an override from that run's record.
     """
-    sys.path.append(os.getcwd())  # what the words name may lie there, and a job's own folder is there already
+    sys.path.append(os.getcwd())  # overrides may name modules there; the job's own folder is in it already
     words = restore_secrets(sys.argv[1:]) if arguments is None else list(arguments)
     fields = [_rename_field(word, renamed) for word in words if word not in (CHECK, *HELP)]
     try:
@@ -55,12 +55,12 @@ def job_main(
             return
         signal.signal(signal.SIGTERM, _raise_interrupt)
         connect()
-        signal.signal(signal.SIGTERM, _raise_interrupt)  # ray.init puts a handler of its own in its place
+        signal.signal(signal.SIGTERM, _raise_interrupt)  # ray.init replaces the handler
         try:
             run(chosen, job)
         finally:
             disconnect()
-    except (ShoalError, OSError) as error:  # as of a disk that is full
+    except (ShoalError, OSError) as error:  # an OSError such as a full disk
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
     except KeyboardInterrupt:
@@ -77,26 +77,25 @@ def _rename_field(word: str, renamed: Mapping[str, str]) -> str:
 
 
 def _get_program() -> str:
-    """What was typed, up to the words: a file, or `-m` and a module."""
+    """The typed command, up to the overrides: a file, or `-m` and a module."""
     module = sys.modules["__main__"].__spec__
     return f"python -m {module.name}" if module else f"python {sys.argv[0]}"
 
 
 def _load_recorded_spec(spec: SpecT, words: Sequence[str]) -> SpecT:
-    """The spec of the run that is resumed, with the words applied, for there are no secrets in its record; `spec` when
-    none is."""
+    """The resumed run's spec with the overrides applied (its record holds no secrets); `spec` if none is resumed."""
     resumed = last_override(words, "resume")
     return type(spec).from_record(shoal.runs.load(resumed).spec, words) if resumed else spec
 
 
 def expected_run_id() -> str | None:
-    """The run id that whoever submitted this job looks for ($SHOAL_RUN_ID); None when any will do."""
+    """The run id that the submitter of this job expects ($SHOAL_RUN_ID); None when any will do."""
     return os.environ.get("SHOAL_RUN_ID")
 
 
 def connect() -> None:
     """Connect this process to the cluster of $RAY_ADDRESS. Raises ClusterError."""
-    import ray  # a third of a second, which words that are wrong need not wait for
+    import ray  # a third of a second: wrong overrides fail before it
 
     from shoal.ray_call import NAMESPACE
 
@@ -112,7 +111,7 @@ def connect() -> None:
 
 
 def join_cluster(cluster: ClusterHandle) -> None:
-    """Connect this process to `cluster`. Raises ClusterError, also where it has imported ray with other settings."""
+    """Connect this process to `cluster`. Raises ClusterError, also if it has imported ray with other settings."""
     is_late = "ray" in sys.modules
     os.environ.update(cluster.environment)
     if is_late:
@@ -134,12 +133,12 @@ def is_connected() -> bool:
 
 
 def disconnect() -> None:
-    """End the connection of this process. Idempotent."""
+    """Disconnect this process. Idempotent."""
     import ray
 
     ray.shutdown()
 
 
 def _raise_interrupt(signum: int, frame: object) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: what follows is cleaning up
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ignore further ones during the cleanup
     raise KeyboardInterrupt

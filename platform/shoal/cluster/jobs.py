@@ -1,8 +1,8 @@
 """Jobs on a cluster: submit, follow, stop. Speaks Ray's job REST API; a job's driver runs on the head node.
 
-Called by the CLI and by whoever starts work on a cluster. A job on this machine uses the files in place: nothing is
-uploaded. For a remote cluster the working folder and the `shoal` package are shipped. Nobody retries a job, and a job
-dies with its cluster: what must survive is kept by runs, checkpoints and the registry, never here.
+Called by the CLI, the flows and the API. A job on this machine uses the files in place. For a remote cluster the
+working folder and the `shoal` package are uploaded. No job is retried, and a job dies with its cluster: runs,
+checkpoints and the registry hold whatever must survive.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from shoal.home import home
 
 FoundT = TypeVar("FoundT")
 FIRST_POLL_S, LAST_POLL_S = 0.1, 0.5
-OUTCOME_POLL_S = 0.5  # a question costs the dashboard and who asks 6 ms each, of cores that a starting run has need of
+OUTCOME_POLL_S = 0.5  # a poll costs the dashboard and the caller 6 ms each, which a starting run needs
 NUM_LAST_LINES = 10
-SILENCE_TIMEOUT_S = 30.0  # with a dashboard that fails to answer while the head lives: what it is asked about goes on
+SILENCE_TIMEOUT_S = 30.0  # for a dashboard that does not answer while the head lives: the job goes on
 
 # What a job never needs (gitignore patterns): of its working folder, and of the package `shoal`, to which Ray applies
 # the same ones, so that no folder or file of ours may fit.
@@ -69,7 +69,7 @@ class JobStatus(StrEnum):
 
 @dataclass(frozen=True)
 class JobInfo:
-    """What Ray says of one job. `message` is Ray's words on a failure."""
+    """Ray's entry of one job. `message` is Ray's description of a failure."""
 
     submission_id: str
     status: JobStatus
@@ -79,7 +79,7 @@ class JobInfo:
 
 
 def new_submission_id() -> str:
-    """For who must be able to end a job whatever becomes of its submission: choose the name, then submit."""
+    """Choose an id before submitting, so that the caller can stop the job even if the submission fails."""
     return f"shoal-{secrets.token_hex(8)}"
 
 
@@ -94,7 +94,7 @@ def submit(
     """Start `entrypoint` (words, no shell) as a job.
 
     On a cluster of this machine it runs in `working_dir` (default: the current folder), in place. On a remote one
-    `working_dir` is uploaded without EXCLUDES, and without what is AT_HOME, and becomes the current folder: give paths
+    `working_dir` is uploaded without EXCLUDES and HOME_EXCLUDES, and becomes the current folder: give paths
     relative to it. `env` reaches the driver and all its workers.
 
     Raises ClusterError if the cluster refuses, ConnectionLost if it does not answer.
@@ -135,7 +135,7 @@ def _submit_remote(
         runtime_env["working_dir"] = str(working_dir.resolve())
     from ray.job_submission import JobSubmissionClient
 
-    # Ray's client lets its variables win over its argument, and speaks of each file that it leaves out.
+    # Ray's client prefers its variables to its argument, and logs each file that it excludes.
     ours = {"RAY_API_SERVER_ADDRESS": cluster.dashboard_url, "RAY_OVERRIDE_RUNTIME_ENV_DEFAULT_EXCLUDES": ""}
     for name in NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -147,7 +147,7 @@ def _submit_remote(
             )
     except ConnectionError as error:
         raise ConnectionLost(f"no answer from {cluster.dashboard_url}: {error}") from None
-    except OSError as error:  # of a file that cannot be read, or of a connection that was lost
+    except OSError as error:  # an unreadable file or a lost connection
         raise ClusterError(f"{cluster.dashboard_url} did not get the job: {error}") from None
     except (RuntimeError, ValueError) as error:
         raise ClusterError(f"{cluster.dashboard_url} refused the job: {error}") from None
@@ -155,7 +155,7 @@ def _submit_remote(
 
 
 def _list_home_excludes(working_dir: Path | None) -> list[str]:
-    """Patterns for what lies in $SHOAL_HOME, when that is a folder within the one that is uploaded."""
+    """Patterns that exclude $SHOAL_HOME when it lies in the uploaded folder."""
     kept = home()
     if working_dir is None or (folder := working_dir.resolve()) not in kept.parents:
         return []
@@ -164,7 +164,7 @@ def _list_home_excludes(working_dir: Path | None) -> list[str]:
 
 @contextlib.contextmanager
 def _set_environment(**values: str) -> Iterator[None]:
-    """For what Ray reads from nowhere else."""
+    """Set variables that Ray reads only from the environment."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -180,7 +180,7 @@ def _set_environment(**values: str) -> Iterator[None]:
 def require_no_shadowing(working_dir: Path) -> None:
     """Raise ConfigError for a module at the top of `working_dir` that would hide one of the standard library's.
 
-    A stray `platform/__init__.py` or `stat.py` kills the job before its first line, with a riddle for a message.
+    A stray `platform/__init__.py` or `stat.py` kills the job before its first line, with an obscure message.
     """
     for path in sorted([*working_dir.glob("*.py"), *working_dir.glob("*/__init__.py")]):
         name = path.parent.name if path.name == "__init__.py" else path.stem
@@ -198,7 +198,7 @@ def list_jobs(cluster: ClusterHandle) -> list[JobInfo]:
 
 
 class JobHandle:
-    """One submitted job. Cheap to make and to throw away: the job goes on without it."""
+    """One submitted job. The job goes on without this object."""
 
     def __init__(self, cluster: ClusterHandle, submission_id: str) -> None:
         self.submission_id = submission_id
@@ -208,7 +208,7 @@ class JobHandle:
         self._outcome_at_s = -math.inf  # when it last asked
 
     def info(self) -> JobInfo:
-        """What Ray says of it now. Raises RunError when Ray knows no such job."""
+        """Its present entry in Ray. Raises RunError when Ray has no such job."""
         with connect(self._cluster) as client:
             return _parse_job_info(request_json(client, "GET", self._path))
 
@@ -217,10 +217,10 @@ class JobHandle:
         return self.info().status
 
     def poll_outcome(self) -> JobStatus | None:
-        """The state it ended in; None while it goes on, for who asks again and again, on a cluster of this machine.
-        The dashboard is asked every OUTCOME_S.
+        """The final state, or None while the job goes on. For polling, on a cluster of this machine: the dashboard is
+        asked every OUTCOME_POLL_S.
 
-        Raises ClusterError or ConnectionLost when the dashboard has not answered for PATIENCE_S, or the head is dead.
+        Raises ClusterError or ConnectionLost when the dashboard has not answered for its timeout, or the head is dead.
         """
         now = time.monotonic()
         if now - self._outcome_at_s < OUTCOME_POLL_S:
@@ -230,7 +230,7 @@ class JobHandle:
         return status if status is not None and status.is_over else None
 
     def read_logs(self) -> str:
-        """All it has written so far, standard output and standard error mixed."""
+        """Its whole output so far, standard output and standard error mixed."""
         if self._log_path is not None:
             return self._log_path.read_text(errors="replace") if self._log_path.exists() else ""
         with connect(self._cluster) as client:
@@ -238,9 +238,9 @@ class JobHandle:
             return text
 
     def read_logs_from(self, start: int, *, is_whole: bool) -> tuple[str, int]:
-        """What it has written after `start`, which is 0 at first, and the next start. For who asks again and again.
+        """The output after `start` (0 at first), and the next start. For polling.
 
-        is_whole: nothing comes any more; else a character of which the end may still come is left for then
+        is_whole: the output is complete; otherwise an incomplete last character is left for the next call
         """
         if self._log_path is not None:
             return self._read_log_from(None, start, is_whole)
@@ -248,13 +248,13 @@ class JobHandle:
             return self._read_log_from(client, start, is_whole)
 
     def try_read_logs(self) -> str | None:
-        """The same for who asks again and again: None without an answer. Raises as `outcome` does."""
+        """Like `read_logs`, for polling: None without an answer. Raises as `poll_outcome` does."""
         return self._tolerate_silence(self.read_logs)
 
     def wait(self, timeout_s: float) -> JobStatus:
-        """Wait for the end; the state it ended in, SUCCEEDED or STOPPED.
+        """Wait for the end; returns the final state, SUCCEEDED or STOPPED.
 
-        Raises RunError with the last lines of its log if it failed, ClusterError if it goes on after `timeout_s`.
+        Raises RunError with the last log lines if it failed, ClusterError if it goes on after `timeout_s`.
         """
         for _ in self.follow(timeout_s):
             pass
@@ -265,9 +265,9 @@ class JobHandle:
 
     def follow(self, timeout_s: float) -> Iterator[str]:
         """The log as it grows, piece by piece, until the job is over. Raises ClusterError after `timeout_s`, and like
-        `outcome` when the dashboard does not answer.
+        `poll_outcome` when the dashboard does not answer.
 
-        On this machine the file is read from where it was left; from a remote cluster the whole log comes each time.
+        On this machine the file is read incrementally; from a remote cluster the whole log comes each time.
         """
         deadline_s = time.monotonic() + timeout_s
         status, num_seen, poll_s = JobStatus.PENDING, 0, FIRST_POLL_S
@@ -290,26 +290,26 @@ class JobHandle:
                 poll_s = min(LAST_POLL_S, poll_s * 1.1)
 
     def request_stop(self) -> None:
-        """Ask it to end (SIGTERM; Ray sends SIGKILL after $RAY_JOB_STOP_WAIT_TIME_S)."""
+        """Send SIGTERM; Ray sends SIGKILL after $RAY_JOB_STOP_WAIT_TIME_S."""
         with connect(self._cluster) as client:
             request_json(client, "POST", f"{self._path}/stop")
 
     def stop(self, timeout_s: float = 30.0) -> JobStatus:
-        """Ask it to end and wait until it has."""
+        """Stop it and wait for its end."""
         self.request_stop()
         for _ in self.follow(timeout_s):
             pass
         return self.status()
 
     def stop_quietly(self, timeout_s: float = 30.0) -> None:
-        """Like `stop`, to clean up with: also after a submission that was interrupted, which Ray may never have got,
-        and on a cluster that has ended, or fails."""
+        """Like `stop`, without raising, for cleanup: also after an interrupted submission, or on a cluster that ended
+        or fails."""
         with contextlib.suppress(ClusterError, RunError, ConnectionLost):
             self.stop(timeout_s)
 
     def _tolerate_silence(self, question: Callable[[], FoundT]) -> FoundT | None:
-        """What was found; None without an answer, for PATIENCE_S in a row at most, as long as the head may live. Then
-        what was in the way is raised (ClusterError, ConnectionLost)."""
+        """The answer; None without one, for SILENCE_TIMEOUT_S in a row at most and while the head may live. Then raises
+        the reason (ClusterError, ConnectionLost)."""
         try:
             found = question()
         except (ClusterError, ConnectionLost):
@@ -329,7 +329,7 @@ class JobHandle:
         return self._cluster.temp_dir / "ray/session_latest/logs" / f"job-driver-{self.submission_id}.log"
 
     def _read_log_from(self, client: httpx2.Client | None, start: int, is_whole: bool) -> tuple[str, int]:
-        """As `logs_from`; a start is in bytes of the file, or characters of a remote log."""
+        """As `read_logs_from`; `start` counts bytes of a local file, or characters of a remote log."""
         if self._log_path is None:
             assert client is not None
             text: str = request_json(client, "GET", f"{self._path}/logs")["logs"]

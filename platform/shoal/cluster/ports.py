@@ -1,6 +1,6 @@
-"""Free TCP ports for what is about to be started: chosen where the kernel gives none away, and held until it listens.
+"""Free TCP ports for servers about to start: chosen outside the kernel's ephemeral range, and reserved until used.
 
-Called by whoever starts Ray, or an endpoint; imports no Ray.
+Called before Ray or an endpoint starts; imports no Ray.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-FIRST_PORT = 20_000  # below are those that programs have by default, Ray's workers among them
+FIRST_PORT = 20_000  # lower ones are many programs' defaults, Ray's workers among them
 _port_counter = itertools.count(secrets.randbelow(1 << 16))
 
 
 def get_candidate_ports(ephemeral: Path = EPHEMERAL_PORTS) -> range:
-    """The ports that the kernel gives to nobody by itself, neither to who connects nor to who listens on any port.
+    """The ports outside the kernel's ephemeral range.
 
-    Below its own, or above when there are more; empty when all are its own. `ephemeral` is a file that names its first
-    and last.
+    Below that range, or above it if more are there; empty when the range covers all. `ephemeral` is the file with its
+    first and last port.
     """
     try:
         first, last = map(int, ephemeral.read_text().split())
@@ -31,9 +31,9 @@ def get_candidate_ports(ephemeral: Path = EPHEMERAL_PORTS) -> range:
 
 
 def find_free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that was free on `host` a moment ago, and that only somebody who asks for it can take meanwhile.
+    """A TCP port that was free on `host` a moment ago, and that the kernel assigns to no other process.
 
-    A process is given each port once before it is given one again, and begins where others hardly do.
+    A process gets each port once before any is repeated, and starts where other processes rarely do.
     """
     with _bind_free_port(host) as probe:
         port: int = probe.getsockname()[1]
@@ -42,15 +42,15 @@ def find_free_port(host: str = "127.0.0.1") -> int:
 
 @contextmanager
 def reserve_ports(count: int, host: str = "127.0.0.1") -> Iterator[list[int]]:
-    """Free TCP ports of `host` that nobody else is given while the context lasts.
+    """Free TCP ports of `host`, reserved while the context lasts.
 
-    A server that asks to reuse its address, as Ray's do, can listen on them meanwhile; who only looks for a free port,
-    as `find_free_port` in another process, finds them taken.
+    A server that reuses addresses, as Ray's do, can listen on them meanwhile. `find_free_port` in another process finds
+    them taken.
     """
     with ExitStack() as held:
         sockets = [held.enter_context(_bind_free_port(host)) for _ in range(count)]
         for bound in sockets:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after the bind, which was to find it free
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after the bind, which must find it free
         yield [bound.getsockname()[1] for bound in sockets]
 
 
@@ -63,7 +63,7 @@ def _bind_free_port(host: str) -> socket.socket:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """A socket of TCP with this port; raises OSError when that is taken."""
+    """A TCP socket bound to this port. Raises OSError when the port is taken."""
     bound = socket.socket()
     try:
         bound.bind((host, port))

@@ -1,8 +1,8 @@
-"""The processes of one cluster, found by the marker they inherit, and how they are ended.
+"""Find the processes of one cluster by the marker they inherit, and end them.
 
-Every process of a cluster carries `SHOAL_CLUSTER_ID=<id>` in its environment, also those that fork twice. Called by the
-embedded cluster, by the head process when the process that embeds it has died, and by `shoal down`. It never signals a
-process without a proof that it belongs to the cluster (see `members`), and never the calling process.
+Every process of a cluster has `SHOAL_CLUSTER_ID=<id>` in its environment, also after a double fork. Called by the
+embedded cluster, by the head process when its parent has died, and by `shoal down`. Signals a process only with proof
+that it belongs to the cluster (see `find_cluster_processes`), and never the calling process.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from shoal.errors import ClusterError
 CLUSTER_ID_VARIABLE = "SHOAL_CLUSTER_ID"
 POLL_S = 0.02
 
-# Ray's servers answer SIGTERM late or never once the others are gone, and hold nothing that outlives the cluster.
+# Ray's servers answer SIGTERM late or never without the others, and hold nothing that outlives the cluster.
 _SERVERS = ("raylet", "gcs_server", "ray::RuntimeEnvAgent", "shoal.cluster.ray_head")
 
 
 def find_cluster_processes(cluster_id: str, temp_dir: Path) -> list[psutil.Process]:
     """The living processes of the cluster, without the caller.
 
-    A long process title overwrites the environment that the kernel shows (those of Ray's dashboard modules do), so two
-    more proofs count: to descend from a marked process, and to be a Ray process with a file of `temp_dir` open.
+    A long process title overwrites the environment that the kernel shows (as in Ray's dashboard modules). Two more
+    proofs count: descent from a marked process, and a Ray process with an open file of `temp_dir`.
     """
     own: list[psutil.Process] = []
     children: dict[int, list[psutil.Process]] = defaultdict(list)
@@ -58,7 +58,7 @@ def _is_ray_process_in(process: psutil.Process, temp_dir: Path) -> bool:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether it still runs: a zombie, which waits only for its parent, does not."""
+    """Whether it still runs. A zombie, which waits only for its parent, does not."""
     try:
         return process.is_running() and not _has_exited(process)
     except psutil.Error:
@@ -66,14 +66,14 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def _has_exited(process: psutil.Process) -> bool:
-    """A process is called a zombie when its first thread has ended; its sockets are open until the last one has."""
+    """A process becomes a zombie when its first thread ends; its sockets stay open until the last one ends."""
     return process.status() == psutil.STATUS_ZOMBIE and process.num_threads() <= 1
 
 
 def _read_environment(process: psutil.Process) -> dict[str, str]:
     if process.status() != psutil.STATUS_ZOMBIE:
         return process.environ()
-    for thread in process.threads()[1:]:  # the first has given up its memory
+    for thread in process.threads()[1:]:  # the first one has released its memory
         return psutil.Process(thread.id).environ()
     return {}
 
@@ -81,7 +81,7 @@ def _read_environment(process: psutil.Process) -> dict[str, str]:
 def end_processes(cluster_id: str, temp_dir: Path, *, grace_s: float = 2.0, timeout_s: float = 5.0) -> None:
     """SIGTERM to every process of the cluster; SIGKILL after `grace_s`, or when only Ray's servers are left.
 
-    Idempotent. Raises ClusterError when a process is still there `timeout_s` after the first SIGKILL.
+    Idempotent. Raises ClusterError when a process survives `timeout_s` after the first SIGKILL.
     """
     asked: set[psutil.Process] = set()
     kill_at_s = time.monotonic() + grace_s
@@ -101,7 +101,7 @@ def end_processes(cluster_id: str, temp_dir: Path, *, grace_s: float = 2.0, time
 
 
 def _filter_alive(asked: set[psutil.Process]) -> set[psutil.Process]:
-    """Those asked to end that still run: they may have lost the parent that proved their membership."""
+    """The signalled processes that still run, even without the parent that proved their membership."""
     return {process for process in asked if is_alive(process)}
 
 
@@ -109,17 +109,17 @@ def _is_server(process: psutil.Process) -> bool:
     try:
         return any(word in _SERVERS for word in (process.name(), *process.cmdline()[:4]))
     except psutil.Error:
-        return True  # it has just ended
+        return True  # it has just exited
 
 
 def get_cluster_folder(cluster_id: str) -> Path:
-    """Where a cluster keeps its files. Ray puts unix sockets, whose paths may have 107 characters, deep into it."""
+    """The folder of a cluster's files. Ray puts unix sockets, whose paths may have 107 characters, deep into it."""
     return Path(f"/tmp/shoal-{cluster_id[:12]}")
 
 
 def remove_folder(temp_dir: Path, cluster_id: str) -> None:
-    """Remove the cluster's temporary folder, if it is really that cluster's: its mark says so or, when its start was
-    interrupted before there was a mark, its name."""
+    """Remove the cluster's temporary folder after checking that it is this cluster's: by its mark, or by its name if
+    its start was interrupted before the mark was written."""
     try:
         said = (temp_dir / "cluster-id").read_text()
     except FileNotFoundError:
@@ -129,6 +129,6 @@ def remove_folder(temp_dir: Path, cluster_id: str) -> None:
 
 
 def end_cluster(cluster_id: str, temp_dir: Path, *, grace_s: float = 2.0) -> None:
-    """Leave no process and no file of the cluster behind. Idempotent; raises ClusterError if that cannot be done."""
+    """Remove every process and file of the cluster. Idempotent; raises ClusterError on failure."""
     end_processes(cluster_id, temp_dir, grace_s=grace_s)
     remove_folder(temp_dir, cluster_id)

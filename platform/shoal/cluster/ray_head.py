@@ -1,9 +1,9 @@
-"""The head process of a local cluster: `python -m shoal.cluster.ray_head OPTIONS` starts a Ray head node and stays.
+"""The head process of a local cluster: `python -m shoal.cluster.ray_head OPTIONS` runs a Ray head node.
 
-Started by `shoal.cluster.embedded_cluster` alone. It starts Ray's `Node` itself where `ray start --head` cannot do
-what is needed: that command maps 127.0.0.1 to the machine's outside address, so that Ray listens on every interface;
-it always starts a Ray Client server; and it brings the dashboard up before the raylet, one after the other. It never
-touches another Ray of the machine: its folder, ports and address file are its own.
+Started by `shoal.cluster.embedded_cluster` alone. It starts Ray's `Node` itself, because `ray start --head` maps
+127.0.0.1 to the machine's outside address (Ray then listens on every interface), always starts a Ray Client server,
+and starts the dashboard before the raylet instead of in parallel. It never touches another Ray of the machine: its
+folder, ports and address file are its own.
 """
 
 from __future__ import annotations
@@ -39,19 +39,17 @@ from shoal.errors import ClusterError
 
 LOOPBACK = "127.0.0.1"
 CHECK_PERIOD_S = 0.5
-SIGTERM_GRACE_S = (
-    5.0  # after a SIGTERM that was for this process alone: who ends the cluster has killed all of it by then
-)
+SIGTERM_GRACE_S = 5.0  # after a SIGTERM to this process alone; `end_cluster` has killed every process by then
 LAST_LINES = 3
-AGENTS = ("dashboard_agent", "runtime_env_agent")  # the raylet ends when one of them does
-INFO_LINE = re.compile(r"\[\S+ \S+ I |\S+ \S+\s(INFO|DEBUG) ")  # the beginning of a line of Ray's servers, or agents
+AGENTS = ("dashboard_agent", "runtime_env_agent")  # the raylet ends when either does
+INFO_LINE = re.compile(r"\[\S+ \S+ I |\S+ \S+\s(INFO|DEBUG) ")  # the start of a log line of Ray's servers or agents
 
 
 class HeadOptions(TypedDict):
-    """What the parent says on the command line, as JSON."""
+    """The parent's options, on the command line as JSON."""
 
     temp_dir: str
-    ports: dict[str, int]  # that the parent holds, by Ray's names for them
+    ports: dict[str, int]  # reserved by the parent, by Ray's names for them
     num_cpus: int | None
     num_gpus: int | None
     object_store_memory_bytes: int | None
@@ -68,7 +66,7 @@ class _HeadNode(Node):
         self._webui_url = f"{LOOPBACK}:{self._ray_params.dashboard_port}"
 
     def start_ray_processes(self) -> None:
-        # The raylet asks a file where the dashboard agent listens, whatever that is told, and gives up after 15 s.
+        # The raylet reads the dashboard agent's port from a file, ignoring any option, and gives up after 15 s.
         port = self._ray_params.dashboard_agent_listen_port
         persist_port(self.get_session_dir_path(), self.node_id, DASHBOARD_AGENT_LISTEN_PORT_NAME, port)
         super().start_ray_processes()
@@ -76,10 +74,10 @@ class _HeadNode(Node):
         self._wait_until_complete()
 
     def _wait_until_complete(self) -> None:
-        """Until the raylet has registered, and its agents, who take the jobs, listen.
+        """Wait until the raylet has registered and its agents, which start the jobs, listen.
 
-        Ray's own patience is 30 s for the one and 15 s for the others, and a busy machine needs more. Here the deadline
-        is that of who started this process. Raises ClusterError when a part of Ray ends meanwhile.
+        Ray's own timeouts are 30 s for the raylet and 15 s for the agents; a busy machine needs more. Here the parent
+        sets the deadline. Raises ClusterError when a part of Ray ends meanwhile.
         """
         while not (self._has_raylet() and self._has_dashboard_agent() and self._read_port(RUNTIME_ENV_AGENT_PORT_NAME)):
             if dead := [name for name, _ in self.dead_processes()]:
@@ -95,19 +93,19 @@ class _HeadNode(Node):
         return True
 
     def _has_dashboard_agent(self) -> bool:
-        """Whether those who hand it jobs find it. Raises ClusterError when it cannot listen."""
+        """Whether the agent is registered with the dashboard. Raises ClusterError when it cannot listen."""
         if self._read_port(DASHBOARD_AGENT_LISTEN_PORT_NAME) == "-1":
             raise ClusterError("Ray's dashboard agent cannot listen: somebody has taken its port meanwhile")
         key = f"{DASHBOARD_AGENT_ADDR_NODE_ID_PREFIX}{self.node_id}".encode()
         return bool(self.get_gcs_client().internal_kv_get(key, namespace=KV_NAMESPACE_DASHBOARD))
 
     def _read_port(self, name: str) -> str:
-        """The port that an agent has told; "" when it has not, "-1" when it has none."""
+        """The port that an agent has reported; "" when it has not yet, "-1" when it has none."""
         return read_port_file(Path(self.get_session_dir_path()) / get_port_filename(self.node_id, name))
 
 
 def read_port_file(file: Path) -> str:
-    """What the file of an agent's port says; "" when there is none: Ray removes it before another takes its place."""
+    """The content of an agent's port file; "" when absent: Ray removes it before another takes its place."""
     try:
         return file.read_text().strip()
     except FileNotFoundError:
@@ -115,7 +113,7 @@ def read_port_file(file: Path) -> str:
 
 
 def summarize_logs(logs: Path, name: str) -> str:
-    """What one of Ray's processes wrote last that is no mere information; then what an agent did that it names."""
+    """The last lines, without INFO, of one of Ray's processes; then those of an agent that they name."""
     words = _read_log_tail(logs, name)
     agents = [agent for agent in AGENTS if name == "raylet" and any(agent in line for line in words)]
     parts = [words, *([f"{agent}: {line}" for line in _read_log_tail(logs, agent)] for agent in agents)]
@@ -128,7 +126,7 @@ def _read_log_tail(logs: Path, name: str) -> list[str]:
 
 
 class _ParentWatch(threading.Thread):
-    """Waits for the process that embeds the cluster to go, however it goes; then ends the cluster and this process."""
+    """Waits for the exit of the process that embeds the cluster; then ends the cluster and this process."""
 
     def __init__(self, lifeline: int, cluster_id: str, temp_dir: Path) -> None:
         super().__init__(daemon=True)
@@ -137,7 +135,7 @@ class _ParentWatch(threading.Thread):
 
     def run(self) -> None:
         parent_pid = os.getppid()
-        # The pipe closes when the parent dies; but a process that the parent forked may hold it open.
+        # The pipe closes when the parent dies, unless a process that the parent forked holds it open.
         while os.getppid() == parent_pid and not select.select([self._lifeline], [], [], 1.0)[0]:
             pass
         self.parent_is_gone.set()
@@ -148,7 +146,7 @@ class _ParentWatch(threading.Thread):
 
 
 def main() -> None:
-    """Start Ray, say so in one line on standard output, and stay until told to end or until Ray dies."""
+    """Start Ray, report it in one line on standard output, and run until SIGTERM or until Ray dies."""
     options: HeadOptions = json.loads(sys.argv[1])
     temp_dir = Path(options["temp_dir"])
     lifeline, ready = _redirect_standard_streams(temp_dir)
@@ -159,12 +157,12 @@ def main() -> None:
         _run_head(options, temp_dir, ready)
     finally:
         if watch.parent_is_gone.is_set():
-            watch.join()  # it is ending Ray, and is not done before it ends this process
+            watch.join()  # it ends Ray, then this process
 
 
 def _run_head(options: HeadOptions, temp_dir: Path, ready: int) -> None:
-    """Start Ray and stay; exits with status 1 when a part of Ray dies, 0 after SIGTERM, which ends the cluster."""
-    server = _start_fork_server() if options["fork_workers"] else None  # it ends when this lets go of it
+    """Run Ray; exits with status 1 when a part of Ray dies, and 0 after SIGTERM, which ends the cluster."""
+    server = _start_fork_server() if options["fork_workers"] else None  # it ends when this process closes its pipe
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     with os.fdopen(ready, "w") as parent:
@@ -173,12 +171,12 @@ def _run_head(options: HeadOptions, temp_dir: Path, ready: int) -> None:
         except Exception as error:
             parent.write(json.dumps({"failed": str(error).rstrip(".")}) + "\n")
             raise
-        # A job's driver looks its cluster up in this file when several Rays run on the machine.
+        # A job's driver finds its cluster by this file when several Rays run on the machine.
         write_ray_address(node.address, str(temp_dir / "ray"))
         parent.write(json.dumps({"address": node.address, "dashboard_url": f"http://{node.webui_url}"}) + "\n")
     while not (node.dead_processes() or stopping.is_set()):
         time.sleep(CHECK_PERIOD_S)
-    # On the way down the children get the same SIGTERM; leaving at once would have the kernel kill them.
+    # The children get the same SIGTERM on shutdown; leaving at once would make the kernel kill them.
     alone_at_s = time.monotonic() + SIGTERM_GRACE_S
     while stopping.is_set() and node.live_processes():
         if time.monotonic() > alone_at_s:
@@ -190,9 +188,9 @@ def _run_head(options: HeadOptions, temp_dir: Path, ready: int) -> None:
 
 
 def _start_fork_server() -> subprocess.Popen[bytes]:
-    """Workers are started by Ray until it has imported what it forks, and when it has died. It ends with this process.
+    """Start the process that forks workers; Ray starts them until its imports are done, or if it has died.
 
-    Before anything of Ray, since it takes as long as all of that.
+    Starts before any part of Ray, since it takes as long as all of them. Ends with this process.
     """
     command = [
         sys.executable,
@@ -205,13 +203,13 @@ def _start_fork_server() -> subprocess.Popen[bytes]:
 
 
 def _make_ray_params(options: HeadOptions) -> RayParams:
-    """Ports that are not given bind to free ones. With a loopback address every Ray process listens on loopback."""
+    """Ports without a value bind to free ones. With a loopback address every Ray process listens on loopback."""
     return RayParams(
         node_ip_address=LOOPBACK,
         node_name=LOOPBACK,
         gcs_server_port=0,
         dashboard_host=LOOPBACK,
-        # Not 0: the raylet would wait for the agents to tell it, too, and give up after 15 s (ray-project/ray#65983).
+        # Not 0: the raylet would wait for the agents' report, too, and give up after 15 s (ray-project/ray#65983).
         **options["ports"],
         include_dashboard=True,
         include_log_monitor=True,
@@ -225,7 +223,7 @@ def _make_ray_params(options: HeadOptions) -> RayParams:
 
 
 def _redirect_standard_streams(temp_dir: Path) -> tuple[int, int]:
-    """Keep the parent's pipes for this process alone, and give the children /dev/null and a log file instead."""
+    """Keep the parent's pipes for this process; give the children /dev/null and a log file."""
     lifeline, ready = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
     log = os.open(temp_dir / "head.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

@@ -1,4 +1,4 @@
-"""What a run costs: parameters, arithmetic, memory, communication, time. Told before, and measured during a run.
+"""The cost of a run: parameters, arithmetic, memory, communication, time. Predicted before, and measured during a run.
 
 `shoal.cost.predict.predict` predicts, `shoal.cost.step_profiler` measures. Both load parts of torch that take a second,
 so a process that only reads results imports neither.

@@ -1,7 +1,7 @@
-"""What a run costs, as one flat table of numbers: the names, what they mean, and how they are shown.
+"""The cost of a run as one flat table of numbers: their names, meaning and formatting.
 
-The same names stand in the events `cost_predicted` and `cost_measured` of a run's record, so that the two can be laid
-side by side. Called by whoever predicts, measures, records or prints costs. Pure values.
+The events `cost_predicted` and `cost_measured` of a run's record have the same names, so that they can be compared.
+Used for predicting, measuring, recording and printing costs. Pure values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Quantity:
     meaning: str
 
 
-# "a rank": the rank that has most of it. A step is one step of the optimiser, over the whole global batch.
+# "a rank": the rank with the most. A step is one step of the optimiser, over the full global batch.
 QUANTITIES = (
     Quantity("parameters", "count", "parameters of the model"),
     Quantity("parameters_trainable", "count", "of these, trained"),
@@ -46,7 +46,7 @@ QUANTITIES = (
     Quantity("latency_s", "seconds", "inference on one sample"),
 )
 QUANTITY_BY_NAME = {quantity.name: quantity for quantity in QUANTITIES}
-COMPARED = ("memory_peak", "flops_step", "sent_bytes", "bubble")  # what a prediction answers for, within 10%
+COMPARED = ("memory_peak", "flops_step", "sent_bytes", "bubble")  # predicted within 10%
 
 
 _TEXT_FIELDS = ("unknown", "notes", "cuts")
@@ -54,13 +54,13 @@ _TEXT_FIELDS = ("unknown", "notes", "cuts")
 
 @dataclass(frozen=True)
 class CostTable:
-    """Numbers by name (those that are known), and in words what is not known.
+    """The known numbers by name, and notes on the unknown ones.
 
-    unknown: operators and modules whose arithmetic nobody can tell: the FLOPs are without them
-    notes:   how the numbers were come by, where that is not the usual way
-    cuts:    names of the modules with which the pipeline's stages after the first begin
-    ranks:   for each rank that was looked at, its numbers
-    placed:  which rank holds what
+    unknown: operators and modules with unknown arithmetic, which the FLOPs exclude
+    notes:   unusual ways in which numbers were obtained
+    cuts:    names of the modules that begin the pipeline's stages after the first
+    ranks:   the numbers of each profiled rank
+    placed:  which rank stores what
     """
 
     values: dict[str, float] = field(default_factory=dict)
@@ -80,14 +80,14 @@ class CostTable:
 
     @classmethod
     def from_details(cls, details: Mapping[str, Any]) -> CostTable:
-        """From the details of an event; names that this version does not know are left out."""
+        """From the details of an event; unknown names are skipped."""
         values = {name: float(details[name]) for name in QUANTITY_BY_NAME if name in details}
         unknown, notes, cuts = (tuple(details.get(name, ())) for name in _TEXT_FIELDS)
         return cls(values, unknown, notes, cuts)
 
 
 def combine_ranks(ranks: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
-    """One table of many ranks: the largest of each number, the sum of what all do together."""
+    """One table of many ranks: the maximum of each number, the sum of those over all ranks."""
     rows = list(ranks.values())
     names = {name for row in rows for name in row}
     values = {name: max(row[name] for row in rows if name in row) for name in names}
@@ -97,14 +97,14 @@ def combine_ranks(ranks: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
 
 
 def relative_error(predicted: float, measured: float) -> float:
-    """By what share the prediction misses what was measured; NaN where one is not known."""
+    """The relative error of the prediction; NaN if either number is unknown."""
     if not (math.isfinite(predicted) and math.isfinite(measured)):
         return math.nan
     return (predicted - measured) / measured if measured else (0.0 if not predicted else math.inf)
 
 
 def format_quantity(value: float, unit: str) -> str:
-    """`1.2 M`, `3.4 GFLOP`, `5.6 MiB`, `7.8 ms`, `9%`; a dash for what is not known."""
+    """`1.2 M`, `3.4 GFLOP`, `5.6 MiB`, `7.8 ms`, `9%`; a dash for an unknown number."""
     if not math.isfinite(value):
         return "-"
     if unit == "bytes":

@@ -1,7 +1,7 @@
 """One step of a ParallelModel on this rank, as numbers of the cost table.
 
-The same reading is taken in a dry run and in a running Trainer: what differs is whether the other ranks are real.
-Called by `dry_run` and `probe`.
+A dry run and a running Trainer measure alike: the only difference is whether the other ranks are real. Called by
+`dry_run` and `step_profiler`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from shoal.parallel.model import ParallelModel
 def profile_step(
     model: ParallelModel, optimizer: Optimizer, is_pretended: bool = False, average: Sequence[Tensor] = ()
 ) -> Iterator[dict[str, float]]:
-    """Read the one step in the body; the numbers are there when it has ended.
+    """Profile the one step in the body; the numbers are complete when it has ended.
 
-    average: of the weights, which is held all the time
+    average: of the weights, which is stored all the time
     """
     found: dict[str, float] = {}
     state = state_of(model.modules, optimizer)
@@ -50,7 +50,7 @@ def profile_step(
 
 
 def _find_retained_buckets(parameters: list[torch.nn.Parameter]) -> list[torch.UntypedStorage]:
-    """Clear the gradients, as the step will, and tell what memory of theirs stays: the buckets of DDP."""
+    """Clear the gradients, as the step will, and return their memory that stays: DDP's buckets."""
     storages = {id(each): each for gradient in _gradients(parameters) for each in storages_of(gradient)}
     references = [weakref.ref(each) for each in storages.values()]
     storages.clear()

@@ -1,12 +1,12 @@
-"""What a running Trainer's steps cost, measured on a few of them.
+"""The cost of a running Trainer's steps, measured on a few of them.
 
-Owns the counting of a life's first steps: some to warm up, some on the clock, and one looked at operator by operator.
-Then all is told; where steps are short, more are on the clock, and it is told again. All others run as if there were no
-probe. Called by the Trainer, on every rank at the same steps.
+Owns the schedule of an attempt's first steps: some for warm-up, some timed, and one profiled operator by operator. Then
+the table is reported; if steps are short, more are timed, and it is reported again. All other steps run as if there
+were no profiler. Called by the Trainer, on every rank at the same steps.
 
-The bubble of a step is the share of its schedule in which ranks do not compute. A rank that has done its last action
+The bubble of a step is the share of its schedule in which ranks do not compute. A rank that finishes its last action
 before the others leaves the schedule, and waits later: in `clip`, or for the first message of the next step. So the
-schedule is as long as it is on the rank that is in it for longest.
+schedule lasts as long as on the rank that is in it for longest.
 
     probe = CostProbe(model, optimizer, world)
     with probe.step():                    # around train_step, clip and optimizer.step
@@ -36,14 +36,14 @@ NUM_WARM_UP, NUM_TIMED = 3, 7
 MIN_TIMED_S, MAX_MORE = (
     1.0,
     60,
-)  # a few short steps say more of the machine's moment than of the plan: go on for so long
+)  # a few short steps depend on the machine's momentary load: continue for so long
 
 
 @dataclass(frozen=True)
 class TimedStep:
-    """One step on one rank: seconds of all of it, of its pipeline schedules, and of what the rank computed in them.
+    """One step on one rank: seconds in total, of its pipeline schedules, and of the rank's computations in them.
 
-    pipeline: which one of several that are fed other samples; its ranks wait for each other
+    pipeline: the index of the pipeline, among those with other samples; its ranks wait for each other
     """
 
     pipeline: int
@@ -53,10 +53,10 @@ class TimedStep:
 
 
 class StepProfiler:
-    """One for each rank and life of a run.
+    """One for each rank and attempt of a run.
 
-    num_metered: of steps that are not all alike, how many to look at; more than one are averaged
-    average:     of the weights, which is held besides
+    num_metered: the number of steps to profile, if they are not all alike; several are averaged
+    average:     of the weights, which is stored in addition
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class StepProfiler:
 
     @property
     def is_due(self) -> bool:
-        """Whether something is measured that nobody has asked for yet."""
+        """Whether there are measurements that were not read yet."""
         return bool(self._found) and not self.is_done and len(self._timed_steps) == self._num_timed
 
     @property
     def is_done(self) -> bool:
-        """Whether the probe can be dropped."""
+        """Whether the profiler can be dropped."""
         return self._num_reported == 2
 
     def step(self) -> AbstractContextManager[object]:
@@ -134,7 +134,7 @@ class StepProfiler:
 
 
 def _combine_steps(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """What a step does on average, and holds at most."""
+    """The average work of a step, and its maximum memory."""
     combined: dict[str, float] = {}
     for name in steps[0]:
         values = [step[name] for step in steps]
@@ -145,7 +145,7 @@ def _combine_steps(steps: Sequence[dict[str, float]]) -> dict[str, float]:
 def compute_bubble(step: Sequence[TimedStep]) -> float:
     """The share of one step's schedules in which its ranks have waited.
 
-    step: as each rank has timed it
+    step: the times of each rank
     """
     longest_s: dict[int, float] = {}
     for rank in step:

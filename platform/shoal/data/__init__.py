@@ -1,4 +1,4 @@
-"""Input that does not starve the device: what a Task's data is, in which order it comes, and how it is loaded."""
+"""Data loading: datasets of a Task, the order of their samples, and loaders that keep the device busy."""
 
 from shoal.data.dataset import Batch, Collate, Data, Source
 from shoal.data.fingerprint import fingerprint

@@ -1,6 +1,6 @@
-"""What a Task hands over as its data, and the two kinds of dataset that Shoal reads.
+"""The data of a Task, and the two kinds of dataset that Shoal reads.
 
-Owns `Data` and the question which kind a dataset is. Called by Tasks and by the loader. Opens nothing.
+Owns `Data` and the distinction of the kinds. Called by Tasks and by the loader. Opens nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Source = Any  # a map-style dataset (`__len__`, `__getitem__`) or an iterable on
 Batch = Any  # a tensor, or a tuple, list or dict of tensors; dimension 0 is the sample
 Collate = Callable[[list[Any]], Batch]
 
-# The first parameter of what other libraries (Hugging Face's datasets, tf.data) offer under the same name.
+# First parameter names of other libraries' methods with the same names (Hugging Face's datasets, tf.data).
 _OTHER_LIBRARIES = {"batch": "batch_size", "shard": "num_shards"}
 
 
@@ -26,8 +26,8 @@ _OTHER_LIBRARIES = {"batch": "batch_size", "shard": "num_shards"}
 class Data:
     """The datasets of a Task, and how samples become a batch (None: stacked, as torch's `default_collate` does).
 
-    A map-style dataset may offer `batch(indices) -> batch`, which makes a whole batch at once (`indices` is an int64
-    NumPy array), or torch's `__getitems__(indices) -> list of samples`. With `collate`, only samples are asked for.
+    A map-style dataset may have `batch(indices) -> batch`, which makes a full batch at once (`indices` is an int64
+    NumPy array), or torch's `__getitems__(indices) -> list of samples`. With `collate`, the loader only reads samples.
     """
 
     train: Source
@@ -37,7 +37,7 @@ class Data:
 
 
 def is_iterable(source: Source) -> bool:
-    """False for a map-style dataset. Raises ConfigError for what is no dataset at all, or gives batches of its own."""
+    """False for a map-style dataset. Raises ConfigError for anything but a dataset, or one that yields batches."""
     if isinstance(source, DataLoader) and source.batch_sampler is not None:
         remedy = "give its dataset, and its collate function as Data(collate=...)"
         raise ConfigError("data", type(source).__name__, "gives batches, and not samples", remedy)
@@ -59,20 +59,20 @@ def is_iterable(source: Source) -> bool:
 
 
 def has_shoal_method(source: Source, name: Literal["batch", "shard"]) -> bool:
-    """Whether the source has Shoal's method of this name, `batch(indices)` or `shard(index, count)`; and not another
-    library's, as `batch(batch_size)` and `shard(num_shards, index)` of Hugging Face's datasets."""
+    """Whether the source has Shoal's method of this name, `batch(indices)` or `shard(index, count)`, and not another
+    library's, such as `batch(batch_size)` and `shard(num_shards, index)` of Hugging Face's datasets."""
     method = getattr(source, name, None)
     if not callable(method):
         return False
     try:
         parameters = inspect.signature(method).parameters
-    except (TypeError, ValueError):  # compiled: nobody knows
+    except (TypeError, ValueError):  # compiled: the signature is unknown
         return True
     return next(iter(parameters), "") != _OTHER_LIBRARIES[name]
 
 
 def length_of(source: Source) -> int | None:
-    """The number of samples; None for an iterable that does not know it, and may say so by an error, as torch's do."""
+    """The number of samples; None for an iterable without a length, which may raise an error, as torch's do."""
     try:
         return len(source)
     except (TypeError, NotImplementedError):

@@ -1,4 +1,4 @@
-"""Brings batches to the device, so that the copy runs while the device computes. Called by the loader."""
+"""Copies batches to the device while the device computes. Called by the loader."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shoal.data.dataset import Batch
 
 
 class DeviceTransfer(Protocol):
-    """Brings batches to a device, in two halves; `ahead` batches are begun before the current one is finished."""
+    """Copies batches to a device, in two halves; `ahead` batches are started before the current one is finished."""
 
     ahead: int
 
@@ -22,7 +22,7 @@ class DeviceTransfer(Protocol):
 
 
 class NoTransfer:
-    """The CPU: a batch is used where it lies."""
+    """The CPU: no copy is needed."""
 
     ahead = 0
 
@@ -54,7 +54,7 @@ class _InFlight(NamedTuple):
 
 
 class PinnedTransfer:
-    """One batch ahead, through pinned memory, on a stream of its own; the computing stream waits for its arrival.
+    """One batch ahead, through pinned memory, on a separate stream; the computing stream waits for its arrival.
 
     The pinned memory is torch's own pool, which keeps a block until the copy out of it is over.
     """
@@ -73,7 +73,7 @@ class PinnedTransfer:
     def finish(self, moving: _InFlight) -> Batch:
         computing = torch.cuda.current_stream(self._device)
         computing.wait_event(moving.arrived)
-        # memory of one stream, used on another: it may not be given out again before that use is over
+        # allocated on one stream, used on another: must not be reused before that use is over
         map_tensors(moving.batch, lambda tensor: tensor.record_stream(computing))
         return moving.batch
 
@@ -83,7 +83,7 @@ class PinnedTransfer:
 
 
 def can_be_pinned(tensor: Tensor) -> bool:
-    """Memory of the host that is not pinned yet: what a dataset has put on a device already needs no copy."""
+    """Host memory that is not pinned yet. Tensors that a dataset has put on a device need no copy."""
     return tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_pinned()
 
 

@@ -1,15 +1,15 @@
-"""What a dataset is, as one short word: two runs whose data has the same fingerprint have read the same data.
+"""A short fingerprint of a dataset: two runs with the same fingerprint have read the same data.
 
-Called when a model is registered. What it covers:
+Called when a model is registered. It covers:
 
-    files        as map-style; what each field is read from, its dtype and shape; and of every file its size and its
-                 content: the first and last MiB and 32 blocks of 64 KiB between them (of more than 64 files, of 64
-                 evenly spread). Not its name, place or time
-    map-style    class name, number of samples, and 64 samples evenly spread, random numbers seeded
-    iterable     class name and length, where it has one: nothing is read, because reading may not be repeatable
+    files        as map-style; the place, dtype and shape of each field; and of every file its size and its content:
+                 the first and last MiB and 32 blocks of 64 KiB between them (of more than 64 files, of 64 evenly
+                 spaced). Not its name, path or time
+    map-style    class name, number of samples, and 64 samples evenly spaced, with seeded random numbers
+    iterable     class name and length, if it has one: nothing is read, because reading may not be repeatable
 
-A dataset with `fingerprint() -> str` speaks for itself. A change between the places that are read is not seen; of an
-object in a sample that is no number, text, array or dataclass, its class is.
+A dataset with `fingerprint() -> str` supplies its own. Changes between the read places are not detected. Objects in a
+sample that are not a number, text, array or dataclass count by their class only.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def fingerprint(source: Source) -> str:
             _add(digest, [path.stat().st_size for path in source.paths])
             for place in _pick_positions(len(source.paths)):
                 _add_file(digest, source.paths[place])
-        _add_samples(digest, source)  # of files too: how they are read says what they are
+        _add_samples(digest, source)  # for files too: the samples depend on how they are read
     return digest.hexdigest()[:16]
 
 
@@ -71,18 +71,18 @@ def _add_samples(digest: Any, source: Source) -> None:
             whole = not hasattr(source, "__getitem__")
             try:
                 sample = source.batch(np.array([index])) if whole else source[index]
-            except Exception as error:  # the dataset is the user's code: whatever it raises is said with the sample
+            except Exception as error:  # user code may raise anything; the error names the sample
                 raise make_read_error(error, source, np.array([index])) from error
             _add(digest, sample)
 
 
 def _pick_positions(count: int) -> list[int]:
-    """At most 64 places, evenly spread over `count`."""
+    """At most 64 indices, evenly spaced over `count`."""
     return list(dict.fromkeys(np.linspace(0, count - 1, min(count, _NUM_SAMPLES)).astype(int).tolist()))
 
 
 def _add(digest: Any, value: Any) -> None:
-    """Add a value in a form that does not depend on the machine, and in which different values differ."""
+    """Add a value in a form that does not depend on the machine, and that differs for different values."""
     if isinstance(value, Tensor) and value.is_nested:
         _add(digest, value.unbind())
     elif isinstance(value, Tensor):

@@ -1,7 +1,7 @@
-"""The batches of one rank, in an exact order that survives a stop at any step.
+"""The batches of one rank, in an exact order that can be resumed at any step.
 
-Owns the position in the data, counted in samples of the whole group, and the time spent waiting. Called by the
-Trainer. Never communicates: every rank works out its own share.
+Owns the data position, counted in samples over all ranks, and the time spent waiting. Called by the Trainer. Never
+communicates: every rank computes its own share.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from shoal.errors import ConfigError, DataError
 
 
 class Loader:
-    """Gives this rank's share of each global batch, on the device.
+    """Yields this rank's share of each global batch, on the device.
 
         loader = Loader(data.train, batch_size=64, share=(rank, num_ranks), seed=0)
         for batch in loader:            # to the end of the epoch; the next `for` is the next epoch
             ...
 
-    batch_size: of the whole group; every rank gets a contiguous part of it
+    batch_size: over all ranks; every rank gets a contiguous part of it
     share:      (rank, number of ranks); ranks count from 0
     drop_last:  training: an incomplete last global batch is left out, so that every step is over equally many samples.
                 Evaluation (`shuffle=False, drop_last=False`): every sample is given once; of the last batch a rank may
@@ -77,22 +77,22 @@ class Loader:
         self._feed = WorkerPool(reader, self.spec) if self.spec.workers else InProcessReader(reader)
         self._transfer = make_transfer(self.device, self.spec.pin)
         self._in_flight: deque[ReadBatch | EpochEnd] = deque()
-        self._is_feed_positioned = False  # whether the feed stands where the position is
+        self._is_feed_positioned = False  # whether the feed is at the position
 
     @property
     def num_batches(self) -> int | None:
-        """Of a whole epoch, the same on every rank; None for an iterable."""
+        """Of a full epoch, the same on every rank; None for an iterable."""
         return self._epoch_plan.num_batches
 
     @property
     def state_is_per_rank(self) -> bool:
-        """Whether every rank must keep a state of its own (`shard`, `batches`); else that of any one does for all."""
+        """Whether every rank must save its own state (`shard`, `batches`); otherwise one state serves all."""
         return self._epoch_plan.is_per_rank
 
     def __iter__(self) -> Iterator[Batch]:
-        """From the position to the end of the epoch; then the position is the next epoch's beginning.
+        """Yield from the position to the end of the epoch; then the position is the next epoch's beginning.
 
-        Raises DataError, naming the samples where they are known.
+        Raises DataError, naming the samples if known.
         """
         while (made := self._next()) is not None:
             self._epoch_plan.on_batch_delivered(made, self.position)
@@ -103,7 +103,7 @@ class Loader:
         self.epoch, self.position = self.epoch + 1, 0
 
     def is_at_end(self) -> bool:
-        """Whether the epoch has begun and has no further batch. An iterable's next one is read for that, and kept.
+        """Whether the epoch has begun and has no further batch. Reads and stores an iterable's next batch for that.
 
         Raises DataError.
         """
@@ -124,14 +124,14 @@ class Loader:
         return None
 
     def _read_ahead(self, count: int) -> None:
-        """Have so many batches on their way to the device, or those that the epoch still has and its end."""
+        """Start copying so many batches to the device, or the remaining ones of the epoch and its end."""
         began_s = time.perf_counter()
         if not self._is_feed_positioned:
             self._in_flight.clear()
             self._feed.restart(
                 self._epoch_plan.iter_requests(self.epoch, self.position), self._epoch_plan.worker_index(self.position)
             )
-        self._is_feed_positioned = False  # unless all goes well
+        self._is_feed_positioned = False  # until this succeeds
         while len(self._in_flight) < count and not (self._in_flight and isinstance(self._in_flight[-1], EpochEnd)):
             made = self._feed.next()
             self._in_flight.append(
@@ -141,29 +141,29 @@ class Loader:
         self.wait_s += time.perf_counter() - began_s
 
     def seek(self, epoch: int, position: int = 0) -> None:
-        """Go on from `position` global samples of `epoch`."""
+        """Continue from `position` global samples of `epoch`."""
         self._epoch_plan.reset()
         self.epoch, self.position, self._is_feed_positioned = epoch, position, False
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the data stands, in global samples: any number of ranks, workers or samples per batch goes on there
-        (except `state_is_per_rank`). What has been prefetched and not given out does not count.
+        """The data position, in global samples: any number of ranks, workers or samples per batch can resume from it
+        (except `state_is_per_rank`). Prefetched batches that were not yielded do not count.
 
-        Taken within the last step of an epoch and loaded again, it gives one empty iteration: the end of the epoch.
+        Saved within the last step of an epoch and loaded again, it gives one empty iteration: the end of the epoch.
         """
         return {"epoch": self.epoch, "position": self.position, **self._epoch_plan.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken. Raises SpecMismatch when the samples would not come in the same order."""
+        """Continue from a `state`. Raises SpecMismatch when the order of samples would differ."""
         self._epoch_plan.load_state_dict(state)
         self.epoch, self.position, self._is_feed_positioned = state["epoch"], state["position"], False
 
     def get_worker_pids(self) -> list[int]:
-        """The processes that make batches now."""
+        """The running worker processes."""
         return self._feed.pids()
 
     def close(self) -> None:
-        """End the worker processes. May be called again; the loader gives nothing more."""
+        """End the worker processes. Idempotent; the loader yields nothing more."""
         self._in_flight.clear()
         self._is_feed_positioned = False
         self._feed.close()
@@ -176,7 +176,7 @@ class Loader:
 
 
 def _as_int(field: str, value: Any) -> int:
-    """A plain number of NumPy's and torch's own too, which the state would carry into JSON. Raises ConfigError."""
+    """Convert NumPy's and torch's numbers too, which JSON cannot hold in the state. Raises ConfigError."""
     try:
         return operator.index(value)
     except TypeError:
@@ -195,7 +195,7 @@ def _check_division(batch_size: int, share: RankShare, is_equal: bool) -> None:
 
 
 def _count_samples(source: Source, batch_size: int, drop_last: bool) -> int:
-    """The number of samples. Raises DataError when they do not make one batch."""
+    """The number of samples. Raises DataError when they do not fill one batch."""
     name = type(source).__name__
     num_samples = length_of(source)
     if num_samples is None:

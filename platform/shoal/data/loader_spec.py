@@ -1,4 +1,4 @@
-"""How a run's data is loaded: the `loader` part of a TrainSpec. Called by specs and by the loader."""
+"""The `loader` part of a TrainSpec. Used by specs and by the loader."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from shoal.config import Spec
 
 
 class LoaderSpec(Spec):
-    """How batches are made and brought to the device.
+    """How batches are read and copied to the device.
 
-    workers:   processes of each rank that make batches; 0: made in the training process, between two steps
-    prefetch:  batches that each worker has ready or in the making; a socket holds some 250 messages, and with more than
-               that under way loader and worker would wait for each other
-    shuffle:   training data in an order that (seed, epoch) alone decides; validation data is never shuffled
+    workers:   reading processes of each rank; 0: batches are read in the training process, between two steps
+    prefetch:  batches that each worker has ready or in progress; a socket holds some 250 messages, and with more in
+               flight loader and worker would block each other
+    shuffle:   shuffle training data by (seed, epoch) alone; validation data is never shuffled
     pin:       copy through pinned memory; None: when the device is CUDA
-    timeout_s: after which a worker that gives no batch is given up
+    timeout_s: until a worker without a batch counts as lost
     """
 
     workers: int = Field(default=0, ge=0)

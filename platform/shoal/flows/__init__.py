@@ -1,1 +1,1 @@
-"""Flows: what composes the pillars into something that a user runs. Pillars do not import each other; a flow may."""
+"""Flows compose the pillars into runs that a user starts. Pillars do not import each other; a flow may."""

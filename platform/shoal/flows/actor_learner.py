@@ -1,12 +1,12 @@
-"""The loop: external actors teach a policy that an endpoint already serves, and the best of it is registered.
+"""The loop: external actors train a policy that an endpoint already serves, and the best version is registered.
 
-    endpoint up ► gateway and learner up ► actors come ► solved ► tried ► registered ► played through the endpoint
+    endpoint up ► gateway and learner up ► actors join ► solved ► trial ► registered ► evaluated through the endpoint
 
-A candidate is tried before it is registered: the mean return of the actors speaks of many versions and of a policy that
-explores, the trial of this one version as it will be served. One that fails is not registered; learning goes on.
+A candidate passes a trial before it is registered: the actors' mean return mixes many versions and an exploring policy,
+while the trial plays this one version as it will be served. A candidate that fails is not registered; learning goes on.
 
-Called by `jobs/actor_learner.py`, in a process that is connected to a Ray cluster. It owns the order of things and the
-run record; the work is done by the gateway, the learner and the replicas.
+Called by `jobs/actor_learner.py`, in a process connected to a Ray cluster. It owns the order of events and the run
+record; the gateway, the learner and the replicas do the work.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ if TYPE_CHECKING:
     from shoal.serve.on_ray.deployment import DeployedEndpoint
 
 POLL_S = 0.5
-FINISH_S = 5.0  # for the learner to save what it has, when the run is stopped
-SHUTDOWN_TIMEOUT_S = 10.0  # for that and for the gateway's goodbye: Ray kills a job that takes 15 s to stop
+FINISH_S = 5.0  # for the learner to save when the run is stopped
+SHUTDOWN_TIMEOUT_S = 10.0  # for that and for the gateway's bye: Ray kills a job that takes 15 s to stop
 PRINT_S = 2.0
-NUM_CONNECTIONS = 2  # the endpoint computes for one while this steps the environments of the other
+NUM_CONNECTIONS = 2  # the endpoint computes for one while this process steps the environments of the other
 
 
 def run_actor_learner(spec: ActorLearnerSpec, job: str) -> str:
     """Run the loop to its end and return the run's id. Raises RunError when the target was not reached."""
     experience, first_observation = check(spec)
-    # The record is closed first: it must be right even when the rest is cut short.
+    # Closes the record first: it must be right even when the rest is cut short.
     record = shoal.runs.recording(
         spec.to_yaml(),
         job,
@@ -88,7 +88,7 @@ def run_actor_learner(spec: ActorLearnerSpec, job: str) -> str:
 
 
 class _ActorLearnerRun:
-    """The parts of one run, and what is known of them."""
+    """The parts of one run, and its state."""
 
     def __init__(
         self,
@@ -106,9 +106,9 @@ class _ActorLearnerRun:
         self._pids: dict[str, int] = {}
         self._metrics, self._history_sampler = ActorLearnerMetrics(), HistorySampler(time.monotonic())
         self._printed_at = 0.0
-        self._learning_since: float | None = None  # by time.monotonic(), in this life of the run
+        self._learning_since: float | None = None  # by time.monotonic(), in this incarnation of the run
         self._solved, self._num_requests = False, 0.0
-        self._candidate: WeightSnapshot | None = None  # what passed its trial
+        self._candidate: WeightSnapshot | None = None  # the version that passed its trial
         self._tried_at = -UPDATES_BETWEEN_TRIALS  # the learner's updates at the last trial
         self._server_key, self._checkpoint_failure = "", ""
         self._addresses: dict[str, tuple[str, str]] = {}  # name -> kind, address
@@ -116,7 +116,7 @@ class _ActorLearnerRun:
     # -- up -------------------------------------------------------------------------------------------------------
 
     def start(self, closing: ExitStack) -> None:
-        """Bring everything up; the gateway is announced last, when an endpoint already serves."""
+        """Start every part; the gateway is announced last, when an endpoint already serves."""
         spec, recorder = self.spec, self.recorder
         keys = load_curve_keys(recorder.folder) if spec.gateway.curve else None
         setting = RunSetting(recorder.id, recorder.folder, self.token, spec.target_return, keys)
@@ -141,8 +141,8 @@ class _ActorLearnerRun:
         env, key = self.spec.env, self._server_key
         self._note("gateway_ready", address=address, env=env, server_key=key)
         self._record_endpoint("gateway", "gateway", address)
-        told = f"actors may come, each with\n    {format_actor_command(address, env, key)}"
-        print(f"run {self.recorder.id}: {told}", flush=True)
+        message = f"start each actor with\n    {format_actor_command(address, env, key)}"
+        print(f"run {self.recorder.id}: {message}", flush=True)
 
     def _record_endpoint(self, name: str, kind: str, address: str) -> None:
         self._addresses[name] = (kind, address)
@@ -152,7 +152,8 @@ class _ActorLearnerRun:
     # -- on -------------------------------------------------------------------------------------------------------
 
     def learn(self) -> None:
-        """Learn until the target is reached and the newest version passes its trial. Raises RunError without hope."""
+        """Learn until the target is reached and the newest version passes its trial. Raises RunError if it cannot
+        be."""
         assert self._workers is not None
         while True:
             self._follow_until_a_trial_is_due()
@@ -164,15 +165,16 @@ class _ActorLearnerRun:
             self._workers.resume_learner()
 
     def _passes(self, snapshot: WeightSnapshot) -> bool:
-        """Whether this version, played through the endpoint, makes the target sure. One that could not be tried does
-        not, and may be later; when the time is up, what was in the way is raised (ConnectionLost, InferenceError)."""
+        """Whether this version, played through the endpoint, will reach the target with near certainty. A failed
+        attempt to play counts as no, and is retried later; after the time limit its error is raised (ConnectionLost,
+        InferenceError)."""
         try:
             trial = self._play(snapshot, hold_trial)
         except (ConnectionLost, InferenceError) as error:
             if self._time_is_up():
                 raise
             return self._was_not_tried(snapshot, str(error))
-        if trial.versions != {snapshot.version}:  # a restarted learner has published, or the endpoint left this one
+        if trial.versions != {snapshot.version}:  # a restarted learner has published, or the endpoint rejected this one
             return self._was_not_tried(snapshot, f"versions {sorted(trial.versions)} answered")
         passes = is_sure(trial, self.spec)
         found = {"mean_return": trial.mean_return, "episodes": len(trial.returns), "passes": passes}
@@ -214,7 +216,7 @@ class _ActorLearnerRun:
         return self._learning_since is not None and time.monotonic() - self._learning_since > self.spec.max_wall_s
 
     def _follow_until_a_trial_is_due(self) -> None:
-        """Poll, record and print. Raises RunError when the target will not be reached."""
+        """Poll, record and print. Raises RunError when the target cannot be reached."""
         while True:
             polled_at = time.monotonic()
             self._poll()
@@ -248,7 +250,7 @@ class _ActorLearnerRun:
         self._gateway_stats = gateway or self._gateway_stats
         self._learner_stats = learner or self._learner_stats
         if gateway and self._addresses["gateway"][1] != gateway["address"]:
-            self._announce_gateway(gateway["address"])  # its port was taken while it was away
+            self._announce_gateway(gateway["address"])  # another process had taken its port
         actors = self._gateway_stats.get("actors", [])
         if self._learning_since is None and any(actor["steps"] or actor["invalid"] for actor in actors):
             self._learning_since = time.monotonic()
@@ -277,7 +279,7 @@ class _ActorLearnerRun:
         self._print_progress()
 
     def _note(self, kind: str, **details: Any) -> None:
-        """An event. What cannot be written now, the recorder keeps and writes later: no run stops for it."""
+        """Record an event. The recorder retries failed writes later, so the run goes on."""
         with suppress(RecordUnwritable):
             self.recorder.record_event(kind, **details)
 
@@ -290,7 +292,7 @@ class _ActorLearnerRun:
                 )
 
     def _count_endpoint_requests(self) -> float:
-        """Requests so far; what it was when a replica is on its way back, which is no reason to stop learning."""
+        """Requests so far; the last known count while a replica restarts, which must not stop learning."""
         assert self._endpoint is not None
         try:
             self._num_requests = float(sum(replica["requests"] for replica in self._endpoint.stats()))
@@ -314,7 +316,7 @@ class _ActorLearnerRun:
     # -- down -----------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Register the weights that passed their trial, and play episodes with them through the endpoint."""
+        """Register the weights that passed their trial, and evaluate them through the endpoint."""
         assert self._candidate is not None
         model = self._register(self._candidate)
         evaluation = self._play(self._candidate, evaluate)
@@ -340,8 +342,8 @@ class _ActorLearnerRun:
         )
 
     def shut_down(self) -> None:
-        """Let the learner save, say goodbye to the actors and write the last numbers, however the run ended. Waits for
-        them no longer than SETTLE_S in all: in a run that is stopped while it starts, neither may be there."""
+        """Let the learner save, end the actors' sessions and record the last numbers, however the run ended. Waits at
+        most SHUTDOWN_TIMEOUT_S in all: a run that is stopped while it starts may lack both workers."""
         if self._workers is None:
             return
         if self._endpoint is not None:
@@ -382,7 +384,7 @@ class _ActorLearnerRun:
     def _play(
         self, snapshot: WeightSnapshot, play: Callable[[Sequence[PolicyConnection], ActorLearnerSpec], Evaluation]
     ) -> Evaluation:
-        """What `play` finds through the endpoint, which must serve `snapshot` by then."""
+        """The result of `play`, through the endpoint, which must serve `snapshot` by then."""
         assert self._endpoint is not None
         url, name = self._endpoint.url, self.spec.model_name
         with ExitStack() as opened:
@@ -394,7 +396,7 @@ class _ActorLearnerRun:
 
 
 def load_curve_keys(folder: Path) -> tuple[bytes, bytes]:
-    """The run's CURVE key pair (public, secret), made once and kept private in its folder."""
+    """The run's CURVE key pair (public, secret), created once and stored privately in its folder."""
     path = folder / "curve.json"
     if not path.exists():
         public, secret = zmq.curve_keypair()

@@ -1,6 +1,6 @@
-"""What a run of the loop is told. Neither torch nor Ray: words are checked before a cluster is started for them.
+"""The spec of a run of the loop. Imports neither torch nor Ray: overrides are checked before a cluster starts.
 
-Called by the files of `jobs/` and `serve_apps/`; `actor_learner` goes by it, and so do its workers.
+Used by the files of `jobs/` and `serve_apps/`, by `actor_learner` and by its workers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TRIAL_FACTOR = 6  # measured on CartPole: docs/log.md
 
 
 class ActorLearnerSpec(RLSpec):
-    """One run of the loop. `resume` names an earlier run to go on with."""
+    """One run of the loop. `resume` names an earlier run to continue."""
 
     target_return: float | None = Field(default=475.0, description="mean of 100 episodes at which to stop")
     max_wall_s: float = Field(default=600.0, gt=0, description="from the first segment; then the run has failed")
@@ -36,14 +36,14 @@ class ActorLearnerSpec(RLSpec):
 
     @property
     def num_trial_episodes(self) -> int:
-        """Of the trial before a version is registered. Without a target there is nothing to make sure."""
+        """The number of episodes in a trial. Without a target no trial is needed."""
         if self.target_return is None:
             return self.eval_episodes
         return self.trial_episodes or TRIAL_FACTOR * self.eval_episodes
 
     @property
     def model_name(self) -> str:
-        """The endpoint's name, and the model's in the registry: "cartpole" for CartPole-v1 unless it is given."""
+        """The name of the endpoint and of the registered model: "cartpole" for CartPole-v1 unless it is given."""
         if self.endpoint.name != NAMED_BY_ENV:
             return self.endpoint.name.lower()
         name = re.sub(r"-v\d+$", "", self.env.rpartition(":")[2].rpartition("/")[2]).lower()

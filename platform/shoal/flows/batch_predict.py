@@ -2,8 +2,8 @@
 
     python -m shoal.flows.batch_predict model=fashion@champion input=images.parquet output=predicted
 
-Called by `shoal batch-predict`, in a process that is connected to a Ray cluster. It owns the order of things and the
-run record; the work is done by the workers.
+Called by `shoal batch-predict`, in a process connected to a Ray cluster. It owns the order of events and the run
+record; the workers do the work.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ SUFFIXES = (".parquet", ".csv")
 
 
 class BatchPredictSpec(Spec):
-    """Which model answers which rows.
+    """A model, its input rows, and how to run it.
 
     model:         name@version, name@alias, or name for the newest version; fixed when the run begins
     input:         a Parquet or CSV file, or a folder of either
-    output:        a folder that is made: Parquet files with the rows in their order
-    columns:       what makes an input: `a,b,c` for the only one, `x=a,b,c` for each of several
-    keep:          columns of the input that go along; empty for all
-    skip_errors:   rows that the model fails on get no outputs and a word in the column `error`
-    workers:       processes that each hold the model; None for one on each CPU but one, as far as GPUs reach
-    num_gpus:      GPUs, or a fraction of one, that each reserves and sees; None: with `options.device: cuda` one, or an
-                   even share where there are more workers than GPUs, and else 0
-    torch_threads: of each worker
-    options:       how the model is run: precision, device, compile, preprocess, ...
+    output:        a new folder: Parquet files with the rows in their order
+    columns:       the columns of an input: `a,b,c` for the only one, `x=a,b,c` for each of several
+    keep:          columns to copy from the input; empty for all
+    skip_errors:   rows that the model fails on get no outputs, and the reason in the column `error`
+    workers:       processes with a copy of the model; None for one on each CPU but one, as far as GPUs suffice
+    num_gpus:      GPUs, or a fraction of one, for each worker; None: with `options.device: cuda` one, or an even share
+                   when there are more workers than GPUs, and otherwise 0
+    torch_threads: per worker
+    options:       how to run the model: precision, device, compile, preprocess, ...
     """
 
     model: str = ""
@@ -59,7 +59,7 @@ class BatchPredictSpec(Spec):
 
 
 def list_input_files(path: str) -> list[Path]:
-    """The file, or the files of the folder in the order of their names. Raises DataError."""
+    """The file, or the files of the folder sorted by name. Raises DataError."""
     place = Path(path)
     found = sorted(place.iterdir()) if place.is_dir() else [place]
     files = [file for file in found if file.suffix in SUFFIXES and not file.name.startswith(".")]
@@ -72,7 +72,7 @@ def list_input_files(path: str) -> list[Path]:
 
 
 def check(spec: BatchPredictSpec) -> None:
-    """Whether the model and the columns are there, and all files can be read. Raises DataError, RegistryError."""
+    """Require the model, the columns and readable files. Raises DataError, RegistryError."""
     for field in ("model", "input", "output"):
         if not getattr(spec, field):
             raise DataError(field, "", "is not given", f"write {field}=...")
@@ -80,7 +80,7 @@ def check(spec: BatchPredictSpec) -> None:
         raise DataError("output", spec.output, "exists already", "name a folder that does not, or remove it")
     schemas = {
         file: _read_schema(file) for file in list_input_files(spec.input)
-    }  # none is to be found broken hours later
+    }  # read all now: a broken file must not fail the run hours later
     first, *others = schemas
     chosen = _choose_columns(Registry().get(spec.model), spec, schemas[first])
     if missing := [column for column in spec.keep if column not in schemas[first].names]:
@@ -93,13 +93,13 @@ def check(spec: BatchPredictSpec) -> None:
 
 
 def _choose_columns(version: ModelVersion, spec: BatchPredictSpec, seen: pa.Schema) -> dict[str, list[str]]:
-    """The columns of each input, in all files: they may stand in another order there. Raises DataError."""
+    """The columns of each input, in every file's own order. Raises DataError."""
     inputs = version.manifest.signature.inputs
     return choose_columns(inputs, seen.names, parse_columns(spec.columns, inputs))
 
 
 def batch_predict(spec: BatchPredictSpec, job: str) -> str:
-    """Answer every row and return the run's id. Raises DataError, RegistryError, RunError, ClusterError."""
+    """Predict every row and return the run's id. Raises DataError, RegistryError, RunError, ClusterError."""
     from shoal.serve.on_ray.batch_predict import BatchJob, predict_files, resolve_gpus
 
     check(spec)
@@ -130,7 +130,7 @@ def batch_predict(spec: BatchPredictSpec, job: str) -> str:
 
 
 def _read_schema(file: Path) -> pa.Schema:
-    """Of a CSV file, as its beginning looks. Raises DataError."""
+    """The file's schema; a CSV file's is inferred from its beginning. Raises DataError."""
     try:
         if file.suffix == ".csv":
             with pyarrow.csv.open_csv(file) as reader:

@@ -1,7 +1,7 @@
-"""Playing episodes through an endpoint, as a client that has nothing but its URL: the evaluation of a policy, which is
-what a run promises, and the trial before it, which must make that promise sure.
+"""Play episodes through an endpoint, as a client with only its URL: the evaluation of a policy, and the trial before
+it, which makes sure that the evaluation will reach the target.
 
-Called by flows, benchmarks and tests. Speaks the Open Inference Protocol over plain HTTP; knows no Ray and holds no
+Called by flows, benchmarks and tests. Speaks the Open Inference Protocol over plain HTTP; uses no Ray and holds no
 weights.
 """
 
@@ -23,24 +23,24 @@ from shoal.actor.environment import make_environment, translate_environment_erro
 from shoal.errors import ConnectionLost, InferenceError, RunError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 
-PATIENCE_S = 60.0  # with an endpoint that is away: a replica that died is back by then
-TRIAL_SEED, EVALUATION_SEED = 20_000, 10_000  # the trial chooses; the evaluation must not know its episodes
+PATIENCE_S = 60.0  # with an unavailable endpoint: a dead replica restarts within it
+TRIAL_SEED, EVALUATION_SEED = 20_000, 10_000  # the trial selects, so the evaluation must have other episodes
 UPDATES_BETWEEN_TRIALS = 50
-MAX_MISS_PROBABILITY = 1e-3  # of the evaluation of a version that passes its trial
-MIN_EPISODES = 20  # of which a mean is promised: in fewer, luck decides in many environments
+MAX_MISS_PROBABILITY = 1e-3  # that an evaluation misses the target after a passed trial
+MIN_EPISODES = 20  # for a mean: with fewer, luck decides in many environments
 HEADER_LENGTH = "Inference-Header-Content-Length"
-NUM_RESAMPLES = 50_000  # a probability of MAX_MISS_PROBABILITY is found within 15%
+NUM_RESAMPLES = 50_000  # estimates a probability of MAX_MISS_PROBABILITY within 15%
 
 
 class ActionAnswer(NamedTuple):
-    """One inference: the output tensors by name, and the version of the weights that made them."""
+    """One inference: the output tensors by name, and the version of the weights that computed them."""
 
     outputs: dict[str, np.ndarray]
     version: int
 
 
 class PolicyConnection(Protocol):
-    """What episodes are played through."""
+    """A connection for playing episodes."""
 
     def insist(self, observations: np.ndarray, patience_s: float = PATIENCE_S) -> ActionAnswer:
         """The answer to `observations` [B, *obs]."""
@@ -57,10 +57,10 @@ class InferenceConnection:
         self._token = token
 
     def infer(self, observations: np.ndarray) -> ActionAnswer:
-        """Ask for the actions for `observations` [B, *obs]: bytes, for which the endpoint and this take half the time
-        that JSON takes. Raises InferenceError with the endpoint's words, or ConnectionLost.
+        """Request actions for `observations` [B, *obs], as bytes, which take the endpoint and this client half the time
+        of JSON. Raises InferenceError with the endpoint's message, or ConnectionLost.
 
-        Asking again is safe: it changes nothing. See `insist`.
+        Retrying is safe: a request changes nothing. See `insist`.
         """
         rows = np.ascontiguousarray(observations, "<f4")
         tensor: dict[str, Any] = {"name": "observation", "datatype": "FP32", "shape": list(rows.shape)}
@@ -84,7 +84,7 @@ class InferenceConnection:
         return ActionAnswer({"action": actions}, int(body["model_version"]))
 
     def insist(self, observations: np.ndarray, patience_s: float = PATIENCE_S) -> ActionAnswer:
-        """`infer`, again and again while the endpoint is away or says 503: a replica may be on its way back."""
+        """`infer`, retried while the endpoint is unavailable or answers 503: a replica may be restarting."""
         deadline = time.monotonic() + patience_s
         while True:
             try:
@@ -99,7 +99,7 @@ class InferenceConnection:
 
 
 class Evaluation(NamedTuple):
-    """`returns` of the episodes, in order; how many requests and seconds that took; the versions that answered."""
+    """`returns` of the episodes, in order; the number of requests and seconds; the versions that answered."""
 
     returns: list[float]
     num_requests: int
@@ -111,9 +111,9 @@ class Evaluation(NamedTuple):
         return float(np.mean(self.returns))
 
     def miss_probability(self, target_return: float, num_episodes: int) -> float:
-        """How probable it is that `num_episodes` other episodes have a mean return below `target_return`, as far as
-        these episodes tell: by the bootstrap (Efron 1979), without an assumption on how returns are distributed. Many
-        are capped, as CartPole's, and a sum of twenty such is far from normal."""
+        """Estimate the probability that `num_episodes` other episodes have a mean return below `target_return`, from
+        these episodes by the bootstrap (Efron 1979). It assumes no distribution of returns: many are capped, as
+        CartPole's, and a sum of twenty of those is far from normal."""
         random, returns = np.random.default_rng(0), np.asarray(self.returns)
         means = [random.choice(returns, (1000, num_episodes)).mean(axis=1) for _ in range(NUM_RESAMPLES // 1000)]
         return float(np.mean(np.concatenate(means) < target_return))
@@ -134,8 +134,8 @@ def wait_for_version(
 
 
 def hold_trial(connections: Sequence[PolicyConnection], spec: ActorLearnerSpec) -> Evaluation:
-    """Play `spec.num_trial_episodes`, as many at a time as the connections take at once; fewer when the version cannot
-    pass any more, were each of the others as good as the best so far. Raises what `play_through` does."""
+    """Play `spec.num_trial_episodes`, as many at a time as the connections allow; stop early when the version cannot
+    pass even if each remaining episode equals the best so far. Raises as `play_through` does."""
     at_once = _max_rows(spec) * len(connections)
     trial = Evaluation([], 0, set(), 0.0)
     while (num_missing := spec.num_trial_episodes - len(trial.returns)) > 0:
@@ -153,7 +153,7 @@ def hold_trial(connections: Sequence[PolicyConnection], spec: ActorLearnerSpec) 
 
 
 def is_sure(trial: Evaluation, spec: ActorLearnerSpec) -> bool:
-    """Whether a version with this trial will return the target in its evaluation, too."""
+    """Whether a version with this trial will reach the target in its evaluation, with near certainty."""
     if spec.target_return is None:
         return True
     num_episodes = max(spec.eval_episodes, MIN_EPISODES)
@@ -161,7 +161,7 @@ def is_sure(trial: Evaluation, spec: ActorLearnerSpec) -> bool:
 
 
 def evaluate(connections: Sequence[PolicyConnection], spec: ActorLearnerSpec) -> Evaluation:
-    """Play `spec.eval_episodes`, which no trial has played. Raises what `play_through` does."""
+    """Play `spec.eval_episodes`, which differ from the trial's. Raises as `play_through` does."""
     return _play(connections, spec, spec.eval_episodes, EVALUATION_SEED)
 
 
@@ -175,8 +175,8 @@ def _max_rows(spec: ActorLearnerSpec) -> int:
 
 
 class _Group:
-    """Episodes that share requests: each carries one observation of every one that has not ended. Their environments
-    are stepped by the thread that calls; it has others to step while a request is under way."""
+    """Episodes that share requests: each request has one observation of every unfinished episode. The caller's thread
+    steps the environments; it steps another group while a request is in flight."""
 
     def __init__(self, env: str, environments: Sequence[Any], seed: int) -> None:
         self._env, self._environments = env, environments
@@ -207,16 +207,16 @@ def play_through(
     max_rows: int,
     timeout_s: float = 300.0,
 ) -> Evaluation:
-    """Play `num_episodes` greedily, side by side, in groups of at most `max_rows`: what the endpoint takes at once. The
+    """Play `num_episodes` greedily, in parallel, in groups of at most `max_rows`, the endpoint's largest request. The
     groups take turns at the connections.
 
-    Raises RunError when they have not ended after `timeout_s`, ConfigError for what an environment raises, and what
+    Raises RunError when they have not ended after `timeout_s`, ConfigError for an error of an environment, and as
     `InferenceConnection.insist` does.
     """
     started = time.monotonic()
     num_groups = -(-num_episodes // max_rows)
     bounds = [num_episodes * number // num_groups for number in range(num_groups + 1)]
-    with ExitStack() as opened:  # what cannot be played to its end is closed too: there may be another trial
+    with ExitStack() as opened:  # close unfinished environments, too: another trial may follow
         environments = [opened.enter_context(closing(make_environment(env))) for _ in range(num_episodes)]
         groups = [_Group(env, environments[begin:end], seed + begin) for begin, end in pairwise(bounds)]
         threads = [opened.enter_context(ThreadPoolExecutor(1)) for _ in connections]

@@ -1,6 +1,6 @@
-"""What the loop measures: the curves of its run record, made of what the gateway and the learner count.
+"""The metrics of the loop, computed from the counts of the gateway and the learner for the run record.
 
-Called by the loop's flow at each of its looks. Pure but for the memory of earlier counts, from which rates are made.
+Called by the loop's flow at each poll. Pure except for the memory of earlier counts, from which it computes rates.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-MAX_LAG_METRICS = 16  # actors whose lag is told one by one
-POLLS_PER_EFOLD = 7200  # into the history between a moment of a run's life and its multiple by e
+MAX_LAG_METRICS = 16  # actors with a lag metric of their own
+POLLS_PER_EFOLD = 7200  # that enter the history while the run's age grows by a factor of e
 
 
 class Rate:
-    """How fast a total grows, a second, between two moments at which it was counted."""
+    """The growth of a total, per second, between two counts."""
 
     def __init__(self) -> None:
         self._total, self._counted_at = 0.0, math.inf
 
     def update(self, counted_at: float, total: float) -> float:
-        """Since the count before; 0 for the first one, and for one that was told already."""
+        """The rate since the last count; 0 for the first one, and for a repeated one."""
         passed_s, grown = counted_at - self._counted_at, total - self._total
         if passed_s == 0.0:
             return 0.0
@@ -31,15 +31,15 @@ class Rate:
 
 
 class HistorySampler:
-    """Which looks at a run go into its history: all of the first hour, then fewer and fewer. Where the first hour has
-    7,200, two looks a second, the first day has 30,000 and the first month 54,000.
+    """Selects the polls that enter a run's history: all of the first hour, then fewer and fewer. At two polls a second
+    the first hour has 7,200, the first day 30,000 and the first month 54,000.
     """
 
     def __init__(self, began_s: float) -> None:
         self._began_s, self._kept_s = began_s, -math.inf
 
     def should_keep(self, now_s: float) -> bool:
-        """Whether the look of this moment does."""
+        """Whether the poll at this moment enters it."""
         if now_s - self._kept_s < (now_s - self._began_s) / POLLS_PER_EFOLD:
             return False
         self._kept_s = now_s
@@ -47,7 +47,7 @@ class HistorySampler:
 
 
 class ActorLearnerMetrics:
-    """Of one life of a run."""
+    """The metrics of one incarnation of a run."""
 
     def __init__(self) -> None:
         self._steps, self._requests = Rate(), Rate()
@@ -55,7 +55,8 @@ class ActorLearnerMetrics:
     def compute(
         self, gateway: Mapping[str, Any], learner: Mapping[str, Any], requests: float, requests_at: float
     ) -> dict[str, float]:
-        """Of the newest stats, which may be old while a worker is away, and of all requests to the endpoint so far."""
+        """Compute them from the newest stats, which may be old while a worker restarts, and all endpoint requests so
+        far."""
         segments = gateway["segments"]
         lags = _get_lags(gateway)
         metrics = {
@@ -81,7 +82,7 @@ class ActorLearnerMetrics:
 
 
 def select_lags(gateway: Mapping[str, Any]) -> dict[str, float]:
-    """How many versions the first of the connected actors are behind, by actor: no curves, since actors come and go."""
+    """The lag in versions of the first connected actors, by actor; not for curves, since actors come and go."""
     return dict(itertools.islice(_get_lags(gateway).items(), MAX_LAG_METRICS))
 
 

@@ -1,6 +1,6 @@
-"""The policy of a run as others see it: what its environment shows and takes, and the model that stands for it.
+"""The policy of a run: its environment's spaces, and the model that represents it.
 
-Asked by the flow of a run, by its endpoint and by the registry; starts nothing, and holds nothing.
+Used by the flow of a run, by its endpoint and by the registry; starts nothing, and holds nothing.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from shoal.wire import ExperienceSpec
 
 
 def inspect_environment(spec: RLSpec) -> tuple[ExperienceSpec, np.ndarray]:
-    """What its experience looks like, and a first observation. Raises ConfigError for one that cannot be made or
-    learned from; called before anything is started."""
+    """The format of its experience, and a first observation. Raises ConfigError for an environment that cannot be
+    created or learned from; called before anything starts."""
     environment = make_environment(spec.env)
     experience = experience_spec(environment.observation_space, environment.action_space, spec)
     observation: np.ndarray = get_first_observation(environment, spec.env)
     environment.close()
     try:
-        SegmentBuilder(experience).begin(observation)  # as each actor does, which would end here
+        SegmentBuilder(experience).begin(observation)  # fails here as each actor would
     except InvalidSegment as error:
         problem = f"begins with what is not in its observation_space: {error.problem}"
         remedy = "give what the space says; reset returns (observation, info)"
@@ -36,8 +36,8 @@ def inspect_environment(spec: RLSpec) -> tuple[ExperienceSpec, np.ndarray]:
 
 
 def check(spec: ActorLearnerSpec) -> tuple[ExperienceSpec, np.ndarray]:
-    """`inspect_environment`; raises ConfigError also when the run that is resumed has learnt something that does not
-    fit, or has reached all that is asked for. Called before anything is started, and before its record is changed."""
+    """`inspect_environment`; raises ConfigError also if the resumed run's checkpoint does not fit, or the run has
+    already reached its target. Called before anything starts, and before its record changes."""
     experience, observation = inspect_environment(spec)
     if spec.resume:
         run = shoal.runs.load(spec.resume)
@@ -58,7 +58,7 @@ def _require_unfinished(spec: ActorLearnerSpec, run: Run) -> None:
 def _require_compatible_checkpoint(spec: ActorLearnerSpec, experience: ExperienceSpec, run: Run) -> None:
     if not any((run.folder / "checkpoints").glob("step-*")):
         return
-    recorded = yaml.safe_load(run.spec) or {}  # of it, not the endpoint: its keys are masked
+    recorded = yaml.safe_load(run.spec) or {}  # of the environment and network; the endpoint's keys are masked
     before = RLSpec.parse({name: recorded[name] for name in RLSpec.model_fields if name in recorded})
     remedy = "leave it out, or begin a new run"
     if spec.hidden != before.hidden:
@@ -71,7 +71,7 @@ def _require_compatible_checkpoint(spec: ActorLearnerSpec, experience: Experienc
 
 
 def describe_policy_model(spec: RLSpec, experience: ExperienceSpec) -> tuple[ModelFactory, Signature]:
-    """How the endpoint and the registry build the policy, and what it takes and gives."""
+    """The policy's factory, for the endpoint and the registry, and its signature."""
     kwargs = network_kwargs(spec, experience)
     size, num_actions = kwargs["observation_size"], kwargs["num_actions"]
     factory = ModelFactory(factory="shoal.models.actor_critic:ActorCritic", kwargs=kwargs)

@@ -1,10 +1,9 @@
-"""Serve registered models, each by its version or alias, until told to end.
+"""Serve registered models, each by its version or alias, until stopped.
 
     python -m shoal.flows.serving models=fashion@champion,tabular@2 endpoint.num_replicas=2
 
-Called by `shoal serve deploy`, and by the files of `serve_apps/`, in a process that is connected to a Ray cluster. It
-owns the run record of the endpoint: where it listens, and every change of what it serves. What is served, and how that
-changes, is the controller's affair.
+Called by `shoal serve deploy`, and by the files of `serve_apps/`, in a process connected to a Ray cluster. It owns the
+endpoint's run record: its addresses, and every change of the served versions. The controller decides what is served.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ WATCH_S = 1.0
 def serve_models(spec: ServingSpec, job: str) -> None:
     """Serve until interrupted. Raises ClusterError, ConfigError, RegistryError, RunError."""
     with open_endpoint(spec, job) as (endpoint, recorder):
-        print("\n".join(_format_serving_lines(endpoint, spec)), flush=True)  # at once: a deploy elsewhere reads it
+        print("\n".join(_format_serving_lines(endpoint, spec)), flush=True)  # at once: a remote deploy reads it
         _record_until(threading.Event(), endpoint, recorder)
 
 
 @contextmanager
 def record_endpoint(spec: ServingSpec) -> Iterator[DeployedEndpoint]:
-    """An endpoint whose changes are recorded by a thread of this process. Raises as `serve_models`."""
+    """An endpoint whose changes a thread of this process records. Raises as `serve_models`."""
     stop = threading.Event()
     with open_endpoint(spec, JOB) as (endpoint, recorder):
         thread = threading.Thread(target=_record_until, args=(stop, endpoint, recorder), daemon=True)
@@ -58,7 +57,7 @@ def record_endpoint(spec: ServingSpec) -> Iterator[DeployedEndpoint]:
 @contextmanager
 def open_endpoint(spec: ServingSpec, job: str) -> Iterator[tuple[DeployedEndpoint, RunRecorder]]:
     """The endpoint of the spec and its run record, once every model answers. Raises as `serve_models`."""
-    from shoal.serve.on_ray.deployment import deploy  # Serve takes a second to load: not for `--check`
+    from shoal.serve.on_ray.deployment import deploy  # Serve takes a second to load, which `--check` must not wait for
 
     check(spec)
     require_importable(spec)
@@ -81,14 +80,14 @@ def open_endpoint(spec: ServingSpec, job: str) -> Iterator[tuple[DeployedEndpoin
 
 
 def _format_serving_lines(endpoint: DeployedEndpoint, spec: ServingSpec) -> list[str]:
-    """What is served, and where."""
+    """The served models and their addresses."""
     versions = [(model, Registry().get(model)) for model in spec.models]
     lines = [f"serving {ref} (now {now.ref}) at {endpoint.url}/v2/models/{now.name}" for ref, now in versions]
     return [*lines, f"serving gRPC at {endpoint.grpc}"] if endpoint.grpc else lines
 
 
 def list_addresses(endpoint: DeployedEndpoint) -> dict[str, tuple[str, str]]:
-    """Where it listens, as the record has it: name -> kind, address. The one that says that it is ready is the last."""
+    """The addresses for the record: name -> kind, address. The last one marks the endpoint as ready."""
     grpc = {f"{endpoint.name}/grpc": (GRPC_KIND, endpoint.grpc)} if endpoint.grpc else {}
     return {**grpc, endpoint.name: (INFERENCE_KIND, endpoint.url)}
 
@@ -99,7 +98,7 @@ def _record_endpoints(endpoint: DeployedEndpoint, recorder: RunRecorder, state: 
 
 
 def _require_all_served(endpoint: DeployedEndpoint) -> None:
-    """Raises ClusterError with the reason of a model that no replica could load."""
+    """Raises ClusterError with the reason when no replica could load a model."""
     for model in endpoint.status()["models"]:
         if model["state"] != "READY":
             raise ClusterError(f"{model['name']} cannot be served: {model['reason'] or model['state'].lower()}")
@@ -111,9 +110,9 @@ def _record_until(stop: threading.Event, endpoint: DeployedEndpoint, recorder: R
 
 
 def record_changes(endpoint: DeployedEndpoint, recorder: RunRecorder) -> None:
-    """Take every change of what is served, since the last call, into the run record.
+    """Record every change of the served versions since the last call.
 
-    What cannot be written now, the recorder keeps, warns of, and writes later: no endpoint stops for it.
+    The recorder retries failed writes later, so the endpoint goes on.
     """
     for event in endpoint.take_events():
         details = {"version": event.version, "previous": event.previous, "by": event.by, "reason": event.reason}

@@ -1,6 +1,6 @@
-"""What an endpoint is asked to serve, as users write it: the spec, where it comes from, and whether it can be.
+"""The spec of an endpoint: parsing and validation.
 
-Called by the command line before a job is started, and by the flow in it. Starts nothing, and imports no Ray.
+Called by the command line before a job starts, and by the flow in it. Starts nothing, and imports no Ray.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ NamedByModel = Annotated[EndpointSpec, with_default_values(name=NAMED_BY_MODEL, 
 class ServingSpec(Spec):
     """An endpoint and its models.
 
-    models:   references: name@version, name@alias (which is followed), or name for the newest version now; a list, or
-              one word with commas
-    endpoint: where, how many replicas, how each model is served; it is called like its first model unless it is named
-    file:     a YAML file with all of it, which words change
+    models:   references: name@version, name@alias (the endpoint follows it), or name for the newest version now;
+              a list, or one word with commas
+    endpoint: its address, replicas, and options of each model; its name is by default that of its first model
+    file:     a YAML file with this spec, which overrides change
     """
 
     models: list[str] = Field(default_factory=list)
@@ -51,13 +51,13 @@ class ServingSpec(Spec):
 
 
 def spec_from_overrides(words: Sequence[str]) -> ServingSpec:
-    """What the words are to be applied to: the file among them, or the defaults. Raises ConfigError."""
+    """The base of the overrides: the file among them, or the defaults. Raises ConfigError."""
     file = last_override(words, "file")
     return load_serving_spec(Path(file)) if file else ServingSpec()
 
 
 def load_serving_spec(path: Path) -> ServingSpec:
-    """A YAML file of this spec, or one for `serve deploy`, whose application has it as its `args`."""
+    """Read a YAML file of this spec, or one for `serve deploy` with the spec as its application's `args`."""
     content = _load_content(path)
     if "applications" in content:
         content = _extract_arguments(content["applications"])
@@ -65,7 +65,7 @@ def load_serving_spec(path: Path) -> ServingSpec:
 
 
 def _extract_arguments(applications: object) -> dict[str, Any]:
-    """Of the one application that a file for `serve deploy` is to have. Raises ConfigError."""
+    """The arguments of the only application in a file for `serve deploy`. Raises ConfigError."""
     remedy = (
         "write `applications: [{name: shop, import_path: shoal.serve.on_ray.serve_app:build, args: {models: [...]}}]`"
     )
@@ -79,7 +79,7 @@ def _extract_arguments(applications: object) -> dict[str, Any]:
 
 
 def read_serve_port(path: Path) -> int | None:
-    """Where Ray's own `serve deploy` would have the file's endpoint listen, when it says so. Raises ConfigError."""
+    """The port that Ray's own `serve deploy` would take from the file, or None. Raises ConfigError."""
     options = _load_content(path).get("http_options")
     port = options.get("port") if isinstance(options, dict) else None
     return port if isinstance(port, int) else None
@@ -96,7 +96,7 @@ def _load_content(path: Path) -> dict[str, Any]:
 
 
 def check(spec: ServingSpec) -> None:
-    """Whether everything that is to be served is there. Raises ConfigError, RegistryError, RunError."""
+    """Require that every model exists. Raises ConfigError, RegistryError, RunError."""
     if not spec.models:
         raise ConfigError("models", [], "there is nothing to serve", "name a model: `shoal models list` shows them")
     for model in spec.models:
@@ -107,10 +107,10 @@ def check(spec: ServingSpec) -> None:
 
 
 def require_importable(spec: ServingSpec) -> None:
-    """Whether this process finds the models' classes and the hooks that they are served with, as the replicas will.
-    Raises ConfigError, RegistryError.
+    """Require that this process finds the models' classes and hooks, as the replicas must. Raises ConfigError,
+    RegistryError.
 
-    Imports their modules, which may take as long as torch does: not for who only looks at words.
+    Imports their modules, which may take as long as torch does: call it only when the overrides alone do not suffice.
     """
     for model in spec.models:
         version = Registry().get(model)

@@ -1,9 +1,9 @@
-"""A training run on a cluster: checked, started, watched, started again when a worker is lost, and registered.
+"""A training run on a cluster: validate, start, follow, restart when a worker is lost, and register.
 
     check ► record ► attempt (► attempt from the last checkpoint ...) ► register ► report
 
-Called by `jobs/train.py` and the recipes, in a process that is connected to a Ray cluster. It owns the order of things
-and the run record; the work is done by the Trainers.
+Called by `jobs/train.py` and the recipes, in a process connected to a Ray cluster. It owns the order of events and the
+run record; the Trainers do the work.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ if TYPE_CHECKING:
 
 JOB = "train"
 POLL_S = 0.25
-HEARTBEAT_S = 3.0  # how late it hears that another process has resumed the run
-STOP_TIMEOUT_S = 12.0  # for the workers to save, before whoever asked for an end loses patience
-CAPACITY_WAIT_S = 10.0  # for a run that has just ended to give its place back
-SHORTAGE_TIMEOUT_S = 600.0  # for a host to take the place of one that is lost, or for what has taken the room to end
+HEARTBEAT_S = 3.0  # the delay until it notices that another process has resumed the run
+STOP_TIMEOUT_S = 12.0  # for the workers to save, before Ray kills the job
+CAPACITY_WAIT_S = 10.0  # for a run that has just ended to release its resources
+SHORTAGE_TIMEOUT_S = 600.0  # for a host to replace a lost one, or for other work to end
 ATTEMPTS_WITHOUT_PROGRESS = 3
 
 
 def train_main(spec: TrainSpec | None = None) -> None:
     """The main function of a recipe's file, and of jobs/train.py, which has no spec of its own."""
-    found: list[ValidatedRun] = []  # kept: a look at a Task makes its data and its model
+    found: list[ValidatedRun] = []  # validating a Task creates its data and its model: do it once
 
     def check_chosen(chosen: TrainSpec) -> None:
         found.append(validate_run(chosen))
@@ -67,15 +67,15 @@ def train_main(spec: TrainSpec | None = None) -> None:
 
 
 def _to_relative_path(task: str) -> str:
-    """A file within this folder by its place there: on other hosts, the copy of the folder lies elsewhere."""
+    """Make a file within this folder relative: on other hosts, the copy of the folder has another path."""
     file, here = Path(task), Path.cwd()
     return str(file.relative_to(here)) if file.is_relative_to(here) else task
 
 
 def run_training(spec: TrainSpec, job: str, checked: ValidatedRun | None = None) -> str:
-    """Train to the end and return the run's id. Raises a ShoalError when that is not possible.
+    """Train to the end and return the run's id. Raises a ShoalError on failure.
 
-    checked: what `check` has found, when it has looked already
+    checked: the result of an earlier validation
     """
     outcome = train_on_cluster(spec, job, checked)
     if outcome.is_interrupted:
@@ -86,7 +86,7 @@ def run_training(spec: TrainSpec, job: str, checked: ValidatedRun | None = None)
 def train_on_cluster(
     spec: TrainSpec, job: str, checked: ValidatedRun | None = None, *, registers: bool = True
 ) -> TrainResult:
-    """Train in workers of the cluster that this process is connected to. Raises a ShoalError as `run_training`."""
+    """Train in workers of the connected cluster. Raises a ShoalError as `run_training`."""
     checked = checked or validate_run(spec)
     with shoal.runs.recording(
         spec.to_yaml(),
@@ -104,7 +104,7 @@ def train_on_cluster(
 
 @dataclass(frozen=True, slots=True)
 class _Shortage:
-    """What workers may wait for: the event that tells of it, and when; where there is no room, and until when."""
+    """A lack of capacity that workers may wait for: its event, the delay before reporting it, and message parts."""
 
     event: str
     report_after_s: float
@@ -117,19 +117,19 @@ OCCUPIED_CAPACITY = _Shortage("room_taken", CAPACITY_WAIT_S, "beside what runs",
 
 
 class _TrainingRun:
-    """One run, over all attempts that it takes."""
+    """One run, over all its attempts."""
 
     def __init__(self, spec: TrainSpec, checked: ValidatedRun, recorder: RunRecorder, registers: bool) -> None:
         self.spec, self.checked, self.recorder, self._registers = resolve_device(spec), checked, recorder, registers
-        self._step = -1  # the newest that was heard of
+        self._step = -1  # the newest reported step
         self._beat_at = time.monotonic()
-        self._has_started = False  # the attempt of now: something was heard of it
-        self._shortage: _Shortage | None = None  # what it waits for
+        self._has_started = False  # whether the present attempt has reported anything
+        self._shortage: _Shortage | None = None  # the present one
         self._shortage_since, self._is_shortage_reported = 0.0, False
         self._log = ConsoleLog(RecordLog(recorder), _print_line)
 
     def run(self) -> TrainResult:
-        """Attempt until the run ends, or until workers were lost several times without a step between."""
+        """Attempt until the run ends, or until workers were lost several times without a step in between."""
         num = self.spec.workers
         print(f"run {self.recorder.id}: {self.spec.task} on {num} worker{'s' * (num > 1)}", flush=True)
         require_capacity(self.spec, CAPACITY_WAIT_S)
@@ -144,7 +144,7 @@ class _TrainingRun:
                 self._log.record_event("workers_lost", step=self._step, error=str(error))
                 if lost_in_a_row >= ATTEMPTS_WITHOUT_PROGRESS:
                     raise
-        if not outcome.is_interrupted:  # told now, when the cores are free: it follows from the spec alone
+        if not outcome.is_interrupted:  # computed now, when the cores are free: it follows from the spec alone
             from shoal.train.launch.predicted_cost import predict_cost_details
 
             self._log.record_event(PREDICTED, **predict_cost_details(self.spec))
@@ -157,7 +157,7 @@ class _TrainingRun:
         from shoal.train.launch.ray_train import (
             RayTrainAttempt,
             WorkerSetup,
-        )  # Ray Train takes a second to load: not for `--check`
+        )  # Ray Train takes a second to load, which `--check` must not wait for
 
         self._has_started, self._shortage = False, None
         group = WorkerPlacement()
@@ -175,13 +175,13 @@ class _TrainingRun:
                 return fit.get_outcome()
             except RankLost:
                 if asked.is_set():
-                    raise KeyboardInterrupt from None  # nobody wants another attempt
+                    raise KeyboardInterrupt from None  # the user stopped it: no further attempt
                 raise
 
     def _poll_or_abort(self, fit: RayTrainAttempt, group: WorkerPlacement) -> bool:
         try:
             return self._poll(fit, group, POLL_S)
-        except RunError as error:  # another process has resumed the run: its checkpoints are not the workers' any more
+        except RunError as error:  # another process has resumed the run and owns its checkpoints
             fit.abort(str(error))
             deadline = time.monotonic() + STOP_TIMEOUT_S
             while not fit.poll(POLL_S)[1] and time.monotonic() < deadline:
@@ -202,7 +202,7 @@ class _TrainingRun:
         return is_over
 
     def _check_capacity(self, group: WorkerPlacement) -> None:
-        """A group that has no place on the cluster, Ray would let wait for ever, without a word."""
+        """Detect a group that does not fit on the cluster: Ray would wait for ever without reporting it."""
         fit = count_workers_that_fit(self.spec)
         if fit < self.spec.workers:
             self._report_shortage(MISSING_HOSTS, fit)
@@ -212,13 +212,13 @@ class _TrainingRun:
         state = group.get_state()
         if state == "PENDING":
             free = count_free_workers(self.spec)
-            if self._shortage is OCCUPIED_CAPACITY or free < self.spec.workers:  # else it is about to have them
+            if self._shortage is OCCUPIED_CAPACITY or free < self.spec.workers:  # otherwise it is about to start
                 self._report_shortage(OCCUPIED_CAPACITY, free)
-        elif state == "CREATED":  # of groups that Ray Train makes anew there is none for a moment
+        elif state == "CREATED":  # between groups that Ray Train recreates there is briefly none
             self._shortage = None
 
     def _report_shortage(self, lack: _Shortage, fit: int) -> None:
-        """It is told once, and given up when it has lasted too long. fit: of the workers, so many would have room."""
+        """Report a shortage once, and raise when it lasts too long. fit: the number of workers that would fit."""
         now = time.monotonic()
         if self._shortage is not lack:
             self._shortage, self._shortage_since, self._is_shortage_reported = lack, now, False

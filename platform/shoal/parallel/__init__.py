@@ -1,4 +1,4 @@
-"""What the processes of a group do to one model: replicate it, shard it, split its layers, or cut it into stages."""
+"""How the processes of a group share one model: replicate it, shard it, split its layers, or split it into stages."""
 
 from shoal.parallel.comm.world import World
 from shoal.parallel.model import ParallelModel, TaskProtocol

@@ -1,6 +1,6 @@
-"""From degrees to processes: which implementation holds the model of a rank.
+"""Choose the implementation of a plan for this rank's model.
 
-Called by the Trainer. The checks that need no process group are `check_plan`, which the launcher calls beforehand.
+Called by the Trainer. Checks without a process group are in `validate`, which the launcher calls beforehand.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def parallelize(
     example: Any,
     seed: int = 0,
 ) -> ParallelModel:
-    """Spread `model` over the ranks of `world`; every rank has built the same model and calls this.
+    """Parallelise `model` over the ranks of `world`; every rank has built the same model and calls this.
 
-    example: a batch as this rank will be fed it, from which shapes are read
+    example: a batch of this rank, from which shapes are read
 
-    Raises PlanError on every rank, with the remedy, when the model cannot be held by the plan.
+    Raises PlanError on every rank, with the remedy, when the model does not fit the plan.
     """
     if degrees.workers != world.size:
         raise PlanError(
@@ -45,9 +45,7 @@ def parallelize(
         )
     check_plan(model, learnable, spec, degrees, device=world.device.type)
     if degrees.shard or degrees.tensor > 1 or degrees.pipeline > 1:
-        _check_same_weights(
-            model, world
-        )  # replicas take rank 0's weights; parts of one model must be parts of the same
+        _check_same_weights(model, world)  # replicas take rank 0's weights; parts of one model must already be equal
     if spec.channels_last:
         use_channels_last(model)
     if degrees.pipeline > 1:
@@ -64,7 +62,7 @@ def parallelize(
 
 
 def _check_same_weights(model: nn.Module, world: World) -> None:
-    """Raises PlanError when ranks have built models with other weights. Collective."""
+    """Raises PlanError when ranks have built models with different weights. Collective."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     sums = {name: _sum(each.detach()) for name, each in tensors}
     for rank, theirs in enumerate(world.gather(sums)):
@@ -76,6 +74,6 @@ def _check_same_weights(model: nn.Module, world: World) -> None:
 
 
 def _sum(tensor: Tensor) -> float | complex:
-    """In double precision, of a complex tensor its imaginary part included."""
+    """In double precision, including the imaginary part of a complex tensor."""
     total: float | complex = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64).sum().item()
     return total

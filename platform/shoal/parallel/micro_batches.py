@@ -10,11 +10,11 @@ from shoal.errors import PlanError
 
 
 def split_micro_batches(batch: Any, parts: int) -> list[Any]:
-    """`batch` in `parts` micro-batches of equal size; micro-batch m takes every `parts`-th sample, from the m-th.
+    """`batch` as `parts` micro-batches of equal size; micro-batch m takes every `parts`-th sample, from the m-th.
 
-    Ranks hold contiguous shares of a global batch. Taken with a stride, the micro-batches m of all ranks together are
-    the samples m, m + parts, ... of the global batch, in order: the same ones for any number of ranks, so that batch
-    statistics and dropout masks of a micro-batch are those of one process.
+    Ranks have contiguous shares of a global batch. With this stride, the micro-batches m of all ranks together are the
+    samples m, m + parts, ... of the global batch, in order: the same for any number of ranks, so that batch statistics
+    and dropout masks of a micro-batch equal those of one process.
 
     Raises PlanError when the samples cannot be divided.
     """

@@ -1,8 +1,7 @@
-"""What a Trainer sees of a model, however it is spread over processes: one interface, one implementation for each plan.
+"""The Trainer's view of a model, however it is parallelised: one interface, one implementation for each plan.
 
-The rule that every implementation keeps: after `train_step` the gradients are those of the mean loss over the *global*
-batch, as one process would have computed them on the whole of it. Called by the Trainer; knows no optimiser's schedule,
-no file and no record.
+The rule for every implementation: after `train_step` the gradients are those of the mean loss over the *global* batch,
+as one process would compute them. Called by the Trainer; knows no optimiser's schedule, no file and no record.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 
 
 class TaskProtocol(Protocol):
-    """What a plan asks of a Task: how a batch enters the model, and what is made of what comes out."""
+    """A plan's view of a Task: the model's inputs from a batch, and the results from its outputs."""
 
     def inputs(self, batch: Any) -> tuple[Any, ...]:
         """The positional arguments of the model."""
@@ -31,26 +30,26 @@ class TaskProtocol(Protocol):
         ...
 
     def tensor_plan(self) -> dict[str, str] | None:
-        """How layers are split between tensor ranks, by pattern of their names; None: found by their types."""
+        """How layers are split between tensor ranks, by pattern of their names; None: derived from their types."""
         ...
 
     def pipeline_cuts(self) -> list[str] | None:
-        """The names of the modules with which stages after the first begin; None: found by measuring."""
+        """The names of the modules that begin the stages after the first; None: chosen by measurement."""
         ...
 
 
 def compute_loss_and_metrics(learnable: TaskProtocol, outputs: Any, batch: Any) -> dict[str, Tensor]:
-    """The `loss`, and each metric: one of shape [1], say, as the scalar that it is."""
+    """The `loss` and each metric as scalars, also those of shape [1]."""
     metrics = {name: value.reshape(()) for name, value in learnable.metrics(outputs, batch).items()}
     return {"loss": learnable.loss(outputs, batch), **metrics}
 
 
 class ParallelModel(ABC):
-    """A model as this rank holds it.
+    """A model on this rank.
 
-    modules:        what lies on this rank: the model, its stage, or its several stages
-    data_rank:      which share of each global batch this rank is fed, of `num_data_ranks`; ranks that split layers or
-                    stages among themselves are fed the same share
+    modules:        the modules on this rank: the model, its stage, or its several stages
+    data_rank:      the index of this rank's share of each global batch, of `num_data_ranks`; ranks that split layers or
+                    stages among themselves get the same share
     """
 
     modules: list[nn.Module]
@@ -61,8 +60,8 @@ class ParallelModel(ABC):
     def train_step(self, batch: Any, step: int) -> Tensor:
         """Forward and backward over this rank's share of a global batch; gradients are cleared first.
 
-        `step` seeds what is random within (dropout masks): the same step gives the same masks, whatever the plan.
-        Returns the mean loss of the share, detached; on a rank that does not hold the last stage, a zero.
+        `step` seeds random operations (dropout masks): the same step gives the same masks, whatever the plan.
+        Returns the mean loss of the share, detached; a zero on a rank without the last stage.
         Collective. Afterwards `.grad` of each parameter (of this rank's part of it) is the gradient of the mean loss
         over the global batch; None for a parameter that no rank used.
         """
@@ -71,12 +70,12 @@ class ParallelModel(ABC):
     def evaluate(self, batch: Any, num_samples: int) -> dict[str, Tensor]:
         """Sums over this rank's share: `loss` and each metric times `num_samples`; no gradients. Collective.
 
-        A share may be smaller than others', and empty (`num_samples` 0: `batch` is then any batch, and counts nothing).
+        A share may be smaller than others', or empty (`num_samples` 0: `batch` is then any batch, and is not counted).
         """
 
     @abstractmethod
     def sum_over_data_ranks(self, values: Tensor) -> Tensor:
-        """The element-wise sum of `values` over the data ranks, from the ranks that know them to all. Collective."""
+        """The element-wise sum of `values` over the data ranks, sent to all ranks. Collective."""
 
     @abstractmethod
     def clip_gradients(self, max_norm: float) -> Tensor:
@@ -84,68 +83,68 @@ class ParallelModel(ABC):
 
     @abstractmethod
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters, under the names that they have in the whole model; a tied one once."""
+        """This rank's parameters, under their names in the full model; a tied one once."""
 
     @abstractmethod
     def model_state(self) -> dict[str, Any]:
-        """Parameters and persistent buffers by their names in the whole model; DTensors where they are split."""
+        """Parameters and persistent buffers by their names in the full model; DTensors if they are split."""
 
     @abstractmethod
     def load_model_state(self, state: dict[str, Any]) -> None:
-        """Take what `model_state` gave (filled by a checkpoint)."""
+        """Load a `model_state` that a checkpoint has filled."""
 
     @abstractmethod
     def optimizer_state(self, optimizer: Optimizer, *, to_fill: bool = False) -> dict[str, Any]:
-        """The optimiser's state by parameter name, ready for any other plan; what it has not yet, as it will be made.
+        """The optimiser's state by parameter name, for any other plan; missing entries as its first step creates them.
 
-        to_fill: what was made for this stays with the optimiser, for a checkpoint to be read into
+        to_fill: the optimiser keeps the created entries, for loading a checkpoint into them
         """
 
     @abstractmethod
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Take what `optimizer_state` gave (filled by a checkpoint)."""
+        """Load an `optimizer_state` that a checkpoint has filled."""
 
     def loss_scale_state(self) -> dict[str, float]:
-        """Where the scale of an fp16 loss has come to, the same on every rank; {} in another precision."""
+        """The present scale of an fp16 loss, the same on every rank; {} in another precision."""
         return {}
 
     def load_loss_scale_state(self, state: dict[str, float]) -> None:  # noqa: B027 - most precisions have nothing to do
-        """Take what `loss_scale_state` gave, under whatever plan and precision."""
+        """Load a `loss_scale_state`, of any plan and precision."""
 
     @abstractmethod
     def full_weights(self) -> dict[str, Tensor]:
-        """The whole model's state on the CPU, on rank 0; {} elsewhere. Collective."""
+        """The full model's state on the CPU, on rank 0; {} elsewhere. Collective."""
 
     def check_buffers(self) -> None:  # noqa: B027 - one process has nobody to differ from
-        """Raises PlanError, on all data ranks or none, for a saved buffer that is not the same on them. Collective."""
+        """Raises PlanError, on all data ranks or none, when a persistent buffer differs between them. Collective."""
 
     @property
     def communication_s(self) -> float:
-        """Seconds that `train_step` has waited for other ranks so far; NaN where the plan cannot tell."""
+        """Seconds that `train_step` has waited for other ranks so far; NaN if the plan cannot measure it."""
         return float("nan")
 
     @property
     def shm_sent_bytes(self) -> float:
-        """What this rank has sent by other ways than torch.distributed so far, counted as a ring would send it."""
+        """Bytes sent by this rank without torch.distributed so far, counted as a ring would send them."""
         return 0.0
 
     @property
     def shared_memory(self) -> list[Tensor]:
-        """What lies in memory that ranks of a host share to hand tensors to each other, and is no rank's own."""
+        """Tensors in memory that ranks of a host share for communication, which belongs to no single rank."""
         return []
 
     @property
     def busy_by_stage(self) -> dict[tuple[int, str], float]:
-        """Seconds that each of this rank's pipeline stages, forward and backward, has computed so far; {} without."""
+        """Computing seconds of each of this rank's pipeline stages, forward and backward, so far; {} without."""
         return {}
 
     @property
     def scheduled_s(self) -> float:
-        """Seconds that the schedules of the pipeline have taken so far; NaN without one."""
+        """Seconds of the pipeline's schedules so far; NaN without a pipeline."""
         return float("nan")
 
     def on_optimizer_step(self) -> None:  # noqa: B027 - most plans have nothing to do
-        """Called after each step of the optimiser, for plans that hold copies of a parameter."""
+        """Called after each step of the optimiser, for plans with copies of a parameter."""
 
     def close(self) -> None:  # noqa: B027 - most plans have nothing to do
-        """Release what the plan holds beyond the modules. Idempotent."""
+        """Release the plan's resources other than the modules. Idempotent."""

@@ -1,7 +1,7 @@
-"""Which rank holds what: the table that `shoal inspect` draws before anything runs.
-Called by the CLI and by `cost`.
+"""Which rank stores which layers: the table that `shoal inspect` shows before anything runs. Called by the CLI and
+by `cost`.
 
-Works on the model alone: no process group, and nothing is run (the tensor plan is found by whoever has a batch).
+Uses the model alone: no process group, and nothing runs (the tensor plan is computed where a batch exists).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HEADINGS = ("module", "parameters", "held as", "ranks")
 class PlacementRow:
     """One line of the table.
 
-    share: of the module's parameters that each of `ranks` holds; the rest lie on the other ranks of its group
+    share: of the module's parameters on each of `ranks`; the rest is on the other ranks of its group
     """
 
     module: str
@@ -35,13 +35,13 @@ class PlacementRow:
     share: float
 
     def to_cells(self) -> tuple[str, ...]:
-        """The line as plain strings, under HEADINGS."""
+        """The row as plain strings, under HEADINGS."""
         return (self.module, f"{self.num_parameters:,}", self.held_as, format_ranks(self.ranks))
 
 
 @dataclass
 class _LayerGroup:
-    """Neighbouring layers that are held alike."""
+    """Consecutive layers with the same placement."""
 
     held_as: str
     share: float
@@ -56,9 +56,9 @@ def build_placement(
     tensor: TensorPlan | None = None,
     pipeline_ranks: Mapping[str, Sequence[int]] | None = None,
 ) -> list[PlacementRow]:
-    """A line for each run of layers that are held alike, in the model's order; tied parameters count once.
+    """A row for each run of layers with the same placement, in the model's order; tied parameters count once.
 
-    pipeline_ranks: of each parameter, by its first name: the ranks along the pipeline that hold it
+    pipeline_ranks: of each parameter, by its first name: the ranks along the pipeline that have it
     """
     groups: list[_LayerGroup] = []
     whole = set[str]() if pipeline_ranks is None else _find_unsharded_modules(model, pipeline_ranks)
@@ -97,7 +97,7 @@ def _iter_layers(model: nn.Module) -> Iterator[tuple[str, str, int]]:
 
 
 def _find_unsharded_modules(model: nn.Module, pipeline_ranks: Mapping[str, Sequence[int]]) -> set[str]:
-    """The modules that a pipeline never shards: those in no block that one rank alone holds."""
+    """The modules that a pipeline never shards: those outside of blocks that one rank alone has."""
     sharded = set()
     for path, block in find_blocks(model):
         holders = [pipeline_ranks.get(f"{path}.{name}", ()) for name, _ in block.named_parameters()]

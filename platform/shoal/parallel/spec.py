@@ -1,6 +1,6 @@
-"""How many ways a model and its batch are split: the spec that a user writes, and the degrees that follow from it.
+"""How a model and its batch are split: the user's spec, and the degrees that follow from it.
 
-Owns the words (`ddp`, `fsdp`, ...), the arithmetic of degrees against workers, and the layout of ranks. Called by
+Owns the preset names (`ddp`, `fsdp`, ...), the arithmetic of degrees and workers, and the layout of ranks. Called by
 TrainSpec, by the CLI and by `parallelize`. Knows no model and no process group.
 """
 
@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from shoal.config import Spec
 from shoal.errors import PlanError
 
-# What each word stands for; a degree that a word leaves open follows from the number of workers.
+# The degrees of each preset; an open degree follows from the number of workers.
 PLAN_PRESETS: dict[str, dict[str, Any]] = {
     "single": {"data": 1},
     "ddp": {},
@@ -29,7 +29,7 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "inter
 
 
 class Coordinates(NamedTuple):
-    """Where a rank stands: which stage, which share of the batch, which part of each layer."""
+    """A rank's coordinates: its stage, its share of the batch, its part of each layer."""
 
     pipeline: int
     data: int
@@ -38,12 +38,12 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """A plan with every degree known; their product is the number of workers.
+    """A plan with all degrees known; their product is the number of workers.
 
     data:      shares of the global batch
-    replicate: of these, groups that each hold a whole (sharded) copy; data // replicate ranks share one copy
-    shard:     whether the ranks of a copy hold a part of each parameter (FSDP) or all of it (DDP)
-    tensor:    ranks that split single layers
+    replicate: the number of groups among them with a full (sharded) copy; data // replicate ranks share one copy
+    shard:     whether the ranks of a copy have a part of each parameter (FSDP) or all of it (DDP)
+    tensor:    ranks that split layers
     pipeline:  stages
     """
 
@@ -59,11 +59,11 @@ class ParallelDims:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether data ranks hold parts of each parameter, and not whole copies."""
+        """Whether data ranks have parts of each parameter instead of full copies."""
         return self.shard and self.data > self.replicate
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Tensor ranks are neighbours, then data, then stages: the chattiest stay closest together."""
+        """Tensor ranks are neighbours, then data, then stages: those that communicate most are closest."""
         tensor, rest = rank % self.tensor, rank // self.tensor
         return Coordinates(rest // self.data, rest % self.data, tensor)
 
@@ -78,7 +78,7 @@ class ParallelDims:
 
     @property
     def description(self) -> str:
-        """The plan in a few words, for tables and records: `data 2 x tensor 2`."""
+        """A short form of the plan, for tables and records: `data 2 x tensor 2`."""
         names = [("data", self.data), ("tensor", self.tensor), ("pipeline", self.pipeline)]
         parts = [f"{name} {size}" for name, size in names if size > 1]
         if self.shard and self.data > 1:
@@ -87,15 +87,15 @@ class ParallelDims:
 
 
 class ParallelSpec(Spec):
-    """How to run on several workers: a word, or degrees that compose.
+    """How to run on several workers: a preset's name, or degrees that compose.
 
-    A degree that is not given follows from the number of workers (`data` first).
+    An open degree follows from the number of workers (`data` first).
 
-    replicate:     copies of the model among the data ranks when sharded: one for each host, say (HSDP)
-    accumulate:    micro-steps of which each step of the optimiser consists
-    channels_last: whether convolutions take their images as [B, H, W, C] in memory, which most do sooner
-    dynamic:       which parameters a step uses may change (skipped layers, experts): replicas then look each time
-    backend:       of the process group; None: nccl on CUDA, else gloo, and memory within a host
+    replicate:     copies of the model among the data ranks when sharded: for example one per host (HSDP)
+    accumulate:    micro-steps in each step of the optimiser
+    channels_last: whether convolutions get images as [B, H, W, C] in memory, which is often faster
+    dynamic:       the used parameters may differ between steps (skipped layers, experts): replicas then check each step
+    backend:       of the process group; None: nccl on CUDA, otherwise gloo, and shared memory within a host
     schedule:      of the pipeline, see torch.distributed.pipelining
     micro_batches: into which the pipeline splits a batch; None: two for each stage
     """
@@ -127,7 +127,7 @@ class ParallelSpec(Spec):
 
     @classmethod
     def from_override(cls, word: str, before: Mapping[str, Any]) -> object:
-        """The word says all degrees; what else was said (precision, compile, ...) stays."""
+        """The preset sets all degrees; the other fields (precision, compile, ...) stay."""
         if word not in PLAN_PRESETS:
             return word
         return {
@@ -137,7 +137,7 @@ class ParallelSpec(Spec):
         }
 
     def resolve_dims(self, workers: int) -> ParallelDims:
-        """Every degree, for so many workers. Raises PlanError when they do not multiply to that number."""
+        """All degrees, for so many workers. Raises PlanError when they do not multiply to that number."""
         given: dict[str, int | None] = {"data": self.data, "tensor": self.tensor, "pipeline": self.pipeline}
         known = 1
         for size in given.values():
@@ -147,7 +147,7 @@ class ParallelSpec(Spec):
             raise PlanError(
                 "workers", workers, f"does not fit {_format_product(given)}", _suggest_workers(given, known)
             )
-        for name in unknown:  # the first open degree takes what is left
+        for name in unknown:  # the first open degree takes the remaining factor
             given[name] = workers // known
             known = workers
         data = given["data"] or 1
@@ -169,11 +169,11 @@ class ParallelSpec(Spec):
         return batch_size // parts
 
     def uses_shared_memory(self, device_type: str) -> bool:
-        """Whether ranks of one host hand tensors to each other past torch.distributed, unless a back end is named."""
+        """Whether ranks of one host may bypass torch.distributed: only if no back end is named."""
         return device_type == "cpu" and self.backend is None
 
     def num_micro_batches(self, degrees: ParallelDims) -> int:
-        """Micro-batches that go through the pipeline at each micro-step; 1 without one."""
+        """Micro-batches in the pipeline at each micro-step; 1 without one."""
         if degrees.pipeline == 1:
             return 1
         return self.micro_batches or 2 * degrees.pipeline

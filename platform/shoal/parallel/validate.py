@@ -1,4 +1,4 @@
-"""What can be said against a plan before any process starts. Called by launchers, and again by `parallelize`."""
+"""Checks of a plan before any process starts. Called by launchers, and again by `parallelize`."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def check_plan(
     example: Any = None,
     device: str | None = None,
 ) -> None:
-    """Raises PlanError, naming layer and remedy, when `model` cannot be held so. Needs no process group.
+    """Raises PlanError, naming layer and remedy, when `model` does not fit the plan. Needs no process group.
 
-    example: a batch, from which layers that can be split are found; without it only a user's own plan is checked
-    device:  `cpu` or `cuda`, where it is known
+    example: a batch, for finding layers that can be split; without it only a user's own plan is checked
+    device:  `cpu` or `cuda`, if known
     """
     if device is not None:
         check_precision(spec.precision, device)

@@ -1,1 +1,1 @@
-"""Reinforcement learning from actors that the platform does not spawn: gateway, ledger, queue, learner."""
+"""Reinforcement learning from external actors: gateway, ledger, queue, learner."""

@@ -1,7 +1,7 @@
-"""The learner: takes experience, updates the model, publishes weights, saves what it takes to go on after a crash.
+"""The learner: takes experience, updates the model, publishes weights, saves checkpoints.
 
-One loop in one thread. It waits for experience and for nothing else: publishing hands over a snapshot and returns.
-Called by the Ray shell and by `local.py`; knows neither Ray nor sockets nor the environment.
+One loop in one thread. It waits only for experience: publishing hands over a snapshot and returns. Called by the Ray
+workers and by `local_loop.py`; knows neither Ray nor sockets nor the environment.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from shoal.rl.spec import RLSpec, network_kwargs
 from shoal.weights import PublishedVersion, WeightSnapshot
 from shoal.wire import DropReason, ExperienceSpec
 
-POLL_S = 1.0  # how long the learner waits for experience before it looks whether it is to stop
+POLL_S = 1.0  # how long the learner waits for experience before it checks whether to stop
 VERSIONS_RESERVED = 50  # at a time, on disk
-# The run is given up after so many batches in a row with nothing in them to learn from, and so many seconds: in a slow
-# game, those between two segments of others may all be of one actor that sends nonsense.
+# The run fails after so many batches in a row without a usable segment, and so many seconds: in a slow game, the
+# batches between two segments of good actors may all be of one actor that sends bad data.
 MAX_BAD_BATCHES, MAX_BAD_S = 3, 30.0
 
 
 class WeightSink(Protocol):
-    """Where a learner publishes. Fulfilled by WeightStore and by WeightPublisher; never waits for a consumer."""
+    """Where a learner publishes. Implemented by WeightStore and by WeightPublisher; never waits for a consumer."""
 
     def publish(self, snapshot: WeightSnapshot) -> object: ...
 
 
 class Learner:
-    """One learner of one run. `consumer` names this life of it: leases of earlier lives are revoked by the queue."""
+    """One learner of one run. `consumer` names this incarnation: the queue revokes the leases of earlier ones."""
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class Learner:
     ) -> None:
         """Restore from the newest checkpoint in `folder`, if there is one, and publish at once.
 
-        `used_version`: the newest version that this run has used so far, when somebody knows it; new ones are above
-        it. When nobody does, they are above all that earlier lives may have used, as reserved in `folder`.
+        `used_version`: the newest version that this run has used so far, if known; new ones are above it. If unknown,
+        they are above every version reserved in `folder`.
         """
         torch.set_num_threads(spec.learner.torch_threads)
         torch.manual_seed(spec.learner.seed)
@@ -73,22 +73,20 @@ class Learner:
         self.updates = 0
         self.steps = 0  # environment steps that entered an update
         self.version = 0
-        self.counts = {"consumed": 0, "dropped": 0}  # segments, over all lives of the learner
+        self.counts = {"consumed": 0, "dropped": 0}  # segments, over all incarnations of the learner
         self.damaged_checkpoints: list[str] = []
-        self.failure = ""  # why the last checkpoint, or version, could not be written; "" when it was
+        self.failure = ""  # why the last checkpoint or version could not be written; "" when it was
         self._restore()
         self.restored_updates = self.updates
         self._reserved_path = folder / "versions-reserved"
         self._num_reserved = int(self._reserved_path.read_text()) if self._reserved_path.exists() else 0
         self.version = max(self.version, used_version or self._num_reserved)
-        self._num_bad_batches, self._bad_since = 0, 0.0  # in a row; by time.monotonic(), when there are any
-        self._unacknowledged: tuple[int, Sequence[DropReason | None]] | None = (
-            None  # the lease that was learnt from last
-        )
-        self._is_superseded = False  # by another life of this learner
+        self._num_bad_batches, self._bad_since = 0, 0.0  # in a row; by time.monotonic(), if there are any
+        self._unacknowledged: tuple[int, Sequence[DropReason | None]] | None = None  # the lease of the last batch
+        self._is_superseded = False  # by another incarnation of this learner
         self._metrics: dict[str, float] = {}
         self._published: deque[PublishedVersion] = deque(maxlen=10_000)
-        self._lock = threading.Lock()  # guards what stats() reads together
+        self._lock = threading.Lock()  # guards the fields that stats() reads together
         self._stop = threading.Event()
         self._running = threading.Event()
         self._running.set()
@@ -99,9 +97,9 @@ class Learner:
         self._publish()
 
     def run(self) -> None:
-        """Learn until `stop()`; publish and save the last good state, also when an update raises.
+        """Learn until `stop()`; publish and save the last good state, even when an update raises.
 
-        Not when another life of this learner has taken over (Closed): versions and checkpoints are that one's now.
+        Raises Closed, without saving, when another incarnation has taken over: it owns versions and checkpoints now.
         """
         try:
             while not self._stop.is_set():
@@ -116,8 +114,8 @@ class Learner:
                 self.save()
 
     def run_as_thread(self) -> None:
-        """`run`, in a thread that does nothing else: with settings of the thread that are good for learning."""
-        # A nearly certain policy has gradients that are denormals, at a hundred times the cost of zero.
+        """`run`, in a thread of its own, with thread settings suited to learning."""
+        # A nearly certain policy has denormal gradients, which cost a hundred times as much as zero.
         torch.set_flush_denormal(True)
         self.run()
 
@@ -126,10 +124,10 @@ class Learner:
         self._stop.set()
 
     def pause(self) -> WeightSnapshot:
-        """Stop learning for a while; returns the weights as they stay, published, until `resume`.
+        """Stop learning until `resume`; returns the weights, published, which stay until then.
 
-        Waits for the update that is going on, and for room on the disk for the number of a version. Experience waits in
-        the queue meanwhile, and then the actors do. Raises Closed when it is stopped before.
+        Waits for the present update, and for disk space to reserve a version. Experience waits in the queue meanwhile,
+        and then the actors do. Raises Closed when the learner is stopped before.
         """
         self._running.clear()
         while not self._stop.is_set():
@@ -142,11 +140,11 @@ class Learner:
         raise Closed("the learner was stopped")
 
     def resume(self) -> None:
-        """Learn on after `pause`."""
+        """Continue learning after `pause`."""
         self._running.set()
 
     def step(self) -> bool:
-        """Take one batch and learn from it; False when none came in time, or its fate cannot be written down yet."""
+        """Take one batch and learn from it; False when none came in time, or its outcomes cannot be recorded yet."""
         if self._unacknowledged is None and not self._take_and_learn():
             return False
         if not self._acknowledge():
@@ -174,7 +172,7 @@ class Learner:
         return True
 
     def _take_batch(self) -> ExperienceBatch | None:
-        """A batch, or None after LOOK_S: who stops or pauses the learner does not wait for all of take_timeout_s."""
+        """A batch, or None after POLL_S, so that stopping or pausing does not wait for all of take_timeout_s."""
         now = time.monotonic()
         self._waiting_since = now if self._waiting_since is None else self._waiting_since
         left_s = self._waiting_since + self.spec.learner.take_timeout_s - now
@@ -188,9 +186,9 @@ class Learner:
         return batch
 
     def _acknowledge(self) -> bool:
-        """Answer for the newest batch; False when that cannot be written down now: the next step says it again.
+        """Acknowledge the newest batch; False when that cannot be recorded now: the next step retries.
 
-        Raises Closed when another life of this learner has taken over.
+        Raises Closed when another incarnation of this learner has taken over.
         """
         assert self._unacknowledged is not None
         try:
@@ -245,13 +243,13 @@ class Learner:
         self._saved_progress = self._get_progress()
 
     def _get_progress(self) -> tuple[object, ...]:
-        """What a checkpoint is older than, or is not."""
+        """The progress by which to tell whether the last checkpoint is up to date."""
         return self.updates, self.version, *self.counts.values()
 
     def _learn(self, batch: ExperienceBatch) -> list[DropReason | None]:
-        """What became of each segment: learnt from (None), or why not. [S]
+        """The outcome of each segment: learnt from (None), or the drop reason. [S]
 
-        When a loss is not finite, the segments whose own is not are left out: they are one actor's nonsense.
+        When the batch's loss is not finite, segments whose own loss is not finite are dropped: one actor's bad data.
         """
         stale = self.version - batch.oldest_versions() > self.spec.gateway.max_version_lag
         left = ~stale
@@ -298,11 +296,11 @@ class Learner:
     def _try_publish(self) -> None:
         try:
             self._publish()
-        except OSError as error:  # no room for the number of the version: it is tried again
+        except OSError as error:  # the version could not be reserved: retried later
             self.failure = f"no version could be reserved: {error}"
 
     def _publish(self) -> None:
-        """Raises OSError, having published nothing, when the version cannot be reserved."""
+        """Raises OSError, without publishing, when the version cannot be reserved."""
         if self.version + 1 > self._num_reserved:
             num_reserved = self.version + 1 + VERSIONS_RESERVED
             atomic_file.replace_synced(self._reserved_path, str(num_reserved).encode())
@@ -314,7 +312,7 @@ class Learner:
         self._published.append(PublishedVersion(self.version, self.steps, snapshot.sha256, snapshot.published_at))
 
     def _save_if_due(self) -> None:
-        """A disk that is full for a while costs a checkpoint, and not the run. What is saved is not saved again."""
+        """A temporarily full disk costs a checkpoint, not the run. An unchanged state is not saved again."""
         is_due = time.monotonic() - self._saved_at >= self.spec.learner.checkpoint_every_s
         if is_due and self._saved_progress != self._get_progress():
             try:
@@ -336,7 +334,7 @@ class Learner:
                 "hidden", list(self.spec.hidden), problem, summarize_error(error, line=-1, max_chars=None)
             ) from None
         self._optimizer.load_state_dict(state["optimizer"])
-        for group in self._optimizer.param_groups:  # which came with the rate of before, and the spec may have another
+        for group in self._optimizer.param_groups:  # restored with the old rate; the spec may have another
             group["lr"] = self.spec.impala.learning_rate
         torch.set_rng_state(state["rng"])
         self.updates, self.steps, self.version = state["updates"], state["steps"], state["version"]

@@ -1,7 +1,7 @@
 """The whole loop in one process, without Ray: the same gateway, ledger, queue, learner and weight store, in threads.
 
-For debugging, for tests and for learning how the parts fit: everything that `ray_rl.py` spreads over workers is wired
-here in a few lines. Actors connect over the wire as they always do.
+For debugging, tests and learning how the parts fit: a few lines wire everything that `ray_workers.py` distributes.
+Actors connect over the wire as always.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class LocalLoop:
         return self.gateway.address
 
     def wait_until_solved(self, timeout_s: float) -> float:
-        """Wait for the target return; the seconds it took from the first segment. Raises RunError."""
+        """Wait for the target return; returns the seconds from the first segment. Raises RunError."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             stats = self.gateway.stats()
@@ -67,14 +67,14 @@ class LocalLoop:
         raise RunError(f"not solved within {timeout_s} s: mean return {self.gateway.stats()['mean_return']:.1f}")
 
     def close(self) -> None:
-        """Stop the learner, tell the actors that the run is over, settle the books. Idempotent."""
+        """Stop the learner, end the actors, close the ledger. Idempotent."""
         if self._closed:
             return
         self._closed = True
         self.learner.stop()
         if self._thread.is_alive():
             self._thread.join(timeout=30)
-        with ExitStack() as closing:  # each, also when the disk takes nothing more
+        with ExitStack() as closing:  # close each part, even if the disk is full
             closing.callback(self.ledger.close)
             closing.callback(self.store.close)
             closing.callback(self.gateway.close, finished=True)

@@ -1,7 +1,7 @@
-"""The gateway and the learner as Ray workers: shells that hold a plain object and forward to it.
+"""The gateway and the learner as Ray workers, which each hold a plain object and forward to it.
 
-Each worker starts its object when it is constructed, so that Ray's own restart of a dead worker is all there is to
-recovery: the gateway finds its ledger and its port, the learner its checkpoint. Called by flows.
+Each worker starts its object when it is constructed, so Ray's own restart of a dead worker is the whole recovery: the
+gateway restores its ledger and port, the learner its checkpoint. Called by flows.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from shoal.weights.ray_weight_store import (
 )
 from shoal.wire import DropReason, ExperienceSpec
 
-START_TIMEOUT_S = 300.0  # a learner may wait for a CPU of a busy cluster, and the gateway for its weights
-ACKNOWLEDGE_TIMEOUT_S = 60.0  # how long a learner waits for a gateway that restarts to take its answer
+START_TIMEOUT_S = 300.0  # the learner may wait for a CPU of a busy cluster, and the gateway for the first weights
+ACKNOWLEDGE_TIMEOUT_S = 60.0  # how long a learner retries its acknowledgement while the gateway restarts
 
 
 @dataclass(frozen=True)
 class RunSetting:
-    """What both workers must know of their run."""
+    """The settings that both workers need."""
 
     run_id: str
     folder: Path
@@ -52,7 +52,7 @@ class RunSetting:
 
 @ray.remote(num_cpus=0, max_concurrency=16)
 class GatewayWorker:
-    """A Gateway in a process of its own. A restarted one drops what its predecessor had queued as GATEWAY_CRASH."""
+    """A Gateway in a process of its own. After a restart, segments queued before are dropped as GATEWAY_CRASH."""
 
     def __init__(self, spec: RLSpec, experience: ExperienceSpec, setting: RunSetting) -> None:
         self._ledger = Ledger(setting.folder / "ledger.sqlite")
@@ -70,12 +70,12 @@ class GatewayWorker:
         self._gateway.start(START_TIMEOUT_S)
 
     def address(self) -> str:
-        """Where actors reach it; for a wildcard host, the address of this node."""
+        """Its address for actors; for a wildcard host, the address of this node."""
         host = resolve_reachable_host(self._gateway.spec.host, ray.util.get_node_ip_address())
         return format_tcp_address(host, self._gateway.port)
 
     def take(self, consumer: str, request: BatchRequest) -> bytes | None:
-        """A batch as bytes, which Ray passes on as they are; it pickles arrays one by one."""
+        """A batch as bytes, which Ray passes on unchanged; it would pickle arrays one by one."""
         batch = self._queue.take(consumer, request)
         return None if batch is None else batch.to_bytes()
 
@@ -84,20 +84,21 @@ class GatewayWorker:
 
     def stats(self) -> dict[str, Any]:
         if not self._gateway.is_alive:
-            os._exit(1)  # Ray starts this worker again, and the ledger knows where it was
+            os._exit(1)  # Ray restarts this worker, which continues from the ledger
         return {**self._gateway.stats(), "address": self.address()}
 
     def take_events(self) -> list[tuple[float, str, dict[str, Any]]]:
         return self._gateway.take_events()
 
     def close(self, finished: bool) -> dict[str, Any]:
-        """The last stats, with the queue settled as SHUTDOWN."""
+        """The last stats, after the queue was dropped as SHUTDOWN."""
         self._gateway.close(finished)
         return self._gateway.stats()
 
 
 class RayExperienceSource:
-    """An ExperienceSource on a gateway's handle. While that is away there is no experience, and settling waits."""
+    """An ExperienceSource on a gateway's handle. While the gateway restarts, `take` is empty and `acknowledge`
+    waits."""
 
     def __init__(self, gateway: ActorHandle) -> None:
         self._gateway = gateway
@@ -117,10 +118,10 @@ class RayExperienceSource:
 
 @ray.remote(max_concurrency=4)
 class LearnerWorker:
-    """A Learner in a process of its own; it starts to learn at once, from its newest checkpoint if there is one."""
+    """A Learner in a process of its own; it starts at once, from its newest checkpoint if there is one."""
 
     def __init__(self, spec: RLSpec, experience: ExperienceSpec, setting: RunSetting) -> None:
-        with freeze_loaded_objects():  # where it runs: the driver would load a second of torch for nothing
+        with freeze_loaded_objects():  # imported here: the driver would spend a second loading torch for nothing
             import torch._dynamo  # noqa: F401 - as every optimiser does
 
             from shoal.rl.learner import Learner
@@ -165,11 +166,11 @@ class LearnerWorker:
 
 
 class ActorLearnerWorkers:
-    """The store, the gateway and the learner of one run: started together, asked together, closed together."""
+    """The store, the gateway and the learner of one run: started, called and closed together."""
 
     def __init__(self, spec: RLSpec, experience: ExperienceSpec, setting: RunSetting) -> None:
         self._store = start_weight_store(setting.run_id)
-        # Workers find each other by name: a handle among the arguments of a constructor would hinder its restart.
+        # Workers find each other by name: a handle among a constructor's arguments would prevent its restart.
         options = {"namespace": NAMESPACE, "max_restarts": spec.learner.max_restarts}
         # The gateway stays on this node: its address must not change, and its ledger is a file of the run's folder.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -184,7 +185,7 @@ class ActorLearnerWorkers:
         return RayWeightSource(self._store)
 
     def wait_for_gateway(self, timeout_s: float = START_TIMEOUT_S) -> str:
-        """Wait for the learner's first weights, and for the gateway. Raises ClusterError when one does not come up."""
+        """Wait for the learner's first weights, and for the gateway. Raises ClusterError when either does not start."""
         deadline = time.monotonic() + timeout_s
         self._wait_for_start("learner", self._learner.stats, deadline)
         return str(self._wait_for_start("gateway", self._gateway.address, deadline))
@@ -209,14 +210,14 @@ class ActorLearnerWorkers:
         return self._call_or_none(self._learner, "take_published") or []
 
     def pause_learner(self) -> WeightSnapshot:
-        """Stop learning for a while; the weights that stay until `resume_learner`. Raises ClusterError."""
+        """Pause learning; the weights stay unchanged until `resume_learner`. Raises ClusterError."""
         return self._call_until_answered(self._learner.pause)
 
     def resume_learner(self) -> None:
         self._call_until_answered(self._learner.resume)
 
     def finish_learner(self, timeout_s: float = 60.0) -> bool:
-        """Stop learning, publish and save; False when the learner is away or does not end in time."""
+        """Stop learning, publish and save; False when the learner is restarting or does not end in time."""
         try:
             ray.get(self._learner.finish.remote(timeout_s), timeout=timeout_s + RETRY_S)
         except (*AWAY, ray.exceptions.RayTaskError):
@@ -229,7 +230,7 @@ class ActorLearnerWorkers:
         return call_or_none(self._gateway.close, finished, timeout_s=timeout_s, away=(*AWAY, LedgerUnwritable))
 
     def close(self) -> None:
-        """End the workers, restarts included. Idempotent."""
+        """End the workers, without restarts. Idempotent."""
         for worker in (self._learner, self._gateway, self._store):
             ray.kill(worker, no_restart=True)
 

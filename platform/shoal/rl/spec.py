@@ -1,6 +1,6 @@
-"""What a reinforcement-learning run is told: the specs of its parts, and what its experience looks like.
+"""The spec of a reinforcement-learning run, and the format of its experience.
 
-Called by jobs, by `local.py` and by the Ray shells. Knows the environment only through its two spaces.
+Called by jobs, by `local_loop.py` and by the Ray workers. Knows the environment only through its two spaces.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class LearnerSpec(Spec):
     torch_threads: int = Field(default=1, ge=1)
     num_cpus: float = Field(default=0.5, ge=0, description="what it reserves of the cluster")
     max_restarts: int = Field(default=3, ge=0, description="of the gateway and of the learner, after a crash")
-    seed: int = Field(default=0, ge=-(2**63), lt=2**64)  # what torch takes
+    seed: int = Field(default=0, ge=-(2**63), lt=2**64)  # torch's range
 
     @model_validator(mode="after")
     def _limits_fit(self) -> LearnerSpec:
@@ -74,9 +74,9 @@ class RLSpec(Spec):
 
 
 def experience_spec(observation_space: Any, action_space: Any, spec: RLSpec) -> ExperienceSpec:
-    """What segments of an environment with these gymnasium spaces contain.
+    """The format of segments of an environment with these gymnasium spaces.
 
-    Raises ConfigError for spaces that the algorithm cannot learn from, and for segments that no message can hold.
+    Raises ConfigError for spaces that the algorithm cannot learn from, and for segments too large for a message.
     """
     if type(observation_space).__name__ != "Box" or len(observation_space.shape) != 1 or not observation_space.shape[0]:
         remedy = "this algorithm needs a flat Box: gymnasium.wrappers.FlattenObservation makes one of most spaces"
@@ -104,7 +104,7 @@ def experience_spec(observation_space: Any, action_space: Any, spec: RLSpec) -> 
 
 
 def require_segment_fits(gateway: GatewaySpec, experience: ExperienceSpec) -> None:
-    """Raise ConfigError when the longest segment is longer than a message may be."""
+    """Raise ConfigError when the longest segment exceeds the message limit."""
     largest = largest_segment_bytes(experience)
     if largest > gateway.max_message_bytes:
         remedy = "shorten segment_length, or raise it"
@@ -113,7 +113,7 @@ def require_segment_fits(gateway: GatewaySpec, experience: ExperienceSpec) -> No
 
 
 def network_kwargs(spec: RLSpec, experience: ExperienceSpec) -> dict[str, Any]:
-    """What an ActorCritic of this run is made of: by the learner, by its endpoint, and by whoever loads it later."""
+    """The constructor arguments of this run's ActorCritic, for the learner, the endpoint and later loaders."""
     num_actions = int(experience.action.high or 0) + 1
     return {
         "observation_size": experience.observation.shape[0],

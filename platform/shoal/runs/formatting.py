@@ -1,4 +1,4 @@
-"""Numbers and times as people read them, the same in the report and on the terminal. Pure functions of numbers."""
+"""Numbers and times for people, the same in the report and on the terminal. Pure functions of numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _UNITS = ((86_400, "d", 3_600, "h"), (3_600, "h", 60, "min"), (60, "min", 1, "s"
 
 
 def format_number(value: float) -> str:
-    """Whole numbers with separators, others with four digits that matter."""
+    """Integers with separators, other numbers with four significant digits."""
     if not math.isfinite(value):
         return "not a number" if math.isnan(value) else ("∞" if value > 0 else "-∞")
     if value == int(value) and abs(value) < 1e15:
@@ -50,7 +50,7 @@ def format_timestamp(epoch_s: float) -> str:
 
 
 def format_value(value: object, most: int = 4) -> str:
-    """What an event tells: of a float the digits that matter, of a list `most` values and how many there are."""
+    """An event's value: of a float the significant digits, of a list `most` values and its length."""
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {format_value(each, most)}" for name, each in value.items())
     if isinstance(value, list):

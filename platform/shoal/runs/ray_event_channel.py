@@ -1,7 +1,7 @@
-"""What rank 0 says, on its way to the driver: kept in a mailbox, a worker of Ray's on the driver's node.
+"""Rank 0's messages to the driver: kept in a mailbox, a Ray worker on the driver's node.
 
-Messages are numbered from 0, by rank 0. Whoever has had no answer asks again, and nothing is lost or said twice.
-Called by `train.ray_train`; knows nothing of training, and loads no torch: the mailbox is a process of its own.
+Rank 0 numbers messages from 0. A sender or reader without an answer asks again; nothing is lost or duplicated.
+Called by `train.launch.ray_train`; knows nothing of training, and loads no torch: the mailbox is a process of its own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Message = tuple[str, tuple[Any, ...]]
 
 
 class Mailbox:
-    """What workers have said and the driver has not yet read; and whether they are asked to stop."""
+    """The workers' messages that the driver has not read yet, and whether the workers must stop."""
 
     def __init__(self) -> None:
         self._messages: list[Message] = []
@@ -37,8 +37,8 @@ class Mailbox:
         self._lock = threading.Lock()
 
     def deliver(self, begin: int, messages: list[Message]) -> tuple[bool, str]:
-        """From rank 0: its messages from number `begin` on, some of them perhaps again; answers whether to stop, and
-        why nothing is to be saved any more, if so."""
+        """Called by rank 0: its messages from number `begin` on, some perhaps repeated. Returns whether to stop, and
+        the reason when nothing may be saved any more."""
         with self._lock:
             new = messages[self._num_delivered - begin :]
             self._messages += new
@@ -46,45 +46,46 @@ class Mailbox:
             return self._stop, self._abort_reason
 
     def report_failure(self, error: ShoalError) -> None:
-        """From any rank: why it ended."""
+        """Called by any rank: the error that ended it."""
         with self._lock:
             self._errors.append(error)
 
     def poll(self, begin: int) -> tuple[list[Message], list[ShoalError]]:
-        """For the driver, which has those before number `begin`: the messages since, and every error so far."""
+        """Called by the driver, which has the messages before number `begin`: returns the later ones and every
+        error."""
         with self._lock:
             first = self._num_delivered - len(self._messages)
             del self._messages[: max(0, begin - first)]
             return list(self._messages), list(self._errors)
 
     def request_stop(self) -> None:
-        """For the driver: ask the workers to save and end."""
+        """Called by the driver: ask the workers to save and end."""
         self._stop = True
 
     def abort(self, why: str) -> None:
-        """For the driver: ask the workers to end, and to save nothing: the run is another's."""
+        """Called by the driver when another process has taken over the run: ask the workers to end without saving."""
         with self._lock:
             self._stop, self._abort_reason = True, why
 
 
 def start_mailbox() -> ActorHandle:
-    """On this node: no other one's death is to end what the driver hears."""
+    """Place it on this node, so that no other node's death cuts off the driver."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     worker = ray.remote(num_cpus=0, max_concurrency=8)(Mailbox)
     return worker.options(scheduling_strategy=here).remote()
 
 
 class RayLog:
-    """The journal of rank 0: a thread delivers what it is told, and hears whether to stop.
+    """Rank 0's event log: a thread delivers its messages and receives the request to stop.
 
-    | capacity  | what blocks                  | who unblocks | close()                            |
-    |-----------|------------------------------|--------------|------------------------------------|
-    | unbounded | `flush`, for FLUSH_S at most | a delivery   | delivers the rest, ends the thread |
+    | capacity  | what blocks                          | who unblocks | close()                            |
+    |-----------|--------------------------------------|--------------|------------------------------------|
+    | unbounded | `flush`, for FLUSH_TIMEOUT_S at most | a delivery   | delivers the rest, ends the thread |
 
-    It is emptied every DELIVERY_S, and by `flush`.
+    It is emptied every DELIVERY_INTERVAL_S, and by `flush`.
 
-    While the mailbox does not answer, messages wait here. When it is dead, so is the run's driver, or the driver makes
-    another attempt: `stop_asked` is set.
+    While the mailbox does not answer, messages wait here. A dead mailbox means that the driver has died or makes
+    another attempt: the workers then stop.
     """
 
     def __init__(self, mailbox: ActorHandle) -> None:
@@ -93,7 +94,7 @@ class RayLog:
         self._num_delivered = 0
         self._abort_reason = ""
         self._is_flush_requested = self._is_closing = False
-        self._changed = threading.Condition()  # of all of these
+        self._changed = threading.Condition()  # guards all of these
         self.stop_requested = threading.Event()
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
@@ -108,10 +109,10 @@ class RayLog:
         self._enqueue(("histogram", (step, name, counts, edges)))
 
     def flush(self) -> None:
-        """Until the mailbox, which outlives this process, has what was said so far; not for ever.
+        """Wait, for a limited time, until the mailbox, which outlives this process, has all messages.
 
-        What it has not got by then is delivered later: the last reports are in the checkpoint, too. Raises RunError
-        when the driver has said that the run is another's.
+        The rest is delivered later: the last reports are in the checkpoint, too. Raises RunError when another process
+        has taken over the run.
         """
         with self._changed:
             end = self._num_delivered + len(self._pending)
@@ -126,7 +127,7 @@ class RayLog:
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
-        self._thread.join(2 * CALL_TIMEOUT_S)  # for a delivery that is under way, and for the last one
+        self._thread.join(2 * CALL_TIMEOUT_S)  # for a delivery in progress, and for the last one
 
     def _enqueue(self, message: Message) -> None:
         with self._changed:

@@ -13,7 +13,7 @@ import yaml
 
 
 class RunKind(StrEnum):
-    """What a run does; OTHER is what a job of the user's own records."""
+    """The kind of a run; OTHER is a user's own job."""
 
     LOOP = "loop"
     TRAINING = "training"
@@ -22,7 +22,7 @@ class RunKind(StrEnum):
     OTHER = "other"
 
 
-# The fields that a spec of the kind has, whatever else it has; the first that fits.
+# The fields that a spec of the kind has, whatever else it has; the first match counts.
 _FIELDS = (
     (RunKind.LOOP, {"target_return"}),
     (RunKind.TRAINING, {"task"}),
@@ -31,9 +31,9 @@ _FIELDS = (
 )
 
 
-@lru_cache(maxsize=16)  # asked four times a second
+@lru_cache(maxsize=16)  # called four times a second
 def infer_kind(spec: str) -> RunKind:
-    """By a recorded spec (YAML)."""
+    """Infer it from a recorded spec (YAML)."""
     try:
         fields = yaml.safe_load(spec)
     except yaml.YAMLError:

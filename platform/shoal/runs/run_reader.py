@@ -1,6 +1,6 @@
-"""The reading side of the run record: what is known of a run, while it goes on, after it ended, or after it died.
+"""The reading side of the run record: a run's data, while it goes on, after it ended, or after it died.
 
-Called by the CLI, the report, and whoever waits for a run. Opens a connection a question; never writes.
+Called by the CLI, the report and flows. Opens one connection per query; never writes.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 MEAN_RETURN = "return/mean_100"
-# The number of the event with which the last life of the run began; NULL in its first.
+# The number of the event that began the run's last incarnation; NULL in its first.
 _RESUMED = "(SELECT max(number) FROM events WHERE run = :run AND kind = 'resumed')"
 
-# What a run without mean returns is judged by: a part of the metric's name, and whether more is better.
-VALIDATION = "validation/"  # how the names of metrics begin that were evaluated on data held back
+# The headline metric of a run without mean returns: a part of the metric's name, and whether more is better.
+VALIDATION = "validation/"  # prefix of metrics evaluated on held-out data
 _HEADLINES = (
     ("return", True),
     ("reward", True),
@@ -44,7 +44,7 @@ _HEADLINES = (
     ("mae", False),
     ("mse", False),
 )
-# Words of a metric's name that tell the same, but are parts of other words too.
+# Words of a metric's name with the same meaning, but which are also parts of other words.
 _MORE_IS_BETTER = frozenset(
     (
         *("acc", "ap", "auc", "auroc", "auprc", "bleu", "coverage", "dice", "f1", "iou", "map", "mrr", "ndcg"),
@@ -56,7 +56,7 @@ _LESS_IS_BETTER = frozenset(("bpb", "bpc", "cer", "distance", "err", "fid", "kl"
 
 @dataclass(frozen=True)
 class EndpointRecord:
-    """Where something of a run listens: a gateway for actors, an endpoint for requests."""
+    """The address of a gateway for actors or an endpoint for requests."""
 
     name: str
     kind: str
@@ -65,9 +65,9 @@ class EndpointRecord:
 
 
 def load(ref: str) -> Run:
-    """The run with this id, with the unique id that begins so, or the newest for `latest`.
+    """The run with this id, or with a unique id that begins so, or the newest for `latest`.
 
-    Raises RunError, with ids that look alike, when there is none.
+    Raises RunError, with similar ids, if there is none.
     """
     folder = home()
     with read_connection(folder) as connection:
@@ -83,7 +83,7 @@ def list_runs(limit: int = 50) -> list[Run]:
 
 
 def list_running() -> list[Run]:
-    """Every run that goes on, newest first, however many others have been created since."""
+    """Every run that goes on, newest first, however many were created since."""
     folder = home()
     with read_connection(folder) as connection:
         rows = connection.execute(
@@ -94,7 +94,7 @@ def list_running() -> list[Run]:
 
 
 def find_run_row(connection: sqlite3.Connection, ref: str) -> sqlite3.Row:
-    """The row of `runs` that `ref` means. Raises RunError."""
+    """The row of `runs` for `ref`. Raises RunError."""
     ids = [row["id"] for row in connection.execute("SELECT id FROM runs ORDER BY created_at, number")]
     if not ids:
         raise RunError(f"there is no run {ref!r}, and no other: start one with `shoal run`")
@@ -111,7 +111,7 @@ def find_run_row(connection: sqlite3.Connection, ref: str) -> sqlite3.Row:
 
 
 def infer_direction(metric: str) -> bool | None:
-    """Whether a higher value of the metric is the better one; None when its name does not tell."""
+    """Whether a higher value of the metric is better; None if its name does not show it."""
     words = set(re.split(r"[^a-z0-9]+", metric.lower()))
     if words & _MORE_IS_BETTER or words & _LESS_IS_BETTER:
         return bool(words & _MORE_IS_BETTER)
@@ -119,21 +119,21 @@ def infer_direction(metric: str) -> bool | None:
 
 
 def is_higher_better(metric: str) -> bool:
-    """Whether a higher value of the metric is the better one, or its name does not tell."""
+    """Whether a higher value of the metric is better; True if its name does not show it."""
     return infer_direction(metric) is not False
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run as it was when loaded; the methods read what is there when they are called.
+    """One run as it was when loaded; the methods read the present record.
 
     The fields `*_at` are seconds since the epoch; in the tables, `time` is in seconds since the run was created.
 
     status:    `Status.LOST` when the record says running and its writer is gone
     spec:      the YAML that the run was created with
-    command:   what was typed to start it
+    command:   the command that started it
     git_dirty: tracked files differed from git_revision
-    incarnation: how many times it was started: 1, and one more for each time it was resumed
+    incarnation: how often it was started: 1, and one more for each resume
     """
 
     id: str
@@ -186,13 +186,13 @@ class Run:
 
     @property
     def duration_s(self) -> float:
-        """From creation to the end; to now while running; to the last sign of life when lost."""
+        """From creation to the end; to now while running; to the last heartbeat when lost."""
         if self.status is Status.RUNNING:
             return time.time() - self.created_at
         return (self.finished_at or self.heartbeat_at) - self.created_at
 
     def metrics(self) -> DataFrame:
-        """Every metric: index `step`, column `time` (when the step was last logged), one column a metric name."""
+        """Every metric: index `step`, column `time` (when the step was last logged), one column per metric."""
         with needs_extra("data"):
             import pandas
 
@@ -213,13 +213,13 @@ class Run:
         return {row["name"]: math.nan if row["value"] is None else row["value"] for row in rows}
 
     def best(self) -> tuple[str, float] | None:
-        """The metric that the run is judged by and its best finite value; None when it logged no such metric."""
+        """The run's headline metric and its best finite value; None if it logged no such metric."""
         rows = self._query("SELECT name, lowest, highest FROM summaries WHERE run = :run")
         for row in rows:
-            if row["name"] == MEAN_RETURN:  # whatever else there is, such as an evaluation's return
+            if row["name"] == MEAN_RETURN:  # even if there are others, such as an evaluation's return
                 return None if row["highest"] is None else (MEAN_RETURN, row["highest"])
         rows = [row for row in rows if row["lowest"] is not None]
-        rows.sort(key=lambda row: not row["name"].startswith(VALIDATION))  # what was held back judges better
+        rows.sort(key=lambda row: not row["name"].startswith(VALIDATION))  # held-out data judges better
         for part, more_is_better in _HEADLINES:
             for row in rows:
                 if part in row["name"]:
@@ -227,7 +227,7 @@ class Run:
         return None
 
     def events(self) -> DataFrame:
-        """What happened, in order: columns time, kind, details (a dict)."""
+        """The events, in order: columns time, kind, details (a dict)."""
         rows = self._query("SELECT time, kind, details FROM events WHERE run = :run ORDER BY number")
         details = [(row["time"] - self.created_at, row["kind"], json.loads(row["details"])) for row in rows]
         return _to_frame(details, ["time", "kind", "details"])
@@ -238,7 +238,7 @@ class Run:
         since_resumed: only of the events since the run was last resumed, and not of the resumption itself
         """
         since = f" AND number > ifnull({_RESUMED}, 0)" if since_resumed else ""
-        # SQLite takes the columns beside max() from the row that has the maximum.
+        # With max(), SQLite takes the other columns from the row of the maximum.
         rows = self._query(f"SELECT kind, details, max(number) FROM events WHERE run = :run{since} GROUP BY kind")
         return {row["kind"]: json.loads(row["details"]) for row in rows}
 
@@ -252,9 +252,9 @@ class Run:
         return int(self._query("SELECT count(*) FROM versions WHERE run = :run")[0][0])
 
     def versions(self, every: int = 1) -> DataFrame:
-        """The weight versions published: columns version, step, time, sha256.
+        """The published weight versions: columns version, step, time, sha256.
 
-        every: only those whose number is a multiple of it, and the first and the last
+        every: only multiples of this number, plus the first and the last
         """
         ends = ", ".join(f"(SELECT {end}(version) FROM versions WHERE run = :run)" for end in ("min", "max"))
         rows = self._query(
@@ -264,13 +264,13 @@ class Run:
         return _to_frame([tuple(row) for row in rows], ["version", "step", "time", "sha256"])
 
     def models(self) -> DataFrame:
-        """The models that the run registered: columns name, version, time, aliases (a list, as given then)."""
+        """The models that the run registered: columns name, version, time, aliases (a list, as of then)."""
         rows = self._query("SELECT name, version, time, aliases FROM models WHERE run = :run ORDER BY time")
         models = [(r["name"], r["version"], r["time"] - self.created_at, json.loads(r["aliases"])) for r in rows]
         return _to_frame(models, ["name", "version", "time", "aliases"])
 
     def endpoints(self) -> list[EndpointRecord]:
-        """Where the run listens or listened, by name. Of what a lost run had not closed, the state is `lost` too."""
+        """The run's addresses, by name. Endpoints that a lost run had not closed have the state `lost`."""
         rows = self._query("SELECT name, kind, address, state FROM endpoints WHERE run = :run ORDER BY name")
         found = [EndpointRecord(*row) for row in rows]
         if self.status is Status.LOST:
@@ -278,7 +278,7 @@ class Run:
         return found
 
     def to_dict(self) -> dict[str, object]:
-        """Everything but the histories, ready for JSON (a value that is not finite becomes None)."""
+        """Everything except the histories, ready for JSON (non-finite values become None)."""
         best = self.best()
         return {
             **{name: getattr(self, name) for name in ("id", "job", "spec", "command", "git_revision", "git_dirty")},
@@ -297,7 +297,7 @@ class Run:
         }
 
     def _query(self, sql: str) -> list[sqlite3.Row]:
-        """The rows of a query with the parameters `:run`, this run, and `:created_at`."""
+        """The rows of a query; its parameters are `:run` (this run) and `:created_at`."""
         parameters = {"run": self._number, "created_at": self.created_at}
         with read_connection(self._home) as connection:
             return connection.execute(sql, parameters).fetchall()

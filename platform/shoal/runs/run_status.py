@@ -1,6 +1,6 @@
-"""The life of a run: its states, and the one function that says which may follow which.
+"""The states of a run, and the one function that defines which state may follow which.
 
-Called by the recorder before it writes and by the reader to tell a running run from a lost one. Never touches a file.
+Called by the recorder before it writes, and by the reader to tell running from lost runs. Never touches a file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ HEARTBEAT_TIMEOUT_S = 15.0
 
 
 class Status(StrEnum):
-    """What a run is doing. `LOST` is only ever shown, never stored: the record says running, but nobody writes it."""
+    """The state of a run. `LOST` is only shown, never stored: the record says running, but its writer is gone."""
 
     CREATED = "created"
     RUNNING = "running"
@@ -43,9 +43,9 @@ def transition(current: Status, to: Status) -> Status:
 
 
 def resolve_status(stored: Status, heartbeat_at: float, host: str, pid: int, here: str, now: float) -> Status:
-    """The stored status as a reader on host `here` should see it: a running run without a living writer is lost.
+    """The stored status as a reader on host `here` must show it: a running run without a living writer is lost.
 
-    The heartbeat decides; on the writer's own host a process that is gone is known to be gone at once.
+    The heartbeat decides; on the writer's own host a missing process counts as gone at once.
     """
     if stored is not Status.RUNNING:
         return stored

@@ -1,4 +1,4 @@
-"""Training: a Task written once, a TrainSpec that says how, and a Trainer that runs it in one process or in many."""
+"""Training: a Task defined once, a TrainSpec that configures it, and a Trainer for one process or many."""
 
 from shoal.train.spec import TrainSpec
 from shoal.train.task import Task

@@ -18,18 +18,18 @@ from shoal.train.reporting.console import format_metrics
 
 
 def main(words: list[str]) -> int:
-    """The exit status."""
+    """Train, and return the exit status."""
     if not words or words[0] in ("-h", "--help"):
         print(f"{__doc__}\nfields and their defaults:\n\n{spec_from_overrides([]).to_yaml()}")
         return 0
-    with freeze_loaded_objects():  # what has been loaded above stays for good, too
+    with freeze_loaded_objects():  # also freezes the modules loaded above
         import torch._dynamo  # noqa: F401 - as every optimiser does
     rank, is_alone = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1") == "1"
     try:
         _require_num_workers(last_override(words, "workers"))
         outcome = fit_locally(spec_from_overrides(words), predicts=True, say=partial(print, flush=True))
     except ShoalError as error:
-        # Each rank says its own, also what is the same on all: torchrun ends the others as soon as one has ended.
+        # Each rank prints its own error, even if all have the same: torchrun ends the others as soon as one has ended.
         print(f"error: {error}" if is_alone else f"[rank {rank}] error: {error}", file=sys.stderr, flush=True)
         return 1
     if rank == "0":
@@ -41,7 +41,7 @@ def main(words: list[str]) -> int:
 
 
 def _require_num_workers(workers: str) -> None:
-    """Raise ConfigError when the words ask for more, or fewer, processes than were started."""
+    """Raise ConfigError when the overrides ask for another number of processes than were started."""
     size = os.environ.get("WORLD_SIZE", "1")
     if workers not in ("", size):
         remedy = f"start them with torchrun --nproc-per-node {workers}, or let `shoal run` do it"

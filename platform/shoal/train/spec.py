@@ -1,6 +1,6 @@
-"""Everything that one training run is configured by. `shoal run train a.b=c` sets any of these fields.
+"""The configuration of a training run. `shoal run train a.b=c` sets any of these fields.
 
-Called by jobs, the CLI and the Trainer. Holds no behaviour beyond the questions that its own fields answer.
+Used by jobs, the CLI and the Trainer. Has no behaviour beyond properties of its fields.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerSpec(Spec):
-    """The optimiser, unless the Task makes its own. `learning_rate` is the peak of the schedule."""
+    """The optimiser, unless the Task creates its own. `learning_rate` is the peak of the schedule."""
 
     name: Literal["adam", "adamw", "sgd"] = "adam"
     learning_rate: float = Field(default=1e-3, gt=0)
@@ -36,7 +36,7 @@ class ScheduleSpec(Spec):
     one_cycle: up from 1/25 to 1 within `warmup` of the run (0.3 when 0), down to 1e-4, both by cosines; the momentum
                goes from 0.95 to 0.85 and back (arXiv:1708.07120)
     cosine:    after the warm-up, down to `final` by half a cosine (arXiv:1608.03983)
-    warmup:    steps, or a share of the run below 1; `total_steps`: what `stop` says when None
+    warmup:    steps, or a share of the run below 1; `total_steps`: None takes the end from `stop`
     """
 
     name: Literal["constant", "one_cycle", "cosine", "linear"] = "constant"
@@ -59,7 +59,7 @@ class TargetSpec(Spec):
 
 
 class ConvergenceSpec(Spec):
-    """Stop when none of the `patience` evaluations after n betters it by over `min_improvement`; network n is kept."""
+    """Stop when none of `patience` evaluations after n beats it by over `min_improvement`; network n is retained."""
 
     metric: str = "loss"
     patience: int = Field(default=3, ge=1)
@@ -73,9 +73,9 @@ class ConvergenceSpec(Spec):
 
 
 class StopSpec(Spec):
-    """When a run ends; what is reached first counts, and the record says which it was.
+    """When a run ends: the first criterion that is met counts, and enters the record.
 
-    money: of `price_per_device_hour`'s currency, over all workers
+    money: in `price_per_device_hour`'s currency, over all workers
     """
 
     steps: int | None = Field(default=None, ge=1)
@@ -88,7 +88,7 @@ class StopSpec(Spec):
     @field_validator("target", mode="before")
     @classmethod
     def _parse_target(cls, value: object) -> object:
-        """`accuracy>=0.9` and `loss<=0.1` are targets too."""
+        """Accept `accuracy>=0.9` and `loss<=0.1` as targets."""
         if not isinstance(value, str):
             return value
         for sign, direction in ((">=", "max"), ("<=", "min")):
@@ -103,7 +103,7 @@ class StopSpec(Spec):
 
 
 class EvaluateSpec(Spec):
-    """When the validation data is run through the model; without it nothing is evaluated."""
+    """When to evaluate on the validation data; without any nothing is evaluated."""
 
     every_steps: int | None = Field(default=None, ge=1)
     every_epochs: float = Field(default=1.0, gt=0, description="unless every_steps is given")
@@ -111,7 +111,7 @@ class EvaluateSpec(Spec):
 
 
 class CheckpointSpec(Spec):
-    """When the run is saved, besides at its end and when it is interrupted."""
+    """When to save the run, in addition to its end and an interruption."""
 
     every_steps: int | None = Field(default=None, ge=1)
     every_s: float = Field(default=60.0, gt=0, allow_inf_nan=True, description="unless every_steps is given")
@@ -122,8 +122,8 @@ class CheckpointSpec(Spec):
 class SelectiveSpec(Spec):
     """Selective Backprop (arXiv:1910.00762): the backward pass of samples with high losses only.
 
-    beta:    a sample is chosen with the probability (percentile of its loss among recent ones) ** beta
-    history: how many recent losses the percentile is taken of
+    beta:    a sample is chosen with probability (percentile of its loss among recent ones) ** beta
+    history: the number of recent losses for the percentile
     """
 
     beta: float = Field(default=1.0, ge=0)
@@ -135,11 +135,11 @@ class TrainSpec(Spec):
 
     task:                  `lenet` (a file of ./jobs), `my_task.py:MyTask`, or `package.module:MyTask`
     args:                  the Task's keyword arguments
-    batch_size:            of the whole group: each data rank gets its share
-    average:               decay of an exponential moving average of the weights, which is evaluated and registered
-    price_per_device_hour: what an hour of one device costs, for cost-to-accuracy and `stop.money`
-    threads:               of torch, in each worker; None: this machine's cores, shared by the workers
-    name:                  in the registry; the Task's name when empty
+    batch_size:            over the whole group: each data rank gets its share
+    average:               decay of an exponential moving average of the weights, to be evaluated and registered
+    price_per_device_hour: for cost-to-accuracy and `stop.money`
+    threads:               of torch, in each worker; None divides this machine's cores among the workers
+    name:                  in the registry; "" takes the Task's name
     """
 
     task: str = ""
@@ -147,7 +147,7 @@ class TrainSpec(Spec):
     parallel: ParallelSpec = ParallelSpec()
     workers: int = Field(default=1, ge=1)
     batch_size: int = Field(default=64, ge=1)
-    seed: int = Field(default=0, ge=0, lt=2**63)  # as torch takes it
+    seed: int = Field(default=0, ge=0, lt=2**63)  # torch's range
     device: str = "auto"
     threads: int | None = Field(default=None, ge=1)
     optimizer: OptimizerSpec = OptimizerSpec()
@@ -156,7 +156,7 @@ class TrainSpec(Spec):
     stop: StopSpec = StopSpec()
     evaluate: EvaluateSpec = EvaluateSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
-    clip_norm: float | None = Field(default=None, gt=0, allow_inf_nan=True)  # .inf: the norm is measured, and not bound
+    clip_norm: float | None = Field(default=None, gt=0, allow_inf_nan=True)  # .inf: measure the norm without clipping
     average: float | None = Field(default=None, gt=0, lt=1)
     selective_backprop: SelectiveSpec | None = None
     price_per_device_hour: float = Field(default=0.0, ge=0)
@@ -169,7 +169,7 @@ class TrainSpec(Spec):
     @field_validator("args", mode="after")
     @classmethod
     def _args_outlast_the_record(cls, args: dict[str, Any]) -> dict[str, Any]:
-        """What a run is resumed with is read back from its record."""
+        """A resumed run reads its arguments from its record, so they must survive YAML."""
         return {name: _to_plain(value, name) for name, value in args.items()}
 
     @model_validator(mode="after")
@@ -186,7 +186,7 @@ class TrainSpec(Spec):
 
 
 def _require_direction(metric: str, direction: Direction) -> None:
-    """Raises ValueError when it cannot be told which values are better: the worst network would be kept as the best."""
+    """Raises ValueError when the direction is unknown: the worst network might be retained as the best."""
     if direction == "auto" and infer_direction(metric) is None:
         raise ValueError(
             f"direction: the name {metric!r} does not tell whether more is better: say direction=max or min"
@@ -194,7 +194,7 @@ def _require_direction(metric: str, direction: Direction) -> None:
 
 
 def _to_plain(value: Any, path: str) -> Any:
-    """The value, or a like one, of types that YAML gives back as they were. Raises ValueError for others."""
+    """The value, or an equal one, of types that survive YAML. Raises ValueError for others."""
     match value:
         case None | bool() | int() | str():
             return value

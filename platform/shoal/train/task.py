@@ -1,7 +1,7 @@
-"""What is trained: a `Task` says how the model, the data and the loss are made, once, for every way of running it.
+"""A `Task` defines the model, the data and the loss of a training, once, for every way of running it.
 
-Owns the base class that users subclass, and finding one by the word they type (a file, a module, a recipe). Called by
-the Trainer and by everything that looks at a task before it runs. Knows nothing of plans, processes and steps.
+Owns the base class that users subclass, and finds a Task by its word (a file, a module, a recipe). Called by the
+Trainer and by everything that examines a task before it runs. Knows nothing of plans, processes and steps.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from shoal.errors import ConfigError, DataError
 from shoal.recipes import find_recipe, recipe_names
 
 JOBS = Path("jobs")
-_SOURCE = "__source__"  # of a module of a file: its text when it was loaded
+_SOURCE = "__source__"  # attribute of a file's module: its text when it was loaded
 
 
 Hook = Callable[[Mapping[str, np.ndarray]], Mapping[str, np.ndarray]]
 
 
 class Task:
-    """What is trained. `model`, `data` and `loss` are yours to write; everything else has a default.
+    """A training. Users write `model`, `data` and `loss`; everything else has a default.
 
-    The constructor takes keyword arguments with defaults (`args` of the TrainSpec) and does no work: a Task is made on
-    every worker, before the data is opened. A batch is what the data's collate function gives: a tensor, or a tuple,
-    list or dict of tensors, with the sample as dimension 0.
+    The constructor takes keyword arguments with defaults (`args` of the TrainSpec) and does no work: every worker
+    creates the Task before it opens the data. A batch is the result of the data's collate function: a tensor, or a
+    tuple, list or dict of tensors, with the sample as dimension 0.
 
-    parts: for `shoal ablate`: what can be removed or changed, as {name: arguments of the Task}
-    preprocess, postprocess: what an endpoint that serves the network does with a batch of requests, and with its
-           outputs, each a dict of arrays by name with the sample as dimension 0; methods, functions or None. They
-           belong here as `inputs` does: what is prepared in another way than in training is answered wrongly
+    parts: for `shoal ablate`: the removable or changeable parts, as {name: arguments of the Task}
+    preprocess, postprocess: applied by an endpoint to a batch of requests, and to the network's outputs, each a dict
+           of arrays by name with the sample as dimension 0; methods, functions or None. They belong here like `inputs`:
+           input that is prepared differently than in training gets wrong answers
     """
 
     parts: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
@@ -50,7 +50,7 @@ class Task:
     postprocess: Hook | None = None
 
     def model(self) -> nn.Module:
-        """The model, with fresh weights: the seed is set before the call, alike on every worker."""
+        """The model, with fresh weights: the seed is set before the call, the same on every worker."""
         raise NotImplementedError(f"{type(self).__name__}.model")
 
     def data(self) -> Data:
@@ -73,23 +73,24 @@ class Task:
         return tuple(batch[:-1])
 
     def metrics(self, outputs: Any, batch: Any) -> dict[str, Tensor]:
-        """What is measured on the validation data besides the loss: scalars, each a mean over the samples."""
+        """Further validation metrics: scalars, each a mean over the samples."""
         return {}
 
     def sample_losses(self, outputs: Any, batch: Any) -> Tensor | None:
-        """[B]: the loss of each sample, for Selective Backprop; None: `loss` is asked for each alone, which is slow."""
+        """[B]: the loss of each sample, for Selective Backprop; None: `loss` is called for each alone, which is
+        slow."""
         return None
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer | None:
-        """The optimiser; None: as the spec's `optimizer` says."""
+        """The optimiser; None: that of the spec's `optimizer`."""
         return None
 
     def tensor_plan(self) -> dict[str, str] | None:
-        """How tensor ranks split layers: {pattern of names: "column" | "row" | ...}; None: found by their types."""
+        """How tensor ranks split layers: {pattern of names: "column" | "row" | ...}; None: derived from their types."""
         return None
 
     def pipeline_cuts(self) -> list[str] | None:
-        """The names of the modules with which stages after the first begin; None: found by measuring."""
+        """The names of the modules that begin the stages after the first; None: chosen by measurement."""
         return None
 
 
@@ -97,10 +98,10 @@ TaskFactory = Callable[..., Task]
 
 
 def find_task(word: str) -> TaskFactory:
-    """The Task class that `word` means: `my_task.py:MyTask`, `package.module:MyTask`, or a file of ./jobs or a recipe.
+    """The Task class of a word: `my_task.py:MyTask`, `package.module:MyTask`, or a file of ./jobs or a recipe.
 
-    `lenet` means the one Task of jobs/lenet.py: of ./jobs, else of the recipes that come with Shoal. Raises
-    ConfigError with what there is, and with the cause when the file does not load.
+    `lenet` is the only Task of jobs/lenet.py: in ./jobs, or else in Shoal's recipes. Raises ConfigError with the
+    existing names, or with the cause when the file does not load.
     """
     place, _, name = word.partition(":")
     module = _load_module(word, place)
@@ -119,7 +120,7 @@ def find_task(word: str) -> TaskFactory:
 
 
 def make_task(word: str, args: Mapping[str, Any]) -> Task:
-    """The Task that `word` means, made with `args`. Raises ConfigError when it does not take them."""
+    """Create the Task of `word` with `args`. Raises ConfigError when it does not accept them."""
     factory = find_task(word)
     accepted = inspect.signature(factory).parameters
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in accepted.values())
@@ -136,7 +137,7 @@ def make_task(word: str, args: Mapping[str, Any]) -> Task:
 
 
 def load_data(task: Task, word: str) -> Data:
-    """What `task.data()` gives. Raises ConfigError when that is something else than a Data, and DataError."""
+    """Call `task.data()`. Raises ConfigError when the result is not a Data, and DataError."""
     try:
         found: object = task.data()
     except OSError as error:
@@ -149,7 +150,7 @@ def load_data(task: Task, word: str) -> Data:
 
 
 def build_model(task: Task, word: str) -> nn.Module:
-    """What `task.model()` gives. Raises ConfigError when that is no module."""
+    """Call `task.model()`. Raises ConfigError when the result is not a module."""
     found: object = task.model()
     if not isinstance(found, nn.Module):
         problem = f"{type(task).__name__}.model gave a {type(found).__name__}"
@@ -158,7 +159,7 @@ def build_model(task: Task, word: str) -> nn.Module:
 
 
 def find_source_file(word: str) -> Path | None:
-    """The file that `word` names, where it names one and not an installed module."""
+    """The file that `word` names; None for an installed module."""
     place = word.partition(":")[0]
     if place.endswith(".py"):
         return Path(place).resolve()
@@ -174,10 +175,10 @@ def find_source_file(word: str) -> Path | None:
 
 
 def unload_if_changed(word: str) -> None:
-    """Let go of the file that `word` names if it has changed since this process loaded it: it is then loaded again.
+    """Unload the file of `word` if it has changed since this process loaded it, so that it is loaded again.
 
-    Called where something new begins, so that in a process that lives on (a notebook) a run trains what the file says
-    now, and yet one text from its beginning to its end. Other modules are Python's own affair.
+    Called where a run begins, so that in a long-lived process (a notebook) it trains the present file, and the same
+    text from beginning to end. Other modules are not reloaded.
     """
     path = find_source_file(word)
     loaded = None if path is None else sys.modules.get(_module_name(path))
@@ -186,13 +187,13 @@ def unload_if_changed(word: str) -> None:
     try:
         text = path.read_text()
     except (OSError, UnicodeError):
-        text = ""  # loading it says what is wrong with it
+        text = ""  # loading it reports the error
     if vars(loaded).get(_SOURCE) not in (None, text):
         del sys.modules[loaded.__name__]
 
 
 def get_source(word: str) -> str | None:
-    """The text of the file that `word` names, as it was when this process loaded it; None for an installed module.
+    """The text of the file of `word`, as this process loaded it; None for an installed module.
 
     Raises ConfigError as `find_task` does.
     """
@@ -212,7 +213,7 @@ def _load_module(word: str, place: str) -> ModuleType:
 
 
 def load_task_file(path: Path, word: str) -> ModuleType:
-    """The module of a file, loaded once for each process. It is found again by name, so that its classes pickle."""
+    """The module of a file, loaded once per process. It is registered by name, so that its classes pickle."""
     name = _module_name(path)
     loaded = sys.modules.get(name)
     if loaded is not None and loaded.__file__ == str(path):
@@ -225,13 +226,13 @@ def load_task_file(path: Path, word: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # what lies beside the file can be imported by it
+        sys.path.append(str(path.parent))  # it may import modules from its own folder
     try:
         text = path.read_text()
-        # Not by its loader: bytecode that it kept may be of a text of the same second and length.
+        # Not by its loader: a cached bytecode may be of another text with the same second and length.
         exec(compile(text, path, "exec", dont_inherit=True), vars(module))
-        setattr(module, _SOURCE, text)  # last, so that a module without it is one that is being loaded
-    except Exception as error:  # whatever a user's file raises is why it cannot be used
+        setattr(module, _SOURCE, text)  # last, so that a module without it is still being loaded
+    except Exception as error:  # user code may raise anything
         del sys.modules[name]
         raise ConfigError("task", word, f"{path.name} does not load: {type(error).__name__}: {error}") from error
     return module

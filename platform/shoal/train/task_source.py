@@ -1,7 +1,7 @@
-"""A Task class that was defined in a notebook or in the running script, as a file from which any process builds it.
+"""Turns a Task class that was defined in a notebook or in the running script into a file for other processes.
 
-Called by `shoal.fit`, which names every Task by a word. The file holds the class and what it refers to of the running
-program: imports, functions, classes, and constants that can be written down.
+Called by `shoal.fit`, which names every Task by a word. The file has the class and everything of the running program
+that it uses: imports, functions, classes, and constants with a literal form.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAIN = "__main__"
 
 
 def get_task_path(task: type[Task]) -> str:
-    """The word by which a spec names the class: `package.module:Class`, or `path.py:Class`.
+    """The word for the class in a spec: `package.module:Class`, or `path.py:Class`.
 
     Raises ConfigError for a class within a function, and for one that uses what only the running program has.
     """
@@ -41,7 +41,7 @@ def get_task_path(task: type[Task]) -> str:
 
 
 def build_standalone_source(task: type[Task]) -> str:
-    """Python text that defines the class, with all that it refers to in `__main__`. Raises ConfigError."""
+    """Python text that defines the class, with everything that it uses of `__main__`. Raises ConfigError."""
     main = sys.modules[MAIN]
     head, body = _collect_definitions(task, main, set())
     future = ["from __future__ import annotations"] if hasattr(main, "annotations") else []
@@ -59,7 +59,7 @@ def _write_source(task: type[Task]) -> Path:
 
 
 def _collect_definitions(found: type | FunctionType, main: ModuleType, seen: set[str]) -> tuple[list[str], list[str]]:
-    """Import lines, and definitions in an order in which each comes after what it refers to."""
+    """Import lines, and definitions in an order in which each follows its dependencies."""
     seen.add(found.__name__)
     text = _get_source_text(found)
     head: list[str] = []
@@ -80,7 +80,7 @@ def _collect_definitions(found: type | FunctionType, main: ModuleType, seen: set
 
 
 def _import_line(name: str, value: Any) -> str:
-    """How another process gets `value` as `name`. Raises ConfigError."""
+    """The statement that defines `value` as `name` in another process. Raises ConfigError."""
     if isinstance(value, ModuleType):
         parent, _, last = value.__name__.rpartition(".")
         if last == name and parent:
@@ -99,7 +99,7 @@ def _import_line(name: str, value: Any) -> str:
 
 
 def _global_names(text: str) -> list[str]:
-    """The names of the module that the text reads, but for builtins."""
+    """The module's names that the text reads, without builtins."""
     names: dict[str, None] = {}
 
     def walk(table: symtable.SymbolTable) -> None:

@@ -1,4 +1,4 @@
-"""The messages that external processes speak: typed, versioned, free of pickle (docs/protocol.md)."""
+"""The messages of external processes: typed, versioned, free of pickle (docs/protocol.md)."""
 
 from shoal.wire.experience_spec import ExperienceSpec, PolicySpec, TensorSpec
 from shoal.wire.messages import (

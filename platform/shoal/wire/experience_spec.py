@@ -1,6 +1,6 @@
-"""What a run expects of experience: the dtype, shape and range of observations and actions, and how to act.
+"""The format of a run's experience: dtype, shape and range of observations and actions, and the policy.
 
-The learner's side decides it, the gateway sends it in `welcome` and validates every segment against it. Plain msgspec
+The learner's side defines it; the gateway sends it in `welcome` and validates every segment against it. Plain msgspec
 structs: they travel as msgpack maps, so any language can read them.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-# Names on the wire -> NumPy's little-endian type strings. A dtype that is not here cannot travel.
+# Names on the wire -> NumPy's little-endian type strings. Other dtypes are not supported.
 DTYPES = {
     "float32": "<f4",
     "float64": "<f8",
@@ -54,7 +54,7 @@ class PolicySpec(msgspec.Struct, frozen=True):
 
 
 class ExperienceSpec(msgspec.Struct, frozen=True):
-    """What a run's segments contain. `segment_length` is the most steps that one segment may hold."""
+    """The format of a run's segments. `segment_length` is the most steps in one segment."""
 
     observation: TensorSpec
     action: TensorSpec

@@ -1,7 +1,7 @@
 """The messages, and their encoding: a msgpack header in the first frame, raw little-endian tensors in the others.
 
-Called by the gateway and by the actor client. Knows nothing of sockets, and never unpickles: a frame is read as a
-msgpack map of known types or as bytes, and anything else is a ProtocolViolation with an error code.
+Used by the gateway and by the actor client. Knows nothing of sockets, and never unpickles: a frame is read as a msgpack
+map of known types or as bytes, and anything else is a ProtocolViolation with an error code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PROTOCOL_VERSION = 1
 
 @dataclass(frozen=True)
 class MessageLimits:
-    """Hard limits of one message. The gateway states its own in `welcome`."""
+    """Hard limits of one message. The gateway sends its own in `welcome`."""
 
     max_header_bytes: int = 64 * 1024
     max_message_bytes: int = 64 * 1024 * 1024
@@ -45,7 +45,7 @@ class Hello(msgspec.Struct, frozen=True, tag_field="kind", tag="hello"):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag_field="kind", tag="welcome"):
-    """gateway → actor. `next_seq` is the first sequence number that the gateway has not got yet; segments with
+    """gateway → actor. `next_seq` is the first sequence number that the gateway still needs; segments with
     `seq < send_limit` may be sent."""
 
     protocol: int
@@ -82,7 +82,7 @@ class Ack(msgspec.Struct, frozen=True, tag_field="kind", tag="ack"):
 
 
 class Credit(msgspec.Struct, frozen=True, tag_field="kind", tag="credit"):
-    """gateway → actor, when room came free: segments with `seq < send_limit` may be sent."""
+    """gateway → actor, when slots became free: segments with `seq < send_limit` may be sent."""
 
     send_limit: int
 
@@ -113,14 +113,14 @@ class Pong(msgspec.Struct, frozen=True, tag_field="kind", tag="pong"):
 
 
 class Bye(msgspec.Struct, frozen=True, tag_field="kind", tag="bye"):
-    """Either way, last. From the gateway: `finished` says that the run is over, so there is no point in coming back."""
+    """Either way, last. From the gateway: `finished` means that the run is over, so reconnecting is useless."""
 
     reason: str = ""
     finished: bool = False
 
 
 class ErrorMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="error"):
-    """gateway → actor. `fatal` means: do not try again with the same words."""
+    """gateway → actor. `fatal` means: do not retry unchanged."""
 
     code: str
     message: str
@@ -147,7 +147,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(frames: Sequence[bytes], limits: MessageLimits) -> Message:
-    """The message whose header is `frames[0]`. The other frames are only counted and weighed.
+    """The message with header `frames[0]`. The other frames are only counted and measured.
 
     Raises ProtocolViolation with code `too_large`, `unknown_kind` or `malformed`.
     """
@@ -168,7 +168,7 @@ def decode(frames: Sequence[bytes], limits: MessageLimits) -> Message:
 
 
 def _make_violation(header: bytes, error: Exception) -> ProtocolViolation:
-    """Tell an unknown kind, which a newer peer may send in good faith, from a header that is simply wrong."""
+    """Distinguish an unknown kind, which a newer peer may send in good faith, from an invalid header."""
     try:
         kind = _KIND_DECODER.decode(header).kind
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

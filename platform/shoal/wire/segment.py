@@ -1,7 +1,7 @@
-"""A segment of experience: consecutive steps of one episode, each with the weights version and log-probability it was
-made with; and its way over the wire, in both directions.
+"""A segment of experience: consecutive steps of one episode, each with its weights version and log-probability; packing
+and unpacking for the wire.
 
-`unpack_segment` is the border: what it returns fits the spec in dtype, shape, range and finiteness. Inside, segments
+`unpack_segment` is the trust boundary: its result fits the spec in dtype, shape, range and finiteness. Inside, segments
 are trusted. Legend of shape suffixes: L steps (1 ≤ L ≤ segment_length).
 """
 
@@ -22,8 +22,8 @@ from shoal.wire.messages import SegmentMessage, TensorHeader, encode
 
 _NAMES = {np.dtype(code): name for name, code in DTYPES.items()}
 _TENSORS = ("observations", "actions", "rewards", "log_probabilities", "versions")
-_HEADER_BYTES = 1024  # more than five tensors with their shapes ever take
-_LOG_PROBABILITY = TensorSpec("float32", (), None, 1e-3)  # log p ≤ 0, with room for rounding
+_HEADER_BYTES = 1024  # more than the header of five tensors ever needs
+_LOG_PROBABILITY = TensorSpec("float32", (), None, 1e-3)  # log p ≤ 0, with a margin for rounding
 _REWARD = TensorSpec("float32", ())
 _VERSION = TensorSpec("int64", (), 1, None)
 
@@ -31,7 +31,7 @@ _VERSION = TensorSpec("int64", (), 1, None)
 class DropReason(enum.StrEnum):
     """Why a received segment did not, or will not, enter training."""
 
-    MALFORMED = "malformed"  # the frames do not fit their own header
+    MALFORMED = "malformed"  # the frames do not match their own header
     INVALID_DTYPE = "invalid_dtype"
     INVALID_SHAPE = "invalid_shape"
     INVALID_RANGE = "invalid_range"
@@ -40,8 +40,8 @@ class DropReason(enum.StrEnum):
     STALE_ADMISSION = "stale_admission"  # older than max_version_lag when it arrived
     STALE_CONSUMPTION = "stale_consumption"  # older than max_version_lag when the learner took it
     GATEWAY_CRASH = "gateway_crash"  # queued in a gateway that died
-    LEARNER_CRASH = "learner_crash"  # handed to a learner that died before it answered for it
-    LEASE_LOST = "lease_lost"  # handed out in an answer that never reached the learner
+    LEARNER_CRASH = "learner_crash"  # leased to a learner that died before it acknowledged
+    LEASE_LOST = "lease_lost"  # leased in an answer that never reached the learner
     SHUTDOWN = "shutdown"  # still queued when the run ended
 
 
@@ -49,7 +49,7 @@ class DropReason(enum.StrEnum):
 class Segment:
     """L consecutive steps of one episode.
 
-    observations: [L+1, *obs]; the last one is what the environment really showed after the last step, also when the
+    observations: [L+1, *obs]; the last one is the environment's real observation after the last step, also when the
                   episode ended there, so that a truncated episode is bootstrapped from its real final observation
     actions [L, *act], rewards float32 [L], log_probabilities float32 [L] of the behaviour policy
     versions int64 [L]: the weights version that chose each action
@@ -77,7 +77,7 @@ class Segment:
 
 
 def largest_segment_bytes(spec: ExperienceSpec) -> int:
-    """The size of a message with the longest segment that fits the spec, with room for its header."""
+    """The size of a message with the longest segment that fits the spec, header included."""
     length = spec.segment_length
     observation = math.prod(spec.observation.shape) * spec.observation.numpy_dtype().itemsize
     action = math.prod(spec.action.shape) * spec.action.numpy_dtype().itemsize
@@ -85,19 +85,19 @@ def largest_segment_bytes(spec: ExperienceSpec) -> int:
 
 
 def estimate_segment_bytes(segment: Segment) -> int:
-    """The size of its message, with room for the header."""
+    """The size of its message, header included."""
     return _HEADER_BYTES + sum(int(getattr(segment, name).nbytes) for name in _TENSORS)
 
 
 class PackedSegment(NamedTuple):
-    """A segment as it travels, but for its number. Nothing of it changes when the arrays do from which it was made."""
+    """A segment ready to send, but for its number. Later changes of the original arrays do not affect it."""
 
     header: SegmentMessage
     tensors: list[bytes]
 
     @classmethod
     def from_segment(cls, segment: Segment) -> PackedSegment:
-        """Raises InvalidSegment when an array has a dtype that cannot travel."""
+        """Raises InvalidSegment when an array has an unsupported dtype."""
         headers, tensors = [], []
         for name in _TENSORS:
             array = np.ascontiguousarray(getattr(segment, name))
@@ -107,7 +107,7 @@ class PackedSegment(NamedTuple):
         header = SegmentMessage(
             0,
             tuple(headers),
-            bool(segment.terminated),  # a scalar of NumPy is as good as Python's own, and cannot be encoded
+            bool(segment.terminated),  # msgpack cannot encode NumPy's scalar
             bool(segment.truncated),
             None if segment.episode_return is None else float(segment.episode_return),
             None if segment.episode_length is None else int(segment.episode_length),
@@ -115,12 +115,12 @@ class PackedSegment(NamedTuple):
         return cls(header, tensors)
 
     def to_frames(self, seq: int) -> list[bytes]:
-        """Those of the message: the header, then one a tensor."""
+        """The message's frames: the header, then one per tensor."""
         return [encode(msgspec.structs.replace(self.header, seq=seq)), *self.tensors]
 
 
 def pack_segment(segment: Segment, seq: int) -> list[bytes]:
-    """The frames of a segment message. Raises InvalidSegment when an array has a dtype that cannot travel."""
+    """The frames of a segment message. Raises InvalidSegment when an array has an unsupported dtype."""
     return PackedSegment.from_segment(segment).to_frames(seq)
 
 
@@ -133,10 +133,10 @@ def _dtype_name(name: str, array: np.ndarray) -> str:
 
 
 def unpack_segment(message: SegmentMessage, frames: Sequence[bytes], spec: ExperienceSpec) -> Segment:
-    """The segment in `frames` (without the header frame), validated against `spec`; the arrays lie over the frames.
+    """The segment in `frames` (without the header frame), validated against `spec`; the arrays are views of the frames.
 
-    Tensors of unknown names are ignored, as a newer client may send more. Raises InvalidSegment whose `reason` is the
-    DropReason to count it under.
+    Tensors of unknown names are ignored, as a newer client may send more. Raises InvalidSegment with the DropReason as
+    its `reason`.
     """
     if len(message.tensors) != len(frames):
         problem = f"{len(message.tensors)} described, but {len(frames)} frames follow"
@@ -172,7 +172,7 @@ def _read_length(described: Mapping[str, tuple[TensorHeader, bytes]], segment_le
 def _read_tensor(
     name: str, described: Mapping[str, tuple[TensorHeader, bytes]], length: int, spec: TensorSpec
 ) -> np.ndarray:
-    """One tensor, checked from the outside in: present, dtype, shape, size of the frame, finite, range."""
+    """One tensor, checked in order: present, dtype, shape, size of the frame, finite, range."""
     if name not in described:
         raise InvalidSegment(DropReason.MALFORMED, name, "is missing")
     header, frame = described[name]

@@ -1,1 +1,1 @@
-"""One module a verb."""
+"""One module per command."""

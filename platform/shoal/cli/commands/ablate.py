@@ -1,4 +1,4 @@
-"""`shoal ablate`: what each part of a task is worth in accuracy, time, memory and parameters.
+"""`shoal ablate`: the contribution of each part of a task to accuracy, time, memory and parameters.
 
 Parse, call, print: `shoal.train.tune.ablation` trains and counts, in this process. Imports no Ray.
 """
@@ -50,7 +50,7 @@ JOB = "ablate"
 @click.option("--part", "parts", multiple=True, metavar="NAME", help="A part to leave out; all of them by default.")
 @click.option("--change", "changes", multiple=True, metavar="NAME=A.B=C", help="Something to change instead.")
 @click.option("--seeds", default=3, show_default=True, type=click.IntRange(min=1), help="Runs of each.")
-@click.option("--metric", default=None, help="What the table judges by; what stop watches, or the first but the loss.")
+@click.option("--metric", default=None, help="The table's metric; default: that of stop, or the first but the loss.")
 @click.option("--out", default=None, type=click.Path(path_type=Path), help="Folder of the files that are written.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def ablate(
@@ -63,7 +63,7 @@ def ablate(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Train TASK whole and without each of its parts, with the same seeds, and say what each part is worth.
+    """Train TASK in full and without each of its parts, with the same seeds, and show what each part contributes.
 
     A task names its parts itself (`Task.parts`); `--change` names others. Trains in this process, one after another.
 
@@ -81,7 +81,7 @@ def ablate(
         click.echo(f"[{len(said)}/{num_runs}] {each.variant}, seed {each.seed}: {told}", err=True)
 
     said: list[AblationRun] = []
-    with redirect_stdout(sys.stderr):  # what a Task prints is no part of the answer
+    with redirect_stdout(sys.stderr):  # a Task's own output is not part of the result
         spec = spec_from_overrides([format_override("task", task), *words]).model_copy(update={"workers": 1})
         variants = build_variants(spec, parts, changes)
         judged = choose_metric(validate_run(spec).metric_names, spec, metric)
@@ -116,7 +116,8 @@ def _show(found: Sequence[VariantSummary], judged: str, seeds: int) -> None:
 
 
 def _build_table(found: Sequence[VariantSummary], metric: str, *, shows_spread: bool) -> Table:
-    """Two lines a part, so that all numbers have room in 80 columns: its own, and what differs from the whole."""
+    """Two lines per part, so that all numbers fit into 80 columns: its own, and their differences from the full
+    task."""
     names = (metric, *COSTS)
     spread_of = frozenset(names) - {MEMORY, PARAMETERS} if shows_spread else frozenset[str]()
     numbers = map(make_number_column, (metric, "step", "memory", "parameters"))
@@ -152,7 +153,7 @@ def _format_quantity(value: float, name: str) -> str:
 
 
 def _to_csv(measured: Sequence[AblationRun]) -> str:
-    """One line a run."""
+    """One line per run."""
     names = list(dict.fromkeys(name for each in measured for name in each.values))
     text = io.StringIO()
     writer = csv.writer(text)

@@ -1,4 +1,4 @@
-"""`shoal actor`: the ready actor of `python -m shoal.actor`, under the program's own name."""
+"""`shoal actor`: the bundled actor of `python -m shoal.actor`, as a command of this program."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def actor(arguments: tuple[str, ...]) -> None:
     """Play an environment and send the experience to a gateway (`shoal actor --help` lists the options)."""
     from shoal.actor.__main__ import main
 
-    sys.path.insert(0, os.getcwd())  # as `python -m` has it: the environment's module may lie there
+    sys.path.insert(0, os.getcwd())  # as `python -m` does: the environment's module may be there
     sys.exit(main(arguments))

@@ -1,6 +1,6 @@
-"""`shoal batch-predict`: a registered model over a file or folder, on the cluster that is up or on one for this run.
+"""`shoal batch-predict`: a registered model over a file or folder, on the running cluster or on a new one.
 
-Parse, call, print: the work is that of the job `shoal.flows.batch_predict`.
+Parse, call, print: the job `shoal.flows.batch_predict` does the work.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MODULE = "shoal.flows.batch_predict"
 @click.argument("source", metavar="INPUT")
 @click.argument("output", metavar="OUTPUT")
 @click.argument("words", nargs=-1, metavar="[A.B=C]...")
-@click.option("--columns", multiple=True, metavar="[X=]A,B,C", help="The columns that make an input.")
+@click.option("--columns", multiple=True, metavar="[X=]A,B,C", help="The columns of an input.")
 @click.option("--keep", metavar="A,B", help="The columns of the input to keep.  [default: all]")
 @click.option("--workers", type=click.IntRange(min=1), help="Processes with the model.  [default: the CPUs but one]")
 @click.option(
@@ -52,9 +52,9 @@ MODULE = "shoal.flows.batch_predict"
 @click.option(
     "--skip-errors",
     is_flag=True,
-    help="A row that the model fails on, or that lacks a value, gets a word in the column `error`.",
+    help="Give a row that the model fails on, or that lacks a value, the reason in the column `error`.",
 )
-@click.option("--address", help="The cluster to use: a dashboard URL, or 'local' for one of its own.")
+@click.option("--address", help="The cluster to use: a dashboard URL, or 'local' for a new one.")
 def batch_predict(
     model: str,
     source: str,
@@ -67,11 +67,11 @@ def batch_predict(
     skip_errors: bool,
     address: str | None,
 ) -> None:
-    """Answer every row of INPUT, a Parquet or CSV file or a folder of them, and write Parquet into the folder OUTPUT.
+    """Predict every row of INPUT, a Parquet or CSV file or a folder of them, and write Parquet into the folder OUTPUT.
 
     The output has the columns of the input, the model's outputs and its version, in the order of the input. It appears
-    whole or not at all. Needs no endpoint; without a cluster (see `shoal up`), one is started for this. On a cluster
-    elsewhere, model and paths are those of its hosts.
+    complete or not at all. Needs no endpoint; without a cluster (see `shoal up`), one is started for this command. On a
+    remote cluster, model and paths are those of its hosts.
 
     \b
     Examples:
@@ -81,7 +81,7 @@ def batch_predict(
     """
     paths = {"input": str(Path(source).resolve()), "output": str(Path(output).resolve())}
     for field, path in paths.items():
-        if escape_text(path) != path:  # the job is told in words, and the record has them
+        if escape_text(path) != path:  # the path becomes a word of the job's command, and enters the record
             raise ConfigError(field, path, "is no text", "give files and folders names in UTF-8")
     fields = [format_override(path, value) for path, value in {"model": model, **paths}.items()] + list(words)
     fields += [format_override("columns", list(columns))] if columns else []
@@ -91,7 +91,7 @@ def batch_predict(
     fields += ["skip_errors=true"] if skip_errors else []
     spec, cluster = BatchPredictSpec().override(fields), find_cluster(address)
     if cluster is None or cluster.is_local:
-        check(spec)  # before a cluster is started for it
+        check(spec)  # before a cluster is started
     interrupt_on_termination()
     console = make_literal_console()
     with ExitStack() as stack:
@@ -112,11 +112,11 @@ def _run(fields: list[str], cluster: ClusterHandle | None, console: Console, sta
         cluster = embedded
     command = format_masked_command(["shoal", *sys.argv[1:]])
     job = JobHandle(cluster, new_submission_id())
-    stack.callback(job.stop_quietly)  # before it begins: an interruption may come at any moment
+    stack.callback(job.stop_quietly)  # before the submission: an interruption may come at any moment
     if cluster.is_local:
         environment, python, folder = job_environment(new_run_id(), command), sys.executable, None
     else:
-        environment, python, folder = make_command_variable(command), "python", Path.cwd()  # where hooks lie
+        environment, python, folder = make_command_variable(command), "python", Path.cwd()  # the folder of hooks
     words = [python, "-m", MODULE, *fields]
     submit(cluster, words, env=environment, working_dir=folder, submission_id=job.submission_id)
     outcome = _follow_job(job, console)
@@ -125,7 +125,7 @@ def _run(fields: list[str], cluster: ClusterHandle | None, console: Console, sta
 
 
 def _follow_job(job: JobHandle, console: Console) -> JobStatus:
-    """Print what the job says until it is over; the state that it ended in."""
+    """Print the job's output until it is over; returns its final state."""
     num_printed = 0
     while True:
         outcome = job.poll_outcome()

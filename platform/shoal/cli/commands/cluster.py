@@ -1,6 +1,6 @@
-"""`shoal up`, `shoal down` and `shoal status`: the cluster of this machine that stays until it is told to end.
+"""`shoal up`, `shoal down` and `shoal status`: a cluster of this machine that stays until `shoal down`.
 
-Parse, call, print: starting and stopping is done by `shoal.cluster`. `down` ends what `up` has started, nothing else.
+Parse, call, print: `shoal.cluster` starts and stops. `down` ends only what `up` has started.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shoal.runs.formatting import format_age, format_duration, format_size
 from shoal.runs.record.provenance import mask_command_line
 
 NUM_JOBS_SHOWN = 10
-# What `ray job submit` and `ray status` need to reach the cluster; `--json` has the rest.
+# The variables with which `ray job submit` and `ray status` reach the cluster; `--json` has the rest.
 ATTACH_VARIABLES = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
 _COLOURS = {"RUNNING": "blue", "SUCCEEDED": "green", "FAILED": "red"}
 
@@ -41,13 +41,13 @@ examples:
   shoal up --cpus 8
   shoal up && shoal run actor_learner --actors 4 && shoal down"""
 )
-@click.option("--cpus", type=click.IntRange(min=1), help="CPUs that Ray hands out.  [default: those of this machine]")
-@click.option("--gpus", type=click.IntRange(min=0), help="GPUs that Ray hands out.  [default: those of this machine]")
+@click.option("--cpus", type=click.IntRange(min=1), help="CPUs of the cluster.  [default: those of this machine]")
+@click.option("--gpus", type=click.IntRange(min=0), help="GPUs of the cluster.  [default: those of this machine]")
 @click.option("--object-store-gib", type=click.FloatRange(min=0.1), help="Shared memory for objects.")
 def up(cpus: int | None, gpus: int | None, object_store_gib: float | None) -> None:
     """Start a Ray cluster for Shoal on this machine, in the background.
 
-    It listens on this machine only, asks for a token, and stays until `shoal down`, also when the terminal is closed.
+    It listens on this machine only, asks for a token, and stays until `shoal down`, even if the terminal is closed.
     """
     interrupt_on_termination()
     store_bytes = None if object_store_gib is None else int(object_store_gib * (1 << 30))
@@ -74,12 +74,12 @@ examples:
   shoal down
   shoal down --now"""
 )
-@click.option("--now", is_flag=True, help="Do not give running jobs time to save what they have.")
+@click.option("--now", is_flag=True, help="Do not give running jobs time to save.")
 @click.option("--timeout-s", default=30.0, show_default=True, help="How long running jobs may take to stop.")
 def down(now: bool, timeout_s: float) -> None:
     """Stop the cluster that `shoal up` started: its jobs first, then every process of it.
 
-    Does nothing when there is none. Other clusters, embedded, remote or of another host, are left alone.
+    Does nothing without one. Other clusters (embedded, remote, or of another host) are unaffected.
     """
     with lock_cluster_state():
         cluster = load_saved_cluster()
@@ -95,12 +95,12 @@ def down(now: bool, timeout_s: float) -> None:
 
 def _stop_jobs(cluster: ClusterHandle, timeout_s: float) -> None:
     deadline_s = time.monotonic() + timeout_s
-    # A cluster that does not answer any more, or a job that will not stop, is ended with the processes.
+    # If the cluster does not answer, or a job does not stop, its processes are killed below.
     with contextlib.suppress(ConnectionLost, ClusterError):
         jobs = [JobHandle(cluster, info.submission_id) for info in list_jobs(cluster) if not info.status.is_over]
-        for job in jobs:  # all of them first: each has the whole time to save what it has
+        for job in jobs:  # all of them first: each has the full time to save
             click.echo(f"stopping job {job.submission_id} ...")
-            with contextlib.suppress(RunError, ClusterError):  # it has ended, and is forgotten
+            with contextlib.suppress(RunError, ClusterError):  # it has ended, and is no longer listed
                 job.request_stop()
         for job in jobs:
             with contextlib.suppress(RunError, ClusterError):
@@ -125,7 +125,7 @@ examples:
 @click.option("--address", help="The cluster to ask.  [default: $RAY_ADDRESS, else the one that `shoal up` started]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def status(address: str | None, as_json: bool) -> None:
-    """Say what is running: the cluster, its jobs, and the gateways and endpoints of the runs that are on."""
+    """Show what is running: the cluster, its jobs, and the gateways and endpoints of running runs."""
     cluster = find_cluster(address)
     offer = get_resources(cluster) if cluster is not None else None
     jobs = list_jobs(cluster) if cluster is not None else []

@@ -1,6 +1,6 @@
-"""`shoal compare`: runs side by side, as a table and a picture.
+"""`shoal compare`: runs side by side, as a table and a plot.
 
-Parse, call, print: everything is asked of the run record; the picture is the only file that is written.
+Parse, call, print: reads the run record; writes only the plot.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("runs", nargs=-1, required=True, metavar="RUN RUN...")
-@click.option("--metric", default=None, help="What the runs are judged by; what most of them are judged by otherwise.")
-@click.option("--target", default=None, metavar="METRIC=VALUE", help="When, and for how much, was this first reached?")
-@click.option("--plot", "plot", type=click.Path(path_type=Path), default=None, help="Where the picture goes.")
+@click.option("--metric", default=None, help="The metric to judge by; default: that of most of the runs.")
+@click.option("--target", default=None, metavar="METRIC=VALUE", help="Show when and at what cost it was reached.")
+@click.option("--plot", "plot", type=click.Path(path_type=Path), default=None, help="The file of the plot.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def compare(runs: tuple[str, ...], metric: str | None, target: str | None, plot: Path | None, as_json: bool) -> None:
-    """Put RUNs side by side: what they reached, how long they lived, what they cost in money, memory and communication.
+    """Put RUNs side by side: their results, duration, and cost in money, memory and communication.
 
-    Time between two lives of a run (stopped, and resumed later) is not counted. With --target, time and cost to a value
-    by DAWNBench's rules: the training steps up to the evaluation in which it was first met.
+    Time between two attempts of a run (stopped, and resumed later) is not counted. With --target, time and cost to a
+    value by DAWNBench's rules: the training steps up to the evaluation in which it was first met.
 
     \b
     Examples:
@@ -65,7 +65,7 @@ def compare(runs: tuple[str, ...], metric: str | None, target: str | None, plot:
 
 
 def _find_reached(column: Column, target: str) -> TargetReached | None:
-    """The first evaluation of the run that met the target. Raises ConfigError for a target that is none."""
+    """The run's first evaluation that met the target. Raises ConfigError for an invalid target."""
     from shoal.train.reporting.time_to_accuracy import find_attempts, find_target_reached, get_evaluations
     from shoal.train.spec import StopSpec, TargetSpec
 

@@ -1,7 +1,7 @@
-"""`shoal doctor`: whether this machine can run Shoal, and the remedy for each thing that does not fit.
+"""`shoal doctor`: whether this machine can run Shoal, and the remedy for each problem.
 
-Every check is a function that looks at one thing and returns findings; one command prints them. Nothing is changed, no
-Ray is started, and what is imported for a test is imported in a process of its own.
+Every check is a function that examines one thing and returns findings; one command prints them. It changes nothing,
+starts no Ray, and imports the tested modules in a separate process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ INSTALL = "pip install -c constraints.txt -e '.[cluster]'"
 
 
 class Level(StrEnum):
-    """How bad it is. WARN: it works, but not well or not as may be expected. FAIL: it will not work."""
+    """The severity. WARN: it works, but badly or with limits. FAIL: it does not work."""
 
     OK = "ok"
     WARN = "warn"
@@ -50,7 +50,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check saw. `remedy` is empty when all is well."""
+    """The result of one check. `remedy` is empty when all is well."""
 
     check: str
     level: Level
@@ -61,7 +61,7 @@ class Finding:
 def grade_finding(
     check: str, value: float, detail: str, *, warn_below: float, fail_below: float, remedy: str
 ) -> Finding:
-    """A finding about something of which there should be enough."""
+    """A finding about an amount that should be large enough."""
     level = Level.FAIL if value < fail_below else Level.WARN if value < warn_below else Level.OK
     return Finding(check, level, detail, "" if level is Level.OK else remedy)
 
@@ -74,7 +74,7 @@ def check_python(running: str, wanted: str) -> Finding:
 
 
 def check_packages(requirements: Sequence[str], installed: Callable[[str], str | None]) -> Iterator[Finding]:
-    """What is installed against what the package pins; a pinned package that differs is a failure."""
+    """The installed packages against the pinned ones; a different version of a pinned package is a failure."""
     num_fitting = 0
     for requirement in _required(list(map(Requirement, requirements)), "cluster"):
         found = installed(requirement.name)
@@ -89,7 +89,7 @@ def check_packages(requirements: Sequence[str], installed: Callable[[str], str |
 
 
 def _required(requirements: Sequence[Requirement], extra: str) -> Iterator[Requirement]:
-    """Those of the package and of its extra, with those of the extras that the extra names."""
+    """The requirements of the package and its extra, including those of extras that the extra names."""
     for requirement in requirements:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
             continue
@@ -102,7 +102,7 @@ def _required(requirements: Sequence[Requirement], extra: str) -> Iterator[Requi
 
 
 def check_imports(modules: Sequence[str]) -> Finding:
-    """The modules, imported in this order in a new process in the current folder."""
+    """Import the modules, in this order, in a new process in the current folder."""
     program = "".join(f"print({module!r}, flush=True)\nimport {module}\n" for module in modules)
     command = [sys.executable, "-W", "ignore", "-c", program]
     try:
@@ -125,7 +125,7 @@ def check_cores(num_cores: int) -> Finding:
 
 
 def check_memory(total_bytes: int, limit_bytes: int | None, available_bytes: int) -> Finding:
-    """The machine's memory, the control group's limit if there is one, and what is free of it."""
+    """The machine's memory, the control group's limit if there is one, and the free part."""
     usable = min(total_bytes, limit_bytes or total_bytes)
     limited = f", limited to {format_size(limit_bytes)}" if limit_bytes and limit_bytes < total_bytes else ""
     free = min(available_bytes, usable)
@@ -135,7 +135,7 @@ def check_memory(total_bytes: int, limit_bytes: int | None, available_bytes: int
 
 
 def check_home() -> Finding:
-    """The folder of everything durable, which is made when it is not there."""
+    """The folder of all durable files, which is created if missing."""
     try:
         return Finding("home", Level.OK, f"{home()}")
     except ConfigError as error:
@@ -154,7 +154,7 @@ def check_disk(folder: Path, what: str) -> Finding:
 
 
 def check_shared_memory(folder: Path) -> Finding:
-    """Ray's object store lies in /dev/shm; too small, and it uses the disk."""
+    """Ray's object store is in /dev/shm; if that is too small, Ray uses the disk."""
     if not folder.exists():
         return Finding("shared memory", Level.WARN, f"there is no {folder}", "objects will lie on the disk: mount it")
     total = shutil.disk_usage(folder).total
@@ -183,7 +183,7 @@ def check_open_files(soft_limit: int) -> Finding:
 
 
 def check_haproxy() -> Finding:
-    """The HAProxy that endpoints need, and that it runs. Training does without."""
+    """The HAProxy that endpoints need: present and working. Training does not need it."""
     try:
         command = [haproxy_program(), "-v"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=10.0, check=True)
@@ -194,7 +194,7 @@ def check_haproxy() -> Finding:
 
 
 def check_curve() -> Finding:
-    """Encryption of gateways: a gateway that is reached from other machines must have it."""
+    """Encryption of gateways, which is required beyond this machine."""
     import zmq
 
     if zmq.has("curve"):
@@ -204,7 +204,7 @@ def check_curve() -> Finding:
 
 
 def check_tokens(folder: Path) -> Finding:
-    """The token files can be read by their owner alone."""
+    """Only their owner can read the token files."""
     for path in (folder / "token", folder / "ray-token"):
         if path.exists() and stat.S_IMODE(path.stat().st_mode) & 0o077:
             return Finding(
@@ -214,7 +214,7 @@ def check_tokens(folder: Path) -> Finding:
 
 
 def check_cluster(path: Path, environment: Mapping[str, str]) -> Finding:
-    """Which cluster `shoal run` would use."""
+    """The cluster that `shoal run` would use."""
     asked = environment.get("RAY_API_SERVER_ADDRESS") or environment.get("RAY_ADDRESS")
     if asked:
         remedy = "unset RAY_ADDRESS RAY_API_SERVER_ADDRESS, if that is not meant"
@@ -234,7 +234,7 @@ def check_cluster(path: Path, environment: Mapping[str, str]) -> Finding:
 
 
 def check_shadowing(folders: Sequence[Path]) -> Finding:
-    """No module that would hide one of Python's own, such as a stray platform/__init__.py."""
+    """No module hides one of Python's own, such as a stray platform/__init__.py."""
     for folder in folders:
         try:
             require_no_shadowing(folder)
@@ -244,7 +244,7 @@ def check_shadowing(folders: Sequence[Path]) -> Finding:
 
 
 def memory_limit_bytes() -> int | None:
-    """The limit of the control group (version 2, else 1); None when there is none."""
+    """The limit of the control group (version 2, else 1), or None."""
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         text = Path(path).read_text().strip() if Path(path).exists() else ""
         if text.isdigit() and int(text) < 1 << 60:
@@ -256,7 +256,7 @@ def run_checks() -> Iterator[Finding]:
     """Every finding about this machine, the slow ones last."""
     import resource
 
-    root = Path(shoal.__file__).parents[2]  # of a checkout; of a plain install, perhaps the standard library's folder
+    root = Path(shoal.__file__).parents[2]  # of a checkout; of a plain install, possibly the standard library's folder
     folders = [root, Path.cwd()] if (root / "pyproject.toml").exists() else [Path.cwd()]
     memory = psutil.virtual_memory()
     yield check_python(".".join(map(str, sys.version_info[:3])), metadata("shoal")["Requires-Python"])
@@ -296,7 +296,7 @@ examples:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def doctor(as_json: bool) -> None:
-    """Check this machine and say the remedy for what does not fit. Exits with status 1 if something will not work."""
+    """Check this machine and show the remedy for each problem. Exits with status 1 if something will not work."""
     findings: list[Finding] = []
     for finding in run_checks():
         findings.append(finding)

@@ -1,6 +1,6 @@
-"""`shoal find`: a learning rate and a batch size for a task, before it is trained; as tables, pictures and JSON.
+"""`shoal find`: a learning rate and a batch size for a task, before training; as tables, plots and JSON.
 
-Parse, call, print: everything is found by `shoal.train.tune.finders`, in this process. Imports no Ray.
+Parse, call, print: `shoal.train.tune.finders` does the work, in this process. Imports no Ray.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def find() -> None:
 @click.argument("words", nargs=-1, metavar="[A.B=C]...")
 @click.option("--lowest", default=1e-7, show_default=True, type=float, help="The first rate.")
 @click.option("--highest", default=10.0, show_default=True, type=float, help="The last rate.")
-@click.option("--steps", default=100, show_default=True, type=click.IntRange(min=10), help="How many, one a rate.")
+@click.option("--steps", default=100, show_default=True, type=click.IntRange(min=10), help="Steps, one per rate.")
 @click.option("--out", default=None, type=click.Path(path_type=Path), help="Folder of the files that are written.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def rate(
@@ -60,7 +60,7 @@ def rate(
 ) -> None:
     """Find a learning rate for TASK: one step at each rate, from low to high (arXiv:1506.01186).
 
-    Suggested is the rate at which the loss falls steepest. Nothing of a run is touched.
+    It suggests the rate at which the loss falls steepest. No run is changed.
 
     \b
     Examples:
@@ -70,7 +70,7 @@ def rate(
     if not 0 < lowest < highest:
         raise ConfigError("--lowest", lowest, f"is not between 0 and --highest ({highest:g})")
     folder = prepare_output_folder(out)
-    with redirect_stdout(sys.stderr):  # what a Task prints is no part of the answer
+    with redirect_stdout(sys.stderr):  # a Task's own output is not part of the result
         spec = _make_spec(task, words)
         found = find_learning_rate(spec, lowest, highest, steps)
     if as_json:
@@ -87,9 +87,9 @@ def rate(
 @find.command()
 @click.argument("task", callback=strip_task_key)
 @click.argument("words", nargs=-1, metavar="[A.B=C]...")
-@click.option("--memory", default=None, help="The most to use, as 512M or 2G; what is free when left out.")
+@click.option("--memory", default=None, help="The most to use, as 512M or 2G; default: all that is free.")
 @click.option("--up-to", default=65_536, show_default=True, type=click.IntRange(min=1), help="The largest to try.")
-@click.option("--longest", default=10.0, show_default=True, type=float, help="Seconds of a step that are enough.")
+@click.option("--longest", default=10.0, show_default=True, type=float, help="Stop when a step takes so many seconds.")
 @click.option("--out", default=None, type=click.Path(path_type=Path), help="Folder of the files that are written.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def batch(
@@ -131,7 +131,7 @@ def parse_bytes(text: str) -> int:
 
 
 def prepare_output_folder(out: Path | None) -> Path:
-    """`out` or $SHOAL_HOME/found, made; asked for before hours of work. Raises ConfigError when it takes no files."""
+    """`out` or $SHOAL_HOME/found, created before hours of work. Raises ConfigError when it is not writable."""
     folder = out or home() / "found"
     with _translate_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -183,7 +183,7 @@ def _as_dict(found: BatchSizeResult) -> dict[str, Any]:
 
 
 def _to_json_value(value: Any) -> Any:
-    """Ready for JSON: what is not a number becomes null."""
+    """Ready for JSON: NaN and infinities become null."""
     if isinstance(value, dict):
         return {name: _to_json_value(each) for name, each in value.items()}
     if isinstance(value, list):

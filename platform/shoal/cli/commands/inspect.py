@@ -1,6 +1,6 @@
-"""`shoal inspect`: what a Task will cost under a plan, before it runs; and after a run, predicted beside measured.
+"""`shoal inspect`: what a Task will cost under a plan, before it runs; after a run, predicted vs. measured cost.
 
-Parse, call, print. One process, no Ray, no worker: a plan of many ranks is looked at by pretending.
+Parse, call, print. One process, no Ray, no worker: fake process groups simulate a plan of many ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shoal.runs import Run, load
 if TYPE_CHECKING:
     from shoal.cost import CostTable
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is imported: else it remarks on being watched
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before importing torch: else its profiler prints remarks
 
 
 @click.command()
@@ -33,9 +33,9 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is importe
 @click.argument("words", nargs=-1, metavar="[A.B=C]...")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def inspect(what: str, words: tuple[str, ...], as_json: bool) -> None:
-    """Say what a TASK costs before it runs: parameters, FLOPs, memory, bytes sent, time; and which rank holds what.
+    """Predict what a TASK costs: parameters, FLOPs, memory, bytes sent, time; and show what each rank stores.
 
-    With the id of a RUN (or `latest`): what was predicted beside what was measured.
+    With the id of a RUN (or `latest`): the predicted and the measured cost.
 
     \b
     Examples:
@@ -53,7 +53,7 @@ def inspect(what: str, words: tuple[str, ...], as_json: bool) -> None:
 
 
 def _find_run(what: str) -> Run | None:
-    """The run, where it is not rather a task that is meant."""
+    """The run, unless the word names a task."""
     from shoal.train.task import find_source_file
 
     if ":" in what or find_source_file(what) is not None:
@@ -69,7 +69,7 @@ def _show_task(console: Console, word: str, words: tuple[str, ...], as_json: boo
     from shoal.train.launch.predicted_cost import predict_table
     from shoal.train.task import make_task
 
-    with redirect_stdout(sys.stderr):  # what a Task prints is no part of the answer
+    with redirect_stdout(sys.stderr):  # a Task's own output is not part of the result
         spec = spec_from_overrides([format_override("task", word), *words])
         task = make_task(word, spec.args)
         table = predict_table(task, spec)
@@ -126,7 +126,7 @@ def _build_cost_table(tables: dict[str, dict[str, float]]) -> Table:
 
 
 def _build_placement_table(table: CostTable) -> Table:
-    """Which rank holds what."""
+    """What each rank stores."""
     from shoal.parallel.placement import HEADINGS
 
     drawn = make_table(

@@ -1,6 +1,6 @@
-"""`shoal models`: the registry's versions and aliases, to look at and to move.
+"""`shoal models`: the registry's versions and aliases.
 
-Parse, call, print: everything is asked of `shoal.registry`.
+Parse, call, print: `shoal.registry` does the work.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def list_models(name: str | None, as_json: bool) -> None:
 def show(model: str, as_json: bool) -> None:
     """Show one version.
 
-    Where it comes from, how it is built and called, and whether its weights are whole.
+    Its origin, how it is built and called, and whether its weights are intact.
 
     \b
     Examples:
@@ -142,10 +142,10 @@ def show(model: str, as_json: bool) -> None:
 @click.option("--name", help="The model's name; that of the file by default.")
 @click.option("--alias", default="champion", show_default=True, help="An alias for this version.")
 def add(file: Path, name: str | None, alias: str) -> None:
-    """Register a model that is a file of its own: torch.export (.pt2) or ONNX (.onnx).
+    """Register a model file: torch.export (.pt2) or ONNX (.onnx).
 
-    What it takes and gives is read from the file; its first dimension must be dynamic, for that is the batch. A .pt2
-    file can hold code: add and serve only those that you trust.
+    Its inputs and outputs are read from the file; the first dimension must be dynamic, since it is the batch. A .pt2
+    file can contain code: add and serve only files that you trust.
 
     \b
     Examples:
@@ -180,9 +180,9 @@ def add(file: Path, name: str | None, alias: str) -> None:
 @click.argument("model", metavar="NAME@VERSION")
 @click.option("--alias", default="champion", show_default=True, help="The alias to move.")
 def promote(model: str, alias: str) -> None:
-    """Let an alias mean this version.
+    """Move an alias to this version.
 
-    Endpoints that follow the alias pick it up.
+    Endpoints that follow the alias then serve it.
 
     \b
     Examples:
@@ -202,7 +202,7 @@ def promote(model: str, alias: str) -> None:
 def rollback(name: str, alias: str) -> None:
     """Move an alias back by one promotion.
 
-    The alias of the model NAME then means what it meant before.
+    The alias of the model NAME returns to its previous version.
 
     \b
     Examples:
@@ -214,7 +214,7 @@ def rollback(name: str, alias: str) -> None:
 
 
 def _read_signature(kind: Format, payload: bytes, file: str) -> Signature:
-    """Imports the format's libraries, which take a second, when they are needed."""
+    """Imports the format's libraries, which take a second, on use."""
     if kind == "onnx":
         from shoal.serve.model.formats.onnx import read_signature
     else:
@@ -223,7 +223,7 @@ def _read_signature(kind: Format, payload: bytes, file: str) -> Signature:
 
 
 def _shorten_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """With a word in place of a text of many lines, such as the source of a Task."""
+    """Replace long texts, such as the source of a Task, by their number of lines."""
     long = {name: value.count("\n") for name, value in kwargs.items() if isinstance(value, str) and "\n" in value}
     return {**kwargs, **{name: f"({count} lines, see --json)" for name, count in long.items()}}
 

@@ -1,7 +1,6 @@
-"""`shoal predict`: ask a model of an endpoint from the shell.
+"""`shoal predict`: send requests to a model of an endpoint from the shell.
 
-Parse, call, print; reading is done by `predict_inputs`. The answer goes to standard output, who gave it to standard
-error.
+Parse, call, print; `input_readers` reads. The answer goes to standard output, its model and version to standard error.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ FEW_VALUES = 12
 @click.option(
     "--csv", "--parquet", "table", type=click.Path(path_type=Path), help="A table: a row for each prediction."
 )
-@click.option("--columns", multiple=True, metavar="[X=]A,B,C", help="The columns that make an input.")
+@click.option("--columns", multiple=True, metavar="[X=]A,B,C", help="The columns of an input.")
 @click.option("--image", "images", multiple=True, type=click.Path(path_type=Path), help="A picture; may be repeated.")
 @click.option("--white", type=float, help="The number of a white pixel.  [default: 1; 255 for integers]")
 @click.option(
@@ -53,12 +52,12 @@ FEW_VALUES = 12
 )
 @click.option("--rows-per-request", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option(
-    "--deadline-s", type=float, help="How long an answer is of use; refused at once when it cannot be in time."
+    "--deadline-s", type=float, help="How long an answer is useful; the endpoint rejects a request that would be late."
 )
-@click.option("--sticky", default="", metavar="KEY", help="Stay on one side of a canary.")
-@click.option("--track", default="", metavar="stable|candidate", help="Ask one side of a canary.")
+@click.option("--sticky", default="", metavar="KEY", help="Always use the same side of a canary.")
+@click.option("--track", default="", metavar="stable|candidate", help="Use one side of a canary.")
 @click.option("--output", type=click.Choice(["table", "json"]), default="table", show_default=True)
-@click.option("--endpoint", metavar="NAME|URL", help="Which endpoint.  [default: the one that is up on this machine]")
+@click.option("--endpoint", metavar="NAME|URL", help="The endpoint.  [default: the one running on this machine]")
 @click.option("--key", envvar="SHOAL_KEY", default="", metavar="KEY", help="An API key, or $SHOAL_KEY.")
 def predict(
     model: str,
@@ -77,10 +76,10 @@ def predict(
     endpoint: str | None,
     key: str,
 ) -> None:
-    """Ask a model of an endpoint: with words, JSON, a table, pictures or arrays.
+    """Send requests to a model of an endpoint: as words, JSON, a table, images or arrays.
 
-    Prints a row for each row of input. NAME@3 asks for this version, where it is loaded; an alias, as in NAME@champion,
-    for the one that it means in the registry of this machine.
+    Prints a row for each row of input. NAME@3 requests this version, if it is loaded; an alias, as in NAME@champion,
+    requests its version in the registry of this machine.
 
     \b
     Examples:
@@ -158,7 +157,7 @@ def _show(signature: ModelMetadata, answers: Sequence[Answer], output: str) -> N
 
 
 def _to_json_value(value: Any) -> Any:
-    """For JSON: what is not finite is null, bytes are text."""
+    """For JSON: non-finite numbers become null, bytes become text."""
     if isinstance(value, np.ndarray):
         return [_to_json_value(each) for each in value]
     if isinstance(value, bytes):
@@ -169,7 +168,7 @@ def _to_json_value(value: Any) -> Any:
 
 
 def _format_value(value: Any) -> str:
-    """For people: a few digits; of many values the first, and where the largest is."""
+    """For people: a few digits; of many values the first ones, and the index of the largest."""
     if not isinstance(value, np.ndarray) or value.ndim == 0:
         if isinstance(value, bytes):
             return value.decode(errors="replace")

@@ -1,6 +1,6 @@
-"""`shoal run`: a cluster if there is none, the job, its actors, and a display until the end.
+"""`shoal run`: start a cluster if needed, the job and its actors, and show the run until the end.
 
-It owns the processes that it starts and ends them all, however it ends itself; a cluster that was there before stays.
+It owns the processes that it starts and always ends them all; an existing cluster stays.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from shoal.runs.formatting import format_duration, format_number
 from shoal.runs.record.provenance import format_masked_command, make_command_variable
 
 ACTORS_END_S = 10.0
-REMOTE_TIMEOUT_S = 7 * 24 * 3600.0  # a job elsewhere
+REMOTE_TIMEOUT_S = 7 * 24 * 3600.0  # a job on a remote cluster
 
 
 @click.command(
@@ -66,7 +66,7 @@ examples:
     show_default=True,
     help="External actor processes to start on this machine.",
 )
-@click.option("--address", default=None, help="The cluster to use: a dashboard URL, or 'local' for one of its own.")
+@click.option("--address", default=None, help="The cluster to use: a dashboard URL, or 'local' for a new one.")
 @click.option("--plain", is_flag=True, help="Plain lines, even on a terminal.")
 def run(job: str, words: tuple[str, ...], actors: int, address: str | None, plain: bool) -> None:
     """Run JOB, a file or the name of one in ./jobs, with fields of its spec set by A.B=C words.
@@ -96,7 +96,7 @@ def run(job: str, words: tuple[str, ...], actors: int, address: str | None, plai
 
 @dataclass(frozen=True)
 class RunArguments:
-    """What the user typed, as far as it says what to run."""
+    """The typed arguments, as far as they define the run."""
 
     job: str
     words: tuple[str, ...]
@@ -104,14 +104,14 @@ class RunArguments:
     address: str | None = None
 
     def to_command_line(self) -> str:
-        """The line that starts the same again, without secrets."""
+        """The command that starts the same run again, without secrets."""
         actors = ["--actors", str(self.num_actors)] if self.num_actors else []
         address = ["--address", self.address] if self.address else []
         return format_masked_command(["shoal", "run", self.job, *actors, *address, *self.words])
 
 
 class _Session:
-    """One `shoal run` on a cluster of this machine: what was started, and what is shown."""
+    """One `shoal run` on a cluster of this machine: its processes and its display."""
 
     def __init__(self, typed: RunArguments, path: Path, console: Console, plain: bool) -> None:
         self._typed, self._path, self._words, self._num_actors = typed, path, typed.words, typed.num_actors
@@ -125,7 +125,7 @@ class _Session:
         self._resumed = before is not None
         self._actors: list[subprocess.Popen[bytes]] = []
         self._notes: list[str] = []
-        self._printed_notes: list[str] = []  # of the notes; the picture shows them all the time
+        self._printed_notes: list[str] = []  # the live display shows all notes all the time
         self._view: run_view.View | None = None
         self._record: Run | None = None
         self._job: ray_jobs.JobHandle | None = None
@@ -133,12 +133,10 @@ class _Session:
         self._job_log: JobLogReader | None = None
 
     def run(self, cluster: ClusterHandle | None, stack: ExitStack) -> None:
-        """Start everything, show it, and say how it ended. Raises RunError when the job failed."""
+        """Start everything, show it, and report how it ended. Raises RunError when the job failed."""
         self._console.print(f"run {self.run_id}: {self._path.stem} {format_masked_command(self._words)}".rstrip())
         if cluster is None:
-            validate_overrides(
-                self._path, self._words
-            )  # where a cluster is up, the job itself looks first, and as soon
+            validate_overrides(self._path, self._words)  # on a running cluster, the job itself validates just as soon
             self._console.print("starting a Ray cluster for this run ...")
             embedded = start_cluster()
             stack.callback(embedded.stop)
@@ -149,7 +147,7 @@ class _Session:
         shown, secrets = split_secret_overrides(self._path, words)
         self._job = ray_jobs.JobHandle(cluster, ray_jobs.new_submission_id())
         self._job_log = JobLogReader(self._job)
-        stack.callback(self._job.stop_quietly)  # before it begins: an interruption may come at any moment
+        stack.callback(self._job.stop_quietly)  # before the submission: an interruption may come at any moment
         stack.callback(self._end_actors)
         entrypoint = [sys.executable, str(self._path), *shown]
         ray_jobs.submit(cluster, entrypoint, env=env | secrets, submission_id=self._job.submission_id)
@@ -158,7 +156,7 @@ class _Session:
         except (ClusterError, ConnectionLost) as error:
             lost = (f"the cluster has ended, or does not answer: {error}", self.format_resume_hint())
             raise RunError("\n".join(lost).rstrip()) from None
-        notes = self._take_new_notes()  # of actors that ended by themselves; the rest are ended now
+        notes = self._take_new_notes()  # of actors that ended by themselves, before the others are stopped
         self._finish_actors()
         if outcome is not ray_jobs.JobStatus.SUCCEEDED:
             said = (
@@ -170,10 +168,10 @@ class _Session:
         self._print_summary()
 
     def format_resume_hint(self) -> str:
-        """What to type to go on, when there is a record of what can be resumed; or to see how it has finished."""
+        """The command that resumes the run, if its record can be resumed, or that shows how it finished."""
         if self._record is None and not self._resumed:
             return ""
-        # What was typed is in the record, unless this life of the run has not come as far as to write it there.
+        # The record has the overrides, unless this attempt failed before writing them there.
         others = [] if self._record else [each for each in self._words if not each.startswith("resume=")]
         record = shoal.runs.load(self.run_id)
         if record.status is Status.FINISHED and not others:
@@ -196,11 +194,11 @@ class _Session:
         return outcome
 
     def _poll(self) -> ray_jobs.JobStatus | None:
-        """Look at the run; what the job ended as, when it is over."""
+        """Read the run; returns the job's final state when it is over."""
         assert self._job is not None
         time.sleep(run_view.REFRESH_S)
         self._read_record()
-        outcome = self._job.poll_outcome()  # asked first: what the job said last must not be missed
+        outcome = self._job.poll_outcome()  # first, so that the job's last output is not missed
         if self._view is None or not (self._view.metrics or self._view.phase == train_display.TRAINING):
             self._print_new_lines(is_over=outcome is ray_jobs.JobStatus.SUCCEEDED)
             if outcome is None:
@@ -208,7 +206,7 @@ class _Session:
         return outcome
 
     def _print_new_lines(self, is_over: bool) -> None:
-        """What the job says, as long as its record has nothing to show: not every job measures something."""
+        """Print the job's output while its record has nothing to show: not every job records metrics."""
         assert self._job_log is not None
         for line in self._job_log.read_new_lines(is_over=is_over):
             self._console.print(line)
@@ -219,7 +217,7 @@ class _Session:
         except RunError:
             return  # the job has not begun to record yet
         if record.incarnation <= self._incarnation_before:
-            return  # it is still the earlier life of a run that is being resumed
+            return  # still the record of the earlier attempt
         self._record = record
         addresses = {point.kind: point.address for point in self._record.endpoints() if point.state == "ready"}
         if "gateway" in addresses and not self._actors and self._num_actors:
@@ -236,7 +234,7 @@ class _Session:
             self._console.print(said)
 
     def _take_new_notes(self) -> list[str]:
-        """What went wrong, and was not said yet."""
+        """The problems not printed yet."""
         seen = self._view.notes if self._view is not None else ()
         found = [
             note
@@ -253,7 +251,7 @@ class _Session:
         words = [sys.executable, "-m", "shoal.actor", "--lifeline"]
         words += format_actor_options(details["address"], details["env"], details["server_key"])
         environment = {**os.environ, "SHOAL_TOKEN": load_access_token(), "OMP_NUM_THREADS": "1"}
-        # The job finds modules beside its file, and so do they.
+        # Actors find modules next to the job's file, as the job does.
         places = [os.environ.get("PYTHONPATH", ""), str(self._path.parent)]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, places))
         for index in range(self._num_actors):
@@ -262,10 +260,10 @@ class _Session:
                     subprocess.Popen(
                         [*words, "--actor-id", f"actor-{index}", "--seed", str(index)],
                         env=environment,
-                        stdin=subprocess.PIPE,  # which closes with this program, however that ends
+                        stdin=subprocess.PIPE,  # closes when this program ends
                         stdout=log,
                         stderr=log,
-                        start_new_session=True,  # Ctrl-C reaches this program, which then ends them in order
+                        start_new_session=True,  # only this program receives Ctrl-C, and then ends them in order
                     )
                 )
 
@@ -274,7 +272,7 @@ class _Session:
         return [f"actor-{index} ended with status {code}: {self._read_last_log_line(index)}" for index, code in dead]
 
     def _require_actors(self) -> None:
-        """Raise RunError when all actors that were started have failed before there was anything to learn from."""
+        """Raise RunError when all started actors have failed before the run received any experience."""
         if self._actors and all(actor.poll() for actor in self._actors):
             said = ("no actor is left, and none has sent anything", *self._take_new_notes(), self.format_resume_hint())
             raise RunError("\n".join(said))
@@ -285,7 +283,7 @@ class _Session:
         return lines[-1] if lines else "it said nothing"
 
     def _finish_actors(self) -> None:
-        """The gateway has dismissed them: give them a moment to leave by themselves."""
+        """The gateway has ended their sessions: give them a moment to exit."""
         deadline = time.monotonic() + ACTORS_END_S
         for actor in self._actors:
             try:
@@ -313,7 +311,7 @@ class _Session:
         try:
             record = shoal.runs.load(self.run_id)
         except RunError:
-            return  # a program that keeps no record: what it said has been shown
+            return  # a program without a record: its output was shown
         events, registered = record.last_events(since_resumed=True), record.models()
         models = registered[registered["time"] >= record.last_started_at() - record.created_at].to_dict("records")
         say = self._console.print
@@ -349,7 +347,7 @@ class _Session:
 
 
 def _run_remote(cluster: ClusterHandle, typed: RunArguments, path: Path, console: Console) -> None:
-    """Submit to a cluster elsewhere and follow its words; the record lives there."""
+    """Submit to a remote cluster, which has the record, and follow the output."""
     if typed.num_actors:
         remedy = "start actors by hand, with the command that the job prints"
         raise ConfigError("actors", typed.num_actors, "cannot be started for a cluster on another machine", remedy)

@@ -1,6 +1,6 @@
-"""`shoal runs` and `shoal report`: what has been recorded, as tables, JSON and a page.
+"""`shoal runs` and `shoal report`: the recorded runs, as tables, JSON and a page.
 
-Parse, call, print: everything is asked of `shoal.runs`, and nothing is changed but the report's own files.
+Parse, call, print: reads `shoal.runs`, and writes only the report's own files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shoal.runs import Run, Status, list_runs, load, write_report
 from shoal.runs.formatting import format_age, format_duration, format_number, format_timestamp, format_value
 
 NUM_EVENTS = 8
-MAX_UNFOLDED_ID_LENGTH = 32  # ids of one's own may be longer: these are folded, that the rest has room
+MAX_UNFOLDED_ID_LENGTH = 32  # longer, user-chosen ids are folded to leave space for the other columns
 _COLOURS = {
     Status.RUNNING: "blue",
     Status.FINISHED: "green",
@@ -35,11 +35,11 @@ _COLOURS = {
 @click.argument("run", required=False)
 @click.option("--limit", default=20, show_default=True, type=click.IntRange(min=1), help="How many runs to list.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
-@click.option("--follow", is_flag=True, help="Show RUN live while it goes on; Ctrl-C ends the look, and not the run.")
+@click.option("--follow", is_flag=True, help="Show RUN live; Ctrl-C ends the display, not the run.")
 def runs(run: str | None, limit: int, as_json: bool, follow: bool) -> None:
     """List the runs, newest first, or show one RUN: its id, the beginning of one, or `latest`.
 
-    A run is followed from anywhere on the machine that has its record, however its job was started.
+    A run can be followed from anywhere on the machine that has its record, however its job was started.
 
     \b
     Examples:
@@ -97,7 +97,7 @@ def report(run: str, open_path: bool) -> None:
 
 
 def _follow(console: Console, run: Run) -> None:
-    """Show it until it has ended, and how; or until who looks at it has seen enough."""
+    """Show it until it has ended, and how, or until Ctrl-C."""
     try:
         ended = run_view.follow_run(run, make_literal_console())
     except KeyboardInterrupt:
@@ -118,9 +118,7 @@ def _build_table(listed: list[Run]) -> Table:
     now = time.time()
     for each in listed:
         best = each.best()
-        judged = (
-            f"{format_number(best[1])} {best[0]}" if best else "-"
-        )  # the number is whole also where the name is folded
+        judged = f"{format_number(best[1])} {best[0]}" if best else "-"  # the number is not folded even if the name is
         row = (Text(each.id), Text(each.job), _format_status(each), Text(format_age(now - each.created_at)))
         table.add_row(*row, Text(format_duration(each.duration_s)), Text(judged))
     return table
@@ -203,9 +201,9 @@ def _show_events(console: Console, run: Run) -> None:
 
 
 def format_resume_command(run: Run) -> str:
-    """What to type to go on with a run: the job as it was typed, on the same cluster, with as many actors.
+    """The command that resumes a run: the job as typed, on the same cluster, with as many actors.
 
-    What cannot be resumed, as an endpoint or an ablation, begins again: by the command that it was started with.
+    A run that cannot be resumed, such as an endpoint or an ablation, gets the command that started it.
     """
     typed = shlex.split(run.command)
     is_job = typed[:2] == ["shoal", "run"]
@@ -219,7 +217,7 @@ def format_resume_command(run: Run) -> str:
 
 
 def is_resumable(run: Run) -> bool:
-    """Whether its spec has a field for it."""
+    """Whether its spec has the field `resume`."""
     try:
         recorded = yaml.safe_load(run.spec)
     except yaml.YAMLError:
@@ -228,7 +226,7 @@ def is_resumable(run: Run) -> bool:
 
 
 def _find_option(typed: Sequence[str], name: str) -> list[str]:
-    """An option and its value as they were typed; nothing when it was not."""
+    """An option and its value as typed; empty if it was not."""
     for index, word in enumerate(typed):
         if word == name:
             return list(typed[index : index + 2])

@@ -1,7 +1,7 @@
 """`shoal serve`: endpoints of registered and live models, from the first version to the last.
 
-Parse, call, print. Endpoints are found through the run record and spoken to over HTTP with the access token; `deploy`
-and `delete` are in `serve_jobs`, `simulate` in `serve_simulate`, what a status looks like in `serve_display`.
+Parse, call, print. Endpoints are found in the run record and called over HTTP with the access token; `serve_deploy` has
+`deploy` and `delete`, `serve_simulate` has `simulate`, `serve_display` renders a status.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ INTERVAL_S = 1.0  # between two updates of a status
 NUM_RETRIES = 2
 
 _endpoint_option = click.option(
-    "--endpoint", metavar="NAME|URL", help="Which endpoint.  [default: the one that is up on this machine]"
+    "--endpoint", metavar="NAME|URL", help="The endpoint.  [default: the one running on this machine]"
 )
 
 
 @click.group(cls=CommandGroup)
 def serve() -> None:
-    """Serve models: deploy, look at, roll out, roll back, delete.
+    """Serve models: deploy, show, roll out, roll back, delete.
 
     A model is named NAME@3 or NAME@champion, as `shoal models` shows them.
 
@@ -57,7 +57,7 @@ for verb in (deploy, delete, simulate_verb):
 
 @contextmanager
 def connect_client(endpoint: str | None, timeout_s: float = STATUS_TIMEOUT_S) -> Iterator[tuple[FoundEndpoint, Client]]:
-    """The endpoint that is meant, and a client for it."""
+    """The requested endpoint, and a client for it."""
     found = find_endpoint(endpoint)
     with Client(found.url, token=token_for(found.url), timeout_s=timeout_s, num_retries=NUM_RETRIES) as client:
         yield found, client
@@ -68,8 +68,8 @@ def connect_client(endpoint: str | None, timeout_s: float = STATUS_TIMEOUT_S) ->
 
 @serve.command()
 @click.argument("endpoint", required=False, metavar="[NAME|URL]")
-@click.option("--follow", is_flag=True, help="Show it again and again, until Ctrl-C.")
-@click.option("--once", is_flag=True, help="Show it once, and end: what happens without --follow.")
+@click.option("--follow", is_flag=True, help="Show it repeatedly, until Ctrl-C.")
+@click.option("--once", is_flag=True, help="Show it once; the default without --follow.")
 @click.option("--json", "as_json", is_flag=True, help="Print the status document, once.")
 @click.option(
     "--interval-s",
@@ -112,7 +112,7 @@ def _print_status(console: Console, now: EndpointStatus, url: str) -> None:
 def _watch(
     console: Console, url: str, now: EndpointStatus, ask: Callable[[], EndpointStatus], interval_s: float
 ) -> None:
-    """Until Ctrl-C. An endpoint that is away is waited for."""
+    """Show it until Ctrl-C, waiting for an unavailable endpoint."""
     trouble = ""
     try:
         if not console.is_terminal:
@@ -133,7 +133,7 @@ def _watch(
 
 
 def _poll_status(ask: Callable[[], EndpointStatus], before: EndpointStatus) -> tuple[EndpointStatus, str]:
-    """How it is; or how it was, and why there is nothing newer."""
+    """The present status, or the previous one and the reason why there is no newer."""
     try:
         return ask(), ""
     except (ConnectionLost, InferenceError) as error:
@@ -148,20 +148,20 @@ def _poll_status(ask: Callable[[], EndpointStatus], before: EndpointStatus) -> t
 @click.option("--percent", type=click.FloatRange(0, 100), default=10.0, show_default=True, help="Of its requests.")
 @_endpoint_option
 def canary(model: str, percent: float, endpoint: str | None) -> None:
-    """Let a version answer a part of a model's requests, beside the stable one.
+    """Send a part of a model's requests to a version, alongside the stable one.
 
-    It is loaded in every replica before it gets its first request, and rolled back by itself when it fails more often,
-    or is slower, than the model's guard allows. Clients that ask for a track or show a key stay on their side.
+    Every replica loads it before its first request. It is rolled back automatically when it fails more often, or is
+    slower, than the model's guard allows. Clients that send a track or a sticky key stay on their side.
 
-    A model that follows the weights of a run stays with the version that answers, and its candidate is whichever is
-    the run's newest, until it is promoted or rolled back.
+    A model that follows the weights of a run stays at the answering version, and its candidate is always the run's
+    newest, until it is promoted or rolled back.
 
     \b
     Examples:
       shoal serve canary fashion@4
       shoal serve canary fashion@candidate --percent 50
       shoal serve canary fashion@4 --percent 0        only for clients that ask for track "candidate"
-      shoal serve canary fashion --percent 20         another share for the candidate that is open
+      shoal serve canary fashion --percent 20         another share for the present candidate
       shoal serve canary cartpole                     the run's newest weights
     """
     name, version = _parse_candidate(model)
@@ -175,14 +175,14 @@ def canary(model: str, percent: float, endpoint: str | None) -> None:
 def promote(model: str, endpoint: str | None) -> None:
     """Let the candidate, or this version, answer all requests of a model.
 
-    No request fails and none is answered by a mixture: every replica has it before the first answers with it. A model
-    that follows the weights of a run, and was rolled back or has a canary, follows them again.
+    No request fails, and none is answered by a mixture: every replica loads the version before the first uses it. A
+    model that follows the weights of a run, and was rolled back or has a canary, follows them again.
 
     \b
     Examples:
       shoal serve promote fashion
       shoal serve promote fashion@4
-      shoal serve promote cartpole                    the run's newest weights, and all that come
+      shoal serve promote cartpole                    the run's newest weights, and all later ones
     """
     name, version = _parse_candidate(model)
     with connect_client(endpoint) as (_, client):
@@ -191,23 +191,23 @@ def promote(model: str, endpoint: str | None) -> None:
 
 @serve.command()
 @click.argument("model", metavar="NAME")
-@click.option("--to", type=click.IntRange(min=1), metavar="VERSION", help="A version of a live model that is held.")
+@click.option("--to", type=click.IntRange(min=1), metavar="VERSION", help="A retained version of a live model.")
 @click.option(
     "--from",
     "left",
     type=click.IntRange(min=1),
     metavar="VERSION",
-    help="The version to leave.  [default: as it is now]",
+    help="The version to leave.  [default: the present one]",
 )
 @click.option("--reason", default="", help="For the record.")
 @_endpoint_option
 def rollback(model: str, to: int | None, left: int | None, reason: str, endpoint: str | None) -> None:
-    """End a canary or a shadow; without one, go back to the version before: of an alias, to what it meant before.
+    """End a canary or a shadow; without one, return to the previous version, or the alias's previous version.
 
-    A model that follows the weights of a run goes back to the version before the one that answers, or to the one that
-    --to names (`status` shows which are held), and stays with it until it is promoted. Its canary ends like any other.
+    A model that follows the weights of a run returns to the version before the answering one, or to that of --to
+    (`status` shows the retained ones), and stays there until it is promoted. Its canary ends like any other.
 
-    Nothing is done when the version that it would leave is another than the one that was meant.
+    Nothing changes if the version to leave is not the answering one.
 
     \b
     Examples:
@@ -231,14 +231,14 @@ def rollback(model: str, to: int | None, left: int | None, reason: str, endpoint
 @click.option("--percent", type=click.FloatRange(0, 100), default=100.0, show_default=True, help="Of its requests.")
 @_endpoint_option
 def shadow(model: str, percent: float, endpoint: str | None) -> None:
-    """Put requests to a version as well, and count how often its outputs differ; nobody gets its answers.
+    """Send requests to a version as well, and count how often its outputs differ; clients never get its answers.
 
     \b
     Examples:
       shoal serve shadow fashion@4
       shoal serve shadow fashion@4 --percent 20
       shoal serve shadow fashion@4 --percent 0        ends it
-      shoal serve shadow cartpole                     the run's newest weights, beside those that answer now
+      shoal serve shadow cartpole                     the run's newest weights, alongside the answering ones
     """
     name, version = _parse_candidate(model)
     with connect_client(endpoint) as (_, client):
@@ -246,17 +246,17 @@ def shadow(model: str, percent: float, endpoint: str | None) -> None:
 
 
 def _find_model(status: EndpointStatus, name: str) -> ModelStatus:
-    """What is said of a model; of one that is not there, nothing."""
+    """The model's status; an empty one for an unknown model."""
     return {model.name: model for model in status.models}.get(name, ModelStatus(name))
 
 
 def _get_rollback_version(model: ModelStatus) -> int | None:
-    """The version that a rollback would leave; None of a model that takes another by itself, or that is not there."""
+    """The version that a rollback would leave; None for a model that chooses by itself, or an unknown one."""
     return model.candidate or model.stable or (model.pinned if model.newest_percent is None else 0) or None
 
 
 def _parse_candidate(ref: str) -> tuple[str, str | None]:
-    """Name, and number or alias, of a version; the endpoint knows what the alias, or none at all, means."""
+    """Name, and number or alias, of a version; the endpoint resolves the alias, or none at all."""
     name, word = split_ref(ref)
     return name, word or None
 

@@ -1,6 +1,6 @@
-"""`shoal serve deploy` and `delete`: an endpoint is kept up by a job on a cluster that is up, from one to the other.
+"""`shoal serve deploy` and `delete`: a job on a running cluster keeps the endpoint up.
 
-Parse, call, print. The job is named after its run, so that whoever finds an endpoint in the run record finds its job.
+Parse, call, print. The job is named after its run, so that the run record leads to the job.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ MODULE = "shoal.flows.serving"
 @click.command()
 @click.argument("words", nargs=-1, metavar="NAME[@VERSION]|FILE.yaml... [A.B=C]...")
 @click.option("--name", help="The endpoint's name.  [default: that of its first model]")
-@click.option("--port", type=click.IntRange(0, 65535), help="Where it listens.  [default: a free port]")
-@click.option("--replicas", type=click.IntRange(min=1), help="Processes that each hold every model.  [default: 1]")
-@click.option("--into", metavar="ENDPOINT", help="Serve the models by an endpoint that is up, beside what it serves.")
+@click.option("--port", type=click.IntRange(0, 65535), help="The port.  [default: a free port]")
+@click.option("--replicas", type=click.IntRange(min=1), help="Processes, each with every model.  [default: 1]")
+@click.option("--into", metavar="ENDPOINT", help="Add the models to a running endpoint.")
 @click.option("--address", help="The cluster.  [default: $RAY_ADDRESS, else the one that `shoal up` started]")
-@click.option("--timeout-s", default=120.0, show_default=True, help="How long it may take until it answers.")
+@click.option("--timeout-s", default=120.0, show_default=True, help="How long to wait for the endpoint.")
 def deploy(
     words: tuple[str, ...],
     name: str | None,
@@ -59,12 +59,12 @@ def deploy(
     address: str | None,
     timeout_s: float,
 ) -> None:
-    """Serve registered models on a cluster that is up; returns when they answer.
+    """Serve registered models on a running cluster; returns when they answer.
 
-    The endpoint stays until `shoal serve delete`, or until the cluster goes down. An alias is followed: promote another
-    version, and the endpoint flips to it. NAME alone is the newest version that there is now, and stays. Words A.B=C
-    set fields of the endpoint (docs/serving.md lists them); a YAML file has all of it. On a cluster elsewhere models
-    are those of its own registry, and the current folder is uploaded.
+    The endpoint stays until `shoal serve delete`, or until the cluster goes down. It follows an alias: promote another
+    version, and the endpoint switches to it. NAME alone is the present newest version, and stays. Words A.B=C set
+    fields of the endpoint (docs/serving.md lists them); a YAML file can hold the full spec. A remote cluster takes
+    models from its own registry, and the current folder is uploaded.
 
     \b
     Examples:
@@ -86,7 +86,7 @@ def deploy(
     if cluster is not None and not cluster.is_local:
         deploy_remote(cluster, MODULE, spec, fields, timeout_s)
         return
-    check(spec)  # here, where its words can still be mended
+    check(spec)  # here, where the user can still correct it
     cluster = _require_cluster(cluster)
     _require_no_endpoint(cluster)
     run_id = new_run_id()
@@ -113,9 +113,9 @@ def deploy(
 @click.argument("endpoint", required=False, metavar="[NAME]")
 @click.option("--model", metavar="NAME", help="Only this model of the endpoint; the others stay.")
 @click.option("--address", help="The cluster.  [default: $RAY_ADDRESS, else the one that `shoal up` started]")
-@click.option("--timeout-s", default=60.0, show_default=True, help="How long what is being answered may take.")
+@click.option("--timeout-s", default=60.0, show_default=True, help="How long to wait for pending requests.")
 def delete(endpoint: str | None, model: str | None, address: str | None, timeout_s: float) -> None:
-    """End an endpoint, or one model of it, when what it has been asked is answered.
+    """End an endpoint, or one model of it, when its pending requests are answered.
 
     \b
     Examples:
@@ -153,7 +153,7 @@ def delete(endpoint: str | None, model: str | None, address: str | None, timeout
 
 
 def _deploy_into(endpoint: str, words: Sequence[str], options: Mapping[str, object], timeout_s: float) -> None:
-    """Every word a model, which the endpoint then serves at once; of one that it serves already, this version."""
+    """Serve each model at once, in addition to the present ones; a model that is served already gets this version."""
     for option, value in options.items():
         if value is not None:
             raise ConfigError(option, value, "is of an endpoint that is deployed anew", f"leave --{option} out")
@@ -168,7 +168,7 @@ def _deploy_into(endpoint: str, words: Sequence[str], options: Mapping[str, obje
 
 
 def _require_no_endpoint(cluster: ClusterHandle) -> None:
-    """A cluster has one endpoint. Raises ClusterError before a job finds that out."""
+    """A cluster has one endpoint. Raises ClusterError before a job would."""
     jobs = {info.submission_id for info in list_jobs(cluster) if not info.status.is_over}
     for there in list_endpoints():
         if there.run_id in jobs:
@@ -177,7 +177,7 @@ def _require_no_endpoint(cluster: ClusterHandle) -> None:
 
 
 def _parse_fields(words: Sequence[str]) -> list[str]:
-    """`A.B=C` words as they are, a YAML file as `file=...`, models as the list of them."""
+    """`A.B=C` words unchanged, a YAML file as `file=...`, models as a list."""
     models = [each for each in words if "=" not in each and not each.endswith((".yaml", ".yml"))]
     files = [each for each in words if "=" not in each and each.endswith((".yaml", ".yml"))]
     if len(files) > 1:
@@ -196,7 +196,7 @@ def _require_cluster(cluster: ClusterHandle | None) -> ClusterHandle:
 
 
 def _wait_until_ready(job: JobHandle, run_id: str, timeout_s: float) -> FoundEndpoint:
-    """Raises RunError with the job's own words when it has failed, ClusterError when it takes too long."""
+    """Raises RunError with the job's own error when it has failed, ClusterError when it takes too long."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         for point in _list_run_endpoints(run_id):
@@ -224,7 +224,7 @@ _GRPC = re.compile(r"^serving gRPC at (\S+)", re.MULTILINE)
 def deploy_remote(
     cluster: ClusterHandle, module: str, spec: ServingSpec, fields: Sequence[str], timeout_s: float
 ) -> None:
-    """Returns when the models answer there. Raises ClusterError, ConfigError, ConnectionLost, RunError."""
+    """Returns when the remote models answer. Raises ClusterError, ConfigError, ConnectionLost, RunError."""
     if not spec.models:
         raise ConfigError("models", [], "there is nothing to serve", "name a model of the cluster's registry")
     if there := _list_remote_endpoints(cluster, module):
@@ -249,7 +249,7 @@ def deploy_remote(
 
 
 def delete_remote(cluster: ClusterHandle, module: str, endpoint: str | None, timeout_s: float) -> None:
-    """Ends the endpoint that `deploy` started there. Raises RunError naming what there is."""
+    """Ends the endpoint that `deploy` started on a remote cluster. Raises RunError with the endpoints that exist."""
     there = _list_remote_endpoints(cluster, module)
     if endpoint is None and len(there) == 1:
         endpoint = next(iter(there))
@@ -261,7 +261,7 @@ def delete_remote(cluster: ClusterHandle, module: str, endpoint: str | None, tim
 
 
 def _make_file_relative(field: str) -> str:
-    """A file is where the current folder is uploaded to. Raises ConfigError for one outside."""
+    """Make the file relative to the current folder, which is uploaded. Raises ConfigError for one outside."""
     if not (value := last_override([field], "file")):
         return field
     file, here = Path(value).resolve(), Path.cwd().resolve()
@@ -271,13 +271,13 @@ def _make_file_relative(field: str) -> str:
 
 
 def _list_remote_endpoints(cluster: ClusterHandle, module: str) -> dict[str, str]:
-    """Name -> job, of the endpoints that are kept up by jobs of ours."""
+    """Name -> job, of the endpoints that jobs of `deploy` keep up."""
     found = {}
     for info in list_jobs(cluster):
         try:
             words = shlex.split(info.entrypoint)
         except ValueError:
-            continue  # somebody else's, for whom a shell reads it
+            continue  # another program's job, which needs a shell to parse
         if not info.status.is_over and module in words:
             first = (last_override(words, "models") or info.submission_id).partition(",")[0]
             found[last_override(words, "endpoint.name") or split_ref(first)[0]] = info.submission_id
@@ -285,7 +285,7 @@ def _list_remote_endpoints(cluster: ClusterHandle, module: str) -> dict[str, str
 
 
 def _wait_for_remote(job: JobHandle, timeout_s: float) -> tuple[str, str]:
-    """Where it listens: HTTP, and `//host:port` of gRPC or "". Raises RunError with the job's own words when it has
+    """Its addresses: HTTP, and `//host:port` of gRPC or "". Raises RunError with the job's own error when it has
     failed, ClusterError when it takes too long."""
     deadline_s = time.monotonic() + timeout_s
     while True:

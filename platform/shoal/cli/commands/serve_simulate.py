@@ -1,6 +1,6 @@
-"""`shoal serve simulate`: what latency a model would show under a load, from how long its forwards take.
+"""`shoal serve simulate`: the latency of a model under a load, computed from its forward times.
 
-Parse, call, print. The forward's times are those that a live endpoint has measured, or are given.
+Parse, call, print. The forward times are measured by a live endpoint, or given.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from shoal.serve.batching.simulate import ForwardTime, SimulatedLoad, simulate
 
 TIMEOUT_S = 5.0
 DEFAULT_MAX_BATCH = 64  # that of ModelOptions
-LOADS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95)  # of the capacity, when no rate is asked about
+LOADS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95)  # of the capacity, without --rate
 
 
 @click.command("simulate")
 @click.argument("model", required=False, metavar="[NAME]")
-@click.option("--latency", metavar="ROWS:SECONDS,...", help="How long a forward takes, instead of a live model's.")
+@click.option("--latency", metavar="ROWS:SECONDS,...", help="Forward times, instead of a live model's.")
 @click.option("--rate", "rates", multiple=True, type=click.FloatRange(min=0, min_open=True), help="Requests/s.")
 @click.option("--deadline", "deadline_s", type=click.FloatRange(min=0, min_open=True), help="Of each request, seconds.")
 @click.option(
     "--max-batch", type=click.IntRange(min=1), help="Rows of a forward at most.  [default: the model's, or 64]"
 )
-@click.option("--replicas", type=click.IntRange(min=1), help="That share the load.  [default: the endpoint's, or 1]")
+@click.option("--replicas", type=click.IntRange(min=1), help="Replicas.  [default: the endpoint's, or 1]")
 @click.option("--requests", default=20_000, show_default=True, type=click.IntRange(min=100), help="To simulate.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
-@click.option("--endpoint", metavar="NAME|URL", help="Which endpoint.  [default: the one that is up on this machine]")
+@click.option("--endpoint", metavar="NAME|URL", help="The endpoint.  [default: the one running on this machine]")
 def simulate_verb(
     model: str | None,
     latency: str | None,
@@ -46,10 +46,10 @@ def simulate_verb(
     as_json: bool,
     endpoint: str | None,
 ) -> None:
-    """Say what latency requests would see at a rate, from how long the model's forwards take.
+    """Show the latency of requests at a rate, computed from the model's forward times.
 
-    The batcher's own schedule meets Poisson arrivals of one row each on a simulated clock; parsing and sending are not
-    in it. Without --rate: from a quarter of the model's capacity to nearly all of it.
+    The batcher's own scheduler runs on a simulated clock with Poisson arrivals of one row each; parsing and network
+    are not included. Without --rate: from a quarter of the model's capacity to nearly all of it.
 
     \b
     Examples:

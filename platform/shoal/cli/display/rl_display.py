@@ -1,7 +1,7 @@
-"""What a run looks like while it goes on: one picture on a terminal, plain lines elsewhere.
+"""The display of a running actor-learner run: one picture on a terminal, plain lines elsewhere.
 
-Reads the run record and nothing else, so it shows the same for a run of this process, of another, or of yesterday.
-Called by `watch`. `RunView` is the data, `render` and `format_plain_line` are pure functions of it.
+Reads only the run record, so it shows the same for a run of this process, of another, or of yesterday. Called by
+`run_view`. `RunView` is the data; `render` and `format_plain_line` are pure functions of it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _BARS = "▁▂▃▄▅▆▇█"
 class RunView:
     """One moment of a run.
 
-    metrics: the newest values of this life of the run
+    metrics: the newest values of this attempt of the run
     history: the newest mean returns, oldest first, all finite
-    lowest:  the lowest mean return of all that were seen
+    lowest:  the lowest mean return seen
     """
 
     run_id: str
@@ -55,7 +55,7 @@ class RunView:
 def make_view(
     run: Run, phase: str, target_return: float | None, before: RunView | None, notes: Sequence[str]
 ) -> RunView:
-    """The run as it is now; `before` carries the history on."""
+    """The present state of the run; `before` supplies the history."""
     metrics = run.latest(since_resumed=True)
     history, lowest = (before.history, before.lowest) if before else ((), math.inf)
     mean = metrics.get("return/mean_100", math.nan)
@@ -123,7 +123,7 @@ def format_sparkline(values: Sequence[float], width: int, low: float | None = No
 
 @dataclass(frozen=True)
 class Sparkline:
-    """A sparkline of all values, as wide as there is room for; the fields are the words of `sparkline`."""
+    """A sparkline of all values, as wide as possible; the fields are the arguments of `format_sparkline`."""
 
     values: tuple[float, ...]
     low: float | None = None
@@ -151,14 +151,14 @@ def _render_return(view: RunView) -> RenderableType:
 
 
 def _lowest_return(view: RunView) -> float:
-    """Where the scale begins: at 0 when the target lies above, or at the lowest return seen, where that is lower."""
+    """The start of the scale: 0 when the target is above it, or the lowest return seen if that is lower."""
     is_from_zero = view.target_return is None or view.target_return > 0
     lowest = min((view.lowest, *view.history, *((0.0,) if is_from_zero else ())))
     return lowest if math.isfinite(lowest) else 0.0
 
 
 def _compute_progress(mean: float, low: float, target: float) -> float:
-    """How much of the way from `low` to `target` is done, from 0 to 1."""
+    """The progress from `low` to `target`, from 0 to 1."""
     if not math.isfinite(mean) or mean >= target:
         return 1.0 if mean >= target else 0.0
     return min(1.0, max(0.0, (mean - low) / (target - low))) if target > low else 0.0
@@ -189,5 +189,5 @@ def _render_actors(view: RunView, lags: dict[str, float]) -> RenderableType:
 
 
 def _format_number(value: float, form: str) -> str:
-    """As long as a cell is wide: of very large ones the first digits."""
+    """Fit it into a cell: of very large numbers the first digits."""
     return format(value, form if abs(value) < 1e12 else ".3g") if math.isfinite(value) else "-"

@@ -1,7 +1,7 @@
-"""A run while it goes on, of whichever kind it is: its picture, its line, and watching both until it ends.
+"""The live view of a run of any kind: its picture, its line, and following both until it ends.
 
-Reads the run record and nothing else, so it shows the same for a run of this process, of another, or of a job that was
-submitted by Ray's own means. Called by `shoal run` and by `shoal runs --follow`.
+Reads only the run record, so it shows the same for a run of this process, of another, or of a job submitted by Ray's
+own tools. Called by `shoal run` and by `shoal runs --follow`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PLAIN_INTERVAL_S = 2.0
 View = rl_display.RunView | train_display.TrainView
 
 
-# What to do instead about a run that has no picture.
+# The alternative for a kind of run that has no picture.
 KINDS_WITHOUT_DISPLAY = {
     RunKind.SERVING: "look at it with shoal serve status",
     RunKind.PREDICTION: "its command says how far it is",
@@ -35,7 +35,7 @@ KINDS_WITHOUT_DISPLAY = {
 
 
 def make_view(record: Run, before: View | None, notes: Sequence[str] = ()) -> View | None:
-    """The run as it is now; `before` carries the history on. None of one WITHOUT_PICTURE."""
+    """The present view of the run; `before` supplies the history. None for a kind WITHOUT_PICTURE."""
     if record.kind in KINDS_WITHOUT_DISPLAY:
         return None
     if record.kind is RunKind.TRAINING:
@@ -45,13 +45,13 @@ def make_view(record: Run, before: View | None, notes: Sequence[str] = ()) -> Vi
 
 
 def render(view: View, width: int) -> RenderableType:
-    """For a terminal, so many columns wide."""
+    """For a terminal of this width."""
     drawn = train_display.render(view) if isinstance(view, train_display.TrainView) else rl_display.render(view)
-    return _Wrapped(drawn, width - len("^C"))  # which is echoed
+    return _Wrapped(drawn, width - len("^C"))  # which the terminal echoes
 
 
 class _Wrapped(Constrain):
-    """So many columns, whose lines are wrapped also where what the console prints besides is not."""
+    """Limits the width, and wraps lines even if the console does not wrap its other output."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         return super().__rich_console__(console, options.update(no_wrap=False, overflow="fold"))
@@ -66,11 +66,11 @@ def format_plain_line(view: View) -> str:
     )
 
 
-LOST_GRACE_S = 2.0  # a machine that was asleep has no fresh heartbeat for a moment
+LOST_GRACE_S = 2.0  # after a suspend the heartbeat is briefly too old
 
 
 class LineThrottle:
-    """Says the line of a view when its phase is another, and every `PLAIN_S`."""
+    """Returns the line of a view when its phase changes, and every `PLAIN_S`."""
 
     def __init__(self) -> None:
         self._phase, self._printed_at_s = "", 0.0
@@ -85,7 +85,7 @@ class LineThrottle:
 
 
 def follow_run(record: Run, console: Console) -> Run:
-    """Show a run until it is over; the run as it is then. Raises ConfigError of one WITHOUT_PICTURE."""
+    """Show a run until it is over, and return it. Raises ConfigError for a kind WITHOUT_PICTURE."""
     if record.kind in KINDS_WITHOUT_DISPLAY:
         raise ConfigError(
             "follow",
@@ -119,7 +119,7 @@ def _infer_phase(record: Run) -> str:
     ready = {point.kind for point in record.endpoints() if point.state == "ready"}
     if "evaluated" in seen:
         return "writing the report"
-    if "solved" in seen and _is_at_target(record):  # it may fail the trial, and learn on
+    if "solved" in seen and _is_at_target(record):  # it may fail the trial, and go on learning
         return "solved; playing through the endpoint"
     if "gateway_ready" in seen and record.latest(since_resumed=True):
         return "learning"
@@ -128,9 +128,9 @@ def _infer_phase(record: Run) -> str:
     return "starting the endpoint" if "inference" not in ready else "starting the gateway"
 
 
-@lru_cache(maxsize=1)  # asked four times a second
+@lru_cache(maxsize=1)  # called four times a second
 def _read_target_return(spec: str) -> float | None:
-    """The mean return at which a run of the loop ends, by its recorded spec."""
+    """The mean return that ends a run of the loop, from its recorded spec."""
     target: float | None = (yaml.safe_load(spec) or {}).get("target_return")
     return target
 

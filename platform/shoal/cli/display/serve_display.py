@@ -1,7 +1,7 @@
-"""What an endpoint looks like: one picture on a terminal, plain lines elsewhere.
+"""The display of an endpoint: one picture on a terminal, plain lines elsewhere.
 
-Reads the endpoint's status document and nothing else. Called by `shoal serve`; `render` and `format_plain_lines` are
-pure functions of the document.
+Reads only the endpoint's status document. Called by `shoal serve`; `render` and `format_plain_lines` are pure functions
+of the document.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _COLUMNS = ("model", "version", "share", "req/s", "p50", "p99", "errors", "diffe
 
 
 def render(status: EndpointStatus, url: str, note: str = "") -> RenderableType:
-    """The picture for a terminal; `note` says what is wrong with it, such as its age."""
+    """The picture for a terminal; `note` reports a problem with it, such as its age."""
     parts: list[RenderableType] = [
         _render_versions(status),
         *(_render_model(model) for model in status.models),
@@ -41,7 +41,7 @@ def render(status: EndpointStatus, url: str, note: str = "") -> RenderableType:
 
 
 def format_plain_lines(status: EndpointStatus, url: str) -> list[str]:
-    """For a log file: a line for the endpoint, for each version of each model, and for what is to be said of it."""
+    """For a log file: a line for the endpoint, for each version of each model, and for each unusual state."""
     state = "ready" if status.ready else "not ready"
     lines = [f"{status.endpoint}: {state} at {_format_address(status, url)}, replicas {_format_ready_count(status)}"]
     for model in status.models:
@@ -116,7 +116,7 @@ def _make_version_cells(version: VersionStatus) -> tuple[RenderableType, ...]:
 
 
 def _render_model(model: ModelStatus) -> RenderableType:
-    """What the versions of a model have in common."""
+    """The facts that the versions of a model share."""
     told = [f"queue {model.queued_rows}/{model.max_queued_rows}", f"refused {model.refused:,}"]
     told += [f"batches of {_format_batch(model)}"] if model.batch_rows is not None else []
     if model.latency:

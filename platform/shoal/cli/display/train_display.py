@@ -1,7 +1,7 @@
-"""What a training run looks like while it goes on: the way to its end, its speed, what it waits for, how good it is.
+"""The display of a running training run: progress, speed, waiting times, metrics.
 
-Reads the run record and nothing else. Called by `watch`. `TrainView` is the data, `render` and `format_plain_line` are
-pure functions of it.
+Reads only the run record. Called by `run_view`. `TrainView` is the data; `render` and `format_plain_line` are pure
+functions of it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RATES = (
     ("samples/s", "samples/per_s", ",.0f", 1.0),
     ("data wait", "wait/data", ".0f", 100.0),
     ("communication", "wait/communication", ".0f", 100.0),
-    ("MFU", "flops/utilisation", ".1f", 100.0),  # of the devices' peak FLOP/s, the share that was made use of
+    ("MFU", "flops/utilisation", ".1f", 100.0),  # the used share of the devices' peak FLOP/s
 )
 
 
@@ -35,7 +35,7 @@ RATES = (
 class TrainView:
     """One moment of a training run.
 
-    metrics: the newest values of this life of the run
+    metrics: the newest values of this attempt of the run
     setting: the details of its event `training`: plan, workers, device, total_steps, ...
     history: the newest losses, oldest first, all finite
     """
@@ -53,13 +53,13 @@ class TrainView:
 
     @property
     def progress(self) -> float:
-        """How much of the run is done, from 0 to 1; NaN when nothing says where it ends."""
+        """The finished share of the run, from 0 to 1; NaN when its end is unknown."""
         total, step = self.setting.get("total_steps"), self.value("train/step")
         return min(step / total, 1.0) if total else math.nan  # in this order: NaN before the first report
 
     @property
     def remaining_s(self) -> float:
-        """Seconds to the last step at the present speed; NaN when unknown, and when the last step is done."""
+        """Seconds to the last step at the present speed; NaN when unknown, and after the last step."""
         total = self.setting.get("total_steps")
         if self.phase != TRAINING:
             return math.nan
@@ -67,13 +67,13 @@ class TrainView:
 
     @property
     def evaluation_metrics(self) -> dict[str, float]:
-        """What the last evaluation gave."""
+        """The results of the last evaluation."""
         start = "validation/"
         return {name.removeprefix(start): v for name, v in self.metrics.items() if name.startswith(start)}
 
 
 def make_view(run: Run, before: TrainView | None, notes: Sequence[str]) -> TrainView:
-    """The run as it is now; `before` carries the history on."""
+    """The present view of the run; `before` supplies the history."""
     metrics, seen = run.latest(since_resumed=True), run.last_events(since_resumed=True)
     history = before.history if before is not None else ()
     loss = metrics.get("train/loss", math.nan)
@@ -140,7 +140,7 @@ def _render_loss(view: TrainView) -> RenderableType:
 
 
 def _format_rates(view: TrainView) -> list[tuple[str, str]]:
-    """The rates that are known."""
+    """The known rates."""
     words = []
     for name, metric, form, factor in RATES:
         value = view.value(metric) * factor

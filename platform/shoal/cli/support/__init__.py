@@ -1,1 +1,1 @@
-"""What verbs share: lookup of jobs, consoles, input readers."""
+"""Code that commands share: lookup of jobs, consoles, input readers."""

@@ -18,7 +18,7 @@ from rich.text import Text
 
 
 def make_literal_console(*, soft_wrap: bool = True) -> Console:
-    """Takes no string for markup or an emoji, nor the heading of a table. `soft_wrap`: long lines stay whole."""
+    """Interprets no string, nor a table's heading, as markup or emoji. `soft_wrap`: do not wrap long lines."""
     return Console(highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap)
 
 
@@ -70,7 +70,7 @@ _ANY_LENGTH = 1_000
 
 
 class CommandGroup(click.Group):
-    """click's own list cuts each sentence where the line ends."""
+    """A group whose list keeps full sentences; click would cut them at the line's end."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
@@ -80,5 +80,5 @@ class CommandGroup(click.Group):
 
 
 def strip_task_key(_context: object, _argument: object, task: str) -> str:
-    """A click callback: the task also where it is typed as for `shoal run`, `task=NAME`."""
+    """A click callback: accepts the task also as for `shoal run`, `task=NAME`."""
     return task.removeprefix("task=")

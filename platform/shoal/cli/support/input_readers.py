@@ -1,7 +1,7 @@
-"""What `shoal predict` reads: words, JSON, tables, pictures and arrays, as the inputs of a model.
+"""The input of `shoal predict`: words, JSON, tables, images and arrays, as a model's inputs.
 
-Called by the verb alone. Every function returns arrays or lists [rows, ...] by input: lists of arrays where rows differ
-in a dimension that the input leaves open. DataError names the file or the word, and what would have fitted.
+Called by the command alone. Every function returns arrays or lists [rows, ...] by input: lists of arrays where rows
+differ in a variable dimension. DataError names the file or the word, and what would fit.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _DAMAGED = (zipfile.BadZipFile, zlib.error, struct.error, tokenize.TokenError)
 
 
 def parse_arguments(words: Sequence[str], inputs: Sequence[TensorDescription]) -> dict[str, ArrayLike]:
-    """`x=1,2,3`, `x=[[1, 2], [3, 4]]`, or without `x=` for the only input; of one input, rows after rows.
+    """`x=1,2,3`, `x=[[1, 2], [3, 4]]`, or without `x=` for the only input; repeated words for one input add rows.
 
-    A text for BYTES is one value, with its commas and blanks, but for a JSON list of them.
+    A text for BYTES is one value, commas and blanks included, unless it is a JSON list.
     """
     found: dict[str, ArrayLike] = {}
     for word in words:
@@ -56,9 +56,9 @@ def parse_arguments(words: Sequence[str], inputs: Sequence[TensorDescription]) -
 
 
 def from_json(path: str, inputs: Sequence[TensorDescription]) -> dict[str, ArrayLike]:
-    """An object of inputs, rows, or a request as the protocol writes it; `-` is standard input.
+    """An object of inputs, rows, or a request of the protocol; `-` is standard input.
 
-    Rows are objects of inputs, or those of the only input.
+    Rows are objects of inputs, or values of the only input.
     """
     text = _read_text(path)
     content = _parse_json("json", path, text)
@@ -101,7 +101,7 @@ def _parse_named_inputs(
 def _parse_rows(
     path: str, rows: Sequence[Mapping[str, Any]], inputs: Sequence[TensorDescription]
 ) -> dict[str, ArrayLike]:
-    """One object for each row. Raises DataError for one that differs from the first."""
+    """One object for each row. Raises DataError when one differs from the first."""
     for number, row in enumerate(rows):
         if row.keys() != rows[0].keys():
             raise DataError("json", path, f"row {number} has other inputs than row 0", "give each the same")
@@ -114,7 +114,7 @@ def _parse_rows(
 
 
 def from_table(path: Path, columns: Sequence[str], inputs: Sequence[TensorDescription]) -> dict[str, ArrayLike]:
-    """Columns of a CSV or Parquet file; see `serve.tables.table` for which."""
+    """Columns of a CSV or Parquet file; `serve.tables.table` defines which."""
     import pyarrow as pa
     import pyarrow.csv
     import pyarrow.parquet
@@ -123,14 +123,14 @@ def from_table(path: Path, columns: Sequence[str], inputs: Sequence[TensorDescri
     try:
         if path.suffix.lower() in (".csv", ".tsv", ".txt"):
             parsing = pa.csv.ParseOptions(delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
-            alone = pa.csv.ReadOptions(use_threads=False)  # several would not know the number of a row that is wrong
+            alone = pa.csv.ReadOptions(use_threads=False)  # with threads, errors lack the row number
             with pa.csv.open_csv(path, read_options=alone, parse_options=parsing) as reader:
                 seen = reader.schema
             chosen = choose_columns(inputs, seen.names, said)
             types = pa.csv.ConvertOptions(column_types=infer_csv_types(inputs, chosen, seen))
             table = pa.csv.read_csv(path, read_options=alone, parse_options=parsing, convert_options=types)
         else:
-            table = pa.parquet.read_table(path, partitioning=None)  # a folder that is called day=3 is no column
+            table = pa.parquet.read_table(path, partitioning=None)  # a folder named day=3 is not a column
             chosen = choose_columns(inputs, table.column_names, said)
     except (OSError, pa.ArrowException) as error:
         raise DataError(
@@ -148,7 +148,7 @@ def from_table(path: Path, columns: Sequence[str], inputs: Sequence[TensorDescri
 
 
 def _error_summary(error: BaseException) -> str:
-    """What it says, which may be of several lines; of what the system refuses, why alone."""
+    """The error's message in one line; for a system error only its reason."""
     if isinstance(error, FileNotFoundError):
         return "there is no such file"
     if isinstance(error, OSError) and error.errno:
@@ -157,7 +157,7 @@ def _error_summary(error: BaseException) -> str:
 
 
 def from_arrays(words: Sequence[str], inputs: Sequence[TensorDescription]) -> dict[str, ArrayLike]:
-    """`.npy` files, each for the only input or as `x=FILE`; a `.npz` has the inputs by name."""
+    """`.npy` files, each for the only input or as `x=FILE`; a `.npz` with the inputs by name."""
     found: dict[str, ArrayLike] = {}
     for word in words:
         if word.endswith(".npz"):
@@ -178,15 +178,15 @@ def from_arrays(words: Sequence[str], inputs: Sequence[TensorDescription]) -> di
 
 
 def _load_arrays(file: str) -> dict[str, np.ndarray]:
-    """The arrays of a file by name; a single one has none."""
+    """The arrays of a file by name; a single one has the name ""."""
     remedy = "write it with numpy.save or numpy.savez"
     try:
-        with Path(file).open("rb") as opened:  # which NumPy leaves open where an archive is damaged
+        with Path(file).open("rb") as opened:  # NumPy leaves a damaged archive open
             loaded = np.load(opened, allow_pickle=False)
             if isinstance(loaded, np.ndarray):
                 return {"": loaded}
             arrays = {name: loaded[name] for name in loaded.files}
-    # What is damaged at a place of its own may raise nearly anything in NumPy's reader, or in that of archives.
+    # Damaged files may raise nearly any exception in NumPy's reader, or in that of archives.
     except (OSError, ValueError, KeyError, EOFError, SyntaxError, MemoryError, RuntimeError, *_DAMAGED) as error:
         problem = "is no array of NumPy's, or one of objects" if "pickle" in str(error) else _error_summary(error)
         raise DataError("npy", file, f"cannot be read: {problem}", remedy) from None
@@ -198,9 +198,9 @@ def _load_arrays(file: str) -> dict[str, np.ndarray]:
 def from_images(
     paths: Sequence[Path], white: float | None, inputs: Sequence[TensorDescription]
 ) -> dict[str, ArrayLike]:
-    """Pictures as rows of the only input, in its size, with its channels (1 or 3, before or after height and width).
+    """Images as rows of the only input, in its size and channels (1 or 3, before or after height and width).
 
-    white: the number of a white pixel; None for 255 in whole numbers and 1.0 in floats
+    white: the value of a white pixel; None for 255 in integers and 1.0 in floats
     """
     spec = _require_single_input("image", str(paths[0]), inputs)
     if white is not None and not math.isfinite(white):
@@ -212,18 +212,18 @@ def from_images(
 
 
 def _scale_pixels(picture: np.ndarray, scale: float, spec: TensorDescription) -> np.ndarray:
-    if is_integer(spec):  # whether the input can hold them, the client says
+    if is_integer(spec):  # the client checks the range
         return picture if scale == 1.0 else np.rint(picture * scale).astype(np.int64)
     return (picture * scale).astype(np.float32 if spec.datatype == "BF16" else NUMPY_DTYPES[spec.datatype])
 
 
 def is_integer(spec: TensorDescription) -> bool:
-    """Whether it takes whole numbers."""
+    """Whether it has an integer type."""
     return spec.datatype != "BF16" and NUMPY_DTYPES[spec.datatype].kind in "iu"
 
 
 def _load_picture(path: Path, spec: TensorDescription) -> np.ndarray:
-    """Bytes [1, H, W], [3, H, W], [H, W] or [H, W, 3], as the input has it."""
+    """Bytes [1, H, W], [3, H, W], [H, W] or [H, W, 3], like the input."""
     with needs_extra("data"):
         from PIL import Image
 
@@ -240,7 +240,7 @@ def _load_picture(path: Path, spec: TensorDescription) -> np.ndarray:
         with Image.open(path) as opened:
             if opened.mode in ("I", "F"):
                 raise DataError("image", str(path), f"has 32 bits a pixel (mode {opened.mode})", "use --npy")
-            # Of 16 bits the upper ones: Pillow's own `convert` takes all that is above 255 for white.
+            # Of 16 bits take the upper ones: Pillow's own `convert` turns everything above 255 into white.
             is_deep = opened.mode.startswith("I;16")
             picture = Image.fromarray((np.asarray(opened) >> 8).astype(np.uint8)) if is_deep else opened
             image = picture.convert("L" if is_grey else "RGB")
@@ -262,7 +262,7 @@ def _load_picture(path: Path, spec: TensorDescription) -> np.ndarray:
 def _split_target(
     field: str, word: str, inputs: Sequence[TensorDescription], *, is_file: bool = False
 ) -> tuple[TensorDescription, str]:
-    """The input that `x=...` is for, and what follows."""
+    """The input of `x=...`, and the text after it."""
     specs = {spec.name: spec for spec in inputs}
     name, is_named, text = word.partition("=")
     if is_named and name in specs:
@@ -299,12 +299,12 @@ def _parse_values(word: str, text: str, spec: TensorDescription) -> list[Any]:
 
 
 def _reshape_rows(field: str, word: str, rows: Any, spec: TensorDescription) -> ArrayLike:
-    """Values without a batch dimension, or without any but their order, get the input's shape."""
+    """Give values without a batch dimension, or without any shape, the input's shape."""
     inner = spec.shape[1:]
     try:
         array = np.array(rows, dtype=_choose_numpy_dtype(spec.datatype))
         if array.ndim < len(spec.shape) and any(isinstance(row, list) for row in array.flat):
-            raise ValueError  # lists of different lengths, which NumPy takes for elements where they can be anything
+            raise ValueError  # lists of different lengths, which NumPy would take as elements of an object array
     except ValueError:
         return _to_ragged_rows(field, word, rows, spec)
     if array.ndim == len(spec.shape):
@@ -321,12 +321,12 @@ def _reshape_rows(field: str, word: str, rows: Any, spec: TensorDescription) -> 
 
 
 def _choose_numpy_dtype(datatype: object) -> type[object] | None:
-    """Of what NumPy is to make an array: of texts, and of numbers that it would make floats of, as they are."""
+    """The dtype for parsing: object for texts, and for integers that NumPy would turn into floats."""
     return object if datatype in ("BYTES", "UINT64") else None
 
 
 def _to_ragged_rows(field: str, word: str, rows: Sequence[Any], spec: TensorDescription) -> list[np.ndarray]:
-    """Rows of different lengths, each by itself. Raises DataError where the input has none of that."""
+    """Rows of different lengths, each by itself. Raises DataError when the input does not allow them."""
     inner = spec.shape[1:]
     try:
         found = [np.array(row, dtype=_choose_numpy_dtype(spec.datatype)) for row in rows]
@@ -341,21 +341,21 @@ def _to_ragged_rows(field: str, word: str, rows: Sequence[Any], spec: TensorDesc
 def _parse_json(field: str, word: str, text: str) -> Any:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:  # also of numbers with thousands of digits
+    except (ValueError, RecursionError) as error:  # ValueError also for numbers with thousands of digits
         raise DataError(field, word, f"is not JSON: {error}", "for example [[1, 2], [3, 4]]") from None
 
 
 def _read_text(path: str) -> str:
     try:
         return sys.stdin.read() if path == "-" else Path(path).read_text()
-    except (OSError, ValueError) as error:  # the latter of bytes that are no text, and of a name with a NUL
+    except (OSError, ValueError) as error:  # ValueError: not text, or a NUL in the name
         raise DataError(
             "json", path, f"cannot be read: {_error_summary(error)}", "give a file, or - for standard input"
         ) from None
 
 
 def split_requests(arrays: Mapping[str, ArrayLike], max_rows: int) -> list[dict[str, ArrayLike]]:
-    """At most so many rows in each, one after the other, and only such as have equal shapes.
+    """Split into requests of at most `max_rows` rows, in order, each with rows of equal shapes.
 
     Raises DataError when the inputs have different numbers of rows.
     """

@@ -1,6 +1,6 @@
-"""What a job that a verb starts must be told, and what it says in return, without Ray's own remarks.
+"""The environment of a job that a command starts, and its output without Ray's own messages.
 
-Called by the verbs that start jobs. Reads a job's log; starts and stops nothing.
+Called by the commands that start jobs. Reads a job's log; starts and stops nothing.
 """
 
 from __future__ import annotations
@@ -22,46 +22,46 @@ from shoal.errors import ClusterError, ConnectionLost
 from shoal.home import home, load_access_token
 from shoal.runs.record.provenance import make_command_variable
 
-# What Ray and Serve say in a job's log about themselves.
+# Messages of Ray and Serve about themselves in a job's log.
 _RAY_LOG_LINE = re.compile(
     r" job_manager\.py:|^Running entrypoint for job|^INFO .* serve \d+ -- |\(raylet\)|core_worker\.cc:"
 )
-_ERROR_PREFIX = "error: "  # how the line of a ShoalError begins: see cluster.driver
+_ERROR_PREFIX = "error: "  # begins the line of a ShoalError: see cluster.job_main
 _NUM_LAST_LINES = 15
 
 
 def new_run_id() -> str:
-    """The id under which whoever starts a job looks for its record."""
+    """The id by which the starter of a job finds its record."""
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.urandom(2).hex()}"
 
 
 def job_environment(run_id: str, command: str) -> dict[str, str]:
-    """The variables of a job whose record is to be `run_id`, as started by `command`."""
+    """The variables of a job that records as `run_id`, started by `command`."""
     return {
         "SHOAL_RUN_ID": run_id,
         "SHOAL_HOME": str(home()),
         "SHOAL_TOKEN": load_access_token(),
         **make_command_variable(command),
-        # What is found here is found there, on a cluster that somebody else has started too.
+        # The job finds this process's modules, also on a cluster that another user has started.
         **make_python_path_variable(),
     }
 
 
 def read_job_lines(job: JobHandle) -> list[str]:
-    """The lines of the job so far, up to an error of ours, which is told at the end."""
+    """The lines of the job so far, without a final ShoalError, which `describe_failure` reports."""
     lines = [line for line in job.read_logs().splitlines() if not _RAY_LOG_LINE.search(line)]
     return list(takewhile(lambda line: not line.startswith(_ERROR_PREFIX), lines))
 
 
 class JobLogReader:
-    """The lines of a job as it writes them, up to an error of ours, which is told at the end. Reads each once."""
+    """The lines of a job as it writes them, each once, without a final ShoalError."""
 
     def __init__(self, job: JobHandle) -> None:
         self._job = job
         self._start, self._partial_line, self._has_failed = 0, "", False
 
     def read_new_lines(self, *, is_over: bool) -> list[str]:
-        """Those since the last time; one that has only begun is left for the next, unless nothing comes any more."""
+        """The new lines; an incomplete line is left for the next call unless the job is over."""
         piece, self._start = self._job.read_logs_from(self._start, is_whole=is_over)
         lines = (self._partial_line + piece).splitlines(keepends=True)
         is_whole = is_over or not lines or (lines[-1].splitlines() != [lines[-1]] and not lines[-1].endswith("\r"))
@@ -73,7 +73,7 @@ class JobLogReader:
 
 
 def follow_lines(job: JobHandle, timeout_s: float) -> Iterator[str]:
-    """The lines of the job as they come, until it is over. Raises as `Job.follow` does."""
+    """The lines of the job as they come, until it is over. Raises as `JobHandle.follow` does."""
     begun = ""
     for piece in job.follow(timeout_s):
         *lines, begun = (begun + piece).split("\n")
@@ -83,36 +83,36 @@ def follow_lines(job: JobHandle, timeout_s: float) -> Iterator[str]:
 
 
 def describe_failure(job: JobHandle, what: str, outcome: JobStatus) -> str:
-    """Why the job ended as `outcome`, which is no success: its own error, or the last words of its log.
+    """Why the job ended as `outcome`, without success: its own error, or the last lines of its log.
 
-    what: names it where there is no error
+    what: names the job if there is no error
     """
     lines = [line for line in job.read_logs().splitlines() if line.strip() and not _RAY_LOG_LINE.search(line)]
     begins = [index for index, line in enumerate(lines) if line.startswith(_ERROR_PREFIX)]
     if begins:
         return "\n".join(lines[begins[-1] :]).removeprefix(
             _ERROR_PREFIX
-        )  # a Task's own error has a traceback, of many lines
+        )  # a Task's own error has a traceback of many lines
     ended = "was stopped by another" if outcome is JobStatus.STOPPED else "failed"
     return "\n".join([f"{what} {ended}; its last words:", *lines[-_NUM_LAST_LINES:]])
 
 
 def interrupt_on_termination() -> None:
-    """Let SIGTERM end this program as Ctrl-C does, and so let a terminal that is closed, except under `nohup`."""
+    """Let SIGTERM, and except under `nohup` a closed terminal, end this program like Ctrl-C."""
     signal.signal(signal.SIGTERM, _raise_interrupt)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         signal.signal(signal.SIGHUP, _raise_interrupt)
 
 
 def ignore_further_interrupts() -> None:
-    """While this program cleans up, which takes seconds and leaves nothing behind."""
+    """Ignore signals during the cleanup, which takes seconds."""
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
 
 
 @contextmanager
 def end_on_interrupt(end: Callable[[], object]) -> Iterator[None]:
-    """`end` the job of an endpoint that never becomes ready; and the program, when it is interrupted."""
+    """Call `end` to remove the job of an endpoint that never becomes ready; exit when interrupted."""
     try:
         yield
     except KeyboardInterrupt:
@@ -127,5 +127,5 @@ def end_on_interrupt(end: Callable[[], object]) -> Iterator[None]:
 
 def _raise_interrupt(signum: int, frame: object) -> None:
     if signum == signal.SIGHUP:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the shell and the kernel both say so
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # both the shell and the kernel send it
     raise KeyboardInterrupt

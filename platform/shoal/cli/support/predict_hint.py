@@ -1,4 +1,4 @@
-"""What to type to ask a model something: the first `shoal predict`, made of its signature alone. Called by `deploy`."""
+"""Suggest a first `shoal predict` command from a model's signature. Called by `deploy`."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Sequence
 
 from shoal.registry import ModelVersion, TensorSignature
 
-MAX_VALUES = 12  # of one input, to be typed
-OPEN_SIZE = 3  # stands for a dimension of variable size
-MIN_PIXELS = 8  # a side of what may be a picture
+MAX_VALUES = 12  # of one input in a command
+OPEN_SIZE = 3  # used for a dimension of variable size
+MIN_PIXELS = 8  # the smallest side of an image
 
 
 def suggest_predict_command(version: ModelVersion) -> str:
-    """`shoal predict` with a row of zeros, a text, or a picture to be named; `--help` where that is long to type."""
+    """`shoal predict` with a row of zeros, a text, or the name of an image; `--help` where that would be too long."""
     inputs = version.manifest.signature.inputs
     words = ["--image", "FILE"] if len(inputs) == 1 and _can_be_picture(inputs[0]) else _make_row_options(inputs)
     return shlex.join(["shoal", "predict", version.name, *(words or ["--help"])])
 
 
 def _make_row_options(inputs: Sequence[TensorSignature]) -> list[str]:
-    """Options that give one row of every input; none where an input is too large."""
+    """Options that give one row of every input; [] when an input is too large."""
     words: list[str] = []
     for spec in inputs:
         sizes = [OPEN_SIZE if size == -1 else size for size in spec.shape[1:]]

@@ -1,8 +1,8 @@
-"""What the raylet runs to start a worker, in place of Ray's `setup_worker.py`: asks the fork server for a process.
+"""The raylet's command to start a worker, instead of Ray's `setup_worker.py`: requests a fork from the fork server.
 
-Run as a script by the embedded cluster's raylet, once for each worker, so it imports nothing but a few modules of the
-standard library (importing `shoal.cluster` would cost more than it saves). A worker that cannot be forked, or when
-nobody forks, is started as Ray does it: this process becomes Ray's own. See docs/decisions/012-forked-workers.md.
+Runs as a script of the embedded cluster's raylet, once for each worker, so it imports only a few modules of the
+standard library (importing `shoal.cluster` would cost more than it saves). If the worker cannot be forked, or no fork
+server runs, this process becomes Ray's own script. See docs/decisions/012-forked-workers.md.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from importlib.util import find_spec
 from typing import TypedDict
 
 ADDRESS_VARIABLE = "SHOAL_FORK_SERVER"  # the path of its unix socket
-FORK_TIMEOUT_S = 30.0  # for a fork server that has taken the request, on a busy machine
+FORK_TIMEOUT_S = 30.0  # for a fork server that has accepted the request, on a busy machine
 
-# Libraries, and Python itself, read these once as they are loaded, which the fork server has done.
+# Python and libraries read these once at import, which the fork server has already done.
 STARTUP_VARIABLES = (
     *("PYTHON", "LD_", "MALLOC_", "GLIBC_", "LC_", "LANG", "TZ", "OPENSSL_", "SSL_", "PROTOCOL_BUFFERS_", "SYMPY_"),
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "NPY_", "TORCH", "PYTORCH_", "AOT_", "PT2_"),
@@ -31,12 +31,12 @@ _PYTHON = "--language=PYTHON"
 
 
 class WorkerRequest(TypedDict):
-    """What a worker is, as JSON over the socket; its standard streams go with it."""
+    """A worker, as JSON over the socket; its standard streams are sent with it."""
 
-    command: list[str]  # the worker's script, and its arguments
+    command: list[str]  # the worker's script and its arguments
     environment: dict[str, str]
     folder: str
-    # What the raylet gives to its children.
+    # Inherited from the raylet.
     niceness: int
     oom_score: str
     blocked_signals: list[int]
@@ -44,7 +44,7 @@ class WorkerRequest(TypedDict):
 
 
 def parse_worker_request(arguments: list[str], environment: dict[str, str]) -> WorkerRequest | None:
-    """The worker that the arguments of `setup_worker.py` ask for; None when it is to be started as Ray does it."""
+    """The worker requested by the arguments of `setup_worker.py`; None when Ray must start it."""
     contexts = [word.removeprefix(_CONTEXT) for word in arguments if word.startswith(_CONTEXT)]
     command = [word for word in arguments if not word.startswith((_CONTEXT, "--language="))]
     if _PYTHON not in arguments or not command or command[0].startswith("-"):
@@ -77,13 +77,13 @@ def request_fork(address: str, worker: WorkerRequest) -> bool:
             text = json.dumps(worker).encode()
             socket.send_fds(server, [len(text).to_bytes(8, "big")], [0, 1, 2])
             server.sendall(text)
-            return server.recv(1) == b"+"  # the worker says it; nobody else can
+            return server.recv(1) == b"+"  # sent by the worker itself
         except OSError:
             return False
 
 
 def main() -> None:
-    """Have the worker forked, or become what Ray runs."""
+    """Request a fork, or become Ray's own script."""
     address = os.environ.get(ADDRESS_VARIABLE, "")
     worker = parse_worker_request(sys.argv[1:], dict(os.environ))
     if worker is None or not request_fork(address, worker):

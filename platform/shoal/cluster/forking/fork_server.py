@@ -1,12 +1,12 @@
 """The process that Ray workers are forked from, torch imported: `python -m shoal.cluster.forking.fork_server SOCKET`.
 
-A fresh worker spends seconds of a processor on imports, torch's above all, and Ray starts Python twice for it. This
-process, a child of the embedded cluster's head, imports once what workers import, and forks itself for each: what a
-worker imports is then there. `worker_launch` asks it, in the raylet's name. It never imports Ray, whose C++ part does
-not survive a fork, nor shoal, which a job may bring along itself.
+A fresh worker spends seconds of CPU time on imports, mainly torch's, and Ray starts Python twice for it. This process,
+a child of the embedded cluster's head, imports the workers' modules once and forks itself for each worker.
+`fork_client` requests the forks for the raylet. It never imports Ray, whose C++ part does not survive a fork, nor
+shoal, since a job may bring its own.
 
-A forked worker finds what a fresh one would: its own environment, folder, streams, `sys.path` and `__main__`; random
-numbers of its own; and, for what it imports, what its own `sys.path` leads to (see `imported`).
+A forked worker behaves like a fresh one: its own environment, folder, streams, `sys.path`, `__main__` and random
+seeds. Its imports follow its own `sys.path` (see `preloaded_modules`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from typing import Any
 from shoal.cluster.forking.fork_client import OOM_SCORE, STARTUP_VARIABLES, WorkerRequest
 from shoal.cluster.forking.preloaded_modules import PreloadedModuleFinder
 
-# What workers import sooner or later, and what may be forked: no threads but numpy's, whose library minds forks, and no
-# connections. So neither pyarrow, which has a thread, nor pandas, which imports it. torch's compiler is what the first
-# step of an optimiser imports.
+# Modules that workers import sooner or later and that survive a fork: no threads except numpy's, whose library handles
+# forks, and no connections. So neither pyarrow, which has a thread, nor pandas, which imports it. An optimiser's first
+# step imports torch's compiler.
 LIBRARIES = (
     *("numpy", "requests", "jsonschema", "google.protobuf", "yaml", "msgpack", "click"),  # Ray's
     *("aiohttp", "fastapi", "uvicorn", "pydantic", "httpx2", "msgspec", "rich.console"),  # an endpoint's
@@ -41,32 +41,32 @@ LIBRARIES = (
 REQUEST_TIMEOUT_S = 10.0
 BACKLOG = 128
 CHUNK_BYTES = 64 * 1024
-FileStamps = dict[str, tuple[int, int] | None]  # inode and time of change
+FileStamps = dict[str, tuple[int, int] | None]  # inode and modification time
 
 
 def main() -> None:
-    """Import, then fork for whoever asks at the socket that argument 1 names, until ended. Returns in no process."""
+    """Import, then serve fork requests at the socket of argument 1 until ended. Returns in no process."""
     before, environment = set(sys.modules), dict(os.environ)
     for name in LIBRARIES:
         importlib.import_module(name)
     imported = sys.modules.keys() - before
-    _replace_environment(environment)  # torch's compiler has written to it, and will again in who uses it
+    _replace_environment(environment)  # torch's compiler has written to it, and will again in the workers that use it
     gc.collect()
-    gc.freeze()  # else a worker's first search for garbage would copy the pages of all that it shares
+    gc.freeze()  # otherwise a worker's first collection would copy all shared pages
     become_worker(_serve_forks(sys.argv[1], stat_module_files(filter(_is_outermost, imported))), imported)
 
 
 def _serve_forks(address: str, read: FileStamps) -> WorkerRequest:
-    """Returns in each process that is forked, with the worker that it is to become.
+    """Returns in each forked process, with the worker that it must become.
 
-    read: the files of what was imported; when one is another by now, as after an upgrade, nothing is forked any more
+    read: the files of the imported modules; once one of them changes, as after an upgrade, nothing is forked any more
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets workers that have ended
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps ended workers
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen(BACKLOG)
         while True:
-            # Nothing is ever written to standard input: it closes when the head ends, however that does.
+            # Standard input is never written to: it closes when the head ends.
             if sys.stdin in select.select([listener, sys.stdin], [], [])[0]:
                 sys.exit()
             connection, _ = listener.accept()
@@ -77,9 +77,9 @@ def _serve_forks(address: str, read: FileStamps) -> WorkerRequest:
 
 
 def _handle_request(connection: socket.socket, read: FileStamps) -> WorkerRequest | None:
-    """Fork if that gives the worker that is asked for; what it is, in the new process, and None in this one.
+    """Fork if a fork can become the requested worker: returns the worker in the new process, and None in this one.
 
-    Raises OSError in the new process when who asked has given up waiting.
+    Raises OSError in the new process when the client has given up waiting.
     """
     connection.settimeout(REQUEST_TIMEOUT_S)
     streams: list[int] = []
@@ -87,7 +87,7 @@ def _handle_request(connection: socket.socket, read: FileStamps) -> WorkerReques
         head, streams, _, _ = socket.recv_fds(connection, 8, 3)
         worker: WorkerRequest = json.loads(_receive(connection, int.from_bytes(head, "big")))
         is_worker = can_fork(worker) and stat_module_files(read) == read and os.fork() == 0
-    except (OSError, EOFError):  # who asked has ended, or there may be no more processes
+    except (OSError, EOFError):  # the client has ended, or no more processes are allowed
         is_worker = False
     for number, stream in enumerate(streams):
         if is_worker:
@@ -95,7 +95,7 @@ def _handle_request(connection: socket.socket, read: FileStamps) -> WorkerReques
         os.close(stream)
     if not is_worker:
         return None
-    connection.sendall(b"+")  # from here on there is a worker
+    connection.sendall(b"+")  # from here on the worker exists
     return worker
 
 
@@ -110,26 +110,26 @@ def _receive(connection: socket.socket, size_bytes: int) -> bytes:
 
 
 def _is_outermost(name: str) -> bool:
-    """Of a package with a file, that stands for all of it: who upgrades one replaces every file."""
+    """Whether the package's file stands for all of it: an upgrade replaces every file of a package."""
     around = sys.modules.get(name.rpartition(".")[0])
     return getattr(around, "__file__", None) is None
 
 
 def stat_module_files(names: Iterable[str]) -> FileStamps:
-    """By the names of modules, the files that they were read from, as they lie on the disk now."""
+    """The present state of the files from which these modules were read, by module name."""
     found: FileStamps = {}
     for name in names:
         file = getattr(sys.modules[name], "__file__", None)
         try:
             seen = os.stat(file) if file else None
-        except OSError:  # it lies in an archive, or is gone
+        except OSError:  # inside an archive, or deleted
             seen = None
         found[name] = (seen.st_ino, seen.st_mtime_ns) if seen is not None else None
     return found
 
 
 def can_fork(worker: WorkerRequest) -> bool:
-    """Whether a fork of this process is what a fresh one would be: what it has read and imported is what that would."""
+    """Whether a fork of this process equals a fresh worker: it has read and imported the same files and settings."""
     names = {name for name in (*os.environ, *worker["environment"]) if name.startswith(STARTUP_VARIABLES)}
     names -= {"PYTHONPATH"}
     if any(os.environ.get(name) != worker["environment"].get(name) for name in names):
@@ -141,7 +141,7 @@ def can_fork(worker: WorkerRequest) -> bool:
     if not set(ours) <= set(theirs):
         return False
     added = [folder for folder in theirs if folder not in ours]
-    importlib.invalidate_caches()  # here and in the fork: a folder that was not there for an earlier worker may be now
+    importlib.invalidate_caches()  # here and in the fork: a folder that was missing for an earlier worker may exist now
     return not any(
         _is_importable(name, added) for name in (*_list_imported_packages(), "sitecustomize", "usercustomize")
     )
@@ -149,23 +149,23 @@ def can_fork(worker: WorkerRequest) -> bool:
 
 def _is_importable(name: str, folders: list[str]) -> bool:
     spec = PathFinder.find_spec(name, folders) if folders else None
-    return spec is not None and spec.loader is not None  # a folder of that name is none
+    return spec is not None and spec.loader is not None  # a folder of that name is not a module
 
 
 def _list_imported_packages() -> set[str]:
-    """What has been imported; shoal is, for a worker, not imported."""
+    """The imported packages; shoal counts as not imported."""
     return {name.partition(".")[0] for name in sys.modules} - {"shoal", "__main__"}
 
 
 def resolve_python_path(environment: Mapping[str, str], folder: str) -> list[str]:
-    """The folders of PYTHONPATH, as `sys.path` has them of who starts in `folder`; an empty one is that."""
+    """The folders of PYTHONPATH as in `sys.path` of a process started in `folder`; an empty entry means `folder`."""
     value = environment.get("PYTHONPATH", "")
     entries = value.split(os.pathsep) if value else []
     return list(dict.fromkeys(os.path.normpath(os.path.join(folder, entry)) for entry in entries))
 
 
 def become_worker(worker: WorkerRequest, imported: Iterable[str]) -> None:
-    """Make this process the worker, which does not see yet what was imported for it, and run it."""
+    """Become the worker and run it. Preloaded modules stay hidden until it imports them."""
     script = worker["command"][0]
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, worker["blocked_signals"])
@@ -173,7 +173,7 @@ def become_worker(worker: WorkerRequest, imported: Iterable[str]) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     os.setpriority(os.PRIO_PROCESS, 0, worker["niceness"])
     Path(OOM_SCORE).write_text(worker["oom_score"])
-    os.setpgid(0, 0)  # the raylet ends the group of a worker that has ended
+    os.setpgid(0, 0)  # the raylet kills the process group of an ended worker
     ours, theirs = (
         resolve_python_path(os.environ, os.getcwd()),
         resolve_python_path(worker["environment"], worker["folder"]),
@@ -186,7 +186,7 @@ def become_worker(worker: WorkerRequest, imported: Iterable[str]) -> None:
     ]
     _replace_environment(worker["environment"])
     sys.argv[:] = worker["command"]
-    tempfile.tempdir = None  # somebody has asked for it, and so fixed it
+    tempfile.tempdir = None  # an earlier call may have fixed it
     for name in [name for name in sys.modules if name.partition(".")[0] == "shoal"]:
         del sys.modules[name]
     PreloadedModuleFinder(imported, INITIALIZERS)
@@ -197,7 +197,7 @@ def become_worker(worker: WorkerRequest, imported: Iterable[str]) -> None:
 
 
 def _replace_environment(environment: Mapping[str, str]) -> None:
-    """Change what differs: to set all anew would move what the process's title is written over."""
+    """Change only the differences: setting everything anew would move the memory that the process title overwrites."""
     for name in [name for name in os.environ if name not in environment]:
         del os.environ[name]
     for name, value in environment.items():
@@ -206,18 +206,18 @@ def _replace_environment(environment: Mapping[str, str]) -> None:
 
 
 def _initialize_torch(torch: Any) -> None:
-    """What torch does as it is loaded: draw a seed, and read how many processors Ray says that the worker has."""
+    """Repeat torch's work at import: draw a seed, and read the worker's number of processors from Ray's variable."""
     torch.default_generator.seed()
     number = os.environ.get("OMP_NUM_THREADS", "")
     if number.isdecimal():
-        torch.set_num_threads(min(int(number), torch.get_num_threads()))  # never more than there are
+        torch.set_num_threads(min(int(number), torch.get_num_threads()))  # never more than the machine has
 
 
 def _initialize_multiprocessing(multiprocessing: Any) -> None:
     multiprocessing.current_process().authkey = os.urandom(32)
 
 
-# What these do as they are loaded. Python's own generator of random numbers takes another seed by itself.
+# The work of these modules at import. Python's own random generator reseeds itself.
 INITIALIZERS: dict[str, Callable[[Any], None]] = {
     "numpy": lambda numpy: numpy.random.seed(),
     "sympy": lambda sympy: sympy.core.random.rng.seed(),

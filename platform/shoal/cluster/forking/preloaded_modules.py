@@ -1,4 +1,4 @@
-"""What the fork server has imported, as it looks to a worker that has imported nothing yet.
+"""The fork server's imported modules, as a worker that has imported nothing yet must see them.
 
 Used by `fork_server`, in each process that it forks.
 """
@@ -15,14 +15,14 @@ from types import ModuleType
 
 
 class PreloadedModuleFinder(MetaPathFinder, Loader):
-    """Modules that are in memory, hidden until they are imported.
+    """Modules in memory, hidden until they are imported.
 
-    They come back a package at a time, with its first import, if that would find the same files now; else it is
-    imported anew. What a package does as it begins (read its environment, draw a seed) is done again by `begin`.
+    A package's modules reappear at its first import if the import would find the same files now; otherwise the
+    package is imported anew. `begin` repeats a package's work at import (read its environment, draw a seed).
     """
 
     def __init__(self, names: Iterable[str], begin: Mapping[str, Callable[[ModuleType], None]]) -> None:
-        """Hide the modules of these names. `begin` has functions of a package's module, by its name."""
+        """Hide these modules. `begin` maps a package's name to a function of its module."""
         self._packages: dict[str, dict[str, ModuleType]] = defaultdict(dict)
         self._found: dict[str, dict[str, ModuleType]] = {}
         self._initializers = begin
@@ -31,7 +31,7 @@ class PreloadedModuleFinder(MetaPathFinder, Loader):
         sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        modules = self._packages.pop(name, None)  # of what lies in a package its package is imported first
+        modules = self._packages.pop(name, None)  # a package is imported before its submodules
         if modules is None or not _is_same_module(modules[name].__spec__, find_spec(name)):
             return None
         self._found[name] = modules
@@ -39,7 +39,7 @@ class PreloadedModuleFinder(MetaPathFinder, Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = self._found[spec.name][spec.name]
-        spec.loader_state = module.__spec__  # importlib puts `spec` in its place
+        spec.loader_state = module.__spec__  # importlib replaces it by `spec`
         return module
 
     def exec_module(self, module: ModuleType) -> None:
@@ -51,7 +51,7 @@ class PreloadedModuleFinder(MetaPathFinder, Loader):
 
 
 def _is_same_module(ours: ModuleSpec | None, found: ModuleSpec | None) -> bool:
-    """Whether both mean the same files; a package without a file of its own may have more folders than it had."""
+    """Whether both mean the same files. A namespace package may have gained folders."""
     if ours is None or found is None or ours.origin != found.origin:
         return False
     return set(ours.submodule_search_locations or ()) <= set(found.submodule_search_locations or ())

@@ -1,26 +1,26 @@
-"""HAProxy's configuration as Ray Serve writes it, made fit to be reached: rewritten each time HAProxy is started.
+"""Rewrites Ray Serve's HAProxy configuration for use by clients, each time HAProxy starts.
 
-Run as a program by the wrapper of `serve_environment`, in an interpreter without packages: it imports the standard
-library only. What it changes, Serve has no setting for:
+The wrapper of `serve_environment` runs it as a program, in an interpreter without packages: it imports the standard
+library only. Serve has no settings for these changes:
 
-- HAProxy's statistics and metrics listen nowhere (Serve reads them through a unix socket, which only its user may use).
-- A client has `REQUEST_TIMEOUT_S` for the head of a request and the first `tune.bufsize` of its body; a request is
-  passed on when that much of it is there (and one that is there whole can be asked of another replica). A call of gRPC
-  is passed on as it comes.
-- What HAProxy, or Serve, answers by itself has the protocol's body: `{"error": ...}`, or a status in gRPC's trailers.
-  That it has no application is 503: there will be one, or the endpoint is going. The exception is a head that HAProxy
-  cannot read, or that is late: 2.8 answers it with HTML of its own, which no setting reaches (its issue 3032).
-- Connections to replicas are kept however many clients there are.
-- A replica that is slow to answer a health check, because of all that it is asked, stays.
-- A change of the endpoint is asked of one replica only, which may have made it before it died, and has its own time.
-- Heads with many headers are passed on, as far as they fit into a buffer: the endpoint says that they are too large
-  (431). HAProxy 2.8 answers 400 to one that does not fit, as to any that it cannot read (3.1 knows 414 and 431).
-- Serve's own paths (`/-/healthz`, `/-/routes`, each service of gRPC but the protocol's) and the headers that steer it
-  are closed to clients. Serve is told not to watch for clients that go away: the endpoint does.
-- Normal requests are not logged: one datagram each, to a port that nobody reads.
+- HAProxy's statistics and metrics listen nowhere (Serve reads them through a unix socket, private to its user).
+- A client has `REQUEST_TIMEOUT_S` for the head of a request and the first `tune.bufsize` of its body. HAProxy then
+  passes the request on (and can retry it on another replica if it is complete). A gRPC call is passed on at once.
+- Errors of HAProxy or Serve have the protocol's body: `{"error": ...}`, or a status in gRPC's trailers. A missing
+  application is 503: it is starting or stopping. The exception is a head that HAProxy cannot read, or that is late:
+  2.8 answers it with HTML of its own, which no setting changes (its issue 3032).
+- Connections to replicas are kept alive, however many clients there are.
+- A replica that answers health checks slowly under load stays.
+- A change of the endpoint is sent to one replica only, without retries (it may have applied the change before it died),
+  and has its own timeout.
+- Heads with many headers are passed on if they fit into a buffer: the endpoint answers 431 when they are too large.
+  HAProxy 2.8 answers 400 to one that does not fit, as to any that it cannot read (3.1 knows 414 and 431).
+- Serve's own paths (`/-/healthz`, `/-/routes`, each service of gRPC but the protocol's) and its control headers are
+  closed to clients. Serve does not watch for disconnected clients: the endpoint does.
+- Normal requests are not logged: Serve would send one datagram each to an unused port.
 
-Each change is a rule with a name (`RULES`), and each rule asserts that it found what it changes: where a newer Ray
-writes another configuration, HAProxy does not start, and the error names the rule.
+Each change is a rule with a name (`RULES`), and each rule asserts that it found its target: if a newer Ray writes
+another configuration, HAProxy does not start, and the error names the rule.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ import sys
 from pathlib import Path
 
 REQUEST_TIMEOUT_S = 10
-CHANGE_TIMEOUT_S = 3800  # more than a change may ask for: the endpoint says that it takes too long
-# Health checks wait in a replica behind requests. One that has all the load of another, which died, takes a second and
-# more: taken for dead too, it would leave everything to Serve's own proxy, which is far slower, and needs it as well.
+CHANGE_TIMEOUT_S = 3800  # more than a change may ask for, so that the endpoint reports the timeout
+# Health checks queue behind requests in a replica. A replica that takes over the load of a dead one needs a second or
+# more. If it counted as dead too, all load would go to Serve's own proxy, which is far slower and needs it as well.
 CHECK_TIMEOUT_S = 10
-STREAM_TIMEOUT_S = 600  # a stream of gRPC may be silent for so long; an answer has Serve's time all the same
+STREAM_TIMEOUT_S = 600  # the longest silence of a gRPC stream; other answers keep Serve's timeout
 MAX_HEADERS = 4096  # no more fit into a buffer
-# Connections to replicas are kept as long as HAProxy has descriptors at all, which is room for as many as clients have.
-# Its own 25% is reached by a third of the clients that may connect when all of them ask at once: from then on each
-# request has a connection of its own, and an endpoint that was overloaded for a moment stays so.
+# Keep connections to replicas as long as HAProxy has any descriptors, which suffice for one per client connection. The
+# default of 25% is reached by a third of the allowed clients when all send at once: from then on each request opens a
+# connection of its own, and a briefly overloaded endpoint stays overloaded.
 DESCRIPTORS = """\
     tune.pool-low-fd-ratio 100
     tune.pool-high-fd-ratio 100
@@ -59,8 +59,8 @@ RULES: dict[str, str] = {
     "no application for gRPC": "the back end that answers then is there where the front selects it",
 }
 
-# HAProxy's code -> (status and reason that the client gets, Retry-After, the message).
-# 502: the replica died before it answered; inference may be asked again, so that is "try again" like any other absence.
+# HAProxy's code -> (the client's status and reason, Retry-After, the message).
+# 502: the replica died before it answered; inference may be retried, so the client gets "try again" as for 503.
 UNAVAILABLE = ("503 Service Unavailable", "1", "no replica could answer; try again later")
 ERRORS: dict[int, tuple[str, str, str]] = {
     400: ("400 Bad Request", "", "not a whole request of HTTP"),
@@ -91,13 +91,13 @@ GRPC_ERRORS = {
     504: 4,
 }  # to a status of gRPC; else 2, unknown
 
-# For the audit log: the address, after those that proxies before HAProxy have told.
+# For the audit log: the client's address, after those that earlier proxies report.
 FROM = """\
     http-request set-header shoal-from "%[src]"
     http-request set-header shoal-from "%[req.fhdr(x-forwarded-for)], %[src]" if { req.hdr(x-forwarded-for) -m found }
 """
 SERVICE = "/inference.GRPCInferenceService/"
-# A rollback that is made twice goes back by two versions; only where nothing was sent is another replica asked.
+# A rollback that is applied twice goes back two versions: retry on another replica only if nothing was sent.
 CHANGES = f"/shoal/v1/rollout /v2/repository/models/ {SERVICE}RepositoryModel"
 ONCE = f"    http-request disable-l7-retry if {{ path -m beg {CHANGES} }}"
 PATIENT = f"    http-request set-timeout server {CHANGE_TIMEOUT_S}s if {{ path -m beg {CHANGES} }}"
@@ -117,7 +117,7 @@ FRONTEND = """\
     http-response set-header connection close if { status 408 413 }
     http-response allow if { status lt 400 } or { res.hdr(content-type) -m beg application/json }
 """
-# Rules are asked in order, so that Serve's own, which follow, never see what these have answered.
+# HAProxy applies rules in order, so Serve's own, which follow, never see the requests that these have answered.
 GRPC_FRONTEND = f"""\
     timeout client {STREAM_TIMEOUT_S}s
     option http-no-delay
@@ -126,20 +126,20 @@ GRPC_FRONTEND = f"""\
     http-request del-header expect
 """
 # A call needs no HTTP/2 behind HAProxy, and costs the replica a fraction as a request of HTTP/1.1
-# (`serve.protocol.grpc_http1`). What is no answer of gRPC comes from Serve, whose own way, to a gRPC server in each
-# replica, is left for health checks.
+# (`serve.grpc.over_http1`). Answers other than gRPC's come from Serve, whose own route, to a gRPC server in each
+# replica, remains for health checks.
 HTTP1 = """\
     errorfiles shoal-grpc
     http-response return status 503 errorfiles shoal-grpc if !{ res.hdr(content-type) -m beg application/grpc }
 """
-# Each message of a stream is passed on as it comes. A replica that dies ends its streams: what it had already computed
-# of one nobody knows.
+# Each message of a stream is passed on at once. A replica that dies ends its streams without retries: how much it had
+# computed is unknown.
 STREAM = f"""\
     option http-no-delay
     http-request set-timeout server {STREAM_TIMEOUT_S}s
     http-request disable-l7-retry
 """
-# Backend -> (whose calls it is for, its lines); the first that fits is taken.
+# Backend -> (condition for its calls, its lines); the first match is taken.
 WAYS = {
     "stream": (f"path {SERVICE}ModelStreamInfer", HTTP1 + STREAM),
     "unary": (f"path -m beg {SERVICE}", HTTP1 + PATIENT + "\n"),
@@ -152,11 +152,11 @@ _SELECTS = re.compile(r" *(?:use_backend (\S+) if .*|default_backend (\S+))")
 _SERVER = re.compile(r" *server \S+ \S+:\d+ check( observe [^#]*on-error mark-down| backup)?")
 
 
-Sections = list[tuple[str, list[str]]]  # the first line of each, and the others
+Sections = list[tuple[str, list[str]]]  # the first line of each, and its other lines
 
 
 class TemplateMismatch(Exception):
-    """Serve's configuration is not as a rule of this module knows it."""
+    """Serve's configuration is not the one that a rule of this module expects."""
 
     def __init__(self, rule: str, problem: str) -> None:
         remedy = f"use the version of Ray that shoal asks for, or adapt this rule in {Path(__file__).name}"
@@ -172,7 +172,7 @@ def _require(is_met: bool, rule: str, problem: str) -> None:
 
 
 def rewrite(config: str, errors: str) -> str:
-    """The configuration that HAProxy gets for `config`; `errors` is the folder of `write_errors`.
+    """HAProxy's configuration, rewritten from Serve's `config`; `errors` is the folder of `write_errors`.
 
     Raises TemplateMismatch.
     """
@@ -191,7 +191,7 @@ def rewrite(config: str, errors: str) -> str:
 
 
 def write_errors(folder: Path) -> None:
-    """What HAProxy answers by itself, a file for each code and protocol."""
+    """Write HAProxy's own answers, a file for each code and protocol."""
     folder.mkdir(mode=0o700, exist_ok=True)
     for code, (_, _, message) in ERRORS.items():
         (folder / f"{code}.http").write_bytes(_message(code))
@@ -210,7 +210,7 @@ def _message(code: int) -> bytes:
 
 
 def _sections(config: str) -> Sections:
-    """(head, lines): a section begins where a line is not indented. Comments are left out."""
+    """(head, lines) of each section, which begins at an unindented line. Comments are left out."""
     sections: Sections = []
     for line in config.splitlines():
         if not line.strip() or line.lstrip().startswith("#"):
@@ -223,7 +223,7 @@ def _sections(config: str) -> Sections:
 
 
 def _check(sections: Sections) -> None:
-    """The rules about the configuration as a whole."""
+    """Check the rules about the whole configuration."""
     lines_of = dict(sections)
     for wanted in REQUIRED_SECTIONS:
         _require(wanted in lines_of, "sections", f"there is no section {wanted!r}")
@@ -289,7 +289,7 @@ def _section(head: str, lines: list[str]) -> list[str]:
 
 
 def _http1_backends(sections: Sections) -> Sections:
-    """For each application's replicas: another way to their HTTP servers. Serve's own proxy is not one."""
+    """A second backend for each application: its replicas' HTTP servers, without Serve's own proxy."""
     applications = [head.removeprefix("backend grpc-") for head, _ in sections if head.startswith("backend grpc-")]
     found: Sections = []
     for head, lines in sections:
@@ -305,7 +305,7 @@ def _http1_backends(sections: Sections) -> Sections:
 
 
 def _http1_first(lines: list[str]) -> list[str]:
-    """The rules that choose a replica's gRPC server, each behind those that keep all calls from it."""
+    """Rules that select the HTTP/1.1 backends, each before the rule that selects a replica's gRPC server."""
     found: list[str] = []
     for line in lines:
         if rule := _TO_GRPC.fullmatch(line):
@@ -325,9 +325,9 @@ def _defaults(lines: list[str]) -> list[str]:
 
 
 def _answers() -> list[str]:
-    """Rules that replace an error of Serve's, which is text, by the protocol's words.
+    """Rules that replace Serve's plain-text errors by the protocol's body.
 
-    The status stays, but for 404: the endpoint has paths that there are not, Serve none, only no application.
+    The status stays, except 404: Serve answers it only for a missing application, which is 503.
     """
     said = {code: 503 if code == 404 else code for code in ERRORS}
     known = [
@@ -337,7 +337,7 @@ def _answers() -> list[str]:
 
 
 def main(config: str, errors: str) -> None:
-    """Rewrite the file `config` in place; one line on standard error when it cannot be."""
+    """Rewrite the file `config` in place; on failure, print one line on standard error."""
     path = Path(config)
     try:
         path.write_text(rewrite(path.read_text(), errors))

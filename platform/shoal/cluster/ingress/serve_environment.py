@@ -1,10 +1,10 @@
-"""What Ray Serve must find before it starts: HAProxy ingress, on loopback only, with all its files in one folder.
+"""Ray Serve's environment: HAProxy ingress, on loopback only, with all its files in one folder.
 
-Serve reads environment variables when its modules are imported, in every process of the cluster, so they are set before
-the cluster starts: `serve_environment` computes them, and needs no HAProxy. HAProxy itself is started through a small
-wrapper (Serve's documented `RAY_SERVE_HAPROXY_BINARY_PATH`), which has the configuration rewritten by `haproxy_config`
-each time. The wrapper is written by `prepare_ingress`, where something is served: a cluster that trains has none, and
-can be had where HAProxy cannot. Imports no Ray.
+Serve reads environment variables at import, in every process of the cluster, so they are set before the cluster
+starts: `serve_environment` computes them, without HAProxy. A small wrapper (Serve's documented
+`RAY_SERVE_HAPROXY_BINARY_PATH`) starts HAProxy after `haproxy_config` has rewritten the configuration.
+`prepare_ingress` writes the wrapper when something is served: a cluster that only trains needs no HAProxy. Imports no
+Ray.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ BUFFER_BYTES = 32 * 1024
 
 BINARY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
 
-# What remains: an answer whose replica is killed between its head and its body reaches the client cut short, who sees
-# it by Content-Length.
+# Remaining limitation: an answer whose replica is killed between head and body reaches the client truncated; the client
+# detects it by Content-Length.
 WRAPPER = """#!/bin/sh
 for argument; do
     [ "$previous" = -f ] && config=$argument
@@ -46,7 +46,7 @@ exec {program} "$@"
 
 
 def serve_environment(temp_dir: Path) -> dict[str, str]:
-    """Variables for the whole cluster; they point to the folder `temp_dir/ha`, which `prepare_ingress` makes.
+    """Variables for the whole cluster; they point to the folder `temp_dir/ha`, which `prepare_ingress` creates.
 
     Raises ConfigError when `temp_dir` is too long for unix sockets in it.
     """
@@ -57,11 +57,11 @@ def serve_environment(temp_dir: Path) -> dict[str, str]:
         raise ConfigError("temp_dir", str(temp_dir), problem, f"use {longest - MAX_SOCKET_PATH_CHARS} characters fewer")
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        # Ray runs workers at niceness 15: any program of the machine's, a client or an actor process, would hold up an
-        # endpoint or a learner then (decision 011).
+        # Ray runs workers at niceness 15: any other program of the machine, such as a client or an actor process, would
+        # then delay an endpoint or a learner (decision 011).
         "RAY_worker_niceness": "0",
-        # The event loop that reads requests also runs the application: one hop between threads less per request. The
-        # application must not block it, and does not: forwards run in a thread of their own.
+        # The event loop that reads requests also runs the application: one thread switch less per request. The
+        # application does not block it: forwards run in a thread of their own.
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
         BINARY_VARIABLE: str(folder / "haproxy"),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
@@ -72,30 +72,30 @@ def serve_environment(temp_dir: Path) -> dict[str, str]:
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(find_free_port()),
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(find_free_port()),
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
-        # Else HAProxy sends one log datagram per request, which Python parses; replicas then count by themselves.
+        # Otherwise HAProxy sends one log datagram per request, which Python parses. Replicas then count themselves.
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
-        # Inference is a pure function of its request: what a dying replica did not answer is asked of another. (Changes
-        # are not: see `haproxy`.) When the last attempt fails on a kept connection, HAProxy closes the client's without
-        # a word: so there must be enough attempts, and one refused connection takes a replica out (it is checked again
-        # every 250 ms).
+        # Inference is a pure function of its request: HAProxy retries it on another replica when one dies. (Changes are
+        # not retried: see `haproxy_config`.) When the last attempt fails on a kept-alive connection, HAProxy closes the
+        # client's without an answer: so there must be enough attempts, and one refused connection removes a replica (it
+        # is checked again every 250 ms).
         "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
         "RAY_SERVE_HAPROXY_RETRIES": "3",
         "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "1",
-        # No answer for this long is an answer too (504): no request waits for ever for a replica to come to life. (A
-        # change has longer: see `haproxy`.)
+        # After this time without an answer the client gets 504, so no request waits for ever for a replica to start. (A
+        # change has longer: see `haproxy_config`.)
         "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": "60",
-        # A client that neither sends what it owes nor takes what it asked for is cut off (`in_progress` too).
+        # A client that neither sends nor reads its outstanding bytes is disconnected.
         "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(CLIENT_TIMEOUT_S),
         "RAY_SERVE_HAPROXY_MAXCONN": str(MAX_CONNECTIONS),
-        # The head of a request fits into it; headers of more than half are refused by the endpoint, with 431.
+        # The head of a request must fit into it; the endpoint rejects headers of more than half with 431.
         "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(BUFFER_BYTES),
         "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",
-        # A busy machine takes more than Serve's 5 s to start the actor beside HAProxy, which is killed for being late.
+        # A busy machine takes longer than Serve's 5 s to start HAProxy's actor, which is killed for being late.
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
-        # Three failed checks replace a HAProxy that has died: nobody is answered until then, and Serve's 10 s are long.
+        # Three failed checks replace a dead HAProxy; no request is answered until then, and Serve's 10 s are long.
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "20",
-        # How long a replica that is being removed stays reachable; HAProxy hears of it within 0.1 s and retries.
+        # How long a replica stays reachable during its removal; HAProxy is updated within 0.1 s and retries.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
         "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
         "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "100",
@@ -103,7 +103,7 @@ def serve_environment(temp_dir: Path) -> dict[str, str]:
 
 
 def prepare_ingress(environment: Mapping[str, str]) -> None:
-    """Write what Serve starts as HAProxy, in a cluster that has the variables of `serve_environment`. Idempotent.
+    """Write the HAProxy wrapper, in a cluster with the variables of `serve_environment`. Idempotent.
 
     Does nothing where `environment` lacks them. Raises ClusterError when HAProxy is not installed.
     """
@@ -122,14 +122,14 @@ def prepare_ingress(environment: Mapping[str, str]) -> None:
         return
     wrapper.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     haproxy_config.write_errors(errors)
-    draft = wrapper.with_suffix(".new")  # a shell may be reading the one that is there
+    draft = wrapper.with_suffix(".new")  # a shell may be reading the existing one
     draft.write_text(script)
     draft.chmod(0o700)
     draft.replace(wrapper)
 
 
 def haproxy_program() -> str:
-    """HAProxy's path: of the wheel that comes with `ray[serve]` on Linux, or else of the PATH, as Serve looks for it.
+    """HAProxy's path: from the wheel that comes with `ray[serve]` on Linux, else from the PATH, as Serve searches.
 
     Not asked of the wheel: inside a cluster that would name our wrapper, by the variable. Raises ClusterError.
     """

@@ -1,6 +1,6 @@
-"""Runs side by side: what each reached, how long it lived, and what it took. Read from the run record alone.
+"""Runs side by side: their results, duration and cost. Reads only the run record.
 
-Called by `shoal compare`. Works for any run: what one does not record is left out of its column.
+Called by `shoal compare`. Works for any run: unrecorded values are omitted from its column.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 _S_PER_HOUR = 3600.0
-# What runs are compared by besides what they reached: name -> (unit, meaning). `events` tell what metrics do not.
+# The rows of a comparison besides results: name -> (unit, meaning). `events` supply values that metrics lack.
 ROWS = {
     "steps": ("count", "steps"),
     "lived_s": ("seconds", "wall time, starts and evaluations included"),
@@ -35,7 +35,7 @@ ROWS = {
     "bubble": ("share", "pipeline bubble"),
     "parameters": ("count", "parameters"),
 }
-# Names under which runs log these: the newest value counts.
+# Metric names of these rows: the newest value counts.
 _METRIC_NAMES = {
     "training_s": ("time/training_s",),
     "samples_per_s": ("samples/per_s", "steps/per_s"),
@@ -49,11 +49,11 @@ _METRIC_NAMES = {
 class Column:
     """One run.
 
-    headline:  the metric that it is judged by, and its best value
-    plan:      all that it had, in their order
-    values:    by the names in ROWS; only what is known
+    headline:  its headline metric, and the best value
+    plan:      all its plans, in order
+    values:    by the names in ROWS; only known ones
     predicted: the names of values that were predicted, and not measured
-    curve:     (seconds lived, value) of the headline metric
+    curve:     (seconds of running time, value) of the headline metric
     """
 
     run: Run
@@ -67,7 +67,7 @@ class Column:
 
 
 def build_column(run: Run, metric: str | None = None) -> Column:
-    """What the record says of the run; `metric` is what it is judged by, its own headline when None."""
+    """The column of the run; `metric` is to be compared, the run's own headline when None."""
     spec = yaml.safe_load(run.spec)
     spec = spec if isinstance(spec, dict) else {}
     last = run.last_events()
@@ -77,7 +77,7 @@ def build_column(run: Run, metric: str | None = None) -> Column:
     price = float(spec.get("price_per_device_hour") or 0.0)
     predicted, measured = (CostTable.from_details(last.get(kind, {})).values for kind in (PREDICTED, MEASURED))
     values = {name: value for name, value in (predicted | measured).items() if name in ROWS}
-    only_predicted = frozenset(values) - measured.keys() - {"parameters"}  # which are counted
+    only_predicted = frozenset(values) - measured.keys() - {"parameters"}  # parameters are counted exactly
     latest = run.latest()
     for name, candidates in _METRIC_NAMES.items():
         found = next((latest[each] for each in candidates if each in latest), math.nan)
@@ -98,13 +98,14 @@ def build_column(run: Run, metric: str | None = None) -> Column:
 
 
 def _find_num_workers(began: DataFrame, life_began_s: float, otherwise: int) -> int:
-    """How many trained in the life that began at a moment, or in the next one that came to it."""
+    """The number of workers in the attempt that began at a moment, or in the next one that reported it."""
     since = began[began["time"] >= life_began_s]
     return _as_int(since["details"].iloc[0].get("workers")) or otherwise if len(since) else otherwise
 
 
 def find_attempt_spans(run: Run) -> list[tuple[float, float]]:
-    """When the run lived, in seconds since it was created: from each start to the last sign before the next one."""
+    """The running times, in seconds since the run was created: from each start to the last event before the next
+    one."""
     events, metrics = run.events(), run.metrics()
     resumed = [float(at) for at in events["time"][events["kind"] == "resumed"]]
     signs = [*map(float, events["time"]), *map(float, metrics["time"])]
@@ -116,12 +117,12 @@ def find_attempt_spans(run: Run) -> list[tuple[float, float]]:
 
 
 def compute_run_time_s(moment_s: float, lives: list[tuple[float, float]]) -> float:
-    """How long the run had lived at a moment: the time between two lives is not counted."""
+    """The running time until a moment, without the time between two attempts."""
     return sum(max(0.0, min(end, moment_s) - begin) for begin, end in lives)
 
 
 def find_common_metric(runs: list[Run]) -> str | None:
-    """The metric that most of the runs are judged by; the first run's where none is common."""
+    """The headline metric of most of the runs; the first run's if none is common."""
     names = [best[0] for best in (run.best() for run in runs) if best is not None]
     return max(names, key=names.count) if names else None
 

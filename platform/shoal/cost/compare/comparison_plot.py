@@ -1,6 +1,6 @@
-"""The picture of a comparison: learning curves over the time lived, and a bar for each run of what it took.
+"""The plot of a comparison: learning curves over the running time, and a bar for each run and quantity.
 
-Called by `shoal compare`. Takes columns and gives a matplotlib figure; never reads the record.
+Called by `shoal compare`. Takes columns and returns a matplotlib figure; never reads the record.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
-MAX_NAME_CHARS, MAX_METRIC_CHARS, MAX_BAR_CHARS = 44, 60, 26  # for which a panel has room, in a line
+MAX_NAME_CHARS, MAX_METRIC_CHARS, MAX_BAR_CHARS = 44, 60, 26  # that fit into a panel's line
 _BARS = ("lived_s", "money", "memory_peak", "sent_bytes", "communication")
 
 
@@ -71,5 +71,5 @@ def _plot_bars(axes: Axes, columns: Sequence[Column], name: str) -> None:
 
 
 def format_value(value: float, unit: str) -> str:
-    """A value of ROWS as people read it."""
+    """A value of ROWS, for people."""
     return format_number(value) if unit in ("rate", "money", "count") else format_quantity(value, unit)

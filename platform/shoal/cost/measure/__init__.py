@@ -1,1 +1,1 @@
-"""What a step costs as it runs: FLOPs, memory, bytes sent."""
+"""The cost of a step, measured while it runs: FLOPs, memory, bytes sent."""

@@ -1,9 +1,9 @@
-"""How many bytes a rank sends in a collective: ring algorithms, by the sizes of what is handed over.
+"""The bytes that a rank sends in a collective: ring algorithms, by the sizes of the arguments.
 
-For n ranks and a whole of S bytes: all-reduce 2 (n-1)/n S, all-gather and reduce-scatter (n-1)/n S, broadcast and
-reduce (n-1)/n S (a ring passes all but its end), a message S where it leaves and 0 where it arrives. Gloo, which
-carries what lies on the CPU, scatters a sum by an all-reduce of a copy, of which each rank keeps its part: 2 (n-1)/n S,
-as counted on the wire (torch 2.13). Called by the Meter for each operator that it sees; knows nothing of plans.
+For n ranks and S bytes in total: all-reduce 2 (n-1)/n S, all-gather and reduce-scatter (n-1)/n S, broadcast and reduce
+(n-1)/n S (a ring passes all but its end), a message S at the sender and 0 at the receiver. Gloo, which is used on the
+CPU, reduce-scatters by an all-reduce of a copy, of which each rank keeps its part: 2 (n-1)/n S, as counted on the wire
+(torch 2.13). Called by the operator counter for each operator; knows nothing of plans.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 
-# operator -> (which of its arguments is the whole, factor of (n - 1) / n)
+# operator -> (the argument with the full size, factor of (n - 1) / n)
 _FULL_ARGUMENT: dict[str, tuple[int, float]] = {
     "allreduce_": (0, 2.0),
     "allreduce_coalesced_": (0, 2.0),
@@ -31,7 +31,7 @@ _FULL_ARGUMENT: dict[str, tuple[int, float]] = {
     "broadcast_": (0, 1.0),
     "reduce_": (0, 1.0),
 }
-# Functional collectives: whether the whole is what goes in (or what comes out), and the factor.
+# Functional collectives: whether the input (or the output) has the full size, and the factor.
 _FUNCTIONAL: dict[str, tuple[bool, float]] = {
     "all_reduce": (True, 2.0),
     "all_reduce_coalesced": (True, 2.0),
@@ -49,7 +49,7 @@ _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
 def sent_bytes(op: Any, args: Sequence[Any], out: Any) -> float:
-    """What this rank sends in one call of `op`; 0 for everything that is no collective."""
+    """The bytes that this rank sends in one call of `op`; 0 for operators that are not collectives."""
     name: str = op._overloadpacket.__name__
     if op.namespace == "c10d":
         if name == "send":
@@ -72,7 +72,7 @@ def sent_bytes(op: Any, args: Sequence[Any], out: Any) -> float:
 
 
 def find_scratch_tensors(op: Any, args: Sequence[Any], out: Any) -> list[Tensor]:
-    """Tensors of which Gloo makes another for itself while it carries this: of what it gathers, or reduces."""
+    """Tensors that Gloo copies while it runs this: those that it gathers or reduces."""
     if op.namespace not in _NAMESPACES or not is_on_cpu(args):
         return []
     name = op._overloadpacket.__name__
@@ -100,7 +100,7 @@ def is_wait(op: Any) -> bool:
 
 
 def is_on_cpu(args: Sequence[Any]) -> bool:
-    """Whether Gloo carries it, and no device's own library."""
+    """Whether Gloo runs it, and not a device's own library."""
     return any(each.is_cpu for each in _flatten(args))
 
 
@@ -145,5 +145,5 @@ def _named_group_size(op: Any, args: Sequence[Any]) -> int:
 
 
 def _count_bytes(value: Any) -> int:
-    """Bytes of the tensors in `value`, however nested."""
+    """Bytes of the tensors in `value`, at any nesting."""
     return sum(tensor.numel() * tensor.element_size() for tensor in _flatten(value))

@@ -1,11 +1,11 @@
-"""How many floating point operations an operator does: torch's own formulas, and ours where it has none.
+"""The floating point operations of an operator: torch's own formulas, and ours where it has none.
 
-Counted is what multiplies and adds matrices (a fused multiply-add is two), as everybody counts for MFU; what works
-element by element, moves or looks up is 0 by that convention. An operator of which neither we nor torch can say is
-*unknown*, which is never the same as 0. Pure functions of shapes; called by the Meter.
+Multiplications and additions of matrices are counted (a fused multiply-add is two), as usual for MFU; elementwise
+operations, moves and lookups are 0 by that convention. An operator without a formula of ours or torch's is *unknown*,
+which is never the same as 0. Pure functions of shapes; called by the operator counter.
 
-Where torch's `FlopCounterMode` (2.13) is wrong: LSTM and fused attention count 0 on the CPU; Bilinear, matrix times
-vector and distances count 0 everywhere; products in place and custom operators count 0 in silence.
+Errors of torch's `FlopCounterMode` (2.13): LSTM and fused attention count 0 on the CPU; Bilinear, matrix times vector
+and distances count 0 everywhere; products in place and custom operators silently count 0.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 aten = torch.ops.aten
 
-Formula = Callable[[Sequence[Any], Any], int]  # of the operator's arguments and what it returned
+Formula = Callable[[Sequence[Any], Any], int]  # of the operator's arguments and its result
 
-# Beginnings of aten operators that multiply and add in ways for which there is no formula here.
+# Prefixes of aten operators that multiply and add matrices, but have no formula here.
 _UNKNOWN_ATEN = (
     *(
         "linalg_",
@@ -50,16 +50,16 @@ _UNKNOWN_ATEN = (
     ),
     *("grid_sampler", "_grouped_mm", "_scaled_grouped_mm", "segment_reduce", "fbgemm_"),
 )
-# Which begin as those do, and multiply no matrices.
+# Operators with these prefixes that multiply no matrices.
 _FREE_ATEN = frozenset({"linalg_vector_norm", "linalg_cross", "_sparse_coo_tensor_with_dims_and_tensors"})
-# Namespaces whose operators move data or ask for metadata, and compute nothing.
+# Namespaces whose operators move data or read metadata, and compute nothing.
 _FREE_NAMESPACES = frozenset(
     {"prim", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd", "fsdp", "profiler"}
 )
 
 
 def count_flops(op: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int | None:
-    """The operations of one call; 0 where nothing is multiplied, None where it is unknown."""
+    """The operations of one call; 0 if nothing is multiplied, None if unknown."""
     packet = _get_functional_packet(op)
     own = FORMULAS.get(packet)
     if own is not None:
@@ -127,7 +127,7 @@ def _matrix_vector(args: Sequence[Any], out: Any) -> int:
 
 
 def _summed_products(args: Sequence[Any], out: Any) -> int:
-    """All the products of two matrices, or of two stacks of them, added up."""
+    """The sum of all products of two matrices, or of two stacks of them."""
     return 2 * int(args[1].numel()) * int(args[2].shape[-1])
 
 
@@ -138,8 +138,8 @@ def _convolution_over_time(args: Sequence[Any], out: Any) -> int:
 
 
 def _convolution_backward(args: Sequence[Any], out: Any) -> int:
-    """Each gradient that is asked for takes what forward takes: all weights at each place of the output [B, C, ...]
-    or, where it is transposed, of the input. A weight belongs to one group only."""
+    """Each requested gradient takes as much as forward: all weights at each place of the output [B, C, ...] or, for a
+    transposed convolution, of the input. A weight belongs to one group only."""
     gradient, inputs, weight, transposed, asked = args[0], args[1], args[2], args[7], args[10]
     places = inputs if transposed else gradient
     num_places = int(places.shape[0] * math.prod(places.shape[2:]))
@@ -161,7 +161,7 @@ def _distances(args: Sequence[Any], out: Any) -> int:
 
 
 def _euclidean_distances(args: Sequence[Any], out: Any) -> int:
-    """Of many points, which torch finds by one product: of the points, each with its square and a one beside it."""
+    """For many points, which torch computes by one product of the points, each extended by its square and a one."""
     return 2 * int(out.numel()) * (int(args[0].shape[-1]) + 2)
 
 

@@ -1,10 +1,10 @@
-"""When Gloo's threads have let go of what they carried.
+"""Waits until Gloo's threads have released the tensors of a collective.
 
-A collective's Work holds the tensors that it was given and those that it has made for itself, and Gloo's thread holds
-the Work for a moment longer than who waits for it. What is allocated meanwhile would count beside it; and were the
-thread the last to let go, torch's profiler, which listens to the threads that it knows, would never hear that the
-memory is free. So while a step is looked at, who waits for a collective waits for this as well, and what Gloo's thread
-has freed is told. Called by the Meter, with what lies on the CPU.
+A collective's Work holds its arguments and its own tensors, and Gloo's thread holds the Work a moment longer than the
+caller waits for it. Allocations in that moment would count in addition; and if the thread released the memory last,
+torch's profiler, which only observes threads that it knows, would miss that. So in a profiled step each wait for a
+collective also waits for the release, and memory that Gloo's thread has freed is reported. Called by the operator
+counter, for tensors on the CPU.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from shoal.cost.measure import collective_bytes
 from shoal.cost.measure.memory import MemoryGrowth
 
 POLL_S = 1e-4
-OWN_REFERENCES = 3  # to a tensor: the list's, of who looks at it, of who counts
-MAX_WAIT_S = 1.0  # to wait for a thread; a count that is too high is better than a run that hangs
+OWN_REFERENCES = 3  # to a tensor: the list's, the check's, the count's
+MAX_WAIT_S = 1.0  # for a thread; a count that is too high is better than a run that hangs
 ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
 @dataclass(frozen=True)
 class WorkMemory:
-    """What a Work holds.
+    """The memory of a Work.
 
-    tensors:  of memory that others have as well, in this Work's own objects
+    tensors:  in memory that others use as well, in this Work's own objects
     storages: of its own memory
     """
 
@@ -44,7 +44,7 @@ class WorkMemory:
     storages: list[weakref.ref[Any]]
 
     def wait_until_released(self) -> None:
-        """Until nobody else holds any of it, for at most MOST_S; then let go of it, too."""
+        """Wait until no other owner is left, for at most MAX_WAIT_S; then release it, too."""
         until_s = time.perf_counter() + MAX_WAIT_S
         while not self._is_released() and time.perf_counter() < until_s:
             time.sleep(POLL_S)
@@ -52,7 +52,7 @@ class WorkMemory:
 
     def _is_released(self) -> bool:
         for tensor in self.tensors:
-            # C++ counts one reference less before it lets go of the Python object.
+            # C++ decrements the count before it releases the Python object.
             if tensor._use_count() > 1 or sys.getrefcount(tensor) > OWN_REFERENCES:  # type: ignore[attr-defined]
                 return False
         return all(each() is None for each in self.storages)
@@ -63,11 +63,11 @@ class GlooMemoryTracker:
 
     def __init__(self, grown: MemoryGrowth) -> None:
         self._growth = grown
-        self._memory_by_storage: dict[int, WorkMemory] = {}  # by the id of a result's storage, until it is waited for
-        self._works: list[TrackedWork] = []  # which would lose their Python half, were nobody to keep them
+        self._memory_by_storage: dict[int, WorkMemory] = {}  # by the id of a result's storage, until the wait for it
+        self._works: list[TrackedWork] = []  # without a reference they would lose their Python half
 
     def run_collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """func(*args, **kwargs), a collective that its caller waits for by the result or by the Work in it."""
+        """func(*args, **kwargs), a collective whose caller waits for the result or for the Work in it."""
         given: dict[int, Tensor] = {}
 
         def alias(tensor: Tensor) -> Tensor:
@@ -91,14 +91,14 @@ class GlooMemoryTracker:
         return self._works[-1].boxed()
 
     def release(self, result: Tensor) -> None:
-        """Called when a functional collective's result has been waited for."""
+        """Called after the wait for a functional collective's result."""
         held = self._memory_by_storage.pop(id(result.untyped_storage()), None)
         if held is not None:
             held.wait_until_released()
 
 
 class CollectiveAllocations(TorchDispatchMode):
-    """What a collective makes before a thread has it: views of what it was given, and memory of its own."""
+    """A collective's allocations before a thread runs it: views of its arguments, and memory of its own."""
 
     def __init__(self, grown: MemoryGrowth) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -112,7 +112,7 @@ class CollectiveAllocations(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if collective_bytes.is_collective(func):
-            with self:  # what it calls passes by here, too
+            with self:  # nested operators must pass here, too
                 return func.redispatch(ON_CPU, *args, **kwargs)
         out = func(*args, **kwargs)
         if threading.get_ident() == self._thread:
@@ -124,7 +124,7 @@ class CollectiveAllocations(TorchDispatchMode):
         return out
 
     def find_work_memory(self, tensors: Sequence[Tensor]) -> WorkMemory:
-        """With these, and the views of them."""
+        """Add these, and views of them."""
         known = {id(each.untyped_storage()) for each in tensors}
         made = [each for each in (made() for made in self._tensors) if each is not None]
         views = [each for each in made if id(each.untyped_storage()) in known]
@@ -134,7 +134,7 @@ class CollectiveAllocations(TorchDispatchMode):
 
 
 def report_when_freed(storage: torch.UntypedStorage, grown: MemoryGrowth) -> weakref.ref[Any]:
-    """When a thread frees it that the profiler does not listen to, this one tells."""
+    """Report when a thread frees it that the profiler does not observe."""
     num_bytes = storage.nbytes()
 
     def tell(_: object) -> None:
@@ -145,7 +145,7 @@ def report_when_freed(storage: torch.UntypedStorage, grown: MemoryGrowth) -> wea
 
 
 class TrackedWork(dist.Work):
-    """A Work that lets go of another one when it has been waited for, and sees that Gloo does."""
+    """A Work that releases another one after the wait for it, and waits for Gloo's release."""
 
     def __init__(self, work: dist.Work, held: WorkMemory) -> None:
         super().__init__()

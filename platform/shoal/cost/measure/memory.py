@@ -1,7 +1,7 @@
-"""The memory that tensors take while something runs, as the allocator itself tells it.
+"""The memory of tensors while code runs, as reported by the allocator.
 
-Owns the two ways of asking: CUDA's statistics, and on the CPU the allocations that torch's profiler hears of, those
-inside of operators included. Called by the dry run and by the probe, around single steps.
+Owns the two sources: CUDA's statistics, and on the CPU the allocations that torch's profiler observes, those inside of
+operators included. Called by the dry run and by the profiler, around single steps.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from torch.optim import Optimizer
 
 @dataclass
 class MemoryGrowth:
-    """peak_bytes: the most that was allocated at once since the body began, without what was there before."""
+    """peak_bytes: the largest allocation since the body began, without earlier allocations."""
 
     peak_bytes: int = 0
     _unseen_changes: list[tuple[float, int]] = field(default_factory=list)  # microseconds of the wall clock, bytes
 
     def report_freed(self, num_bytes: int) -> None:
-        """Called on a thread that the profiler does not listen to, when it frees what was allocated in the body."""
+        """Called when a thread that the profiler does not observe frees memory allocated in the body."""
         self._unseen_changes.append((now_us(), -num_bytes))
 
     def report_mapped(self, num_bytes: int, began_us: float) -> None:
-        """Called when a file was mapped that stays: the profiler has heard of it, since this time, as if allocated."""
+        """Called when a permanent file was mapped: the profiler counts it, since this time, as an allocation."""
         self._unseen_changes.append((began_us, -num_bytes))
 
     def compute_peak(self, changes: Iterable[tuple[float, int]]) -> None:
-        """The peak is what these make it, in the order of their times, with what was freed unheard."""
+        """Correct the peak by these events, ordered by time, and by the unobserved releases."""
         live = 0
         for _, change in sorted([*changes, *self._unseen_changes]):
             live += change
@@ -44,14 +44,14 @@ class MemoryGrowth:
 
 
 def now_us() -> float:
-    """By the clock that the profiler goes by."""
+    """The profiler's clock."""
     return time.time_ns() / 1e3
 
 
 @contextmanager
 def track_growth(device: torch.device) -> Iterator[MemoryGrowth]:
-    """Watch what this thread allocates in the body, and Gloo's threads in its name."""
-    gc.collect()  # what is freed in the body was allocated in it: garbage of before would count against it
+    """Observe the allocations of this thread, and of Gloo's threads for it, in the body."""
+    gc.collect()  # earlier garbage that is freed in the body would be subtracted
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -88,7 +88,7 @@ def _track_allocations(device: torch.device) -> Iterator[MemoryGrowth]:
 
 
 def bytes_of(tensors: Iterable[Tensor | None]) -> int:
-    """Of the storages behind the tensors, each once; of a distributed tensor, what lies on this rank."""
+    """The size of the storages behind the tensors, each once; of a distributed tensor, its part on this rank."""
     storages = {}
     for tensor in tensors:
         for storage in storages_of(tensor) if tensor is not None else ():
@@ -97,19 +97,19 @@ def bytes_of(tensors: Iterable[Tensor | None]) -> int:
 
 
 def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
-    """What of a tensor lies on this rank: one storage; of a sparse one, that of its indices and that of its values."""
+    """A tensor's storages on this rank: one; of a sparse tensor, those of its indices and values."""
     here = to_local(tensor)
     parts = [here._indices(), here._values()] if here.layout is torch.sparse_coo else [here]
     return [part.untyped_storage() for part in parts]
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """What of a distributed tensor lies on this rank."""
+    """The part of a distributed tensor on this rank."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def allocate_averages(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Tensors that take what an average of these takes on this rank; of at least float32, as a run keeps it."""
+    """Tensors of the size of an average of these on this rank; at least float32, as a run stores it."""
     here = [to_local(parameter) for parameter in parameters]
     numbers = [each for each in here if each.is_floating_point() or each.is_complex()]
     return [torch.empty_like(each, dtype=torch.promote_types(each.dtype, torch.float32)) for each in numbers]

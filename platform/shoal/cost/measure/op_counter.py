@@ -1,7 +1,7 @@
-"""What one step takes, seen operator by operator: live bytes, floating point operations, bytes sent to other ranks.
+"""The cost of one step, operator by operator: live bytes, floating point operations, bytes sent to other ranks.
 
-Owns a dispatch mode that is entered for single steps, in a dry run and in a running Trainer alike; a step that is not
-metered does not know of it. Never changes what is computed, and keeps no tensor alive but mapped files.
+Owns a dispatch mode that is entered for single steps, in a dry run and in a running Trainer alike; other steps are
+unaffected. Never changes results, and keeps no tensor alive but mapped files.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from shoal.cost.measure.memory import MemoryGrowth, now_us, storages_of
 
 @dataclass
 class OpCounts:
-    """What was counted between entering and leaving.
+    """The counts between entering and leaving.
 
-    held_bytes:  of storages that were there before: named by `hold`, or touched by the forward pass
-    peak_bytes:  the most that was alive at once, held ones included
-    saved_bytes: alive when the first backward pass began, without the held ones: the activations
-    unknown:     operators of which nobody can say how much they compute, with their numbers of calls
+    held_bytes:  of earlier storages: named by `hold`, or used by the forward pass
+    peak_bytes:  the most that was alive at once, including held_bytes
+    saved_bytes: alive when the first backward pass began, without held_bytes: the activations
+    unknown:     operators with unknown arithmetic, with their numbers of calls
     """
 
     held_bytes: int = 0
@@ -51,9 +51,8 @@ class OpCounts:
 class OpCounter(TorchDispatchMode):
     """Counts in `reading` while entered; one use each.
 
-    An operator that takes functions (attention whose scores are a function's, say) is one call of which nobody says
-    what it computes: what it does inside is not looked at. What torch.compile has made runs as it does without a Meter;
-    of what it does inside, the calls of operators are counted.
+    An operator that takes functions (such as attention with a score function) is one call of unknown arithmetic: its
+    inside is not counted. Code of torch.compile runs as without a counter; the operators that it calls are counted.
     """
 
     supports_higher_order_operators = True
@@ -75,12 +74,12 @@ class OpCounter(TorchDispatchMode):
         self._in_backward = False
 
     def track(self, tensors: Iterable[Tensor], storages: Iterable[torch.UntypedStorage] = ()) -> None:
-        """Count these as there from the beginning, touched or not."""
+        """Count these as existing from the beginning, used or not."""
         for storage in (*(each for tensor in tensors for each in storages_of(tensor)), *storages):
             self._note_storage(storage, is_new=False)
 
     def exclude(self, tensors: Iterable[Tensor]) -> None:
-        """Let the storages of these count nothing."""
+        """Exclude the storages of these."""
         for storage in (tensor.untyped_storage() for tensor in tensors):
             self._alive[id(storage)] = (weakref.ref(storage, self._make_finalizer(id(storage), False)), 0)
 
@@ -88,10 +87,10 @@ class OpCounter(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(each, Tensor) and hasattr(each, "__tensor_flatten__") for each in types):
-            return NotImplemented  # a DTensor and its like: what it does inside is counted, on this rank's part
+            return NotImplemented  # a DTensor or similar: its inner operators are counted, on this rank's part
         kwargs = kwargs or {}
         if threading.get_ident() != self._thread and not any(each.is_cuda for each in _tensors((args, kwargs))):
-            return func(*args, **kwargs)  # Gloo's own threads, which move their own copies
+            return func(*args, **kwargs)  # on Gloo's own threads, which move their own copies
         for each in _tensors((args, kwargs)):
             self._note_tensor(each, is_new=False)
         if not self._in_backward and torch._C._current_graph_task_id() != -1:
@@ -109,9 +108,9 @@ class OpCounter(TorchDispatchMode):
         return out
 
     def _map_file(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """A file in memory (in which ranks of a host pass messages, say) is none of the allocator's: it counts nothing.
+        """A file in memory (for messages between ranks of a host, for example) is not the allocator's, and not counted.
 
-        It is kept, for the profiler would hear of its end, too, at a time that nobody can tell it.
+        It is kept alive, since the profiler would also count its release, at an unknown time.
         """
         began_us = now_us()
         mapped: Tensor = func(*args, **kwargs)
@@ -157,7 +156,7 @@ class OpCounter(TorchDispatchMode):
         self._alive[id(storage)] = (weakref.ref(storage, self._make_finalizer(id(storage), is_new)), size)
         if is_new:
             self._grow(size)
-        elif not self._in_backward:  # later, what nobody has seen before is what a collective has made for itself
+        elif not self._in_backward:  # in backward, unknown storages are those that a collective has made for itself
             self.counts.held_bytes += size
 
     def _make_finalizer(self, key: int, is_new: bool) -> Callable[[Any], None]:
@@ -176,7 +175,7 @@ class OpCounter(TorchDispatchMode):
         self._peak_bytes = max(self._peak_bytes, self._allocated_bytes)
 
     def _on_resize(self, storage: torch.UntypedStorage) -> None:
-        """FSDP frees and remakes what it has gathered by resizing storages in place, which no operator tells."""
+        """FSDP frees and restores gathered parameters by resizing storages in place, without an operator."""
         if id(storage) not in self._alive:
             self._alive[id(storage)] = (weakref.ref(storage, self._make_finalizer(id(storage), True)), 0)
         reference, before = self._alive[id(storage)]
@@ -192,11 +191,11 @@ def count_ops(
     is_pretended: bool = False,
     elsewhere: Iterable[Tensor] = (),
 ) -> Iterator[OpCounts]:
-    """Count what the body does; the reading is complete when the body has ended.
+    """Count the body's operators; the counts are complete when the body has ended.
 
-    grown:         who hears of memory, and is told what it cannot hear
-    held, buckets: tensors, and storages, that are there all the time (parameters, optimiser state), touched or not
-    is_pretended:  the group is; what a real one would allocate for itself is allocated in its place
+    grown:         records memory, and gets corrections that it cannot observe
+    held, buckets: tensors, and storages, that always exist (parameters, optimiser state), used or not
+    is_pretended:  the group is fake; allocations of a real one are made in its place
     elsewhere:     tensors in memory that is not this rank's own
     """
     meter = OpCounter(grown or MemoryGrowth(), is_pretended)

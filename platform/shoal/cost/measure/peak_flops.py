@@ -1,6 +1,6 @@
-"""How much arithmetic a device can do: measured, by the matrix products that it is best at.
+"""The peak arithmetic of a device, measured with large matrix products.
 
-Called by the Trainer once, so that it can say which share of it a run uses. Takes some hundredths of a second.
+Called once by the Trainer, to report a run's utilisation. Takes some hundredths of a second.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _REPEATS = 4
 
 
 def measure_peak_flops(device: torch.device, precision: str) -> float:
-    """Operations per second of square matrix products in `precision`, the fastest of a few."""
+    """Operations per second of square matrix products in `precision`: the fastest of a few."""
     size = _SIZE.get(device.type, _SIZE["cpu"])
     left = torch.ones(size, size, dtype=_DTYPES[precision], device=device)
     product = torch.empty_like(left)

@@ -1,1 +1,1 @@
-"""What a step will cost: dry runs without data, in a fake process group."""
+"""Prediction of a step's cost: dry runs without data, in a fake process group."""

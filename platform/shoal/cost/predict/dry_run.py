@@ -1,7 +1,7 @@
-"""One rank of a plan, run in this process without the others: the same code, in a group that only pretends.
+"""Runs one rank of a plan in this process without the others: the same code, in a fake process group.
 
-What a rank holds, computes, sends and keeps alive is read off a real step of the real plan, before any worker is
-started. Called by `predict`. The losses of such a step mean nothing.
+A rank's storage, computation, communication and memory are read from a real step of the real plan, before any worker
+starts. Called by `predict`. The losses of such a step are meaningless.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from shoal.parallel.pipeline.partition import StagePartition
 
 MAX_TIMED_STEPS, TIMING_BUDGET_S = 5, 0.2
 MIN_PIPELINE_STEPS = 3
-NUM_WARM_UP_STEPS = 2  # DDP arranges its buckets anew before its second step, optimisers make their states in the first
+NUM_WARM_UP_STEPS = 2  # DDP rebuilds its buckets before its second step, optimisers create their states in the first
 
 MakeOptimizer = Callable[[Any, Any, Iterable[nn.Parameter]], Optimizer]  # of task, spec.optimizer, parameters
 
 
 class TrainSpecProtocol(Protocol):
-    """What is asked of a TrainSpec."""
+    """The used part of a TrainSpec."""
 
     parallel: ParallelSpec
     workers: int
@@ -63,13 +63,13 @@ def pick_representative_ranks(degrees: ParallelDims) -> list[int]:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What one rank did in a step. In a pipeline:
+    """One rank's step. In a pipeline:
 
     busy_s:       seconds by (stage, "forward" or "backward")
-    besides_s:    seconds that its schedules took besides, though nobody kept them waiting, and without messages
-    messages_s:   by their bytes, the seconds of a message that it sends, and of one that it takes in
-    handed_bytes: by stage, the tensor that it hands on for each micro-batch
-    layout:       which stage has what
+    besides_s:    seconds that its schedules took in addition, without waiting and without messages
+    messages_s:   by size in bytes, the seconds of sending a message, and of receiving one
+    handed_bytes: by stage, the size of its output for each micro-batch
+    layout:       the partition into stages
     """
 
     values: dict[str, float]
@@ -80,7 +80,7 @@ class DryRun:
     layout: StagePartition | None = None
 
     def merge_fastest(self, again: DryRun) -> DryRun:
-        """The same with the shorter times of two runs: whatever else the machine did has made neither shorter."""
+        """The shorter times of two runs: other load on the machine shortens neither."""
         messages_s = dict(self.messages_s)
         for size, both in again.messages_s.items():
             before = messages_s.get(size, both)
@@ -103,11 +103,11 @@ def dry_run(
     make: MakeOptimizer,
     play: SimulatedRanks,
 ) -> DryRun:
-    """What `rank` does in one step over a global batch of `batch_size`.
+    """Run `rank` for one step over a global batch of `batch_size`.
 
-    play: what the ranks of this round have said so far
+    play: the earlier messages of this round's ranks
 
-    Raises PlanError as `parallelize` does, and NotSaidYet when another rank must be run before.
+    Raises PlanError as `parallelize` does, and NotYetSent when another rank must run before.
     """
     degrees = spec.resolve_dims()
     with fake_world(rank, degrees.workers, device, play) as world:
@@ -116,7 +116,7 @@ def dry_run(
         model = parallelize(task.model(), task, _make_eager_spec(spec.parallel), degrees, world, batch, spec.seed)
         try:
             if isinstance(model, PipelineModel) and device.type == "cpu":
-                model.clock.now_s = time.thread_time  # stages are timed in turn: who disturbs one slows no other
+                model.clock.now_s = time.thread_time  # stages are timed in turn: other load must not slow only one
             parameters = [parameter for _, parameter in model.named_parameters()]
             optimizer = make(task, spec.optimizer, parameters)
             steps = count()
@@ -139,14 +139,14 @@ def dry_run(
 
 
 def _make_eager_spec(parallel: ParallelSpec) -> ParallelSpec:
-    """Without a compiler, and without a scale that is tried again until it fits: the losses here mean nothing."""
+    """Without a compiler, and without retries of the loss scale: the losses here are meaningless."""
     precision = "bf16" if parallel.precision == "fp16" else parallel.precision
     return parallel.model_copy(update={"compile": False, "precision": precision})
 
 
 @dataclass(frozen=True)
 class _StepTimes:
-    """One step: seconds of all of it; by stage and way, of what was computed; the schedules besides messages."""
+    """One step: seconds in total; of computation by stage and direction; of the schedules besides messages."""
 
     step_s: float
     busy_s: dict[tuple[int, str], float]

@@ -1,7 +1,7 @@
-"""A group of processes of which only this one exists: each of its ranks is played in turn.
+"""A process group in which only this process exists: it simulates each of its ranks in turn.
 
-Collectives return at once, with this rank's own words as everybody's; what rank 0 tells all, and what stages tell one
-another about shapes, is kept from rank to rank. Called by `dry_run`. Nothing of it is left afterwards.
+Collectives return at once, with this rank's values as everybody's; rank 0's broadcasts, and the stages' messages about
+shapes, are kept from rank to rank. Called by `dry_run`. Everything is restored afterwards.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ T = TypeVar("T")
 
 
 class NotYetSent(Exception):
-    """A rank waits for a message of one that has not been played so far."""
+    """A rank waits for a message of one that was not simulated so far."""
 
 
 @dataclass
 class MessageCosts:
-    """Seconds of processor time that one rank spends with messages, each by its bytes; and with playing the others."""
+    """CPU seconds that one rank spends on messages, by their bytes; and on simulating the others."""
 
     send_s: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     take_s: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -50,7 +50,7 @@ class MessageCosts:
         self.total_s += seconds
 
     def compute_medians(self) -> dict[int, tuple[float, float]]:
-        """By bytes: (of a message sent, of one taken in)."""
+        """By bytes: (of sending a message, of receiving one)."""
 
         def median_s(of: dict[int, list[float]], size_bytes: int) -> float:
             return statistics.median(of.get(size_bytes, [0.0]))
@@ -62,7 +62,7 @@ class MessageCosts:
 
 @dataclass
 class SimulatedRanks:
-    """What has been said in one round: by rank 0 to all, and from rank to rank. `handled`: by the rank that plays."""
+    """The messages of one round: from rank 0 to all, and from rank to rank. `handled`: by the simulated rank."""
 
     broadcasts: list[bytes] = field(default_factory=list)
     messages: dict[tuple[int, int], list[Tensor]] = field(default_factory=lambda: defaultdict(list))
@@ -71,7 +71,7 @@ class SimulatedRanks:
 
 @dataclass(frozen=True)
 class _FakeWorld(World):
-    """A world whose other ranks say what this one says."""
+    """A world whose other ranks have this one's values."""
 
     play: SimulatedRanks = field(default_factory=SimulatedRanks)
     _num_received: list[int] = field(default_factory=lambda: [0])
@@ -90,7 +90,7 @@ class _FakeWorld(World):
         return [value] * self.size
 
     def barrier(self) -> None:
-        """Nobody to wait for."""
+        """No process to wait for."""
 
 
 @contextmanager
@@ -113,12 +113,12 @@ def fake_world(rank: int, size: int, device: torch.device, play: SimulatedRanks)
     finally:
         DistributedDataParallel.__init__, ShmAllReduce.try_create, ShmP2P.try_create, dist.send, dist.recv = originals  # type: ignore[method-assign]
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # of distributed tensors, which still names this rank's groups
+        _clear_sharding_prop_cache()  # of distributed tensors, which still refers to this rank's groups
 
 
 class _FakeAllReduce(ShmAllReduce):
-    """In place of memory that ranks share: collectives, whose bytes are counted. The ranks are taken to be on one host,
-    of which it is only a question how much memory gradients take on their way."""
+    """Instead of shared memory: collectives, whose bytes are counted. The ranks are assumed to be on one host, which
+    only affects how much memory gradients take in transit."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -136,12 +136,12 @@ class _FakeAllReduce(ShmAllReduce):
         return everyone.view(self.size, *mine.shape)
 
     def close(self) -> None:
-        """There is nothing to leave."""
+        """Nothing to leave."""
 
 
 class _FakeP2P(ShmP2P):
-    """The same messages through the same memory. The other ranks are played at once: they read what is sent, and have
-    sent what is expected; what they send is whatever the receiver's tensor held."""
+    """The same messages through the same memory. The other ranks are simulated at once: they read sent messages, and
+    have sent expected ones, with the present content of the receiver's tensor."""
 
     def __init__(self, group: dist.ProcessGroup, handled: MessageCosts) -> None:
         rank, pairs = dist.get_rank(group), {}
@@ -175,7 +175,7 @@ class _FakeP2P(ShmP2P):
 
 @dataclass(frozen=True)
 class _TimedReceive:
-    """A message that is there. `message`: what the real thing would wait for."""
+    """A message that has arrived. `message`: the real one to wait for."""
 
     message: Any
     size_bytes: int
@@ -189,7 +189,7 @@ class _TimedReceive:
 
 
 def _add_comm_hook(original: Callable[..., None]) -> Callable[..., None]:
-    """DDP wants to be handed what was reduced, and the pretended group hands over nothing."""
+    """DDP expects the reduced tensors, which the fake group does not return."""
 
     def reduce(group: Any, bucket: Any) -> Any:
         dist.all_reduce(bucket.buffer(), group=group)
@@ -205,9 +205,9 @@ def _add_comm_hook(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _make_send_recv(rank: int, play: SimulatedRanks) -> tuple[Callable[..., None], Callable[..., int]]:
-    """`send` and `recv` of single messages, by which stages tell one another shapes; schedules use other means."""
+    """`send` and `recv` of single messages, by which stages exchange shapes; schedules use other calls."""
     for pair in [pair for pair in play.messages if pair[0] == rank]:
-        del play.messages[pair]  # this rank is played again
+        del play.messages[pair]  # this rank is simulated again
     num_read: dict[int, int] = defaultdict(int)
 
     def send(
@@ -219,7 +219,7 @@ def _make_send_recv(rank: int, play: SimulatedRanks) -> tuple[Callable[..., None
     def recv(
         tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0, group_src: int | None = None
     ) -> int:
-        if group_src is None:  # schedules vote so whether shapes are known, which all do
+        if group_src is None:  # schedules vote this way whether shapes are known, which they are
             tensor.fill_(1)
             return int(src or 0)
         sender = dist.get_global_rank(group, group_src)

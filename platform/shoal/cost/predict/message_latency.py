@@ -1,7 +1,7 @@
-"""How soon a rank of this host that waits for a message goes on: tried out, within one process.
+"""How soon a waiting rank of this host receives a message: measured within one process.
 
-What a network between hosts would take is not known before the ranks are there; this is the least that it can be.
-Called by `predict`, for a pipeline on CPU ranks. Ends the thread and sockets that it starts.
+The latency of a network between hosts is unknown before the ranks exist; this is its lower bound. Called by `predict`,
+for a pipeline on CPU ranks. Ends the thread and sockets that it starts.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 from shoal.parallel.comm.shm_p2p import ShmP2P
 
 NUM_ROUNDS = 20
-PAUSE_S = 0.001  # after which who waits has fallen asleep
+PAUSE_S = 0.001  # until a waiting thread has fallen asleep
 
 
 def measure_latency_s() -> float:
-    """Seconds from the end of `send` to the end of `wait`, for a message of no size to speak of; the median of some.
+    """Seconds from the end of `send` to the end of `wait`, for a tiny message; the median of some.
 
-    0 where most are taken in before the call of `send` returns.
+    0 if most are received before the call of `send` returns.
 
     Raises RuntimeError when the other end fails.
     """

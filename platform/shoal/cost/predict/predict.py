@@ -1,9 +1,8 @@
-"""What a Task costs under its plan, found without a worker.
+"""Predicts the cost of a Task under its plan, without a worker.
 
-Looks at the whole model once, then runs each kind of rank of the plan dry. A step that would take long is run on fewer
-samples and scaled. Called by `shoal inspect` and by the Trainer's shells: on a cluster after the
-run, when the cores are free, else before it. Leaves random numbers, threads
-and process groups as they were.
+Profiles the full model once, then dry-runs each kind of rank of the plan. A step that would take long is run on fewer
+samples and scaled. Called by `shoal inspect` and by the launchers: on a cluster after the run, when the cores are free,
+otherwise before it. Leaves random numbers, threads and process groups unchanged.
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ from shoal.parallel.spec import ParallelDims
 from shoal.parallel.tensor.plan import find_tensor_plan
 
 NUM_PIPELINE_ROUNDS = 2  # dry runs of each rank
-BUDGET_S = 1.5  # of a step of a dry run; a longer one is scaled
+BUDGET_S = 1.5  # for a step of a dry run; a longer one is scaled
 
 
 def predict_cost(task: CostTaskProtocol, spec: TrainSpecProtocol, make_optimizer: MakeOptimizer) -> CostTable:
     """The table for `task` under `spec`. Call it in one process, before a process group is joined.
 
-    make_optimizer: (task, spec.optimizer, parameters) -> the optimiser, as the run will make it
+    make_optimizer: (task, spec.optimizer, parameters) -> the optimiser, as the run will create it
 
-    Raises PlanError, DataError or ConfigError for what could not be run.
+    Raises PlanError, DataError or ConfigError for a run that is impossible.
     """
     degrees = spec.resolve_dims()
     samples = spec.parallel.compute_micro_batch_size(spec.batch_size, degrees)
@@ -62,7 +61,7 @@ def predict_cost(task: CostTaskProtocol, spec: TrainSpecProtocol, make_optimizer
         placed = _build_placement_rows(task, spec, model, batch, layout)
     ranks = {rank: run.values for rank, run in runs.items()}
     values = _get_model_values(alone) | combine_ranks(ranks)
-    values["flops_step"] *= degrees.workers / len(ranks)  # the ranks of a stage do alike
+    values["flops_step"] *= degrees.workers / len(ranks)  # the ranks of a stage do the same work
     if degrees.pipeline > 1:
         values |= _simulate_pipeline(spec, degrees, runs, device)
     cuts = tuple(cut.module for cut in layout.split_points) if layout is not None else ()
@@ -89,7 +88,8 @@ def _run_ranks(
     device: torch.device,
     make: MakeOptimizer,
 ) -> tuple[dict[int, DryRun], tuple[str, ...]]:
-    """What each representative rank does, at the real size of a micro-batch, or scaled to it from two smaller ones."""
+    """Profiles of the representative ranks, at the real size of a micro-batch, or scaled to it from two smaller
+    ones."""
     repeats = spec.batch_size // samples  # micro-batches of all ranks in a step
 
     def at(size: int) -> dict[int, DryRun]:
@@ -108,7 +108,7 @@ def _run_ranks(
 def _choose_sizes(sample_s: float, samples: int) -> tuple[int, int]:
     """The samples of a micro-batch in one dry run and twice as many in another; or all of them, if that is quick.
 
-    sample_s: what a step takes for each sample of its micro-batches
+    sample_s: the time of a step per sample of its micro-batches
     """
     affordable = int(BUDGET_S / max(sample_s, 1e-9))
     if affordable >= samples:
@@ -118,10 +118,10 @@ def _choose_sizes(sample_s: float, samples: int) -> tuple[int, int]:
 
 
 def _run_round(run: Callable[[int, SimulatedRanks], DryRun], degrees: ParallelDims) -> dict[int, DryRun]:
-    """Each representative rank; one that needs to hear from a later one is run again after that one.
+    """Run each representative rank; one that needs a message of a later one runs again after that one.
 
-    Ranks of a pipeline are run several times, in turn: their bubble tells how unlike their times are, and so would all
-    that slows a machine while it times one of them.
+    Ranks of a pipeline run several times, in turn: their bubble depends on differences of their times, and a slow
+    moment of the machine would add to those of one rank.
     """
     play, found = SimulatedRanks(), dict[int, DryRun]()
     waiting = pick_representative_ranks(degrees)
@@ -138,7 +138,7 @@ def _run_round(run: Callable[[int, SimulatedRanks], DryRun], degrees: ParallelDi
 
 
 def _extrapolate(one: DryRun, two: DryRun, by: float) -> DryRun:
-    """What grows with the samples goes on growing as it did from `one` to `two`."""
+    """Extrapolate linearly, from `one` and `two` times the samples."""
     values = {name: one.values[name] + (two.values[name] - one.values[name]) * by for name in one.values}
     # All of them, when backward begins.
     alive = ("memory_parameters", "memory_optimizer", "memory_average", "memory_activations")
@@ -163,7 +163,7 @@ def _build_placement_rows(
 def _simulate_pipeline(
     spec: TrainSpecProtocol, degrees: ParallelDims, runs: dict[int, DryRun], device: torch.device
 ) -> dict[str, float]:
-    """The bubble and the length of a step, from what each stage computes, played through in the schedule's order."""
+    """The bubble and the length of a step, simulated in the schedule's order from the stages' times."""
     busy_s = {name: seconds for run in runs.values() for name, seconds in run.busy_s.items()}
     schedule, accumulate = spec.parallel.schedule, spec.parallel.accumulate
     micro = spec.parallel.num_micro_batches(degrees)
@@ -179,7 +179,7 @@ def _simulate_pipeline(
 
 
 def _estimate_transfers(runs: dict[int, DryRun]) -> list[TransferTime]:
-    """By each stage but the last, what it hands on, as the dry runs have sent and taken it in."""
+    """The output message of each stage but the last, as sent and received in the dry runs."""
     known = {size: both for run in runs.values() for size, both in run.messages_s.items()}
     handed = {stage: size for run in runs.values() for stage, size in run.handed_bytes.items()}
     on_the_way_s = measure_latency_s()
@@ -191,7 +191,7 @@ def _estimate_transfers(runs: dict[int, DryRun]) -> list[TransferTime]:
 
 
 def _interpolate_s(known: dict[int, float], size: float) -> float:
-    """The seconds of a message of this size, from those of some sizes; none are known of what a group carries."""
+    """The seconds of a message of this size, interpolated; none are known if the group sends them."""
     if len(known) < 2:
         return next(iter(known.values()), 0.0)
     slope, at_zero = np.polyfit(list(known), list(known.values()), 1)

@@ -1,4 +1,4 @@
-"""What one sample costs on one device, before any plan: parameters, arithmetic forward and backward, latency.
+"""The cost of one sample on one device, before any plan: parameters, arithmetic forward and backward, latency.
 
 Owns the isolation of a trial of a Task (random numbers, threads). Called by `predict`. Starts no process.
 """
@@ -25,12 +25,12 @@ from shoal.random_state import preserve_rng
 
 NUM_LATENCIES = 20
 LATENCY_BUDGET_S = 0.2
-MIN_TIMING_S = 0.03  # a step that is shorter says little of how long a larger one takes
+MIN_TIMING_S = 0.03  # a shorter step does not predict the time of a larger one
 _PARAMETERS_WITHOUT_PRODUCT = (nn.Embedding, nn.EmbeddingBag)
 
 
 class CostTaskProtocol(TaskProtocol, Protocol):
-    """What is asked of a Task before it runs."""
+    """The used part of a Task before it runs."""
 
     def model(self) -> nn.Module:
         """The model, with fresh weights."""
@@ -41,13 +41,13 @@ class CostTaskProtocol(TaskProtocol, Protocol):
         ...
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer | None:
-        """The optimiser; None: as the spec says."""
+        """The optimiser; None: that of the spec."""
         ...
 
 
 @dataclass(frozen=True)
 class SingleDeviceProfile:
-    """Of the whole model in one process, at `num_samples` a batch."""
+    """The full model in one process, at `num_samples` a batch."""
 
     parameters: int
     trainable: int
@@ -74,11 +74,11 @@ def preserve_process(seed: int, threads: int) -> Iterator[None]:
 def profile_single_device(
     task: CostTaskProtocol, model: nn.Module, data: Data, most: int, device: torch.device
 ) -> SingleDeviceProfile:
-    """Run the model forward and backward on so many samples as tell how long one takes, and forward on one.
+    """Run the model forward and backward on enough samples to time one, and forward on one.
 
-    Its modules are looked at in the modes that they are in, as they are trained: some may be frozen.
+    Its modules stay in their training modes: some may be frozen.
 
-    most: samples of a micro-batch: no more are tried
+    most: the samples of a micro-batch, which is the limit
     """
     num_samples, seconds = 0, 0.0
     while num_samples < most and seconds < MIN_TIMING_S:
@@ -115,7 +115,7 @@ def _time_pass(task: CostTaskProtocol, model: nn.Module, batch: Batch, device: t
 
 
 def _measure_latency_s(task: CostTaskProtocol, model: nn.Module, batch: Batch, device: torch.device) -> float:
-    """The median of some forward passes, after two that warm up."""
+    """The median of some forward passes, after two for warm-up."""
     seconds: list[float] = []
     inputs = task.inputs(batch)
     with eval_mode(model), torch.no_grad():
@@ -128,9 +128,9 @@ def _measure_latency_s(task: CostTaskProtocol, model: nn.Module, batch: Batch, d
 
 @contextmanager
 def watch_silent_modules(model: nn.Module) -> Iterator[list[str]]:
-    """Names of modules with matrices of their own that no operator ever used, though they were called.
+    """Names of modules with matrices of their own that no operator used, though they were called.
 
-    They compute where torch does not see it (NumPy, an extension): their arithmetic is unknown, and not 0.
+    They compute outside of torch (NumPy, an extension): their arithmetic is unknown, and not 0.
     """
     silent: list[str] = []
     owners = {
@@ -158,7 +158,7 @@ def watch_silent_modules(model: nn.Module) -> Iterator[list[str]]:
 
 
 class _StorageReads(torch.utils._python_dispatch.TorchDispatchMode):
-    """The storages that an operator has read, other than to look at them in another way."""
+    """The storages that operators have read, other than by views."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

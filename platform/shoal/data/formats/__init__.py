@@ -1,6 +1,6 @@
-"""Datasets as they lie on disk: map-style, opened where they are read, a batch at a time. And Ray Data, an iterable.
+"""Dataset formats on disk: map-style, opened in the reading process, a batch at a time. And Ray Data, an iterable.
 
-Each is imported when it is first asked for, so that nobody waits for the libraries of the others.
+Each is imported at its first use, to load only its own libraries.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What formats of columns (pyarrow) have in common: those that are asked for lie in memory, once for each process.
+"""The common part of column formats (pyarrow): the selected columns are read into memory, once per process.
 
 Called by `parquet` and `arrow_files`, which read files into pyarrow's tables.
 """
@@ -22,10 +22,10 @@ with needs_extra("data"):
 class ColumnDataset(FileDataset):
     """Columns of one file, or of all files of the format in a folder, by name.
 
-    A mapping {name in the batch: column} gives batches that are dicts, a list tuples. Number columns are [B]; lists of
-    numbers of one length are [B, length]. What does not fit into memory is better streamed: see docs/data.md.
+    A mapping {name in the batch: column} gives batches that are dicts, a list gives tuples. Number columns are [B];
+    lists of numbers of one length are [B, length]. For data larger than memory see docs/data.md.
 
-    kind:     what the format is called
+    kind:     the name of the format
     suffixes: of its files in a folder
     """
 
@@ -48,7 +48,7 @@ class ColumnDataset(FileDataset):
     @staticmethod
     @abstractmethod
     def _read_head(path: Path) -> tuple[int, Any]:
-        """How many rows a file has, and its schema. Raises ArrowException or OSError."""
+        """The number of rows of a file, and its schema. Raises ArrowException or OSError."""
 
     @staticmethod
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Arrow's own files (also called Feather, or IPC) and streams, as other libraries save them: `Arrow(path, ["x"])`."""
+"""Arrow's own files (also called Feather, or IPC) and streams, as other libraries write them: `Arrow(path, ["x"])`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ with needs_extra("data"):
     import pyarrow as arrow
     from pyarrow import ipc
 
-_MAGIC = b"ARROW1"  # with which a file begins, and a stream does not
+_MAGIC = b"ARROW1"  # begins a file, but not a stream
 
 
 class Arrow(ColumnDataset):
@@ -37,7 +37,7 @@ class Arrow(ColumnDataset):
 
 @contextmanager
 def _open_batches(path: Path, columns: list[str] | None) -> Iterator[tuple[Any, Iterator[Any]]]:
-    """The schema of these columns (None: of all), and the record batches, of which only these columns are read."""
+    """The schema of these columns (None: of all), and the record batches, which have only these columns."""
     with arrow.OSFile(str(path)) as source:
         is_file = source.read(len(_MAGIC)) == _MAGIC
         source.seek(0)

@@ -1,6 +1,6 @@
-"""What every format of files has in common: opened in the process that reads, and whole batches in one go.
+"""The common part of file formats: opened in the reading process, and full batches at once.
 
-Called by the formats beside it. Never keeps a file open across a pickle or a fork.
+Called by the formats. Never keeps a file open across a pickle or a fork.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ Fields = Mapping[str, str] | Sequence[str]
 
 
 class FileDataset(ABC):
-    """A map-style dataset in files. The constructor looks at the files, so that what is wrong with them is said before
-    any worker starts, and closes them again; they are opened for reading where the first batch is made."""
+    """A map-style dataset in files. The constructor checks the files, so that errors appear before any worker starts,
+    and closes them again; they are opened for reading with the first batch."""
 
     deterministic = True  # draws no random numbers
 
     def __init__(self, paths: Sequence[Path], num_samples: int) -> None:
         self.paths, self.num_samples = tuple(paths), num_samples
-        self._opened: tuple[int, Any] | None = None  # (process id, what `_open` gave)
+        self._opened: tuple[int, Any] | None = None  # (process id, result of `_open`)
         if not num_samples:
             raise DataError("data", str(self.paths[0]), "is empty")
 
     @abstractmethod
     def _open(self) -> Any:
-        """What the batches are read from, in this process."""
+        """Open the data of the batches, in this process."""
 
     @abstractmethod
     def batch(self, indices: Indices) -> Any:
@@ -44,7 +44,7 @@ class FileDataset(ABC):
 
     @abstractmethod
     def shapes(self) -> dict[str, str]:
-        """What a sample is made of: dtype, shape and, within a file, place by name. Part of the fingerprint."""
+        """The fields of a sample: dtype, shape and, within a file, place by name. Part of the fingerprint."""
 
     @property
     def _files(self) -> Any:
@@ -65,7 +65,7 @@ class FileDataset(ABC):
 
 
 def require_path(path: str | Path, field: str = "path") -> Path:
-    """The absolute path of a file or folder that is there. Raises DataError."""
+    """The absolute path of an existing file or folder. Raises DataError."""
     found = Path(path).expanduser().absolute()
     if not found.exists():
         near = found.parent if found.parent.exists() else Path.cwd()
@@ -74,7 +74,7 @@ def require_path(path: str | Path, field: str = "path") -> Path:
 
 
 def parse_fields(fields: Fields) -> tuple[dict[str, str], bool]:
-    """{name in the batch: place in the file}, and whether a batch is a dict (a mapping was given) or a tuple."""
+    """{name in the batch: place in the file}, and whether a batch is a dict (for a mapping) or a tuple."""
     if isinstance(fields, str) or not fields:
         raise DataError(
             "fields", fields, "names nothing to read", "give a list of names, or {name in the batch: place}"
@@ -85,7 +85,7 @@ def parse_fields(fields: Fields) -> tuple[dict[str, str], bool]:
 
 
 def name_positions(places: Sequence[Place]) -> dict[str, Place]:
-    """Each place of a list under its own name; one that comes again gets primes, so that a tuple has it as often."""
+    """Each place of a list under its own name; a repeated one gets primes, so that a tuple has it as often."""
     names: dict[str, Place] = {}
     for place in places:
         name = str(place)
@@ -104,7 +104,7 @@ def check_equal_lengths(lengths: Mapping[str, int], path: Path) -> int:
 
 
 def as_tensor(values: np.ndarray[Any, Any], name: str) -> Tensor:
-    """A tensor over the array's memory where torch knows the dtype (native byte order is made). Raises DataError."""
+    """A tensor over the array's memory if torch has the dtype (in native byte order). Raises DataError."""
     if not values.dtype.isnative:
         values = values.astype(values.dtype.newbyteorder("="))
     try:
@@ -120,7 +120,7 @@ def build_batch(tensors: dict[str, Tensor], as_dict: bool) -> Any:
 
 
 def get_first_sample(batch: Any) -> Any:
-    """The one sample of a batch of one."""
+    """The only sample of a batch of one."""
     if isinstance(batch, Mapping):
         return {name: get_first_sample(value) for name, value in batch.items()}
     if isinstance(batch, tuple):

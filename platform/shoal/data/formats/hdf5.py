@@ -1,4 +1,4 @@
-"""HDF5 files (h5py): opened in the process that reads, and a batch is read in a few runs of rows."""
+"""HDF5 files (h5py): opened in the reading process; a batch is read in a few ranges of rows."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from shoal.errors import DataError, needs_extra
 with needs_extra("data"):
     import h5py
 
-_RUN_GAP_BYTES = 64 * 1024  # it is quicker to read over so much than to ask the library once more
-_READ_BYTES = 64 * 2**20  # at most, in one go: rows that a gap reads over are memory too
+_RUN_GAP_BYTES = 64 * 1024  # reading a gap of this size is faster than another call of the library
+_READ_BYTES = 64 * 2**20  # at most, at once: skipped rows take memory, too
 
 
 class Hdf5(FileDataset):

@@ -105,7 +105,7 @@ def _read_header(path: Path) -> _Header:
 
 
 def _get_size_bytes(path: Path) -> int:
-    """Bytes; of a gzipped file, what its last word says of the unpacked ones (modulo 2**32)."""
+    """Its bytes; for a gzipped file, the size in its last word (modulo 2**32)."""
     if path.suffix != ".gz":
         return path.stat().st_size
     with path.open("rb") as file:

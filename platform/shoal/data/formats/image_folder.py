@@ -23,11 +23,11 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 class ImageFolder(FileDataset):
     """`FOLDER/CLASS/picture.png`: (float32 [B, C, H, W] from 0 to 1, int64 [B]), classes numbered by name.
 
-    size:      (height, width) that every picture is brought to; None: they must all be of one size
-    mode:      "RGB" (3 channels) or "L" (1); pictures of 16 bits are brought to 8 before
-    transform: of a picture, into the tensor of a sample; then `size` is yours to see to. It may draw random numbers.
-               Pictures of 32 bits (Pillow's modes I and F), of which nobody knows what is white, need one, and come
-               to it as they are
+    size:      (height, width) to which every image is resized; None: they must all have one size
+    mode:      "RGB" (3 channels) or "L" (1); images of 16 bits are converted to 8 before
+    transform: from an image to the tensor of a sample; it must then take care of `size`. It may draw random numbers.
+               Images of 32 bits (Pillow's modes I and F) have no defined white: they need a transform, which gets them
+               unchanged
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ImageFolder(FileDataset):
         return values.unsqueeze(0) if values.dim() == 2 else values.permute(2, 0, 1)
 
     def _convert_mode(self, opened: Image.Image, path: Path) -> Image.Image:
-        """Pillow's own `convert` cuts off what is above 255: such pictures would be white in silence."""
+        """Pillow's own `convert` clips values above 255: such images would silently become white."""
         if opened.mode.startswith("I;16"):
             return Image.fromarray((np.asarray(opened) >> 8).astype(np.uint8)).convert(self.mode)
         if opened.mode not in ("I", "F"):
@@ -94,5 +94,5 @@ class ImageFolder(FileDataset):
         return opened.copy()
 
     def _open(self) -> Any:
-        """Every picture is opened by itself."""
+        """Open each image separately."""
         return None

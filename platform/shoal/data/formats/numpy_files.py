@@ -1,4 +1,4 @@
-"""NumPy's own files: `.npy` is memory-mapped, an array in an `.npz` is read into memory where it is used."""
+"""NumPy's own files: `.npy` is memory-mapped, an array in an `.npz` is read into memory on use."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _read_head(place: _Place) -> tuple[tuple[int, ...], np.dtype[Any]]:
     except KeyError as error:
         raise DataError("fields", name, f"is not in {path.name}", f"there is {', '.join(_list_names(path))}") from error
     except _READ_ERRORS as error:
-        if "Python objects" in str(error):  # which cannot be mapped, and are not looked for
+        if "Python objects" in str(error):  # they cannot be mapped, and are not read
             raise DataError("fields", name or str(path), "holds Python objects, no numbers", _REMEDY) from error
         raise _make_damage_error(path, error) from error
     if not shape or dtype.kind not in "biuf":
@@ -109,7 +109,7 @@ def _read_head(place: _Place) -> tuple[tuple[int, ...], np.dtype[Any]]:
 
 
 def _require_npy(path: Path) -> None:
-    """NumPy would take a zip for an .npz, and anything else for a pickle. Raises DataError."""
+    """Without this, NumPy would read a zip as an .npz, and anything else as a pickle. Raises DataError."""
     with path.open("rb") as file:
         magic = file.read(len(npy.MAGIC_PREFIX))
     if magic != npy.MAGIC_PREFIX:

@@ -1,1 +1,1 @@
-"""How samples are read: by index, or from an iterable."""
+"""Reading samples by index, or from an iterable."""

@@ -1,17 +1,17 @@
-"""Makes batches from an iterable dataset: the same ones for any number of ranks and workers, where that is possible.
+"""Makes batches from an iterable dataset: the same for any number of ranks and workers, if possible.
 
-    plain      `__iter__`: every reader goes through the whole stream and keeps its share of each global batch, so that
+    plain      `__iter__`: every reader iterates the full stream and keeps its share of each global batch, so that
                batch k is the k-th B samples of the stream, as with a map-style dataset
-    sharded    `shard(index, count)` and `__len__` (of the whole): an iterable of one share; each of ranks x workers
-               reads its own. For training only; as many batches are made as every share of an equal division holds
+    sharded    `shard(index, count)` and `__len__` (in total): an iterable of one share; each of ranks x workers
+               reads its own. For training only; the number of batches is what every share of an equal division has
     batching   `batches(batch_size, *, epoch, drop_last, share)`: this rank's batches, made elsewhere (Ray Data)
 
 A dataset, or its iterator, with `state_dict` and `load_state_dict` (torchdata's `Stateful`) is restored from its state;
-any other is brought to its place by reading over what was given before. `set_epoch(epoch)` is called where there is
-one. Called by the loader, in the training process or in a worker.
+for any other, a resume reads over the earlier samples. `set_epoch(epoch)` is called if it exists. Called by the loader,
+in the training process or in a worker.
 
-What `shard` itself draws at random is the same on every rank and worker, so that an order which it divides is one
-order; what its iterables draw follows from the place of this rank's part in the epoch.
+Random numbers of `shard` itself are the same on every rank and worker, so that all divide the same order; those of its
+iterables follow from the position of this rank's part in the epoch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from shoal.errors import ConfigError, DataError
 
 @dataclass
 class StreamReader(ABC):
-    """What the three kinds have in common. `_at` is the place in the epoch, in global samples."""
+    """The common part of the three kinds. `_at` is the position in the epoch, in global samples."""
 
     source: Source
     collate: Collate | None
@@ -43,16 +43,16 @@ class StreamReader(ABC):
     batch_size: int  # global
     share: RankShare
     drop_last: bool
-    num_workers: int  # 0 and 1 alike: one reader for the rank
+    num_workers: int  # 0 and 1 alike: one reader per rank
 
-    is_replicated = False  # whether every rank and worker sees the same stream, so that the place of one is that of all
+    is_replicated = False  # whether every rank and worker sees the same stream, so that one position serves all
 
     def __post_init__(self) -> None:
         self.is_random = self.collate is not None or not getattr(self.source, "deterministic", False)
         self.stride = max(self.num_workers, 1)
         self._at = 0
         self._iterator: Iterator[Any] = iter(())
-        self._stateful: Any = None  # what has a state: the iterator, or what it is of
+        self._stateful: Any = None  # the object with a state: the iterator, or its dataset
 
     def read(self, request: StreamRequest) -> ReadBatch | EpochEnd:
         """The batch of the request; this reader's requests come in order. Raises DataError."""
@@ -62,18 +62,18 @@ class StreamReader(ABC):
             while self._at < request.position and self._take_samples(request):
                 pass
             return self._make_batch(request)
-        except Exception as error:  # the dataset is the user's code: whatever it raises is said as the data's
+        except Exception as error:  # user code may raise anything; reported as the data's error
             raise make_read_error(error, self.source, None) from error
 
     @property
     def has_epoch_state(self) -> bool:
-        """Whether the dataset's state may know which epoch it is, which nobody tells it."""
+        """Whether the dataset's state may include the epoch, which is not set from outside."""
         return self.is_replicated and not hasattr(self.source, "set_epoch")
 
     def close(self) -> None:
-        """Let the stream go: a generator that is left half-way ends now, and not when the interpreter does."""
+        """Release the stream: an unfinished generator ends now, and not at the interpreter's exit."""
         left, self._iterator = self._iterator, iter(())
-        if isinstance(left, Generator):  # anything else may be the dataset itself, which somebody reads again
+        if isinstance(left, Generator):  # anything else may be the dataset itself, which is read again
             left.close()
 
     def _restart(self, request: StreamRequest) -> None:
@@ -85,14 +85,14 @@ class StreamReader(ABC):
         self._seed(request, self._get_seed_position())
         self._iterator = iter(stream)
         if request.state is not None:
-            self._at, state = copy.deepcopy(request.state)  # who takes it up may go on to change it
+            self._at, state = copy.deepcopy(request.state)  # the dataset may modify it after loading
             if _has_state_dict(self._iterator):
                 self._iterator.load_state_dict(state)  # type: ignore[attr-defined]
             elif _has_state_dict(stream):
                 stream.load_state_dict(state)
                 self._iterator = iter(stream)
             if self._at == PREVIOUS_EPOCH:
-                deque(self._iterator, maxlen=0)  # what made no whole batch there
+                deque(self._iterator, maxlen=0)  # the samples that filled no batch there
                 self._at = self._get_start(request)
                 self._seed(request, self._get_seed_position())
                 self._iterator = iter(stream)
@@ -109,18 +109,18 @@ class StreamReader(ABC):
         return taken
 
     def _seed(self, request: StreamRequest, place: int) -> None:
-        """What the dataset draws follows from its place. One that draws nothing leaves the process's numbers alone:
-        nobody would put them back, see `InProcessReader`."""
+        """Seed the dataset's random numbers by its position. If it draws none, the process's random state is left
+        alone, since nothing would restore it: see `InProcessReader`."""
         if self.is_random:
             seed_all(self.seed, request.epoch, place)
 
     def _get_seed_position(self) -> int:
-        """The place of what is read next: of those who read different samples, no two have the same."""
+        """The position of the next samples: readers of different samples never share one."""
         each = self.batch_size // self.share.size
         return self._at if self.is_replicated else self._at + self.share.rank * each
 
     def _state(self) -> tuple[int, Any] | None:
-        """As it is now: the dataset's own, which it may go on to change, is copied."""
+        """The present state; a copy, since the dataset may modify its own."""
         return None if self._stateful is None else (self._at, copy.deepcopy(self._stateful.state_dict()))
 
     def _count_unread(self, request: StreamRequest) -> int:
@@ -131,11 +131,11 @@ class StreamReader(ABC):
 
     @abstractmethod
     def _open(self, request: StreamRequest) -> Any:
-        """The iterable that this reader goes through."""
+        """The iterable for this reader."""
 
     @abstractmethod
     def _make_batch(self, request: StreamRequest) -> ReadBatch | EpochEnd:
-        """The batch at the place that has been reached."""
+        """The batch at the present position."""
 
     def _collate_samples(self, samples: list[Any]) -> Batch:
         collate: Collate = self.collate or default_collate
@@ -146,7 +146,7 @@ class StreamReader(ABC):
 
 
 class PlainReader(StreamReader):
-    """Goes through the whole stream, and keeps this rank's share."""
+    """Iterates the full stream, and keeps this rank's share."""
 
     is_replicated = True
 
@@ -160,8 +160,8 @@ class PlainReader(StreamReader):
         if not samples or (self.drop_last and len(samples) < self.batch_size):
             return EpochEnd(self._at)
         part = self.share.get_slice(len(samples))
-        mine = samples[part] or samples[-1:]  # a rank without a share takes part with a filler
-        if self.collate is not None:  # all have read the same, and each collates a part of its own
+        mine = samples[part] or samples[-1:]  # a rank without a share uses a filler
+        if self.collate is not None:  # all ranks have the same samples, and each collates its own part
             self._seed(request, -1 - (self._at - len(samples) + part.start))
         return ReadBatch(self._collate_samples(mine), part.stop - part.start, len(samples), None, self._state())
 
@@ -173,7 +173,7 @@ class PlainReader(StreamReader):
 
 
 class ShardReader(StreamReader):
-    """Goes through one share of the stream, of which nobody else sees anything."""
+    """Iterates one share of the stream, which no other reader sees."""
 
     def _open(self, request: StreamRequest) -> Any:
         shard = self.share.rank * self.stride + request.position // self.batch_size % self.stride
@@ -201,7 +201,7 @@ class ShardReader(StreamReader):
 
 
 class BatchesReader(StreamReader):
-    """Takes batches as they are made elsewhere."""
+    """Takes batches that are made elsewhere."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,6 +1,6 @@
-"""Makes the batch that was asked for, from a map-style dataset, and says which samples it could not read.
+"""Makes requested batches from a map-style dataset, with errors that name unreadable samples.
 
-Called by the loader in the training process, or by a worker process; the answer is the same in both.
+Called by the loader in the training process, or by a worker process, with the same result.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NUM_NAMED = 8  # sample indices that an error message lists
 
 
 class ReadBatch(NamedTuple):
-    """A batch, this rank's samples in it, and the samples of the whole global batch. `state` is of an iterable."""
+    """A batch, this rank's samples in it, and the samples of the full global batch. `state` is of an iterable."""
 
     batch: Batch
     num_samples: int
@@ -34,9 +34,9 @@ class ReadBatch(NamedTuple):
 
 
 class EpochEnd(NamedTuple):
-    """In place of a batch: the iterable has no more of them."""
+    """Instead of a batch: the iterable has no more."""
 
-    num_items: int  # that it gave in this epoch, as far as this reader has seen
+    num_items: int  # yielded in this epoch, as far as this reader knows
 
 
 class Reader(Protocol):
@@ -45,16 +45,16 @@ class Reader(Protocol):
     is_random: bool  # whether the dataset may draw random numbers
 
     def read(self, request: Any) -> ReadBatch | EpochEnd:
-        """What is asked for. Raises DataError."""
+        """The requested batch. Raises DataError."""
         ...
 
     def close(self) -> None:
-        """Let go of what it reads from."""
+        """Release the source."""
         ...
 
 
 class InProcessReader:
-    """Reads in the training process, when a batch is asked for. The process's random numbers are left as they were."""
+    """Reads in the training process, on request. The process's random state stays unchanged."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
@@ -65,7 +65,7 @@ class InProcessReader:
         self._plan = plan
 
     def next(self) -> ReadBatch | EpochEnd:
-        """What the plan's next request asks for. Raises DataError."""
+        """The batch of the plan's next request. Raises DataError."""
         request = next(self._plan)
         if not self._reader.is_random:
             return self._reader.read(request)
@@ -76,16 +76,16 @@ class InProcessReader:
         return []
 
     def close(self) -> None:
-        """Let go of what is read from."""
+        """Release the source."""
         self._reader.close()
 
 
 class MapReader:
-    """Reads a map-style dataset, a whole batch at once where the dataset can.
+    """Reads a map-style dataset, a full batch at once if the dataset can.
 
-    Random numbers that a dataset draws (augmentation) follow from (seed, epoch, the sample): the same for any number of
-    workers and of ranks, and after a resume. Where it reads a whole batch at once, and where the dataset draws none
-    (`deterministic = True`) and the collate function may, from the batch's first sample.
+    Random numbers of a dataset (augmentation) follow from (seed, epoch, the sample): the same for any number of workers
+    and ranks, and after a resume. If it reads a full batch at once, or draws none (`deterministic = True`) while the
+    collate function may, they follow from the batch's first sample.
     """
 
     def __init__(self, source: Source, collate: Collate | None, seed: int) -> None:
@@ -99,12 +99,12 @@ class MapReader:
         """The batch of the request. Raises DataError naming the samples."""
         try:
             batch = self._make_batch(request.epoch, request.indices)
-        except Exception as error:  # the dataset is the user's code: whatever it raises is said with its samples
+        except Exception as error:  # user code may raise anything; the error names the samples
             raise make_read_error(error, self._source, request.indices) from error
         return ReadBatch(batch, request.num_samples, request.num_global, request.indices)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
     def _make_batch(self, epoch: int, indices: Indices) -> Batch:
         source = self._source
@@ -134,21 +134,21 @@ class MapReader:
 
 
 def _is_plain_tensor_dataset(source: Source) -> bool:
-    """Whether it is a TensorDataset whose samples are nothing but rows of its tensors: a subclass may augment them."""
+    """Whether it is a TensorDataset whose samples are just rows of its tensors: a subclass may augment them."""
     if not isinstance(source, TensorDataset) or has_shoal_method(source, "batch") or hasattr(source, "__getitems__"):
         return False
     return type(source).__getitem__ is TensorDataset.__getitem__
 
 
 def _has_own_getitems(source: Source) -> bool:
-    """Whether it has a `__getitems__` of its own: torch's Subset has one whatever it is of, and reads one by one."""
+    """Whether it has its own `__getitems__`: torch's Subset always has one, but may read samples one by one."""
     while type(source) is Subset:
         source = source.dataset
     return hasattr(source, "__getitems__")
 
 
 def make_read_error(error: Exception, source: Source, indices: Indices | None) -> DataError:
-    """`error` as one of the data's, with the samples that it belongs to."""
+    """`error` as a DataError, with its samples."""
     place = "" if indices is None else f" (in samples {format_samples(indices)})"
     if isinstance(error, DataError):
         return DataError(error.field, error.value, error.problem + place, error.remedy)
@@ -164,7 +164,7 @@ def format_samples(indices: Indices) -> str:
 
 
 def seed_all(seed: int, epoch: int, index: int) -> None:
-    """Every random number that a dataset may draw, of torch, `random` and NumPy, follows from these. Takes 10 µs."""
+    """Seed torch, `random` and NumPy for a dataset. Takes 10 µs."""
     digest = hashlib.blake2b(b"%d %d %d" % (seed, epoch, index), digest_size=12).digest()
     words = struct.unpack("<III", digest)
     torch.default_generator.manual_seed(words[0])

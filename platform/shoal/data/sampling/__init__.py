@@ -1,1 +1,1 @@
-"""Which samples come in which order, and on which worker."""
+"""The order of samples, and their assignment to ranks and workers."""

@@ -1,4 +1,4 @@
-"""The two ways through a dataset: what to ask its reader for, and which state of an earlier run fits.
+"""The two ways to iterate a dataset: the requests to its reader, and the compatibility of saved states.
 
 Called by the loader. Reads nothing.
 """
@@ -20,11 +20,11 @@ _RESUME_REMEDY = "resume with what the run began with"
 class EpochPlan(Protocol):
     """A way through a dataset, epoch after epoch."""
 
-    is_per_rank: bool  # whether each rank's state is its own
+    is_per_rank: bool  # whether each rank has its own state
     num_batches: int | None
 
     def is_over(self, position: int) -> bool:
-        """Whether the epoch has no batch at this position, as far as that is known beforehand."""
+        """Whether the epoch is known beforehand to have no batch at this position."""
         ...
 
     def iter_requests(self, epoch: int, position: int) -> Iterator[Any]:
@@ -32,32 +32,32 @@ class EpochPlan(Protocol):
         ...
 
     def worker_index(self, position: int) -> int:
-        """The number of the worker that begins."""
+        """The index of the first worker."""
         ...
 
     def on_batch_delivered(self, made: ReadBatch, position: int) -> None:
-        """The batch at `position` has been given to the user."""
+        """Called when the batch at `position` was yielded."""
         ...
 
     def on_epoch_end(self, ended: EpochEnd, position: int) -> None:
-        """The epoch ended at `position`, and the next one begins. Raises DataError when that is too early."""
+        """Called when the epoch ended at `position`. Raises DataError when that is too early."""
         ...
 
     def reset(self) -> None:
-        """What was kept belongs to another place than the one where it will go on."""
+        """Called when the position changes: drop stored states."""
         ...
 
     def state_dict(self) -> State:
-        """What is needed besides epoch and position to go on there."""
+        """The state, in addition to epoch and position, for a resume."""
         ...
 
     def load_state_dict(self, state: State) -> None:
-        """Take up what `state` gave. Raises SpecMismatch."""
+        """Restore `state`. Raises SpecMismatch."""
         ...
 
 
 class MapEpochPlan:
-    """Through a map-style dataset: the position alone says everything."""
+    """Through a map-style dataset: the position is the whole state."""
 
     is_per_rank = False
 
@@ -69,7 +69,7 @@ class MapEpochPlan:
         return not self._order.num_global(position)
 
     def iter_requests(self, epoch: int, position: int) -> Iterator[MapRequest]:
-        """Goes on into the next epochs, so that workers are ahead across their borders too."""
+        """Continues into the next epochs, so that workers prefetch across their borders too."""
         while True:
             request = self._order.make_request(epoch, position)
             if request is None:
@@ -82,13 +82,13 @@ class MapEpochPlan:
         return 0
 
     def on_batch_delivered(self, made: ReadBatch, position: int) -> None:
-        """Nothing to keep."""
+        """Nothing to store."""
 
     def on_epoch_end(self, ended: EpochEnd, position: int) -> None:
         """Known beforehand."""
 
     def reset(self) -> None:
-        """Nothing is kept."""
+        """Nothing is stored."""
 
     def state_dict(self) -> State:
         order = self._order
@@ -99,15 +99,15 @@ class MapEpochPlan:
 
 
 class StreamEpochPlan:
-    """Through an iterable, which may have a state of its own."""
+    """Through an iterable, which may have its own state."""
 
     def __init__(self, reader: StreamReader) -> None:
         self._reader = reader
         self.is_per_rank = not reader.is_replicated
         self.num_batches: int | None = None
         self._states: list[Any] = self._make_empty_states()
-        self._has_ended = False  # an epoch, with batches in it
-        self._end_states: list[Any] = []  # at the end of the epoch before; until the next one's first batch
+        self._has_ended = False  # an epoch with batches
+        self._end_states: list[Any] = []  # at the end of the previous epoch; until the next one's first batch
 
     def _make_empty_states(self) -> list[Any]:
         return [None] * (1 if self._reader.is_replicated else self._reader.stride)
@@ -171,7 +171,7 @@ class StreamEpochPlan:
 
 
 def check_equal(mine: State, state: State, why: str) -> None:
-    """Raises SpecMismatch for the first value with which `state` was not taken."""
+    """Raises SpecMismatch for the first value that differs from that of `state`."""
     for name, value in mine.items():
         if state.get(name) != value:
             problem = f"the place in the data was taken with {name} = {state.get(name)!r}: {why}"

@@ -1,4 +1,4 @@
-"""Which samples make up which batch: pure functions of (seed, epoch, position), the same for any number of ranks.
+"""The samples of each batch: pure functions of (seed, epoch, position), the same for any number of ranks.
 
 The order of an epoch is the stable argsort of N raw 64-bit draws of Philox keyed by (seed, epoch). NumPy guarantees
 that bit stream for all time, which it does not for `Generator.permutation`. Step k of the epoch is
@@ -14,25 +14,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 Indices = NDArray[np.int64]
-PREVIOUS_EPOCH = -1  # in place of a position: the end of the epoch before
+PREVIOUS_EPOCH = -1  # instead of a position: the end of the previous epoch
 _WORD = 2**64 - 1
 
 
 class RankShare(NamedTuple):
-    """Rank `rank` of `size`: whose part of each global batch is made here."""
+    """Rank `rank` of `size`, for which a part of each global batch is made."""
 
     rank: int
     size: int
 
     def get_slice(self, count: int) -> slice:
-        """This rank's part of `count` samples: contiguous, the first `count % size` ranks take one more."""
+        """This rank's part of `count` samples: contiguous; the first `count % size` ranks have one more."""
         each, rest = divmod(count, self.size)
         start = self.rank * each + min(self.rank, rest)
         return slice(start, start + each + (self.rank < rest))
 
 
 class MapRequest(NamedTuple):
-    """One batch of a map-style dataset. `num_samples` is 0 for a rank without a share: its one index is a filler."""
+    """One batch of a map-style dataset. `num_samples` is 0 for a rank without a share: its only index is a filler."""
 
     epoch: int
     position: int  # global samples of the epoch before this batch
@@ -44,8 +44,8 @@ class MapRequest(NamedTuple):
 class StreamRequest(NamedTuple):
     """The batch of an iterable that begins after `position` global samples of the epoch.
 
-    restart: from a fresh iterator; with `state` from where that was taken, (position, the dataset's own state);
-             a state of EPOCH_BEFORE is of the end of that epoch, behind which this one begins
+    restart: from a fresh iterator; with `state` from its place, (position, the dataset's own state); a state at
+             PREVIOUS_EPOCH is of the end of that epoch, after which this one begins
     """
 
     epoch: int
@@ -60,7 +60,7 @@ Request = MapRequest | StreamRequest
 
 @lru_cache(maxsize=2)
 def compute_permutation(num_samples: int, seed: int, epoch: int) -> Indices:
-    """The order of an epoch, [num_samples]. Not to be written to."""
+    """The order of an epoch, [num_samples]. Read-only."""
     draws = np.random.Philox(key=np.array([seed & _WORD, epoch & _WORD], dtype=np.uint64)).random_raw(num_samples)
     order = np.argsort(draws, kind="stable").astype(np.int64, copy=False)
     order.flags.writeable = False
@@ -78,13 +78,13 @@ class MapOrder(NamedTuple):
     drop_last: bool
 
     def num_global(self, position: int) -> int:
-        """Samples of the global batch that begins at `position`; 0 when the epoch is over."""
+        """The samples of the global batch at `position`; 0 when the epoch is over."""
         rest = max(self.num_samples - position, 0)
         return self.batch_size if rest >= self.batch_size else 0 if self.drop_last else rest
 
     @property
     def num_batches(self) -> int:
-        """Of a whole epoch, the same on every rank."""
+        """Of a full epoch, the same on every rank."""
         whole, rest = divmod(self.num_samples, self.batch_size)
         return whole + (rest > 0 and not self.drop_last)
 
@@ -95,7 +95,7 @@ class MapOrder(NamedTuple):
             return None
         part = self.share.get_slice(count)
         num_samples = part.stop - part.start
-        if not num_samples:  # its rank must still take the step, because steps are collective
+        if not num_samples:  # its rank must still step, because steps are collective
             part = slice(count - 1, count)
         start, stop = position + part.start, position + part.stop
         if not self.shuffle:

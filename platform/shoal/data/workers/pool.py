@@ -4,7 +4,7 @@
 |---|---|---|---|---|
 | of one worker | `prefetch` requests and batches | `next`, until the oldest batch is there | the worker | ends it |
 
-Called by the loader. Starts processes without forking: safe beside threads and process groups.
+Called by the loader. Starts processes without forking, which is safe with threads and process groups.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from shoal.data.workers.worker_main import ModuleOrigin, WorkerFailure
 from shoal.errors import Closed, ConfigError, DataError
 
 _IN_WORKER = "SHOAL_DATA_WORKER"
-# Ctrl-C, and what torchrun, Slurm and systemd send to every process, is for the training process, which still wants
-# batches until it has saved. The imports that follow take a second.
+# Ctrl-C, and signals that torchrun, Slurm and systemd send to every process, are for the training process alone, which
+# needs batches until it has saved. The imports below take a second.
 _BOOT = (
     "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN); "
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from shoal.data.workers.worker_main import main; main(int(sys.argv[2]))"
 )
 _GRACE_S = 0.5
-_EXIT_TIMEOUT_S = 10.0  # for a worker that has let go of its socket to end: how it did is then known
+_EXIT_TIMEOUT_S = 10.0  # for the exit of a worker that has closed its socket: its status explains why
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", _IN_WORKER), "1")
 
 
 class WorkerTraceback(Exception):
-    """The cause of an error that happened in a worker: its traceback there."""
+    """The cause of an error in a worker: its traceback there."""
 
 
 class _Worker(NamedTuple):
@@ -65,15 +65,15 @@ class WorkerPool:
         self._plan: Iterator[Request] = iter(())
         self._pending: deque[tuple[int, Request]] = deque()
         self._next_worker = 0
-        self._is_in_sync = True  # whether what is waited for is what will come: not after an interruption in between
+        self._is_in_sync = True  # whether the awaited batch is the next to come: not after an interruption
 
     def restart(self, plan: Iterator[Request], turn: int = 0) -> None:
-        """Follow this plan from now on; its first request goes to worker `turn`, counted modulo the workers."""
+        """Follow this plan from now on; its first request goes to worker `turn`, modulo the number of workers."""
         if not self._end_descriptor.alive:
             raise Closed("the loader is closed")
         if not self._is_in_sync:
             self._stop()
-        self._is_in_sync = False  # until all that was asked for has come
+        self._is_in_sync = False  # until all requested batches have come
         try:
             while self._pending:
                 self._receive()
@@ -85,8 +85,8 @@ class WorkerPool:
         self._plan, self._next_worker = plan, turn
 
     def next(self) -> ReadBatch | EpochEnd:
-        """What the oldest request asked for. Raises DataError when there is no such batch or no such worker."""
-        self._is_in_sync = False  # until it is
+        """The batch of the oldest request. Raises DataError if there is none, or its worker has died."""
+        self._is_in_sync = False  # until the batch has come
         self._send_requests()
         number, request = self._pending[0]
         try:
@@ -101,21 +101,21 @@ class WorkerPool:
         return made
 
     def close(self) -> None:
-        """End the processes. May be called again."""
+        """End the processes. Idempotent."""
         self._stop()
         self._end_descriptor()
 
     def pids(self) -> list[int]:
-        """Of the processes that are running."""
+        """The running processes."""
         return [worker.process.pid for worker in self._workers]
 
     def _send_requests(self) -> None:
-        """Give every worker as much to do as it may have before it."""
+        """Send every worker as many requests as it may have."""
         while len(self._pending) < self._spec.workers * self._spec.prefetch:
             number, request = self._next_worker % self._spec.workers, next(self._plan)
             self._pending.append((number, request))
             self._next_worker += 1
-            with suppress(ConnectionError):  # it died: said when its batch is due
+            with suppress(ConnectionError):  # it died: reported when its batch is due
                 send(self._workers[number].connection, request)
 
     def _receive(self) -> Any:
@@ -175,7 +175,7 @@ class WorkerPool:
 
 
 def _stop_workers(workers: list[_Worker]) -> None:
-    """Close the sockets, which ends the workers; one that is too busy to notice soon is killed."""
+    """Close the sockets, which ends the workers; one that does not end soon is killed."""
     deadline_s = time.monotonic() + _GRACE_S
     for worker in workers:
         worker.connection.close()
@@ -190,14 +190,14 @@ def _stop_workers(workers: list[_Worker]) -> None:
 def _pack_reader(reader: Reader, num_workers: int) -> tuple[int, set[str]]:
     try:
         return pack(reader)
-    except Exception as error:  # whatever a user's object raises is why it cannot travel
+    except Exception as error:  # a user's object may raise anything
         problem = f"the dataset cannot be handed to worker processes: {type(error).__name__}: {error}"
         remedy = "define it, and its collate function, at the top of a file, open files lazily, or set loader.workers=0"
         raise ConfigError("loader.workers", num_workers, problem, remedy) from error
 
 
 def _find_origins(modules: set[str]) -> list[ModuleOrigin]:
-    """The modules that a fresh process would not find by name."""
+    """The modules that a fresh process could not import by name."""
     found = []
     for name in sorted(modules):
         module = sys.modules.get(name)

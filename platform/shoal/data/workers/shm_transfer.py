@@ -1,12 +1,11 @@
-"""Objects handed from one process to another through memory that both map: arrays and tensors are never copied twice.
+"""Send objects between processes through memory that both map: arrays and tensors are never copied twice.
 
     one object   one anonymous file (memfd): [sizes] [pickle] [buffer] [buffer] ...
-    one message  one byte over a socket, with that file's descriptor beside it
+    one message  one byte over a socket, with that file's descriptor attached
 
-The file has no name, so that nothing is left of it when a process dies, and no limit of /dev/shm holds for it. Once it
-is mapped its descriptor is closed: who keeps many batches uses memory, and no descriptors. An array that is mapped from
-a file already (`numpy.memmap`) is mapped from there again, however large it is. Called by the pool and by the worker
-processes.
+The file has no name, so it disappears when the processes die, and /dev/shm's limit does not apply. Its descriptor is
+closed after mapping: many retained batches use memory, but no descriptors. An array that is already mapped from a file
+(`numpy.memmap`) is mapped from there again, whatever its size. Called by the pool and by the worker processes.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _ARRIVED = b"\x01"
 
 
 class _Pickler(pickle.Pickler):
-    """Keeps arrays and plain CPU tensors out of the pickle, and notes the modules that the reader will need."""
+    """Keeps arrays and plain CPU tensors out of the pickle, and collects the modules that the reader needs."""
 
     def __init__(self, file: io.BytesIO, buffers: list[pickle.PickleBuffer]) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffers.append)
@@ -59,9 +58,9 @@ def _rebuild_tensor(memory: memoryview, dtype: torch.dtype, shape: tuple[int, ..
 
 
 def _get_memmap_arguments(value: np.memmap[Any, Any]) -> tuple[object, ...] | None:
-    """How it is mapped again, from the file that it is a part of; None for what lies in memory, or only with gaps.
+    """How to map it again from its file; None for an array in memory, or one with gaps.
 
-    What is written to it then is the reader's own, as for everything else that many read.
+    Writes to the new mapping are private to the reader, as for everything else with many readers.
     """
     whole: Any = value
     while isinstance(whole.base, np.memmap):
@@ -76,9 +75,9 @@ def _get_memmap_arguments(value: np.memmap[Any, Any]) -> tuple[object, ...] | No
 
 
 def pack(value: Any) -> tuple[int, set[str]]:
-    """A descriptor of a file that holds `value`, and the modules that its classes and functions are from.
+    """A descriptor of a file with `value`, and the modules of its classes and functions.
 
-    Raises what pickle raises when it cannot.
+    Raises as pickle does.
     """
     file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
     pickler = _Pickler(file, buffers)
@@ -97,12 +96,12 @@ def pack(value: Any) -> tuple[int, set[str]]:
 
 
 def unpack(descriptor: int, private: bool = False) -> Any:
-    """The object in the file; its arrays and tensors lie in the mapped file, which goes with the last of them.
+    """The object in the file; its arrays and tensors are views of the mapped file, unmapped with the last of them.
 
-    private: many processes read this file: what one writes is its own
+    private: several processes read this file: writes of one are invisible to the others
     """
     size_bytes = os.fstat(descriptor).st_size
-    # not Python's mmap, which keeps a descriptor of its own for as long as it maps
+    # not Python's mmap, which keeps its own descriptor while mapped
     name = f"/proc/self/fd/{descriptor}"
     mapped = torch.from_file(name, shared=not private, size=size_bytes, dtype=torch.uint8)
     memory = mapped.numpy().data
@@ -128,7 +127,7 @@ def _write(descriptor: int, part: memoryview, offset: int) -> None:
 
 
 def send(connection: socket.socket, value: Any) -> None:
-    """Hand `value` over. Raises what pickle raises, and OSError when nobody is there."""
+    """Send `value`. Raises as pickle does, and OSError when the reader is gone."""
     descriptor, _ = pack(value)
     try:
         send_packed(connection, descriptor)
@@ -137,12 +136,12 @@ def send(connection: socket.socket, value: Any) -> None:
 
 
 def send_packed(connection: socket.socket, descriptor: int) -> None:
-    """Hand over what `pack` gave; the descriptor stays the caller's."""
+    """Send the result of `pack`; the descriptor stays the caller's."""
     socket.send_fds(connection, [_ARRIVED], [descriptor])
 
 
 def receive(connection: socket.socket, private: bool = False) -> Any:
-    """The next object. Raises EOFError when the other process is gone, TimeoutError when none comes in time."""
+    """Receive the next object. Raises EOFError when the other process is gone, TimeoutError when none comes in time."""
     try:
         arrived, descriptors, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
     except ConnectionError as error:

@@ -1,7 +1,7 @@
-"""A process that makes batches: the reader comes once, then requests come and batches go, until the socket closes.
+"""A worker process: receives the reader once, then requests, and sends batches until the socket closes.
 
-Started by the pool with `python -c`, so that the training script is not run again. Ends with the training process,
-however that ends: it holds the other end of the socket.
+The pool starts it with `python -c`, so that the training script does not run again. It ends with the training process,
+which has the other end of the socket.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shoal.errors import ConfigError, DataError
 
 
 class ModuleOrigin(NamedTuple):
-    """Where a module is loaded from that the worker could not import by its name: a file, or another name."""
+    """Where to load a module that the worker could not import by its name: a file, or another name."""
 
     name: str
     file: str | None
@@ -30,7 +30,7 @@ class ModuleOrigin(NamedTuple):
 
 
 class WorkerFailure(NamedTuple):
-    """In place of a batch: why there is none, and where that happened."""
+    """Instead of a batch: the error and its place."""
 
     error: ConfigError
     trace: str
@@ -50,7 +50,7 @@ def main(descriptor: int) -> None:
 
 
 def _load_reader(connection: socket.socket) -> Callable[[Any], Any]:
-    """What answers requests: the reader, or, where it cannot be loaded here, the reason."""
+    """The reader, or its error if it cannot be loaded here."""
     origins: list[ModuleOrigin] = receive(connection)
     try:
         for origin in origins:
@@ -68,7 +68,7 @@ def _load_reader(connection: socket.socket) -> Callable[[Any], Any]:
     def answer(request: Any) -> Any:
         try:
             return reader.read(request)
-        except ConfigError as error:  # everything that a reader raises
+        except ConfigError as error:  # readers raise nothing else
             return WorkerFailure(error, traceback.format_exc())
 
     return answer

@@ -1,1 +1,1 @@
-"""How ranks reach each other: the process group, and shared memory between ranks of one host."""
+"""Communication between ranks: the process group, and shared memory between ranks of one host."""

@@ -1,10 +1,10 @@
-"""Seconds that a rank waits for others within a step, where torch's own code calls the collectives: FSDP2 and DTensor.
+"""Seconds that a rank waits for others within a step, for collectives that torch's own code calls: FSDP2 and DTensor.
 
-Both end a collective in one of two ways: `Work.wait`, or `wait_tensor` of functional collectives. While a step runs,
-both are timed on the thread that runs it; before and after, and on other threads, they are as they were. The functions
-are replaced, not the operator under `wait_tensor`: its kernel, called from Python, keeps the interpreter's lock while
-it waits. No other thread would run: neither the user's, nor gloo's own when it lets go of a tensor.
-Called by plans whose collectives are not their own.
+Both end a collective in one of two ways: `Work.wait`, or `wait_tensor` of functional collectives. During a step both
+are timed on its thread; outside it, and on other threads, they are unchanged. The functions are replaced, not the
+operator under `wait_tensor`: its kernel, called from Python, holds the interpreter's lock while it waits. No other
+thread would run: neither the user's, nor gloo's own when it releases a tensor. Called by plans whose collectives torch
+calls.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import torch.distributed._functional_collectives as functional
 
 
 class CollectiveTimer:
-    """waited_s: seconds so far in which collectives were under way and nothing was computed
+    """waited_s: seconds so far in which collectives ran and nothing was computed
 
-    NaN on CUDA, where a stream waits and not a thread.
+    NaN on CUDA, where a stream waits instead of a thread.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,7 +31,7 @@ class CollectiveTimer:
         self.waited_s = 0.0 if self._is_known else float("nan")
 
     def time_collectives(self) -> AbstractContextManager[None]:
-        """Count within. Takes 20 us."""
+        """Measure within the context. Takes 20 us."""
         return self._time_collectives() if self._is_known else nullcontext()
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Which groups a rank belongs to: the device mesh of a plan, and the group of its data ranks."""
+"""The groups of a rank: the device mesh of a plan, and the group of its data ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def make_mesh(degrees: ParallelDims, world: World) -> DeviceMesh:
 
 
 def make_data_group(degrees: ParallelDims, world: World) -> dist.ProcessGroup:
-    """The ranks that hold what this one holds and are fed other samples. Collective."""
+    """The ranks with the same part of the model as this one, and other samples. Collective."""
     if degrees.data == world.size:
         world_group = dist.group.WORLD
         assert world_group is not None

@@ -1,15 +1,15 @@
-"""Sums over ranks of one host, through memory that they share: for CPU tensors, in place of gloo over loopback.
+"""All-reduce between ranks of one host through shared memory: for CPU tensors, instead of gloo over loopback.
 
-    one group    one anonymous file (memfd) that all have mapped: [2 turns][n ranks][CHUNK_BYTES]
-    one meeting  from each rank to each other one, over sockets that only they hold: how many values it brings
+    one group    one anonymous file (memfd), mapped by all ranks: [2 turns][n ranks][CHUNK_BYTES]
+    one barrier  a message between each pair of ranks, over private sockets: the number of values
 
-A rank copies its values into its row, meets the others, and adds up all rows in the order of ranks, so that all have
-the same bits; of more than two ranks each adds up a part, and a second meeting tells that all parts are there. Turns
-alternate: who writes a row for the second time knows that all have read it, since they came to a meeting in between.
-Neither file nor sockets have a name that outlives their processes, and no limit of /dev/shm holds.
+A rank copies its values into its row, waits at a barrier, and adds up all rows in the order of ranks, so that all have
+the same bits; with more than two ranks each adds up a part, and a second barrier signals that all parts are done. Turns
+alternate: a rank that reuses a row knows that all have read it, since a barrier lay in between. Neither file nor
+sockets have a name that outlives their processes, and /dev/shm's limit does not apply.
 
-Gloo wakes threads of its own for each sum, which on a host whose cores all compute takes longer than the sum itself
-(docs/log). Called by plans that average gradients, and by batch normalisation.
+Gloo wakes threads of its own for each sum, which on a fully loaded host takes longer than the sum itself (docs/log).
+Called by plans that average gradients, and by batch normalisation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 from shoal.parallel.comm.shm_rendezvous import PEER_GONE, Peers, rendezvous, set_socket_timeouts
 from shoal.parallel.comm.world import TIMEOUT_S
 
-CHUNK_BYTES = 4 << 20  # of larger values so much is summed at a time
+CHUNK_BYTES = 4 << 20  # larger values are summed in chunks of this size
 _COUNT_STRUCT = struct.Struct("<I")
 
 
@@ -38,11 +38,11 @@ class _BufferRows(NamedTuple):
 
 
 class ShmAllReduce:
-    """One rank's place in the sums of its group. Every rank makes the same calls in the same order.
+    """One rank's part in the sums of its group. Every rank makes the same calls in the same order.
 
     waited_s:   seconds that this rank has spent in sums so far
-    sent_bytes: what it would have sent for them in a ring, as the cost of collectives is counted
-    memory:     that the ranks share, [2 turns, n ranks, CHUNK_BYTES]
+    sent_bytes: the bytes that a ring would have sent, as the cost of collectives is counted
+    memory:     shared by the ranks, [2 turns, n ranks, CHUNK_BYTES]
     """
 
     def __init__(self, rank: int, peers: Peers) -> None:
@@ -58,13 +58,13 @@ class ShmAllReduce:
 
     @classmethod
     def try_create(cls, group: dist.ProcessGroup) -> ShmAllReduce | None:
-        """Meet the other ranks of `group`; None, on all of them, unless gloo carries it within one host. Collective."""
+        """Connect the ranks of `group`; None, on all of them, unless gloo carries it within one host. Collective."""
         return rendezvous(group, socket.SOCK_STREAM, cls, cls.close)
 
     def sum(self, values: Tensor, factor: float = 1.0) -> Tensor:
-        """Make `values`, which are contiguous, the sum over all ranks times `factor`, and return them. Collective.
+        """Replace `values`, which are contiguous, by the sum over all ranks times `factor`; returns them. Collective.
 
-        Raises RuntimeError when another rank is gone, does not come, or comes with something else.
+        Raises RuntimeError when another rank is gone, does not come, or calls with other values.
         """
         began_s = time.perf_counter()
         flat = values.view(-1)
@@ -86,7 +86,7 @@ class ShmAllReduce:
         return values
 
     def _sum_share(self, rows: list[Tensor]) -> None:
-        """Of many rows, each rank adds up one part, in the first of them: nobody else reads that part there."""
+        """With many rows, each rank adds up one part, in the first row, where no other rank reads that part."""
         total, *others = (row.tensor_split(self.size)[self._rank] for row in rows)
         for other in others:
             total.add_(other)
@@ -104,7 +104,7 @@ class ShmAllReduce:
         return everyone
 
     def _next_rows(self, part: Tensor) -> _BufferRows:
-        """Each rank's row of the next turn, as much of it as `part` needs; and what to say at the meeting."""
+        """Each rank's row of the next turn, as far as `part` needs it; and the message for the barrier."""
         self._buffer_index ^= 1
         key = (self._buffer_index, part.numel(), part.dtype)
         if key not in self._rows:
@@ -114,7 +114,7 @@ class ShmAllReduce:
         return self._rows[key]
 
     def _sync_peers(self, word: bytes) -> None:
-        """Return when every rank has come here. The calls of the system order the writes before them, too."""
+        """Wait for all ranks. The system calls also order the earlier writes."""
         try:
             for peer in self._peers:
                 peer.send(word)
@@ -131,15 +131,15 @@ class ShmAllReduce:
             raise RuntimeError(PEER_GONE) from error
 
     def close(self) -> None:
-        """Leave; who waits for this rank is told. Idempotent."""
+        """Leave; ranks that wait for this one are notified. Idempotent."""
         for peer in self._peers:
             peer.close()
         self._rows.clear()
-        self.memory = self.memory.new_empty(0)  # the last that keeps it mapped
+        self.memory = self.memory.new_empty(0)  # the last reference to the mapping
 
 
 def _map_shared_memory(peers: list[socket.socket], rank: int, size: int) -> mmap.mmap:
-    """The memory: made by the first rank, handed to all others. Raises OSError."""
+    """The memory: created by the first rank, sent to all others. Raises OSError."""
     if rank == 0:
         descriptor = os.memfd_create("shoal-sums")
         os.truncate(descriptor, size)

@@ -1,13 +1,13 @@
-"""Tensors from one rank of a host to another, through memory that they share: for CPU tensors, in place of gloo.
+"""Point-to-point messages between ranks of one host through shared memory: for CPU tensors, instead of gloo.
 
-    a message     its bytes in a piece of memory (memfd) that only the two have, and a note over a socket
-    the answer    a flag in that piece: it is free, and the next message of its size goes into it
+    a message     its bytes in a buffer (memfd) shared by the two ranks, and a note over a socket
+    the answer    a flag in that buffer: it is free for the next message of its size
 
-A send does not wait for who reads it: where no piece is free another one is made, so that there are as many as there
-were messages under way at once. (Of some hundreds that nobody reads, the notes fill the socket; then it takes in what
-others send, and waits.) What is sent from one rank to another arrives in that order. Gloo wakes threads of its own for
-each message, which on a host whose cores all compute takes milliseconds (docs/log). Called by pipelines, and by
-`cost`, which times them.
+A send does not wait for its receiver: without a free buffer another one is created, so there are as many buffers as
+messages were in flight at once. (After some hundreds of unread messages the notes fill the socket; then the sender
+receives its own messages, and waits.) Messages between two ranks arrive in order. Gloo wakes threads of its own for
+each message, which on a fully loaded host takes milliseconds (docs/log). Called by pipelines, and by `cost`, which
+times it.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from torch import Tensor
 from shoal.parallel.comm.shm_rendezvous import PEER_GONE, Peers, rendezvous, set_socket_timeouts
 from shoal.parallel.comm.world import TIMEOUT_S
 
-_HEADER = struct.Struct("<IQ")  # the number of the piece, the bytes in it
+_HEADER = struct.Struct("<IQ")  # the buffer's number, the message's bytes
 _DESCRIPTOR = struct.Struct("@i")
 _ANCILLARY_BYTES = socket.CMSG_LEN(_DESCRIPTOR.size)
-_HEAD_BYTES = 64  # of a piece, before the message; the first one is the flag
+_HEAD_BYTES = 64  # of a buffer, before the message; the first one is the flag
 _FREE, _TAKEN = 0, 1
 
 
 class _ShmBuffer:
-    """Memory for messages of one size, which two ranks have. The descriptor is closed."""
+    """Memory for messages of one size, shared by two ranks. The descriptor is closed."""
 
     def __init__(self, descriptor: int, size: int) -> None:
         try:
@@ -48,21 +48,21 @@ class _ShmBuffer:
 
 
 class _Channel:
-    """What one rank knows of its messages with another. `lines`: those with everybody, by socket."""
+    """One rank's state of its messages with another. `lines`: the channels of all ranks, by socket."""
 
     def __init__(self, peer: socket.socket, lines: dict[socket.socket, _Channel]) -> None:
         self.peer, self._channels = peer, lines
-        self.buffers: list[_ShmBuffer] = []  # in which this rank sends
+        self.buffers: list[_ShmBuffer] = []  # for sending
         self.buffers_by_size: dict[int, list[int]] = defaultdict(list)
-        self.peer_buffers: dict[int, _ShmBuffer] = {}  # in which the other one sends
-        self.arrived: dict[int, tuple[int, int]] = {}  # number of a message -> piece, bytes
+        self.peer_buffers: dict[int, _ShmBuffer] = {}  # for receiving
+        self.arrived: dict[int, tuple[int, int]] = {}  # number of a message -> buffer, bytes
         self.num_arrived = self.num_requested = 0
 
     def receive_header(self) -> None:
-        """The next note. Raises RuntimeError."""
+        """Receive the next note. Raises RuntimeError."""
         try:
-            # As each note was written: a stream does not run over from one with a descriptor into the next. (Python's
-            # own `recv_fds` and `send_fds` do not hear of flags.)
+            # Notes are read as written: a stream does not merge one with a descriptor with the next. (Python's own
+            # `recv_fds` and `send_fds` accept no flags.)
             note, beside, _, _ = self.peer.recvmsg(_HEADER.size, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError as error:
             raise RuntimeError(_timeout_message("sent")) from error
@@ -96,20 +96,20 @@ class _Channel:
 
 
 class _CompletedSend:
-    """A message that is on its way: nothing is left to do."""
+    """A message in flight: nothing is left to do."""
 
     def wait(self) -> bool:
         return True
 
 
 class _PendingReceive:
-    """A message that is expected."""
+    """An expected message."""
 
     def __init__(self, line: _Channel, number: int, tensor: Tensor) -> None:
         self._channel, self._number, self._tensor = line, number, tensor
 
     def wait(self) -> bool:
-        """Until it is in the tensor. Raises RuntimeError when the other rank is gone, or sends something else."""
+        """Wait until it is in the tensor. Raises RuntimeError when the sender is gone, or sends another size."""
         line = self._channel
         while line.num_arrived <= self._number:
             line.receive_header()
@@ -138,11 +138,11 @@ class ShmP2P:
 
     @classmethod
     def try_create(cls, group: dist.ProcessGroup) -> ShmP2P | None:
-        """Meet the other ranks of `group`; None, on all of them, unless gloo carries it within one host. Collective."""
+        """Connect the ranks of `group`; None, on all of them, unless gloo carries it within one host. Collective."""
         return rendezvous(group, socket.SOCK_STREAM, cls, cls.close)
 
     def send(self, tensor: Tensor, to: int) -> _CompletedSend:
-        """Send to a rank of the group, which has to ask for it; the tensor may change at once. Raises RuntimeError."""
+        """Send to a rank of the group, which must receive it; the tensor may change at once. Raises RuntimeError."""
         line, size = self._channels[to], tensor.nbytes
         self.sent_bytes += size
         if not size:
@@ -169,19 +169,19 @@ class ShmP2P:
             os.close(descriptor)
 
     def receive(self, tensor: Tensor, sender: int) -> _PendingReceive:
-        """Ask for the next message of a rank of the group; it is in `tensor`, contiguous, after `wait()`."""
+        """Receive the next message of a rank of the group; it is in `tensor`, contiguous, after `wait()`."""
         line = self._channels[sender]
         line.num_requested += 1
         return _PendingReceive(line, line.num_requested - 1, tensor)
 
     def redirect_ops(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
-        """The same messages, as torch's schedules make them up, by this way instead of the group's."""
+        """The messages of torch's schedules, sent this way instead of by the group."""
         ours = {dist.isend: self._isend, dist.irecv: self._irecv}
         for op in ops:
             op.op = ours[op.op]
         return ops
 
-    # torch calls whatever is neither of its own functions with the other rank as `group_src`.
+    # torch calls any function other than its own two with the other rank as `group_src`.
 
     def _isend(self, tensor: Tensor, *, group_src: int, **others: Any) -> _CompletedSend:
         return self.send(tensor.detach(), group_src)
@@ -190,7 +190,7 @@ class ShmP2P:
         return self.receive(tensor.detach(), group_src)
 
     def close(self) -> None:
-        """Leave; who waits for this rank is told. Idempotent."""
+        """Leave; ranks that wait for this one are notified. Idempotent."""
         for line in self._channels.values():
             line.peer.close()
             line.buffers.clear()

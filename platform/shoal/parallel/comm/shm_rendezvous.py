@@ -1,6 +1,6 @@
-"""Ranks of one host find each other: sockets that only they hold, beside the group that they are in already.
+"""Connect ranks of one host: private sockets, in addition to their process group.
 
-Called by `host_sum` and `host_messages`, which say what goes over the sockets and what through memory.
+Called by `shm_all_reduce` and `shm_p2p`, which define the messages and use of memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from shoal.parallel.comm.world import TIMEOUT_S
 
 T = TypeVar("T")
-Peers = dict[int, socket.socket]  # by rank of the group, without the own one
+Peers = dict[int, socket.socket]  # by rank of the group, without this one
 PEER_GONE = "Connection closed by peer: a rank of this host is gone"
 _RANK_STRUCT = struct.Struct("<I")
 _CONNECT_TIMEOUT_S = 10.0
@@ -27,17 +27,17 @@ _CONNECT_TIMEOUT_S = 10.0
 def rendezvous(
     group: dist.ProcessGroup, kind: socket.SocketKind, make: Callable[[int, Peers], T], undo: Callable[[T], None]
 ) -> T | None:
-    """What `make` makes of a rank and its connections to all others, on every rank; None, on all of them, unless gloo
-    carries the group within one host and every rank has made it. Collective.
+    """The result of `make` with a rank and its connections to all others, on every rank; None, on all of them, unless
+    gloo carries the group within one host and `make` succeeds on every rank. Collective.
 
     make: may raise OSError
-    undo: what to do with what was made where other ranks failed
+    undo: releases the result if other ranks failed
     """
     if dist.get_backend(group) != "gloo" or not hasattr(os, "memfd_create"):
         return None
     with ExitStack() as closing:
         listener = closing.enter_context(socket.socket(socket.AF_UNIX, kind))
-        listener.bind("")  # Linux finds a name, which no file has
+        listener.bind("")  # an abstract name, chosen by Linux, without a file
         listener.listen(dist.get_world_size(group))
         found = _all_gather((_host_id(), listener.getsockname(), secrets.token_bytes(16)), group)
         if len({host for host, _, _ in found}) > 1:
@@ -55,7 +55,7 @@ def rendezvous(
 def _connect_peers(
     rank: int, listener: socket.socket, known: list[tuple[bytes, bytes]], make: Callable[[int, Peers], T]
 ) -> T:
-    """Connect to the ranks before this one, and be connected to by those after it. Raises OSError."""
+    """Connect to the ranks before this one, and accept those after it. Raises OSError."""
     with ExitStack() as undo:
         peers: Peers = {}
         for other, (name, token) in enumerate(known[:rank]):
@@ -68,7 +68,7 @@ def _connect_peers(
             peer = undo.enter_context(listener.accept()[0])
             peer.settimeout(_CONNECT_TIMEOUT_S)
             said = peer.recv(20, socket.MSG_WAITALL)
-            if said[:16] == known[rank][1]:  # anybody on this host can connect
+            if said[:16] == known[rank][1]:  # any process on this host can connect
                 peers[_RANK_STRUCT.unpack(said[16:])[0]] = peer
         made = make(rank, {other: peers[other] for other in sorted(peers)})
         undo.pop_all()
@@ -76,14 +76,14 @@ def _connect_peers(
 
 
 def set_socket_timeouts(peers: Peers) -> None:
-    """The system's own limit for a socket that does not answer saves a call to poll."""
+    """Set the system's own timeout of the socket, which saves a call to poll."""
     for peer in peers.values():
         peer.settimeout(None)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(TIMEOUT_S), 0))
 
 
 def _host_id() -> str:
-    """The same for two processes that can reach each other's sockets and memory."""
+    """An id that is equal for two processes that can reach each other's sockets and memory."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
 

@@ -1,7 +1,7 @@
-"""The processes that train together: who this one is, its device, and how the group speaks.
+"""The training processes: this one's rank, its device, and the communication back end.
 
-`World` is made once at the start of a process: alone, from torchrun's environment variables, or from a group that
-somebody else has formed (Ray Train). Called by the Trainer, which closes what it opened.
+`World` is created once at the start of a process: alone, from torchrun's environment variables, or from an existing
+group (Ray Train's). Called by the Trainer, which closes what it opened.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from shoal.network_address import EXTERNAL_PROBE_HOST, find_local_address, is_lo
 
 T = TypeVar("T")
 CUDA_BACKEND = "cpu:gloo,cuda:nccl"
-TIMEOUT_S = 300.0  # of a collective; a rank that died is noticed much sooner, by its closed connection
+TIMEOUT_S = 300.0  # of a collective; a dead rank is detected much sooner, by its closed connection
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among its peers. torch.distributed is initialised exactly when `size` is above 1.
+    """This process among its peers. torch.distributed is initialised if and only if `size` is above 1.
 
     local_rank: among the processes of this host, which is also the index of its device
     """
@@ -46,7 +46,7 @@ class World:
 
     @classmethod
     def from_environment(cls, device: str = "auto", backend: str | None = None) -> World:
-        """As torchrun says (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...); alone where it says nothing."""
+        """From torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...); alone without them."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
             return cls.single(device)
@@ -55,7 +55,7 @@ class World:
         has_others = int(os.environ.get("LOCAL_WORLD_SIZE", size)) < size
         set_gloo_interface_towards(os.environ.get("MASTER_ADDR", ""), has_others)
         store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=TIMEOUT_S)))
-        # torchrun keeps its store over restarts, with the addresses of ranks that are dead.
+        # torchrun keeps its store over restarts, with the addresses of dead ranks.
         life = f"life-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         dist.init_process_group(
             backend or backend_for(chosen),
@@ -68,14 +68,14 @@ class World:
 
     @classmethod
     def from_process_group(cls, device: str = "auto", local_rank: int = 0) -> World:
-        """The group that this process is in already; alone when it is in none."""
+        """The existing group of this process; alone without one."""
         if not dist.is_initialized():
             return cls.single(device)
         return cls(dist.get_rank(), dist.get_world_size(), choose_device(device, local_rank), local_rank)
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which writes for all."""
+        """Whether this is rank 0, the only one that writes."""
         return self.rank == 0
 
     def broadcast(self, value: T) -> T:
@@ -114,13 +114,13 @@ class World:
             dist.barrier()
 
     def close(self) -> None:
-        """Leave the group, if this made it. Idempotent."""
+        """Leave the group, if this created it. Idempotent."""
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
 
 
 def choose_device(device: str, index: int) -> torch.device:
-    """`auto` is CUDA where there is one. Raises ConfigError for a device that this machine does not have."""
+    """`auto` is CUDA if available. Raises ConfigError for a device that this machine does not have."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
@@ -146,11 +146,11 @@ def backend_for(device: torch.device) -> str:
     return CUDA_BACKEND if device.type == "cuda" else "gloo"
 
 
-GLOO_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"  # of torch; what a user has set stays
+GLOO_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"  # torch's; a value set by the user stays
 
 
 def set_gloo_interface(address: str) -> None:
-    """Groups that this process forms from now on speak by the interface that has `address`, when one has."""
+    """Let groups that this process forms from now on use the interface with `address`, if there is one."""
     for name, addresses in psutil.net_if_addrs().items():
         if address in (each.address.partition("%")[0] for each in addresses):
             os.environ.setdefault(GLOO_INTERFACE_VARIABLE, name)
@@ -158,8 +158,8 @@ def set_gloo_interface(address: str) -> None:
 
 
 def set_gloo_interface_towards(first_host: str, has_others: bool) -> None:
-    """The same by the address that leads to `first_host`, where there are ranks on other hosts, too: of the first host
-    itself, whose own name leads to loopback, that which leads out."""
+    """The same for the address that leads to `first_host`, if ranks are on other hosts: on the first host itself, whose
+    own name leads to loopback, the outgoing address."""
     address = find_local_address(first_host)
     if address is not None and has_others and is_loopback(address):
         address = find_local_address(EXTERNAL_PROBE_HOST)

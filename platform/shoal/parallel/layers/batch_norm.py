@@ -24,7 +24,7 @@ _OWN_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 class DataGroup:
     """The ranks that share a global batch, and the seconds that this one has waited for the others.
 
-    on_host: how they sum when all of them are on one host; None when not, or when that is not wanted
+    on_host: sums within one host; None if they span hosts, or if it is disabled
     """
 
     def __init__(self, group: dist.ProcessGroup, on_host: ShmAllReduce | None = None) -> None:
@@ -37,10 +37,10 @@ class DataGroup:
         return self._waited_s + (self.shm_all_reduce.waited_s if self.shm_all_reduce else 0.0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataGroup:
-        return self  # a copy of a model speaks with the same ranks
+        return self  # a copy of a model uses the same ranks
 
     def control_device(self, device: torch.device) -> torch.device:
-        """Where they gather what only their hosts ask for: there, if anything carries it, else on their own device."""
+        """The device for gathering control values: the CPU if shared memory or gloo serves it, otherwise `device`."""
         is_told_by_host = self.shm_all_reduce is not None or "gloo" in dist.get_backend_config(self.group)
         return torch.device("cpu") if is_told_by_host else device
 
@@ -55,7 +55,7 @@ class DataGroup:
         return everyone.view(self.size, *mine.shape)
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over the ranks, in place."""
+        """Sum over the ranks, in place."""
         if self.shm_all_reduce:
             return self.shm_all_reduce.sum(values)
         start_s = time.perf_counter()
@@ -65,9 +65,9 @@ class DataGroup:
 
 
 class GlobalBatchNorm(_BatchNorm):
-    """Put before the class of a layer, which keeps all that it has but its forward (and its name, and its hooks).
+    """Mixed in before a layer's class: replaces its forward (and its name and hooks stay).
 
-    ranks: None while this one tries the model alone
+    ranks: None while this rank tries the model alone
     """
 
     ranks: DataGroup | None
@@ -84,7 +84,7 @@ class GlobalBatchNorm(_BatchNorm):
             return normalised.to(input.dtype)
         shape = [1, -1, *(1 for _ in input.shape[2:])]
         scaled = normalised * self.weight.view(shape)
-        # torch's own type knows nothing of BatchNorm(bias=False)
+        # torch's own type annotation lacks BatchNorm(bias=False)
         bias: Tensor | None = self.bias
         return (scaled if bias is None else scaled + bias.view(shape)).to(input.dtype)
 
@@ -98,12 +98,12 @@ class GlobalBatchNorm(_BatchNorm):
             momentum = 1.0 / float(self.num_batches_tracked)
         with torch.no_grad():
             self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
-            unbiased = variance * (count / (count - 1).clamp(min=1))  # of one value, which is tried alone, 0
+            unbiased = variance * (count / (count - 1).clamp(min=1))  # 0 for a single value in a trial
             self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
 
 
 class _Normalise(torch.autograd.Function):
-    """(x - mean) / sqrt(variance + eps) over [N, C, ...], the moments being those of all ranks' values together."""
+    """(x - mean) / sqrt(variance + eps) over [N, C, ...], with the moments of all ranks' values together."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, eps: float, ranks: DataGroup | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -127,7 +127,7 @@ class _Normalise(torch.autograd.Function):
         return normalised, mean, variance, total
 
     @staticmethod
-    @once_differentiable  # the sums over the ranks are of no graph
+    @once_differentiable  # the sums over the ranks have no graph
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
         normalised, scale, total = ctx.saved_tensors
         grad: Tensor = grads[0]
@@ -153,11 +153,11 @@ def check_batch_norm(model: nn.Module) -> None:
 
 
 def globalise_batch_norm(model: nn.Module, ranks: DataGroup | None) -> None:
-    """Let every batch normalisation of `model` speak with the other data ranks, in place.
+    """Let every batch normalisation of `model` use the statistics of all data ranks, in place.
 
-    ranks: None before they are known: for passes that this rank makes alone, and of which one sample is enough
+    ranks: None before they are known: for passes of this rank alone, even with one sample
     """
-    classes: dict[type[_BatchNorm], type[_BatchNorm]] = {}  # layers that were of one are of one again
+    classes: dict[type[_BatchNorm], type[_BatchNorm]] = {}  # layers of one class keep a common class
     for module in model.modules():
         if not isinstance(module, _BatchNorm):
             continue

@@ -1,4 +1,4 @@
-"""torch.compile of a module in place, refused where it would silently run eagerly."""
+"""torch.compile of a module in place, with an error where it would silently run eagerly."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch import nn
 
 from shoal.errors import PlanError
 
-_code_ids = count()  # of modules that were compiled in this process
+_code_ids = count()  # of compiled modules in this process
 
 
 def compile_module(module: nn.Module) -> None:
-    """torch.compile, in place. What cannot be compiled raises PlanError at the first call, and never runs slowly.
+    """torch.compile, in place. A module that cannot be compiled raises PlanError at its first call.
 
-    Not by `module.compile()`, which silently leaves PyTorch's own modules (a Sequential, say) as they are.
+    Not by `module.compile()`, which silently skips PyTorch's own modules (such as a Sequential).
     """
     module._compiled_call_impl = _compile_function(module, lambda *args, **kwargs: module._call_impl(*args, **kwargs))
 
 
 def compile_forward(module: nn.Module) -> None:
-    """As `compile_module`, but hooks stay outside: what FSDP and pipelines do around a block would break its graph."""
+    """As `compile_module`, but hooks stay outside: those of FSDP and pipelines would break a block's graph."""
     forward = module.forward
     module.forward = _compile_function(module, lambda *args, **kwargs: forward(*args, **kwargs))
 
@@ -52,10 +52,10 @@ def _compile_function(module: nn.Module, function: Callable[..., Any]) -> Callab
 
 @dataclass
 class _SharedCode:
-    """What modules that are alike share, so that they are compiled once.
+    """Shared code of equal modules, so that they are compiled once.
 
-    torch.compile keeps its graphs by code object, a few (8) for each; past that it silently compiles no more. So those
-    that are not alike must not share one.
+    torch.compile caches graphs by code object, at most 8 for each; beyond that it silently compiles no more. So modules
+    that differ must not share one.
     """
 
     code: CodeType

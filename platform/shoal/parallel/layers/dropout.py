@@ -1,13 +1,13 @@
 """Dropout whose masks do not depend on the plan: the same seed, step and layer give each sample the same mask.
 
-Each mask is drawn for the whole global micro-batch, from a generator seeded by (seed, step, micro-step, layer, call),
-and each data rank takes the rows of its samples. `nn.Dropout` and `nn.Dropout1d/2d/3d` are treated so. What a model
-draws otherwise (functional dropout, as in `nn.MultiheadAttention` and between the layers of `nn.LSTM`, `AlphaDropout`,
-`torch.rand`) is seeded by (seed, step, micro-step, data rank): it can be repeated, and ranks that split layers agree on
-it, but data ranks draw independently of one another, and not what one process would have drawn. Compiled layers draw so
-too, because a generator of their own would break their graph.
+Each mask is drawn for the full global micro-batch, from a generator seeded by (seed, step, micro-step, layer, call),
+and each data rank takes the rows of its samples. This applies to `nn.Dropout` and `nn.Dropout1d/2d/3d`. Other random
+operations of a model (functional dropout, as in `nn.MultiheadAttention` and between the layers of `nn.LSTM`,
+`AlphaDropout`, `torch.rand`) are seeded by (seed, step, micro-step, data rank): they are repeatable, and ranks that
+split layers agree on them, but data ranks draw independently, and differently from one process. So do compiled layers,
+because a generator of their own would break their graph.
 
-Called by every plan when it is made, and once for each micro-step.
+Called by every plan when it is built, and once for each micro-step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MASK_64 = (1 << 64) - 1
 
 
 def mix_seed(*words: int) -> int:
-    """A seed of 63 bits out of several numbers (SplitMix64's finaliser)."""
+    """A seed of 63 bits from several numbers (SplitMix64's finaliser)."""
     state = 0x9E3779B97F4A7C15
     for word in words:
         state = (state + word + 0x9E3779B97F4A7C15) & _MASK_64
@@ -41,7 +41,7 @@ class TensorPart(NamedTuple):
 
 
 class DropoutRng:
-    """All that is random within a step. One object for each rank, shared by its dropout layers."""
+    """All random operations of a step. One object for each rank, shared by its dropout layers."""
 
     def __init__(self, seed: int, data_rank: int, num_data_ranks: int, device: torch.device) -> None:
         self.seed, self.data_rank, self.num_data_ranks = seed, data_rank, num_data_ranks
@@ -56,10 +56,10 @@ class DropoutRng:
         self._step = -1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DropoutRng:
-        return self  # a copy of the model is still this rank's
+        return self  # a copy of the model still belongs to this rank
 
     def begin_micro_step(self, step: int, micro_step: int, num_samples: int) -> None:
-        """What is drawn from here on belongs to this micro-step, of so many samples on this rank."""
+        """Assign the following draws to this micro-step, of so many samples on this rank."""
         if step != self._step:
             self._calls.clear()
             self._seeds_by_token.clear()
@@ -73,11 +73,11 @@ class DropoutRng:
     def draw_mask(self, layer: int, shape: torch.Size, keep: float, like: Tensor, part: TensorPart | None) -> Tensor:
         """Ones with probability `keep` and zeros, [*shape]: the part of this rank's samples in the global mask.
 
-        part: what this rank holds of a dimension that tensor ranks split
+        part: this rank's part of a dimension that tensor ranks split
         """
         self._generator.manual_seed(self._get_call_seed(layer))
         full = list(shape)
-        if part is not None and shape[part.dim] == 1:  # a mask of whole channels, which are not what is split
+        if part is not None and shape[part.dim] == 1:  # a mask of full channels, which are not split
             part = None
         if part is not None:
             full[part.dim] *= part.number
@@ -94,7 +94,7 @@ class DropoutRng:
     def _get_call_seed(self, layer: int) -> int:
         """A layer called again draws another mask, but not when activation checkpointing recomputes a call.
 
-        Recomputing restores the state of PyTorch's own generator: the token drawn from it tells which call it is.
+        Recomputing restores the state of PyTorch's own generator: a token drawn from it identifies the call.
         """
         token = int(torch.empty((), dtype=torch.int64).random_().item())
         seed = self._seeds_by_token.get(token)
@@ -143,8 +143,7 @@ _CHANNELS = {nn.Dropout: False, nn.Dropout1d: True, nn.Dropout2d: True, nn.Dropo
 def seed_dropout(model: nn.Module, draws: DropoutRng, prefix: str = "") -> None:
     """Let the dropout layers of `model` draw from `draws`, in place.
 
-    prefix: what stands before the names of `model`'s modules in the whole model, for a stage: layers are told apart by
-    their names there.
+    prefix: the path of `model` in the full model, for a stage: layers are distinguished by their full names.
     """
     for name, module in model.named_modules():
         if type(module) in _CHANNELS:

@@ -1,7 +1,7 @@
 """Reduced precision: autocast, and the scale that keeps fp16 gradients from vanishing.
 
-Parameters, gradients and the optimiser stay in fp32 in every plan; what autocast lists is computed in bf16 or fp16.
-Called by every plan.
+Parameters, gradients and the optimiser stay in fp32 in every plan; autocast computes its listed operations in bf16 or
+fp16. Called by every plan.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
 class LossScale:
     """The factor of an fp16 loss: halved when gradients overflow, doubled after `growth_steps` without.
 
-    Unlike a GradScaler, which skips the step of the optimiser, a plan repeats the step with the smaller factor: what it
-    hands to the Trainer is always the gradient of the whole batch.
+    Unlike a GradScaler, which skips the step of the optimiser, a plan repeats the step with the smaller factor: the
+    Trainer always gets the gradient of the full batch.
     """
 
     MIN_VALUE = 1.0
@@ -44,15 +44,15 @@ class LossScale:
         self._growth_steps, self._good_steps = growth_steps, 0
 
     def state_dict(self) -> dict[str, float]:
-        """What a later life needs to go on, ready for JSON."""
+        """The state for a later attempt, ready for JSON."""
         return {"value": self.value, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Restore `state_dict`."""
         self.value, self._good_steps = float(state["value"]), int(state["good_steps"])
 
     def update(self, is_finite: bool) -> bool:
-        """Whether the gradients may be used: they are finite, or nothing can be done about it."""
+        """Whether to use the gradients: they are finite, or the factor cannot be lowered."""
         if is_finite:
             self._good_steps += 1
             if self._good_steps == self._growth_steps:

@@ -1,4 +1,4 @@
-"""What the stages of a pipeline say to one another besides a schedule's own messages; and to their data replicas.
+"""Communication between the stages of a pipeline besides a schedule's own messages; and with their data replicas.
 
 Owns the process groups. Every rank forms all of them, in the same order. Called by `pipeline`.
 """
@@ -23,8 +23,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class PipelineGroups:
-    """pipeline: the ranks with the same samples, and the same part of split layers; data: those with the same stages,
-    and the same part; None where it is this rank alone."""
+    """pipeline: the ranks with the same samples, and the same part of split layers; data: those with the same stages
+    and the same part; None for this rank alone."""
 
     def __init__(self, degrees: ParallelDims, rank: int) -> None:
         self.degrees, self.coordinates = degrees, degrees.coordinates(rank)
@@ -59,7 +59,7 @@ class PipelineGroups:
 
 
 def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, factor: float = 1.0) -> None:
-    """Let every rank of `group` have the sum of the gradients times `factor`; None where no rank has one.
+    """Sum the gradients over the ranks of `group`, times `factor`; None where no rank has one.
 
     `parameters` correspond on all ranks. Collective.
     """
@@ -74,7 +74,7 @@ def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, 
             parameter.grad = torch.zeros_like(parameter)
         elif parameter.grad.is_sparse:  # another rank may have used other rows
             parameter.grad = parameter.grad.to_dense()
-        elif isinstance(parameter.grad, DTensor):  # which use of a split layer it is from decides how it is split
+        elif isinstance(parameter.grad, DTensor):  # the use in a split layer determines its sharding
             assert isinstance(parameter, DTensor)
             parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
     under_way: list[tuple[list[Tensor], Tensor, Any]] = []
@@ -102,7 +102,7 @@ def _make_buckets(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def send_tensor(tensor: Tensor, to: int, group: dist.ProcessGroup) -> None:
-    """Send to a rank of `group` that does not know the shape."""
+    """Send a tensor to a rank of `group` that does not know the shape."""
     header = torch.zeros(HEADER_SIZE, dtype=torch.int64, device=tensor.device)
     words = [DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
     header[: len(words)] = torch.tensor(words)
@@ -111,7 +111,7 @@ def send_tensor(tensor: Tensor, to: int, group: dist.ProcessGroup) -> None:
 
 
 def receive_tensor(sender: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:
-    """What a rank of `group` sends by `send`."""
+    """Receive a tensor that a rank of `group` sends by `send`."""
     header = torch.zeros(HEADER_SIZE, dtype=torch.int64, device=device)
     dist.recv(header, group=group, group_src=sender)
     kind, num_dims, *sizes = header.tolist()

@@ -1,9 +1,9 @@
-"""Pipeline parallel: each rank holds some stages of the model, and micro-batches pass through them on a schedule.
+"""Pipeline parallel: each rank has some stages of the model, and micro-batches pass through them on a schedule.
 
-The schedules are those of torch.distributed.pipelining; a stage is the model's own forward between two cuts. Gradients
-are those of one process that accumulates over the same micro-batches. A parameter that several stages use lies on the
-rank of each, and its gradients are summed over them, so that the copies stay equal. Batch statistics are those of a
-micro-batch, over all data ranks. Called by `parallelize`.
+The schedules are those of torch.distributed.pipelining; a stage is the model's own forward between two split points.
+Gradients equal those of one process that accumulates over the same micro-batches. A parameter that several stages use
+is on the rank of each, and its gradients are summed over them, so that the copies stay equal. Batch statistics are
+those of a micro-batch, over all data ranks. Called by `parallelize`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def build_pipeline(
     example: Any,
     seed: int,
 ) -> ParallelModel:
-    """This rank's stages of `model`. Collective. Raises PlanError, on every rank, when it cannot be cut or run so."""
+    """This rank's stages of `model`. Collective. Raises PlanError, on every rank, when it cannot be split or run so."""
     num_micro_batches = spec.num_micro_batches(degrees)
     _check_spec(spec, degrees, num_micro_batches)
     model.to(world.device)
@@ -95,10 +95,10 @@ def _check_spec(spec: ParallelSpec, degrees: ParallelDims, num_micro_batches: in
 
 
 class PipelineModel(ParallelModel):
-    """The stages of this rank. The ranks of one pipeline are fed the same samples.
+    """The stages of this rank. The ranks of one pipeline get the same samples.
 
-    layout: what each stage has
-    clock:  what this rank computed, and how long its schedules took
+    layout: the contents of each stage
+    clock:  this rank's computing time, and the time of its schedules
     """
 
     def __init__(
@@ -150,10 +150,10 @@ class PipelineModel(ParallelModel):
             each: StageModule(each, self._weights.get_stage_parameters(each), self._compute_stage) for each in own
         }
         self._schedules = ScheduleCache(self._data_ranks if degrees.is_sharded else None, world.device)
-        self._stage_outputs: dict[int, Tensor] = {}  # by stage, a tensor like those that it hands on, without memory
-        self._batches: list[Any] = []  # under way
+        self._stage_outputs: dict[int, Tensor] = {}  # by stage, a tensor like its outputs, without memory
+        self._batches: list[Any] = []  # in flight
         self._step, self._first_index = 0, 0
-        self._metric_names: list[str] = []  # of what evaluate gives
+        self._metric_names: list[str] = []  # of an evaluation
         self._reduced_s = 0.0
 
     # -- a step
@@ -176,7 +176,7 @@ class PipelineModel(ParallelModel):
         return torch.stack(losses).detach().sum()
 
     def _run_schedule(self, schedule: Any) -> list[Tensor]:
-        """One schedule, start to end; the losses on the rank of the last stage."""
+        """Run one schedule; returns the losses on the rank of the last stage."""
         losses: list[Tensor] = []
         index = torch.arange(self._num_micro_batches)
         began_s = self.clock.now_s()
@@ -184,7 +184,7 @@ class PipelineModel(ParallelModel):
             schedule.step(index, target=index, losses=losses, return_outputs=False)
         except RuntimeError as error:
             if isinstance(error.__cause__, Exception) and "failed to run forward" in str(error):
-                raise error.__cause__ from None  # what the model or the loss has raised
+                raise error.__cause__ from None  # the model's or the loss's own error
             raise
         self.clock.total_s += self.clock.now_s() - began_s
         return losses
@@ -201,7 +201,7 @@ class PipelineModel(ParallelModel):
             problem = f"was handed {list(handed.shape)} {handed.dtype}, not {list(expected.shape)} {expected.dtype}"
             remedy = "a pipeline needs the same shapes in every pass over inputs of the same shapes"
             raise PlanError("parallel.pipeline", self.partition.split_points[stage].module, problem, remedy)
-        # Schedules that split the backward pass cut what was handed on out of its graph, which no view can be.
+        # Schedules that split the backward pass detach a stage's output in place, which a view does not allow.
         is_view = handed._is_view()
         handed = handed.clone(memory_format=torch.contiguous_format) if is_view else handed.contiguous()
         return handed if handed.requires_grad else handed.detach().requires_grad_()
@@ -212,7 +212,7 @@ class PipelineModel(ParallelModel):
         return loss / (self._spec.accumulate * self._num_micro_batches)
 
     def _get_schedule(self, batch: Any) -> Any:
-        """The schedule for micro-batches of this form; what stages hand on is found by a pass in evaluation mode."""
+        """The schedule for micro-batches of this form; a pass in evaluation mode finds the stages' outputs."""
         form = shape_key(batch)
         if self._schedules.is_missing(form):
             self._stage_outputs = {}
@@ -245,7 +245,7 @@ class PipelineModel(ParallelModel):
     def evaluate(self, batch: Any, num_samples: int) -> dict[str, Tensor]:
         sums: list[Tensor] = []
         self._stage_outputs = {}
-        # Data ranks that gather one another's parameters must all do so equally often, however many samples they have.
+        # Data ranks that gather each other's parameters must do so equally often, however many samples they have.
         with eval_mode(self._model), torch.no_grad():
             for part, share in iter_chunks(batch, 1 if self._degrees.is_sharded else self._num_micro_batches):
                 outputs = self._run_forward(part)
@@ -339,19 +339,19 @@ class PipelineModel(ParallelModel):
 
     @property
     def stage_output_bytes(self) -> dict[int, int]:
-        """By each of this rank's stages but the last, the size of the tensor that it hands on, as last scheduled."""
+        """The output size of each of this rank's stages but the last, as last scheduled."""
         return {stage: self._stage_outputs[stage].nbytes for stage in self._stages if stage in self._stage_outputs}
 
     @property
     def communication_s(self) -> float:
         if self._world.device.type != "cpu":
-            return float("nan")  # the host does not wait for what the device does
+            return float("nan")  # the host does not wait for the device
         return self.clock.total_s - self.clock.busy_s + self._reduced_s
 
     def measure_idle_share(self) -> float:
-        """Of the time of all schedules so far, the part in which ranks of this pipeline have waited. Collective.
+        """The share of the time of all schedules so far in which ranks of this pipeline have waited. Collective.
 
-        They have been in a schedule for as long as the rank that was in it for longest: others leave it before its end.
+        The schedules lasted as long as on the rank that was in them for longest: others leave them before their end.
         """
         if self._world.device.type != "cpu":
             return float("nan")
@@ -379,7 +379,7 @@ def _empty_like(tensor: Tensor) -> Tensor:
 def _shard_blocks(
     model: nn.Module, layout: StagePartition, own: list[int], mesh: DeviceMesh, spec: ParallelSpec
 ) -> list[tuple[str, nn.Module]]:
-    """Shard the blocks that these stages alone use, and return them with their names. The rest stays whole."""
+    """Shard the blocks that only these stages use, and return them with their names. The rest stays unsharded."""
     blocks = []
     for path, block in find_blocks(model):
         if all(set(layout.parameters[f"{path}.{name}"]) <= set(own) for name, _ in block.named_parameters()):
@@ -394,7 +394,7 @@ def _filter_trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def _find_gated_modules(model: nn.Module, compiled: list[str]) -> set[str]:
-    """Modules with parameters of their own, but for what lies within compiled blocks, which would ask no gate."""
+    """Modules with parameters of their own, except those in compiled blocks, which would skip gates."""
     named = dict(model.named_modules())
     within = {inner for block in compiled for inner in named[block].modules() if inner is not named[block]}
     own = {name for name, module in named.items() if any(True for _ in module.parameters(recurse=False))}
@@ -402,7 +402,7 @@ def _find_gated_modules(model: nn.Module, compiled: list[str]) -> set[str]:
 
 
 def _compile_blocks(model: nn.Module, blocks: list[str], views: list[StageSlice]) -> list[str]:
-    """Those of the blocks that run as a whole, or not at all: a compiled one would not ask the gates within it."""
+    """The blocks that run completely or not at all: a compiled one would skip the gates within it."""
     gated = {name for view in views for name in view.actions}
     compiled = [name for name in blocks if not any(each.startswith(f"{name}.") for each in gated)]
     for name in compiled:

@@ -1,6 +1,6 @@
-"""Which stage has which part of a model: decided on rank 0 from a survey of the model, proven, and told to all.
+"""The partition of a model into stages: chosen on rank 0 from a profile of the model, verified, and sent to all.
 
-Called by `pipeline`. Nothing of the model has changed when it returns or raises.
+Called by `pipeline`. The model is unchanged when it returns or raises.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from shoal.random_state import preserve_rng
 class StagePartition:
     """The stages of a model.
 
-    calls, cuts: of which the views of the stages are made
-    blocks:      modules that begin at a possible cut, with the stage that calls them first
-    parameters:  the stages that use a parameter, by its first name; the first stage where none does
-    buffers:     the stage that keeps a buffer, by each of its names
-    forward_s, backward_s: measured, of each stage and micro-batch, when the layout was made
+    calls, cuts: the calls and split points that define the stages
+    blocks:      modules that begin at a possible split point, with the first stage that calls them
+    parameters:  the stages that use a parameter, by its first name; the first stage if none does
+    buffers:     the stage that stores a buffer, by each of its names
+    forward_s, backward_s: measured, of each stage and micro-batch, when the partition was made
     """
 
     calls: list[ModuleCall]
@@ -56,7 +56,7 @@ def partition_model(
     world: World,
     context: Callable[[], Any],
 ) -> StagePartition:
-    """The layout, the same on every rank. Collective. Raises PlanError, on every rank, when the model has none.
+    """The partition, the same on every rank. Collective. Raises PlanError, on every rank, when the model has none.
 
     batch:   a micro-batch
     context: of a forward pass (autocast)
@@ -108,10 +108,10 @@ def _find_invalid_split(
     cuts: Sequence[SplitPoint],
     context: Callable[[], Any],
 ) -> SplitPoint | None:
-    """The first cut after which the model does not compute what it did; None when the stages make the same model.
+    """The first split point after which the model's results differ; None when the stages compute the same.
 
-    Every stage runs with the parameters of all others, and what skipped calls return, not being numbers: once as in an
-    evaluation, whose outcome is known, and once as in training, where modules may depend on more.
+    Every stage runs with the parameters of all others, and the results of skipped calls, set to NaN: once as in an
+    evaluation, whose results are known, and once as in training, where modules may depend on more.
     """
     with eval_mode(model), context(), torch.no_grad():
         expected = _stack_metrics(learnable, model(*learnable.inputs(batch)), batch)
@@ -133,7 +133,7 @@ def _find_invalid_split(
 def _run_in_stages(
     gated: StageForward, learnable: TaskProtocol, batch: Any, found: SplitProfile, cuts: Sequence[SplitPoint]
 ) -> tuple[SplitPoint | None, Tensor]:
-    """The first cut after which something is not a number, or cannot be computed; and by what the model is judged."""
+    """The first split point after which a result is NaN or fails; and the numbers by which the model is compared."""
     inputs = learnable.inputs(batch)
     stages = _map_parameters_to_stages(found, cuts)
     handed: Any = None
@@ -144,7 +144,7 @@ def _run_in_stages(
             try:
                 handed = gated.run(stage, inputs, received)
                 judged = _stack_metrics(learnable, handed, batch) if stage == len(cuts) else handed
-            except RuntimeError:  # a result or a shape that depends on what is not there
+            except RuntimeError:  # a result or shape depends on missing values
                 if cut is None:
                     raise
                 return cut, judged
@@ -154,14 +154,14 @@ def _run_in_stages(
 
 
 def _stack_metrics(learnable: TaskProtocol, outputs: Any, batch: Any) -> Tensor:
-    """The numbers by which a model is judged: the loss and the metrics."""
+    """The numbers by which a model is compared: the loss and the metrics."""
     return torch.stack(
         [each.detach().double() for each in compute_loss_and_metrics(learnable, outputs, batch).values()]
     )
 
 
 def _remove_split_point(found: SplitProfile, refused: SplitPoint) -> SplitProfile:
-    """The survey with two parts made one."""
+    """The profile with two parts merged."""
     place = found.split_points.index(refused)
     (forward_s, backward_s), (more_forward_s, more_backward_s) = found.cost_s[place : place + 2]
     together = (forward_s + more_forward_s, backward_s + more_backward_s)
@@ -214,7 +214,7 @@ def _build_partition(found: SplitProfile, cuts: list[SplitPoint]) -> StagePartit
 def find_changed_buffers(
     model: nn.Module, run: Callable[[], Tensor], cuts: Sequence[SplitPoint]
 ) -> dict[str, list[int]]:
-    """The parts between the cuts in which a buffer gets another value, by its name; others are not listed.
+    """The parts that change a buffer, by its name; unchanged buffers are not listed.
 
     run: one pass, with the modules in their own modes
     """
@@ -253,14 +253,14 @@ def _trace_buffer_changes(
 def _are_equal(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape:
         return False
-    return bool(((one == other) | ((one != one) & (other != other))).all())  # NaN is as it was, too
+    return bool(((one == other) | ((one != one) & (other != other))).all())  # NaN equals NaN
 
 
 def find_shared_buffer(
     found: SplitProfile, stages: Sequence[int], cuts: Sequence[SplitPoint]
 ) -> tuple[SplitPoint, PlanError] | None:
-    """The first cut found between two stages that would change the same buffer, or of which one keeps it; and what to
-    say of it. None when each buffer is its stage's own.
+    """The first split point between two stages that would change the same buffer, or one that stores it; and the
+    error. None when each buffer belongs to one stage.
 
     stages: of each part
     """

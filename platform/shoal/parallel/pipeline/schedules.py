@@ -1,6 +1,6 @@
-"""The pipeline schedules of torch.distributed.pipelining by Shoal's names: what each needs, and the order it works in.
+"""The pipeline schedules of torch.distributed.pipelining by Shoal's names: their requirements and their order of work.
 
-Called by `pipeline`, which runs them, and by `pipeline_bubble`, which predicts them. Forms no group and runs nothing.
+Called by `model`, which runs them, and by `simulate`, which predicts them. Forms no group and runs nothing.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ SCHEDULE_CLASSES: dict[ScheduleName, Any] = {
 }
 SINGLE_STAGE = ("gpipe", "1f1b")  # one stage for each rank; the others have two
 V_SHAPED = ("zbv", "dualpipev")  # the first rank has the first and the last stage, and so on inwards
-SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv", "dualpipev")  # gradients of inputs and of weights apart
+SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv", "dualpipev")  # separate gradients of inputs and of weights
 IN_ROUNDS = ("interleaved_1f1b", "interleaved_zero_bubble")  # work in rounds of about one micro-batch for each rank
 
 
 class ComputeAction(NamedTuple):
-    """One action of a rank: `F`orward, full `B`ackward, or the backward of `I`nputs and of `W`eights apart."""
+    """One action of a rank: `F`orward, full `B`ackward, or separate backward of `I`nputs and of `W`eights."""
 
     stage: int
     kind: Literal["F", "B", "I", "W"]
@@ -53,7 +53,7 @@ def get_stage_ranks(schedule: ScheduleName, num_ranks: int) -> list[int]:
 
 
 def check_schedule(schedule: ScheduleName, num_ranks: int, micro_batches: int, is_sharded: bool = False) -> None:
-    """Raises PlanError when the schedule cannot be made of so many ranks and micro-batches, or of sharded stages."""
+    """Raises PlanError when the schedule does not support so many ranks and micro-batches, or sharded stages."""
     if is_sharded and schedule in SPLIT_BACKWARD:
         problem = f"the schedule {schedule} splits the backward pass, in which FSDP2 could not gather parameters"
         raise PlanError("parallel.shard", True, problem, "use schedule=1f1b, or shard=false")
@@ -69,9 +69,9 @@ def check_schedule(schedule: ScheduleName, num_ranks: int, micro_batches: int, i
 
 
 def plan_actions(schedule: ScheduleName, num_ranks: int, micro_batches: int) -> list[list[ComputeAction]]:
-    """What each rank computes, one after the other, as the schedule's own class plans it."""
+    """Each rank's actions in order, as the schedule's own class plans them."""
     check_schedule(schedule, num_ranks, micro_batches)
-    if schedule == "1f1b":  # torch 2.13 runs it from code; the order that it shows starts the last rank with 1 for 0
+    if schedule == "1f1b":  # torch 2.13 runs it from code; its displayed order starts the last rank with 1 for 0
         return [_plan_1f1b(rank, num_ranks, micro_batches) for rank in range(num_ranks)]
     ranks = get_stage_ranks(schedule, num_ranks)
     stand_ins = [

@@ -1,6 +1,6 @@
-"""How long the ranks of a pipeline wait for one another: a step's schedule, played through with given times.
+"""How long the ranks of a pipeline wait for each other: simulates a step's schedule with given times.
 
-Pure arithmetic over the order in which torch's own schedules work. Called by `cost`, for its prediction, and by tests.
+Pure arithmetic over the order of torch's own schedules. Called by `cost`, for its prediction, and by tests.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from shoal.parallel.spec import ScheduleName
 
 @dataclass(frozen=True)
 class TransferTime:
-    """The seconds of one tensor from rank to rank: who sends it computes nothing meanwhile, nor does who takes it in.
+    """The seconds of one tensor from rank to rank: neither the sender nor the receiver computes meanwhile.
 
-    way_s: from the end of the sending until who waits for it can take it in
+    way_s: from the end of the sending until a waiting receiver can read it
     """
 
     send_s: float = 0.0
@@ -27,11 +27,11 @@ class TransferTime:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """A step as it is played through.
+    """A simulated step.
 
     step_s:     from the first action to the end of the last
-    busy_s:     of it, what each rank computes
-    idle_share: of the ranks' time, the part in which they wait
+    busy_s:     the computing time of each rank
+    idle_share: the share of the ranks' time in which they wait
     """
 
     step_s: float
@@ -54,12 +54,12 @@ def simulate_step(
 ) -> SimulatedStep:
     """One step of the schedule.
 
-    forward_s, backward_s: of each stage and micro-batch; two stages for each rank where the schedule has two
-    messages:              what each stage but the last hands on to another rank, or is handed back; (): in no time
-    between_s:             from one action of a rank to its next, besides waiting: what the schedule itself takes
-    weight_share:          of the backward pass, the part for the weights' gradients, where a schedule splits it
+    forward_s, backward_s: of each stage and micro-batch; two stages for each rank if the schedule has two
+    messages:              of each stage's output or gradient to another rank; (): instantaneous
+    between_s:             the schedule's own time between two actions of a rank
+    weight_share:          the share of the backward pass for the weights' gradients, if a schedule splits it
 
-    Raises PlanError when the schedule cannot be made of so many ranks and micro-batches.
+    Raises PlanError when the schedule does not support so many ranks and micro-batches.
     """
     ranks = get_stage_ranks(schedule, num_ranks)
     waiting = [list(reversed(works)) for works in plan_actions(schedule, num_ranks, micro_batches)]
@@ -84,7 +84,7 @@ def simulate_step(
 
 
 class _InputReady(NamedTuple):
-    """When what an action needs from other stages is there, and how long it takes to take it in."""
+    """When an action's input from other stages is ready, and how long receiving it takes."""
 
     ready_s: float
     take_s: float
@@ -97,9 +97,9 @@ def _find_input_ready(
     last: int,
     messages: Sequence[TransferTime],
 ) -> _InputReady | None:
-    """None while nobody knows."""
+    """None while unknown."""
     if work.kind == "W" or (work.kind == "F" and work.stage == 0) or (work.kind != "F" and work.stage == last):
-        return _InputReady(0.0, 0.0)  # the rank's own order sees to it
+        return _InputReady(0.0, 0.0)  # the rank's own order ensures it
     needed = [work._replace(stage=work.stage - 1)]
     if work.kind != "F":
         needed = [
@@ -114,13 +114,13 @@ def _find_input_ready(
 
 
 def _send_s(work: ComputeAction, ranks: Sequence[int], last: int, messages: Sequence[TransferTime]) -> float:
-    """How long the rank hands on what an action has made, to the stage after it or before it."""
+    """How long the rank sends an action's result to the stage after it or before it."""
     to = work.stage + 1 if work.kind == "F" else work.stage - 1
     return _get_transfer(work.stage, to, ranks, messages).send_s if work.kind != "W" and 0 <= to <= last else 0.0
 
 
 def _get_transfer(one: int, other: int, ranks: Sequence[int], messages: Sequence[TransferTime]) -> TransferTime:
-    """What goes from one of two neighbours to the other."""
+    """The message between two neighbours."""
     stays = not messages or ranks[one] == ranks[other]
     return TransferTime() if stays else messages[min(one, other)]
 
@@ -132,6 +132,6 @@ def _duration_s(
         return forward_s[work.stage]
     if work.kind == "B":
         return backward_s[work.stage]
-    if work.stage == 0:  # has no inputs with gradients: all of it is done for the weights
+    if work.stage == 0:  # without gradients of inputs: all of the backward pass is for the weights
         return backward_s[0] if work.kind == "W" else 0.0
     return backward_s[work.stage] * (weight_share if work.kind == "W" else 1.0 - weight_share)

@@ -1,9 +1,9 @@
-"""Where a model can be cut into stages, found from one real pass, and where it should be, found by timing another.
+"""Finds where a model can be split into stages, from one real pass, and where it should be, by timing another.
 
-A cut lies just before a call of a module whose first tensor argument is all that the rest of the pass needs of what
-came before: no edge of the autograd graph crosses it, but to that tensor. So any model that is sequential in its calls
-can be cut, at whatever depth, with whatever code between its modules, and nothing is traced or rewritten. Called by
-`pipeline`. Knows no process group; leaves the model's weights, buffers, gradients and random state as they were.
+A split point lies just before a call of a module whose first tensor argument is everything that the rest of the pass
+needs of the earlier part: no edge of the autograd graph crosses it, except to that tensor. So any model whose calls are
+sequential can be split, at any depth, with any code between its modules, and nothing is traced or rewritten. Called by
+`partition`. Knows no process group; leaves the model's weights, buffers, gradients and random state unchanged.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from shoal.parallel.state.module_snapshot import eval_mode, hook_modules, preser
 from shoal.random_state import preserve_rng
 
 UNFIT_REASON = "is recomputed in the backward pass, or not called in evaluation"
-NUM_TIMED_PASSES = 2  # passes, after one that warms up; the fastest counts
+NUM_TIMED_PASSES = 2  # passes, after a warm-up; the fastest counts
 
 
 @dataclass
 class ModuleCall:
-    """One call of a module during a pass. `last` is the last call within it: a call's inner ones follow it."""
+    """One call of a module during a pass. `last` is the last call within it: its inner calls follow it."""
 
     module: str
     last: int = -1
@@ -38,9 +38,9 @@ class ModuleCall:
 
 @dataclass(frozen=True)
 class SplitPoint:
-    """Just before call number `call`, which takes the tensor that is handed over as `argument` (position or name).
+    """Just before call number `call`, which gets the stage's input as `argument` (position or name).
 
-    size_bytes: of that tensor, for the micro-batch that the survey was made with
+    size_bytes: of that tensor, for the profiled micro-batch
     """
 
     call: int
@@ -51,13 +51,13 @@ class SplitPoint:
 
 @dataclass
 class SplitProfile:
-    """What one pass has shown: the parts between every possible cut, in order.
+    """The result of one pass: the parts between all possible split points, in order.
 
     cuts:       between part i and part i + 1
-    inner:      other names of a cut: modules that take the same tensor
-    parameters: the parts in which a parameter is used, by its first name; [] where none does
-    buffers:    the part that computes with a buffer first
-    changed:    the parts that change a buffer, where any does
+    inner:      other names of a split point: modules that get the same tensor
+    parameters: the parts that use a parameter, by its first name; [] if none does
+    buffers:    the first part that computes with a buffer
+    changed:    the parts that change a buffer, if any does
     cost_s:     seconds of each part, forward and backward
     unfit:      modules with which no stage can begin: the backward pass calls them again (activation checkpointing), or
                 evaluation does not call them (fast paths)
@@ -74,9 +74,9 @@ class SplitProfile:
 
 
 def profile_splits(model: nn.Module, run: Callable[[], Tensor], device: torch.device) -> SplitProfile:
-    """Find every possible cut, and what each part between two of them costs.
+    """Find every possible split point, and the cost of each part between two of them.
 
-    run: one pass over a micro-batch, giving the loss
+    run: one pass over a micro-batch, returning the loss
     """
     with preserve_module(model), preserve_rng(), torch.enable_grad():
         found = _find_split_points(model, run)
@@ -88,9 +88,9 @@ def profile_splits(model: nn.Module, run: Callable[[], Tensor], device: torch.de
 
 
 def select_splits(found: SplitProfile, num_stages: int, wanted: Sequence[str] | None) -> list[SplitPoint]:
-    """The cuts between so many stages: those that the user wants, or those whose slowest stage is fastest.
+    """The split points between so many stages: the user's, or those whose slowest stage is fastest.
 
-    Raises PlanError when there are too few places, or when a wanted one is none.
+    Raises PlanError when there are too few places, or when one of the user's is invalid.
     """
     if wanted is not None:
         return _resolve_wanted(found, num_stages, wanted)
@@ -111,7 +111,7 @@ def select_splits(found: SplitProfile, num_stages: int, wanted: Sequence[str] | 
 
 
 def _find_useful_splits(found: SplitProfile) -> list[int]:
-    """The cuts between which there always is a parameter."""
+    """Split points with parameters between any two."""
     used = {part for parts in found.parameters.values() for part in parts}
     places: list[int] = []
     begin = 0
@@ -125,7 +125,8 @@ def _find_useful_splits(found: SplitProfile) -> list[int]:
 
 
 def balance_stages(costs: Sequence[float], num_stages: int) -> list[int]:
-    """Where stages after the first begin, so that the costliest of these contiguous stages is as cheap as can be."""
+    """The beginnings of stages after the first, so that the costliest of these contiguous stages is as cheap as
+    possible."""
     total = [0.0, *accumulate(costs)]
     # best[j]: the smallest maximum of the first j parts in so many stages; begin[j]: where the last of these begins
     best = list(total)
@@ -169,7 +170,7 @@ def _resolve_wanted(found: SplitProfile, num_stages: int, wanted: Sequence[str])
 
 
 def find_first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Tensor] | None:
-    """The argument through which a chain hands on what it has computed: the first that has a gradient."""
+    """The argument by which a chain passes its result on: the first that has a gradient."""
     named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     for position, value in named:
         if isinstance(value, Tensor) and value.requires_grad:
@@ -180,7 +181,7 @@ def find_first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[in
 def replace_argument(
     args: tuple[Any, ...], kwargs: dict[str, Any], position: int | str, value: Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same arguments but for one."""
+    """The same arguments, except one."""
     if isinstance(position, str):
         return args, kwargs | {position: value}
     return (*args[:position], value, *args[position + 1 :]), kwargs
@@ -188,7 +189,7 @@ def replace_argument(
 
 @dataclass
 class _Candidate:
-    """A candidate. `node` made the tensor that is handed on; what follows the call has greater sequence numbers."""
+    """A candidate. `node` made the passed tensor; operations after the call have greater sequence numbers."""
 
     cut: SplitPoint
     node: Any
@@ -196,7 +197,7 @@ class _Candidate:
 
 
 class _CallRecorder:
-    """Hooks on every module that note calls, and the first tensor of each."""
+    """Hooks on every module that record calls, and the first tensor of each."""
 
     def __init__(self, model: nn.Module) -> None:
         self.calls: list[ModuleCall] = []
@@ -208,14 +209,14 @@ class _CallRecorder:
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         index, name = len(self.calls), self._names[module]
-        torch.clear_autocast_cache()  # a weight that is cast once and used twice would be handed on beside the tensor
+        torch.clear_autocast_cache()  # a cast weight that is used twice would bypass the passed tensor
         self.calls.append(ModuleCall(name))
         self._call_stack.append(index)
         found = find_first_tensor(args, kwargs) if torch.is_grad_enabled() else None
         if found is None:
             return
         position, tensor = found
-        if tensor.grad_fn in self._places:  # an earlier call, as of the module that encloses this, takes it already
+        if tensor.grad_fn in self._places:  # an earlier call, such as the enclosing module's, has this tensor already
             self.inner.setdefault(name, self._places[tensor.grad_fn])
             return
         self._places[tensor.grad_fn] = len(self.candidates)
@@ -245,7 +246,7 @@ def _find_split_points(model: nn.Module, run: Callable[[], Tensor]) -> SplitProf
         for parameter in frozen:
             parameter.requires_grad_(False)
     valid = [not each for each in crossed]
-    part_of = [0, *accumulate(int(each) for each in valid)]  # by the number of entries that came before
+    part_of = [0, *accumulate(int(each) for each in valid)]  # by the number of earlier entries
     cuts = [entry.cut for entry, each in zip(recorder.candidates, valid, strict=True) if each]
     inner = {name: recorder.candidates[place].cut for name, place in recorder.inner.items() if valid[place]}
     parts = {parameter: sorted({part_of[place] for place in places}) for parameter, places in used.items()}
@@ -264,10 +265,10 @@ def _find_split_points(model: nn.Module, run: Callable[[], Tensor]) -> SplitProf
 
 
 def _walk_graph(loss: Tensor, entries: list[_Candidate]) -> tuple[list[bool], dict[Tensor, set[int]]]:
-    """Which candidates have edges across them to another node than their own, and which parts use a parameter."""
+    """The candidates crossed by edges to a node other than their own, and the parts that use each parameter."""
     sequences = [entry.sequence for entry in entries]
     place_of = {entry.node: place for place, entry in enumerate(entries)}
-    crossings = [0] * (len(entries) + 1)  # differences: of the edges that begin or cease to be across
+    crossings = [0] * (len(entries) + 1)  # differences: edges that begin or cease to cross
     used: dict[Tensor, set[int]] = {}
     waiting: list[Any] = [loss.grad_fn]
     seen = {loss.grad_fn}
@@ -294,7 +295,7 @@ def _walk_graph(loss: Tensor, entries: list[_Candidate]) -> tuple[list[bool], di
 
 
 def _find_first_calls(calls: Sequence[ModuleCall], cut_calls: list[int]) -> dict[str, int]:
-    """The part in which a module is called first."""
+    """The part that calls a module first."""
     first: dict[str, int] = {}
     for index, call in enumerate(calls):
         first.setdefault(call.module, bisect_right(cut_calls, index))
@@ -304,10 +305,10 @@ def _find_first_calls(calls: Sequence[ModuleCall], cut_calls: list[int]) -> dict
 def _time_pass(
     model: nn.Module, run: Callable[[], Tensor], found: SplitProfile, device: torch.device
 ) -> list[tuple[float, float]]:
-    """Seconds of each part, forward and backward. The first pass warms up, and finds what is recomputed."""
+    """Seconds of each part, forward and backward. The first pass warms up, and finds recomputed modules."""
     cuts = found.split_points
     places = {cut.call: place for place, cut in enumerate(cuts)}
-    reached_s: dict[int, float] = {}  # by the backward pass, which runs through the parts in order
+    reached_s: dict[int, float] = {}  # by the backward pass, which runs through the parts in reverse
     began_s: list[float] = []
     num_calls = 0
     names = {module: name for name, module in model.named_modules()}
@@ -347,7 +348,7 @@ def _find_eval_differences(model: nn.Module, run: Callable[[], Tensor], calls: S
         if module in names:
             counts[names[module]] += 1
 
-    hook = register_module_forward_pre_hook(enter)  # a module's own hooks would keep it from its fast path
+    hook = register_module_forward_pre_hook(enter)  # a module's own hooks would disable its fast path
     try:
         with eval_mode(model), torch.no_grad():
             run()

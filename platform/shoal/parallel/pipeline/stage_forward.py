@@ -1,10 +1,9 @@
-"""A model's own forward, run from one cut to another: what a stage computes, without a line of the model rewritten.
+"""Runs a model's own forward from one split point to another: a stage's computation, without rewriting the model.
 
-Gates around some modules' calls (their hooks included) decide, call by call: what came before the stage is skipped
-(zeros of the right shape stand for its results, so that masks, positions and whatever else the model derives on the way
-are there), at the stage's first cut the received tensor is written over the argument, and at the next cut the pass is
-left.
-Called by `pipeline`. Knows no process group.
+Gates around some modules' calls (including their hooks) decide for each call: calls before the stage are skipped (with
+zeros of the right shape as results, so that masks, positions and other values that the model derives exist), at the
+stage's first split point the received tensor replaces the argument, and at the next one the pass ends. Called by
+`pipeline`. Knows no process group.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from shoal.parallel.state.module_snapshot import eval_mode
 
 @dataclass(frozen=True)
 class GateAction:
-    """What a gate does with one call."""
+    """A gate's action for one call."""
 
     kind: Literal["skip", "enter", "leave"]
     argument: int | str = 0
@@ -37,9 +36,9 @@ class GateAction:
 
 @dataclass
 class StageSlice:
-    """What the gates do in a pass of one stage: by module, and by how often the pass has called it before.
+    """The gates' actions in a pass of one stage: by module, and by its number of earlier calls in the pass.
 
-    foreign: modules of which this stage has no parameters, as it was not seen to run them
+    foreign: modules without parameters on this stage, since profiling showed no call of them here
     """
 
     begins: str | None
@@ -51,10 +50,10 @@ class StageSlice:
 def build_stage_slices(
     calls: Sequence[ModuleCall], cuts: Sequence[SplitPoint], watched: Collection[str] = ()
 ) -> list[StageSlice]:
-    """The views of the stages between these cuts.
+    """The slices of the stages between these split points.
 
-    watched: modules that no stage runs but those that were seen to; the first may run what nobody was seen to, since it
-             is given those parameters
+    watched: modules that a stage runs only if profiling has shown it; the first stage may also run those never seen,
+             since it has their parameters
     """
     called = {call.module for call in calls}
     views = [_build_slice(calls, begin, end) for begin, end in pairwise([None, *cuts, None])]
@@ -66,7 +65,7 @@ def build_stage_slices(
 
 
 def _find_modules_between(calls: Sequence[ModuleCall], begin: SplitPoint | None, end: SplitPoint | None) -> set[str]:
-    """The modules of calls that lie between two cuts, or enclose the first."""
+    """The modules of calls that lie between two split points, or enclose the first."""
     first, after = begin.call if begin else 0, end.call if end else len(calls)
     return {call.module for call in calls[:after] if call.last >= first}
 
@@ -93,7 +92,7 @@ def _build_slice(calls: Sequence[ModuleCall], begin: SplitPoint | None, end: Spl
     return view
 
 
-class _LeaveForward(BaseException):  # not an Exception: no model's own handler may take it
+class _LeaveForward(BaseException):  # not an Exception, so that no handler of the model catches it
     def __init__(self, handed: Tensor) -> None:
         super().__init__()
         self.handed = handed
@@ -102,7 +101,7 @@ class _LeaveForward(BaseException):  # not an Exception: no model's own handler 
 class StageForward:
     """A model whose forward can be run in parts. Until `remove`, it cannot be called in any other way.
 
-    filler: what stands for the results of skipped calls; not a number while it is proven that nothing depends on them
+    filler: the result of skipped calls; NaN while verifying that nothing depends on them
     """
 
     def __init__(self, model: nn.Module, views: Sequence[StageSlice]) -> None:
@@ -120,19 +119,20 @@ class StageForward:
         names = {module: name for name, module in modules.items()}
         self._compiled = [module._compiled_call_impl for module in self._gated_modules]
         for module, compiled in zip(self._gated_modules, self._compiled, strict=True):
-            # PyTorch calls this before any hook: those that gather and split weights run with their module, or not.
+            # PyTorch calls this before any hook: hooks that gather and shard weights run if and only if their module
+            # does.
             module._compiled_call_impl = partial(self._gate, names[module], module, compiled or module._call_impl)
 
     def remove(self) -> None:
-        """Give the modules their calls back."""
+        """Restore the modules' calls."""
         for module, compiled in zip(self._gated_modules, self._compiled, strict=False):
             module._compiled_call_impl = compiled
         self._gated_modules = []
 
     def run(self, stage: int, inputs: tuple[Any, ...], received: Tensor | None) -> Any:
-        """What a stage hands on, or what the model returns where it is the last.
+        """The stage's output, or the model's if it is the last.
 
-        received: what the stage before handed on; None for the first
+        received: the output of the stage before; None for the first
         """
         view = self.slices[stage]
         self._slice, self._counts, self._received = view, Counter(), received
@@ -150,7 +150,7 @@ class StageForward:
         if self._slice is None:
             if torch._C._current_graph_task_id() == -1 and any(name in view.actions for view in self.slices):
                 raise _changed_calls_error(name, "was called outside of a stage's pass")
-            return forward(*args, **kwargs)  # activation checkpointing recomputes it
+            return forward(*args, **kwargs)  # recomputed by activation checkpointing
         count = self._counts[name]
         self._counts[name] += 1
         action = self._slice.actions.get(name, {}).get(count)
@@ -172,7 +172,7 @@ class StageForward:
     def _make_placeholder(
         self, name: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Tensors like those that the call would have returned; what shapes these have is found once."""
+        """Tensors like the results of the skipped call; their shapes are found once."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
         key = (name, structure, tuple(_make_leaf_key(leaf) for leaf in leaves))
         if key not in self._shapes:
@@ -198,12 +198,12 @@ class StageForward:
 
 
 def _overwrite(stand_in: Any, received: Tensor) -> bool:
-    """Write what was received over what stands for it, so that the caller (`x = x + block(x)`) has it, too."""
+    """Write the received tensor over its placeholder, so that the caller (`x = x + block(x)`) gets it, too."""
     if not isinstance(stand_in, Tensor) or (stand_in.shape, stand_in.dtype) != (received.shape, received.dtype):
         return False
     try:
         stand_in.copy_(received)
-    except RuntimeError:  # a view of which autograd cannot keep account: then the call alone gets it
+    except RuntimeError:  # a view that autograd cannot track: then only the call gets it
         return False
     return True
 
@@ -237,7 +237,7 @@ def _changed_calls_error(module: str, problem: str) -> PlanError:
 
 @contextmanager
 def mask_parameters(model: nn.Module, parameters: set[str], value: float = 0.0) -> Iterator[None]:
-    """Within, these parameters (by their first names) have no values of their own: all are `value`."""
+    """Within, these parameters (by their first names) have no own values: all are `value`."""
     values = {name: parameter.data for name, parameter in model.named_parameters() if name in parameters}
     named = dict(model.named_parameters())
     try:
@@ -250,7 +250,7 @@ def mask_parameters(model: nn.Module, parameters: set[str], value: float = 0.0) 
 
 
 def release_parameters(model: nn.Module, kept: set[str]) -> None:
-    """Free the memory of all parameters but these; zeros of the same shape, which need none, take their place."""
+    """Free the memory of all parameters but these, by zeros of the same shape that share one element."""
     dropped: dict[nn.Parameter, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
         if name not in kept:

@@ -1,6 +1,6 @@
-"""Which of a model's weights lie on a rank of a pipeline, under the names that they have in the whole model.
+"""The part of a model's weights on a rank of a pipeline, under their names in the full model.
 
-Called by `pipeline`. Frees what lies elsewhere.
+Called by `pipeline`. Frees the rest.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from shoal.parallel.state.state_dict import copy_into, gather_full_tensor
 class StageWeights:
     """This rank's part of the model.
 
-    kept:    parameters by their first names, those of other ranks that this one holds copies of included
-    counted: those of them that this rank answers for: where a norm is taken, each counts once
-    tied:    names of parameters that several pipeline ranks hold, by those ranks, in the same order everywhere
+    kept:    parameters by their first names, including copies of other ranks' parameters
+    counted: those that this rank counts, so that a norm has each once
+    tied:    names of parameters on several pipeline ranks, by these ranks, in the same order everywhere
     """
 
     def __init__(self, model: nn.Module, layout: StagePartition, stage_ranks: list[int], rank: int) -> None:
@@ -47,17 +47,17 @@ class StageWeights:
                 self.tied_names.setdefault(tuple(ranks), []).append(name)
 
     def get_stage_parameters(self, stage: int) -> list[nn.Parameter]:
-        """What the stage computes with."""
+        """The stage's parameters."""
         return [
             parameter for name, parameter in self.local_parameters.items() if stage in self._layout.parameters[name]
         ]
 
     def state(self) -> dict[str, Any]:
-        """Parameters that lie here under all their names, and the persistent buffers that are kept here."""
+        """Parameters on this rank under all their names, and the persistent buffers stored here."""
         return {name: value for name, value in self._model.state_dict().items() if self._is_local(name)}
 
     def load(self, values: Mapping[str, Any]) -> None:
-        """Raises SpecMismatch, naming the first tensor that is missing, strange or of another shape."""
+        """Raises SpecMismatch, naming the first tensor that is missing, unknown or of another shape."""
         mine = self.state()
         for name in [*mine, *values]:
             if name not in mine or name not in values:
@@ -72,18 +72,18 @@ class StageWeights:
                 copy_into(mine[name], value)
 
     def gather_shards(self) -> dict[str, Any]:
-        """The model's state, what lies here not split over ranks. Collective over those that share it."""
+        """The model's state, this rank's part unsharded. Collective over the ranks that share it."""
         return {
             name: gather_full_tensor(value) if isinstance(value, DTensor) and self._is_local(name) else value
             for name, value in self._model.state_dict().items()
         }
 
     def gather(self, values: Mapping[str, Any], rank: int, global_ranks: list[int]) -> dict[str, Tensor]:
-        """The whole model's state on the CPU of global rank 0, which must be the first of `global_ranks`; else {}.
+        """The full model's state on the CPU of global rank 0, which must be the first of `global_ranks`; else {}.
 
-        values: what `whole` gave
+        values: the result of `whole`
 
-        One tensor after the other comes to rank 0. Collective over `global_ranks`, the ranks of one pipeline.
+        Tensors are sent to rank 0 one by one. Collective over `global_ranks`, the ranks of one pipeline.
         """
         whole: dict[str, Tensor] = {}
         for name, value in values.items():
@@ -116,7 +116,7 @@ class StageWeights:
 
 
 def check_copied_weights(model: nn.Module, layout: StagePartition, stage_ranks: list[int]) -> None:
-    """Raises PlanError for a layer that changes its weight when it is called, of which another rank has a copy."""
+    """Raises PlanError for a layer that changes its weight when called, if another rank has a copy."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for name, module in model.named_modules():
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.max_norm is None:

@@ -1,6 +1,6 @@
-"""One rank's stages as torch.distributed.pipelining runs them, and the seconds that each computes.
+"""One rank's stages as torch.distributed.pipelining runs them, and their computing seconds.
 
-Called by `pipeline`. What a stage computes is the model's own forward, see `pipeline_views`.
+Called by `pipeline`. A stage computes the model's own forward, see `stage_forward`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from shoal.parallel.pipeline.schedules import SCHEDULE_CLASSES, SINGLE_STAGE
 from shoal.parallel.pipeline.split_points import ModuleCall, SplitPoint
 from shoal.parallel.spec import ScheduleName
 
-# (stage, micro-batch, what the stage before handed on) -> what is handed on, or the loss to be differentiated
+# (stage, micro-batch, output of the stage before) -> its output, or the loss to be differentiated
 StageCompute = Callable[[int, int, Tensor | None], Tensor]
 
 
 @dataclass
 class StageClock:
-    """Seconds, as `now_s` tells them: of whole schedules, and of what this rank's stages computed in them, by stage."""
+    """Seconds by `now_s`: of whole schedules, and of this rank's computations in them, by stage."""
 
     now_s: Callable[[], float] = time.perf_counter
     total_s: float = 0.0
@@ -61,17 +61,17 @@ class StageModule(nn.Module):
         return iter(self._stage_parameters)
 
     def forward(self, received: Tensor) -> Tensor:
-        """received: from the stage before; on the first stage, nothing of interest."""
+        """received: from the stage before; unused on the first stage."""
         if self._stage == 0:
             return self._compute(0, self.micro_batch, None)
         received = received.view_as(received)
         if received.requires_grad:
-            received.register_hook(lambda gradient: gradient.contiguous())  # as it must be to be sent
+            received.register_hook(lambda gradient: gradient.contiguous())  # sending requires it
         return self._compute(self._stage, self.micro_batch, received)
 
 
 class TimedStage(PipelineStage):
-    """A stage that tells its module which micro-batch is computed, and how long it took."""
+    """A stage that passes the micro-batch's number to its module, and times it."""
 
     clock: StageClock
     submod: StageModule
@@ -110,7 +110,7 @@ class TimedStage(PipelineStage):
 
 
 class StageDropoutRng(DropoutRng):
-    """What is random in stages: dropout draws the masks that it draws in one process with the same micro-batches."""
+    """Random numbers in stages: dropout draws the same masks as in one process with the same micro-batches."""
 
     def __init__(
         self,
@@ -125,11 +125,11 @@ class StageDropoutRng(DropoutRng):
         self._calls_before = [Counter(crc32(call.module.encode()) for call in calls[: cut.call]) for cut in cuts]
 
     def begin_stage(self, stage: int, step: int, micro_step: int, num_samples: int) -> None:
-        """What is drawn from here on belongs to this stage's part of a micro-step."""
+        """Assign the following draws to this stage's part of a micro-step."""
         self.begin_micro_step(step, micro_step, num_samples)
         if stage > 0:
             torch.manual_seed(mix_seed(self.seed, step, micro_step, self.data_rank, stage))
-            for layer, count in self._calls_before[stage - 1].items():  # calls that other stages have made
+            for layer, count in self._calls_before[stage - 1].items():  # calls of earlier stages
                 self._calls[(*self._key, layer)] = count - 1
 
 
@@ -146,8 +146,8 @@ def build_schedule(
 ) -> Any:
     """The schedule over this rank's stages, for tensors of these shapes.
 
-    shapes:   by stage, an empty tensor like the one that it hands on
-    messages: what carries them; the group itself when None
+    shapes:   by stage, an empty tensor like its output
+    messages: the transport; None uses the group
     """
     index, loss = torch.empty(1, dtype=torch.int64), torch.empty((), device="meta", requires_grad=True)
     stages = []
@@ -157,26 +157,26 @@ def build_schedule(
         made = TimedStage(module, stage, num_stages, device, takes, gives, group=group)
         made.clock, made.messages = clock, messages
         stages.append(made)
-    # The loss is computed within the last stage, whose outputs may be anything; what torch takes for it is the output.
+    # The last stage computes the loss, so that outputs may have any form; torch's loss function returns it unchanged.
     # Gradients are scaled there, too.
     first = stages[0] if name in SINGLE_STAGE else stages
     return SCHEDULE_CLASSES[name](first, num_micro_batches, loss_fn=lambda output, _: output, scale_grads=False)
 
 
-MAX_SCHEDULES = 32  # each has memory for what its stages are handed, of all micro-batches
+MAX_SCHEDULES = 32  # each has memory for the inputs of its stages, of all micro-batches
 
 ShapeKey = tuple[tuple[torch.Size, torch.dtype], ...]
 
 
 def shape_key(batch: Any) -> ShapeKey:
-    """Shapes and types: what a schedule is made for."""
+    """Shapes and types: the key of a schedule."""
     return tuple((tensor.shape, tensor.dtype) for tensor in tensors_of(batch))
 
 
 class ScheduleCache:
-    """Each with what its stages hand on, by stage. The ranks of one pipeline, which see the same forms, keep the same.
+    """Schedules with the outputs of their stages. The ranks of one pipeline see the same forms, and so cache the same.
 
-    ranks: data ranks that gather one another's parameters, and must run the model equally often; None where they do not
+    ranks: data ranks that gather each other's parameters, and must run the model equally often; None otherwise
     """
 
     def __init__(self, ranks: DataGroup | None, device: torch.device) -> None:
@@ -187,23 +187,23 @@ class ScheduleCache:
         return form in self._schedules
 
     def is_missing(self, form: ShapeKey) -> bool:
-        """Whether one of the data ranks has no schedule for what it is given, here of this form. Collective."""
+        """Whether one of the data ranks lacks a schedule for its input; `form` is this rank's. Collective."""
         is_new = form not in self._schedules
         if self._ranks is None:
             return is_new
         return bool(self._ranks.gather(torch.tensor([is_new], device=self._ranks.control_device(self._device))).any())
 
     def put(self, form: ShapeKey, schedule: Any, handed: dict[int, Tensor]) -> None:
-        """In place of the one that was not used for longest, where there are too many."""
+        """Add a schedule; when there are too many, replace the least recently used."""
         self._schedules[form] = schedule, handed
         if len(self._schedules) > MAX_SCHEDULES:
             self._schedules.popitem(last=False)
 
     def get(self, form: ShapeKey) -> tuple[Any, dict[int, Tensor]]:
-        """The schedule, and what its stages hand on. It must be kept."""
+        """The schedule, and the outputs of its stages. It must be cached."""
         self._schedules.move_to_end(form)
         return self._schedules[form]
 
     def clear(self) -> None:
-        """Let all of them go."""
+        """Release all of them."""
         self._schedules.clear()

@@ -1,1 +1,1 @@
-"""Plans in which each rank runs the whole forward pass: one process, DDP, FSDP."""
+"""Plans in which each rank runs the full forward pass: one process, DDP, FSDP."""

@@ -1,6 +1,6 @@
-"""The whole model in one process; and what all plans do alike that hold a model whose forward pass is one call.
+"""The full model in one process; and the common part of plans whose forward pass is one call.
 
-`DdpModel` and `FsdpModel` change what is called and when gradients are exchanged. Called by `parallelize`.
+`DdpModel` and `FsdpModel` change the calls and the time of exchanging gradients. Called by `parallelize`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from shoal.parallel.state.module_snapshot import eval_mode, get_trainable_parame
 
 
 class SpmdModel(ParallelModel):
-    """A model that each rank calls as a whole; alone, or (with `data_group`) beside ranks with other samples."""
+    """A model that each rank calls as a whole; alone, or (with `data_group`) in parallel with ranks of other
+    samples."""
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class SpmdModel(ParallelModel):
             gradients.scale(self._trainable, 1.0 / self._loss_scale.value)
             if self._loss_scale.update(bool(gradients.global_norm(self._trainable, self._world.device).isfinite())):
                 return loss
-            take_back()  # running statistics have had this batch: once is enough
+            take_back()  # running statistics must count this batch only once
 
     def _collect_trainable(self) -> None:
         self._trainable = get_trainable_parameters(self.module)
@@ -115,7 +116,7 @@ class SpmdModel(ParallelModel):
         loss.backward()
 
     def _gradient_sync_context(self, last: bool) -> AbstractContextManager[object]:
-        """The context of a micro-step: gradients are exchanged in the last one only."""
+        """The context of a micro-step: gradients are exchanged only in the last one."""
         return nullcontext()
 
     # -- evaluation
@@ -184,7 +185,7 @@ class SpmdModel(ParallelModel):
 
 
 class TimedCollectivesMixin(SpmdModel):
-    """Of which torch's own code calls the collectives: they are timed from outside."""
+    """For plans whose collectives torch's own code calls: they are timed from outside."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

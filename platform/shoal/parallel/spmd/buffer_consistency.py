@@ -1,7 +1,7 @@
-"""Whether data ranks still hold the same buffers: a layer may change them by what it sees of its own share of a batch.
+"""Whether buffers are still equal on all data ranks: a layer may change them by its own share of a batch.
 
 Batch normalisation does not (see `batch_norm`); other running statistics, codebooks and normalisers do. Called by plans
-with several data ranks, when a Trainer asks.
+with several data ranks, on a Trainer's request.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from shoal.errors import PlanError
 from shoal.parallel.layers.batch_norm import DataGroup
 from shoal.parallel.state.gradients import to_local
 
-# Of a buffer's norm: hosts of several kinds round differently, samples differ by far more.
+# Relative to a buffer's norm: different hardware rounds differently, other samples differ by far more.
 TOLERANCE = 1e-5
 
 
 def check_buffers(buffers: Mapping[str, Tensor], ranks: DataGroup) -> None:
-    """Raises PlanError, on all ranks or none, for the first buffer that is not the same on all of them. Collective."""
+    """Raises PlanError, on all ranks or none, for the first buffer that differs between them. Collective."""
     if not buffers:
         return
     everyone = ranks.gather(torch.stack([_checksum(to_local(buffer)) for buffer in buffers.values()]))  # [R, B, 2]

@@ -1,8 +1,8 @@
-"""Data parallel: each rank holds the whole model and a share of the batch, and gradients are averaged.
+"""Data parallel: each rank has the full model and a share of the batch, and gradients are averaged.
 
-By PyTorch's DistributedDataParallel as they appear; between CPU ranks of one host all at once, see `flat_gradients`.
-Buffers are not broadcast: running statistics of batch normalisation are equal on every rank already, and what else
-training changes must be, see `batch_norm` and `buffers`. Called by `parallelize`.
+By PyTorch's DistributedDataParallel as they appear; between CPU ranks of one host all at once, see `gradient_buffer`.
+Buffers are not broadcast: running statistics of batch normalisation are equal on every rank, and other buffers that
+training changes must be, see `batch_norm` and `buffer_consistency`. Called by `parallelize`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shoal.random_state import preserve_rng
 
 
 class DdpModel(SpmdModel):
-    """DDP. Whether it must look for unused parameters at each step is found by trying one."""
+    """DDP. One trial finds whether it must search for unused parameters at each step."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class DdpModel(SpmdModel):
         order = _find_gradient_order(model, learnable, split_micro_batches(example, spec.accumulate)[0])
         super().__init__(model, learnable, spec, world, seed, group)
         self._may_skip = spec.dynamic or not all(world.gather(len(set(order)) == len(self._trainable)))
-        self._waited_s = 0.0 if world.device.type == "cpu" else float("nan")  # CUDA's waits are not this process's
+        self._waited_s = 0.0 if world.device.type == "cpu" else float("nan")  # on CUDA a stream waits, not this process
         self._complete_s: float | None = None
         if self._shm_all_reduce:
             self._flat_gradients = FlatGradients(self._trainable, self._shm_all_reduce)
@@ -78,7 +78,7 @@ class DdpModel(SpmdModel):
         return loss
 
     def _on_last_gradient(self, parameter: Tensor) -> None:
-        """Nothing is left to compute: what backward still takes is waiting for the other ranks."""
+        """Nothing is left to compute: the rest of backward is waiting for the other ranks."""
         self._complete_s = time.perf_counter()
 
     def _backward(self, loss: Tensor) -> None:
@@ -95,16 +95,16 @@ class DdpModel(SpmdModel):
 
 
 def _broadcast_weights(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Begin with the first rank's parameters and buffers. Collective."""
+    """Copy the first rank's parameters and buffers to all. Collective."""
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
-            whole = tensor.contiguous()  # may be itself
-            dist.broadcast(whole.view(-1).view(torch.uint8), group_src=0, group=group)  # Gloo does not know every type
+            whole = tensor.contiguous()  # may be the tensor itself
+            dist.broadcast(whole.view(-1).view(torch.uint8), group_src=0, group=group)  # Gloo lacks some types
             tensor.copy_(whole)
 
 
 def _find_gradient_order(model: nn.Module, learnable: TaskProtocol, batch: Any) -> list[nn.Parameter]:
-    """The parameters that get a gradient from `batch`, in that order. Leaves the model as it was."""
+    """The parameters that get a gradient from `batch`, in that order. Leaves the model unchanged."""
     order: list[nn.Parameter] = []
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     hooks = [each.register_post_accumulate_grad_hook(order.append) for each in parameters]

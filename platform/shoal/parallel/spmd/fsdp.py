@@ -1,8 +1,8 @@
-"""Sharded data parallel: each rank holds a part of every parameter, gradient and optimiser state.
+"""Sharded data parallel: each rank has a part of every parameter, gradient and optimiser state.
 
 PyTorch's FSDP2 (`fully_shard`) does the work: a block's parameters are gathered just before they are used, and its
 gradients are averaged and scattered just after. Over a mesh of [replicate, shard], each copy is sharded (HSDP);
-with one rank for each copy this is plain data parallel, for layers that are split already. Called by `parallelize`.
+with one rank for each copy this is plain data parallel, for layers that are already split. Called by `parallelize`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from shoal.parallel.state.module_snapshot import preserve_parameter_attributes
 class FsdpModel(TimedCollectivesMixin):
     """FSDP2. Blocks are compiled one by one, as their parameters come and go between them.
 
-    Data ranks must call the same blocks in the same order and, without `dynamic`, use the same parameters: what differs
-    is a PlanError at the end of the step. With `dynamic`, a parameter that some ranks did not use counts as zero there
-    (and where nobody used it: its gradient is zero, not None).
+    Data ranks must call the same blocks in the same order and, without `dynamic`, use the same parameters: a difference
+    is a PlanError at the end of the step. With `dynamic`, a parameter counts as zero on ranks that did not use it (and
+    if no rank used it, its gradient is zero, not None).
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class FsdpModel(TimedCollectivesMixin):
             compile_forward(block)
         with preserve_parameter_attributes(model):
             apply_fsdp([*(block for _, block in blocks), model], mesh, spec.dynamic)
-            model.to(world.device)  # what is not sharded: buffers
+            model.to(world.device)  # the unsharded part: buffers
         self._collect_trainable()
         assert self._ranks is not None
         self._usage_check = BlockUsageCheck([*blocks, ("", model)], self._ranks, spec.dynamic)
@@ -83,7 +83,7 @@ class FsdpModel(TimedCollectivesMixin):
 def apply_fsdp(parts: Iterable[nn.Module], mesh: DeviceMesh, dynamic: bool) -> None:
     """Shard each of `parts`, in place, over [replicate, shard] of the mesh; inner ones come first. Collective.
 
-    dynamic: whether a parameter that a rank has not used counts as zero there
+    dynamic: whether a parameter counts as zero on ranks that have not used it
     """
     names = ("replicate", "shard") if mesh["replicate"].size() > 1 else ("shard",)
     for part in parts:
@@ -92,5 +92,5 @@ def apply_fsdp(parts: Iterable[nn.Module], mesh: DeviceMesh, dynamic: bool) -> N
 
 
 def _clone_views(module: nn.Module, args: Any, output: Any) -> Any:
-    """FSDP2 watches what its modules give; changing a view of it in place would escape its notice."""
+    """FSDP2 hooks the outputs of its modules; it would miss in-place changes of a view of one."""
     return tree_map_only(Tensor, lambda tensor: tensor.clone() if tensor._is_view() else tensor, output)

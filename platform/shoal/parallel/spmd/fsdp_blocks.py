@@ -1,7 +1,7 @@
-"""The blocks of a model that are gathered one after the other where its parameters are sharded.
+"""The blocks of a model whose sharded parameters are gathered together.
 
-Called by `sharded` and `pipeline`, which divide a model by them, and by `placement`, which draws it. Looks at the
-model alone, and loads nothing of torch's own sharding.
+Called by `fsdp` and `pipeline`, which divide a model by them, and by `placement`, which shows it. Uses the model alone,
+and loads none of torch's sharding.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 from torch import nn
 
-MIN_SHARE = 0.01  # of all parameters: a smaller block is gathered together with the rest of the model
-MAX_SHARE = 0.5  # a larger block is divided further, where it can be
+MIN_SHARE = 0.01  # of all parameters: a smaller block is gathered with the rest of the model
+MAX_SHARE = 0.5  # a larger block is divided further, if possible
 
 
 def find_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The layers of lists and sequences whose parameters are gathered together, and apart from other blocks'.
+    """The layers of lists and sequences whose parameters are gathered together, apart from other blocks'.
 
     A parameter that is also used outside its block (a tied weight) keeps the block in the model's own group.
     """

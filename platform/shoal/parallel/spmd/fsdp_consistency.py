@@ -1,8 +1,8 @@
-"""What ranks with other samples use of a sharded model in a step, which must be the same for all of them.
+"""Detects data ranks that use different parts of a sharded model in a step.
 
-FSDP2 gathers a block's parameters when it is called, and adds up those gradients that are there: ranks that call other
-blocks, or use other parameters of one, would take one parameter's values for another's. Called by plans that shard, at
-the end of a step, before anything is made of its gradients.
+FSDP2 gathers a block's parameters when it is called, and adds up the existing gradients: if ranks called different
+blocks, or used different parameters of one, one parameter's values would be taken for another's. Called by plans that
+shard, at the end of a step, before its gradients are used.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from shoal.parallel.layers.batch_norm import DataGroup
 
 
 class BlockUsageCheck:
-    """The blocks that this rank calls, in order, and the parameters that have a gradient afterwards.
+    """The blocks that this rank calls, in order, and the parameters with a gradient afterwards.
 
-    blocks:     with their names; of those that are sharded each
-    may_differ: whether a parameter may have a gradient on some ranks only, as it is zero on the others
+    blocks:     with their names; each of them is sharded
+    may_differ: whether a parameter may have a gradient on some ranks only, since it counts as zero on the others
     """
 
     def __init__(self, blocks: Sequence[tuple[str, nn.Module]], ranks: DataGroup, may_differ: bool) -> None:
@@ -39,9 +39,9 @@ class BlockUsageCheck:
         self._calls.append(index)
 
     def check(self, parameters: Sequence[tuple[str, nn.Parameter]], device: torch.device) -> None:
-        """Compare all since the last check with the other data ranks. Collective.
+        """Compare all calls since the last check with the other data ranks. Collective.
 
-        parameters: those that may have got a gradient; none after an evaluation
+        parameters: those that may have a gradient; none after an evaluation
         device:     of the model
 
         Raises PlanError, on all of the ranks or none.

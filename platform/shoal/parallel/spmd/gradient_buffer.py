@@ -1,7 +1,7 @@
-"""All gradients of a replica end to end, averaged over the ranks of a host in one sum after the backward pass.
+"""All gradients of a replica in one buffer, averaged over the ranks of a host in one sum after the backward pass.
 
-In place of DistributedDataParallel where `ShmAllReduce` carries the sums: those are made by the thread that computes,
-so that buckets, which are there to send some gradients while others are computed, only cost. Called by `DdpModel`.
+Replaces DistributedDataParallel where `ShmAllReduce` computes the sums: the computing thread does that itself, so
+buckets, which overlap sending and computing, would only add cost. Called by `DdpModel`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shoal.parallel.comm.shm_all_reduce import ShmAllReduce
 
 
 class FlatGradients:
-    """The gradients of `parameters`, in the memory of one tensor for each dtype, where they are put as they appear."""
+    """The gradients of `parameters`, in one tensor for each dtype, where hooks put them as they appear."""
 
     def __init__(self, parameters: list[nn.Parameter], on_host: ShmAllReduce) -> None:
         self._shm_all_reduce = on_host
@@ -33,9 +33,9 @@ class FlatGradients:
             self._flat.append(flat)
 
     def average(self, may_skip: bool) -> None:
-        """Make each gradient the mean over all ranks; zeros count for a rank that has none. Collective.
+        """Replace each gradient by the mean over all ranks; a rank without one counts as zero. Collective.
 
-        A parameter that no rank has used keeps None. Without `may_skip` every rank has to have all of them.
+        A parameter that no rank has used keeps None. Without `may_skip` every rank must have all of them.
         """
         used = self._find_used() if may_skip else None
         for flat in self._flat:
@@ -55,13 +55,13 @@ class FlatGradients:
 
 
 def _view_like(parameter: nn.Parameter, flat: Tensor) -> Tensor:
-    """`flat`, in the parameter's shape and order in memory, as an optimiser's own state has it."""
-    like = torch.empty_like(parameter)  # packed, in the order of the parameter's dimensions in memory
+    """`flat`, in the parameter's shape and memory order, like an optimiser's own state."""
+    like = torch.empty_like(parameter)  # dense, in the parameter's memory order
     return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
 
 
 def _make_copy_hook(place: Tensor) -> Callable[[Tensor], None]:
-    """A hook that puts a new gradient into `place`; later micro-steps of the same step add to it there."""
+    """A hook that moves a new gradient into `place`; later micro-steps of the same step add to it there."""
 
     def put(parameter: Tensor) -> None:
         if parameter.grad is not place:

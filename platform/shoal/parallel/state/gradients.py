@@ -1,6 +1,6 @@
-"""What is done with gradients after the backward pass, wherever their parts lie: their global norm, and clipping.
+"""Operations on gradients after the backward pass, wherever their parts are: their global norm, and clipping.
 
-Called by every plan. Knows DTensors: a part that several ranks hold alike is counted once.
+Called by every plan. Supports DTensors: a part that several ranks have is counted once.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ def to_local(tensor: Tensor) -> Tensor:
 
 
 def get_local_values(gradient: Tensor) -> Tensor:
-    """The values of a gradient that lie on this rank, in its own memory; of a sparse one, those that it has."""
+    """The values of a gradient on this rank, sharing its memory; of a sparse one, its stored values."""
     return gradient._values() if gradient.is_sparse else to_local(gradient)
 
 
 def global_norm(
     parameters: Iterable[nn.Parameter], device: torch.device, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """The L2 norm of all gradients, of every part once. Collective where there are DTensors or a `group`.
+    """The L2 norm of all gradients, each part counted once. Collective if there are DTensors or a `group`.
 
-    device: where the parameters are, and the norm too, also when there is no gradient
-    group:  over which parameters are spread whole, each on one rank of it (stages)
+    device: of the parameters, and of the norm, even without any gradient
+    group:  the ranks over which full parameters are distributed, each on one rank (stages)
     """
     plain: list[Tensor] = []
     split: dict[tuple[object, ...], list[DTensor]] = {}
     for parameter in parameters:
         grad = parameter.grad
-        if grad is not None and grad.is_sparse:  # rows that are used twice stand in it twice
+        if grad is not None and grad.is_sparse:  # may contain a row twice
             parameter.grad = grad.coalesce()
             plain.append(get_local_values(parameter.grad))
         elif isinstance(grad, DTensor):
@@ -56,7 +56,8 @@ def global_norm(
 
 
 def clip(parameters: Iterable[nn.Parameter], max_norm: float, device: torch.device) -> Tensor:
-    """Scale the gradients to a global norm of at most `max_norm`; the norm before, as torch's `clip_grad_norm_`."""
+    """Scale the gradients to a global norm of at most `max_norm`; returns the old norm, as torch's
+    `clip_grad_norm_`."""
     parameters = list(parameters)
     norm = global_norm(parameters, device)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)

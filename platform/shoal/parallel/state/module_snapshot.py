@@ -1,7 +1,7 @@
 """What a model holds in addition to its parameters: snapshot and preserve it around a pass.
 
-A forward pass may change a buffer, replace it, let it grow or make it (running statistics, masks, caches), and note in
-an attribute that it has: they go back together. Called by plans, and by who tries a model.
+A forward pass may change, replace, grow or create a buffer (running statistics, masks, caches), and set attributes that
+record it: they are restored together. Called by plans, and by code that tries a model.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def preserve_module(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def preserve_parameter_attributes(model: nn.Module) -> Iterator[None]:
-    """Afterwards its parameters have the attributes that they had before (`no_decay`, say, of a user's own), though
-    others, which hold a part of each, have taken their places."""
+    """Restore attributes of the parameters after the body (a user's `no_decay`, for example), even if other parameters,
+    with a part of each, have replaced them."""
     before = {name: dict(vars(parameter)) for name, parameter in model.named_parameters(remove_duplicate=False)}
     yield
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -80,7 +80,7 @@ def hook_modules(
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:
-    """Whether something is called with the parameter's gradient."""
+    """Whether a hook is called with the parameter's gradient."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
@@ -90,7 +90,7 @@ def get_trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 @contextmanager
 def eval_mode(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode within; afterwards each layer is in the mode that it was in (some may be frozen)."""
+    """Evaluation mode within; afterwards each layer returns to its own mode (some may be frozen)."""
     training = [each for each in module.modules() if each.training]
     module.eval()
     try:

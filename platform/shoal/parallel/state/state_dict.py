@@ -1,7 +1,7 @@
-"""A model's and an optimiser's state by names that do not depend on the plan, and taking it back.
+"""A model's and an optimiser's state by names that do not depend on the plan, and loading it.
 
-Called by every plan. What is given is ready for torch's distributed checkpoint (DCP): it holds the very tensors that
-are trained, or DTensors of them, so that a checkpoint read into it is already in place; `load` copies what is not.
+Called by every plan. The states fit torch's distributed checkpoint (DCP): they contain the trained tensors themselves,
+or DTensors of them, so that reading a checkpoint into them fills the model; `load` copies the rest.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
 
 def copy_into(target: Tensor, value: Tensor) -> None:
-    """Copy `value` into `target`, which may be split over ranks while `value` is whole."""
+    """Copy `value` into `target`, which may be sharded while `value` is unsharded."""
     if value is target:
         return
     if isinstance(target, DTensor) and not isinstance(value, DTensor):
@@ -33,7 +33,7 @@ def copy_into(target: Tensor, value: Tensor) -> None:
 
 
 def load_model_state(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Raises SpecMismatch, naming the first tensor that is missing, strange or of another shape."""
+    """Raises SpecMismatch, naming the first tensor that is missing, unknown or of another shape."""
     mine = module.state_dict()
     for name in [*mine, *state]:
         if name not in mine or name not in state:
@@ -48,12 +48,12 @@ def load_model_state(module: nn.Module, state: Mapping[str, Any]) -> None:
             raise SpecMismatch(f"model.{name}", list(value.shape), problem, "load it into the model of these weights")
         else:
             copy_into(mine[name], value)
-    if others:  # what modules give by get_extra_state
+    if others:  # the results of modules' get_extra_state
         module.load_state_dict(others, strict=False)
 
 
 def full_weights(state: Mapping[str, Any], keep: bool) -> dict[str, Tensor]:
-    """Whole tensors on the CPU, copied, where `keep`; {} elsewhere. Collective where there are DTensors."""
+    """Unsharded copies on the CPU, if `keep`; {} elsewhere. Collective if there are DTensors."""
     whole: dict[str, Tensor] = {}
     for name, value in state.items():
         if not isinstance(value, Tensor):
@@ -65,7 +65,7 @@ def full_weights(state: Mapping[str, Any], keep: bool) -> dict[str, Tensor]:
 
 
 def gather_full_tensor(value: DTensor) -> Tensor:
-    """Whole, without the warning that a tensor which is split twice takes two collectives: it is not done often."""
+    """Unshard without the warning that a tensor which is split twice takes two collectives: it is done rarely."""
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -76,12 +76,12 @@ def gather_full_tensor(value: DTensor) -> Tensor:
 
 
 def optimizer_state(named: NamedParameters, optimizer: Optimizer, *, to_fill: bool = False) -> dict[str, Any]:
-    """{parameter's name: {"state": {name: tensor}, "settings": the numbers of its group, in order of their names}}.
+    """{parameter's name: {"state": {name: tensor}, "settings": the numbers of its group, sorted by name}}.
 
-    Of parameters that have not had a step there is what an optimiser's first step makes, without the step. The
-    optimiser itself begins with nothing, as it would have: some make other state of their first gradient than of none.
+    Parameters without a step get the state that the optimiser's first step creates, without the step. The optimiser
+    itself stays without it: some create other state from their first gradient.
 
-    to_fill: leave what was made with the optimiser: a checkpoint is read into it, and then it is in place
+    to_fill: leave the created state in the optimiser: a checkpoint is read into it
     """
     undo = _initialise_state(optimizer)
     found: dict[str, Any] = {}
@@ -94,7 +94,7 @@ def optimizer_state(named: NamedParameters, optimizer: Optimizer, *, to_fill: bo
 
 
 def load_optimizer_state(named: NamedParameters, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Raises SpecMismatch when a parameter's state is missing or has other parts than this optimiser keeps."""
+    """Raises SpecMismatch when a parameter's state is missing or has other entries than this optimiser's."""
     _initialise_state(optimizer)
     for name, parameter, group in _iter_parameters(named, optimizer):
         if name not in state:
@@ -122,7 +122,7 @@ def _iter_parameters(
 
 
 def _iter_settings(group: Mapping[str, Any]) -> Iterator[float]:
-    """The numbers among a group's settings (rates, decays, betas): some optimisers change them as they go."""
+    """The numbers among a group's settings (rates, decays, betas): some optimisers change them during training."""
     for key in _numeric_keys(group):
         value = group[key]
         for each in value if isinstance(value, (tuple, list)) else [value]:
@@ -151,15 +151,15 @@ def _restore_settings(group: dict[str, Any], values: list[float]) -> None:
 
 
 def _numeric_keys(group: Mapping[str, Any]) -> list[str]:
-    """`initial_lr` is a schedule's, which may be made before or after."""
+    """`initial_lr` belongs to a schedule, which may be created before or after."""
     return sorted(key for key in group if key not in ("params", "initial_lr"))
 
 
 def _initialise_state(optimizer: Optimizer) -> Callable[[], None]:
-    """Let the optimiser make the state of parameters that have none, by a step that moves nothing; how to undo it.
+    """Let the optimiser create the state of parameters without any, by a step that changes nothing; returns the undo.
 
-    The step runs with zero gradients and a zero rate on those parameters alone, unseen by hooks; counts and settings
-    are set back afterwards.
+    The step runs with zero gradients and a zero rate on those parameters alone, without hooks; counts and settings are
+    restored afterwards.
     """
     new = [each for each in _all_parameters(optimizer) if each.requires_grad and not optimizer.state.get(each)]
     before = [set(group) for group in optimizer.param_groups]
@@ -187,9 +187,9 @@ def _all_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 
 @contextmanager
 def _freeze_parameters(optimizer: Optimizer, new: list[nn.Parameter]) -> Iterator[None]:
-    """Within, the rate is 0, and only `new` have gradients, zeros; afterwards all that there was is as it was."""
+    """Within, the rate is 0, and only `new` have gradients, zeros; afterwards everything is restored."""
     everything = _all_parameters(optimizer)
-    layout = torch.sparse_coo if isinstance(optimizer, SparseAdam) else torch.strided  # it takes no other
+    layout = torch.sparse_coo if isinstance(optimizer, SparseAdam) else torch.strided  # SparseAdam requires it
     grads = [parameter.grad for parameter in everything]
     kept = [parameter.detach().clone() for parameter in new]
     settings = [
@@ -199,7 +199,7 @@ def _freeze_parameters(optimizer: Optimizer, new: list[nn.Parameter]) -> Iterato
     try:
         for parameter in everything:
             parameter.grad = None
-        for parameter in new:  # zeros, of which weight decay makes nothing
+        for parameter in new:  # zeros, so that weight decay has no effect
             copy_into(parameter.data, torch.zeros_like(parameter))
             parameter.grad = torch.zeros_like(parameter, layout=layout)
         for group in optimizer.param_groups:

@@ -1,7 +1,7 @@
-"""Tensor parallel: the ranks of a group hold parts of single layers, and work on the same samples.
+"""Tensor parallel: the ranks of a group have parts of single layers, and work on the same samples.
 
-PyTorch's DTensor styles do the work, as `tensor_plan` says. With several data ranks, FSDP2 shards (or replicates) what
-is split already. Called by `parallelize`.
+PyTorch's DTensor styles do the work, by the plan of `plan`. With several data ranks, FSDP2 shards (or replicates) the
+split layers. Called by `parallelize`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def build_tensor_parallel(
     example: Any,
     seed: int,
 ) -> ParallelModel:
-    """Split the layers, as rank 0 has found, then spread the copies over the data ranks. Collective."""
+    """Split the layers by rank 0's plan, then distribute the copies over the data ranks. Collective."""
     plan = agree_on_tensor_plan(model, learnable, degrees.tensor, world, example)
     mesh = make_mesh(degrees, world)
     split_layers(model.to(world.device), plan, mesh["tensor"])
@@ -57,7 +57,7 @@ def build_tensor_parallel(
 
 
 def split_dropouts(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
-    """Let dropout layers that see a part of the features draw that part of their masks. They must be seeded."""
+    """Let dropout layers with a part of the features draw that part of their masks. They must be seeded."""
     for name, dim in plan.dropouts.items():
         layer = model.get_submodule(name)
         assert isinstance(layer, SeededDropout)
@@ -72,18 +72,18 @@ def agree_on_tensor_plan(
 
 
 def split_layers(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
-    """Split the layers of `model` as `plan` says, in place. Every rank must hold the same weights."""
+    """Split the layers of `model` by `plan`, in place. Every rank must have the same weights."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     styles = {name: _make_style(style) for name, style in plan.styles.items()}
     with preserve_parameter_attributes(model):
         parallelize_module(model, mesh, styles, src_data_rank=None)
-    for first, *others in names.values():  # tied weights were split one by one: tie them again
+    for first, *others in names.values():  # tied weights were split separately: tie them again
         for other in others:
             owner, _, attribute = other.rpartition(".")
             setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
-    for name in plan.modified_in_place:  # what DTensor hands out is a view, which autograd lets nobody change
+    for name in plan.modified_in_place:  # DTensor returns a view, which autograd does not allow to change
         model.get_submodule(name).register_forward_hook(lambda module, args, output: output.clone())
     for (owner, attribute), value in plan.changes.items():
         setattr(model.get_submodule(owner), attribute, value)

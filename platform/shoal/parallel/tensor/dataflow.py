@@ -1,6 +1,6 @@
-"""Where the parts of a split layer would be seen, or do something, besides where they add up.
+"""Finds uses of the parts of a split layer other than their sum.
 
-Called by `tensor_trial` for one pair, and by `tensor_plan` for all that it has chosen. Leaves the model as it was.
+Called by `verify` for one pair, and by `plan` for all chosen pairs. Leaves the model unchanged.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from shoal.parallel.tensor.trace import (
 
 
 def find_lost_gradient(trace: ModelTrace, pair: Pair) -> str | None:
-    """What would get the gradient of one part only: it comes from between the layers, which a rank does in part.
+    """A tensor that would get the gradient of one part only: it enters between the layers, which a rank runs in part.
 
-    The graph of a training step is walked from each call of the second layer back to the first ones. Nothing else may
-    be at its ends, and nothing in it may hide what it is made of.
+    Walks the graph of a training step from each call of the second layer back to the first ones. It must have no other
+    leaves, and no node that hides its inputs.
     """
     columns = {call.name for call in pair.columns}
     stops = {call.output_node for call in trace.training_calls if call.name in columns}
@@ -55,9 +55,9 @@ def find_lost_gradient(trace: ModelTrace, pair: Pair) -> str | None:
 
 
 def find_shared_randomness(trace: ModelTrace, pair: Pair) -> str | None:
-    """What is random between the layers: all ranks would draw the same for their parts, and not what one process draws.
+    """Random draws between the layers: all ranks would draw the same for their parts, unlike one process.
 
-    Dropout layers are another matter: their masks are parts of one mask.
+    Dropout layers are exempt: their masks are parts of one mask.
     """
     since: int | None = None
     for call in trace.training_calls:
@@ -70,7 +70,7 @@ def find_shared_randomness(trace: ModelTrace, pair: Pair) -> str | None:
 
 
 def _walk_back(node: Node | None, stops: set[Node | None]) -> Iterator[Node]:
-    """The nodes behind `node`, itself included, as far as `stops`."""
+    """The nodes behind `node`, itself included, up to `stops`."""
     seen = set(stops)
     waiting = [node]
     while waiting:
@@ -83,11 +83,11 @@ def _walk_back(node: Node | None, stops: set[Node | None]) -> Iterator[Node]:
 
 
 def is_activation_used_elsewhere(trace: ModelTrace, pairs: Sequence[Pair]) -> bool:
-    """Whether what lies between the layers of these pairs is used anywhere else, in training or evaluation.
+    """Whether values between the layers of these pairs are used elsewhere, in training or evaluation.
 
-    What the first layers give is made NaN, and what the second ones give is what they gave before, at every call: NaN
-    in what the model gives, in the loss, or before another layer that is split tells that it is. So does any other
-    change: what counts or compares does not pass NaN on.
+    The outputs of the first layers are made NaN, and those of the second ones are replaced by their earlier outputs, at
+    every call: NaN in the model's output, in the loss, or at another split layer shows a use. So does any other change:
+    counting or comparing does not pass NaN on.
     """
     for mode in (train_trace_mode, eval_trace_mode):
         whole = _MaskedRun(trace, pairs)
@@ -107,10 +107,10 @@ def is_activation_used_elsewhere(trace: ModelTrace, pairs: Sequence[Pair]) -> bo
 
 
 class _MaskedRun:
-    """A run of a model; with what was between the layers of some pairs hidden, when there is a run to compare with.
+    """A run of a model; with values between the layers of some pairs hidden, if there is a run to compare with.
 
-    gave:        by each row layer, at each of its calls
-    entered_nan: of each call of a column layer: whether there was NaN in its input
+    gave:        the outputs of each row layer, at each of its calls
+    entered_nan: for each call of a column layer: whether its input had NaN
     """
 
     def __init__(self, trace: ModelTrace, pairs: Sequence[Pair], whole: _MaskedRun | None = None) -> None:
@@ -119,7 +119,7 @@ class _MaskedRun:
         self.nan_inputs: list[bool] = []
 
     def run(self) -> list[Tensor]:
-        """What the model gives, and the loss."""
+        """The model's output, and the loss."""
         with ExitStack() as undo:
             for pair in self._pairs:
                 for call in pair.columns:
@@ -129,7 +129,7 @@ class _MaskedRun:
             output = self._trace.model(*self._trace.inputs)
         try:
             loss = [self._trace.loss(output)]
-        except SHAPE_ERRORS:  # a loss that cannot be had of so few samples tells nothing
+        except SHAPE_ERRORS:  # the loss is undefined for so few samples
             loss = []
         return [each.detach().clone() for each in (*tensors_of(output), *loss)]
 
@@ -146,9 +146,9 @@ class _MaskedRun:
 
 
 def is_weight_used_elsewhere(trace: ModelTrace, names: list[str]) -> bool:
-    """Whether the weights of these layers are used outside their own calls, where a part would not do.
+    """Whether the weights of these layers are used outside their own calls, where a part would be wrong.
 
-    Outside their calls they are made NaN; a weight that is used shows in the output.
+    Outside their calls they are made NaN; a use shows in the output.
     """
     with eval_trace_mode(trace.model), ExitStack() as undo:
         for name in names:
@@ -166,7 +166,7 @@ def _float_tensors(output: Any) -> list[Tensor]:
 
 
 def _hide_weights(module: nn.Module, undo: ExitStack) -> None:
-    """Let `module` have its weights during its own calls only."""
+    """Give `module` its weights during its own calls only."""
     real = dict(module._parameters)
     closed = {
         name: None if each is None else nn.Parameter(each.new_full((), torch.nan).expand(each.shape), False)

@@ -1,11 +1,11 @@
-"""Which layers tensor ranks split among themselves, found by watching a model work and proven by trying.
+"""Chooses the layers that tensor ranks split, by tracing a model, and verifies each choice.
 
 Linear layers that read one tensor (q, k, v; gate and up) followed by another (o; down) form a pair: the first are split
-by columns, the second by rows, and what lies between works on a part of the features. Whether it may is tried: the
-module that holds the pair is run on each part alone, and the parts that reach the second layer must be those of what
-reached it before. Nothing between them may need a gradient of its own, be drawn at random, or be used elsewhere: each
-rank would have that of its part alone. What does not pass is left whole, with the reason. Needs no process group;
-called by `check_plan` and `tensor`.
+by columns, the second by rows, and operations between them work on a part of the features. A trial shows whether they
+may: the module with the pair runs on each part alone, and the parts that reach the second layer must be those of its
+full input. Nothing between them may need a gradient of its own, be drawn at random, or be used elsewhere: each rank
+would have that of its part alone. Layers that fail stay unsplit, with the reason. Needs no process group; called by
+`validate` and `apply`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from shoal.parallel.tensor.dataflow import is_activation_used_elsewhere, is_weig
 from shoal.parallel.tensor.trace import LinearCall, ModelTrace, Pair, trace_model
 from shoal.parallel.tensor.verify import PairSplit, verify_pair
 
-# A layer without a partner is split where that is worth a collective of its own: it holds a share of all parameters,
-# and has many times more entries than features, as the ends of a language model.
+# A layer without a partner is split if that is worth a collective of its own: it has a large share of all parameters,
+# and many times more entries than features, like the ends of a language model.
 MIN_LAYER_SHARE, MIN_LAYER_RATIO = 0.1, 4
 NUM_TRIAL_SAMPLES = 2
 
-# How a layer is split. `column` and `row` belong together; the others stand alone: what they give is whole again.
+# How a layer is split. `column` and `row` belong together; the others stand alone: their output is full again.
 STYLES = ("column", "row", "column_gathered", "vocabulary")
 _REASONS = {
     nn.RNNBase: "recurrent layers are not split",
@@ -44,11 +44,11 @@ _EXPOSED = "what lies between them is used elsewhere as well, where a part would
 
 @dataclass
 class TensorPlan:
-    """What is split, and what changes with it.
+    """The split layers, and the changes that follow.
 
     styles:   layer -> one of STYLES
     changes:  (module, attribute) -> its value on each rank: numbers of heads
-    dropouts: dropout layers that see a part of the features -> the dimension of these
+    dropouts: dropout layers with a part of the features -> the dimension of these
     written:  split layers whose outputs the model changes in place
     whole:    layers with parameters that every rank holds whole -> why
     """
@@ -66,9 +66,10 @@ class TensorPlan:
 
 
 def find_tensor_plan(model: nn.Module, learnable: TaskProtocol, size: int, example: Any = None) -> TensorPlan:
-    """The user's plan, or one found; split `size` ways. Without an example, a user's plan is checked for sizes only.
+    """The user's plan, or a generated one, for `size` ranks. Without an example, a user's plan is checked for sizes
+    only.
 
-    Raises PlanError naming the layer that cannot be split, its size and a remedy; or when nothing can be.
+    Raises PlanError naming the layer that cannot be split, its size and a remedy; or when none can be.
     """
     given = learnable.tensor_plan()
     styles = _resolve_given_styles(model, given, size) if given is not None else {}
@@ -88,7 +89,7 @@ def find_tensor_plan(model: nn.Module, learnable: TaskProtocol, size: int, examp
 
 
 def _resolve_given_styles(model: nn.Module, given: dict[str, str], size: int) -> dict[str, str]:
-    """{layer: style}: the first pattern that matches a layer's name counts."""
+    """{layer: style}, by the first pattern that matches a layer's name."""
     styles: dict[str, str] = {}
     layers = {name: module for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Embedding))}
     for pattern, style in given.items():
@@ -107,7 +108,7 @@ def _resolve_given_styles(model: nn.Module, given: dict[str, str], size: int) ->
 
 
 def _find_misfit(layer: nn.Module, style: str, size: int) -> str | None:
-    """Why `layer` cannot be split so; None when its sizes allow it."""
+    """Why `layer` cannot be split so; None if its sizes allow it."""
     if isinstance(layer, nn.Embedding) != (style == "vocabulary"):
         return f"is a {type(layer).__name__}, which cannot be split by {style}"
     if any(map(has_hooks, layer.parameters())):
@@ -123,7 +124,7 @@ def _find_misfit(layer: nn.Module, style: str, size: int) -> str | None:
 
 
 def _verify_given_plan(trace: ModelTrace, styles: dict[str, str], size: int) -> TensorPlan:
-    """A user's plan, proven: each row layer belongs to the column layers called since the last one."""
+    """A user's plan, verified: each row layer belongs to the column layers called since the last one."""
     plan = TensorPlan({name: style for name, style in styles.items() if style not in ("column", "row")})
     columns: list[LinearCall] = []
     pairs: list[Pair] = []
@@ -187,7 +188,7 @@ def _search_plan(trace: ModelTrace, size: int) -> TensorPlan:
 
 
 def _find_exposed_pairs(trace: ModelTrace, pairs: list[Pair]) -> list[Pair]:
-    """Those of which what lies between the layers is used elsewhere, too."""
+    """The pairs with values between their layers that are used elsewhere, too."""
     shown: list[Pair] = []
     while (left := [pair for pair in pairs if pair not in shown]) and is_activation_used_elsewhere(trace, left):
         shown += [pair for pair in left if is_activation_used_elsewhere(trace, [pair])] or left
@@ -195,7 +196,7 @@ def _find_exposed_pairs(trace: ModelTrace, pairs: list[Pair]) -> list[Pair]:
 
 
 def _group_calls(calls: list[LinearCall]) -> list[list[LinearCall]]:
-    """The calls, those that follow one another with the same input together."""
+    """The calls, with consecutive ones that have the same input grouped."""
     runs: list[list[LinearCall]] = []
     for call in calls:
         if runs and runs[-1][-1].input is call.input:
@@ -206,7 +207,8 @@ def _group_calls(calls: list[LinearCall]) -> list[list[LinearCall]]:
 
 
 def _iter_candidates(runs: list[list[LinearCall]], index: int) -> Iterator[Pair]:
-    """A run and the next layer; or two runs (the queries, and the keys and values of another sequence) and the next."""
+    """A group and the next layer; or two groups (queries, and keys and values of another sequence) and the next
+    layer."""
     columns: list[LinearCall] = []
     for last in (index, index + 1):
         if last + 1 >= len(runs):
@@ -218,7 +220,7 @@ def _iter_candidates(runs: list[list[LinearCall]], index: int) -> Iterator[Pair]
 
 
 def _try_split(trace: ModelTrace, pair: Pair, size: int, plan: TensorPlan) -> PairSplit | None:
-    """The pair, split; None, and the reason noted, when it cannot be."""
+    """The pair, split; None, with the reason recorded, when it cannot be."""
     for call in (*pair.columns, pair.row):
         problem = _find_misfit(call.module, "row" if call is pair.row else "column", size)
         if problem is not None:
@@ -259,7 +261,7 @@ def _find_tied_layers(model: nn.Module) -> set[str]:
 
 
 def _reconcile_tied_layers(model: nn.Module, plan: TensorPlan) -> None:
-    """Layers that share a weight are split alike, over dimension 0, or not at all."""
+    """Layers that share a weight are all split over dimension 0, or not at all."""
     holders: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         holders.setdefault(id(parameter), []).append(name.rpartition(".")[0])
@@ -272,7 +274,7 @@ def _reconcile_tied_layers(model: nn.Module, plan: TensorPlan) -> None:
 
 
 def _add_reasons(model: nn.Module, plan: TensorPlan) -> None:
-    """Every other module with parameters of its own is left whole."""
+    """Mark every other module with parameters of its own as unsplit."""
     for name, module in model.named_modules():
         if name in plan.styles:
             plan.unsplit.pop(name, None)

@@ -1,7 +1,7 @@
-"""Watching a model work on a few samples: which linear layers it calls, in which order, and what passes through them.
+"""Traces a model on a few samples: which linear layers it calls, in which order, and with which tensors.
 
-It is run twice, in this process alone, and left as it was: in evaluation mode without gradients, and as it is trained,
-with a graph that tells where gradients would go. Called by `tensor_plan`.
+It runs twice, in this process alone, and is left unchanged: in evaluation mode without gradients, and in training mode,
+with a graph that shows the flow of gradients. Called by `plan`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from shoal.parallel.layers.dropout import SeededDropout
 from shoal.parallel.state.module_snapshot import eval_mode, hook_modules, preserve_module
 from shoal.random_state import preserve_rng
 
-# The layers whose masks do not come from the generators that all parts share.
+# Layers whose masks do not come from the generators that all parts share.
 DROPOUT_TYPES = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, SeededDropout)
-# What the code of a model raises when its tensors are not of the shape that it expects.
+# Exceptions of a model's code for tensors of an unexpected shape.
 SHAPE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
-TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the largest value; else 1e-4
+TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 1e-2}  # relative to the largest value; otherwise 1e-4
 
 
 @dataclass(eq=False)
@@ -42,9 +42,9 @@ class LinearCall:
 class TrainedCall:
     """One call of a linear layer in training.
 
-    read, gave:    what stands in the graph of gradients behind the input, and for the output; None without gradients
-    drawn_before:  how often random numbers had been drawn when it was entered
-    drawn_after:   ... and when it was left
+    read, gave:    the graph nodes of the input and of the output; None without gradients
+    drawn_before:  the number of random draws before the call
+    drawn_after:   ... and after it
     has_gradients: whether autograd was recording
     """
 
@@ -58,15 +58,15 @@ class TrainedCall:
 
 @dataclass
 class ModelTrace:
-    """What a model did with a few samples.
+    """A model's actions on a few samples.
 
-    loss:     of what the model makes of these samples
+    loss:     for the model's outputs on these samples
     linears:  in order of their first calls
     trained:  every call of a linear layer, in training
     written:  linear layers and embeddings whose outputs are changed in place there
     entered:  the arguments of each module's first call, for those that hold several linear layers
-    dropouts: the shape that each dropout layer was first given
-    called:   how often each module was called
+    dropouts: the first input shape of each dropout layer
+    called:   the number of calls of each module
     """
 
     model: nn.Module
@@ -83,7 +83,7 @@ class ModelTrace:
 
 @dataclass(frozen=True)
 class Pair:
-    """Layers split by columns, and the one that follows them, split by rows."""
+    """Layers split by columns, and the following layer, split by rows."""
 
     columns: tuple[LinearCall, ...]
     row: LinearCall
@@ -94,7 +94,7 @@ class Pair:
 
 
 def trace_model(model: nn.Module, inputs: tuple[Any, ...], loss: Callable[[Any], Tensor]) -> ModelTrace:
-    """Run `model` once in each mode, and note what is called, in which order, with what."""
+    """Run `model` once in each mode, and record its calls, their order and arguments."""
     trace = ModelTrace(model, inputs, loss)
     names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
 
@@ -121,7 +121,7 @@ def trace_model(model: nn.Module, inputs: tuple[Any, ...], loss: Callable[[Any],
 
 
 def _trace_training(trace: ModelTrace) -> None:
-    """Note every call of a linear layer, as the model is trained."""
+    """Record every call of a linear layer in training mode."""
     model, calls = trace.model, trace.training_calls
     outputs: list[tuple[str, Tensor]] = []
     drawn = _RngWatch(next(model.parameters()).device)
@@ -135,7 +135,7 @@ def _trace_training(trace: ModelTrace) -> None:
 
     def leaving(name: str) -> Callable[..., Tensor]:
         def note(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-            copied = output.clone()  # it stays in the graph, whatever is done to it in place
+            copied = output.clone()  # stays in the graph, even if the model changes the output in place
             outputs.append((name, copied))
             if type(module) is nn.Linear:
                 calls[-1].output_node = _grad_node(copied)
@@ -159,7 +159,7 @@ def _grad_node(tensor: Tensor) -> Node | None:
 
 
 class _RngWatch:
-    """Tells whether random numbers have been drawn, by the states of the generators that all ranks of a group share."""
+    """Detects random draws by the states of the generators that all ranks of a group share."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -167,7 +167,7 @@ class _RngWatch:
         self._last = self._state()
 
     def count_draws(self) -> int:
-        """A number that is larger than before when some have been drawn since."""
+        """A number that grows when there were draws since the last call."""
         state = self._state()
         self._num_draws += not torch.equal(state, self._last)
         self._last = state
@@ -181,13 +181,13 @@ class _RngWatch:
 
 
 def max_magnitude(tensor: Tensor) -> float:
-    """Of the finite numbers, without their signs; 0 when there is none."""
+    """The largest finite absolute value; 0 without any."""
     finite = tensor[tensor.isfinite()]
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
 def is_close(found: Tensor, expected: Tensor, scale: float) -> bool:
-    """Whether both have the same numbers, as far as those of `scale` are exact, and NaN at the same places."""
+    """Whether both have the same numbers, within the precision at `scale`, and NaN at the same places."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return False
     if not (found.is_floating_point() or found.is_complex()):

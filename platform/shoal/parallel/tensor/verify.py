@@ -1,7 +1,7 @@
-"""Trying what becomes of a model when layers are split: the evidence behind a tensor plan.
+"""Tries a split of layers on a model: the evidence for a tensor plan.
 
 Everything here runs the model in evaluation mode, without gradients, on a few samples, in this process alone, and
-leaves it as it was. Called by `tensor_plan`.
+leaves it unchanged. Called by `plan`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from shoal.parallel.tensor.trace import SHAPE_ERRORS, ModelTrace, Pair, eval_tra
 class PairSplit:
     """A pair that may be split.
 
-    changes:  (module, attribute) -> its value where a part is held: numbers of heads
-    dropouts: those that see a part of the features -> the dimension of these
+    changes:  (module, attribute) -> its value for a part: numbers of heads
+    dropouts: those with a part of the features -> the dimension of these
     """
 
     pair: Pair
@@ -36,7 +36,7 @@ class PairSplit:
 
 
 def verify_pair(trace: ModelTrace, pair: Pair, size: int) -> PairSplit | str:
-    """Whether the pair may be split `size` ways, and what must change besides; if not, the reason."""
+    """Whether the pair may be split `size` ways, and the required changes; if not, the reason."""
     if (problem := find_lost_gradient(trace, pair) or find_shared_randomness(trace, pair)) is not None:
         return problem
     ancestor = _find_common_module(trace, pair.names)
@@ -61,20 +61,20 @@ def verify_pair(trace: ModelTrace, pair: Pair, size: int) -> PairSplit | str:
 
 
 class _StopForward(Exception):
-    """The row layer has been called as often as it is: the rest of the module need not run."""
+    """The row layer has had all its calls: the rest of the module need not run."""
 
 
 @dataclass
 class _PairRun:
-    """What passes through a pair when what holds it is run: all features, or one part of them.
+    """The tensors in a pair while its enclosing module runs: all features, or one part of them.
 
-    What the first layers give is made up. What they compute may be zeros, as of fresh weights, which show nothing; for
-    the same reason it is what the last layer is given that counts, and not what it makes of that.
+    The outputs of the first layers are made up, since real ones may be zeros, as of fresh weights, which prove nothing.
+    For the same reason the input of the last layer is compared, and not its output.
 
-    num_calls: of the row layer, in all of the model
-    given:     by each column layer, at each of its calls
-    taken:     by the row layer, at each of its calls
-    shapes:    that dropout layers were given on the way
+    num_calls: of the row layer, in the full model
+    given:     the outputs of each column layer, at each of its calls
+    taken:     the inputs of the row layer, at each of its calls
+    shapes:    the inputs of dropout layers in between
     """
 
     num_calls: int
@@ -89,7 +89,7 @@ class _PairRun:
         return _PairRun(self.num_calls, self, index, size)
 
     def substitute_output(self, name: str, computed: Tensor) -> Tensor:
-        """What a column layer gives instead of what it has computed."""
+        """Replace the output of a column layer."""
         calls = self.column_outputs.setdefault(name, [])
         if self.whole is None:
             generator = torch.Generator().manual_seed(mix_seed(crc32(name.encode()), len(calls)))
@@ -100,7 +100,7 @@ class _PairRun:
         return calls[-1].clone()
 
     def record_input(self, entering: Tensor) -> Tensor:
-        """What the row layer works on instead of what enters it: all of the features."""
+        """Replace the input of the row layer by all of the features."""
         self.row_inputs.append(entering.clone())
         if len(self.row_inputs) == self.num_calls:
             raise _StopForward
@@ -110,7 +110,7 @@ class _PairRun:
 def _run_pair(
     passage: _PairRun, trace: ModelTrace, ancestor: str, pair: Pair, changes: dict[tuple[str, str], int]
 ) -> None:
-    """Run what holds the pair, with `changes`. Raises one of MISFITS when it does not fit."""
+    """Run the enclosing module, with `changes`. Raises one of MISFITS when they do not fit."""
 
     def giving(name: str) -> Callable[..., Tensor]:
         return lambda module, args, output: passage.substitute_output(name, output)
@@ -122,7 +122,7 @@ def _run_pair(
         return note
 
     args, kwargs = copy.deepcopy(trace.first_arguments[ancestor])
-    with eval_trace_mode(trace.model), ExitStack() as undo:  # each begins with the same random numbers
+    with eval_trace_mode(trace.model), ExitStack() as undo:  # each starts with the same random state
         for call in pair.columns:
             undo.callback(call.module.register_forward_hook(giving(call.name), prepend=True).remove)
         undo.callback(
@@ -141,7 +141,7 @@ def _run_pair(
 
 
 def _find_mixing(whole: _PairRun, parts: list[_PairRun]) -> str | None:
-    """Why what the row layer is given in parts is not what it is given whole; None when it is."""
+    """Why the parts of the row layer's input differ from its full input; None if they agree."""
     for part in parts:
         if len(part.row_inputs) != len(whole.row_inputs):
             return "{} is passed another number of times by a part"
@@ -157,7 +157,7 @@ def _find_mixing(whole: _PairRun, parts: list[_PairRun]) -> str | None:
 
 
 def _find_common_module(trace: ModelTrace, names: list[str]) -> str:
-    """The smallest module that was called and holds all of these."""
+    """The smallest called module that contains all of these."""
     common = names[0]
     while common not in trace.first_arguments or not all(name.startswith(f"{common}.") or not common for name in names):
         common = common.rpartition(".")[0]
@@ -165,7 +165,7 @@ def _find_common_module(trace: ModelTrace, names: list[str]) -> str:
 
 
 def _iter_changes(model: nn.Module, ancestor: str, pair: Pair, size: int) -> Iterator[dict[tuple[str, str], int]]:
-    """What may have to change along with the pair: nothing; numbers of heads; and widths that heads make up."""
+    """The changes that may be needed with the pair: none; numbers of heads; and widths that heads make up."""
     yield {}
     widths = {call.module.out_features for call in pair.columns}
     heads: dict[tuple[str, str], int] = {}

@@ -1,1 +1,1 @@
-"""One file an algorithm, top to bottom: config, pure loss, update. No clock, device, run or Ray."""
+"""One folder per algorithm: config, pure loss, update. No clock, device, run or Ray."""

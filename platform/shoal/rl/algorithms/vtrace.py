@@ -1,7 +1,7 @@
 """V-trace: off-policy corrected value targets and policy-gradient advantages (Espeholt et al., arXiv:1802.01561, §4.1).
 
 Pure functions of tensors. Legend: T steps of the longest segment, B segments; segments shorter than T are padded, and
-`mask` is 1 on real steps. Called by impala.py.
+`mask` is 1 on real steps. Called by `impala.algorithm`.
 """
 
 from __future__ import annotations

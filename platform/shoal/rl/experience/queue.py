@@ -1,7 +1,7 @@
-"""The bounded queue between the gateway and the learner, and the batch in which experience leaves it.
+"""The bounded queue between the gateway and the learner, and the batch of experience that leaves it.
 
-Called by the gateway (put) and by the learner, directly or through Ray (take, settle). Every segment that goes in
-comes out exactly once: settled by the learner, or dropped with a reason in the ledger.
+Called by the gateway (put) and by the learner, directly or through Ray (take, acknowledge). Every queued segment leaves
+exactly once: acknowledged by the learner, or dropped with a reason in the ledger.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ExperienceBatch:
     """S segments laid end to end; N steps in all. Legend: S segments, N = sum of lengths.
 
     observations [N+S, *obs] (each segment has one more observation than steps), actions [N, *act], rewards [N],
-    log_probabilities [N], versions [N], lengths int64 [S], terminated bool [S]; lease_id is what `settle` wants back.
+    log_probabilities [N], versions [N], lengths int64 [S], terminated bool [S]; `acknowledge` takes the lease_id.
     """
 
     lease_id: int
@@ -60,12 +60,12 @@ class ExperienceBatch:
         return len(self.rewards)
 
     def to_bytes(self) -> bytes:
-        """The batch on its way to another process."""
+        """The batch, serialised for another process."""
         return encode_tensors({**vars(self), "lease_id": np.array([self.lease_id])})
 
     @classmethod
     def from_bytes(cls, payload: bytes) -> ExperienceBatch:
-        """What `to_bytes` made; the arrays lie over `payload`."""
+        """The inverse of `to_bytes`; the arrays are views of `payload`."""
         arrays = decode_tensors(payload)
         return cls(lease_id=int(arrays.pop("lease_id")[0]), **arrays)
 
@@ -92,9 +92,9 @@ class ExperienceBatch:
 
 
 class BatchRequest(NamedTuple):
-    """What a learner wants: `min_steps` or more, and all that is queued up to `max_steps` (to within one segment) or
-    `max_segments`; after `timeout_s`, whatever there is, or nothing when `is_patient`. `number` grows with every
-    request of one consumer, so that one that was given up and is still on its way takes nothing."""
+    """A learner's request: at least `min_steps`, and all queued segments up to `max_steps` (to within one segment) or
+    `max_segments`; after `timeout_s` everything queued, or nothing when `is_patient`. `number` grows with every request
+    of one consumer, so that an abandoned request that arrives late takes nothing."""
 
     min_steps: int
     max_steps: int
@@ -105,18 +105,18 @@ class BatchRequest(NamedTuple):
 
 
 class ExperienceSource(Protocol):
-    """Where a learner gets experience from. Fulfilled by ExperienceQueue and by Ray's remote gateway."""
+    """Where a learner gets experience. Implemented by ExperienceQueue and by the client of Ray's remote gateway."""
 
     def take(self, consumer: str, request: BatchRequest) -> ExperienceBatch | None:
-        """Lease a batch, or None when nothing came in time. `consumer` names one life of the learner: the leases of
-        any other are revoked."""
+        """Lease a batch, or None when nothing came in time. `consumer` names one incarnation of the learner: the leases
+        of any other are revoked."""
         ...
 
     def acknowledge(self, lease_id: int, fates: Sequence[DropReason | None]) -> bool:
-        """Answer for a lease: each of its S segments was dropped for a reason, or consumed (None).
+        """Close a lease: each of its S segments was dropped for a reason, or consumed (None).
 
-        May be said again. False: the lease was revoked, because another life of the learner has taken over. Raises
-        LedgerUnwritable when it cannot be written down now: say it again.
+        Safe to repeat. False: the lease was revoked, because another incarnation of the learner has taken over. Raises
+        LedgerUnwritable when it cannot be recorded now: retry.
         """
         ...
 
@@ -133,8 +133,8 @@ class ExperienceQueue:
     def __init__(self, capacity: int, ledger: Ledger) -> None:
         self.capacity = capacity
         self.ledger = ledger
-        self.on_space_freed: Callable[[], None] = lambda: None  # called after segments have left
-        self._arrived = Condition(ledger.lock)  # one lock: the book and the queue always agree
+        self.on_space_freed: Callable[[], None] = lambda: None  # called after segments have been removed
+        self._arrived = Condition(ledger.lock)  # one lock: the ledger and the queue always agree
         self._segments: deque[tuple[ActorKey, Segment]] = deque()
         self._num_steps = 0
         self._newest_take = ("", 0)  # consumer, number
@@ -155,7 +155,7 @@ class ExperienceQueue:
             self._num_steps += segment.num_steps
             self.ledger.record_received(key, seq)
             if self._has_enough(*self._wanted):
-                self._arrived.notify()  # not for every segment: a learner woken for nothing is paid for by the actors
+                self._arrived.notify()  # not for every segment: needless wake-ups of the learner slow the actors
             return True
 
     def take(self, consumer: str, request: BatchRequest) -> ExperienceBatch | None:
@@ -163,8 +163,8 @@ class ExperienceQueue:
         deadline = time.monotonic() + timeout_s
         with self._arrived:
             if self._newest_take[0] == consumer and number < self._newest_take[1]:
-                return None  # it was overtaken on its way: the lease of the newer one is in use
-            with suppress(LedgerUnwritable):  # the lease that follows writes it, or there is none
+                return None  # a newer request has overtaken this one: its lease is in use
+            with suppress(LedgerUnwritable):  # the following lease writes it, or there is none
                 self.ledger.revoke_open_leases(consumer)
             self._newest_take = (consumer, number)
             self._wanted = (min_steps, max_segments)
@@ -174,7 +174,7 @@ class ExperienceQueue:
                     break
                 self._arrived.wait(remaining_s)
             if self._newest_take != (consumer, number):
-                return None  # given up by whoever asked: a newer request is waiting
+                return None  # abandoned by the learner: a newer request is waiting
             if is_patient and not self._has_enough(min_steps, max_segments):
                 return None
             keys, segments = self._pop(max_steps, max_segments)
@@ -186,7 +186,7 @@ class ExperienceQueue:
                 self._put_back(keys, segments)
                 self._arrived.wait_for(
                     lambda: self._closed, UNWRITABLE_PAUSE_S
-                )  # else who asks again asks all the time
+                )  # otherwise the caller would retry without a pause
                 return None
         self.on_space_freed()
         return ExperienceBatch.from_segments(lease_id, segments)
@@ -195,13 +195,13 @@ class ExperienceQueue:
         return self.ledger.acknowledge(lease_id, fates)
 
     def close(self) -> None:
-        """Drop what is left as SHUTDOWN and wake `take`. Idempotent. Raises LedgerUnwritable, closed all the same."""
+        """Drop the rest as SHUTDOWN and wake `take`. Idempotent. Raises LedgerUnwritable, but closes all the same."""
         with self._arrived:
             self._closed = True
             self.ledger.drop_queued((key for key, _ in self._segments), DropReason.SHUTDOWN)
             self._segments.clear()
             self._num_steps = 0
-            self._arrived.notify_all()  # they go on when this has let go of the lock
+            self._arrived.notify_all()  # the waiters continue when this lock is released
             self.ledger.commit()
 
     def _has_enough(self, min_steps: int, max_segments: int) -> bool:

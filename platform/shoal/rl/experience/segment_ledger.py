@@ -1,10 +1,10 @@
-"""The account book of experience: for every actor, received = consumed + queued + dropped(reason), also after a crash.
+"""The accounts of experience: for every actor, received = consumed + queued + dropped(reason), also after a crash.
 
-One row an (actor id, incarnation). The gateway commits a row before it acknowledges what the row counts, so whatever
-an actor was told is on disk, and nobody is told anything while the disk is full; SQLite without fsync survives the
-death of the process, which is the fault promised here (a power cut may lose the last moments). A segment on its way to
-the learner is *leased*, which is part of `queued` to the outside, until the learner settles the lease. Called by the
-queue and the gateway; never touches a socket.
+One row per (actor id, incarnation). The gateway commits a row before it acknowledges the row's segments, so every
+acknowledgement is backed by the disk, and none is sent while the disk is full. SQLite without fsync survives the death
+of the process, which is the promised fault (a power cut may lose the last moments). A segment on its way to the
+learner is *leased*, counted in `queued`, until the learner acknowledges the lease. Called by the queue and the gateway;
+never touches a socket.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Any
 from shoal.errors import LedgerUnwritable
 from shoal.wire.segment import DropReason
 
-# What may pass: a disk that is full, or refuses to write; somebody who looks into the file.
+# Temporary errors: a full or failing disk, or another process that locks the file.
 _TRANSIENT_ERRORS = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
 
-BUSY_TIMEOUT_MS = 100  # that a commit waits for whoever holds the file; the gateway answers nobody meanwhile
+BUSY_TIMEOUT_MS = 100  # for a commit while another process locks the file; the gateway answers no actor meanwhile
 
 ActorKey = tuple[str, int]  # (actor id, incarnation)
 
@@ -47,7 +47,7 @@ class Account:
     received: int = 0
     consumed: int = 0
     queued: int = 0  # in the queue or leased to the learner
-    duplicates: int = 0  # received again after they had been counted: not part of `received`
+    duplicates: int = 0  # received again after they were counted: not part of `received`
     dropped: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -69,37 +69,38 @@ class Account:
 @dataclass(frozen=True)
 class _Lease:
     consumer: str
-    keys: tuple[ActorKey, ...]  # one for each segment, in the order of the batch
+    keys: tuple[ActorKey, ...]  # one for each segment, in batch order
 
 
 class Ledger:
     """The accounts of one run, in memory and in a SQLite file. Safe to use from any thread."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """Open or create the book; None keeps it in memory. What a crash left queued is dropped as GATEWAY_CRASH."""
+        """Open or create the ledger; None keeps it in memory. Segments that a crash left queued become
+        GATEWAY_CRASH."""
         self.lock = threading.RLock()
         self._database = sqlite3.connect(path or ":memory:", check_same_thread=False, isolation_level=None)
         self._database.execute("PRAGMA journal_mode=WAL")
-        # OFF would not only lose the newest at a power cut: the file itself may be damaged then.
+        # OFF could damage the file itself at a power cut, not just lose the newest rows.
         self._database.execute("PRAGMA synchronous=NORMAL")
         self._database.executescript(_SCHEMA)
         self._accounts: dict[ActorKey, Account] = {}
-        self._totals = Account()  # of all accounts; `next_seq` means nothing there
+        self._totals = Account()  # of all accounts; its `next_seq` is unused
         self._newest_incarnations: dict[str, int] = {}  # incarnation of each actor
         self._leases: dict[int, _Lease] = {}
         self._dirty: set[ActorKey] = set()
         self._dirty_leases: set[int] = set()
         self._new_facts: dict[str, str] = {}
-        self._next_lease = 1  # never used twice, also after a crash: a late settlement must not hit another lease
+        self._next_lease = 1  # never reused, also after a crash: a late acknowledgement must not hit another lease
         self._last_acknowledged = 0
         self._closed = False
         self._load()
         self._database.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}")
 
     def get_account(self, key: ActorKey) -> Account:
-        """The account of an actor's incarnation, opened when it is new. The caller must not change it."""
+        """The account of an actor's incarnation, created if new. The caller must not change it."""
         with self.lock:
-            if (found := self._accounts.get(key)) is None:  # setdefault would make an account for every segment
+            if (found := self._accounts.get(key)) is None:  # setdefault would create an account for every segment
                 found = self._add_account(key, Account())
             return found
 
@@ -109,7 +110,7 @@ class Ledger:
             return self._newest_incarnations.get(actor_id)
 
     def open_account(self, key: ActorKey) -> Account:
-        """The account, on disk from the next commit on even when nothing was received yet."""
+        """The account, stored from the next commit on even if nothing was received yet."""
         with self.lock:
             self._dirty.add(key)
             return self.get_account(key)
@@ -134,7 +135,7 @@ class Ledger:
             self._dirty.add(key)
 
     def open_lease(self, consumer: str, keys: Iterable[ActorKey]) -> int:
-        """Note that `consumer` was handed one segment of each key; returns the lease's id, durable on return.
+        """Record that `consumer` receives one segment of each key; returns the lease's id, durable on return.
 
         Raises LedgerUnwritable; there is no lease then.
         """
@@ -153,12 +154,12 @@ class Ledger:
     def acknowledge(self, lease_id: int, fates: Sequence[DropReason | None]) -> bool:
         """Close a lease: each of its segments was dropped for a reason, or consumed (None).
 
-        Durable on return. Saying it again changes nothing and is True again: an answer may be lost on its way. False
-        for a lease that was revoked. Raises LedgerUnwritable: say it again.
+        Durable on return. Repeating it changes nothing and returns True again, since an answer may be lost. False for a
+        lease that was revoked. Raises LedgerUnwritable: retry.
         """
         with self.lock:
             if lease_id not in self._leases:
-                self.commit()  # when it was settled that may not have been possible
+                self.commit()  # the first acknowledgement may have failed to commit
                 return lease_id == self._last_acknowledged
             self._last_acknowledged = lease_id
             self._new_facts["last_settled"] = str(lease_id)
@@ -174,9 +175,9 @@ class Ledger:
             return True
 
     def revoke_open_leases(self, consumer: str) -> int:
-        """`consumer` asks for a new lease, so nobody will settle those that are open: its own, whose answer was lost
-        (LEASE_LOST), and those of others, which are dead (LEARNER_CRASH). Returns how many segments that were; durable
-        on return, as the lease that follows is: a crash between the two must not open them again."""
+        """Revoke the open leases because `consumer` asks for a new one: its own, whose answer was lost (LEASE_LOST),
+        and those of other, dead consumers (LEARNER_CRASH). Returns their number of segments. Durable on return, like
+        the lease that follows: a crash between the two must not reopen them."""
         with self.lock:
             ended = list(self._leases.items())
             for lease_id, lease in ended:
@@ -198,12 +199,12 @@ class Ledger:
             return replace(self._totals, dropped=self._totals.dropped.copy())
 
     def get_accounts(self) -> dict[ActorKey, Account]:
-        """A copy of the book's index; the accounts themselves are live."""
+        """A copy of the ledger's index; the accounts themselves are live."""
         with self.lock:
             return dict(self._accounts)
 
     def set_fact(self, name: str, value: str) -> None:
-        """Keep a small fact (the gateway's port) across restarts, from the next commit on."""
+        """Store a small fact (the gateway's port) across restarts, from the next commit on."""
         with self.lock:
             self._new_facts[name] = value
 
@@ -215,7 +216,7 @@ class Ledger:
             return None if row is None else str(row[0])
 
     def commit(self) -> None:
-        """Write what changed, in one transaction. Raises LedgerUnwritable; the next one writes it all, then."""
+        """Write the changes in one transaction. Raises LedgerUnwritable; the next commit then writes them all."""
         with self.lock:
             if not self._dirty and not self._dirty_leases and not self._new_facts:
                 return
@@ -226,7 +227,7 @@ class Ledger:
             except sqlite3.OperationalError as error:
                 if error.sqlite_errorcode & 0xFF not in _TRANSIENT_ERRORS:
                     raise
-                if self._database.in_transaction:  # SQLite has ended it already where the disk is full
+                if self._database.in_transaction:  # on a full disk SQLite has ended it already
                     self._database.execute("ROLLBACK")
                 raise LedgerUnwritable(f"the ledger cannot be written: {error}") from error
             self._dirty.clear()
@@ -234,7 +235,7 @@ class Ledger:
             self._new_facts.clear()
 
     def close(self) -> None:
-        """Commit and close the file, also when that cannot be written (LedgerUnwritable). Idempotent."""
+        """Commit and close the file, which is closed even if the commit fails (LedgerUnwritable). Idempotent."""
         with self.lock:
             if not self._closed:
                 self._closed = True
@@ -283,7 +284,7 @@ class Ledger:
             self._database.execute("INSERT OR REPLACE INTO leases VALUES (?, ?, ?)", row)
 
     def _load(self) -> None:
-        """Read the book, and drop what was queued in a gateway that did not close it."""
+        """Read the ledger, and drop the segments queued in a gateway that did not close it."""
         for actor_id, incarnation, next_seq, received, consumed, duplicates, dropped in self._database.execute(
             "SELECT * FROM accounts"
         ):
@@ -303,5 +304,5 @@ class Ledger:
             self._totals.duplicates += account.duplicates
             self._totals.dropped.update(account.dropped)
             self._drop(key, account.queued - leased[key], DropReason.GATEWAY_CRASH)
-        with suppress(LedgerUnwritable):  # a later commit writes it, or the next life finds what this one found
+        with suppress(LedgerUnwritable):  # a later commit writes it, or the next start repeats this
             self.commit()

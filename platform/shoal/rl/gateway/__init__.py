@@ -1,1 +1,1 @@
-"""Where external actors connect: socket, sessions, credit."""
+"""The gateway for external actors: socket, sessions, credit."""

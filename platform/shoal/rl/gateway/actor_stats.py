@@ -1,6 +1,6 @@
-"""What the gateway knows of the actors' progress: episodes, steps, lag and events; for the display and the run record.
+"""The progress of the actors: episodes, steps, lag and events; for the display and the run record.
 
-Called by the gateway's thread only; others get copies through `Gateway.stats()`.
+Used by the gateway's thread only; other threads get copies through `Gateway.stats()`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from shoal.rl.experience.segment_ledger import ActorKey
 from shoal.wire.segment import Segment
 
 EPISODE_WINDOW = 100
-MAX_DISCONNECTED_ACTORS = 100  # that are remembered after they disconnected
-REJECTIONS_INTERVAL_S = 10.0  # between two events that tell of refused actors
+MAX_DISCONNECTED_ACTORS = 100  # that are remembered
+REJECTIONS_INTERVAL_S = 10.0  # between two events of rejected actors
 
 
 @dataclass
 class ActorProgress:
-    """One actor, across its reconnects; a new incarnation starts anew.
+    """One actor, across its reconnects; a new incarnation starts from zero.
 
-    invalid: its segments that broke the spec, by the reason for which they were dropped
+    invalid: its segments that violated the spec, by drop reason
     """
 
     actor_id: str
@@ -37,24 +37,24 @@ class ActorProgress:
     weights_version: int = 0
 
     def to_dict(self, published_version: int) -> dict[str, Any]:
-        """Its fields and its lag in versions, which is 0 for one that is gone."""
+        """Its fields and its lag in versions, which is 0 for a disconnected actor."""
         lag = max(0, published_version - self.weights_version) if self.connected else 0
         return {**self.__dict__, "invalid": dict(self.invalid), "lag": lag}
 
 
 class ActorTable:
-    """The actors of a run: everyone who is connected, and the last MAX_GONE_ACTORS who were."""
+    """The connected actors of a run, and the last MAX_DISCONNECTED_ACTORS that disconnected."""
 
     def __init__(self) -> None:
         self._actors: dict[ActorKey, ActorProgress] = {}
-        self._incarnations: dict[str, set[int]] = {}  # of those, by actor id
-        self._disconnected: dict[ActorKey, None] = {}  # in the order in which they left
+        self._incarnations: dict[str, set[int]] = {}  # of these actors, by actor id
+        self._disconnected: dict[ActorKey, None] = {}  # in the order of disconnecting
 
     def __iter__(self) -> Iterator[ActorProgress]:
         return iter(self._actors.values())
 
     def join(self, key: ActorKey) -> ActorProgress:
-        """A new actor, or one that is back."""
+        """Add a new or returning actor."""
         progress = self._actors.setdefault(key, ActorProgress(*key))
         self._incarnations.setdefault(key[0], set()).add(key[1])
         self._disconnected.pop(key, None)
@@ -62,14 +62,14 @@ class ActorTable:
         return progress
 
     def leave(self, key: ActorKey) -> None:
-        """It disconnected; of too many of those the first to leave is forgotten."""
+        """Mark it as disconnected; beyond the maximum, the first to leave is forgotten."""
         self._actors[key].connected = False
         self._disconnected[key] = None
         if len(self._disconnected) > MAX_DISCONNECTED_ACTORS:
             self._remove(next(iter(self._disconnected)))
 
     def remove_older(self, key: ActorKey) -> list[ActorProgress]:
-        """Forget the earlier incarnations of this actor, and return them. They have left."""
+        """Remove the earlier incarnations of this actor, which have disconnected, and return them."""
         actor_id, incarnation = key
         older = sorted(each for each in self._incarnations.get(actor_id, ()) if each < incarnation)
         return [self._remove((actor_id, each)) for each in older]
@@ -85,9 +85,8 @@ class ActorTable:
 
 @dataclass
 class RunProgress:
-    """Counts of the run, over all lives of its gateway. `solved_s`: from the first segment to the first moment at which
-    the mean return of the last EPISODE_WINDOW finished episodes was at least `target_return`, without the time between
-    two lives."""
+    """Counts of the run, over all incarnations of its gateway. `solved_s`: from the first segment until the mean return
+    of the last EPISODE_WINDOW finished episodes reached `target_return`, without the time between two incarnations."""
 
     target_return: float | None = None
     steps: int = 0
@@ -95,8 +94,8 @@ class RunProgress:
     first_segment_at: float | None = None
     solved_s: float | None = None
     solved_steps: int | None = None
-    elapsed_before_s: float = 0.0  # in earlier lives
-    _started_at: float | None = None  # with the first segment of this life, by time.monotonic(): clocks are set
+    elapsed_before_s: float = 0.0  # in earlier incarnations
+    _started_at: float | None = None  # first segment of this incarnation, by time.monotonic(): clocks can be reset
     returns: deque[float] = field(default_factory=lambda: deque(maxlen=EPISODE_WINDOW))
     lengths: deque[int] = field(default_factory=lambda: deque(maxlen=EPISODE_WINDOW))
     protocol_errors: Counter[str] = field(default_factory=Counter)
@@ -104,24 +103,24 @@ class RunProgress:
     _rejections_reported_at: float = -math.inf
 
     def record_event(self, kind: str, **details: Any) -> None:
-        """Note that something happened; the oldest of 1,000 unread events gives way."""
+        """Add an event; beyond 1,000 unread events the oldest is dropped."""
         self.events.append((time.time(), kind, details))
 
     def record_rejected_actor(self, actor_id: str) -> None:
-        """Note one who came without the token, and how many have by now; a flood must not displace other events."""
+        """Count an actor that came without the token. A flood makes few events, so that it displaces no others."""
         if time.monotonic() >= self._rejections_reported_at + REJECTIONS_INTERVAL_S:
             self._rejections_reported_at = time.monotonic()
             count = self.protocol_errors["bad_token"]
             self.record_event("actor_refused", actor_id=actor_id, reason="bad_token", count=count)
 
     def record_invalid_segment(self, actor: ActorProgress, reason: str, detail: str) -> None:
-        """Count a segment that broke the spec, and tell of the actor's first for this reason."""
+        """Count a segment that violated the spec, and record an event for the actor's first of this reason."""
         actor.invalid[reason] = actor.invalid.get(reason, 0) + 1
         if actor.invalid[reason] == 1:
             self.record_event("invalid_segment", actor_id=actor.actor_id, reason=reason, detail=detail)
 
     def record_segment(self, actor: ActorProgress, segment: Segment) -> None:
-        """Count a valid segment, whether it was accepted or too old."""
+        """Count a valid segment, accepted or too old."""
         if self.first_segment_at is None:
             self.first_segment_at, self._started_at = time.time(), time.monotonic()
         actor.steps += segment.num_steps
@@ -140,11 +139,11 @@ class RunProgress:
 
     @property
     def elapsed_s(self) -> float:
-        """From the first segment on, in all lives."""
+        """From the first segment on, over all incarnations."""
         return self.elapsed_before_s + (0.0 if self._started_at is None else time.monotonic() - self._started_at)
 
     def take_events(self) -> list[tuple[float, str, dict[str, Any]]]:
-        """(time, kind, details) of what happened since the last call."""
+        """(time, kind, details) of the events since the last call."""
         events = list(self.events)
         self.events.clear()
         return events
@@ -163,12 +162,12 @@ class RunProgress:
         }
 
     def to_json(self) -> str:
-        """What the next life must know."""
+        """The state for the next incarnation."""
         returns, lengths = list(self.returns), list(self.lengths)
         return json.dumps([self.steps, self.episodes, self.elapsed_s, returns, lengths])
 
     def restore(self, text: str) -> None:
-        """Go on from the `to_json` of an earlier life."""
+        """Continue from `to_json` of an earlier incarnation."""
         self.steps, self.episodes, self.elapsed_before_s, returns, lengths = json.loads(text)
         self.returns.extend(returns)
         self.lengths.extend(lengths)

@@ -1,7 +1,7 @@
-"""Who may send how much: the policy of flow control, as one pure function.
+"""The policy of flow control: how many segments each actor may send, as one pure function.
 
-Promise: what is queued plus what may still be on its way never exceeds the queue's capacity, so an accepted credit
-always finds room, and a learner that is slow stops its actors instead of filling memory. Called by the gateway.
+Promise: queued segments plus those in flight never exceed the queue's capacity, so a segment sent within its credit
+always fits, and a slow learner stops its actors instead of filling memory. Called by the gateway.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ K = TypeVar("K")
 
 
 def grant_credit(open_credit: Mapping[K, int], queued: int, capacity: int, max_credits: int) -> dict[K, int]:
-    """How many more segments each session may send: `open_credit` is what each may send already.
+    """How many more segments each session may send; `open_credit` is its present credit.
 
-    The poorest come first, in the order of `open_credit` where they are equally poor. A session is topped up only when
-    half of its window is used, since not every freed place is worth a message. The window is a quarter of an equal
-    share of the queue, at least 1 and at most `max_credits`: credit cannot be taken back, so those who come later must
-    find some left although others sit on theirs.
+    Sessions with the least credit come first, equal ones in the order of `open_credit`. A session is topped up only
+    when half of its window is used, since not every freed slot is worth a message. The window is a quarter of an equal
+    share of the queue, at least 1 and at most `max_credits`: credit cannot be revoked, so later sessions must find some
+    left although others do not use theirs.
     """
     grants: dict[K, int] = {}
     if not open_credit:

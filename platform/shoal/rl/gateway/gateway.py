@@ -1,9 +1,9 @@
-"""The gateway: where processes that the platform did not start hand in experience and pull weights.
+"""The gateway: external actors send experience to it and pull weights from it.
 
-One thread owns one ZeroMQ ROUTER socket. Each round it reads what has arrived, validates it, queues it, commits the
-ledger, and only then acknowledges: an actor that was told "accepted" is never forgotten. A learner that is slow shows
-up as a full queue, a full queue as missing credit, and missing credit stops the actors; memory is bounded throughout.
-Called by the Ray shell, by `local.py` and by tests. Never imports Ray, never unpickles, never waits for an actor.
+One thread owns one ZeroMQ ROUTER socket. Each round it reads all arrived messages, validates and queues them, commits
+the ledger, and only then acknowledges: an acknowledged segment is never lost. A slow learner fills the queue, a full
+queue grants no credit, and without credit the actors stop; memory is bounded throughout. Called by the Ray workers, by
+`local_loop.py` and by tests. Never imports Ray, never unpickles, never waits for an actor.
 """
 
 from __future__ import annotations
@@ -83,12 +83,10 @@ class Gateway:
     # -- life ---------------------------------------------------------------------------------------------------
 
     def start(self, weights_timeout_s: float = 60.0) -> None:
-        """Wait for the first weights, bind, and serve. Raises ConfigError when the port that was asked for is taken."""
+        """Wait for the first weights, bind, and serve. Raises ConfigError when the configured port is taken."""
         deadline = time.monotonic() + weights_timeout_s
         while self._latest_weights is None and (left_s := deadline - time.monotonic()) > 0:
-            self._latest_weights = self._weights.wait_newer(
-                0, left_s
-            )  # None at once from a store that is on its way back
+            self._latest_weights = self._weights.wait_newer(0, left_s)  # returns None at once while the store restarts
         if self._latest_weights is None:
             raise ConfigError("weights", None, f"none were published within {weights_timeout_s} s", "start the learner")
         self._wake_read, self._wake_write = os.pipe()
@@ -97,7 +95,7 @@ class Gateway:
         self._context = zmq.Context()
         remembered_port = int(self.queue.ledger.get_fact("port") or 0)
         self._socket, self.port = bind_router(self._context, self.spec, remembered_port, self._curve_keys)
-        self.queue.ledger.set_fact("port", str(self.port))  # a restarted gateway must be found where it was
+        self.queue.ledger.set_fact("port", str(self.port))  # a restarted gateway must keep its port
         with suppress(LedgerUnwritable):  # the first round writes it
             self.queue.ledger.commit()
         if (before := self.queue.ledger.get_fact("progress")) is not None:
@@ -114,13 +112,13 @@ class Gateway:
 
     @property
     def is_alive(self) -> bool:
-        """Whether its threads are there to serve; True before `start` and after `close`."""
+        """Whether its threads run; True before `start` and after `close`."""
         return self._stopping.is_set() or all(thread.is_alive() for thread in self._threads)
 
     def close(self, finished: bool = False) -> None:
-        """Say bye to every actor, stop, and drop what is queued as SHUTDOWN. Idempotent.
+        """Say bye to every actor, stop, and drop the queued segments as SHUTDOWN. Idempotent.
 
-        `finished` tells the actors that the run is over; otherwise they come back.
+        `finished` makes the actors end because the run is over; otherwise they reconnect.
         """
         if self._stopping.is_set():
             return
@@ -142,7 +140,7 @@ class Gateway:
             os.close(self._wake_write)
 
     def stats(self) -> dict[str, Any]:
-        """A copy of everything countable: progress, actors, queue, accounting. Plain values, ready for JSON."""
+        """A copy of all counts: progress, actors, queue, accounting. Plain values, ready for JSON."""
         with self._lock:
             version = self._latest_weights.version if self._latest_weights else 0
             return {
@@ -157,7 +155,7 @@ class Gateway:
             }
 
     def take_events(self) -> list[tuple[float, str, dict[str, Any]]]:
-        """(time, kind, details) of what happened since the last call: joins, losses, refusals."""
+        """(time, kind, details) of the events since the last call: joins, losses, rejections."""
         with self._lock:
             return self._progress.take_events()
 
@@ -183,7 +181,7 @@ class Gateway:
                 self._send_round()
         with self._lock:
             if not self._try_commit():
-                self._send_queue.clear()  # what was not written down is told to nobody
+                self._send_queue.clear()  # unwritten counts must not be acknowledged
             for route in list(self._sessions):
                 self._send_queue.add(
                     route, Bye("the run is over" if self._finished else "the gateway stops", self._finished)
@@ -203,7 +201,7 @@ class Gateway:
         try:
             os.write(self._wake_write, b"w")
         except BlockingIOError:
-            return  # the pipe is full of wake-ups already
+            return  # the pipe is full of wake-ups
         except OSError:
             if not self._stopping.is_set():
                 raise
@@ -217,7 +215,7 @@ class Gateway:
             self._handle_message(route, frames)
 
     def _send_round(self) -> None:
-        """Commit first, then hand out credit, acknowledgements and weights: nothing of it while that cannot be done."""
+        """Commit first, then send credit, acknowledgements and weights; without a commit, nothing about the ledger."""
         if not self._try_commit():
             return self._send_all(is_written=False)
         self._sessions.grant_credit(self.queue, self.spec.max_credits)
@@ -236,7 +234,7 @@ class Gateway:
         self._send_all()
 
     def _try_commit(self) -> bool:
-        """Write the ledger; False when that cannot be done now. That it has begun and ended is noted."""
+        """Write the ledger; False when that fails now. Records events when the failure begins and ends."""
         try:
             self.queue.ledger.commit()
         except LedgerUnwritable as error:
@@ -259,7 +257,8 @@ class Gateway:
             try:
                 self._socket.send_multipart([route, *frames], zmq.NOBLOCK, copy=len(frames[-1]) < 65536)
             except zmq.ZMQError as error:
-                # Gone (EHOSTUNREACH) or not reading (EAGAIN): either way it comes back with hello, and resends.
+                # Gone (EHOSTUNREACH) or not reading (EAGAIN): in both cases the actor reconnects with hello, and
+                # resends.
                 if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                     raise
                 self._end_session(route, "unreachable" if error.errno == zmq.EHOSTUNREACH else "does not read")
@@ -316,7 +315,8 @@ class Gateway:
         self._open_session(route, (hello.actor_id, hello.incarnation))
 
     def _supersede(self, route: bytes, hello: Hello) -> None:
-        """End other connections of the same actor: an older incarnation for good, the same one because it is back."""
+        """End other connections of the actor: an older incarnation for good, the same one because it has
+        reconnected."""
         self._send_queue.drop_route(route)
         self._end_session(route, "said hello again")
         if (other := self._sessions.find_route(hello.actor_id)) is not None:
@@ -326,7 +326,7 @@ class Gateway:
             self._end_session(other, "superseded" if is_older else "reconnected")
 
     def _open_session(self, route: bytes, key: ActorKey) -> None:
-        """A new session. It is welcomed when all that came with it have shared the credit."""
+        """Open a new session. It is welcomed after all hellos of this round have shared the credit."""
         for older in self._actors.remove_older(key):
             self._progress.record_event("actor_restarted", actor_id=older.actor_id, steps_before=older.steps)
         next_seq = self.queue.ledger.open_account(key).next_seq
@@ -402,5 +402,5 @@ class Gateway:
 
 
 def _to_printable(text: str) -> str:
-    """What an actor says of itself, fit for a log."""
+    """An actor's text about itself, made safe for a log."""
     return "".join(character if character.isprintable() else "?" for character in text[:64])

@@ -1,4 +1,4 @@
-"""What a gateway is to send, in order. What speaks of the ledger waits until that has been written.
+"""The gateway's outgoing messages, in order. Messages about the ledger wait until it is written.
 
 Owned by the gateway's thread; touches no socket.
 """
@@ -15,7 +15,7 @@ LEDGER_INDEPENDENT = (Pong, ErrorMessage)
 
 
 class QueuedMessage(NamedTuple):
-    """The frames of a message, and who is to get it."""
+    """The frames of a message, and its receiver."""
 
     route: bytes
     frames: Sequence[bytes]
@@ -23,7 +23,7 @@ class QueuedMessage(NamedTuple):
 
 
 class SendQueue:
-    """A list that is taken whole, or without what speaks of the ledger."""
+    """Outgoing messages, taken all at once, or without those about the ledger."""
 
     def __init__(self) -> None:
         self._pending: list[QueuedMessage] = []
@@ -37,11 +37,11 @@ class SendQueue:
         self._pending.append(QueuedMessage(route, frames))
 
     def drop_route(self, route: bytes) -> None:
-        """Who is there has begun anew."""
+        """Drop the messages of this connection, whose session starts anew."""
         self._pending = [answer for answer in self._pending if answer.route != route]
 
     def take(self, is_written: bool) -> list[QueuedMessage]:
-        """All; while the ledger is not written, what says nothing of it."""
+        """All messages; while the ledger is not written, only those that do not depend on it."""
         taken, self._pending = self._pending, []
         if not is_written:
             self._pending = [answer for answer in taken if answer.should_await_commit]
@@ -49,5 +49,5 @@ class SendQueue:
         return taken
 
     def clear(self) -> None:
-        """Say nothing of it, ever."""
+        """Drop everything."""
         self._pending.clear()

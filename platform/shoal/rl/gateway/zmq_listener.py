@@ -1,4 +1,4 @@
-"""The gateway's socket, set up and bound: how much it buffers, whether it encrypts, and which port it gets.
+"""Create and bind the gateway's socket: buffer sizes, encryption and port.
 
 Called by the gateway when it starts. Never reads or writes a message.
 """
@@ -15,17 +15,17 @@ from shoal.errors import ConfigError
 from shoal.network_address import EXTERNAL_PROBE_HOST, find_local_address, is_loopback
 from shoal.rl.spec import GatewaySpec
 
-MAX_UNREAD_MESSAGES = 16  # that one connection may have waiting here; further ones wait on its own side
-# A peer that vanished without a word (no network, no power) gives its descriptor back after 60 + 4 * 15 s.
+MAX_UNREAD_MESSAGES = 16  # of one connection here; further ones wait at the sender
+# A peer that vanishes silently (no network, no power) frees its descriptor after 60 + 4 * 15 s.
 _KEEPALIVE = (
     (zmq.TCP_KEEPALIVE, 1),
     (zmq.TCP_KEEPALIVE_IDLE, 60),
     (zmq.TCP_KEEPALIVE_INTVL, 15),
     (zmq.TCP_KEEPALIVE_CNT, 4),
 )
-MAX_OPEN_FILES = 65_536  # that it asks the system for: each connection is one
+MAX_OPEN_FILES = 65_536  # requested from the system: each connection uses one
 WILDCARDS = ("0.0.0.0", "::", "*")
-_PORT_WAIT_S = 1.0  # for the gateway that had this port before to let go of it
+_PORT_WAIT_S = 1.0  # for the previous gateway to release the port
 
 
 def bind_router(
@@ -34,14 +34,14 @@ def bind_router(
     remembered_port: int = 0,
     curve_keys: tuple[bytes, bytes] | None = None,
 ) -> tuple[zmq.Socket[bytes], int]:
-    """A bound ROUTER socket and its port: `spec.port`; if that is 0, the remembered one while it is free, or any.
+    """A bound ROUTER socket and its port: `spec.port`, or if that is 0, the remembered one while it is free, or any.
 
-    Raises ConfigError when that cannot be.
+    Raises ConfigError when that fails.
     """
     _raise_open_file_limit()
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    socket.setsockopt(zmq.RCVHWM, MAX_UNREAD_MESSAGES)  # before hello nobody has a claim on memory
+    socket.setsockopt(zmq.RCVHWM, MAX_UNREAD_MESSAGES)  # limits memory for clients before their hello
     socket.setsockopt(zmq.MAXMSGSIZE, spec.max_message_bytes)
     socket.setsockopt(zmq.LINGER, 500)
     for option, value in _KEEPALIVE:
@@ -57,15 +57,15 @@ def bind_router(
 
 
 def format_tcp_address(host: str, port: int) -> str:
-    """What actors connect to; an address of IPv6 stands in brackets."""
+    """The address for actors; an IPv6 address stands in brackets."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def resolve_reachable_host(host: str, node: str) -> str:
-    """The host that actors are told to connect to.
+    """The host in the address for actors.
 
-    For a wildcard, the one of this `node`; where a cluster knows that by loopback alone, the one that this machine has
-    towards others, if it has one.
+    For a wildcard, the address of this `node`; if the cluster knows the node only by loopback, this machine's outside
+    address, if it has one.
     """
     if host not in WILDCARDS:
         return host
@@ -73,8 +73,8 @@ def resolve_reachable_host(host: str, node: str) -> str:
 
 
 def _raise_open_file_limit() -> None:
-    """As many as this process may have, within reason. Unless they ask for more, most systems let processes have 1,024;
-    libzmq leaves who comes then without an answer, and tries to accept them all the time."""
+    """Raise the soft limit, at most to MAX_OPEN_FILES. Most systems default to 1,024; beyond the limit libzmq leaves
+    new clients without an answer and retries accepting them all the time."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -83,7 +83,7 @@ def _raise_open_file_limit() -> None:
 
 
 def _format_endpoint(host: str, port: int | str) -> str:
-    """What is bound: for localhost its address, as the resolver may not know it, or know another by that name."""
+    """The endpoint to bind: for localhost its address, since the resolver may lack it, or resolve it otherwise."""
     return f"tcp://{'127.0.0.1' if host == 'localhost' else host}:{port}"
 
 
@@ -100,7 +100,7 @@ def _bind(socket: zmq.Socket[bytes], host: str, port: int) -> None:
 
 
 def _try_bind(socket: zmq.Socket[bytes], host: str, port: int) -> bool:
-    """Bind the port of before; False when another process has it by now, and keeps it."""
+    """Bind the remembered port; False when another process holds it."""
     deadline = time.monotonic() + _PORT_WAIT_S
     while True:
         try:

@@ -1,8 +1,8 @@
 """The tables of the run record: one SQLite file for all runs, written by many processes and read by any.
 
-Owns the schema, connections and transactions. Called by the recorder and the reader; knows nothing of what a run means.
+Owns the schema, connections and transactions. Called by the recorder and the reader; knows nothing of runs' meaning.
 
-Write-ahead logging lets readers go on while a run writes, and whatever was committed outlives a kill -9 of the writer.
+Write-ahead logging lets readers go on while a run writes, and committed rows outlive a kill -9 of the writer.
 SQLite has no NaN: a metric that is not a number is stored as NULL and read back as NaN.
 """
 
@@ -49,18 +49,18 @@ CREATE TABLE IF NOT EXISTS endpoints (
 
 
 def connect(home: Path) -> sqlite3.Connection:
-    """A connection to the record in `home`, made when absent. Raises RunError when it cannot be opened.
+    """A connection to the record in `home`, created if absent. Raises RunError when it cannot be opened.
 
-    The caller closes it; it may be used from any thread, one at a time.
+    The caller closes it. Any thread may use it, one at a time.
     """
     path = home / "runs.sqlite"
     connection: sqlite3.Connection | None = None
     try:
         connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
         connection.row_factory = sqlite3.Row
-        connection.execute("PRAGMA synchronous = NORMAL")  # a power cut may cost the newest commits, a kill none
+        connection.execute("PRAGMA synchronous = NORMAL")  # a power cut may lose the newest commits, a kill none
         found = _read_schema_version(connection)
-        if found == 0:  # one after the other: SQLite refuses a second one that changes the journal, and does not wait
+        if found == 0:  # one after the other: SQLite rejects a second change of the journal mode without waiting
             with file_lock(home / "runs.lock", BUSY_TIMEOUT_S):
                 if _read_schema_version(connection) == 0:
                     _create_tables(connection)
@@ -76,14 +76,14 @@ def connect(home: Path) -> sqlite3.Connection:
 
 @contextmanager
 def read_connection(home: Path) -> Iterator[sqlite3.Connection]:
-    """A connection to read with, which is closed at the end. Raises RunError when it cannot be opened, or not read."""
+    """A connection for reading, closed at the end. Raises RunError when it cannot be opened or read."""
     with closing(connect(home)) as connection, translate_read_errors(home):
         yield connection
 
 
 @contextmanager
 def translate_read_errors(home: Path) -> Iterator[None]:
-    """Raises RunError for what the database refuses to the body, which reads."""
+    """Turn the database's errors in the body, which reads, into RunError."""
     try:
         yield
     except sqlite3.Error as error:
@@ -115,7 +115,7 @@ def add_missing_columns(connection: sqlite3.Connection) -> None:
 
 @contextmanager
 def translate_write_errors() -> Iterator[None]:
-    """Raises RecordUnwritable for what the database refuses to the body."""
+    """Turn the database's errors in the body into RecordUnwritable."""
     try:
         yield
     except sqlite3.Error as error:
@@ -125,9 +125,9 @@ def translate_write_errors() -> Iterator[None]:
 
 @contextmanager
 def transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    """All of the body's writes, or none; takes the write lock at once, so that what the body reads stays true.
+    """All of the body's writes, or none. Takes the write lock at once, so that the body's reads stay true.
 
-    Raises RecordUnwritable when the database refuses, or when others keep it busy for longer than BUSY_TIMEOUT_S.
+    Raises RecordUnwritable when the database fails, or is locked for longer than BUSY_TIMEOUT_S.
     """
     with translate_write_errors():
         try:  # around BEGIN too: an interruption that came while it waited for the lock is raised when it has it

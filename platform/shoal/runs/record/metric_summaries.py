@@ -1,4 +1,4 @@
-"""The newest value and the finite extremes of each metric, which the record keeps beside its history.
+"""The newest value and the finite extremes of each metric, which the record stores in addition to its history.
 
 Called by the recorder, which alone writes the rows of its run: `compute_summaries_up_to` before its transactions, the
 rest within them.
@@ -18,7 +18,7 @@ ON CONFLICT (run, name) DO UPDATE SET step = excluded.step, time = excluded.time
     lowest = min(ifnull(lowest, excluded.lowest), ifnull(excluded.lowest, lowest)),
     highest = max(ifnull(highest, excluded.highest), ifnull(excluded.highest, highest))
 """
-# SQLite takes the columns beside a lone max() from the row that has the maximum, and reads 9e999 as infinity.
+# With a lone max(), SQLite takes the other columns from the row of the maximum. It reads 9e999 as infinity.
 _UP_TO = """
 SELECT :run, name, step, time, value, lowest, highest
 FROM (SELECT name, step, max(time) AS time, value FROM metrics WHERE run = :run AND step <= :step GROUP BY name)
@@ -34,7 +34,7 @@ Row = tuple[int, str, int, float, float | None, float | None, float | None]
 
 
 def update_summaries(connection: sqlite3.Connection, run: int, logged: Sequence[LogEntry]) -> None:
-    """Add what was logged."""
+    """Add the logged entries."""
     newest: dict[str, tuple[int, float, float]] = {}
     finite: dict[str, list[float]] = {}
     for step, at, values in sorted(logged, key=lambda entry: entry[1]):
@@ -48,7 +48,7 @@ def update_summaries(connection: sqlite3.Connection, run: int, logged: Sequence[
 
 
 def delete_group(connection: sqlite3.Connection, run: int, group: str) -> None:
-    """Take out what is named `group/...`."""
+    """Remove the metrics named `group/...`."""
     after = chr(ord("/") + 1)
     connection.execute(
         "DELETE FROM summaries WHERE run = ? AND name >= ? AND name < ?", (run, f"{group}/", f"{group}{after}")
@@ -56,9 +56,9 @@ def delete_group(connection: sqlite3.Connection, run: int, group: str) -> None:
 
 
 def compute_summaries_up_to(connection: sqlite3.Connection, run: int, step: int) -> list[Row] | None:
-    """The summaries of the history up to `step`; None when there is no later one, and so nothing to forget.
+    """The summaries of the history up to `step`; None if there is no later step, and so nothing to remove.
 
-    It reads the whole history: before the transaction, so that nobody waits for the write lock meanwhile.
+    Reads the whole history: call it before the transaction, which would make other writers wait.
     """
     if connection.execute(_ANY_LATER, (run, step)).fetchone() is None:
         return None
@@ -66,7 +66,7 @@ def compute_summaries_up_to(connection: sqlite3.Connection, run: int, step: int)
 
 
 def delete_after(connection: sqlite3.Connection, run: int, step: int, left: Sequence[Row]) -> None:
-    """Take the later steps out of the history, of which the summaries `left` remain."""
+    """Remove the later steps from the history; its summaries become `left`."""
     connection.execute("DELETE FROM metrics WHERE run = ? AND step > ?", (run, step))
     connection.execute("DELETE FROM summaries WHERE run = ?", (run,))
     connection.executemany(_INSERT, left)

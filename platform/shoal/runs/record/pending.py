@@ -1,4 +1,4 @@
-"""What was said of a run and is not yet written. Called by the recorder, under its lock."""
+"""A run's rows that are not yet written. Used by the recorder, under its lock."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from shoal.runs.record.tensorboard_writer import LogEntry
 
 @dataclass
 class PendingWrites:
-    """In the order in which it was said; `num_rows` of the database in all."""
+    """The rows in order; `num_rows` is their number in the database."""
 
     logged: list[LogEntry] = field(default_factory=list)
-    shown: list[LogEntry] = field(default_factory=list)  # newest values, without a place in the history
+    shown: list[LogEntry] = field(default_factory=list)  # newest values that do not enter the history
     groups: dict[str, LogEntry] = field(default_factory=dict)  # the newest of each
     versions: list[tuple[int, int, int, float, str]] = field(default_factory=list)
     others: list[tuple[str, tuple[object, ...]]] = field(default_factory=list)
-    forgotten_after: int | None = None  # of what was written before
+    forgotten_after: int | None = None  # drop later steps that were written before
     num_rows: int = 0
 
     def forget_after(self, step: int) -> None:

@@ -1,7 +1,7 @@
-"""Where a run comes from: the git revision of the working folder, and the command that started the process.
+"""The origin of a run: the git revision of the working folder, and the command that started the process.
 
-Called once when a run is created, and by who starts a job: its words are seen by others (`shoal status`, the dashboard,
-`ps`), so those with secrets travel in its environment. Never fails: what cannot be found out is None.
+Called once when a run is created, and when a job is submitted: other users see its command line (`shoal status`, the
+dashboard, `ps`), so words with secrets travel in its environment. Never fails: unknown values are None.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 GIT_TIMEOUT_S = 5.0
-COMMAND_VARIABLE = "SHOAL_COMMAND"  # set for the job by whoever started it for the user
-SECRETS_VARIABLE = "SHOAL_SECRET_WORDS"  # likewise: the words of its command line that are masked there
+COMMAND_VARIABLE = "SHOAL_COMMAND"  # set for the job by the command that submits it
+SECRETS_VARIABLE = "SHOAL_SECRET_WORDS"  # likewise set: the words that are masked on its command line
 
-_DOLLAR = r"\u0024"  # in the environment of a job, for Ray puts values of variables in the place of their names
+_DOLLAR = r"\u0024"  # in the environment of a job, since Ray expands variables in values
 
 # endpoint.token=..., endpoint.keys=..., and endpoint={token: ...}; a Task's arguments may have others
 _NAMES = r"(?:token|keys|password|secret|api[_-]?key)"
 _SECRET = re.compile(
     rf"(?P<name>(?:[\w.]*\.|-*){_NAMES})=|(?P<parent>[\w.]+)=\s*\{{.*\b{_NAMES}\b", re.IGNORECASE | re.DOTALL
 )
-_OPTION = re.compile(rf"--{_NAMES}", re.IGNORECASE)  # of somebody's own program; its value is the next word
+_OPTION = re.compile(rf"--{_NAMES}", re.IGNORECASE)  # of a user's own program; its value is the next word
 
 
 def git_revision(folder: Path) -> tuple[str | None, bool]:
@@ -44,7 +44,7 @@ def git_revision(folder: Path) -> tuple[str | None, bool]:
 
 
 def command_line() -> str:
-    """What to type to start this run again: $SHOAL_COMMAND, or else the command of this process, without secrets."""
+    """The command that starts this run again: $SHOAL_COMMAND, or the command of this process, without secrets."""
     typed = os.environ.get(COMMAND_VARIABLE)
     if typed:
         return typed.replace(_DOLLAR, "$")
@@ -54,34 +54,34 @@ def command_line() -> str:
 
 
 def make_command_variable(command: str) -> dict[str, str]:
-    """The variable of a job's environment by which `command_line` has this command there."""
+    """The variable that makes `command_line` return this command in a job."""
     return {COMMAND_VARIABLE: command.replace("$", _DOLLAR)}
 
 
 def format_masked_command(words: Sequence[str]) -> str:
-    """The words of a command as one line for a shell; the value of a token (`endpoint.token=...`) is left out."""
+    """The words of a command as one line for a shell; values of tokens (`endpoint.token=...`) are masked."""
     return shlex.join(_mask_secrets(words))
 
 
 def mask_command_line(line: str) -> str:
-    """A command of somebody else's, as one line for a shell; changed only when there is a secret in it."""
+    """Mask the secrets in another program's command, as one line for a shell; unchanged if it has none."""
     try:
         words = shlex.split(line)
-    except ValueError:  # a quotation that does not end
+    except ValueError:  # an unterminated quotation
         secret = _SECRET.search(line)
         return f"{line[: secret.start()]}***" if secret else line
     return line if words == _mask_secrets(words) else format_masked_command(words)
 
 
 def split_secrets(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The words of a job as everybody may see them, and the variables of its environment that have what is masked."""
+    """The job's words with secrets masked, and the environment variables that hold the masked words."""
     secrets = [word for word in words if _SECRET.match(word)]
     told = json.dumps(secrets).replace("$", _DOLLAR)
     return [_mask_secret(word) for word in words], {SECRETS_VARIABLE: told} if secrets else {}
 
 
 def restore_secrets(words: Sequence[str]) -> list[str]:
-    """In the job: what `apart` was given."""
+    """In the job: undo `split_secrets`."""
     secrets: list[str] = json.loads(os.environ.get(SECRETS_VARIABLE, "[]"))
     return [secrets.pop(0) if secrets and word == _mask_secret(secrets[0]) else word for word in words]
 

@@ -1,7 +1,7 @@
-"""The writing side of the run record: what a run says about itself while it goes on.
+"""The writing side of the run record.
 
 Owns the row of one run, the thread that writes to it, and the run's folder. Called by jobs and pillars, from any
-thread. Never reads metrics back, and never holds up a caller of `log` for the disk.
+thread. Never reads metrics back, and never makes a caller of `log` wait for the disk.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def create(
     command: what would start the run again; the command line of this process when None
     kind:    what the run does; inferred from the fields of its spec when None
 
-    Raises ConfigError for an id that cannot name a folder, RunError for one that is taken, or when there is no place.
+    Raises ConfigError for an id that cannot name a folder, RunError for one in use or an unwritable record.
     """
     now = time.time()
     run_id = run_id or f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{secrets.token_hex(2)}"
@@ -103,12 +103,12 @@ def create(
 
 
 def reopen(ref: str, spec: str | None = None) -> RunRecorder:
-    """Go on with a run that ended or was lost; the event `resumed` is recorded, and its old endpoints are closed.
+    """Resume a run that ended or was lost: records the event `resumed` and closes its old endpoints.
 
     ref:  an id, the unique beginning of one, or `latest`
-    spec: YAML that replaces the recorded spec; it stays when None
+    spec: YAML that replaces the recorded spec; None keeps it
 
-    Raises RunError when there is no such run, or when a living process is still writing to it.
+    Raises RunError when there is no such run, or when a living process still writes to it.
     """
     spec = None if spec is None else validate_text("spec", spec)
     connection = connect(home())
@@ -126,9 +126,9 @@ def reopen(ref: str, spec: str | None = None) -> RunRecorder:
 
 
 def _claim_run(connection: sqlite3.Connection, number: int, *, is_resumed: bool, spec: str | None = None) -> int:
-    """Make this process the writer of the run, and return its incarnation. Raises RunError when another lives.
+    """Make this process the writer of the run, and return its incarnation. Raises RunError if another writer is alive.
 
-    Called in a transaction: whoever sees the new incarnation sees its beginning, and nothing of the old one as alive.
+    Called in a transaction: readers see the new incarnation complete, and nothing of the old one as alive.
     """
     now, host, pid = time.time(), socket.gethostname(), os.getpid()
     row = connection.execute("SELECT * FROM runs WHERE number = ?", (number,)).fetchone()
@@ -151,7 +151,7 @@ def _claim_run(connection: sqlite3.Connection, number: int, *, is_resumed: bool,
 
 
 def _make_folder(folder: Path, spec: str | None) -> None:
-    """Last in the transaction of a beginning: no row without a folder. Raises RunError when it cannot be made."""
+    """Called last in the transaction of a new run: no row without a folder. Raises RunError on failure."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if spec is not None:
@@ -165,11 +165,12 @@ class RunRecorder:
 
     | capacity           | what blocks                             | who unblocks   | close()                          |
     |--------------------|-----------------------------------------|----------------|----------------------------------|
-    | MAX_PENDING values | `log` at capacity: it flushes by itself | the database   | writes the rest, ends the        |
-    |                    | `flush`, `event`, ...: for one commit   | (busy timeout) | thread; later calls raise Closed |
+    | MAX_PENDING values | `log` at capacity: it flushes           | the database   | writes the rest, ends the        |
+    |                    | `flush`, `record_event`: for one commit | (busy timeout) | thread; later calls raise Closed |
 
-    Metrics and weight versions wait up to half a second, to be written together by a thread of the recorder; all else
-    is committed before the call returns. That thread is also the heartbeat: a run is lost when its process is.
+    Metrics and weight versions wait up to half a second for the recorder's thread, which writes them together; all
+    other records are committed before the call returns. That thread is also the heartbeat: a run is lost with its
+    process.
     """
 
     def __init__(
@@ -190,10 +191,10 @@ class RunRecorder:
         self._thread.start()
 
     def log(self, step: int, values: Mapping[str, float], *, in_history: bool = True) -> None:
-        """Record metrics of one step; values that are not finite are kept. A step logged again replaces the first.
+        """Record metrics of one step, also values that are not finite. Logging a step again replaces its values.
 
-        in_history: False: they are the newest values, and may be the best, but no points of a curve
-        Raises ConfigError for what cannot name a metric, for what is no number, and for a step beyond 64 bits.
+        in_history: False: the values update the newest and the best, but enter no curve
+        Raises ConfigError for an invalid metric name, a value that is not a number, and a step beyond 64 bits.
         """
         entry = (validate_integer("step", step), time.time(), validate_metrics(values))
         self._flush_if_full()
@@ -203,7 +204,8 @@ class RunRecorder:
             self._pending.num_rows += len(values)
 
     def log_group(self, step: int, group: str, values: Mapping[str, float]) -> None:
-        """Record the newest values of who is there, as `group/name`, and forget who was and is no more; no curves."""
+        """Record the newest values of the present members of a group, as `group/name`, and drop absent ones; no
+        curves."""
         group = validate_text("group", group)
         named = validate_metrics({f"{group}/{name}": value for name, value in values.items()})
         entry = (validate_integer("step", step), time.time(), named)
@@ -214,28 +216,28 @@ class RunRecorder:
             self._pending.num_rows += len(values) + 1
 
     def forget_after(self, step: int) -> None:
-        """Take back the metrics of later steps, which were given up: the run goes on from `step`, or begins again.
+        """Remove the metrics of later, abandoned steps: the run goes on from `step`, or starts again.
 
-        The newest and best values are those of the history that is left. Raises RunError as `flush` does.
+        The newest and best values are then those of the remaining history. Raises RunError as `flush` does.
         """
-        with self._write_lock:  # nothing is on its way to the database, which would come back if it failed
+        with self._write_lock:  # no batch is in flight, which would come back if its write failed
             with self._buffer_lock:
                 self._require_open()
                 self._pending.forget_after(validate_integer("step", step))
             self.flush()
 
     def log_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
-        """Add a distribution to the TensorBoard files, which alone hold it: counts [bins] between edges [bins + 1]."""
+        """Add a distribution to the TensorBoard files only: counts [bins] between edges [bins + 1]."""
         with self._buffer_lock:
             self._require_open()
-        if not self._mirror.has_file:  # what was logged before, and may be of an earlier step, begins the file
-            with suppress(RunError):  # it is written later, and whoever calls flush is told
+        if not self._mirror.has_file:  # metrics logged before, perhaps of an earlier step, begin the file
+            with suppress(RunError):  # written later; `flush` reports the error
                 self.flush()
             self._mirror.write()
         self._mirror.add_histogram(validate_integer("step", step), validate_metric_name(name), counts, edges)
 
     def record_weights(self, version: int, step: int, sha256: str, published_at: float) -> None:
-        """Record that version `version` of the weights was handed out after step `step`."""
+        """Record that version `version` of the weights was published after step `step`."""
         version, step = validate_integer("version", version), validate_integer("step", step)
         row = (self._number, version, step, float(published_at), validate_text("sha256", sha256))
         self._flush_if_full()
@@ -245,12 +247,12 @@ class RunRecorder:
             self._pending.num_rows += 1
 
     def record_event(self, kind: str, /, **details: object) -> None:
-        """Record that something happened; details are stored as JSON, and as text where JSON has no word for them."""
+        """Record an event; details are stored as JSON, and as text where JSON cannot hold them."""
         row = (self._number, time.time(), validate_text("kind", kind), to_json(details))
         self._write_through(_INSERT_EVENT, row)
 
     def record_endpoint(self, name: str, kind: str, address: str, state: str) -> None:
-        """Record where a gateway or an endpoint of this run listens, and its state; the newest word counts."""
+        """Record the address and state of a gateway or endpoint of this run; the newest record counts."""
         said = {"name": name, "kind": kind, "address": address, "state": state}
         texts = [validate_text(field, value) for field, value in said.items()]
         self._write_through(_INSERT_ENDPOINT, (self._number, *texts, time.time()))
@@ -268,17 +270,17 @@ class RunRecorder:
         _make_folder(self.folder, spec)
 
     def flush(self) -> None:
-        """Commit everything said so far. Raises RunError when it cannot be written; it is then tried again later."""
+        """Commit everything recorded so far. Raises RunError when that fails; it is retried later."""
         self._flush(heartbeat_after_s=HEARTBEAT_INTERVAL_S)
 
     def heartbeat(self) -> None:
-        """Say that the run is alive, now. The recorder's thread does so by itself every few seconds."""
+        """Record that the run is alive now. The recorder's thread does so every few seconds."""
         with self._buffer_lock:
             self._require_open()
         self._flush(heartbeat_after_s=0.0)
 
     def finish(self, status: Status | str, error: str | None = None) -> None:
-        """Write the rest, record how the run ended, and close. Raises RunError unless `status` is a way to end."""
+        """Write the rest, record how the run ended, and close. Raises RunError unless `status` is terminal."""
         if status not in set(Status):
             raise RunError(f"{status!r} is no way for a run to end: it is one of {', '.join(sorted(TERMINAL))}")
         to = Status(status)
@@ -295,7 +297,7 @@ class RunRecorder:
                 self._release()
 
     def close(self) -> None:
-        """Write the rest; a run that nobody finished is recorded as stopped. Idempotent."""
+        """Write the rest; a run without a recorded end is recorded as stopped. Idempotent."""
         with self._write_lock:
             if self._status not in TERMINAL:
                 self.finish(Status.STOPPED)
@@ -308,7 +310,7 @@ class RunRecorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """The end of the body is the end of the run: finished; failed with the error; stopped by Ctrl-C."""
+        """Record the end of the run: finished, failed with the body's error, or stopped by Ctrl-C."""
         try:
             if self._status in TERMINAL:
                 return
@@ -322,7 +324,7 @@ class RunRecorder:
             self.close()
 
     def _fail(self, error: BaseException) -> None:
-        """A record that cannot say so does not take the place of the error, which the caller goes on to raise."""
+        """If the record cannot be written, log that: the caller goes on to raise the original error."""
         try:
             self.finish(Status.FAILED, f"{type(error).__name__}: {error}")
         except RunError as unwritable:
@@ -354,7 +356,7 @@ class RunRecorder:
                 return
             try:
                 self._commit(pending)
-            except BaseException:  # whatever interrupted it, nothing is lost: the next flush writes it
+            except BaseException:  # even after an interruption nothing is lost: the next flush writes it
                 with self._buffer_lock:
                     pending.extend(self._pending)
                     self._pending = pending
@@ -375,7 +377,7 @@ class RunRecorder:
                 else metric_summaries.compute_summaries_up_to(connection, run, forgotten_after)
             )
         with transaction(connection):
-            if forgotten_after is not None and left is not None:  # first: what is pending was said since
+            if forgotten_after is not None and left is not None:  # first: the pending rows are newer
                 metric_summaries.delete_after(connection, run, forgotten_after, left)
             connection.executemany(_INSERT_METRIC, metrics)
             for group in pending.groups:
@@ -399,7 +401,7 @@ class RunRecorder:
             try:
                 self.flush()
                 self._mirror.write()
-            except RunError as error:  # kept, and tried again; whoever calls flush or event is told
+            except RunError as error:  # retried later; `flush` and `record_event` report it
                 if str(error) != last_problem:
                     _log.warning("run %s: %s", self.id, error)
                 last_problem = str(error)

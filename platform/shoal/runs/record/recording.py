@@ -1,4 +1,4 @@
-"""The record of a run, new or resumed, for as long as this process writes it. Called by flows and by `train.alone`."""
+"""A recorder for a new or resumed run, as a context. Called by flows and by `train.launch.local`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def recording(
     resumed: str = "",
     run_id: str | None = None,
 ) -> Iterator[RunRecorder]:
-    """The record of the run `resumed`, or of a new one. How the body ends is how the run ends.
+    """Record the run `resumed`, or a new one. The end of the body is the end of the run.
 
-    What `spec` (YAML) changes of a resumed run is on trial until the event `begun`: refused by then, its record says
-    what it said before, so that it can be resumed with other words. Raises RunError as `reopen` does.
+    Until the event `begun`, a resumed run's new `spec` (YAML) is provisional: if the run fails before, its record keeps
+    the old spec, so that it can be resumed with other overrides. Raises RunError as `reopen` does.
     """
     if not resumed:
         with create(job, spec, run_id, kind=kind) as recorder:
@@ -35,7 +35,7 @@ def recording(
         try:
             yield recorder
         except Exception:  # a user's own code may raise anything
-            with suppress(RunError):  # of a record that cannot be written: what is told is the first error
+            with suppress(RunError):  # an unwritable record: the original error is reported
                 if begun not in load(recorder.id).last_events(since_resumed=True):
                     recorder.change_spec(before)
             raise

@@ -1,6 +1,6 @@
-"""What is said of a run, as SQLite, files and readers take it; or the error at once, of what none of them does.
+"""Convert a run's values to what SQLite, files and readers accept, or raise at once.
 
-Called by the recorder before anything is kept: what waits behind a row that can never be written would wait for ever.
+Called by the recorder before anything is queued: a row that can never be written would block all later ones.
 """
 
 from __future__ import annotations
@@ -12,34 +12,34 @@ from functools import lru_cache
 from shoal.errors import ConfigError
 
 _RESERVED = frozenset({"step", "time"})  # columns of Run.metrics()
-_MOST = 2**63 - 1  # what SQLite takes for a whole number
+_MOST = 2**63 - 1  # SQLite's largest integer
 
 
 def escape_text(text: str) -> str:
-    """SQLite and files take no half of a surrogate pair, which is how Python has bytes of others that are no text.
+    """Escape lone surrogates (Python's form of bytes that are not text): SQLite and files reject them.
 
-    A NUL is escaped too: it would be the end of the text to some of its readers.
+    A NUL is escaped too: some readers would end the text there.
     """
     return text.encode(errors="backslashreplace").decode().replace("\0", "\\x00")
 
 
 def validate_text(field: str, value: str) -> str:
-    """A text as it is stored. Raises ConfigError for what is none."""
+    """A text as it is stored. Raises ConfigError for a value that is not text."""
     if not isinstance(value, str):
         raise ConfigError(field, value, "is no text")
     return escape_text(value)
 
 
-@lru_cache(maxsize=4096)  # the same ones again and again
+@lru_cache(maxsize=4096)  # the same names recur
 def validate_metric_name(name: str) -> str:
-    """The name of a metric as it is stored. Raises ConfigError for what is none."""
+    """The name of a metric as it is stored. Raises ConfigError for an invalid one."""
     if not isinstance(name, str) or not name:
         raise ConfigError("values", name, "cannot name a metric", "give it a name of at least a letter")
     return escape_text(name)
 
 
 def validate_metrics(values: Mapping[str, float]) -> dict[str, float]:
-    """Metrics as they are stored, by name. Raises ConfigError for what cannot name one, and for what is no number."""
+    """Metrics as they are stored, by name. Raises ConfigError for an invalid name or a value that is not a number."""
     if not _RESERVED.isdisjoint(values):
         raise ConfigError(
             "values", sorted(map(str, values)), "'step' and 'time' cannot name a metric", "call it x/time"
@@ -55,7 +55,7 @@ def _to_float(name: str, value: float) -> float:
 
 
 def validate_integer(field: str, value: int) -> int:
-    """A step or a version. Raises ConfigError for what is none, and for more than the record can hold."""
+    """A step or a version. Raises ConfigError for a value that is not an integer or exceeds the record's range."""
     try:
         found = int(value)
     except (TypeError, ValueError, OverflowError):
@@ -68,9 +68,9 @@ def validate_integer(field: str, value: int) -> int:
 
 
 def to_json(details: Mapping[str, object]) -> str:
-    """As JSON, and as text where JSON has no word for it."""
+    """As JSON; values that JSON cannot hold become text."""
     try:
         text = json.dumps(details, default=str, ensure_ascii=False)
-    except (TypeError, ValueError):  # a key that is no text, or what holds itself
+    except (TypeError, ValueError):  # a key that is not text, or a value that contains itself
         text = json.dumps({name: str(value) for name, value in details.items()}, ensure_ascii=False)
-    return text.encode(errors="replace").decode()  # no escape would do: it would be read as half a pair again
+    return text.encode(errors="replace").decode()  # an escape would be read as a lone surrogate again

@@ -1,6 +1,6 @@
 """The metrics of a run as TensorBoard event files.
 
-Owns one event file a recorder. Called by the recorder's thread, under its lock; never read back by Shoal.
+Owns one event file per recorder. Called by the recorder's thread, under its lock; never read back by Shoal.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from shoal.errors import needs_extra
 
 
 class EventFile:
-    """One append-only event file in `folder`, made at once.
+    """One append-only event file in `folder`, created at once.
 
-    life: of the run; readers take the files in the order of their names, also of two within a second
+    life: the run's incarnation; readers sort the files by name, also two of the same second
 
     Written with TensorBoard's own record writer. The SummaryWriters of TensorBoard and tensorboardX start a thread or
     a multiprocessing queue for each run, and importing tensorboardX imports torch.
@@ -39,7 +39,7 @@ class EventFile:
         self._writer.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
 
     def write_restart(self, step: int) -> None:
-        """Have readers forget what earlier files of the folder say of this step and of later ones."""
+        """Make readers drop this step and later ones of earlier files in the folder."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         again = SessionLog(status=SessionLog.START)
@@ -86,7 +86,7 @@ _log = logging.getLogger(__name__)
 
 
 class TensorBoardMirror:
-    """The files of one life of a run. Every method may be called from any thread; a disk that refuses is warned of.
+    """The files of one incarnation of a run. Every method may be called from any thread; disk errors are logged.
 
     | capacity                    | what blocks               | who unblocks | close()                       |
     |-----------------------------|---------------------------|--------------|-------------------------------|
@@ -98,28 +98,28 @@ class TensorBoardMirror:
         self._file: EventFile | None = None
         self._closed = False
         self._queued: list[LogEntry] = []
-        self._forgotten_after: int | None = None  # of what was written before
+        self._forgotten_after: int | None = None  # drop later steps that were written before
         self._queue_lock = threading.Lock()  # guards _taken and _forgotten_after; held for moments
         self._write_lock = threading.Lock()  # guards _file and _closed
 
     @property
     def has_file(self) -> bool:
-        """Whether there is a file already, which then has begun with some step."""
+        """Whether a file exists, and so begins with a known step."""
         return self._file is not None
 
     def enqueue(self, logged: list[LogEntry]) -> None:
-        """What was committed, to be written later."""
+        """Queue committed entries for writing."""
         with self._queue_lock:
             self._queued += logged
 
     def forget_after(self, step: int) -> None:
-        """Later steps were given up: what was taken of them is dropped, and what was written will be disowned."""
+        """Drop queued entries of later, abandoned steps, and make readers drop the written ones."""
         with self._queue_lock:
             self._queued = [entry for entry in self._queued if entry[0] <= step]
             self._forgotten_after = step if self._forgotten_after is None else min(step, self._forgotten_after)
 
     def write(self) -> None:
-        """Write what was taken."""
+        """Write the queued entries."""
         with self._write_lock:
             with self._queue_lock:
                 if not self._queued and (self._file is None or self._forgotten_after is None):
@@ -137,7 +137,7 @@ class TensorBoardMirror:
     def add_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
         """A distribution: counts [bins] between edges [bins + 1]."""
         with self._write_lock:
-            if self._closed:  # the run has ended while another thread was on its way here
+            if self._closed:  # the run ended in the meantime
                 return
             with self._queue_lock:
                 forgotten_after, self._forgotten_after = self._forgotten_after, None
@@ -158,11 +158,11 @@ class TensorBoardMirror:
                 self._warn(error)
 
     def _open_file(self, step: int, forgotten_after: int | None) -> EventFile:
-        """The file of this life, which is told `step` first; a life that goes on repeats some steps of the one before.
+        """Open the file of this incarnation at `step`; a resumed run repeats some steps of the one before.
 
-        forgotten_after: the last step that counts of what was written before, when later ones were given up
+        forgotten_after: the last valid step of earlier files, when later ones were abandoned
 
-        Raises OSError. Called under `_writing`.
+        Raises OSError. Called under `_write_lock`.
         """
         again = [] if forgotten_after is None else [forgotten_after + 1]
         if self._file is None:

@@ -1,4 +1,4 @@
-"""What went wrong in a run that goes on, in words for a person. Called by whoever shows a run; knows events alone."""
+"""Warnings of a run that goes on, in words for people. Pure functions of events."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ NO_CHECKPOINT = "no_checkpoint"  # the event of a resumed run that begins again
 
 
 def format_warning(kind: str, details: Mapping[str, Any]) -> str:
-    """What an event tells of something that went wrong and did not end the run; nothing for others."""
+    """The message of an event that reports a problem which did not end the run; "" for other events."""
     match kind:
         case "checkpoint_failed":
             return f"a checkpoint could not be written, training goes on: {details['error']}"

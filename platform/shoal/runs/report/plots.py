@@ -1,7 +1,7 @@
 """The pictures of runs: learning curves, the small plots of a report, and curves in one panel; the style of all.
 
-Takes columns of numbers and gives a matplotlib figure, or SVG to put into a page; never
-reads the record. Draws with figures of its own, so that a caller's pyplot is left as it was.
+Takes columns of numbers and returns a matplotlib figure, or SVG for a page; never reads the record. Uses figures of
+its own, so that a caller's pyplot is unchanged.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_POINTS = 1500
-MAX_HEADING_LENGTH, MAX_TITLE_LENGTH = 44, 60  # for which a panel has room
-MAX_DRAWN_VALUE = 1e300  # that is drawn: axes end beyond what they show, and must be finite themselves
+MAX_HEADING_LENGTH, MAX_TITLE_LENGTH = 44, 60  # that fit into a panel
+MAX_DRAWN_VALUE = 1e300  # axes extend beyond their values, and must be finite themselves
 
 INK, MUTED, RULE, GRID = "#111827", "#6b7280", "#d1d5db", "#eef0f3"
 LINE, MARK = "#2563eb", "#d97706"
@@ -32,14 +32,14 @@ _STYLE = {"svg.fonttype": "none", "svg.hashsalt": "shoal", "font.size": FONT_SIZ
 
 @dataclass(frozen=True)
 class Curve:
-    """Points in the order in which they were made: x and y are equally long, and finite."""
+    """Points in logged order: x and y have the same length and are finite."""
 
     x: np.ndarray
     y: np.ndarray
 
     @classmethod
     def from_points(cls, x: Sequence[float] | np.ndarray, y: Sequence[float] | np.ndarray) -> Curve:
-        """Leave out what is not finite, or beyond LARGEST, and sort by x."""
+        """Drop values that are not finite or beyond MAX_DRAWN_VALUE, and sort by x."""
         x_all, y_all = np.asarray(x, float), np.asarray(y, float)
         kept = (np.abs(x_all) <= MAX_DRAWN_VALUE) & (np.abs(y_all) <= MAX_DRAWN_VALUE)
         order = np.argsort(x_all[kept], kind="stable")
@@ -85,7 +85,7 @@ def add_legend(axes: Axes, **options: Any) -> None:
 def draw_learning_curve(
     title: str, metric: str, panels: Sequence[tuple[str, Curve]], marks_s: Sequence[float], more_is_better: bool
 ) -> Figure:
-    """One panel a way of counting progress, side by side.
+    """One panel for each way of counting progress, side by side.
 
     panels:  (label of the x axis, curve) each; the last one is in wall seconds
     marks_s: when the run was resumed, drawn into the last panel
@@ -107,7 +107,7 @@ def draw_learning_curve(
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves over one way of counting progress: `x` says which, and each curve has a name."""
+    """Curves over one way of counting progress: `x` names it, and each curve has a name."""
 
     heading: str
     x: str
@@ -137,12 +137,12 @@ def _add_panels(figure: Figure, num_panels: int) -> list[Axes]:
 
 
 def truncate_middle(words: str, most: int) -> str:
-    """The beginning and the end of words that are longer than there is room for."""
+    """Shorten `words` to their beginning and end when they exceed `most` characters."""
     return words if len(words) <= most else f"{words[: most // 2]}…{words[len(words) - (most - most // 2 - 1) :]}"
 
 
 def _draw_title(figure: Figure, title: str, num_panels: int) -> None:
-    """Above the headings, in a line of its own."""
+    """Draw it above the headings, in a line of its own."""
     words = truncate_middle(title, MAX_TITLE_LENGTH * num_panels)
     figure.text(0.985, 0.955, words, color=MUTED, fontsize=9, ha="right", parse_math=False)
 

@@ -1,7 +1,7 @@
 """The report of a run: one self-contained HTML page and one picture, for people.
 
 Called by the CLI and at the end of jobs. Reads the run and writes two files into its folder; never changes the record.
-Whatever the run lacks, the page leaves out.
+The page omits everything that the run lacks.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 MAX_SMALL_PLOTS = 12
 MAX_EVENTS, MAX_VALUES = 200, 32
-MAX_UNFOLDED_LENGTH = 32  # letters of a name that is kept in one line of a table
+MAX_UNFOLDED_LENGTH = 32  # letters of a name that stays on one line of a table
 
-# metric -> what the report calls it, in the order in which it shows them
+# metric -> its title in the report, in display order
 _NAMES = {
     MEAN_RETURN: "Mean return, last 100 episodes",
     "steps/per_s": "Environment steps a second",
@@ -63,9 +63,9 @@ _CARDS = (
     ("wait/data", "waiting for data"),
     ("wait/communication", "waiting for peers"),
 )
-_SHARES = ("wait/", "flops/")  # of the time, or of a peak: shown as per cent
+_SHARES = ("wait/", "flops/")  # of the time, or of a peak: shown as percentages
 TRAINING_LOSS, _HELD = "train/loss", f"{VALIDATION}loss"
-# Shown elsewhere than among the small plots.
+# Shown elsewhere, not among the small plots.
 _ELSEWHERE = ("steps/total", "weights/version", "drops/", "segments/", "train/step", "train/epoch", "time/")
 
 
@@ -107,12 +107,12 @@ class Accounting:
 
     @property
     def missing(self) -> int:
-        """Received, and neither consumed nor queued nor dropped: 0 when the promise is kept."""
+        """Received segments that were neither consumed nor queued nor dropped: 0 when the accounting holds."""
         return self.received - self.consumed - self.queued - self.dropped
 
 
 def write_report_at_end(run_id: str) -> None:
-    """The report of a run that has ended, whose last act it is; what keeps it from being written ends nothing else."""
+    """Write the report of an ended run. A failure is logged and ends nothing else."""
     try:
         write_report(load(run_id))
     except Exception as error:  # noqa: BLE001 - whatever drawing raises: the run has ended as its record says
@@ -121,9 +121,9 @@ def write_report_at_end(run_id: str) -> None:
 
 
 def write_report(run: Run) -> Path:
-    """Write `report.html` and, when there is something to draw, `learning_curve.png`; the path of the page.
+    """Write `report.html` and, if there is anything to draw, `learning_curve.png`; returns the path of the page.
 
-    Raises RunError when the run's folder takes no files.
+    Raises RunError when the run's folder is not writable.
     """
     try:
         return _render_report(run)
@@ -162,14 +162,14 @@ def _template() -> Template:
 
 @dataclass(frozen=True)
 class _ReportData:
-    """The record, read once; what is read last knows every name that was read first, also of a run that goes on."""
+    """The record, read once. Values read last have every name that was read first, also while the run goes on."""
 
     run: Run
     best: tuple[str, float] | None
     latest: dict[str, float]
     metrics: DataFrame  # oldest first: a resumed run may log lower steps than before
     num_versions: int
-    versions: DataFrame  # of many, some
+    versions: DataFrame  # a sample when there are many
     events: DataFrame
 
     @classmethod
@@ -180,7 +180,7 @@ class _ReportData:
 
 
 def _build_page(run: Run) -> dict[str, object]:
-    """Everything that the template names."""
+    """Everything that the template uses."""
     read = _ReportData.from_run(run)
     return {
         "run": run,
@@ -206,12 +206,12 @@ def _build_page(run: Run) -> dict[str, object]:
 
 
 def _choose_cell_class(name: str) -> str:
-    """The class of a cell with a name: one that is too long for its table is folded."""
+    """The CSS class of a name's cell: long names are folded."""
     return "whole" if len(name) <= MAX_UNFOLDED_LENGTH else ""
 
 
 def compute_accounting(metrics: DataFrame) -> Accounting | None:
-    """The newest row, by time, that has all four counts of segments; None when there is none."""
+    """The newest row, by time, with all four counts of segments; None if there is none."""
     columns = [f"segments/{part}" for part in ("received", "consumed", "queued", "dropped")]
     if not set(columns) <= set(metrics.columns):
         return None
@@ -220,7 +220,7 @@ def compute_accounting(metrics: DataFrame) -> Accounting | None:
 
 
 def _sort_by_time(metrics: DataFrame) -> DataFrame:
-    """Rows in the order in which they were logged: in a resumed run the newest need not have the highest step."""
+    """Rows in logged order: in a resumed run the newest need not have the highest step."""
     return metrics.sort_values("time", kind="stable")
 
 
@@ -242,7 +242,7 @@ def _format_metric(name: str, value: float) -> str:
 
 
 def _render_learning_curve(read: _ReportData) -> list[str]:
-    """The markup of each panel of the learning curve, all of which go into one picture; none when nothing is drawn."""
+    """The markup of each panel of the learning curve, which also go into one picture; empty if nothing is drawn."""
     if read.best is None:
         return []
     drawn = (
@@ -258,7 +258,7 @@ def _render_learning_curve(read: _ReportData) -> list[str]:
 
 
 def _draw_headline_curves(read: _ReportData, name: str) -> list[Figure]:
-    """What the run is judged by, over each way of counting progress, in a figure each; and then in one together."""
+    """The headline metric over each way of counting progress: one figure each, then all in one."""
     rows = read.metrics[read.metrics[name].notna()]
     has_steps = "steps/total" in rows and rows["steps/total"].notna().any()
     steps = ("environment steps", rows["steps/total"]) if has_steps else ("step", rows.index)
@@ -274,7 +274,7 @@ def _draw_headline_curves(read: _ReportData, name: str) -> list[Figure]:
 
 
 def _draw_training_curves(read: _ReportData, judged: str) -> list[Figure]:
-    """The loss on the training and the validation data, and the metric that the run is judged by; and then both."""
+    """The training and validation loss, and the headline metric: one figure each, then both in one."""
     losses = [
         (word, _make_step_curve(read, name)) for word, name in (("training", TRAINING_LOSS), ("validation", _HELD))
     ]
@@ -312,13 +312,13 @@ def _render_small_plots(read: _ReportData) -> list[Plot]:
         curve = plots.Curve.from_points(places.loc[column.index].to_numpy(), column.to_numpy())
         if len(curve.x) and len(made) < MAX_SMALL_PLOTS:
             picture = plots.to_svg(plots.draw_small_plot(curve, begin, max(end, begin + 1)))
-            newest = read.latest.get(name, float(column.iloc[-1]))  # which need not be finite, nor drawn
+            newest = read.latest.get(name, float(column.iloc[-1]))  # may be non-finite, and so not drawn
             made.append(Plot(name, _NAMES.get(name, ""), picture, _format_metric(name, newest)))
     return made
 
 
 def _get_x_values(read: _ReportData) -> Series[Any]:
-    """What the small plots are drawn over: seconds, or the steps of a training run, whose news comes in batches."""
+    """The x axis of the small plots: seconds, or for training runs, which report in batches, the steps."""
     return read.metrics.index.to_series() if TRAINING_LOSS in read.metrics else read.metrics["time"]
 
 
@@ -347,7 +347,7 @@ def _compute_version_rate(num_versions: int, versions: DataFrame) -> float | Non
 
 
 def _build_metric_rows(read: _ReportData) -> Sequence[tuple[str, str, str, str]]:
-    """(name, newest, lowest, highest) of every metric; no extremes of one that was never a number."""
+    """(name, newest, lowest, highest) of every metric; without extremes for one that was never a number."""
     columns = {name: read.metrics[name].dropna() for name in read.metrics.columns if name != "time"}
     rows = []
     for name, column in columns.items():

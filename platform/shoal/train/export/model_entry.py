@@ -1,7 +1,7 @@
-"""A trained network in the registry: what is written down so that anybody can build it again, and building it.
+"""A trained network's entry in the registry: everything needed to build it again, and building it.
 
-Owns the entry (factory, signature, source of the Task). Called at the end of a run; `build` is called by name, by
-whoever serves or loads a registered model, and needs no file of the user's: the source travels with the model.
+Owns the entry (factory, signature, source of the Task). Called at the end of a run. `build` is called by name when a
+registered model is loaded, and needs no file of the user's: the source is part of the entry.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shoal.weights import WeightSnapshot
 
 
 def make_model_name(spec: TrainSpec) -> str:
-    """The model's name in the registry: the spec's, or made from the task's."""
+    """The model's name in the registry: the spec's, or derived from the task's."""
     place, _, name = spec.task.partition(":")
     file = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
     chosen = spec.name or name or file
@@ -35,9 +35,9 @@ def make_model_name(spec: TrainSpec) -> str:
 
 
 def make_factory(spec: TrainSpec) -> ModelFactory:
-    """How to build the network: with the source of the Task where it is a file, else by its module's name.
+    """How to build the network: with the source of a Task in a file, or by its module's name.
 
-    The source is the one that this process has loaded, whatever has become of the file since.
+    The source is the one that this process has loaded, even if the file has changed.
     """
     source = get_source(spec.task)
     kwargs: dict[str, Any] = {"task": spec.task, "args": dict(spec.args)}
@@ -58,12 +58,12 @@ def build(task: str, args: Mapping[str, Any], source: str = "", name: str = "") 
 
 
 def preprocess(task: str, args: Mapping[str, Any], source: str = "", name: str = "") -> Hook | None:
-    """What the registered Task does with an endpoint's requests. Raises ConfigError as `build`."""
+    """The registered Task's `preprocess` for requests. Raises ConfigError as `build`."""
     return _make_task(task, args, source, name).preprocess
 
 
 def postprocess(task: str, args: Mapping[str, Any], source: str = "", name: str = "") -> Hook | None:
-    """What the registered Task makes of an endpoint's answers. Raises ConfigError as `build`."""
+    """The registered Task's `postprocess` for answers. Raises ConfigError as `build`."""
     return _make_task(task, args, source, name).postprocess
 
 
@@ -75,10 +75,10 @@ def register_model(
     data: Mapping[str, str],
     recorder: RunRecorder,
 ) -> ModelVersion:
-    """Put the network that a run kept into the registry, and say so in the record.
+    """Register the network that a run retained, and record that.
 
-    factory: how to build it, with the source as it was when the run began
-    data:    fingerprints of the datasets, by their part
+    factory: how to build it, with the source as of the run's beginning
+    data:    fingerprints of the datasets, by part
 
     Raises RegistryError, and ConfigError for a name or alias that does not fit.
     """
@@ -105,7 +105,7 @@ def _make_task(task: str, args: Mapping[str, Any], source: str, name: str) -> Ta
 
 
 def _load_source(source: str, task: str) -> ModuleType:
-    """The module that the source makes, once for each process. Registered sources are the user's own code."""
+    """The module of the source, executed once per process. Registered sources are the user's own code."""
     name = f"shoal_registered_{hashlib.sha256(source.encode()).hexdigest()[:16]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -115,7 +115,7 @@ def _load_source(source: str, task: str) -> ModuleType:
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # tracebacks show the lines
     try:
         exec(compile(source, file, "exec", dont_inherit=True), module.__dict__)
-    except Exception as error:  # whatever the user's source raises is why the model cannot be built
+    except Exception as error:  # user code may raise anything
         del sys.modules[name]
         problem = f"the registered source does not run: {type(error).__name__}: {error}"
         remedy = "what it imports must be installed here; files beside the Task's are not registered with it"

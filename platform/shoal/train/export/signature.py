@@ -1,6 +1,6 @@
-"""The tensors that a network takes and gives, found by running it once on one batch.
+"""The tensors of a network's inputs and outputs, found by running it once on one batch.
 
-Called before a run ends, so that an endpoint knows what it may be asked.
+Called before a run ends, so that an endpoint knows the format of requests.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ DATATYPES = {
 
 
 def infer_signature(task: Task, model: nn.Module, batch: Any) -> Signature:
-    """Names, datatypes and shapes; dimension 0 is the batch. Outputs are what the Task's `postprocess` makes of them.
+    """Names, datatypes and shapes; dimension 0 is the batch. A Task's `postprocess` is applied to the outputs.
 
-    Raises ConfigError for what is not made of tensors, and for a `postprocess` that fails or gives no arrays.
+    Raises ConfigError for values that are not tensors, and for a `postprocess` that fails or returns no arrays.
     """
     inputs = task.inputs(batch)
     with eval_mode(model), torch.no_grad():
@@ -44,7 +44,7 @@ def infer_signature(task: Task, model: nn.Module, batch: Any) -> Signature:
 
 
 def _describe_postprocessed(task: Task, postprocess: Hook, outputs: Mapping[str, Tensor]) -> list[TensorSignature]:
-    """What `postprocess` makes of the outputs, which an endpoint hands it as arrays, bfloat16 as float32."""
+    """Apply `postprocess` to the outputs as an endpoint does: as arrays, bfloat16 as float32."""
     arrays = {
         name: (value.float() if value.dtype is torch.bfloat16 else value).numpy(force=True).copy()
         for name, value in outputs.items()
@@ -57,7 +57,7 @@ def _describe_postprocessed(task: Task, postprocess: Hook, outputs: Mapping[str,
 
     try:
         answers: object = postprocess(arrays)
-    except Exception as error:  # whatever a user's hook raises, it would raise it for every request
+    except Exception as error:  # a user's hook may raise anything, and would for every request
         raise refused(f"raised {type(error).__name__}: {error}") from error
     if not isinstance(answers, Mapping) or not answers:
         raise refused(f"gave a {type(answers).__name__}" if not isinstance(answers, Mapping) else "gave nothing")
@@ -74,7 +74,7 @@ def _describe_postprocessed(task: Task, postprocess: Hook, outputs: Mapping[str,
 
 
 def _datatype(array: np.ndarray) -> str | None:
-    """The protocol's name; texts are BYTES. None when it has none."""
+    """The protocol's datatype; texts are BYTES. None if there is none."""
     if array.dtype.kind in "OSU":
         return "BYTES"
     return next((name for name, dtype in NUMPY_DTYPES.items() if dtype == array.dtype and name != "BF16"), None)

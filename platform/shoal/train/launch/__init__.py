@@ -1,1 +1,1 @@
-"""What starts a training run: in this process, or as a worker group of Ray Train."""
+"""Launchers of training runs: in this process, or as a worker group of Ray Train."""

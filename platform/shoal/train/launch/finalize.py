@@ -1,6 +1,6 @@
-"""The last things of a run: the network goes into the registry, and the record gets what the run has cost.
+"""Finish a run: register the network, and record the run's cost.
 
-Called by the shells, in the process that writes the record, after the Trainer has returned.
+Called by the launchers, in the process that writes the record, after the Trainer has returned.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Training without Ray: in this process, or in the ranks that torchrun has started; with a run record all the same.
+"""Training without Ray: in this process, or in torchrun's ranks; with a run record as well.
 
 Called by `python -m shoal.train`, by `shoal ablate`, and by tests. The record is written by rank 0.
 """
@@ -32,8 +32,8 @@ from shoal.train.spec import TrainSpec
 from shoal.train.task import make_task, unload_if_changed
 
 JOB = "train"
-_CLOCK_TOLERANCE_S = 60.0  # by no more than this while torchrun runs
-_NUM_SEARCHED_RUNS = 50  # newest runs, when the one that torchrun has interrupted is looked for
+_CLOCK_TOLERANCE_S = 60.0  # the clock is set by no more than this while torchrun runs
+_NUM_SEARCHED_RUNS = 50  # newest runs to search for the one that torchrun has interrupted
 
 
 def fit_locally(
@@ -45,15 +45,15 @@ def fit_locally(
     renews: bool = True,
     say: Callable[[str], None] | None = None,
 ) -> TrainResult:
-    """Train in this process, one of torchrun's ranks or the only one, and return how it ended.
+    """Train in this process, one of torchrun's ranks or the only one, and return the outcome.
 
-    Ctrl-C saves a checkpoint and ends the run as stopped. Raises ShoalError; the record then says why.
+    Ctrl-C saves a checkpoint and ends the run as stopped. Raises ShoalError, which the record has as well.
 
-    registers: put the network into the registry at the end
-    renews:    train what the Task's file says now, also where this process has loaded it before; False for one of
-               several runs that are to be compared
-    predicts:  record what the run is predicted to cost, which takes a second or two at its beginning
-    say:       takes a line for a person now and then: how far it is, and what went wrong
+    registers: register the network at the end
+    renews:    reload a changed file of the Task that this process has loaded before; False when several runs
+               are compared
+    predicts:  record the predicted cost, which takes a second or two at the beginning
+    say:       receives lines about progress and problems
     """
     workers = int(os.environ.get("WORLD_SIZE", "1"))
     is_told = predicts and os.environ.get("RANK", "0") == "0"
@@ -91,7 +91,7 @@ def fit_locally(
 
 
 def _open_record(spec: TrainSpec, job: str, world: World, closing: ExitStack) -> tuple[str, RunRecorder | None]:
-    """The run's id, and on the first rank its record. Raises ShoalError on all of them when there can be none."""
+    """The run's id, and on the first rank its recorder. Raises ShoalError on all of them if it cannot be made."""
     recorder, problem = None, ""
     if world.is_first:
         try:
@@ -108,7 +108,7 @@ def _open_record(spec: TrainSpec, job: str, world: World, closing: ExitStack) ->
 
 @contextmanager
 def _record_run(spec: TrainSpec, job: str) -> Iterator[RunRecorder]:
-    """The record of this run, or of the one that is resumed; written to the end by this process."""
+    """The recorder of this run, new or resumed; this process closes it."""
     with shoal.runs.recording(
         spec.to_yaml(),
         job,
@@ -124,17 +124,17 @@ def _record_run(spec: TrainSpec, job: str) -> Iterator[RunRecorder]:
 
 
 def _describe_launcher() -> str:
-    """Which torchrun this is, among those that began at the same time."""
+    """An id of this torchrun, among those started at the same time."""
     return f"torchrun {os.environ[TORCHRUN]}, process {os.getppid()} on {socket.gethostname()}"
 
 
 def _get_launch_time() -> float:
-    """When torchrun began: Unix time in seconds, by the clock as it is set now."""
+    """The start of torchrun: Unix time in seconds, by the clock as it is set now."""
     return psutil.Process(os.getppid()).create_time()
 
 
 def _find_torchrun_run() -> str:
-    """The run to go on with when torchrun has started its ranks again (--max-restarts); empty when it has not."""
+    """The run to resume after torchrun has restarted its ranks (--max-restarts); "" if it has not."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return ""
     runs = shoal.runs.list_runs(_NUM_SEARCHED_RUNS)
@@ -142,7 +142,7 @@ def _find_torchrun_run() -> str:
 
 
 def _is_same_launch(run: Run) -> bool:
-    """In containers another torchrun may have had the same host name and process id."""
+    """Checked, since another torchrun in a container may have had the same host name and process id."""
     launched = run.last_events().get("launched", {})
     return (
         launched.get("by") == _describe_launcher()

@@ -1,4 +1,4 @@
-"""From words to a TrainSpec: `task=lenet stop.epochs=3` begins with what the recipe itself says.
+"""From overrides to a TrainSpec: `task=lenet stop.epochs=3` starts from the recipe's own spec.
 
 Called by every program that takes `a.b=c` words for a training run.
 """
@@ -13,7 +13,8 @@ from shoal.train.task import find_source_file, load_task_file, unload_if_changed
 
 
 def spec_from_overrides(words: list[str]) -> TrainSpec:
-    """The spec of `resume=RUN`, or the recipe's of `task=NAME`, or the defaults; then the words. Raises ConfigError."""
+    """The spec of `resume=RUN`, or the recipe's of `task=NAME`, or the defaults; with the overrides. Raises
+    ConfigError."""
     resumed, task = last_override(words, "resume"), last_override(words, "task")
     if resumed:
         return TrainSpec.from_yaml(shoal.runs.load(resumed).spec).override(words)
@@ -21,7 +22,7 @@ def spec_from_overrides(words: list[str]) -> TrainSpec:
 
 
 def load_recipe(task: str) -> TrainSpec:
-    """What the file of a task says itself, by a function `spec()` of its own; the defaults where it has none."""
+    """The result of `spec()` in the file of a task; the defaults if it has none."""
     unload_if_changed(task)
     path = find_source_file(task)
     if path is None or not path.is_file():

@@ -1,5 +1,5 @@
-"""What a run is predicted to cost, for its record. Called by the shells, in a process that is in no group, and
-imported when it is: it loads what every plan needs of torch.
+"""The predicted cost of a run, for its record. Called by the launchers, in a process without a process group, and
+imported on use: it loads torch's modules for every plan.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shoal.train.task import Task, make_task
 
 
 def predict_table(task: Task, spec: TrainSpec) -> CostTable:
-    """What a step will cost. Raises PlanError, DataError or ConfigError for what could not be run or looked at."""
+    """Predict the cost of a step. Raises PlanError, DataError or ConfigError if that is impossible."""
     try:
         return _predict(task, spec)
     except ShoalError:
@@ -28,8 +28,8 @@ def predict_table(task: Task, spec: TrainSpec) -> CostTable:
 
 
 def predict_cost_details(spec: TrainSpec) -> dict[str, Any]:
-    """The details of the event PREDICTED. A model that cannot be looked at dry is trained all the same, and this says
-    why nothing is predicted of it."""
+    """The details of the event PREDICTED. A model that cannot be predicted is trained all the same, and the details
+    give the reason."""
     try:
         return _predict(make_task(spec.task, spec.args), spec).to_details()
     except Exception as error:  # noqa: BLE001 - a user's code, run as no run does: no reason to start or end none

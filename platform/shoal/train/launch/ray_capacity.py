@@ -1,4 +1,4 @@
-"""Where a run's workers can be: what the cluster has, what of it is free, and whether they have found a place there.
+"""The capacity of the cluster for a run's workers: total, free, and whether the workers have been placed.
 
 Called by the flow before and during an attempt.
 """
@@ -14,7 +14,7 @@ from shoal.train.spec import TrainSpec
 
 
 def resolve_device(spec: TrainSpec) -> TrainSpec:
-    """The spec with its device chosen: `auto` is CUDA where the cluster has one for each worker."""
+    """The spec with its device chosen: `auto` becomes CUDA if the cluster has one for each worker."""
     if spec.device != "auto":
         return spec
     has_gpus = ray.cluster_resources().get("GPU", 0) >= spec.workers
@@ -22,19 +22,19 @@ def resolve_device(spec: TrainSpec) -> TrainSpec:
 
 
 def count_workers_that_fit(spec: TrainSpec) -> int:
-    """How many the hosts of now could hold, if nothing else were there."""
+    """How many workers fit on the present hosts when they are empty."""
     return int(ray.cluster_resources().get(_resource_name(spec), 0))
 
 
 def count_free_workers(spec: TrainSpec) -> int:
-    """For how many workers there is room now, beside what runs."""
+    """How many workers fit now, alongside running work."""
     return int(ray.available_resources().get(_resource_name(spec), 0))
 
 
 class WorkerPlacement:
-    """The placement of one attempt's workers, which Ray Train makes, and makes anew each minute until it has a place.
+    """The placement group of one attempt's workers. Ray Train creates it anew each minute until it is placed.
 
-    It has no name: it is known by this driver's job, in which its id ends, and by being made after this.
+    It has no name: it is recognised by the driver's job id at its id's end, and by its creation after this object.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class WorkerPlacement:
         self._earlier = set(self._get_states())
 
     def get_state(self) -> str:
-        """PENDING or CREATED, in Ray's words; "" while there is none."""
+        """PENDING or CREATED, in Ray's terms; "" while there is none."""
         found = [state for name, state in self._get_states().items() if name not in self._earlier]
         return next((state for state in ("CREATED", "PENDING") if state in found), "")
 
@@ -51,7 +51,7 @@ class WorkerPlacement:
 
 
 def require_capacity(spec: TrainSpec, wait_s: float) -> None:
-    """Raises PlanError when the cluster can never hold so many workers, ClusterError when `wait_s` frees no place."""
+    """Raises PlanError when the cluster can never hold so many workers, ClusterError when none fit within `wait_s`."""
     resource, there = _resource_name(spec), count_workers_that_fit(spec)
     if there < spec.workers:
         remedy = f"use workers={there}, or a larger cluster" if there else f"start a cluster with {resource}s"

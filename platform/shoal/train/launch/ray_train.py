@@ -1,7 +1,7 @@
 """The Trainer under Ray Train: one worker for each rank, and a mailbox between rank 0 and the driver.
 
-`RayTrainAttempt` is one attempt: a group of workers, started, watched and ended by Ray Train v2. It is never retried
-here, because only the owner of the run knows which failures are worth another attempt. Called by flows.
+`RayTrainAttempt` is one attempt: Ray Train v2 starts, supervises and ends a group of workers. It is never retried here,
+because only the owner of the run knows which failures deserve another attempt. Called by flows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from shoal.train.task import JOBS, make_task
 
 @dataclass(frozen=True)
 class WorkerSetup:
-    """What every worker must know of its run."""
+    """The settings that every worker needs."""
 
     spec: TrainSpec
     run_id: str
@@ -47,7 +47,7 @@ class WorkerSetup:
 
 
 def _use_ray_interface() -> None:
-    """In a worker: by the interface by which Ray reaches its host."""
+    """In a worker: use the network interface by which Ray reaches its host."""
     set_gloo_interface(ray.util.get_node_ip_address())
 
 
@@ -59,7 +59,7 @@ class _Backend(_TorchBackend):
 
 @dataclass
 class GroupConfig(TorchConfig):
-    """How Ray Train forms the group of the ranks, which may be on several hosts."""
+    """How Ray Train forms the process group, which may span several hosts."""
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -67,8 +67,8 @@ class GroupConfig(TorchConfig):
 
 
 def _run_worker(config: Mapping[str, Any]) -> TrainResult:
-    """One rank's life in a worker of Ray Train."""
-    with freeze_loaded_objects():  # not in the driver, which would load a second of torch for nothing
+    """Run one rank in a worker of Ray Train."""
+    with freeze_loaded_objects():  # not in the driver, which would spend a second loading torch for nothing
         import torch._dynamo  # noqa: F401 - as every optimiser does
 
         from shoal.train.loop.components import set_threads
@@ -93,7 +93,7 @@ def _run_worker(config: Mapping[str, Any]) -> TrainResult:
             should_stop=posted.stop_requested.is_set if posted is not None else lambda: False,
         )
         return trainer.run()
-    except (Exception, SystemExit) as error:  # a Task that ends the program would do so in each attempt
+    except (Exception, SystemExit) as error:  # a Task that exits the program would do so in each attempt
         ray.get(mailbox.report_failure.remote(_to_shoal_error(error)), timeout=CALL_TIMEOUT_S)
         raise
     finally:
@@ -102,7 +102,7 @@ def _run_worker(config: Mapping[str, Any]) -> TrainResult:
 
 
 def _change_to_task_folder(setting: WorkerSetup) -> None:
-    """To the folder that the task's file is relative to: the driver's own, or the copy of it that Ray has sent here."""
+    """Change to the folder of relative paths: the driver's own, or the copy that Ray has sent here."""
     place = setting.spec.task.partition(":")[0]
     names = [Path(place)] if place.endswith(".py") else [JOBS / f"{place}.py"]
     for folder in (setting.working_folder, *map(Path, sys.path)):
@@ -112,7 +112,7 @@ def _change_to_task_folder(setting: WorkerSetup) -> None:
 
 
 def _to_shoal_error(error: Exception | SystemExit) -> ShoalError:
-    """The error as it travels: a user's own exception with its traceback."""
+    """Convert an error for sending: a user's own exception with its traceback."""
     if isinstance(error, ShoalError):
         return error
     return TrainError("".join(traceback.format_exception(error)).rstrip())
@@ -135,7 +135,7 @@ class RayTrainAttempt:
         storage = RunConfig(
             name=setting.run_id, storage_path=str(setting.folder / "ray"), failure_config=FailureConfig(max_failures=0)
         )
-        # Not Ray's own choice for CUDA, nccl alone: what is gathered on the host needs a back end, too.
+        # Not Ray's own choice for CUDA, nccl alone: collectives on the host need a back end, too.
         chosen = spec.parallel.backend or (CUDA_BACKEND if spec.device == "cuda" else None)
         backend = GroupConfig(backend=chosen, timeout_s=int(TIMEOUT_S))
         trainer = TorchTrainer(
@@ -145,7 +145,7 @@ class RayTrainAttempt:
         self._thread.start()
 
     def poll(self, timeout_s: float) -> tuple[list[Message], bool]:
-        """What rank 0 has said since the last time, and whether the attempt is over and all that it said is known."""
+        """Rank 0's messages since the last call, and whether the attempt is over with all messages read."""
         self._thread.join(timeout_s)
         is_over = not self._thread.is_alive()  # asked first: what is said last must not be missed
         answer = self._call_mailbox(self._mailbox.poll, self._num_received)
@@ -164,7 +164,7 @@ class RayTrainAttempt:
         self._call_mailbox(self._mailbox.abort, why)
 
     def get_outcome(self) -> TrainResult:
-        """How the attempt ended. Raises the workers' own error; RankLost when a worker, or the mailbox, just died."""
+        """The outcome. Raises the workers' own error; RankLost when a worker or the mailbox died."""
         is_cut_short = self._mailbox_death is not None and self._outcome is not None and self._outcome.is_interrupted
         if self._outcome is not None and not is_cut_short:
             return self._outcome
@@ -184,7 +184,7 @@ class RayTrainAttempt:
             return None
 
     def close(self) -> None:
-        """Let the mailbox go. Idempotent."""
+        """Release the mailbox. Idempotent."""
         ray.kill(self._mailbox)
 
     def _run(self, trainer: TorchTrainer) -> None:

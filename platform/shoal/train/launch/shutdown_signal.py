@@ -1,6 +1,6 @@
-"""Ctrl-C and SIGTERM as a wish that is looked at between two things, and not as an exception in the middle of one.
+"""Turns Ctrl-C and SIGTERM into an event that the run checks between steps, instead of an exception inside one.
 
-Called by whoever drives a training run, in the main thread of its process. Decides nothing.
+Called by launchers, in the main thread of their process. Decides nothing.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-TORCHRUN = "TORCHELASTIC_RUN_ID"  # a variable that torchrun sets
+TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by torchrun
 
 
 @contextmanager
 def shutdown_event() -> Iterator[threading.Event]:
     """An event that Ctrl-C and SIGTERM set. A second Ctrl-C raises KeyboardInterrupt at once.
 
-    Not under torchrun: a rank hears of one Ctrl-C from the terminal and from torchrun, which has a patience of its own.
-    In another thread than the main one, which hears of no signal, the event is never set.
+    Under torchrun a second Ctrl-C is ignored: each rank receives one from the terminal and one from torchrun, which has
+    a timeout of its own. Outside the main thread, which alone receives signals, the event is never set.
     """
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():

@@ -1,7 +1,7 @@
-"""Everything about a run that can be found wrong, or found out, before a worker is started for it.
+"""Checks of a run, and facts about it, before a worker starts.
 
-Called by the shells, in the process that starts a run. Builds the Task, its data and its network once, here, and lets
-them go again. Takes no step.
+Called by the launchers, in the process that starts a run. Builds the Task, its data and its network once, and releases
+them again. Takes no step.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from shoal.train.task import Task, build_model, load_data, make_task
 
 @dataclass(frozen=True)
 class ValidatedRun:
-    """What is known of a run before it starts.
+    """The facts about a run before it starts.
 
-    factory:     how to build the network again, for the registry; with the source as it is now
+    factory:     how to build the network again, for the registry; with the present source
     signature:   of the network, for the registry
-    fingerprint: of the data, by its part, after the name of its class
-    measured:    what an evaluation measures, by name; () without validation data
+    fingerprint: of the data, by part, after the name of its class
+    measured:    the names of an evaluation's metrics; () without validation data
     """
 
     factory: ModelFactory
@@ -53,7 +53,7 @@ class ValidatedRun:
 
 
 def validate_run(spec: TrainSpec) -> ValidatedRun:
-    """Raises ConfigError, PlanError or DataError with field, value and remedy, when the run cannot work."""
+    """Raises ConfigError, PlanError or DataError with field, value and remedy, for an invalid run."""
     degrees = spec.parallel.resolve_dims(spec.workers)
     samples = spec.parallel.compute_micro_batch_size(spec.batch_size, degrees)
     if spec.stop.is_empty:
@@ -74,7 +74,7 @@ def validate_run(spec: TrainSpec) -> ValidatedRun:
 def _validate_model(spec: TrainSpec, task: Task, data: Data, samples: int) -> ValidatedRun:
     degrees = spec.parallel.resolve_dims(spec.workers)
     share = (0, degrees.data)
-    loader = Loader(  # which starts no worker process before it is read, but finds out whether it could
+    loader = Loader(  # starts no worker process before it is read, but checks whether it could
         data.train, batch_size=spec.batch_size, share=share, seed=spec.seed, spec=spec.loader, collate=data.collate
     )
     try:
@@ -85,7 +85,7 @@ def _validate_model(spec: TrainSpec, task: Task, data: Data, samples: int) -> Va
     resolve_total_steps(spec, steps_per_epoch)
     seed_everything(spec.seed)
     model = _build_model(task, spec)
-    # Where the workers run there may be a CUDA that is not here.
+    # The workers' hosts may have a CUDA that this one lacks.
     device = "cuda" if spec.device == "cuda" else choose_device(spec.device, 0).type
     check_plan(model, task, spec.parallel, degrees, batch, device)
     measured = _find_metric_names(spec, task, model, batch)
@@ -114,7 +114,7 @@ def _require_unfinished(spec: TrainSpec) -> None:
 
 
 def _require_backend(spec: TrainSpec) -> None:
-    """Named alone, or by device as in cpu:gloo,cuda:nccl."""
+    """Accepts a name alone, or by device as in cpu:gloo,cuda:nccl."""
     for part in filter(None, (spec.parallel.backend or "").split(",")):
         if not dist.is_backend_available(part.rpartition(":")[2]):
             remedy = "use gloo, or leave it out" if spec.device != "cuda" else "install a torch that has it"
@@ -170,7 +170,7 @@ def _find_metric_names(spec: TrainSpec, task: Task, model: nn.Module, batch: obj
         problem = f"{type(task).__name__}.metrics has a 'loss', which would take the place of the loss itself"
         raise ConfigError("task", spec.task, problem, "give it another name")
     for name, value in found.items():
-        # A metric of shape [1] counts as its number; a loss of that shape is refused by the first step of any plan.
+        # A metric of shape [1] counts as a number; the first step of any plan rejects a loss of that shape.
         if not isinstance(value, Tensor) or value.numel() != 1 or (name == "loss" and value.ndim):
             kind = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             called = "loss" if name == "loss" else f"metrics: {name!r}"
@@ -180,7 +180,7 @@ def _find_metric_names(spec: TrainSpec, task: Task, model: nn.Module, batch: obj
 
 
 def _require_watched_metrics(spec: TrainSpec, data: Data, measured: list[str]) -> None:
-    """The metrics that `stop` watches must be among those that are evaluated, and there must be an evaluation."""
+    """The metrics that `stop` watches must be evaluated, and there must be validation data."""
     for field, each in (("stop.target", spec.stop.target), ("stop.convergence", spec.stop.convergence)):
         if each is None:
             continue
@@ -193,7 +193,7 @@ def _require_watched_metrics(spec: TrainSpec, data: Data, measured: list[str]) -
 
 
 def _require_reachable_end(spec: TrainSpec, data: Data) -> None:
-    """Where evaluations alone end the run: an iterable without a length may have no epoch that one follows."""
+    """If only evaluations end the run, they must happen: an iterable without a length may never end an epoch."""
     stop = spec.stop
     has_limit = any(each is not None for each in (stop.steps, stop.epochs, stop.wall_s, stop.money))
     has_epochs = length_of(data.train) is not None or spec.evaluate.every_steps is not None
@@ -205,7 +205,7 @@ def _require_reachable_end(spec: TrainSpec, data: Data) -> None:
 def _require_picklable(task: Task, spec: TrainSpec) -> None:
     try:
         pickle.dumps(task)
-    except Exception as error:  # whatever a user's object raises is why it cannot travel
+    except Exception as error:  # a user's object may raise anything
         problem = f"cannot be sent to workers: {type(error).__name__}: {error}"
         raise ConfigError(
             "task", spec.task, problem, "open files, locks and generators in data(), not in __init__"

@@ -1,7 +1,7 @@
-"""What of a training run outlives its processes: when it is saved, what is saved, and going on from it.
+"""The durable state of a training run: when to save it, its contents, and restoring it.
 
-Owns the contents of a checkpoint (network, optimiser, average, position in the data, random states, progress). Called
-by the Trainer, on every rank at the same step. How a checkpoint is written is `shoal.checkpoint`'s affair.
+Owns the contents of a checkpoint (network, optimiser, average, data position, random states, progress). Called by the
+Trainer, on every rank at the same step. `shoal.checkpoint` writes the files.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from shoal.train.reporting.event_log import EventLog
 from shoal.train.spec import CheckpointSpec
 
 NUM_REPORTS = 16
-COPIED_LATER = ("optimizer", AVERAGE)  # what only the optimiser's step changes; a forward pass may change the network
+COPIED_LATER = ("optimizer", AVERAGE)  # only the optimiser's step changes these; a forward pass may change the network
 
 
 @dataclass
 class TrainProgress:
-    """How far a run has come, over all of its lives; JSON-able.
+    """The progress of a run, over all its attempts; JSON-able.
 
-    step:         steps of the optimiser that are done
+    step:         finished steps of the optimiser
     elapsed_s:    of training and evaluation
     training_s:   of training alone
     evaluated:    the step of the last evaluation, whose results are `metrics`
-    policy:       what the StopPolicy needs to go on
-    reports:      the last ones, as (step, values): a cluster that dies may take them along before they are recorded,
-                  and leave the checkpoint; so they are made again when a run goes on
+    policy:       the state of the StopPolicy
+    reports:      the last ones, as (step, values): a dying cluster may lose them before they are recorded, while the
+                  checkpoint survives; so a resumed run repeats them
     """
 
     step: int = 0
@@ -51,21 +51,21 @@ class TrainProgress:
     reports: list[tuple[int, dict[str, float]]] = field(default_factory=list)
 
     def report(self, step: int, values: dict[str, float], journal: EventLog) -> None:
-        """Log `values`, and remember that they were."""
+        """Log `values`, and remember them for a resume."""
         journal.log(step, values)
         self.reports = [*self.reports[1 - NUM_REPORTS :], (step, values)]
 
 
 @dataclass(frozen=True)
 class Restored:
-    """`damaged` names the newer checkpoints that were passed over, each with the reason."""
+    """`damaged` names the newer checkpoints that were skipped, each with the reason."""
 
     progress: TrainProgress
     damaged: list[str]
 
 
 class CheckpointManager:
-    """The checkpoints of one run, as this rank sees them."""
+    """The checkpoints of one run, on this rank."""
 
     def __init__(
         self, spec: CheckpointSpec, assembly: TrainComponents, world: World, folder: Path, journal: EventLog
@@ -76,7 +76,7 @@ class CheckpointManager:
         self._saved_elapsed_s = 0.0
 
     def restore(self) -> Restored | None:
-        """Fill everything from the newest good checkpoint; None when there is none. Collective."""
+        """Restore everything from the newest good checkpoint; None if there is none. Collective."""
         found = self._checkpointer.latest()
         state = self._components.state(to_fill=found is not None)
         if found is None:
@@ -88,10 +88,10 @@ class CheckpointManager:
             self._event_log.record_event("average_begun", step=found.step)
         own = extras.own["position"] if extras.own else None
         self._components.load_position(extras.extras["position"], own)
-        if "counts" in extras.extras:  # older checkpoints have none
+        if "counts" in extras.extras:  # missing in older checkpoints
             self._components.load_counts(extras.extras["counts"])
         self._restore_selective(own, found)
-        if extras.own is not None:  # else another number of ranks goes on, whose randomness is its own
+        if extras.own is not None:  # otherwise the number of ranks has changed, and each has its own random state
             set_random_state(extras.own["random"])
         self._checkpointer.prepare(self._components.state())
         progress = TrainProgress(**extras.extras["progress"])
@@ -99,41 +99,41 @@ class CheckpointManager:
         return Restored(progress, found.damaged)
 
     def _load(self, found: Found, state: dict[str, Any]) -> Extras:
-        """Fill `state`; what the checkpoint has nothing of is taken out of it."""
+        """Fill `state`; entries that the checkpoint lacks are removed from it."""
         extras = self._checkpointer.load(found, state, may_lack=(AVERAGE, HAS_STATE))
         for name in extras.absent & state.keys():
             del state[name]
         return extras
 
     def _restore_selective(self, own: dict[str, Any] | None, found: Found) -> None:
-        """The chosen samples that wait are of this rank's share of the data: under another plan it is another one."""
+        """Restore the waiting samples, which belong to this rank's share of the data, unless the plan has changed."""
         if own is not None and found.plan == self._components.degrees.description:
             self._components.load_selective(own)
         elif self._components.selective is not None:
             self._event_log.record_event("selective_backprop_emptied", step=found.step, plan=found.plan)
 
     def is_due_at(self, step: int) -> bool:
-        """Whether the spec asks for a checkpoint after this step."""
+        """Whether a checkpoint is due after this step."""
         return self._spec.every_steps is not None and step % self._spec.every_steps == 0
 
     def is_due_after(self, elapsed_s: float) -> bool:
-        """Whether the spec asks for a checkpoint by time; the same on all ranks for the same, agreed time."""
+        """Whether a checkpoint is due by time; the same on all ranks, given the same synchronised time."""
         return self._spec.every_steps is None and elapsed_s - self._saved_elapsed_s >= self._spec.every_s
 
     def save(self, progress: TrainProgress, *, best: bool = False, must: bool = False) -> None:
-        """Save everything as it is now, unless that was done at this step. Collective.
+        """Save the present state, unless that was done at this step. Collective.
 
-        A disk that does not take it is no reason to stop training: it is said in the journal, and tried again when the
-        next checkpoint is due. With `must`, and at the end, the CheckpointError is raised.
+        On a disk error training goes on: the error is reported as an event, and the next due checkpoint retries. With
+        `must`, and at the end, the CheckpointError is raised.
 
-        Raises NotFinite, on all ranks or none, for weights that are not: who went on from them would be no better off;
-        and PlanError for buffers that are not the same everywhere.
+        Raises NotFinite, on all ranks or none, for weights that are not finite, since resuming from them is useless;
+        and PlanError for buffers that differ between ranks.
         """
         if self._saved_step == progress.step and not best:
             return
         self._require_finite_weights(progress.step)
         self._components.model.check_buffers()
-        self.wait()  # for the one before: that it failed is said, and does not stop this one
+        self.wait()  # for the previous one, whose failure is reported but does not stop this one
         parts = self._components
         own = {"random": get_random_state(), "position": parts.get_rank_position()}
         extras = {"progress": asdict(progress), "position": parts.get_position(), "counts": parts.get_counts()}
@@ -150,11 +150,11 @@ class CheckpointManager:
         self._saved_elapsed_s = progress.elapsed_s
 
     def wait_until_copied(self) -> None:
-        """Until the optimiser may step: the rest of what was saved is copied while the gradients are computed."""
+        """Wait until the optimiser may step: the rest of the state is copied while the gradients are computed."""
         self._checkpointer.wait_until_copied()
 
     def wait(self, *, must: bool = False) -> None:
-        """Until what was saved is on the disk. Collective."""
+        """Wait until the last checkpoint is on the disk. Collective."""
         try:
             self._checkpointer.wait()
         except CheckpointError as error:
@@ -162,7 +162,7 @@ class CheckpointManager:
             self._report_failed_save(error, lost if lost >= 0 else None, must)
 
     def describe_newest(self) -> str | None:
-        """The newest good checkpoint in words, for a message; None when there is none. Collective."""
+        """The newest good checkpoint as a text for a message, or None. Collective."""
         try:
             self.wait()
             found = self._checkpointer.latest()
@@ -171,12 +171,12 @@ class CheckpointManager:
         return str(found.path) if found is not None else None
 
     def best_step(self) -> int | None:
-        """The step that is kept as the best one; None when there is none. Collective."""
+        """The step retained as the best one, or None. Collective."""
         self.wait()
         return self._checkpointer.best_step()
 
     def load_best(self) -> TrainProgress | None:
-        """Put the network in place that was saved as the best one; None when there is none. Collective."""
+        """Load the network that was saved as the best one; None if there is none. Collective."""
         found = self._checkpointer.best()
         if found is None:
             return None
@@ -186,14 +186,15 @@ class CheckpointManager:
         return TrainProgress(**extras.extras["progress"])
 
     def close(self) -> None:
-        """Let the checkpointer go. Idempotent."""
+        """Release the checkpointer. Idempotent."""
         try:
             self._checkpointer.close()
         except CheckpointError as error:
             self._report_failed_save(error, None, must=False)
 
     def _require_finite_weights(self, step: int) -> None:
-        """A gradient may have spoilt the weights in a step whose loss was finite: the next one would tell, too late."""
+        """A gradient may have corrupted the weights in a step with a finite loss; the next step would show it too
+        late."""
         found = self._world.gather(find_not_finite(self._components.model.named_parameters()))
         name = next((name for name in found if name is not None), None)
         if name is not None:
@@ -206,10 +207,10 @@ class CheckpointManager:
 
 
 def find_not_finite(parameters: Iterable[tuple[str, nn.Parameter]]) -> str | None:
-    """The name of the first one of which this rank's part is NaN or infinite somewhere; None when all are finite.
+    """The name of the first parameter with a NaN or infinite value in this rank's part, or None.
 
-    By their norms, which take a tenth of the time, and one look at the device for all. A norm may overflow where no
-    value has: so it is the values that count.
+    Checks norms, which takes a tenth of the time, and synchronises with the device once. A norm may overflow without
+    an infinite value: then the values decide.
     """
     parts = {name: gradients.to_local(each.detach()) for name, each in parameters if each.requires_grad}
     if not parts:
@@ -220,6 +221,6 @@ def find_not_finite(parameters: Iterable[tuple[str, nn.Parameter]]) -> str | Non
 
 
 def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write a whole network as safetensors, whole or not at all. Raises OSError."""
-    plain = {name: weight.detach().contiguous().clone() for name, weight in weights.items()}  # tied ones lie twice
+    """Write a full network as safetensors, complete or not at all. Raises OSError."""
+    plain = {name: weight.detach().contiguous().clone() for name, weight in weights.items()}  # tied ones are copied
     replace_synced(path, safetensors.torch.save(plain))

@@ -1,7 +1,7 @@
-"""What a training run consists of on this rank: model, optimiser, loaders, average, and what there is to save of them.
+"""The components of a training run on this rank: model, optimiser, loaders, average, and their state.
 
-Made once from a spec and a Task, in an order that is the same on every rank. Called by the Trainer and the finders.
-Takes no step; decides nothing.
+Built once from a spec and a Task, in the same order on every rank. Called by the Trainer and the finders. Takes no
+step; decides nothing.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from shoal.train.optim.selective_backprop import SelectiveBackprop
 from shoal.train.spec import TrainSpec
 from shoal.train.task import Task, build_model, load_data
 
-AVERAGE = "average"  # its part of the state, which a run that began without one has not saved
-HAS_STATE = "begun"  # which parameters the optimiser has state of; older checkpoints have none
+AVERAGE = "average"  # its key in the state; missing in a run that began without one
+HAS_STATE = "begun"  # the parameters with optimiser state; missing in older checkpoints
 
 
 class BatchStream:
-    """The training data without end: epoch after epoch, from wherever the loader stands."""
+    """The training data without end: epoch after epoch, from the loader's position."""
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
@@ -59,7 +59,7 @@ class BatchStream:
 
 @dataclass
 class TrainComponents:
-    """The parts. `steps_per_epoch` is None where the data does not say it.
+    """The components. `steps_per_epoch` is None if the data has no length.
 
     num_parameters: of the whole model; a tied one counts once
     """
@@ -78,27 +78,27 @@ class TrainComponents:
     num_parameters: int
 
     def train_step(self, batch: Any, step: int) -> Tensor:
-        """One step over this rank's share: the gradients, and the mean loss, detached."""
+        """Run one step over this rank's share: computes the gradients, returns the mean loss, detached."""
         if self.selective is not None:
             return self.selective.train_step(batch, step)
         return self.model.train_step(batch, step)
 
     @property
     def epoch(self) -> float:
-        """Epochs that are done: with a fraction where the length of one is known, else whole ones that ended."""
+        """Finished epochs: with a fraction if the length of one is known, otherwise an integer."""
         steps = self._epoch_steps()
         if steps is not None and self.steps_per_epoch is not None:
             return steps / self.steps_per_epoch
         return float(self.training.epoch + (self._is_epoch_counted and self.training.is_at_end()))
 
     def get_schedule_position(self, step: int) -> SchedulePosition:
-        """Where the run stands after `step` steps."""
+        """The schedule position after `step` steps."""
         return compute_schedule_position(self.spec, step, self._epoch_steps(), self.steps_per_epoch)
 
     def set_learning_rate(self, step: int) -> None:
-        """Let the optimiser learn as the schedule says for the step that follows `step` steps.
+        """Set the learning rate for the step after `step` steps.
 
-        Where it says nothing, a Task's own optimiser is left alone, which may have a schedule of its own.
+        With the default schedule, a Task's own optimiser is unchanged, since it may have a schedule of its own.
         """
         if is_task_optimizer(self.optimizer) and not is_schedule_active(self.spec.schedule):
             return
@@ -108,7 +108,7 @@ class TrainComponents:
         set_learning_rate(self.optimizer, compute_learning_rate(at, schedule, place.total_steps, step), momentum)
 
     def num_evaluations_due(self, step: int) -> int:
-        """How often the validation data was due within `step` steps."""
+        """The number of evaluations due within `step` steps."""
         every, steps = self.spec.evaluate, self._epoch_steps()
         if every.every_steps is not None:
             return step // every.every_steps
@@ -118,14 +118,14 @@ class TrainComponents:
 
     @property
     def _is_epoch_counted(self) -> bool:
-        """Whether something happens at the end of an epoch: an iterable is not read ahead for nothing."""
+        """Whether anything happens at the end of an epoch; otherwise an iterable need not be read ahead."""
         is_evaluated_by_it = self.validation is not None and self.spec.evaluate.every_steps is None
         return self.spec.stop.epochs is not None or is_evaluated_by_it
 
     def _epoch_steps(self) -> float | None:
-        """What the epochs that are done amount to, in steps of the present batch size; None for an iterable.
+        """The finished epochs, in steps of the present batch size; None for an iterable.
 
-        Of the data's place, and not of the steps: those before a resumption may have had another batch size.
+        Computed from the data position, not from the steps: earlier attempts may have had another batch size.
         """
         if self.steps_per_epoch is None:
             return None
@@ -134,20 +134,20 @@ class TrainComponents:
         return data.epoch * self.steps_per_epoch + within
 
     def apply_average(self) -> AbstractContextManager[None]:
-        """Within, the model has the averaged weights, where the spec asks for an average."""
+        """Within the context, the model has the averaged weights, if the spec asks for an average."""
         return self.average.apply() if self.average is not None else nullcontext()
 
     # -- what there is to save ------------------------------------------------------------------------------------
 
     def network_state(self) -> dict[str, Any]:
-        """What the network is, and its average: to be saved, or to be filled."""
+        """The network and its average: to be saved, or to be filled."""
         state: dict[str, Any] = {"model": self.model.model_state()}
         if self.average is not None:
             state[AVERAGE] = self.average.state_dict()
         return state
 
     def load_network_state(self, state: dict[str, Any]) -> None:
-        """Take what `network_state` gave and a checkpoint has filled; an average that it has not begins anew."""
+        """Load a `network_state` that a checkpoint has filled; a missing average starts anew."""
         self.model.load_model_state(state["model"])
         if self.average is not None and AVERAGE in state:
             self.average.load_state_dict(state[AVERAGE])
@@ -156,14 +156,14 @@ class TrainComponents:
 
     def state(self, *, to_fill: bool = False) -> dict[str, Any]:
         """The network and the optimiser, to be saved or, `to_fill`, to be filled."""
-        # Of those that had no gradient yet the optimiser makes state to be saved, which a first gradient makes anew.
+        # Saving creates optimiser state for parameters without a gradient so far; a first gradient creates it anew.
         kept = self.optimizer.state
         begun = {name: bool(kept.get(each)) for name, each in self._iter_trained()}
         optimizer = self.model.optimizer_state(self.optimizer, to_fill=to_fill)
         return {**self.network_state(), "optimizer": optimizer, HAS_STATE: begun}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take what `state` gave and a checkpoint has filled; what the spec says of the optimiser holds as it is."""
+        """Load a `state` that a checkpoint has filled; the optimiser settings of the spec are kept."""
         self.load_network_state(state)
         self.model.load_optimizer_state(self.optimizer, state["optimizer"])
         for name, each in self._iter_trained():
@@ -175,41 +175,42 @@ class TrainComponents:
         return ((name, each) for name, each in self.model.named_parameters() if each.requires_grad)
 
     def get_position(self) -> dict[str, Any]:
-        """Where the data stands, for any number of ranks; rank 0's word counts for all."""
+        """The data position, for any number of ranks; rank 0's is used."""
         return self.training.state_dict()
 
     def get_rank_position(self) -> dict[str, Any]:
-        """What of the position is this rank's alone."""
+        """The part of the position that belongs to this rank."""
         own: dict[str, Any] = {"data": self.training.state_dict()}
         if self.selective is not None:
             own["selective"] = self.selective.state_dict()
         return own
 
     def load_position(self, position: dict[str, Any], own: dict[str, Any] | None) -> None:
-        """Go on in the data where a checkpoint stands; `own` is None when another number of ranks wrote it."""
+        """Restore the data position; `own` is None when the number of ranks has changed."""
         self.training.load_state_dict(own["data"] if own is not None else position)
 
     def load_selective(self, own: dict[str, Any]) -> None:
-        """Take what Selective Backprop has of this rank's own position, written under this very plan, if it has any."""
+        """Restore Selective Backprop's part of this rank's position, saved under the same plan, if any."""
         if self.selective is not None and "selective" in own:
             self.selective.load_state_dict(own["selective"])
 
     def get_counts(self) -> dict[str, Any]:
-        """What else has moved, alike on every rank: evaluations, the scale of an fp16 loss, whether a schedule did."""
+        """Further state, the same on every rank: evaluations, the scale of an fp16 loss, whether a schedule was
+        active."""
         evaluated = 0 if self.validation is None else self.validation.epoch
         is_scheduled = is_schedule_active(self.spec.schedule)
         return {"evaluated": evaluated, "scale": self.model.loss_scale_state(), "is_scheduled": is_scheduled}
 
     def load_counts(self, counts: dict[str, Any]) -> None:
-        """Take what `counts` gave: what the validation data draws next follows from it."""
+        """Restore `get_counts`; the validation data's random numbers follow from it."""
         self.model.load_loss_scale_state(counts["scale"])
-        if counts.get("is_scheduled", False):  # a run that goes on without its schedule learns at the optimiser's rates
+        if counts.get("is_scheduled", False):  # a run resumed without its schedule uses the optimiser's rates
             set_learning_rate(self.optimizer, 1.0)
         if self.validation is not None:
             self.validation.seek(counts["evaluated"])
 
     def close(self) -> None:
-        """End loaders and plan. Idempotent."""
+        """Close loaders and plan. Idempotent."""
         self.training.close()
         if self.validation is not None:
             self.validation.close()
@@ -219,7 +220,7 @@ class TrainComponents:
 def build_components(spec: TrainSpec, task: Task, world: World) -> TrainComponents:
     """Build everything for this rank of `world`.
 
-    Raises PlanError, DataError and ConfigError, on every rank alike, before anything is communicated.
+    Raises PlanError, DataError and ConfigError, on every rank alike, before any communication.
     """
     degrees = spec.parallel.resolve_dims(world.size)
     spec.parallel.compute_micro_batch_size(spec.batch_size, degrees)
@@ -267,5 +268,5 @@ def _make_loader(spec: TrainSpec, data: Data, world: World, share: tuple[int, in
 
 
 def set_threads(spec: TrainSpec, cores: int) -> None:
-    """Give torch as many threads as the spec says, or this rank's part of the cores."""
+    """Set torch's threads to the spec's number, or to this rank's part of the cores."""
     torch.set_num_threads(spec.threads or max(1, cores // spec.workers))

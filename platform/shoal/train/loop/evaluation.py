@@ -1,6 +1,6 @@
-"""The validation data, once through the model: means over all samples, the same numbers on every rank.
+"""Run the model over the validation data: means over all samples, the same numbers on every rank.
 
-Called by the Trainer and by whoever looks at a trained Task. Changes nothing of the model.
+Called by the Trainer, the launchers and the CLI. Does not change the model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shoal.parallel.model import ParallelModel
 def evaluate(model: ParallelModel, loader: Loader) -> dict[str, float]:
     """The mean loss and metrics over every sample of `loader`, each counted once. Collective.
 
-    Raises ConfigError for metrics that some batches have and others do not: nobody could say what their mean is of.
+    Raises ConfigError for metrics that only some batches have, since their mean would be undefined.
     """
     sums: dict[str, Tensor] = {}
     num_samples = 0
@@ -39,7 +39,7 @@ def evaluate(model: ParallelModel, loader: Loader) -> dict[str, float]:
 
 
 def _is_same_on_all_ranks(words: str, model: ParallelModel, like: Tensor) -> bool:
-    """Whether all data ranks say the same. Collective."""
+    """Whether all data ranks have the same words. Collective."""
     mine = float(crc32(words.encode()))
     [total] = model.sum_over_data_ranks(like.new_tensor([mine])).tolist()
     return bool(total == mine * model.num_data_ranks)

@@ -1,7 +1,6 @@
-"""Out of memory: what it was, and what would have fitted. And a peer that is gone.
+"""Explain out-of-memory errors with a batch size that fits, and detect lost ranks.
 
-Called by the Trainer: for a step that raised, and around all that it does together with other ranks. Every other error
-is passed on as it is.
+Called by the Trainer: for a step that raised, and around its collectives. Every other error is passed on unchanged.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ if TYPE_CHECKING:
     from shoal.parallel import World
     from shoal.train.loop.components import TrainComponents
 
-# What torch says of host memory, for which it raises a plain RuntimeError.
+# Torch's message for host memory, where it raises a plain RuntimeError.
 _CPU = re.compile(r"DefaultCPUAllocator: .*(can't allocate memory|not enough memory)|unable to mmap", re.DOTALL)
-# What gloo and NCCL say when the other end of a connection is gone.
+# Messages of gloo and NCCL about a closed connection.
 _PEER = re.compile(r"Connection (closed|reset) by peer|Connection refused|Broken pipe|remote process exited|Timed out")
 
 
 def explain_error(error: BaseException, parts: TrainComponents, batch: Any, step: int) -> BaseException:
-    """OutOfMemory saying what would have fitted, or the error itself. `step`: how many were done before."""
+    """OutOfMemory with a size that fits, or the error itself. `step`: the number of finished steps."""
     if is_out_of_memory(error):
         accumulate = parts.spec.parallel.accumulate
         size = count_samples(batch) // accumulate
         fitting = None
-        if parts.degrees.workers == 1:  # with peers, a trial would wait for theirs
+        if parts.degrees.workers == 1:  # otherwise a trial would wait for the other ranks
 
             def attempt(num: int) -> object:
                 first = slice_samples(batch, slice(num * accumulate))
@@ -45,7 +44,7 @@ def explain_error(error: BaseException, parts: TrainComponents, batch: Any, step
 
 @contextmanager
 def translate_lost_ranks(world: World) -> Iterator[None]:
-    """Within, what a collective says of a peer that is gone is raised as RankLost: not in a step alone."""
+    """Within the context, a collective's error about a lost peer is raised as RankLost."""
     try:
         yield
     except RuntimeError as error:
@@ -61,9 +60,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def find_largest_fitting(attempt: Callable[[int], object], size: int) -> int | None:
-    """The largest number of samples below `size`, by halving, for which `attempt` goes through; 0: not even one.
+    """The largest number of samples below `size`, by halving, with which `attempt` succeeds; 0: not even one.
 
-    None when a smaller batch raises something else, as batch normalisation does of a single sample.
+    None when a smaller batch raises another error, as batch normalisation does for a single sample.
     """
     size //= 2
     while size:
@@ -81,11 +80,11 @@ def find_largest_fitting(attempt: Callable[[int], object], size: int) -> int | N
 
 
 def make_out_of_memory_error(error: BaseException, step: int, size: int, fitting: int | None) -> OutOfMemory:
-    """The error that a user sees.
+    """The error for the user.
 
     step:    as the record counts them, from 1
-    size:    samples that one micro-step had on this rank
-    fitting: how many would have fitted; None when that could not be tried
+    size:    samples of one micro-step on this rank
+    fitting: the number that fits; None if untested
     """
     problem = f"step {step}: the memory is too small for {size} samples at a time ({summarize_error(error)})"
     if fitting is None:

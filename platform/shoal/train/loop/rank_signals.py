@@ -1,8 +1,8 @@
-"""How ranks agree on what only one of them may have noticed: a request to stop, a clock, a loss that is not finite.
+"""Synchronise between ranks what only one of them may have noticed: a stop request, a clock, a non-finite loss.
 
-Every so many steps the ranks exchange a few numbers, in one collective, and all see the same. How many steps lie
-between two exchanges follows from what is exchanged, so that a step of a millisecond is not burdened with one each.
-Called by the Trainer; decides nothing.
+After a number of steps the ranks exchange a few numbers in one collective, so that all have the same. The interval
+follows from the exchanged numbers, so that a step of a millisecond does not pay for an exchange. Called by the Trainer;
+decides nothing.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ MAX_INTERVAL = 1_000
 
 
 class RankSignals(NamedTuple):
-    """What a rank has noticed; after an exchange, what any has, the mean of the clocks, and the sum of the losses.
+    """One rank's observations; after an exchange, those of any rank, the mean of the clocks, and the sum of the losses.
 
-    stop:          somebody asked for an end
-    elapsed_s:     of this life of the run
-    is_not_finite: a loss or gradient was not
-    loss:          the sum of the steps' since the last exchange
+    stop:          a stop was requested
+    elapsed_s:     of this attempt of the run
+    is_not_finite: a loss or gradient was not finite
+    loss:          the sum over the steps since the last exchange
     """
 
     stop: bool = False
@@ -35,21 +35,21 @@ class RankSignals(NamedTuple):
 
 
 class RankSync:
-    """Exchanges signs after every `interval` steps, the same on all ranks; alone it only keeps the time."""
+    """Exchanges signals after every `interval` steps, the same on all ranks; with one rank it only measures time."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        # A back end for CPU tensors of its own, so that an exchange never waits for the device.
+        # A CPU back end of its own, so that an exchange never waits for the device.
         self._group = dist.new_group(backend="gloo") if world.size > 1 else None
         self._interval, self._steps, self._last_s = 1, 0, time.monotonic()
 
     def is_due(self) -> bool:
-        """Call once after each step: whether this is a step after which signs are exchanged."""
+        """Call once after each step: whether to exchange signals now."""
         self._steps += 1
         return self._steps >= self._interval
 
     def exchange(self, mine: RankSignals) -> RankSignals:
-        """What all ranks have noticed together. Collective."""
+        """Combine the signals of all ranks. Collective."""
         now, size = time.monotonic(), self._world.size
         step_s = (now - self._last_s) / max(self._steps, 1)
         loss = 0.0 if mine.is_not_finite else mine.loss

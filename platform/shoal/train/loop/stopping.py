@@ -1,9 +1,8 @@
-"""When a run ends, and which step's network is kept: a state machine without clock, model or record.
+"""When a run ends, and which step's network is retained: a state machine without clock, model or record.
 
-`StopPolicy` is told of every step and every evaluation, and answers with a decision; the Trainer acts on it (on rank 0,
-whose decision it sends to all: clocks differ). What is reached first counts. Of what is reached at one and the same
-step, a target or a convergence counts before a limit: a run that reaches its target in the evaluation after its last
-step has reached its target.
+The Trainer reports every step and every evaluation to `StopPolicy`, which returns a decision (on rank 0, which sends it
+to all: clocks differ). The first criterion that is met counts. At the same step, a target or a convergence counts
+before a limit: a run that reaches its target in the evaluation after its last step has reached its target.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ class StopDecision:
     """The decision to end.
 
     detail:    the reason in words, with the numbers
-    step:      after how many steps
-    keep_step: after how many steps the network was that is to be kept; `step`, unless convergence is watched
+    step:      the number of steps so far
+    keep_step: the step of the network to retain; `step`, unless convergence is watched
     """
 
     reason: Reason
@@ -43,9 +42,9 @@ class _Spent:
 
 
 class StopPolicy:
-    """Decides when a run ends. A decision once given stays, except that an evaluation of the same step may better it.
+    """Decides when a run ends. A decision is final, except that an evaluation of the same step may improve it.
 
-    devices:               that are paid for, in this life of the run
+    devices:               to be paid for, in this attempt of the run
     price_per_device_hour: of each
     """
 
@@ -60,34 +59,34 @@ class StopPolicy:
 
     @property
     def best_step(self) -> int | None:
-        """The step whose network is the one to keep so far; None unless convergence is watched."""
+        """The best network's step so far; None unless convergence is watched."""
         return None if self._best is None else self._best[0]
 
     @property
     def elapsed_s(self) -> float:
-        """Of all lives of the run, as last told."""
+        """Over all attempts of the run, as last reported."""
         return self._before.elapsed_s + self._now.elapsed_s
 
     @property
     def money(self) -> float:
-        """Spent in all lives of the run, as last told."""
+        """Spent in all attempts of the run, as last reported."""
         return self._before.money + self._now.money
 
     def decide_after_step(self, step: int, epoch: float, elapsed_s: float) -> StopDecision | None:
-        """`step` steps and `epoch` epochs are done; this life of the run is `elapsed_s` old."""
+        """Called after `step` steps and `epoch` epochs, `elapsed_s` after the start of this attempt."""
         self._now = _Spent(elapsed_s, elapsed_s * self._money_per_s)
         if self._stop is None:
             self._stop = self._check_limits(step, epoch)
         return self._stop
 
     def decide_after_evaluation(self, step: int, metrics: Mapping[str, float]) -> StopDecision | None:
-        """The network as it is after `step` steps has these metrics.
+        """Called with the metrics of the network after `step` steps.
 
-        Raises ConfigError when a metric that the spec names is not among them.
+        Raises ConfigError when a metric of the spec is missing.
         """
         if self._stop is not None and self._stop.step != step:
             return self._stop
-        converged = self._check_convergence(step, metrics)  # also when the target is met: it knows the best step
+        converged = self._check_convergence(step, metrics)  # even if the target is met: it determines the best step
         reached = self._check_target(step, metrics)
         if reached is None and self._stop is not None and self._stop.reason == "target":
             return self._stop
@@ -97,7 +96,7 @@ class StopPolicy:
         return self._stop
 
     def state_dict(self) -> dict[str, Any]:
-        """What a later life needs to go on, ready for JSON."""
+        """The state for a later attempt, ready for JSON."""
         best = None if self._best is None else list(self._best)
         return {
             "elapsed_s": self.elapsed_s,
@@ -109,15 +108,15 @@ class StopPolicy:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what an earlier life's `state_dict` said; this life begins at 0 s.
+        """Restore the `state_dict` of an earlier attempt; this attempt starts at 0 s.
 
-        What was the best by another measure than the spec's says nothing now.
+        A best value by another metric than the spec's is dropped.
         """
         self._before, self._now = _Spent(state["elapsed_s"], state["money"]), _Spent()
         self._best, self._num_since_best, self._judged_step, self._stop = None, 0, -1, None
         if self._watched_measure is None or self._watched_measure != state.get(
             "watched", self._watched_measure
-        ):  # older ones do not say
+        ):  # missing in older states
             return
         if state["best"] is not None:
             self._best = int(state["best"][0]), float(state["best"][1])
@@ -125,7 +124,7 @@ class StopPolicy:
 
     @property
     def _watched_measure(self) -> list[str] | None:
-        """By what networks are compared: the metric, and which end of it is better."""
+        """The comparison of networks: the metric, and its direction."""
         spec = self._spec.convergence
         if spec is None:
             return None
@@ -153,7 +152,7 @@ class StopPolicy:
             return None
         value = _get_metric(metrics, target.metric, "stop.target.metric")
         more = _is_more_better(target.metric, target.direction)
-        if not (value >= target.value if more else value <= target.value):  # never for a NaN
+        if not (value >= target.value if more else value <= target.value):  # also for NaN
             return None
         sign = ">=" if more else "<="
         detail = f"{target.metric} {format_number(value)} {sign} {format_number(target.value)} at step {step:,}"
@@ -164,13 +163,13 @@ class StopPolicy:
         if spec is None:
             return None
         value = _get_metric(metrics, spec.metric, "stop.convergence.metric")
-        if step != self._judged_step:  # the same network again, as after a resumption, counts once
+        if step != self._judged_step:  # the same network again, as after a resume, counts once
             self._judged_step = step
             if not math.isnan(value) and (self._best is None or _is_improvement(value, self._best[1], spec)):
                 self._best, self._num_since_best = (step, value), 0
             else:
                 self._num_since_best += 1
-        if self._num_since_best < spec.patience + (self._best is None):  # of those without a number, one is the first
+        if self._num_since_best < spec.patience + (self._best is None):  # without any number, the first one counts too
             return None
         evaluations = f"{self._num_since_best} evaluation{'s' if self._num_since_best > 1 else ''}"
         if self._best is None:
@@ -186,7 +185,7 @@ class StopPolicy:
 
 
 def _is_improvement(value: float, best: float, spec: ConvergenceSpec) -> bool:
-    """Whether `value` betters `best` by more than the minimum that counts."""
+    """Whether `value` beats `best` by more than the minimum."""
     gain = value - best if _is_more_better(spec.metric, spec.direction) else best - value
     return gain > spec.min_improvement
 

@@ -1,6 +1,6 @@
-"""What a step costs as it happens: seconds, samples, the shares lost to waiting. Called by the Trainer at each report.
+"""Measure the cost of steps: seconds, samples, the shares lost to waiting. Called by the Trainer at each report.
 
-Reads clocks that others keep; adds two numbers on the path of a step.
+Reads existing clocks; adds two numbers in each step.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ class ThroughputMeter:
     """Rates since the last report, and the seconds of all training steps.
 
     peak_flops:       per second, of all devices together
-    communicated_s:   asked for the seconds spent waiting for other ranks so far; NaN where nobody can tell
-    flops_per_sample: forward and backward; NaN until it is known
+    communicated_s:   returns the seconds spent waiting for other ranks so far; NaN if unknown
+    flops_per_sample: forward and backward; NaN until known
     """
 
     def __init__(self, peak_flops: float, communicated_s: Callable[[], float]) -> None:
@@ -29,23 +29,23 @@ class ThroughputMeter:
         self._waited_s = self._communicated_before_s = self._communicated_paused_s = 0.0
 
     def begin(self, training_s: float) -> None:
-        """The steps begin now; earlier lives of the run have spent `training_s` on theirs."""
+        """Start measuring; earlier attempts of the run have spent `training_s` on their steps."""
         self._training_before_s = training_s
         self._began_s = self._reported_s = time.perf_counter()
 
     @property
     def training_s(self) -> float:
-        """Seconds of training steps, over all lives: evaluation and checkpoints are not counted."""
+        """Seconds of training steps, over all attempts, without evaluations and checkpoints."""
         return self._training_before_s + time.perf_counter() - self._began_s - self._paused_s
 
     def count_step(self, num_samples: int) -> None:
-        """Count a step over so many samples, of all ranks."""
+        """Count a step over this number of samples, of all ranks."""
         self._steps += 1
         self._samples += num_samples
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """What happens within (an evaluation, a checkpoint) is no part of a step."""
+        """Exclude the body (an evaluation, a checkpoint) from the step times."""
         began_s, communicated_s = time.perf_counter(), self._communicated_s()
         try:
             yield
@@ -56,7 +56,7 @@ class ThroughputMeter:
     def compute_rates(self, waited_s: float) -> dict[str, float]:
         """Rates since the last report, given the sum of seconds spent waiting for data.
 
-        What is not known (NaN) is left out.
+        Unknown values (NaN) are omitted.
         """
         now_s, steps = time.perf_counter(), self._steps
         elapsed_s = max(now_s - self._reported_s - (self._paused_s - self._paused_before_s), 1e-9)
@@ -75,5 +75,5 @@ class ThroughputMeter:
 
 
 def _share(waited_s: float, elapsed_s: float) -> float:
-    """At most 1; NaN of what nobody can tell, of which `min` would make 1."""
+    """At most 1; keeps NaN, of which `min` would make 1."""
     return min(1.0, waited_s / elapsed_s) if math.isfinite(waited_s) else math.nan

@@ -1,8 +1,8 @@
 """The training loop of one rank: step, evaluate, save, stop. The same in one process, under torchrun and under Ray.
 
-Owns the order of things; what each of them does lies beside it: `assembly` (model, optimiser, loaders), `keeping`
-(checkpoints), `stopping` (decisions), `agreement` (what ranks must decide alike). Called by the shells (`alone`,
-`ray_train`), which give it a world, a folder and a journal. Imports no Ray; starts and ends no process.
+Owns the order of events. `components` has the model, optimiser and loaders, `checkpointing` the checkpoints,
+`stopping` the decisions, and `rank_signals` synchronises the ranks. Called by the launchers (`local`, `ray_train`),
+which supply a world, a folder and an event log. Imports no Ray; starts and ends no process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from shoal.train.task import Task
 
 @dataclass(frozen=True)
 class _PendingStep:
-    """A step since the last exchange of signs: what it measured is looked at later, when the device is done with it."""
+    """A step since the last exchange of signals: its loss is read later, when the device has computed it."""
 
     step: int
     loss: Tensor
@@ -54,7 +54,7 @@ class _PendingStep:
 
 
 def _sum_losses(recents: list[_PendingStep]) -> tuple[float, bool]:
-    """The sum of the losses, and whether each loss and norm is finite: one look at the device for all."""
+    """The sum of the losses, and whether each loss and norm is finite; synchronises with the device once."""
     if not recents:
         return 0.0, True
     losses = torch.stack([recent.loss for recent in recents]).double()
@@ -64,10 +64,10 @@ def _sum_losses(recents: list[_PendingStep]) -> tuple[float, bool]:
 
 
 class Trainer:
-    """Trains `task` as `spec` says. One object for each rank of `world`; each does the same at the same step.
+    """Trains `task` by `spec`. One object for each rank of `world`; all do the same at the same step.
 
-    folder:      of the run; checkpoints lie in it, and training goes on from the newest good one
-    should_stop: asked now and then; once true on any rank, all save and end
+    folder:      of the run; it has the checkpoints, and training continues from the newest good one
+    should_stop: polled regularly; once true on any rank, all save and end
     """
 
     def __init__(
@@ -101,13 +101,13 @@ class Trainer:
         self._num_evaluations_due = 0
         self._is_first_step = True
         self._began_s = time.monotonic()
-        self._elapsed_s = 0.0  # of this life, as all ranks have agreed
+        self._elapsed_s = 0.0  # of this attempt, synchronised between the ranks
         self._logged_s = 0.0  # the same, at the last report
         self._pending_steps: list[_PendingStep] = []
-        self._loss_sum, self._num_losses = 0.0, 0  # of all ranks, since the last report
+        self._loss_sum, self._num_losses = 0.0, 0  # over all ranks, since the last report
 
     def run(self) -> TrainResult:
-        """Train to the end and return how it ended, alike on every rank.
+        """Train to the end and return the outcome, the same on every rank.
 
         Raises NotFinite, OutOfMemory, DataError, CheckpointError, RankLost or ConfigError.
         """
@@ -149,10 +149,10 @@ class Trainer:
     # -- the loop -------------------------------------------------------------------------------------------------
 
     def _step_until_stopped(self) -> StopDecision:
-        """What is due after a step is done in one fixed order, alike on every rank."""
+        """After each step, perform the due actions in a fixed order, the same on every rank."""
         stop = self._policy.decide_after_step(
             self._progress.step, self._parts.epoch, 0.0
-        )  # a run may have ended already
+        )  # a resumed run may have ended already
         if self._progress.evaluated == self._progress.step and self._progress.metrics:
             stop = self._decide_after_evaluation()
         elif stop is not None:
@@ -169,7 +169,7 @@ class Trainer:
         try:
             with self._profiler.step() if self._profiler is not None else nullcontext():
                 loss = parts.train_step(batch, step)
-                if self._is_first_step:  # of this life; later, before anything is evaluated or saved
+                if self._is_first_step:  # of this attempt; later ones wait before an evaluation or a save
                     parts.model.check_buffers()
                     self._is_first_step = False
                 if self.spec.clip_norm is not None:
@@ -209,8 +209,8 @@ class Trainer:
         if not (is_agreed or is_logged or is_evaluated or is_saved or stop):
             return None
         signs = self._exchange_signals()
-        stop = self._policy.decide_after_step(step, epoch, self._elapsed_s)  # time may be up, as all know now
-        # Evaluations and checkpoints bring the ranks together too: steps between them may never be due by themselves.
+        stop = self._policy.decide_after_step(step, epoch, self._elapsed_s)  # the elapsed time is synchronised
+        # Evaluations and checkpoints synchronise the ranks too: an exchange may never become due between them.
         is_late = every is None and self._elapsed_s - self._logged_s >= INTERVAL_S
         if is_logged or is_late or stop:
             self._log()
@@ -223,9 +223,9 @@ class Trainer:
         return stop
 
     def _exchange_signals(self) -> RankSignals:
-        """Look at the steps since the last time, and hear of the other ranks. Raises NotFinite, on all ranks or none.
+        """Read the steps since the last exchange, and combine all ranks' signals. Raises NotFinite, on all or none.
 
-        Nothing is saved, evaluated or reported before this has found every loss so far to be finite.
+        Saving, evaluating and reporting wait until this has found every loss so far to be finite.
         """
         loss, is_finite = _sum_losses(self._pending_steps)
         elapsed_s = time.monotonic() - self._began_s
@@ -237,12 +237,13 @@ class Trainer:
         self._loss_sum += signs.loss
         self._num_losses += (
             len(self._pending_steps) * self.world.size // self._parts.degrees.pipeline
-        )  # one rank a pipeline
+        )  # one rank per pipeline
         self._pending_steps.clear()
         return signs
 
     def _raise_not_finite(self) -> None:
-        """Name the step, and the samples of the ranks whose own loss it was: the others have it by their gradients."""
+        """Name the step, and the samples of ranks with a non-finite loss: other ranks have it only by their
+        gradients."""
         bad = next((recent for recent in self._pending_steps if not recent.is_finite()), None)
         mine = (bad.step, bool(torch.isfinite(bad.loss)), bad.indices) if bad is not None else None
         found = [each for each in self.world.gather(mine) if each is not None]
@@ -284,9 +285,9 @@ class Trainer:
         return self._decide_after_evaluation()
 
     def _decide_after_evaluation(self) -> StopDecision | None:
-        """What the newest evaluation decides; a network that becomes the best one by it is saved as that.
+        """The decision after the newest evaluation; saves a network that becomes the best one.
 
-        So is one that had become it when an earlier life was killed, before it was known as that on the disk.
+        Also one that became the best when an earlier attempt was killed, before it was saved as such.
         """
         step, before = self._progress.step, self._policy.best_step
         stop = self._policy.decide_after_evaluation(step, self._progress.metrics)
@@ -320,7 +321,7 @@ class Trainer:
         return replace(ended, weights=self._write_weights())
 
     def _write_weights(self) -> Path:
-        """The whole network in one safetensors file, as it is evaluated: averaged, where that was asked for."""
+        """Write the full network as one safetensors file, as evaluated: averaged if the spec asks for it."""
         path, problem = self.folder / "model.safetensors", ""
         with self._parts.apply_average():
             weights = self._parts.model.full_weights()

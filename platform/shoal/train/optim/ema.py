@@ -1,9 +1,8 @@
-"""An exponential moving average of the weights, which is evaluated and registered in place of the last ones.
+"""An exponential moving average of the weights, which is evaluated and registered instead of the last ones.
 
-Owns one averaged copy of each parameter that this rank holds, split as the parameter is, and in float32 where that is
-of half precision: a thousandth of a difference is less than such a number can be told from the next one, and the
-average would stand still. Called by the Trainer after each step of the optimiser. Buffers are not averaged: the
-averaged network has the newest ones.
+Owns one averaged copy of each parameter on this rank, sharded like the parameter. Copies of half-precision parameters
+are float32: a thousandth of a difference is below half precision, and the average would not move. Called by the Trainer
+after each step of the optimiser. Buffers are not averaged: the averaged network has the newest ones.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from shoal.parallel.model import ParallelModel
 class WeightAverage:
     """average = decay * average + (1 - decay) * weights, after each step.
 
-    The decay begins low and rises to `decay` as (1 + steps) / (10 + steps), so that the random weights of the beginning
-    are soon forgotten.
+    The decay starts low and rises to `decay` as (1 + steps) / (10 + steps), so that the initial random weights are soon
+    forgotten.
     """
 
     def __init__(self, model: ParallelModel, decay: float) -> None:
@@ -38,12 +37,12 @@ class WeightAverage:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The averages, as this rank holds them."""
+        """The averages on this rank."""
         return list(self._averages.values())
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the weights as they are now into the average."""
+        """Add the present weights to the average."""
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
         self.num_updates += 1
         pairs = self._pairs()
@@ -55,7 +54,7 @@ class WeightAverage:
 
     @contextmanager
     def apply(self) -> Iterator[None]:
-        """Within, the model has the averaged weights; afterwards its own again, to the bit. Not for training."""
+        """Within the context, the model has the averaged weights; afterwards exactly its own. Not for training."""
         rounded = [(weight, average) for weight, average in self._pairs() if weight.dtype != average.dtype]
         own = [weight.clone() for weight, _ in rounded]
         self._swap()
@@ -75,14 +74,14 @@ class WeightAverage:
         return {"weights": dict(self._averages), "num_updates": torch.tensor(self.num_updates)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what `state_dict` gave, filled by a checkpoint."""
+        """Load a `state_dict` that a checkpoint has filled."""
         self.num_updates = int(state["num_updates"])
         with torch.no_grad():
             for name, average in self._averages.items():
                 average.copy_(state["weights"][name])
 
     def reset(self) -> None:
-        """From the weights as they are now, as if there had been no step before."""
+        """Start anew from the present weights."""
         self.num_updates = 0
         with torch.no_grad():
             for name, average in self._averages.items():
@@ -90,7 +89,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        """Exchange weights and averages of one type in place, one at a time, so that only one is held twice."""
+        """Exchange weights and averages in place, one at a time, so that only one is duplicated."""
         reshard_modules(self._model.modules)
         for weight, average in self._pairs():
             if weight.dtype == average.dtype:
@@ -99,14 +98,14 @@ class WeightAverage:
                 average.copy_(before)
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Each weight and its average: what of them lies on this rank."""
+        """Each weight and its average: their parts on this rank."""
         return list(
             zip(_get_local_tensors(self._weights.values()), _get_local_tensors(self._averages.values()), strict=True)
         )
 
 
 def reshard_modules(modules: Iterable[nn.Module]) -> None:
-    """Let FSDP forget whole weights that it has kept from a forward pass: they are gathered at the next one."""
+    """Let FSDP free the full weights of a forward pass; the next pass gathers them again."""
     for module in modules:
         for part in module.modules():
             if isinstance(part, FSDPModule):
@@ -114,10 +113,10 @@ def reshard_modules(modules: Iterable[nn.Module]) -> None:
 
 
 def _copy_precise(tensor: Tensor) -> Tensor:
-    """A copy, of at least the precision of float32."""
+    """A copy with at least the precision of float32."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
 
 
 def _get_local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """What of each tensor lies on this rank, sharing its memory."""
+    """The part of each tensor on this rank, sharing its memory."""
     return [each.to_local() if isinstance(each, DTensor) else each.detach() for each in tensors]

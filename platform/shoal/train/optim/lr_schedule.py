@@ -1,9 +1,9 @@
 """The learning rate by step: pure functions of the step, the schedule's spec and the number of steps of the run.
 
-Called by the Trainer before each step of the optimiser, and by whoever draws a schedule. Holds no state, so that a
-resumed run has the rates of the undisturbed one. Knows no optimiser: see `optimizers.set_rate`.
+Called by the Trainer before each step of the optimiser, and for plots. Holds no state, so that a resumed run has the
+rates of an uninterrupted one. Knows no optimiser: see `optimizers.set_learning_rate`.
 
-Steps are counted as finished ones: the first step of a run has the rate of step 0.
+Steps are counted when finished: the first step of a run has the rate of step 0.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from shoal.train.spec import ScheduleSpec, StopSpec, TrainSpec
 
 ONE_CYCLE_START = 1 / 25
 ONE_CYCLE_END = 1e-4
-ONE_CYCLE_WARMUP = 0.3  # of the run, where the spec gives none: without a rise it were no cycle
+ONE_CYCLE_WARMUP = 0.3  # of the run, if the spec gives none: a cycle needs a rise
 MOMENTUM_LOW, MOMENTUM_HIGH = 0.85, 0.95
 _ROUNDING = 1e-9  # 0.07 epochs of 100 steps are 7 steps, not 7.000000000000001
 
 
 @dataclass(frozen=True)
 class SchedulePosition:
-    """Where a run stands on its way to the nearest end that is known: after `step` of `total_steps` steps.
+    """A run's position towards its nearest known end: after `step` of `total_steps` steps.
 
-    Both are in steps of the present batch size where that end is one in epochs: the steps before may have had another.
+    For an end in epochs, both are in steps of the present batch size: earlier steps may have had another.
     """
 
     step: float
@@ -35,10 +35,10 @@ class SchedulePosition:
 def compute_learning_rate(
     step: float, spec: ScheduleSpec, total_steps: int | None, num_taken: float | None = None
 ) -> float:
-    """The share of `optimizer.learning_rate` with which step `step` (from 0) is taken; beyond the end, the last one.
+    """The share of `optimizer.learning_rate` for step `step` (from 0); after the end, the last one.
 
-    total_steps: as `resolve_total_steps` gives it; None is enough for a schedule that does not depend on it
-    num_taken:   how many steps were taken, where that is not `step`: a warm-up in steps counts these
+    total_steps: from `resolve_total_steps`; may be None for a schedule that does not depend on it
+    num_taken:   the real number of steps, if it is not `step`: a warm-up in steps counts these
     """
     taken = step if num_taken is None else num_taken
     if spec.name == "one_cycle":
@@ -59,9 +59,9 @@ def compute_learning_rate(
 def compute_momentum(
     step: float, spec: ScheduleSpec, total_steps: int | None, num_taken: float | None = None
 ) -> float | None:
-    """What a one-cycle schedule makes of the momentum: low where the rate is high; None for the other schedules.
+    """One-cycle's momentum: low where the rate is high; None for other schedules.
 
-    arXiv:1803.09820, section 4.3, with the bounds that PyTorch and fastai use.
+    arXiv:1803.09820, section 4.3, with the bounds of PyTorch and fastai.
     """
     if spec.name != "one_cycle":
         return None
@@ -72,22 +72,21 @@ def compute_momentum(
 
 
 def needs_total_steps(spec: ScheduleSpec) -> bool:
-    """Whether the schedule can only be computed when the number of steps of the run is known."""
+    """Whether the schedule needs the number of steps of the run."""
     return spec.name != "constant" or 0 < spec.warmup < 1
 
 
 def is_schedule_active(spec: ScheduleSpec) -> bool:
-    """Whether any step is to be taken at another rate than the optimiser's own."""
+    """Whether any step has another rate than the optimiser's own."""
     return spec.name != "constant" or spec.warmup > 0
 
 
 def resolve_total_steps(spec: TrainSpec, steps_per_epoch: int | None) -> int | None:
-    """The steps over which the schedule runs: what it says itself, or the nearest end that `stop` names.
+    """The length of the schedule: its own `total_steps`, or the nearest end in `stop`.
 
-    steps_per_epoch: None where the data does not know its length
+    steps_per_epoch: None if the data has no length
 
-    Returns None where nothing says it. Raises ConfigError when the schedule cannot do without, and for a warm-up that
-    is as long as all of it.
+    Returns None if unknown. Raises ConfigError when the schedule needs it, and for a warm-up as long as the run.
     """
     schedule = spec.schedule
     ends = [schedule.total_steps] if schedule.total_steps is not None else _find_ends(spec.stop, steps_per_epoch)
@@ -111,11 +110,11 @@ def resolve_total_steps(spec: TrainSpec, steps_per_epoch: int | None) -> int | N
 def compute_schedule_position(
     spec: TrainSpec, step: int, epoch_steps: float | None, steps_per_epoch: int | None
 ) -> SchedulePosition:
-    """The place after `step` steps.
+    """The position after `step` steps.
 
-    epoch_steps: what the epochs that are done amount to, in steps of the present batch size; None as steps_per_epoch
+    epoch_steps: the finished epochs in steps of the present batch size; None as steps_per_epoch
 
-    Raises ConfigError when no end is known and the schedule needs one.
+    Raises ConfigError when the schedule needs an end and none is known.
     """
     by_steps = SchedulePosition(step, resolve_total_steps(spec, steps_per_epoch))
     stop = spec.stop
@@ -128,7 +127,7 @@ def compute_schedule_position(
 
 
 def epochs_to_steps(epochs: float, steps_per_epoch: int) -> int:
-    """The fewest whole steps that make `epochs` epochs."""
+    """The smallest number of steps that completes `epochs` epochs."""
     return max(math.ceil(epochs * steps_per_epoch - _ROUNDING), 1)
 
 
@@ -151,7 +150,7 @@ def _half_cosine(progress: float) -> float:
 
 
 def _scale_steps(num_steps: float, step: float, taken: float) -> float:
-    """Of `taken` steps, which amount to `step` of the present batch size: what `num_steps` amount to, on average."""
+    """Scale `num_steps` of the `taken` steps, which equal `step` of the present batch size, by the average."""
     return num_steps if taken in (0, step) else num_steps * step / taken
 
 

@@ -1,7 +1,7 @@
-"""The optimiser of a run, and the one knob of it that a schedule turns.
+"""The optimiser of a run, and setting its learning rate by a schedule.
 
-Called by the Trainer and the finders. `make_optimizer` chooses the fastest implementation that the parameters allow:
-the fused one unless they mix devices, plain and distributed tensors, or distributed tensors of several meshes.
+Called by the Trainer and the finders. `make_optimizer` chooses the fastest implementation for the parameters: the
+fused one unless they mix devices, plain and distributed tensors, or distributed tensors of several meshes.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _FUSED_DEVICES = frozenset({"cpu", "cuda", "xpu", "mps"})
 
 
 def make_optimizer(task: Task, spec: OptimizerSpec, parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """The Task's own optimiser, or the one that `spec` describes; each group knows its `initial_lr`.
+    """The Task's own optimiser, or the one of `spec`; each group has its `initial_lr`.
 
-    parameters: this rank's; none to train at all is allowed (a pipeline stage that is frozen, or without weights), and
-                then the Task is not asked: it may leave out what is frozen, and no optimiser takes nothing
+    parameters: this rank's trainable ones. If there are none (a pipeline stage that is frozen, or without weights), the
+                Task's optimiser is not called: it may skip frozen ones, and no optimiser accepts an empty list
 
-    Raises ConfigError when the Task gives something else than an optimiser, or one whose step needs a closure, and when
-    it has one of its own while the spec describes another.
+    Raises ConfigError when the Task returns anything but an optimiser, or one whose step needs a closure, and when it
+    has one of its own while the spec describes another.
     """
     held = list(parameters)
     own: object = task.optimizer(iter(held)) if any(each.requires_grad for each in held) else None
@@ -57,9 +57,9 @@ def _require_default_spec(spec: OptimizerSpec, task: Task) -> None:
 
 
 def set_learning_rate(optimizer: Optimizer, factor: float, momentum: float | None = None) -> None:
-    """Let each group learn at `factor` times its `initial_lr`. Costs next to nothing when that is what it does.
+    """Set each group's rate to `factor` times its `initial_lr`. Cheap when nothing changes.
 
-    momentum: of groups that have one (sgd's momentum, the first of Adam's betas); None: as it is
+    momentum: for groups that have one (sgd's momentum, the first of Adam's betas); None: unchanged
     """
     for group in optimizer.param_groups:
         rate = group["initial_lr"] * factor
@@ -72,12 +72,12 @@ def set_learning_rate(optimizer: Optimizer, factor: float, momentum: float | Non
 
 
 def is_task_optimizer(optimizer: Optimizer) -> bool:
-    """Whether the Task has made it: its rates may be moved by a schedule that the Task has given it."""
+    """Whether the Task created it: then a schedule of the Task may change its rates."""
     return not any(group.get(_OF_SPEC) for group in optimizer.param_groups)
 
 
 def restore_spec_settings(optimizer: Optimizer, spec: OptimizerSpec) -> None:
-    """After a checkpoint was taken: what the spec describes is as the spec says now. A Task's own stays as it was."""
+    """After loading a checkpoint: restore the settings of the present spec. A Task's own stay unchanged."""
     for group in optimizer.param_groups:
         if group.get(_OF_SPEC):
             group.update(_group_settings(spec))
@@ -92,13 +92,13 @@ def can_fuse(parameters: Iterable[Tensor]) -> bool:
 def _from_spec(spec: OptimizerSpec, parameters: list[nn.Parameter]) -> Optimizer:
     floating = all(torch.is_floating_point(each) for each in parameters)
     fused = True if spec.fused and floating and can_fuse(parameters) else None
-    groups: list[dict[str, Any]] = [{"params": parameters, _OF_SPEC: True}]  # a bare empty list would be refused
+    groups: list[dict[str, Any]] = [{"params": parameters, _OF_SPEC: True}]  # an empty list alone would be rejected
     kinds: dict[str, Callable[..., Optimizer]] = {"sgd": SGD, "adam": Adam, "adamw": AdamW}
     return kinds[spec.name](groups, **_group_settings(spec), fused=fused)
 
 
 def _group_settings(spec: OptimizerSpec) -> dict[str, Any]:
-    """Of one group, by the names that PyTorch gives them."""
+    """One group's settings, by PyTorch's names."""
     own = {"momentum": spec.momentum} if spec.name == "sgd" else {"betas": spec.betas}
     return {"lr": spec.learning_rate, "weight_decay": spec.weight_decay, **own}
 
@@ -107,5 +107,5 @@ def _set_momentum(group: dict[str, Any], momentum: float) -> None:
     if "betas" in group:
         if group["betas"][0] != momentum:
             group["betas"] = (momentum, *group["betas"][1:])
-    elif group.get("momentum"):  # 0 is the wish to have none
+    elif group.get("momentum"):  # 0 means none
         group["momentum"] = momentum

@@ -1,16 +1,16 @@
 """Selective Backprop (Jiang et al., arXiv:1910.00762): a backward pass for samples of high loss, a forward for all.
 
-Owns the recent losses and the samples that were chosen and wait for a batch of their own. Called by the Trainer in
-place of `ParallelModel.train_step`. A step takes one batch of candidates, so that epochs, positions and schedules count
-as they do without it; the weights move at those steps at which a whole batch of chosen samples has come together
-(about one in beta + 1), and at the others there are no gradients and the optimiser does nothing.
+Owns the recent losses and the chosen samples that wait for a full batch. Called by the Trainer instead of
+`ParallelModel.train_step`. A step takes one batch of candidates, so epochs, positions and schedules count as usual. The
+weights change at steps at which a full batch of chosen samples is complete (about one in beta + 1); at the others there
+are no gradients and the optimiser does nothing.
 
-What it is worth: fewer backward passes for the same accuracy, paid with a second forward pass of every sample that is
-chosen, and with more samples looked at. Measured here, LeNet to 85% on Fashion-MNIST (batch 128, Adam, one thread, two
-seeds; without it 450 steps, 3.7 s of CPU): with beta 0.5, 412 backward passes over 650 batches, 7.4 s; with beta 1, 342
-over 750, 7.6 s. So a quarter fewer backward passes, and twice the time. It can win where the backward pass is dear and
-most samples are long learnt (the paper: late in training, large images), and where Task.sample_losses is written: the
-default costs one call of the loss a sample.
+The benefit: fewer backward passes for the same accuracy, at the cost of a second forward pass of every chosen sample,
+and of more candidates. Measured here, LeNet to 85% on Fashion-MNIST (batch 128, Adam, one thread, two seeds; without it
+450 steps, 3.7 s of CPU): with beta 0.5, 412 backward passes over 650 batches, 7.4 s; with beta 1, 342 over 750, 7.6 s.
+So a quarter fewer backward passes, and twice the time. It can win where the backward pass is expensive and most samples
+are well learnt (the paper: late in training, large images), and where Task.sample_losses is written: the default calls
+the loss once per sample.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _REMEDY = "write Task.sample_losses(outputs, batch), which gives the loss of eac
 
 
 def count_profiled_steps(spec: TrainSpec) -> int:
-    """How many steps to look at for what one costs: here, about one in beta + 1 has a backward pass."""
+    """The number of steps to profile: here, about one in beta + 1 has a backward pass."""
     chosen = spec.selective_backprop
     return 1 if chosen is None else 4 * math.ceil(chosen.beta + 1)
 
 
 class SelectiveBackprop:
-    """Chooses by loss, collects, and steps. Seeded; its state goes into this rank's part of a checkpoint.
+    """Chooses by loss, collects, and steps. Seeded; its state is in this rank's part of a checkpoint.
 
     Not for pipelines, where no rank sees both the samples and their losses.
     """
@@ -48,14 +48,14 @@ class SelectiveBackprop:
     def __init__(self, spec: SelectiveSpec, model: ParallelModel, task: Task, seed: int) -> None:
         self._spec, self._model, self._task = spec, model, task
         self._parameters = [parameter for _, parameter in model.named_parameters()]
-        own_seed = (seed * 1_000_003 + model.data_rank) % 2**63  # alike on tensor peers; within what torch takes
+        own_seed = (seed * 1_000_003 + model.data_rank) % 2**63  # equal on tensor peers; within torch's range
         self._random = torch.Generator().manual_seed(own_seed)
         self._recent = torch.empty(0)
         self._waiting: Any = None  # a batch of chosen samples, oldest first
         self._num_waiting = 0
 
     def train_step(self, batch: Any, step: int) -> Tensor:
-        """Look at this rank's candidates; the gradients of a full batch of chosen ones, or none at all.
+        """Evaluate this rank's candidates; compute the gradients of a full batch of chosen ones, or none at all.
 
         Returns the mean loss over all candidates, detached, measured in evaluation mode. Collective.
         """
@@ -73,11 +73,11 @@ class SelectiveBackprop:
         return losses.mean()
 
     def state_dict(self) -> dict[str, Any]:
-        """The recent losses, the samples that wait, and where chance stands."""
+        """The recent losses, the waiting samples, and the random state."""
         return {"recent": self._recent, "waiting": self._waiting, "random": self._random.get_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly where `state_dict` was taken."""
+        """Continue exactly from `state_dict`."""
         device = self._parameters[0].device if self._parameters else torch.device("cpu")
         self._recent, self._waiting = state["recent"], map_tensors(state["waiting"], lambda tensor: tensor.to(device))
         self._num_waiting = 0 if self._waiting is None else count_samples(self._waiting)
@@ -85,7 +85,7 @@ class SelectiveBackprop:
 
     @torch.no_grad()
     def _compute_losses(self, batch: Any, size: int) -> Tensor:
-        """[B]: without dropout, and without a trace in batch-norm statistics or in the random state of training."""
+        """[B]: without dropout, and without changing batch-norm statistics or the random state of training."""
         module = self._model.modules[0]
         with eval_mode(module):
             outputs = module(*self._task.inputs(batch))
@@ -93,7 +93,7 @@ class SelectiveBackprop:
         return _compute_sample_losses(self._task, outputs, batch, size).float()
 
     def _choose(self, losses: Tensor) -> Tensor:
-        """The indices of the candidates that are chosen: each with (percentile of its loss) ** beta, section 3.1."""
+        """The indices of the chosen candidates: each with probability (percentile of its loss) ** beta, section 3.1."""
         self._recent = torch.cat([self._recent, losses])[-self._spec.history :]
         ordered = self._recent.sort().values
         percentiles = torch.searchsorted(ordered, losses, right=True) / len(ordered)
@@ -101,14 +101,14 @@ class SelectiveBackprop:
         return (drawn < percentiles**self._spec.beta).nonzero().flatten()
 
     def _collect(self, batch: Any, chosen: Tensor, size: int) -> None:
-        """Put the chosen ones behind those that wait; at most two batches wait for slower ranks, the newest ones."""
+        """Append the chosen samples to the waiting ones; at most the two newest batches wait for slower ranks."""
         new = map_tensors(batch, lambda tensor: tensor[chosen.to(tensor.device)])
         joined = new if self._waiting is None else _concatenate(self._waiting, new)
         self._num_waiting = min(self._num_waiting + len(chosen), 2 * size)
         self._waiting = map_tensors(joined, lambda tensor: tensor[len(tensor) - self._num_waiting :])
 
     def _is_batch_ready(self, size: int, losses: Tensor) -> bool:
-        """Whether every data rank has a whole batch: gradients are a common affair."""
+        """Whether every data rank has a full batch, since gradients are computed together."""
         is_ready = self._num_waiting >= size
         if self._model.num_data_ranks == 1:
             return is_ready
@@ -117,7 +117,7 @@ class SelectiveBackprop:
 
 
 def _compute_sample_losses(task: Task, outputs: Any, batch: Any, size: int) -> Tensor:
-    """[B]: as the Task says, or by asking its `loss` for one sample after another. Raises ConfigError."""
+    """[B]: from the Task, or by calling its `loss` for each sample. Raises ConfigError."""
     name = type(task).__name__
     losses = task.sample_losses(outputs, batch)
     if losses is None:
@@ -132,6 +132,6 @@ def _compute_sample_losses(task: Task, outputs: Any, batch: Any, size: int) -> T
 
 
 def _concatenate(waiting: Any, new: Any) -> Any:
-    """In the form of the new batch: a checkpoint gives a named tuple back as a plain one."""
+    """In the form of the new batch: a checkpoint restores a named tuple as a plain one."""
     tensors = tensors_of(waiting)
     return map_tensors(new, lambda tensor: torch.cat([next(tensors), tensor]))

@@ -1,1 +1,1 @@
-"""What a training run reports: events, console lines, the result."""
+"""The reports of a training run: events, console lines, the result."""

@@ -1,6 +1,6 @@
-"""A training run in lines of text: how far it is, and what went wrong though it goes on.
+"""A training run in lines of text: progress and problems.
 
-Called by `python -m shoal.train` and the job. Writes nothing but lines.
+Called by `python -m shoal.train` and the job. Only writes lines.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ INTERVAL_S = 2.0
 
 
 def format_metrics(values: Mapping[str, float]) -> str:
-    """Metrics, as a line ends with them."""
+    """Metrics for the end of a line."""
     return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
 
 
 class ConsoleLog:
-    """A journal that says aloud what it passes on: every evaluation, all trouble, and now and then how far it is."""
+    """An event log that also prints: every evaluation, every problem, and from time to time the progress."""
 
     def __init__(self, journal: EventLog, say: Callable[[str], None]) -> None:
         self._event_log, self._say = journal, say

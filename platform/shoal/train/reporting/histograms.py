@@ -1,7 +1,7 @@
 """The distributions of weights and gradients at one step, for TensorBoard.
 
-Called by the Trainer where `histograms_every_steps` asks for it, between a step and the next. Looks at what rank 0
-holds: of weights that are split, its part of them; of a pipeline, its stages. Communicates with nobody.
+Called by the Trainer between two steps if `histograms_every_steps` is set. Reads rank 0's part: of sharded weights its
+shard, of a pipeline its stages. No communication.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from shoal.parallel.model import ParallelModel
 from shoal.train.reporting.event_log import EventLog, NullLog
 
 NUM_BINS = 64
-CHUNK_SIZE = 2**24  # torch.histc counts in float32, which adds no 1 to more than that
+CHUNK_SIZE = 2**24  # torch.histc counts in float32, which cannot count further by 1
 
 
 def write_histograms(journal: EventLog, model: ParallelModel, step: int) -> None:
-    """Write `weights/NAME` and `gradients/NAME` of each parameter; costs nothing on ranks that write nothing."""
+    """Write `weights/NAME` and `gradients/NAME` of each parameter; free on ranks that write nothing."""
     if isinstance(journal, NullLog):
         return
     for name, parameter in model.named_parameters():
@@ -30,9 +30,9 @@ def write_histograms(journal: EventLog, model: ParallelModel, step: int) -> None
 
 
 def compute_histogram(tensor: Tensor, num_bins: int = NUM_BINS) -> tuple[np.ndarray, np.ndarray] | None:
-    """Counts [bins] and edges [bins + 1] of the finite values of this rank's part; None when there are none.
+    """Counts [bins] and edges [bins + 1] of the finite values of this rank's part; None if there are none.
 
-    Of complex values both parts are counted, of a sparse gradient the values that it has.
+    Counts both parts of complex values, and the stored values of a sparse gradient.
     """
     local = tensor.detach()
     local = local.to_local() if isinstance(local, DTensor) else local
@@ -42,7 +42,7 @@ def compute_histogram(tensor: Tensor, num_bins: int = NUM_BINS) -> tuple[np.ndar
     if not values.numel():
         return None
     low, high = (float(each) for each in torch.aminmax(values))
-    if low == high:  # a bin of some width around the one value
+    if low == high:  # a bin around the only value
         margin = max(abs(low), 1.0) * 1e-3
         low, high = low - margin, high + margin
     counts = torch.stack([torch.histc(part, num_bins, low, high).long() for part in values.split(CHUNK_SIZE)])

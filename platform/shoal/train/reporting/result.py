@@ -1,4 +1,4 @@
-"""How a training run ended: what the Trainer returns, the same on every rank, and what the record is closed with."""
+"""The outcome of a training run: returned by the Trainer, the same on every rank, and stored in the record."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 class TrainResult:
     """The end of one run.
 
-    reason:   which of `stop`'s criteria was met first, or "interrupted"
+    reason:   the criterion of `stop` that was met first, or "interrupted"
     detail:   the same in a sentence
-    steps:    of the optimiser, over all lives of the run
-    kept:     the step whose network was kept: `steps`, unless an earlier one was better
-    seconds:  of training and evaluation, over all lives
-    metrics:  of the network that was kept, from its evaluation (its loss under "loss"); {} when there was none
+    steps:    of the optimiser, over all attempts of the run
+    kept:     the step of the retained network: `steps`, unless an earlier one was better
+    seconds:  of training and evaluation, over all attempts
+    metrics:  of the retained network, from its evaluation (its loss under "loss"); {} without one
     weights:  the safetensors file of that network; None when the run was interrupted
     """
 
@@ -30,5 +30,5 @@ class TrainResult:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether the run was asked to end before any of its criteria was met; it can be resumed."""
+        """Whether a stop was requested before any criterion was met; the run can be resumed."""
         return self.reason == "interrupted"

@@ -1,7 +1,7 @@
-"""What a run has cost, and what it cost to become good: pure functions of the run record's rows.
+"""The cost of a run, and its cost to a target: pure functions of the run record's rows.
 
-Time-to-accuracy by DAWNBench's rules: the seconds of the training steps until the evaluation in which the target was
-first met; evaluation, checkpoints and start are not counted. Called at the end of a run and by the CLI.
+Time-to-accuracy by DAWNBench's rules: the seconds of the training steps until the evaluation that first met the target,
+without evaluations, checkpoints and start. Called at the end of a run and by the CLI.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from shoal.train.spec import TargetSpec
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-# The seconds of all training steps so far, over all lives of the run: logged with each evaluation.
+# The seconds of all training steps so far, over all attempts of the run: logged with each evaluation.
 TRAINING_S = "time/training_s"
 _S_PER_HOUR = 3600.0
 
 
 class Attempt(NamedTuple):
-    """A part of a run with one number of workers: `training_s` of the steps lay before it."""
+    """A part of a run with one number of workers; earlier steps took `training_s`."""
 
     training_s: float
     devices: int
@@ -35,7 +35,7 @@ class TargetReached:
     """The first evaluation that met the target.
 
     training_s: of the steps up to it
-    money:      devices x price x time, of each life with its own number of devices
+    money:      devices x price x time, with each attempt's own number of devices
     """
 
     step: int
@@ -45,9 +45,9 @@ class TargetReached:
 
 
 def compute_cost(seconds: float, lives: Sequence[Attempt], price_per_device_hour: float) -> float:
-    """What so many seconds of training have cost, in the price's currency; the lives in their order."""
+    """The cost of `seconds` of training, in the price's currency; the attempts are in order."""
     kept: list[Attempt] = []
-    for life in lives:  # one that goes on from an older checkpoint does again what those since then have done
+    for life in lives:  # one resumed from an older checkpoint repeats steps since then
         kept = [*(each for each in kept if each.training_s < life.training_s), life]
     ends = pairwise([*kept, Attempt(math.inf, 0)])
     device_s = sum(life.devices * max(0.0, min(seconds, end.training_s) - life.training_s) for life, end in ends)
@@ -55,7 +55,7 @@ def compute_cost(seconds: float, lives: Sequence[Attempt], price_per_device_hour
 
 
 def find_attempts(events: DataFrame, devices: int) -> list[Attempt]:
-    """The lives in the rows of `Run.events()`. Records that do not say where they began have one, of `devices`."""
+    """The attempts in the rows of `Run.events()`. Records without attempts have one, of `devices`."""
     began = list(events["details"][events["kind"] == "training"])
     if not began or any("training_s" not in each for each in began):
         return [Attempt(0.0, devices)]
@@ -79,8 +79,8 @@ def find_target_reached(
 def get_evaluations(metrics: DataFrame, column: str) -> list[tuple[int, float, float]]:
     """The rows (step, training_s, value) of one evaluated metric of `Run.metrics()`, in order of steps.
 
-    A row without the time takes that of the next one that has it: too long rather than too short. Rows after the last
-    known time are left out.
+    A row without the time takes that of the next row with one: rather too long than too short. Rows after the last
+    known time are omitted.
     """
     if column not in metrics or TRAINING_S not in metrics:
         return []

@@ -1,8 +1,8 @@
-"""What each part of a Task is worth: the Task whole, and once without each part, with the same seeds.
+"""The contribution of each part of a Task: the full Task, and once without each part, with the same seeds.
 
-Called by `shoal ablate`. Differences are taken between runs of one seed (the same data order, the same initial weights
-where the shapes agree), so that what the seed does to both is no part of them. Trains through a function that it is
-given (`alone.fit_locally`), one run after another; draws nothing.
+Called by `shoal ablate`. Differences are between runs of one seed (the same data order, and the same initial weights
+where the shapes agree), which removes the effect of the seed. Trains through a given function (`local.fit_locally`),
+one run after another; draws nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TrainFunction = Callable[[TrainSpec], TrainResult]
 
 @dataclass(frozen=True)
 class Variant:
-    """The Task whole, or with something removed or changed."""
+    """The full Task, or with a part removed or changed."""
 
     name: str
     spec: TrainSpec
@@ -38,7 +38,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class AblationRun:
-    """One run. values: the metrics of its evaluation, and COSTS; {} with a `failure` when it could not be trained."""
+    """One run. values: the metrics of its evaluation, and COSTS; {} with a `failure` if it could not be trained."""
 
     variant: str
     seed: int
@@ -68,8 +68,8 @@ class VariantSummary:
     """One variant over all seeds.
 
     values:      of each quantity
-    differences: this variant's value minus the whole's, seed by seed; {} for the whole itself
-    failures:    what kept single seeds from ending
+    differences: this variant's value minus the full Task's, seed by seed; {} for the full Task itself
+    failures:    the errors of runs that did not end
     """
 
     name: str
@@ -80,12 +80,12 @@ class VariantSummary:
 
 
 def build_variants(spec: TrainSpec, parts: Sequence[str], changes: Sequence[str]) -> list[Variant]:
-    """The whole Task first, then it without each of `parts` (all that it has when neither is named), then changed.
+    """First the full Task, then without each of `parts` (all if neither is given), then changed.
 
     parts:   names in `Task.parts`
-    changes: `NAME=a.b=c`; several of one name are one variant
+    changes: `NAME=a.b=c`; several with one name form one variant
 
-    Raises ConfigError for a part that there is not, a change that does not fit, or nothing to compare.
+    Raises ConfigError for an unknown part, an invalid change, or nothing to compare.
     """
     known: Mapping[str, Mapping[str, object]] = getattr(find_task(spec.task), "parts", {})
     for name in parts:
@@ -114,12 +114,12 @@ def ablate(
     train: TrainFunction,
     say: Callable[[AblationRun], None] = lambda _: None,
 ) -> list[AblationRun]:
-    """Every variant with every seed, from the spec's seed upwards; all are checked before the first is trained.
+    """Train every variant with every seed, from the spec's seed upwards; all are validated before the first is trained.
 
-    say: told of each run as it ends
+    say: called with each run as it ends
 
-    Raises ConfigError or PlanError, naming the variant, for one that cannot be trained at all, and what ends a whole
-    evening of runs anyway; a run that diverges or does not fit into memory is a result.
+    Raises ConfigError or PlanError, naming the variant, for one that cannot be trained at all, and errors that affect
+    all runs; a run that diverges or does not fit into memory is a result.
     """
     prints = {}
     for variant in variants:
@@ -131,7 +131,7 @@ def ablate(
             raise type(error)(error.field, error.value, problem, error.remedy) from error
     measured = []
     for offset in range(num_seeds):
-        for variant in variants:  # one after another within a seed: what drifts in the machine meets all alike
+        for variant in variants:  # in turn within a seed, so that drift of the machine affects all alike
             spec = variant.spec.model_copy(update={"seed": variant.spec.seed + offset})
             found = _run_variant(variant.name, spec, train, *prints[variant.name])
             measured.append(found)
@@ -142,7 +142,8 @@ def ablate(
 
 
 def summarise_variants(measured: Iterable[AblationRun]) -> list[VariantSummary]:
-    """Per variant, in order: the spread of each quantity, and of its difference from the whole with the same seed."""
+    """Per variant, in order: the spread of each quantity, and of its difference from the full Task with the same
+    seed."""
     runs: dict[str, dict[int, AblationRun]] = {}
     for each in measured:
         runs.setdefault(each.variant, {})[each.seed] = each
@@ -165,11 +166,11 @@ def summarise_variants(measured: Iterable[AblationRun]) -> list[VariantSummary]:
 
 
 def choose_metric(names: Sequence[str], spec: TrainSpec, wished: str | None = None) -> str:
-    """What the table shows first: what is wished for, what `stop` watches, or the first metric that is not the loss.
+    """The first metric of the table: `wished`, that of `stop`, or the first that is not the loss.
 
-    names: what an evaluation of the Task measures
+    names: the metrics of an evaluation
 
-    Raises ConfigError when it is not among them.
+    Raises ConfigError for an unknown one.
     """
     for watched in (wished, spec.stop.target and spec.stop.target.metric):
         if watched:

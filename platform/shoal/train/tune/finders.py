@@ -1,7 +1,7 @@
-"""What a run should be given before it is started: the learning rate, and the batch size that the memory holds.
+"""Find good settings before a run: the learning rate, and the batch size that fits into memory.
 
-Called by `shoal find`. Each finder builds the Task's network for itself, in this process and without a plan, tries, and
-lets it go: nothing of a run, and no random number of the caller, is touched. What it found is drawn by `pictures`.
+Called by `shoal find`. Each finder builds the Task's network in this process without a plan, tries it, and releases it:
+no run, and no random state of the caller, is changed. `plots` draws the results.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from shoal.train.task import make_task
 
 SMOOTHED_SHARE = 0.03  # of the sweep: the width of the window in which losses are averaged
 DIVERGENCE_FACTOR = 4.0  # times the best loss
-MIN_SIGNAL_TO_NOISE = 7.0  # times the noise of the averaged losses: of chance alone, 99% of sweeps fall by less
-SKIPPED_SHARE = 0.1  # of the sweep: at its very beginning the smoothing has little to go by
-FIRST_SIZE = 8  # the size that is tried first: small, and no trouble for batch-norm
+MIN_SIGNAL_TO_NOISE = 7.0  # times the noise of the averaged losses: by chance alone, 99% of sweeps fall by less
+SKIPPED_SHARE = 0.1  # of the sweep: at its beginning the smoothing has few values
+FIRST_SIZE = 8  # tried first: small, but enough for batch-norm
 PRECISION = 32  # the largest batch is found to within a 32nd
 NUM_TIMED, TIMED_S = 5, 2.0
 _CGROUP = Path("/sys/fs/cgroup")
@@ -47,11 +47,11 @@ _CGROUP = Path("/sys/fs/cgroup")
 class LearningRateResult:
     """A learning-rate range test (arXiv:1506.01186): one step at each rate, from low to high.
 
-    smoothed:   the losses, averaged over their neighbours on both sides, so that nothing is shifted
+    smoothed:   the losses, averaged over neighbours on both sides, which shifts nothing
     suggestion: where the smoothed loss falls steepest, by the logarithm of the rate; None when it never falls, or by
                 so little that it may be chance
-    lowest:     where it is lowest: a rate beyond is too high
-    diverged:   whether the sweep ended early for that
+    lowest:     where it is lowest: higher rates are too high
+    diverged:   whether the sweep ended early because of divergence
     """
 
     rates: list[float]
@@ -66,8 +66,8 @@ class LearningRateResult:
 class BatchTrial:
     """One batch size; rates are NaN where it did not fit.
 
-    memory_bytes: the most that was allocated at once: weights, optimiser, batch, activations and gradients
-    was_run:      False where the sizes before it said that it would not fit
+    memory_bytes: the peak allocation: weights, optimiser, batch, activations and gradients
+    was_run:      False if the smaller sizes predicted that it would not fit
     """
 
     batch_size: int
@@ -83,9 +83,9 @@ class BatchTrial:
 
 @dataclass(frozen=True)
 class BatchSizeResult:
-    """tried: in order of size. largest: that fits. fastest: in samples per second. limit_bytes: of memory.
+    """tried: by size. largest: the largest that fits. fastest: in samples per second. limit_bytes: of memory.
 
-    is_limited: whether it was the memory that ended the search, and not the samples, the time or `up_to`
+    is_limited: whether memory ended the search, and not the samples, the time or `up_to`
     """
 
     tried: list[BatchTrial]
@@ -98,9 +98,9 @@ class BatchSizeResult:
 def find_learning_rate(
     spec: TrainSpec, lowest: float = 1e-7, highest: float = 10.0, num_steps: int = 100
 ) -> LearningRateResult:
-    """Train for up to `num_steps` steps, each at a higher rate, and look at the losses.
+    """Train for up to `num_steps` steps, each at a higher rate, and analyse the losses.
 
-    Raises what building the Task raises, and ConfigError for an optimiser without rate and for a first loss that is not
+    Raises as building the Task does, and ConfigError for an optimiser without rate and for a first loss that is not
     finite.
     """
     rates = np.geomspace(lowest, highest, num_steps).tolist()
@@ -120,8 +120,8 @@ def find_learning_rate(
 
 
 def analyse_rates(rates: list[float], losses: list[float], diverged: bool) -> LearningRateResult:
-    """What a sweep says. Pure."""
-    finite = [loss for loss in losses if math.isfinite(loss)]  # only the last can be otherwise
+    """Analyse a sweep. Pure."""
+    finite = [loss for loss in losses if math.isfinite(loss)]  # only the last may be non-finite
     rates = rates[: len(finite)]
     width = max(1.0, SMOOTHED_SHARE * len(rates))
     smoothed = _smooth(np.asarray(finite), width)
@@ -142,10 +142,10 @@ def find_batch_size(
 ) -> BatchSizeResult:
     """The largest batch that one worker can step on, by doubling and bisection, and the speed at each size.
 
-    limit_bytes: of memory; None: what the device has free now, of a CPU's memory four fifths. On a CPU, a size that
-                 would not fit by the sizes before it is not tried: the machine is left usable.
-    up_to:       where the search ends; no more than there are samples, of which an iterable may not know the number
-    longest_s:   of a step; where it takes longer, sizes are not doubled any further
+    limit_bytes: of memory; None: the free memory of the device, or four fifths of a CPU's. On a CPU, a size that is
+                 predicted not to fit is not tried, so that the machine stays usable.
+    up_to:       the end of the search; at most the number of samples, which may be unknown for an iterable
+    longest_s:   of a step; a slower size is not doubled further
 
     Raises OutOfMemory when not even one sample fits.
     """
@@ -171,9 +171,9 @@ def measure_footprint(spec: TrainSpec) -> tuple[int, int]:
 
 
 def search_largest(fits: Callable[[int], bool], up_to: int, is_enough: Callable[[], bool] = lambda: False) -> int:
-    """The largest size in [1, up_to] that fits, to within a 32nd below it; 0 when none does.
+    """The largest size in [1, up_to] that fits, to within a 32nd below it; 0 if none does.
 
-    `fits` must be true up to some size and false beyond. Sizes are doubled until one does not fit or it is enough.
+    `fits` must be true up to some size and false beyond. Sizes are doubled until one does not fit or is enough.
     """
     low, high = 0, min(FIRST_SIZE, up_to)
     while fits(high):
@@ -188,7 +188,7 @@ def search_largest(fits: Callable[[int], bool], up_to: int, is_enough: Callable[
 
 
 class _BatchSearch:
-    """Steps on batches of given sizes, remembering what each took."""
+    """Steps on batches of given sizes, and remembers the measurements."""
 
     def __init__(self, parts: TrainComponents, device: torch.device, limit_bytes: int) -> None:
         self._parts, self._device, self._limit_bytes = parts, device, limit_bytes
@@ -197,7 +197,7 @@ class _BatchSearch:
         self.trials: dict[int, BatchTrial] = {}
 
     def fits(self, size: int) -> bool:
-        """Try this size, unless what is known already says that it cannot fit."""
+        """Try this size, unless earlier sizes predict that it cannot fit."""
         expected = self._expected_bytes(size)
         if self._device.type == "cpu" and expected > self._limit_bytes:
             tried: BatchTrial | None = BatchTrial(size, False, expected, was_run=False)
@@ -212,7 +212,7 @@ class _BatchSearch:
         return max(each.step_s for each in self.trials.values() if each.fits)
 
     def _expected_bytes(self, size: int) -> int:
-        """By the line through the two largest sizes that fitted; 0 when there are no two yet."""
+        """Extrapolate from the two largest sizes that fitted; 0 without two."""
         known = sorted((each.batch_size, each.memory_bytes) for each in self.trials.values() if each.fits)[-2:]
         if len(known) < 2:
             return 0
@@ -220,7 +220,7 @@ class _BatchSearch:
         return int(most + (most - least) / (large - small) * (size - large))
 
     def _run(self, size: int) -> BatchTrial | None:
-        """None where the data has not so many samples, of which an iterable need not know."""
+        """None if the data has too few samples, which may be unknown for an iterable."""
         try:
             batch = load_first_batch(self._data, size, self._device)
             if count_samples(batch) < size:
@@ -240,8 +240,8 @@ class _BatchSearch:
 
 
 def measure_step(parts: TrainComponents, batch: Any, device: torch.device) -> tuple[int, float]:
-    """Bytes allocated at the peak of a step, all that was there before included; and the seconds of one, the median."""
-    _run_step(parts, batch, 0)  # the optimiser's state, and what is made at a first call
+    """Bytes allocated at the peak of a step, including everything before; and the median seconds of a step."""
+    _run_step(parts, batch, 0)  # creates the optimiser's state, and whatever the first call creates
     parts.optimizer.zero_grad()
     there = state_of(parts.model.modules, parts.optimizer)
     held_bytes = bytes_of([*there["parameters"], *there["optimizer"], *tensors_of(batch)])
@@ -257,7 +257,7 @@ def measure_step(parts: TrainComponents, batch: Any, device: torch.device) -> tu
 
 @contextmanager
 def _single_device_components(spec: TrainSpec) -> Iterator[tuple[TrainComponents, torch.device]]:
-    """The parts of a run on one device, without a plan, a schedule, an average or a choice of samples."""
+    """The components of a run on one device, without a plan, a schedule, an average or selective backprop."""
     degrees = {"data": 1, "replicate": 1, "shard": False, "tensor": 1, "pipeline": 1}
     plan = spec.parallel.model_copy(update=degrees)
     changes = {"parallel": plan, "workers": 1, "schedule": ScheduleSpec(), "average": None, "selective_backprop": None}
@@ -269,7 +269,7 @@ def _single_device_components(spec: TrainSpec) -> Iterator[tuple[TrainComponents
 
 
 def _run_step(parts: TrainComponents, batch: Any, step: int) -> float:
-    """One step of the optimiser; the loss before it, known when the device is done."""
+    """Run one step of the optimiser; returns the loss before it, after the device has finished."""
     loss = parts.model.train_step(batch, step)
     if parts.spec.clip_norm is not None:
         parts.model.clip_gradients(parts.spec.clip_norm)
@@ -295,13 +295,13 @@ def _smooth(losses: np.ndarray, width: float) -> np.ndarray:
 
 
 def _estimate_noise(losses: np.ndarray, width: float) -> float:
-    """The standard deviation that chance alone gives to losses averaged over `width`, by how neighbours differ."""
+    """The standard deviation, by chance alone, of losses averaged over `width`, from differences of neighbours."""
     of_one = 1.4826 * float(np.median(np.abs(np.diff(losses)))) / math.sqrt(2)
     return of_one / math.sqrt(2 * math.sqrt(math.pi) * width)
 
 
 def _get_free_bytes(device: torch.device) -> int:
-    """Of the device; of a CPU's memory four fifths of what is free, also within a container's limit."""
+    """Of the device; for a CPU four fifths of the free memory, also within a container's limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     free = psutil.virtual_memory().available

@@ -1,6 +1,6 @@
-"""The pictures of what a finder or an ablation found, as PNG files.
+"""The plots of a finder's or an ablation's results, as PNG files.
 
-Called by the CLI. Takes what was found and gives bytes; draws with figures of its own, without a display.
+Called by the CLI. Takes results and returns bytes; uses figures of its own, without a display.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def plot_learning_rate(found: LearningRateResult, title: str) -> bytes:
-    """The loss over the rate, with what is suggested and what is too high."""
+    """The loss over the rate, with the suggested rate and the range that is too high."""
     figure, (axes,) = _make_figure(title, 1)
     axes.plot(found.rates, found.losses, color=RULE, linewidth=1, label="loss")
     axes.plot(found.rates, found.smoothed, color=LINE, linewidth=2, label="smoothed")
@@ -30,7 +30,7 @@ def plot_learning_rate(found: LearningRateResult, title: str) -> bytes:
     axes.axvline(found.lowest, color=MUTED, linewidth=1, linestyle=":", label=f"lowest: {found.lowest:.2g}")
     axes.set_xscale("log")
     low, high = min(found.smoothed), max(found.smoothed[0], min(found.smoothed))
-    axes.set_ylim(low - 0.1 * (high - low or 1.0), high + 0.6 * (high - low or 1.0))  # not the height of a divergence
+    axes.set_ylim(low - 0.1 * (high - low or 1.0), high + 0.6 * (high - low or 1.0))  # exclude divergence
     axes.set_xlabel("learning rate", color=MUTED)
     axes.legend(frameon=False, fontsize=8, labelcolor=INK)
     return to_png(figure)
@@ -62,9 +62,9 @@ def plot_batch_size(found: BatchSizeResult, title: str) -> bytes:
 
 
 def plot_ablation(worths: Sequence[VariantSummary], quantities: Sequence[tuple[str, str]], title: str) -> bytes:
-    """One panel a quantity, one row a variant: its mean and spread, the whole Task on top.
+    """One panel per quantity, one row per variant: its mean and spread, the full Task on top.
 
-    quantities: (name in `Worth.values`, label)
+    quantities: (name in `VariantSummary.values`, label)
     """
     figure, panels = _make_figure(title, len(quantities), height=1.4 + 0.34 * len(worths))
     rows = list(range(len(worths)))[::-1]

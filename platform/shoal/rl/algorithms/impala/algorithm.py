@@ -1,6 +1,6 @@
 """IMPALA: one learner, many actors that lag behind it (Espeholt et al., arXiv:1802.01561).
 
-Read top to bottom: the loss as a pure function, one update; the config is in `impala_config`. Called by the learner;
+Read top to bottom: the loss as a pure function, one update; the configuration is in `config`. Called by the learner;
 knows no clock, device, run or Ray.
 Legend: N steps, S segments laid end to end, B = S segments padded to T = the longest one.
 """
@@ -31,7 +31,7 @@ class ImpalaBatch(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """Scalars; `total` is what is minimised, means over the N steps."""
+    """Scalars; `total` is minimised, means over the N steps."""
 
     total: Tensor
     policy: Tensor
@@ -115,12 +115,12 @@ def update(
 
 
 def has_finite_loss(model: nn.Module, batch: ImpalaBatch, config: ImpalaConfig) -> bool:
-    """Whether `update` could learn from `batch`; leaves the weights as they are."""
+    """Whether `update` could learn from `batch`; the weights stay unchanged."""
     return bool(np.isfinite(list(_compute_gradients(model, batch, config).values())).all())
 
 
 def _compute_gradients(model: nn.Module, batch: ImpalaBatch, config: ImpalaConfig) -> dict[str, float]:
-    """Put the clipped gradients of the loss into the model; the metrics of an update."""
+    """Store the clipped gradients of the loss in the model; returns an update's metrics."""
     logits, values = model(batch.observations)
     losses = impala_loss(logits, values, batch, config)
     model.zero_grad(set_to_none=True)

@@ -1,6 +1,6 @@
-"""What IMPALA is told. No torch: whoever starts a run, and the gateway, read it and compute nothing.
+"""IMPALA's configuration. Imports no torch: launchers and the gateway read it without computing.
 
-Called by specs of runs; `impala` goes by it.
+Used in run specs and by `algorithm`.
 """
 
 from __future__ import annotations
