@@ -292,7 +292,7 @@ def test_an_endpoint_is_closed_also_when_its_record_cannot_be_written(monkeypatc
         raise RunError("the record is locked")
 
     @contextmanager
-    def create(*arguments: object) -> Iterator[SimpleNamespace]:
+    def create(*arguments: object, **options: object) -> Iterator[SimpleNamespace]:
         yield SimpleNamespace(record_endpoint=record)
 
     endpoint = SimpleNamespace(

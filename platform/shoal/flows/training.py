@@ -77,17 +77,19 @@ def run_training(spec: TrainSpec, job: str, checked: ValidatedRun | None = None)
 
     checked: the result of an earlier validation
     """
-    outcome = train_on_cluster(spec, job, checked)
-    if outcome.is_interrupted:
+    run_id, result = _train_recorded(spec, job, checked or validate_run(spec), registers=True)
+    if result.is_interrupted:
         raise KeyboardInterrupt
-    return outcome.run_id
+    return run_id
 
 
-def train_on_cluster(
-    spec: TrainSpec, job: str, checked: ValidatedRun | None = None, *, registers: bool = True
-) -> TrainResult:
+def train_on_cluster(spec: TrainSpec, job: str, *, registers: bool = True) -> TrainResult:
     """Train in workers of the connected cluster. Raises a ShoalError as `run_training`."""
-    checked = checked or validate_run(spec)
+    return _train_recorded(spec, job, validate_run(spec), registers=registers)[1]
+
+
+def _train_recorded(spec: TrainSpec, job: str, checked: ValidatedRun, *, registers: bool) -> tuple[str, TrainResult]:
+    """The run's id and result; its report is written unless it was interrupted."""
     with shoal.runs.recording(
         spec.to_yaml(),
         job,
@@ -96,10 +98,10 @@ def train_on_cluster(
         resumed=spec.resume,
         run_id=expected_run_id(),
     ) as recorder:
-        outcome = _TrainingRun(spec, checked, recorder, registers).run()
-    if not outcome.is_interrupted:
+        result = _TrainingRun(spec, checked, recorder, registers).run()
+    if not result.is_interrupted:
         shoal.runs.write_report_at_end(recorder.id)
-    return outcome
+    return recorder.id, result
 
 
 @dataclass(frozen=True, slots=True)
