@@ -25,7 +25,7 @@ LEVELS = [
     {"actor", "client"},
     {"cost"},
     {"checkpoint", "parallel", "data", "models"},
-    {"runs", "registry"},
+    {"runs", "registry", "trees"},
     {"weights"},
     {"open_inference"},
     {"wire"},

@@ -1,0 +1,73 @@
+"""Matrix products of NumPy arrays on CPU: by the quicker of NumPy's library and torch's, on as many threads as torch.
+
+The wheels of both bring libraries of their own (OpenBLAS and MKL), and which one is quicker depends on the processor: by
+a factor of two on some. Called by the cells that are written in NumPy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import numpy as np
+import torch
+from threadpoolctl import ThreadpoolController
+
+Matrix = np.ndarray
+Product = Callable[[Matrix, Matrix], Matrix]
+_SIZE, _NUM_TRIALS = (256, 150, 600), 5
+
+
+def multiply_by_numpy(a: Matrix, b: Matrix) -> Matrix:
+    """[m, k] @ [k, n]."""
+    return a @ b
+
+
+def multiply_by_torch(a: Matrix, b: Matrix) -> Matrix:
+    """[m, k] @ [k, n]."""
+    product: Matrix = torch.mm(torch.from_numpy(a), torch.from_numpy(b)).numpy()
+    return product
+
+
+@cache
+def find_fastest_product(num_threads: int, dtype: str) -> Product:
+    """By a trial of some milliseconds, once in a process for each number of threads and data type."""
+    m, k, n = _SIZE
+    random = np.random.default_rng(0)
+    a, b = (random.standard_normal(shape).astype(dtype) for shape in ((m, k), (n, k)))
+    best = {multiply_by_numpy: np.inf, multiply_by_torch: np.inf}
+    for _ in range(_NUM_TRIALS):
+        for multiply in best:
+            began_s = time.perf_counter()
+            multiply(a, b.T)
+            best[multiply] = min(best[multiply], time.perf_counter() - began_s)
+    return min(best, key=best.__getitem__)
+
+
+@contextmanager
+def use_torch_threads() -> Iterator[Product]:
+    """Within, NumPy's library takes as many threads as torch may; gives the product to use.
+
+    torch's setting does not bind NumPy's library, whose threads then fight those of other processes.
+    """
+    num_threads = torch.get_num_threads()
+    libraries = _numpy_libraries()
+    before = [library.get_num_threads() for library in libraries]
+    for library, num in zip(libraries, before, strict=True):
+        if num != num_threads:
+            library.set_num_threads(num_threads)
+    try:
+        yield find_fastest_product(num_threads, "float32")
+    finally:
+        for library, num in zip(libraries, before, strict=True):
+            if num != num_threads:
+                library.set_num_threads(num)
+
+
+@cache
+def _numpy_libraries() -> list:
+    """NumPy's BLAS among the libraries of this process; a library of torch's follows torch's setting already."""
+    found = ThreadpoolController().select(user_api="blas").lib_controllers
+    return [each for each in found if "numpy" in each.filepath]

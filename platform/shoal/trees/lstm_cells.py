@@ -1,0 +1,122 @@
+"""Tree-LSTMs (Tai et al., arXiv:1503.00075): the child-sum one, equations 2 to 8, and the N-ary one, equations 9 to 14.
+
+On a CPU a batch of trees is one function of autograd in NumPy (`lstm_function`); chains are handed to torch's LSTM;
+otherwise the cell runs level by level. All give the same values. Legend: see `cell`; H hidden units, D features of a
+node, gates in the order f i o u; w = H for child-sum, K H for N-ary with at most K children.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from shoal.trees.cell import Cell, Children
+from shoal.trees.lstm_function import TreeLSTMFunction
+from shoal.trees.plan import TreePlan
+
+
+class _LSTMCell(Cell):
+    """What both have in common.
+
+    input: W x + b, [4H]; below: U, [f rows + 3H, w]: the rows of f are H for each child, then i, o, u
+    """
+
+    num_states = 2
+
+    def __init__(self, input_size: int, hidden_size: int, num_slots: int) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.input = nn.Linear(input_size, 4 * hidden_size)
+        width = num_slots * hidden_size
+        self.below = nn.Linear(width, width + 3 * hidden_size, bias=False)
+        bound = hidden_size**-0.5
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def project(self, x: Tensor) -> Tensor:
+        projected: Tensor = self.input(x)
+        return projected
+
+    def run_batch(self, x: Tensor, plan: object) -> Tensor | None:
+        assert isinstance(plan, TreePlan)
+        weights = self.input.weight, self.input.bias, self.below.weight
+        if plan.max_arity == 1 and plan.is_forest:
+            return _run_chains(x, *weights, plan)
+        is_plain = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+        if not is_plain or not plan.is_forest or not plan.num_inner or torch.is_autocast_enabled("cpu"):
+            return None
+        outputs: Tensor = TreeLSTMFunction.apply(x, *weights, plan, self.max_arity is not None)
+        return outputs
+
+
+class ChildSumLSTMCell(_LSTMCell):
+    """The child-sum Tree-LSTM, for nodes with any number of children whose order does not matter.
+
+    x [N, D]; states h and c, each [N, H]. Source: arXiv:1503.00075, equations 2 to 8.
+    """
+
+    def __init__(self, input_size: int, hidden_size: int) -> None:
+        super().__init__(input_size, hidden_size, num_slots=1)
+
+    def forward(self, x: Tensor, children: Children) -> tuple[Tensor, Tensor]:
+        H = self.hidden_size
+        from_x, gates = x.split([H, 3 * H], 1)
+        kept: Tensor | float = 0.0
+        if children:
+            h, c = children.states
+            of_f, of_gates = self.below.weight.split([H, 3 * H])
+            forget = torch.sigmoid(children.expand(from_x) + nn.functional.linear(h, of_f))  # (4)
+            gates = gates + nn.functional.linear(children.sum(h), of_gates)  # (2), (3), (5), (6)
+            kept = children.sum(forget * c)
+        return _finish(gates, kept)
+
+
+class NaryLSTMCell(_LSTMCell):
+    """The N-ary Tree-LSTM, for nodes with at most `max_arity` children in an order; a child that is missing counts as 0.
+
+    x [N, D]; states h and c, each [N, H]. Source: arXiv:1503.00075, equations 9 to 14.
+    """
+
+    def __init__(self, input_size: int, hidden_size: int, max_arity: int = 2) -> None:
+        super().__init__(input_size, hidden_size, num_slots=max_arity)
+        self.max_arity = max_arity
+
+    def forward(self, x: Tensor, children: Children) -> tuple[Tensor, Tensor]:
+        H = self.hidden_size
+        from_x, gates = x.split([H, 3 * H], 1)
+        kept: Tensor | float = 0.0
+        if children:
+            h, c = children.states
+            h_m = children.stack(h).flatten(1)  # [m, a H]
+            width = h_m.shape[1]
+            of_f, of_gates = self.below.weight[:width, :width], self.below.weight[-3 * H :, :width]
+            forget = torch.sigmoid(children.expand(from_x) + nn.functional.linear(h_m, of_f).view(-1, H))  # (10)
+            gates = gates + nn.functional.linear(h_m, of_gates)  # (9), (11), (12)
+            kept = children.sum(forget * c)
+        return _finish(gates, kept)
+
+
+def _finish(gates: Tensor, kept: Tensor | float) -> tuple[Tensor, Tensor]:
+    """Gates i o u [m, 3H] before their functions, and what is left of the children's memory [m, H], to h and c."""
+    i, o, u = gates.chunk(3, 1)
+    c = torch.sigmoid(i) * torch.tanh(u) + kept
+    return torch.sigmoid(o) * torch.tanh(c), c
+
+
+def _run_chains(x: Tensor, W: Tensor, b: Tensor, U: Tensor, plan: TreePlan) -> Tensor:
+    """Nodes with one child are steps of an LSTM from the leaf to the root: the same equations, in torch's own kernel."""
+    H, T = len(b) // 4, plan.num_trees
+    below = torch.cat([U[:H, :H], U[-3 * H :, :H]])
+    f, i, o, u = range(4)
+    weights = [torch.cat([each.view(4, H, -1)[gate] for gate in (i, f, u, o)]) for each in (W, below, b.unsqueeze(1))]
+    parameters = [weights[0], weights[1], weights[2].squeeze(1), torch.zeros_like(b)]
+    num_steps, rest = divmod(plan.num_nodes, T)
+    zeros = x.new_zeros(1, T, H)
+    if not rest and plan.num_levels == num_steps:  # all of one length: both orders are step by step, chain by chain
+        steps, *_ = torch.lstm(x.view(num_steps, T, -1), (zeros, zeros), parameters, True, 1, 0.0, False, False, False)
+        return steps.reshape(plan.num_nodes, H)
+    packed = plan.packed_chains
+    places = torch.from_numpy(packed.places).to(x.device)
+    counts = torch.from_numpy(packed.counts)
+    steps, *_ = torch.lstm(x.index_select(0, places), counts, (zeros, zeros), parameters, True, 1, 0.0, False, False)
+    return steps.index_select(0, torch.from_numpy(packed.rows).to(x.device))
