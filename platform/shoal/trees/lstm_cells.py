@@ -72,7 +72,7 @@ class ChildSumLSTMCell(_LSTMCell):
 
 
 class NaryLSTMCell(_LSTMCell):
-    """The N-ary Tree-LSTM, for nodes with at most `max_arity` children in an order; a child that is missing counts as 0.
+    """The N-ary Tree-LSTM, for at most `max_arity` children in an order; a missing child counts as 0.
 
     x [N, D]; states h and c, each [N, H]. Source: arXiv:1503.00075, equations 9 to 14.
     """
@@ -104,7 +104,7 @@ def _finish(gates: Tensor, kept: Tensor | float) -> tuple[Tensor, Tensor]:
 
 
 def _run_chains(x: Tensor, W: Tensor, b: Tensor, U: Tensor, plan: TreePlan) -> Tensor:
-    """Nodes with one child are steps of an LSTM from the leaf to the root: the same equations, in torch's own kernel."""
+    """Nodes with one child are steps of an LSTM from leaf to root: the same equations, in torch's own kernel."""
     H, T = len(b) // 4, plan.num_trees
     below = torch.cat([U[:H, :H], U[-3 * H :, :H]])
     f, i, o, u = range(4)

@@ -65,7 +65,7 @@ class TreeLSTMFunction(torch.autograd.Function):
 
 
 def _compute(x: Array, W: Array, b: Array, U: Array, plan: TreePlan, is_nary: bool, product: Product) -> _Saved:
-    H, w, N, L, E = len(b) // 4, U.shape[1], len(x), plan.num_leaves, len(plan.edge_parent)
+    H, w, N, L = len(b) // 4, U.shape[1], len(x), plan.num_leaves
     half = np.repeat(np.array([0.5, 1], x.dtype), [w + 2 * H, H])  # f i o by a sigmoid, u by tanh
     below = (U * half[:, None]).T  # [w, w + 3H]
     into = (W * half[w - H :, None]).T  # [D, 4H]
@@ -95,7 +95,6 @@ def _compute(x: Array, W: Array, b: Array, U: Array, plan: TreePlan, is_nary: bo
         if piece.arity != 0:
             c_m += _sum_children(f_e * c[kids], piece.arity, first)
         c[own], h[own] = c_m, a[:, H : 2 * H] * np.tanh(c_m, out=tanh_c[at])
-    assert E == len(forget)
     return _Saved(x, W, U, gates, forget, h, c, tanh_c, seen, pieces)
 
 

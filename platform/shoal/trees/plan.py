@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,7 +118,7 @@ class TreePlan:
         return PackedChains(places, counts, rows)
 
     def split_levels(self, max_nodes: int, *, by_arity: bool) -> list[Piece]:
-        """The levels in their order, leaves first, in pieces of at most `max_nodes`; with `by_arity`, of equal arity."""
+        """The levels in their order, leaves first, in pieces of at most `max_nodes`; by arity, too."""
         ends = [*range(max_nodes, self.num_leaves, max_nodes), self.num_leaves]
         pieces = [Piece(slice(begin, end), slice(0, 0), 0) for begin, end in zip([0, *ends], ends, strict=False)]
         if not self.num_inner:
@@ -131,7 +132,7 @@ class TreePlan:
         edges, first = self.first_edge[cuts].tolist(), self.arity[cuts[:-1]].tolist()
         same = np.maximum.reduceat(self.arity, cuts[:-1]) == np.minimum.reduceat(self.arity, cuts[:-1])
         places = (cuts + self.num_leaves).tolist()
-        for index, (begin, end) in enumerate(zip(places, places[1:], strict=False)):
+        for index, (begin, end) in enumerate(pairwise(places)):
             arity = first[index] if same[index] else None
             pieces.append(Piece(slice(begin, end), slice(edges[index], edges[index + 1]), arity))
         return pieces
