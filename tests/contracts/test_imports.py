@@ -23,7 +23,7 @@ LEVELS = [
     {"train", "rl", "serve", "population", "stream"},
     {"cluster"},
     {"actor", "client"},
-    {"cost"},
+    {"cost", "sync"},
     {"checkpoint", "parallel", "data", "models"},
     {"runs", "registry", "trees"},
     {"weights"},

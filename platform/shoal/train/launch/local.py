@@ -20,6 +20,7 @@ from shoal.home import home
 from shoal.parallel import World
 from shoal.runs import Run, RunRecorder, Status
 from shoal.train.launch.finalize import finalize_run
+from shoal.train.launch.parameter_server import fit_replicas
 from shoal.train.launch.predicted_cost import predict_cost_details
 from shoal.train.launch.shutdown_signal import TORCHRUN, shutdown_event
 from shoal.train.launch.validate import validate_run
@@ -55,7 +56,8 @@ def fit_locally(
     predicts:  record the predicted cost, which takes a second or two at the beginning
     say:       receives lines about progress and problems
     """
-    workers = int(os.environ.get("WORLD_SIZE", "1"))
+    is_synchronous = spec.sync.kind == "all_reduce"
+    workers = int(os.environ.get("WORLD_SIZE", "1")) if is_synchronous else spec.workers
     is_told = predicts and os.environ.get("RANK", "0") == "0"
     spec = spec.model_copy(update={"workers": workers})
     if renews:
@@ -74,16 +76,12 @@ def fit_locally(
             journal = ConsoleLog(journal, say)
         if cost:
             journal.record_event(PREDICTED, **cost)
-        trainer = Trainer(
-            spec,
-            make_task(spec.task, spec.args),
-            world,
-            folder,
-            run_id=run_id,
-            journal=journal,
-            should_stop=stop.is_set,
-        )
-        outcome = trainer.run()
+        if is_synchronous:
+            task = make_task(spec.task, spec.args)
+            trainer = Trainer(spec, task, world, folder, run_id=run_id, journal=journal, should_stop=stop.is_set)
+            outcome = trainer.run()
+        else:
+            outcome = fit_replicas(spec, run_id, folder, journal, stop.is_set)
         if recorder is not None:
             finalize_run(spec, outcome, checked, recorder, registers=registers)
         world.barrier()

@@ -77,6 +77,7 @@ class TrainComponents:
     selective: SelectiveBackprop | None
     steps_per_epoch: int | None
     num_parameters: int
+    finished_steps: int | None = None  # of the run, where replicas are at steps of their own
 
     def train_step(self, batch: Any, step: int) -> Tensor:
         """Run one step over this rank's share: computes the gradients, returns the mean loss, detached."""
@@ -131,6 +132,8 @@ class TrainComponents:
         if self.steps_per_epoch is None:
             return None
         data = self.training
+        if self.finished_steps is not None:
+            return float(self.finished_steps)
         within = self.steps_per_epoch if data.is_at_end() else data.position / self.spec.batch_size
         return data.epoch * self.steps_per_epoch + within
 
@@ -218,8 +221,13 @@ class TrainComponents:
         self.model.close()
 
 
-def build_components(spec: TrainSpec, task: Task, world: World) -> TrainComponents:
+def build_components(
+    spec: TrainSpec, task: Task, world: World, replica: tuple[int, int] | None = None
+) -> TrainComponents:
     """Build everything for this rank of `world`.
+
+    replica: (index, number) of this process among replicas that no plan connects; each reads its share of the training
+             data, and all of the validation data
 
     Raises PlanError, DataError and ConfigError, on every rank alike, before any communication.
     """
@@ -227,12 +235,12 @@ def build_components(spec: TrainSpec, task: Task, world: World) -> TrainComponen
     spec.parallel.compute_micro_batch_size(spec.batch_size, degrees)
     data = load_data(task, spec.task)
     share = (degrees.coordinates(world.rank).data, degrees.data)
-    training = _make_loader(spec, data, world, share, is_training=True)
+    training = _make_loader(spec, data, world, replica or share, is_training=True)
     validation = _make_loader(spec, data, world, share, is_training=False) if data.validation is not None else None
     seed_everything(spec.seed)
     network = build_model(task, spec.task)
     num_parameters = sum(parameter.numel() for parameter in network.parameters())
-    example = load_first_batch(data, spec.batch_size // degrees.data, world.device)
+    example = load_first_batch(data, spec.batch_size // (replica[1] if replica else degrees.data), world.device)
     model = parallelize(network, task, spec.parallel, degrees, world, example, spec.seed)
     optimizer = make_optimizer(task, spec.optimizer, [parameter for _, parameter in model.named_parameters()])
     steps_per_epoch = training.num_batches

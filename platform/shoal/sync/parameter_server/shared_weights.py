@@ -1,0 +1,105 @@
+"""Memory that a server shares with the workers of its host: its weights in two turns, and a gradient for each worker.
+
+    one server   one anonymous file (memfd), mapped by all: [header][weights, turn 0][turn 1][gradient of worker 0] ...
+
+The server writes new weights into the turn that is not the newest, and then makes it the newest. A reader is told turn
+and version by the server, copies, and then compares the header: a turn that was overwritten meanwhile has another
+version there, since the server changes the header first. So no reader keeps weights of two versions. The messages
+between server and worker order the accesses to the memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_HEADER_BYTES, _ALIGNMENT = 64, 64
+WRITING = -1  # in place of a version
+
+
+class MemoryAddress(NamedTuple):
+    """Where the memory is: a descriptor of a process of this host, and its division."""
+
+    process: int
+    descriptor: int
+    num_elements: int
+    num_workers: int
+
+
+class SharedWeights:
+    """One process's mapping. Elements are float32."""
+
+    def __init__(self, address: MemoryAddress, memory: mmap.mmap) -> None:
+        self.address, self._memory = address, memory
+        size, n = address.num_elements, address.num_workers
+        stride = _aligned(4 * size)
+        everything = torch.frombuffer(memory, dtype=torch.uint8)
+
+        def vector(index: int) -> Tensor:
+            first = _HEADER_BYTES + index * stride
+            return everything[first : first + 4 * size].view(torch.float32)
+
+        self._versions = everything[:_HEADER_BYTES].view(torch.int64)[:2]  # of both turns
+        self._turns = [vector(0), vector(1)]
+        self.gradients = [vector(2 + worker) for worker in range(n)]
+
+    @classmethod
+    def create(cls, num_elements: int, num_workers: int) -> SharedWeights:
+        """The server's: the descriptor stays open, so that workers can open it by this process's number."""
+        descriptor = os.memfd_create("shoal-weights")
+        address = MemoryAddress(os.getpid(), descriptor, num_elements, num_workers)
+        os.truncate(descriptor, _size_bytes(address))
+        made = cls(address, mmap.mmap(descriptor, _size_bytes(address)))
+        made._versions.fill_(WRITING)
+        return made
+
+    @classmethod
+    def open(cls, address: MemoryAddress) -> SharedWeights:
+        """A worker's. Raises OSError when the server is gone, or on another host."""
+        descriptor = os.open(f"/proc/{address.process}/fd/{address.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return cls(address, mmap.mmap(descriptor, _size_bytes(address)))
+        finally:
+            os.close(descriptor)
+
+    def publish(self, weights: Tensor, version: int) -> int:
+        """Make `weights` the newest ones; returns their turn. Called by the server alone."""
+        turn = 1 - self.newest_turn
+        self._versions[turn] = WRITING
+        self._turns[turn].copy_(weights)
+        self._versions[turn] = version
+        return turn
+
+    @property
+    def newest_turn(self) -> int:
+        return int(self._versions[1] > self._versions[0])
+
+    def get_versions(self) -> tuple[int, int]:
+        """The versions of both turns; WRITING: none yet, or being written."""
+        first, second = self._versions.tolist()
+        return first, second
+
+    def find_turn(self, version: int) -> Tensor | None:
+        """The weights of this version, if a turn has them."""
+        versions = self.get_versions()
+        return self._turns[versions.index(version)] if version in versions else None
+
+    def close(self) -> None:
+        """Release the mapping. Idempotent."""
+        self._turns, self.gradients = [], []
+        self._versions = torch.empty(0, dtype=torch.int64)
+        if self.address.process == os.getpid() and self.address.descriptor >= 0:
+            os.close(self.address.descriptor)
+            self.address = self.address._replace(descriptor=-1)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _size_bytes(address: MemoryAddress) -> int:
+    return _HEADER_BYTES + (2 + address.num_workers) * _aligned(4 * address.num_elements)
