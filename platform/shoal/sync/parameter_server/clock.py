@@ -70,6 +70,10 @@ class Clock:
     _workers: dict[int, _Worker] = field(default_factory=dict)
     _prepared: dict[int, Push] = field(default_factory=dict)  # of the present round, by worker
     _lives: dict[int, int] = field(default_factory=dict)
+    _expected: set[int] = field(default_factory=set)  # workers that have not joined yet: they are waited for
+
+    def __post_init__(self) -> None:
+        self._expected = set(range(self.num_workers))
 
     @property
     def steps(self) -> int:
@@ -85,11 +89,18 @@ class Clock:
         self._lives[worker] = incarnation = self._lives.get(worker, 0) + 1
         others = [each.clock for number, each in self._workers.items() if number != worker]
         self._prepared.pop(worker, None)
+        self._expected.discard(worker)
         self._workers[worker] = _Worker(incarnation, min(others, default=0))
         return incarnation
 
     def leave(self, worker: int, incarnation: int) -> list[Update]:
-        """A worker is gone: nobody waits for it any more. Its pushes that are updates stay. Returns what that allows."""
+        """A worker is gone, or will not come (incarnation 0): it is waited for no more. Returns the updates that follow.
+
+        Its pushes that are updates stay.
+        """
+        if incarnation == 0:
+            self._expected.discard(worker)
+            return self._close_round()
         found = self._workers.get(worker)
         if found is None or found.incarnation != incarnation:
             return []
@@ -119,7 +130,7 @@ class Clock:
 
     def take_released(self) -> list[int]:
         """The waiting workers that may begin their next step now."""
-        slowest = min((each.clock for each in self._workers.values()), default=0)
+        slowest = 0 if self._expected else min((each.clock for each in self._workers.values()), default=0)
         released = []
         for number, worker in self._workers.items():
             if worker.is_waiting and number not in self._prepared and self._is_near(worker.clock - slowest):
@@ -141,7 +152,7 @@ class Clock:
 
     def _close_round(self) -> list[Update]:
         """With staleness 0: the update of this round, if enough workers have pushed."""
-        enough = max(1, len(self._workers) - self.backups)
+        enough = max(1, len(self._workers) + len(self._expected) - self.backups)
         if self.staleness != 0 or not self._prepared or len(self._prepared) < enough:
             return []
         pushes = [self._prepared[worker] for worker in sorted(self._prepared)]

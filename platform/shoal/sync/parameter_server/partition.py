@@ -6,6 +6,7 @@ by itself, a server owns a range of that vector, whatever tensors it cuts; with 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
@@ -134,7 +135,9 @@ def take_part(optimizer: Optimizer, partition: Partition, server: int, vector: T
     if whole:  # a class whose constructor is unknown
         optimizer.param_groups[:] = groups
         return optimizer
-    return type(optimizer)([group for group in groups if group["params"]], **optimizer.defaults)
+    accepted = inspect.signature(type(optimizer)).parameters
+    defaults = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+    return type(optimizer)([group for group in groups if group["params"]], **defaults)
 
 
 def plan_partition(optimizer: Optimizer, num_servers: int) -> Partition:

@@ -64,7 +64,9 @@ class Service:
     def close(self) -> None:
         """End the thread. Idempotent."""
         self._is_closing = True
-        if self._thread.ident is not None:
+        if self._thread.ident is None:
+            self._socket.close()
+        else:
             self._thread.join()
 
 

@@ -33,8 +33,8 @@ class MemoryAddress(NamedTuple):
 class SharedWeights:
     """One process's mapping. Elements are float32."""
 
-    def __init__(self, address: MemoryAddress, memory: mmap.mmap) -> None:
-        self.address, self._memory = address, memory
+    def __init__(self, address: MemoryAddress, memory: mmap.mmap, *, owns_descriptor: bool = False) -> None:
+        self.address, self._owns_descriptor = address, owns_descriptor
         size, n = address.num_elements, address.num_workers
         stride = _aligned(4 * size)
         everything = torch.frombuffer(memory, dtype=torch.uint8)
@@ -53,7 +53,7 @@ class SharedWeights:
         descriptor = os.memfd_create("shoal-weights")
         address = MemoryAddress(os.getpid(), descriptor, num_elements, num_workers)
         os.truncate(descriptor, _size_bytes(address))
-        made = cls(address, mmap.mmap(descriptor, _size_bytes(address)))
+        made = cls(address, mmap.mmap(descriptor, _size_bytes(address)), owns_descriptor=True)
         made._versions.fill_(WRITING)
         return made
 
@@ -92,9 +92,9 @@ class SharedWeights:
         """Release the mapping. Idempotent."""
         self._turns, self.gradients = [], []
         self._versions = torch.empty(0, dtype=torch.int64)
-        if self.address.process == os.getpid() and self.address.descriptor >= 0:
+        if self._owns_descriptor:
             os.close(self.address.descriptor)
-            self.address = self.address._replace(descriptor=-1)
+            self._owns_descriptor = False
 
 
 def _aligned(size: int) -> int:
