@@ -1,7 +1,7 @@
 """Matrix products of NumPy arrays on CPU: by the quicker of NumPy's library and torch's, on as many threads as torch.
 
-The wheels of both bring libraries of their own (OpenBLAS and MKL), and which one is quicker depends on the processor: by
-a factor of two on some. Called by the cells that are written in NumPy.
+The wheels of both bring libraries of their own (OpenBLAS and MKL), and which one is quicker depends on the processor:
+by a factor of two on some. Called by the cells that are written in NumPy.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
-from threadpoolctl import ThreadpoolController
+from threadpoolctl import ThreadpoolController  # type: ignore[import-untyped]
 
 Matrix = np.ndarray
 Product = Callable[[Matrix, Matrix], Matrix]
@@ -22,7 +23,8 @@ _SIZE, _NUM_TRIALS = (256, 150, 600), 5
 
 def multiply_by_numpy(a: Matrix, b: Matrix) -> Matrix:
     """[m, k] @ [k, n]."""
-    return a @ b
+    product: Matrix = a @ b
+    return product
 
 
 def multiply_by_torch(a: Matrix, b: Matrix) -> Matrix:
@@ -67,7 +69,7 @@ def use_torch_threads() -> Iterator[Product]:
 
 
 @cache
-def _numpy_libraries() -> list:
+def _numpy_libraries() -> list[Any]:
     """NumPy's BLAS among the libraries of this process; a library of torch's follows torch's setting already."""
     found = ThreadpoolController().select(user_api="blas").lib_controllers
     return [each for each in found if "numpy" in each.filepath]

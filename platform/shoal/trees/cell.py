@@ -16,7 +16,7 @@ from torch import Tensor, nn
 class Children:
     """The children of m nodes, side by side: the first node's, the second's, ...
 
-    states: each [e, S], in the order in which the cell returned them
+    states: each [e, S], in the order in which the cell returned them; none for leaves
     arity:  children of each node, where all have equally many; None where they differ
     False for leaves (`if not children`).
     """
@@ -61,7 +61,9 @@ class Cell(nn.Module):
                 self.below = nn.Linear(width, width)
 
             def forward(self, x, children):
-                return torch.tanh(x + children.sum(self.below(children.states[0])))
+                if children:
+                    x = x + children.sum(self.below(children.states[0]))
+                return torch.tanh(x)
 
     It is called with many nodes at once, of all trees of a batch, and must compute each as if it were alone.
 

@@ -42,10 +42,12 @@ class _LSTMCell(Cell):
         weights = self.input.weight, self.input.bias, self.below.weight
         if plan.max_arity == 1 and plan.is_forest:
             return _run_chains(x, *weights, plan)
-        is_plain = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+        is_plain = x.dtype in (torch.float32, torch.float64) and x.shape[1:] == self.input.weight.shape[1:]
+        is_plain = is_plain and all(each.device.type == "cpu" and each.dtype == x.dtype for each in (x, *weights))
         if not is_plain or not plan.is_forest or not plan.num_inner or torch.is_autocast_enabled("cpu"):
             return None
-        outputs: Tensor = TreeLSTMFunction.apply(x, *weights, plan, self.max_arity is not None)
+        is_nary = self.max_arity is not None
+        outputs: Tensor = TreeLSTMFunction.apply(x, *weights, plan, is_nary)  # type: ignore[no-untyped-call]
         return outputs
 
 
@@ -72,7 +74,7 @@ class ChildSumLSTMCell(_LSTMCell):
 
 
 class NaryLSTMCell(_LSTMCell):
-    """The N-ary Tree-LSTM, for nodes with at most `max_arity` children in an order; a child that is missing counts as 0.
+    """The N-ary Tree-LSTM, for nodes with at most `max_arity` children in an order; a missing child counts as 0.
 
     x [N, D]; states h and c, each [N, H]. Source: arXiv:1503.00075, equations 9 to 14.
     """
@@ -104,16 +106,20 @@ def _finish(gates: Tensor, kept: Tensor | float) -> tuple[Tensor, Tensor]:
 
 
 def _run_chains(x: Tensor, W: Tensor, b: Tensor, U: Tensor, plan: TreePlan) -> Tensor:
-    """Nodes with one child are steps of an LSTM from the leaf to the root: the same equations, in torch's own kernel."""
+    """Nodes with one child are steps of an LSTM from the leaf to the root: the same equations, in torch's kernel."""
     H, T = len(b) // 4, plan.num_trees
     below = torch.cat([U[:H, :H], U[-3 * H :, :H]])
     f, i, o, u = range(4)
-    weights = [torch.cat([each.view(4, H, -1)[gate] for gate in (i, f, u, o)]) for each in (W, below, b.unsqueeze(1))]
+    weights = [
+        torch.cat([each.reshape(4, H, -1)[gate] for gate in (i, f, u, o)]) for each in (W, below, b.unsqueeze(1))
+    ]
     parameters = [weights[0], weights[1], weights[2].squeeze(1), torch.zeros_like(b)]
     num_steps, rest = divmod(plan.num_nodes, T)
     zeros = x.new_zeros(1, T, H)
     if not rest and plan.num_levels == num_steps:  # all of one length: both orders are step by step, chain by chain
-        steps, *_ = torch.lstm(x.view(num_steps, T, -1), (zeros, zeros), parameters, True, 1, 0.0, False, False, False)
+        steps, *_ = torch.lstm(
+            x.reshape(num_steps, T, -1), (zeros, zeros), parameters, True, 1, 0.0, False, False, False
+        )
         return steps.reshape(plan.num_nodes, H)
     packed = plan.packed_chains
     places = torch.from_numpy(packed.places).to(x.device)
