@@ -47,9 +47,10 @@ class TreeLSTMFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, W: Tensor, b: Tensor, U: Tensor, plan: TreePlan, is_nary: bool) -> Tensor:
-        arrays = (each.detach().numpy() for each in (x, W, b, U))
+        # Copies of the weights: FSDP frees them between the passes, which it cannot once an array shares their memory.
+        weights = [each.detach().clone().numpy() for each in (W, b, U)]
         with use_torch_threads() as product:
-            saved = _compute(*arrays, plan, is_nary, product)
+            saved = _compute(x.detach().numpy(), *weights, plan, is_nary, product)
         ctx.saved, ctx.plan, ctx.is_nary = saved, plan, is_nary
         outputs = torch.from_numpy(saved.h)
         ctx.save_for_backward(outputs)  # backward refuses it if it was changed
