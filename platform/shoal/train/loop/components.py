@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from shoal.data import Data, Loader
 from shoal.data.loader import load_first_batch
+from shoal.errors import ConfigError
 from shoal.parallel import ParallelDims, World
 from shoal.parallel.build import parallelize
 from shoal.parallel.model import ParallelModel
@@ -81,7 +82,7 @@ class TrainComponents:
         """Run one step over this rank's share: computes the gradients, returns the mean loss, detached."""
         if self.selective is not None:
             return self.selective.train_step(batch, step)
-        return self.model.train_step(batch, step)
+        return self.model.train_step(batch, step, self.training.relative_share)
 
     @property
     def epoch(self) -> float:
@@ -237,6 +238,9 @@ def build_components(spec: TrainSpec, task: Task, world: World) -> TrainComponen
     steps_per_epoch = training.num_batches
     resolve_total_steps(spec, steps_per_epoch)
     chosen = spec.selective_backprop
+    if chosen is not None and hasattr(data.train, "sample_sizes"):
+        problem = "needs samples that are rows of tensors, and as many on each rank; this dataset has `sample_sizes`"
+        raise ConfigError("selective_backprop", type(data.train).__name__, problem, "leave it out")
     return TrainComponents(
         spec,
         task,
