@@ -134,14 +134,16 @@ class TreeBatch(SampleBatch):
         if parents.ndim != 2 or parents.shape != exists.shape:
             problem = f"has parents of the shape {[*parents.shape]} and nodes of the shape {[*exists.shape]}"
             raise TreeError(None, None, problem, "give both as [trees, nodes]")
-        sizes = exists.sum(1)
+        sizes, width = exists.sum(1), exists.shape[1]
         ends = np.where(exists, parents, -1)
-        is_there = np.take_along_axis(exists, np.clip(ends, 0, exists.shape[1] - 1), 1) | (ends < 0)
+        within = np.clip(ends, 0, max(width - 1, 0))
+        is_there = (np.take_along_axis(exists, within, 1) & (ends < width)) | (ends < 0)
         if not is_there.all():
             tree, node = (int(each[0]) for each in np.nonzero(~is_there))
-            raise TreeError(tree, node, f"its parent, node {ends[tree, node]}, is missing: it is padding")
+            reason = "it is padding" if ends[tree, node] < width else f"there are {width} nodes"
+            raise TreeError(tree, node, f"its parent, node {ends[tree, node]}, is missing: {reason}")
         number = np.cumsum(exists, 1) - 1  # of the nodes that exist
-        renumbered = np.where(ends < 0, ends, np.take_along_axis(number, np.clip(ends, 0, exists.shape[1] - 1), 1))
+        renumbered = np.where(ends < 0, ends, np.take_along_axis(number, within, 1))
         plan = plan_forest(sizes, renumbered[exists], max_depth)
         chosen = [{name: value[exists] for name, value in (values or {}).items()} for values in (inputs, labels)]
         return cls(plan)._with(*chosen)

@@ -15,6 +15,7 @@ n = N - L inner nodes, E edges.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -331,22 +332,41 @@ def _level_starts(heights: Ints) -> Ints:
 
 # -- plans of batches that come again: those of an evaluation, or of an endpoint that checks and then computes
 
-_plans: OrderedDict[bytes, TreePlan] = OrderedDict()
+
+class _PlanCache:
+    """The most recently used plans, up to `max_bytes` together. For any number of threads."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self._size_bytes = max_bytes, 0
+        self._plans: OrderedDict[bytes, TreePlan] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get_or_make(self, name: bytes, make: Callable[[], TreePlan]) -> TreePlan:
+        with self._lock:
+            if name in self._plans:
+                self._plans.move_to_end(name)
+                return self._plans[name]
+        plan = make()
+        with self._lock:
+            if name not in self._plans:
+                self._plans[name] = plan
+                self._size_bytes += _size_bytes(plan)
+            while len(self._plans) > 1 and self._size_bytes > self._max_bytes:
+                self._size_bytes -= _size_bytes(self._plans.popitem(last=False)[1])
+        return plan
+
+
+_plans = _PlanCache(_CACHE_BYTES)
 
 
 def _cached(make: Callable[[], TreePlan], *key: bytes | Ints | int) -> TreePlan:
-    """The plan of the same shapes, or a new one. The least recently used ones are dropped beyond 64 MiB."""
+    """The plan of the same shapes, or a new one."""
     digest = hashlib.blake2b(digest_size=16)
     for part in key:
         data = part.tobytes() if isinstance(part, np.ndarray) else part if isinstance(part, bytes) else b"%d" % part
         digest.update(b"%d:" % len(data) + data)
-    name = digest.digest()
-    found = _plans.pop(name, None) or make()
-    _plans[name] = found
-    while len(_plans) > 1 and sum(map(_size_bytes, _plans.values())) > _CACHE_BYTES:
-        _plans.popitem(last=False)
-    return found
+    return _plans.get_or_make(digest.digest(), make)
 
 
 def _size_bytes(plan: TreePlan) -> int:
-    return 8 * (6 * plan.num_nodes + 4 * plan.num_inner)  # with what is computed later
+    return 8 * (6 * plan.num_nodes + 4 * plan.num_inner + 8 * plan.num_trees) + 1024  # with what is computed later
