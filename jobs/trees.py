@@ -118,7 +118,8 @@ class Forest(NamedTuple):
 
     @property
     def first_node(self) -> np.ndarray:
-        return np.cumsum(self.sizes) - self.sizes
+        first: np.ndarray = np.cumsum(self.sizes) - self.sizes
+        return first
 
     def count_children(self) -> np.ndarray:
         """[N]"""

@@ -18,7 +18,8 @@ from shoal.registry import ModelFactory, Signature, TensorSignature
 from shoal.serve.batching.batcher import Batcher
 from shoal.serve.model.predictor import LoadedModel, Predictor
 from shoal.serve.spec.model_options import ModelOptions
-from shoal.trees.plan import _plans
+from shoal.trees import plan
+from shoal.trees.plan import TreePlan
 from shoal.weights import WeightSnapshot
 
 SIZES = {"num_tokens": 7, "num_classes": 3, "width": 5, "hidden": 4}
@@ -98,18 +99,23 @@ def test_nodes_need_not_be_the_first_of_their_row() -> None:
     assert not found[0, [0, 2]].any()
 
 
-def test_the_check_makes_the_plan_that_the_network_takes() -> None:
-    request = as_request(CHAIN, FLAT)
+def test_the_check_makes_the_plan_that_the_network_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = as_request([(node, node - 1) for node in range(23)], FLAT)  # a shape of no other test
+    made: list[TreePlan] = []
+    computed = plan._plan_forest
+    monkeypatch.setattr(plan, "_plan_forest", lambda *args: made.append(computed(*args)) or made[-1])
     check_trees(request)
-    before = len(_plans._plans)
-    read_padded(*request.values())
-    assert len(_plans._plans) == before
+    assert read_padded(*request.values()).plan is made[0]
+    assert len(made) == 1
+
+
+def signature_of(shape: list[int]) -> Signature:
+    inputs = [TensorSignature(name=name, datatype="INT64", shape=[-1, -1]) for name in ("tokens", "parents")]
+    return Signature(inputs=inputs, outputs=[TensorSignature(name="logits", datatype="FP32", shape=shape)])
 
 
 def served(per_node: bool = True, **options: Any) -> LoadedModel:
-    inputs = [TensorSignature(name=name, datatype="INT64", shape=[-1, -1]) for name in ("tokens", "parents")]
-    shape = [-1, -1, 3] if per_node else [-1, 3]
-    signature = Signature(inputs=inputs, outputs=[TensorSignature(name="logits", datatype="FP32", shape=shape)])
+    signature = signature_of([-1, -1, 3] if per_node else [-1, 3])
     hook = "shoal.models.syntax_tree:check_trees"
     chosen = ModelOptions.parse({"ragged": "pad", "pad_value": -1, "preprocess": hook, **options})
     factory = ModelFactory(factory="shoal.models.syntax_tree:TreeLSTM", kwargs={**SIZES, "per_node": per_node})
@@ -162,11 +168,27 @@ def test_a_model_of_roots_answers_a_row_for_each_tree() -> None:
     np.testing.assert_allclose(np.concatenate([each["logits"] for each in answers]), expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize(("precision", "tolerance"), [("int8", 0.02), ("bf16", 0.02)])
+def test_other_precisions_leave_the_weights_that_a_cell_reads_itself(precision: str, tolerance: float) -> None:
+    """The gates have as many weights as int8 asks for, and the head more."""
+    sizes = {"num_tokens": 7, "num_classes": 300, "width": 64, "hidden": 256, "per_node": True}
+    answers = []
+    for each in ("fp32", precision):
+        torch.manual_seed(0)
+        weights = {name: value.numpy() for name, value in TreeLSTM(**sizes).state_dict().items()}
+        factory = ModelFactory(factory="shoal.models.syntax_tree:TreeLSTM", kwargs=sizes)
+        predictor = Predictor(factory, signature_of([-1, -1, 300]), ModelOptions(precision=each, warm_up=False))
+        [answer_] = predictor.load(WeightSnapshot.of(1, weights)).predict_batch([as_request(CHAIN, FLAT)])
+        answers.append(answer_["logits"])
+    np.testing.assert_allclose(*answers, atol=tolerance)
+    assert not np.array_equal(*answers)
+
+
 NO_TREES = [
     ([(1, -1), (2, -1)], "tree 1, node 1.* is a second root"),
     ([(1, 1), (2, 0)], "tree 1, node 0.* is on a cycle"),
     ([(1, -1), (2, 2), (3, 1)], "tree 1, node 1.* is on a cycle"),
-    ([(1, -1), (2, 4)], "tree 1, node 1.* its parent, node 4, is missing: there are 4 nodes"),
+    ([(1, -1), (2, 4)], "tree 1, node 1.* its parent, node 4, is missing"),
     ([(1, -1), (2, -2)], "tree 1, node 1.* its parent, node -2, is missing"),
     ([(1, -1), (2, 2), (-1, -1)], "tree 1, node 1.* its parent, node 2, is missing: it is padding"),
     ([(1, -1), (-1, 0)], "tree 1, node 1.* has a parent and no token"),

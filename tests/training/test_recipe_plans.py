@@ -27,11 +27,12 @@ SMALL: dict[str, dict[str, Any]] = {
     "transformer": {"width": 16, "heads": 2, "context": 16},
     "forecaster": {"num_hours": 400, "window": 8, "horizon": 4, "hidden": 8},
     "tabular": {"hidden": [16, 16], "dropout": 0.0},
+    "trees": {"files": 10, "max_nodes": 100, "width": 8, "hidden": 16},
 }
 PLANS = {
     "ddp": list(SMALL),
     "fsdp": list(SMALL),
-    "pipeline": list(SMALL),
+    "pipeline": ["lenet", "transformer", "forecaster", "tabular"],  # ranks have unequal numbers of trees
     "tensor": ["lenet", "transformer", "tabular"],  # an LSTM is not split
 }
 
@@ -52,13 +53,13 @@ def trained(world: World, recipe: str, plan: str) -> Weights:
     with pytest.MonkeyPatch.context() as patch:
         if recipe == "tabular":  # scikit-learn takes seconds to load, in every process
             patch.setattr(load_task_file(JOBS / "tabular.py", recipe), "tables", small_tables)
-        source = task.data().train
-    loader = Loader(source, batch_size=BATCH_SIZE, share=share, seed=1)
-    batches = [batch for _, batch in zip(range(STEPS), loader, strict=False)]
-    parallel = parallelize(model, task, spec, degrees, world, batches[0])
+        data = task.data()
+    loader = Loader(data.train, batch_size=BATCH_SIZE, share=share, seed=1, collate=data.collate)
+    batches = [(batch, loader.relative_share) for _, batch in zip(range(STEPS), loader, strict=False)]
+    parallel = parallelize(model, task, spec, degrees, world, batches[0][0])
     optimizer = torch.optim.SGD([{"params": [each for _, each in parallel.named_parameters()]}], lr=0.1)
-    for step, batch in enumerate(batches):
-        parallel.train_step(batch, step)
+    for step, (batch, weight) in enumerate(batches):
+        parallel.train_step(batch, step, weight)
         optimizer.step()
         parallel.on_optimizer_step()
     weights = parallel.full_weights()
