@@ -118,3 +118,38 @@ def test_the_trees_of_the_table_are_fitted_to_rows_that_are_not_held_back() -> N
     assert train[2].float().mean() > 0.99  # trees know the rows that they have seen
     assert 0.9 < held_back[2].float().mean() < 0.99
     assert not (torch.cdist(held_back[0], train[0]).min(1).values == 0).any()
+
+
+def test_the_registered_network_of_trees_is_served_as_its_file_says() -> None:
+    """Requests with trees of several sizes share a forward, and a row that is no tree is rejected by tree and node."""
+    from shoal.errors import InferenceError
+    from shoal.flows.serving_spec import check, load_serving_spec
+    from shoal.models.syntax_tree import KINDS, pad_trees
+    from shoal.registry import Registry
+    from shoal.serve.model.predictor import Predictor
+    from shoal.serve.spec.model_source import ModelPackage, RegisteredModel
+    from shoal.train.launch.local import fit_locally
+    from shoal.train.launch.overrides import load_recipe
+
+    recipe = load_recipe(str(JOBS / "trees.py")).model_copy(update={"args": SMALL["trees"]})
+    fit_locally(recipe.override(["stop.epochs=null", "stop.steps=2", "loader.workers=0", "threads=1"]))
+    spec = load_serving_spec(JOBS.parent / "serve_apps" / "trees.yaml")
+    check(spec)
+    package: ModelPackage = RegisteredModel("trees", str(Registry().root)).load_package(1)
+    assert [(each.name, each.shape) for each in package.signature.inputs] == [
+        *(("tokens", [-1, -1]), ("parents", [-1, -1]))
+    ]
+    model: Any = Predictor(package.factory, package.signature, spec.endpoint.options("trees")).load(package.snapshot)
+    num_forwards = []
+    computed = model._forward
+    model._forward = lambda inputs: num_forwards.append(1) or computed(inputs)
+    chain, flat, single = ([3, 4, 5], [-1, 0, 1]), ([9, 2, 2, 2], [-1, 0, 0, 0]), ([7], [-1])
+    answers = model.predict_batch([pad_trees(each) for each in ([chain, single], [flat], [single])])
+    assert len(num_forwards) == 1
+    assert [each["logits"].shape for each in answers] == [(2, 3, len(KINDS)), (1, 4, len(KINDS)), (1, 1, len(KINDS))]
+    np.testing.assert_allclose(answers[0]["logits"][1, 0], answers[2]["logits"][0, 0], atol=1e-5)
+    [alone] = model.predict_batch([pad_trees([chain])])
+    np.testing.assert_allclose(alone["logits"][0], answers[0]["logits"][0], atol=1e-5)
+    with pytest.raises(InferenceError, match=r"tree 1, node 2.* is a second root") as caught:
+        model.predict_batch([pad_trees([chain, ([3, 4, 5], [-1, 0, -1])])])
+    assert caught.value.status == 422
