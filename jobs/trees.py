@@ -61,7 +61,7 @@ class SyntaxTask(Task):
         max_nodes: int = 1000,
         hidden_share: float = 0.15,
         width: int = 64,
-        hidden: int = 128,
+        hidden: int = 150,
     ) -> None:
         self.folder, self.files = folder or sysconfig.get_paths()["stdlib"], files
         self.min_nodes, self.max_nodes, self.hidden_share = min_nodes, max_nodes, hidden_share
@@ -253,18 +253,18 @@ def parse_file(path: Path) -> Iterator[ast.AST]:
 
 
 def spec() -> TrainSpec:
-    """The recipe: four epochs of one cycle; a worker plans batches ahead, so that steps do not wait for plans."""
+    """The recipe: six epochs of one cycle. A worker plans batches ahead, so that steps do not wait for plans."""
     return TrainSpec.parse(
         {
             "task": __file__,
             "name": "trees",
-            "batch_size": 64,
+            "batch_size": 128,
             "threads": 1,  # its levels are too small to share
             "loader": {"workers": 1},
             "optimizer": {"name": "adam", "learning_rate": 5e-3},
             "schedule": {"name": "one_cycle"},
             "clip_norm": 1.0,
-            "stop": {"epochs": 4},
+            "stop": {"epochs": 6},
         }
     )
 
