@@ -13,7 +13,7 @@ module or class. Of 15% of the inner nodes the kind is held out, and predicted f
 for each node, so that every batch is another graph. A worker of the loader plans the batches ahead of the steps.
 
 The baseline is the commonest kind: `accuracy` and `accuracy_commonest` are in the record, over the same nodes. Tensor
-ranks and pipelines do not apply: there is one recurrent layer.
+ranks have nothing to share in one recurrent layer, and a pipeline needs batches of one shape.
 """
 
 import ast

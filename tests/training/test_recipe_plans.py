@@ -32,7 +32,7 @@ SMALL: dict[str, dict[str, Any]] = {
 PLANS = {
     "ddp": list(SMALL),
     "fsdp": list(SMALL),
-    "pipeline": ["lenet", "transformer", "forecaster", "tabular"],  # ranks have unequal numbers of trees
+    "pipeline": ["lenet", "transformer", "forecaster", "tabular"],  # no two batches of trees have one shape
     "tensor": ["lenet", "transformer", "tabular"],  # an LSTM is not split
 }
 
