@@ -88,6 +88,10 @@ class Cell(nn.Module):
         return None
 
 
+class CellLinear(nn.Linear):
+    """The weights of a cell that reads them itself. An endpoint's precision replaces plain linear layers, not these."""
+
+
 class RecursiveCell(Cell):
     """CS224D's recursive network: h = tanh(W [h_1; ...; h_K] + b); a leaf's state is its features, x [N, H].
 
@@ -98,7 +102,7 @@ class RecursiveCell(Cell):
     def __init__(self, hidden_size: int, max_arity: int = 2) -> None:
         super().__init__()
         self.max_arity = max_arity
-        self.linear = nn.Linear(max_arity * hidden_size, hidden_size)
+        self.linear = CellLinear(max_arity * hidden_size, hidden_size)
 
     def forward(self, x: Tensor, children: Children) -> Tensor:
         if not children:
@@ -118,7 +122,7 @@ class RecursiveTensorCell(Cell):
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(2 * hidden_size, hidden_size)
+        self.linear = CellLinear(2 * hidden_size, hidden_size)
         self.bilinear = nn.Parameter(torch.empty(hidden_size, 2 * hidden_size, 2 * hidden_size))
         nn.init.uniform_(self.bilinear, -0.5 / hidden_size, 0.5 / hidden_size)
 

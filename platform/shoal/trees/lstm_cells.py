@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from shoal.trees.cell import Cell, Children
+from shoal.trees.cell import Cell, CellLinear, Children
 from shoal.trees.lstm_function import TreeLSTMFunction
 from shoal.trees.plan import TreePlan
 
@@ -26,9 +26,9 @@ class _LSTMCell(Cell):
     def __init__(self, input_size: int, hidden_size: int, num_slots: int) -> None:
         super().__init__()
         self.hidden_size = hidden_size
-        self.input = nn.Linear(input_size, 4 * hidden_size)
+        self.input = CellLinear(input_size, 4 * hidden_size)
         width = num_slots * hidden_size
-        self.below = nn.Linear(width, width + 3 * hidden_size, bias=False)
+        self.below = CellLinear(width, width + 3 * hidden_size, bias=False)
         bound = hidden_size**-0.5
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -bound, bound)
