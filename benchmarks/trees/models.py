@@ -5,10 +5,14 @@ Legend: see `forests`; m nodes of a level, x [N, D] features, W, b, U as in `for
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Self
+
 import numpy as np
 import torch
-from torch.nn import functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
 
 from shoal.trees import Cell, Children
 from shoal.trees.plan import TreePlan
@@ -31,25 +35,42 @@ def recurse_lstm(x: Tensor, W: Tensor, b: Tensor, U: Tensor, children: list[list
     return state(0)[0]
 
 
-def lstm_by_levels(x: Tensor, W: Tensor, b: Tensor, U: Tensor, plan: TreePlan) -> Tensor:
+@dataclass(frozen=True)
+class Levels:
+    """A plan of binary trees as plain torch needs it.
+
+    pairs: [n, 2] places of the children of each inner node; roots: [T] places; starts: inner nodes before each level
+    """
+
+    num_leaves: int
+    pairs: Tensor
+    roots: Tensor
+    starts: list[int]
+
+    @classmethod
+    def of(cls, plan: TreePlan) -> Self:
+        place_of_row = np.empty_like(plan.row)
+        place_of_row[plan.row] = np.arange(len(plan.row))
+        places, num_edges = torch.from_numpy(place_of_row), len(plan.edge_parent)
+        return cls(plan.num_leaves, places[:num_edges].view(-1, 2), places[num_edges:], plan.level_start.tolist())
+
+
+def lstm_by_levels(x: Tensor, W: Tensor, b: Tensor, U: Tensor, levels: Levels) -> Tensor:
     """h [T, H] of the roots, x in input order: what one writes in plain torch, with a gather and a join for each level.
 
-    For binary trees, whose inner nodes have two children. Autograd sees every operation of every level.
+    Autograd sees every operation of every level.
     """
-    H, w = len(b) // 4, U.shape[1]
-    place_of_row = np.empty_like(plan.row)
-    place_of_row[plan.row] = np.arange(len(plan.row))
-    pairs = torch.from_numpy(place_of_row[: len(plan.edge_parent)].reshape(-1, 2))  # [n, 2] places of the children
+    H, w, L = len(b) // 4, U.shape[1], levels.num_leaves
     from_x = F.linear(x, W, b)
-    h, c = _finish(from_x[: plan.num_leaves, H:], None)
-    for begin, end in zip(plan.level_start.tolist(), plan.level_start.tolist()[1:], strict=False):
-        f, gates = from_x[plan.num_leaves + begin : plan.num_leaves + end].split([H, 3 * H], 1)
-        h_e, c_e = h[pairs[begin:end]], c[pairs[begin:end]]  # [m, 2, H]
+    h, c = _finish(from_x[:L, H:], None)
+    for begin, end in pairwise(levels.starts):
+        f, gates = from_x[L + begin : L + end].split([H, 3 * H], 1)
+        h_e, c_e = h[levels.pairs[begin:end]], c[levels.pairs[begin:end]]  # [m, 2, H]
         forget = (f.unsqueeze(1) + F.linear(h_e.view(-1, w), U[:w]).view(-1, 2, H)).sigmoid()
         below = h_e.sum(1) if w == H else h_e.view(-1, w)
         h_m, c_m = _finish(gates + F.linear(below, U[w:]), (forget * c_e).sum(1))
         h, c = torch.cat([h, h_m]), torch.cat([c, c_m])
-    return h[torch.from_numpy(place_of_row[len(plan.edge_parent) :])]
+    return h[levels.roots]
 
 
 def _finish(gates: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:

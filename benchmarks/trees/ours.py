@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils.rnn import pack_sequence
 
 from benchmarks.talk import commands, say
 from benchmarks.trees.forests import HIDDEN, NUM_LEAVES, NUM_TREES, VOCABULARY, Forest, load
-from benchmarks.trees.models import GatedCell, lstm_by_levels, recurse_gated, recurse_lstm
+from benchmarks.trees.models import GatedCell, Levels, lstm_by_levels, recurse_gated, recurse_lstm
 from shoal.trees import Cell, ChildSumLSTMCell, NaryLSTMCell, TreeBatch, TreeRNN
 from shoal.trees import plan as planning
 
@@ -44,9 +44,11 @@ class Timed:
         return {"seconds": seconds, "loss": loss.item(), "gradient": float(gradients[-1].square().sum())}
 
 
-def by_engine(cell: Cell, forest: Forest, embedding: Tensor, *, by_levels: bool = False) -> Timed:
+def by_engine(
+    cell: Cell, forest: Forest, embedding: Tensor, *, by_levels: bool = False, compile_cell: bool = False
+) -> Timed:
     """`TreeRNN(cell)`; `by_levels`: also where the cell has a function of its own."""
-    rnn = TreeRNN(cell)
+    rnn = TreeRNN(cell, compile=compile_cell)
     own = type(cell).run_batch
 
     def roots() -> Tensor:
@@ -72,7 +74,7 @@ def tree_lstms(path: Path, kind: str) -> dict[str, Timed]:
 
     def plain_levels() -> Tensor:
         trees = TreeBatch.from_parents(forest.parents, inputs={"token": forest.tokens})
-        return lstm_by_levels(F.embedding(trees.inputs["token"], embedding), W, b, U, trees.plan)
+        return lstm_by_levels(F.embedding(trees.inputs["token"], embedding), W, b, U, Levels.of(trees.plan))
 
     return {
         f"{kind}/own": by_engine(cell, forest, embedding),

@@ -36,7 +36,9 @@ def find_fastest_product(num_threads: int, dtype: str) -> Product:
     """By a trial of the three products of a layer, once in a process for each number of threads and data type."""
     nodes, inputs, units = _SIZE
     random = np.random.default_rng(0)
-    x, d, weight = (random.standard_normal(shape).astype(dtype) for shape in ((nodes, inputs), (nodes, units), (units, inputs)))
+    x, d, weight = (
+        random.standard_normal(shape).astype(dtype) for shape in ((nodes, inputs), (nodes, units), (units, inputs))
+    )
     products = ((x, weight.T), (d, weight), (d.T, x))  # forward, gradient of x, of the weight
     best = {multiply: [np.inf] * len(products) for multiply in (multiply_by_numpy, multiply_by_torch)}
     for _ in range(_NUM_TRIALS):
