@@ -72,7 +72,7 @@ class ChildSumLSTMCell(_LSTMCell):
 
 
 class NaryLSTMCell(_LSTMCell):
-    """The N-ary Tree-LSTM, for nodes with at most `max_arity` children in an order; a child that is missing counts as 0.
+    """The N-ary Tree-LSTM, for nodes with at most `max_arity` children in an order; a missing child counts as 0.
 
     x [N, D]; states h and c, each [N, H]. Source: arXiv:1503.00075, equations 9 to 14.
     """
@@ -104,19 +104,22 @@ def _finish(gates: Tensor, kept: Tensor | float) -> tuple[Tensor, Tensor]:
 
 
 def _run_chains(x: Tensor, W: Tensor, b: Tensor, U: Tensor, plan: TreePlan) -> Tensor:
-    """Nodes with one child are steps of an LSTM from the leaf to the root: the same equations, in torch's own kernel."""
+    """Nodes with one child are steps of an LSTM from the leaf to the root: the same equations, in torch's kernel."""
     H, T = len(b) // 4, plan.num_trees
     below = torch.cat([U[:H, :H], U[-3 * H :, :H]])
     f, i, o, u = range(4)
     weights = [torch.cat([each.view(4, H, -1)[gate] for gate in (i, f, u, o)]) for each in (W, below, b.unsqueeze(1))]
     parameters = [weights[0], weights[1], weights[2].squeeze(1), torch.zeros_like(b)]
+    options = parameters, True, 1, 0.0, False, False, False  # with biases, one layer, as in training, one direction
     num_steps, rest = divmod(plan.num_nodes, T)
-    zeros = x.new_zeros(1, T, H)
     if not rest and plan.num_levels == num_steps:  # all of one length: both orders are step by step, chain by chain
-        steps, *_ = torch.lstm(x.view(num_steps, T, -1), (zeros, zeros), parameters, True, 1, 0.0, False, False, False)
+        zeros = x.new_zeros(1, T, H)
+        steps, *_ = torch.lstm(x.view(num_steps, T, -1), (zeros, zeros), *options)
         return steps.reshape(plan.num_nodes, H)
-    packed = plan.packed_chains
-    places = torch.from_numpy(packed.places).to(x.device)
-    counts = torch.from_numpy(packed.counts)
-    steps, *_ = torch.lstm(x.index_select(0, places), counts, (zeros, zeros), parameters, True, 1, 0.0, False, False)
-    return steps.index_select(0, torch.from_numpy(packed.rows).to(x.device))
+    chains = plan.padded_chains  # not packed: on a CPU the backward pass of that takes quadratic time
+    found = []
+    for group in chains.groups:
+        places, zeros = torch.from_numpy(group).to(x.device), x.new_zeros(1, group.shape[1], H)
+        steps, *_ = torch.lstm(x.index_select(0, places.flatten()).view(*places.shape, -1), (zeros, zeros), *options)
+        found.append(steps.flatten(0, 1))
+    return torch.cat(found).index_select(0, torch.from_numpy(chains.slots).to(x.device))
