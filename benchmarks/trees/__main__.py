@@ -2,9 +2,10 @@
 
     python -m benchmarks.trees [--runs N] [--quick]
 
-One thread, H = 150, float32; each run plans, computes forward and differentiates by the embedding and all weights.
-Sides take turns: torch's in one process (`ours`), DyNet's in another (`benchmarks.peers.dynet_trees`), on the same
-trees with the same weights; loss and gradient have to agree. Costs also go to docs/pictures/trees.json.
+One thread, H = 150, float32. Each run plans, computes forward and differentiates by the embedding and all weights; its
+processor time counts. Sides take turns: torch's in one process (`ours`), DyNet's in another
+(`benchmarks.peers.dynet_trees`), on the same trees with the same weights; loss and gradient have to agree. Costs also
+go to docs/pictures/trees.json.
 """
 
 from __future__ import annotations
@@ -120,9 +121,9 @@ def chains(sides: Sides, runs: int) -> list[Row]:
     }
     rows = []
     for name, of_each in lengths.items():
-        found = take_turns(sides, [f"chains {name}/own", f"chains {name}/lstm"], runs, lengths=of_each)
+        found = take_turns(sides, [f"chains/{name}/own", f"chains/{name}/lstm"], runs, lengths=of_each)
         ours, theirs = ([1e3 * seconds for seconds in side] for side in found.values())
-        peer = "nn.LSTM" if len(set(of_each)) == 1 else "nn.LSTM, packed"
+        peer = "nn.LSTM" if len(set(of_each)) == 1 else "nn.LSTM, padded"
         rows.append(compare(f"{name}, planned, forward and backward", "ms", "lower", ours, theirs, peer, 1.2, "ratio"))
     return rows
 
@@ -154,8 +155,8 @@ def main() -> None:
         sides = Sides(folder, closing)
         rows = tree_lstms(sides, folder, chosen.runs)
         rows += user_cell(sides, chosen.runs)
-        rows += chains(sides, chosen.runs)
-        of_costs, data = costs(sides, chosen.runs)
+        rows += chains(sides, min(chosen.runs, 3))
+        of_costs, data = costs(sides, min(chosen.runs, 3))
     write("trees", [*rows, *of_costs], chosen.results)
     if chosen.results == RESULTS:
         DATA.write_text(json.dumps(data, indent=1) + "\n")

@@ -1,7 +1,7 @@
 """Matrix products of NumPy arrays on CPU: by the quicker of NumPy's library and torch's, on as many threads as torch.
 
-The wheels of both bring libraries of their own (OpenBLAS and MKL), and which one is quicker depends on the processor: by
-a factor of two on some. Called by the cells that are written in NumPy.
+The wheels of both bring libraries of their own (OpenBLAS and MKL), and which is quicker depends on the processor: by a
+factor of two on some. Called by the cells that are written in NumPy.
 """
 
 from __future__ import annotations

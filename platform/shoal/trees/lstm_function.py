@@ -100,7 +100,7 @@ def _compute(x: Array, W: Array, b: Array, U: Array, plan: TreePlan, is_nary: bo
         _sigmoid(np.multiply(c_m, 2, out=tanh_c[at]))
         _finish_tanh(tanh_c[at])
         h[own] = np.multiply(a[:, H : 2 * H], tanh_c[at], out=c_m)
-    assert E == len(forget)
+    assert len(forget) == E
     return _Saved(x, W, U, gates, forget, h, c, tanh_c, seen, pieces)
 
 
