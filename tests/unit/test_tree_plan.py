@@ -109,13 +109,18 @@ def test_pieces_cover_every_level_once(parents: list[list[int]], max_nodes: int,
     assert ends <= seen, "no piece reaches over two levels"
 
 
-def test_chains_are_packed_longest_first() -> None:
-    plan = plan_of([-1, 0], [-1], [-1, 0, 1], [1, -1])
-    packed = plan.packed_chains
-    assert packed.counts.tolist() == [4, 3, 1]
-    steps = plan.order[packed.places].tolist()
-    assert steps == [5, 1, 6, 2, 4, 0, 7, 3], "leaves: of the longest, of those of two, and the single node"
-    assert [steps[row] for row in packed.rows] == plan.node_of_row.tolist()
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=9))
+def test_chains_are_padded_by_half_at_most(lengths: list[int]) -> None:
+    plan = plan_of(*[[*range(1, length), -1] for length in lengths])
+    chains = plan.padded_chains
+    steps = plan.order[np.concatenate([group.flatten() for group in chains.groups])]
+    assert steps[chains.slots].tolist() == plan.node_of_row.tolist(), "each row has its own node's step"
+    assert len(steps) <= 2 * plan.num_nodes
+    first_node = plan.first_node.tolist()
+    for group in chains.groups:
+        for column in plan.order[group].T.tolist():
+            chain = lengths[first_node.index(column[0])]
+            assert column == [*range(column[0], column[0] + chain), *[column[0]] * (len(column) - chain)]
 
 
 def test_a_plan_names_what_is_no_tree_again_and_again() -> None:
@@ -178,6 +183,7 @@ def test_a_plan_counts_as_much_as_it_takes() -> None:
     for plan in (
         plan_of(*[[-1] + [0] * 50] * 20),
         plan_of(*[[-1, *range(200)]] * 5),
+        plan_of(*[[-1, *range(length)] for length in range(60)]),
         plan_of(*[[-1]] * 100),
         TreeBatch.from_edges([100], [graph]).plan,
     ):

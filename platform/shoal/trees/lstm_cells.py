@@ -114,15 +114,16 @@ def _run_chains(x: Tensor, W: Tensor, b: Tensor, U: Tensor, plan: TreePlan) -> T
         torch.cat([each.reshape(4, H, -1)[gate] for gate in (i, f, u, o)]) for each in (W, below, b.unsqueeze(1))
     ]
     parameters = [weights[0], weights[1], weights[2].squeeze(1), torch.zeros_like(b)]
+    options = parameters, True, 1, 0.0, False, False, False  # with biases, one layer, as in training, one direction
     num_steps, rest = divmod(plan.num_nodes, T)
-    zeros = x.new_zeros(1, T, H)
     if not rest and plan.num_levels == num_steps:  # all of one length: both orders are step by step, chain by chain
-        steps, *_ = torch.lstm(
-            x.reshape(num_steps, T, -1), (zeros, zeros), parameters, True, 1, 0.0, False, False, False
-        )
+        zeros = x.new_zeros(1, T, H)
+        steps, *_ = torch.lstm(x.reshape(num_steps, T, -1), (zeros, zeros), *options)
         return steps.reshape(plan.num_nodes, H)
-    packed = plan.packed_chains
-    places = torch.from_numpy(packed.places).to(x.device)
-    counts = torch.from_numpy(packed.counts)
-    steps, *_ = torch.lstm(x.index_select(0, places), counts, (zeros, zeros), parameters, True, 1, 0.0, False, False)
-    return steps.index_select(0, torch.from_numpy(packed.rows).to(x.device))
+    chains = plan.padded_chains  # not packed: on a CPU the backward pass of that takes quadratic time
+    found = []
+    for group in chains.groups:
+        places, zeros = torch.from_numpy(group).to(x.device), x.new_zeros(1, group.shape[1], H)
+        steps, *_ = torch.lstm(x.index_select(0, places.flatten()).view(*places.shape, -1), (zeros, zeros), *options)
+        found.append(steps.flatten(0, 1))
+    return torch.cat(found).index_select(0, torch.from_numpy(chains.slots).to(x.device))

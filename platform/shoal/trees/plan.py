@@ -107,17 +107,28 @@ class TreePlan:
         return np.repeat(np.arange(len(self.sizes)), self.sizes)
 
     @cached_property
-    def packed_chains(self) -> PackedChains:
+    def padded_chains(self) -> PaddedChains:
         """For trees whose nodes have at most one child: see there."""
-        longest_first = np.argsort(-self.sizes, kind="stable")
-        rank = np.empty_like(longest_first)
-        rank[longest_first] = np.arange(len(rank))
         counts = np.append(self.num_leaves, np.diff(self.level_start))
-        level = np.repeat(np.arange(len(counts)), counts)
-        step = (np.cumsum(counts) - counts)[level] + rank[self.tree_of_node[self.order]]
-        places, rows = np.empty_like(step), np.empty_like(step)
-        places[step], rows[self.row] = np.arange(len(step)), step
-        return PackedChains(places, counts, rows)
+        step = np.repeat(np.arange(len(counts)), counts)  # of each place: a node's level
+        chain = self.tree_of_node[self.order]
+        slot, first, groups = np.empty_like(step), 0, []
+        waiting = np.argsort(-self.sizes, kind="stable")  # longest first
+        while waiting.size:
+            lengths = self.sizes[waiting]
+            is_wasteful = lengths[0] * np.arange(1, len(lengths) + 1) > 2 * np.cumsum(lengths)
+            end = int(np.argmax(is_wasteful)) or len(lengths)
+            column = np.full(self.num_trees, -1)
+            column[waiting[:end]] = np.arange(end)
+            places = np.flatnonzero(column[chain] >= 0)
+            grid = np.full((int(lengths[0]), end), -1)
+            grid[step[places], column[chain[places]]] = places
+            slot[places] = first + step[places] * end + column[chain[places]]
+            groups.append(np.where(grid < 0, grid[0], grid))
+            first, waiting = first + grid.size, waiting[end:]
+        slot_of_row = np.empty_like(slot)
+        slot_of_row[self.row] = slot
+        return PaddedChains(groups, slot_of_row)
 
     def split_levels(self, max_nodes: int, *, by_arity: bool) -> list[Piece]:
         """The levels in their order, leaves first, in pieces of at most `max_nodes`; `by_arity`: of equal arity."""
@@ -141,12 +152,15 @@ class TreePlan:
 
 
 @dataclass(frozen=True, eq=False)
-class PackedChains:
-    """Chains as the steps of sequences, in the form of torch's PackedSequence: longest first, from leaf to root."""
+class PaddedChains:
+    """Chains as steps of sequences, from leaf to root, in groups of which at most half is padding.
 
-    places: Ints  # [N] the place of each step's node
-    counts: Ints  # [levels] sequences with so many steps
-    rows: Ints  # [N] the step of each output row
+    groups: for each the places of its nodes, [steps, chains]; behind a chain's root its leaf again
+    slots:  [N] of each output row the step, in the groups one after the other, each read row by row
+    """
+
+    groups: list[Ints]
+    slots: Ints
 
 
 @dataclass(frozen=True)
@@ -383,4 +397,4 @@ def _cached(make: Callable[[], TreePlan], *key: bytes | Ints | int) -> TreePlan:
 def _size_bytes(plan: TreePlan) -> int:
     """With what is computed later, and some for the objects themselves."""
     num_edges = plan.num_nodes - plan.num_trees if plan.child_row is None else len(plan.child_row)
-    return 4096 + 8 * (7 * plan.num_nodes + 3 * plan.num_inner + 2 * num_edges + 4 * plan.num_trees)
+    return 4096 + 8 * (8 * plan.num_nodes + 3 * plan.num_inner + 2 * num_edges + 4 * plan.num_trees)

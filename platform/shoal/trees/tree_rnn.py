@@ -16,7 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from shoal.errors import TreeError
 from shoal.trees.batch import TreeBatch
-from shoal.trees.cell import Cell, Children
+from shoal.trees.cell import Cell
+from shoal.trees.compiled_cell import compute_level, compute_level_compiled
 from shoal.trees.plan import Piece, TreePlan
 
 MAX_NODES = 2048  # of one call of a cell: bounds the memory of a level
@@ -32,9 +33,9 @@ class TreeRNN(nn.Module):
     Differentiable once, by x and by the cell's parameters.
     """
 
-    def __init__(self, cell: Cell) -> None:
+    def __init__(self, cell: Cell, *, compile: bool = False) -> None:
         super().__init__()
-        self.cell = cell
+        self.cell, self.compile_cell = cell, compile
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph for each shape of a batch: see docs/trees.md
     def forward(self, x: Tensor, trees: TreeBatch) -> Tensor:
@@ -45,7 +46,7 @@ class TreeRNN(nn.Module):
         if cell.max_arity is not None and plan.max_arity > cell.max_arity:
             _raise_arity(trees, cell.max_arity)
         outputs = cell.run_batch(x, plan)
-        return _run_levels(cell, plan, cell.project(x)) if outputs is None else outputs
+        return _run_levels(cell, plan, cell.project(x), self.compile_cell) if outputs is None else outputs
 
 
 def _raise_arity(trees: TreeBatch, max_arity: int) -> None:
@@ -57,9 +58,9 @@ def _raise_arity(trees: TreeBatch, max_arity: int) -> None:
     raise TreeError(tree, node, f"has {plan.arity[inner]} children, and the cell takes at most {max_arity}")
 
 
-def _run_levels(cell: Cell, plan: TreePlan, x: Tensor) -> Tensor:
+def _run_levels(cell: Cell, plan: TreePlan, x: Tensor, compile_cell: bool) -> Tensor:
     parameters = [parameter for parameter in cell.parameters() if parameter.requires_grad]
-    levels = _Levels(cell, plan, x.device)
+    levels = _Levels(cell, plan, x.device, compile_cell)
     if torch.is_grad_enabled() and (x.requires_grad or parameters):
         outputs: Tensor = _LevelFunction.apply(levels, x, *parameters)  # type: ignore[no-untyped-call]
         return outputs
@@ -70,8 +71,9 @@ def _run_levels(cell: Cell, plan: TreePlan, x: Tensor) -> Tensor:
 class _Levels:
     """The pieces of a plan, with indices on the device."""
 
-    def __init__(self, cell: Cell, plan: TreePlan, device: torch.device) -> None:
-        self.cell, self.plan = cell, plan
+    def __init__(self, cell: Cell, plan: TreePlan, device: torch.device, is_compiled: bool) -> None:
+        self.cell, self.plan, self.is_compiled = cell, plan, is_compiled
+        self._compute = compute_level_compiled if is_compiled else compute_level
         self.pieces = plan.split_levels(MAX_NODES, by_arity=cell.max_arity is not None)
         self._row = _to_device(plan.row, device) if plan.is_forest else None
         self._child_row = None if plan.child_row is None else _to_device(plan.child_row, device)
@@ -88,8 +90,7 @@ class _Levels:
                 for state in below:
                     state.requires_grad_(state.is_floating_point())
             with torch.set_grad_enabled(tape is not None):
-                made = self.cell(x_m, self._children(below, piece))
-            states: tuple[Tensor, ...] = (made,) if isinstance(made, Tensor) else tuple(made)
+                states = self._compute(self.cell, x_m, below, len(x_m), *self._arity_and_parent(piece))
             self._require_a_row_each(states, piece)
             if not buffers:
                 buffers = [state.new_empty(self.plan.num_nodes, *state.shape[1:]) for state in states]
@@ -99,11 +100,12 @@ class _Levels:
                 tape.append((x_m, below, states))
         return buffers
 
-    def _children(self, below: Sequence[Tensor], piece: Piece) -> Children:
-        parent = None
-        if piece.arity is None:
-            parent = self._edge_parent[piece.edges] - (piece.places.start - self.plan.num_leaves)
-        return Children(below, piece.places.stop - piece.places.start, piece.arity, parent)
+    def _arity_and_parent(self, piece: Piece) -> tuple[int | None, Tensor | None]:
+        """How many children each node has, or else the parent of each child, within the piece."""
+        is_any = self.is_compiled and self.cell.max_arity is None  # one graph for all numbers of children
+        if piece.arity == 0 or (piece.arity is not None and not is_any):
+            return piece.arity, None
+        return None, self._edge_parent[piece.edges] - (piece.places.start - self.plan.num_leaves)
 
     def _require_a_row_each(self, states: Sequence[Tensor], piece: Piece) -> None:
         num_nodes = piece.places.stop - piece.places.start
@@ -172,7 +174,8 @@ class _LevelFunction(torch.autograd.Function):
             made, gradients = zip(*pairs, strict=True)
             into = [(d_state, state) for d_state, state in zip(d_states, below, strict=False) if state.requires_grad]
             wanted = [*parameters, *(state for _, state in into), *([] if d_x is None else [x_m])]
-            found = torch.autograd.grad(made, wanted, gradients, retain_graph=True, allow_unused=True)
+            retain = not levels.is_compiled
+            found = torch.autograd.grad(made, wanted, gradients, retain_graph=retain, allow_unused=True)
             d_parameters.add(found[: len(parameters)])
             for (d_state, _), d_child in zip(into, found[len(parameters) :], strict=False):
                 if d_child is not None:
