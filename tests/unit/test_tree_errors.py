@@ -126,7 +126,7 @@ def test_bad_padded() -> None:
     exists = [[True, True, True, True], [True, False, True, True]]
     good = [-1, 0, 0, 0]
     rejects(1, 2, "node 1, is missing: it is padding", make([good, [-1, 0, 1, 0]], exists))
-    rejects(1, 2, "node 4, is missing: there are 4 places", make([good, [-1, 0, 4, 0]], exists))
+    rejects(1, 2, "node 4, is missing: there are 4 nodes", make([good, [-1, 0, 4, 0]], exists))
     rejects(1, 2, "node 9, is missing", make([good, [-1, -1, 9, 0]]))
     rejects(1, 2, "node -2, is missing", make([good, [-1, 0, -2, 0]], exists))
     rejects(1, 2, "on a cycle", make([good, [-1, 0, 3, 2]], exists))

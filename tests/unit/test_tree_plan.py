@@ -188,13 +188,13 @@ def test_a_plan_counts_as_much_as_it_takes() -> None:
         TreeBatch.from_edges([100], [graph]).plan,
     ):
         _plans.clear()
-        _plans.put(b"", plan)
+        _plans.get_or_make(b"", lambda plan=plan: plan)  # type: ignore[misc]
         for name in ("first_edge", "edge_parent", "node_of_row", "row_of_node", "first_node", "tree_of_node"):
             getattr(plan, name)
         if plan.is_forest and plan.max_arity == 1:
             TreeRNN(ChildSumLSTMCell(1, 1))(torch.ones(plan.num_nodes, 1), TreeBatch(plan))
         taken = len(pickle.dumps(plan))
-        assert taken <= _plans.size_bytes + 1024 <= 1.5 * taken + 8192
+        assert taken <= _plans.size_bytes + 1024 <= 2 * taken + 8192
 
 
 def test_threads_share_the_cache() -> None:
@@ -204,8 +204,8 @@ def test_threads_share_the_cache() -> None:
     def use(seed: int) -> None:
         random = np.random.default_rng(seed)
         for key in random.choice(list(plans), 300):
-            found = cache.get(bytes(key)) or cache.put(bytes(key), plans[bytes(key)])
-            assert found is plans[bytes(key)]
+            plan = plans[bytes(key)]
+            assert cache.get_or_make(bytes(key), lambda plan=plan: plan) is plan  # type: ignore[misc]
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(use, range(8)))

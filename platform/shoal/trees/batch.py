@@ -150,7 +150,7 @@ class TreeBatch(SampleBatch):
         if not is_there.all():
             tree, node = (int(each[0]) for each in np.nonzero(~is_there))
             end = int(ends[tree, node])
-            problem = "it is padding" if 0 <= end < width else f"there are {width} places"
+            problem = "it is padding" if 0 <= end < width else f"there are {width} nodes"
             raise TreeError(tree, node, f"its parent, node {end}, is missing: {problem}")
         number = np.cumsum(exists, 1) - 1  # of the nodes that exist
         renumbered = np.where(ends < 0, ends, np.take_along_axis(number, within, 1))

@@ -40,11 +40,12 @@ class _LSTMCell(Cell):
     def run_batch(self, x: Tensor, plan: object) -> Tensor | None:
         assert isinstance(plan, TreePlan)
         weights = self.input.weight, self.input.bias, self.below.weight
-        if plan.max_arity == 1 and plan.is_forest:
-            return _run_chains(x, *weights, plan)
         is_plain = x.dtype in (torch.float32, torch.float64) and x.shape[1:] == self.input.weight.shape[1:]
         is_plain = is_plain and all(each.device.type == "cpu" and each.dtype == x.dtype for each in (x, *weights))
-        if not is_plain or not plan.is_forest or not plan.num_inner or torch.is_autocast_enabled("cpu"):
+        is_plain = is_plain and not torch.is_autocast_enabled("cpu")
+        if plan.max_arity == 1 and plan.is_forest and (is_plain or x.device.type != "cpu"):
+            return _run_chains(x, *weights, plan)  # of half precision torch has no kernel for every CPU
+        if not is_plain or not plan.is_forest or not plan.num_inner:
             return None
         is_nary = self.max_arity is not None
         outputs: Tensor = TreeLSTMFunction.apply(x, *weights, plan, is_nary)  # type: ignore[no-untyped-call]

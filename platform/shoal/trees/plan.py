@@ -362,16 +362,14 @@ class _PlanCache:
     def __len__(self) -> int:
         return len(self._plans)
 
-    def get(self, key: bytes) -> TreePlan | None:
+    def get_or_make(self, key: bytes, make: Callable[[], TreePlan]) -> TreePlan:
         with self._lock:
             if key in self._plans:
                 self._plans.move_to_end(key)
-            return self._plans.get(key)
-
-    def put(self, key: bytes, plan: TreePlan) -> TreePlan:
-        """Gives the plan that is stored: another thread may have been first."""
+                return self._plans[key]
+        plan = make()
         with self._lock:
-            if key in self._plans:
+            if key in self._plans:  # another thread was first
                 return self._plans[key]
             self._plans[key] = plan
             self.size_bytes += _size_bytes(plan)
@@ -391,7 +389,7 @@ def _cached(make: Callable[[], TreePlan], *key: bytes | Ints | int) -> TreePlan:
         data = part.tobytes() if isinstance(part, np.ndarray) else part if isinstance(part, bytes) else b"%d" % part
         digest.update(b"%d:" % len(data) + data)
     name = digest.digest()
-    return _plans.get(name) or _plans.put(name, make())
+    return _plans.get_or_make(name, make)
 
 
 def _size_bytes(plan: TreePlan) -> int:
