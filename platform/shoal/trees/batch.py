@@ -6,7 +6,8 @@ endpoints. Legend: T trees, N nodes of all trees.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -57,7 +58,7 @@ class TreeBatch(SampleBatch):
         Raises TreeError, naming tree and node, for a cycle, two roots, a missing parent, no trees, an empty tree, more
         than `max_depth` levels, or not one value for each node.
         """
-        arrays = [_as_ints(tree, index) for index, tree in enumerate(parents)]
+        arrays = [_as_ints(tree, index, "the parents", 1) for index, tree in enumerate(parents)]
         sizes = np.array([len(tree) for tree in arrays], np.int64)
         plan = plan_forest(sizes, np.concatenate(arrays) if arrays else np.zeros(0, np.int64), max_depth)
         return cls(plan)._with(inputs, labels)
@@ -77,8 +78,8 @@ class TreeBatch(SampleBatch):
         sizes: nodes of each graph; the children of a node are in the order of its edges
         inputs, labels, errors: see `from_parents`
         """
-        pairs = [_as_ints(graph, index).reshape(-1, 2) for index, graph in enumerate(edges)]
-        sizes_T = np.array(sizes, np.int64)
+        pairs = [_as_pairs(graph, index) for index, graph in enumerate(edges)]
+        sizes_T = _as_ints(sizes, None, "the sizes", 1)
         if len(pairs) != len(sizes_T):
             raise TreeError(None, None, f"has edges of {len(pairs)} graphs and sizes of {len(sizes_T)}")
         joined = np.concatenate(pairs) if pairs else np.zeros((0, 2), np.int64)
@@ -90,7 +91,7 @@ class TreeBatch(SampleBatch):
     def from_nested(
         cls,
         trees: Sequence[Any],
-        children: Callable[[Any], Sequence[Any]] | None = None,
+        children: Callable[[Any], Iterable[Any]] | None = None,
         *,
         inputs: Mapping[str, Callable[[Any], Any]] | None = None,
         labels: Mapping[str, Callable[[Any], Any]] | None = None,
@@ -100,7 +101,8 @@ class TreeBatch(SampleBatch):
 
             TreeBatch.from_nested([((1, 2), 3)], inputs={"token": lambda node: node if isinstance(node, int) else 0})
 
-        children:       of a node; None: the members of a tuple or list, everything else is a leaf
+        children:       of a node, such as `ast.iter_child_nodes`; None: the members of a tuple or list, everything else
+                        is a leaf
         inputs, labels: for each name a function from a node to its value
 
         Nodes are numbered in preorder. Raises TreeError as `from_parents`, also for an object that contains itself.
@@ -113,7 +115,9 @@ class TreeBatch(SampleBatch):
             nodes += found
 
         def read(functions: Mapping[str, Callable[[Any], Any]] | None) -> Values:
-            return {name: np.array([function(node) for node in nodes]) for name, function in (functions or {}).items()}
+            return {
+                name: _stack([function(node) for node in nodes], name) for name, function in (functions or {}).items()
+            }
 
         return cls.from_parents(parents, inputs=read(inputs), labels=read(labels), max_depth=max_depth)
 
@@ -123,28 +127,49 @@ class TreeBatch(SampleBatch):
         parents: Ints,
         exists: np.ndarray,
         *,
-        inputs: Mapping[str, np.ndarray] | None = None,
-        labels: Mapping[str, np.ndarray] | None = None,
+        inputs: Mapping[str, np.ndarray | Tensor] | None = None,
+        labels: Mapping[str, np.ndarray | Tensor] | None = None,
         max_depth: int = MAX_DEPTH,
     ) -> Self:
-        """From rectangular arrays [T, most nodes]: in each row, the nodes that exist are a tree. The form of requests.
+        """From rectangular arrays [T, most nodes], as requests have them: the nodes of a row that exist are a tree.
 
-        Raises TreeError as `from_parents`; node numbers are those of the row.
+        exists:         whether each place has a node
+        inputs, labels: for each name [T, most nodes, ...]
+
+        Raises TreeError as `from_parents`; its node numbers are those of the row.
         """
+        parents, exists = _as_ints(parents, None, "the parents"), np.asarray(exists)
+        if exists.dtype != bool:
+            raise TreeError(None, None, f"has the type {exists.dtype} for the nodes that exist, not bool")
         if parents.ndim != 2 or parents.shape != exists.shape:
             problem = f"has parents of the shape {[*parents.shape]} and nodes of the shape {[*exists.shape]}"
             raise TreeError(None, None, problem, "give both as [trees, nodes]")
-        sizes = exists.sum(1)
-        ends = np.where(exists, parents, -1)
-        is_there = np.take_along_axis(exists, np.clip(ends, 0, exists.shape[1] - 1), 1) | (ends < 0)
+        ends, width = np.where(exists, parents, -1), exists.shape[1]
+        within = np.clip(ends, 0, max(width - 1, 0))
+        is_there = (ends == -1) | ((ends == within) & np.take_along_axis(exists, within, 1))
         if not is_there.all():
             tree, node = (int(each[0]) for each in np.nonzero(~is_there))
-            raise TreeError(tree, node, f"its parent, node {ends[tree, node]}, is missing: it is padding")
+            end = int(ends[tree, node])
+            problem = "it is padding" if 0 <= end < width else f"there are {width} nodes"
+            raise TreeError(tree, node, f"its parent, node {end}, is missing: {problem}")
         number = np.cumsum(exists, 1) - 1  # of the nodes that exist
-        renumbered = np.where(ends < 0, ends, np.take_along_axis(number, np.clip(ends, 0, exists.shape[1] - 1), 1))
-        plan = plan_forest(sizes, renumbered[exists], max_depth)
-        chosen = [{name: value[exists] for name, value in (values or {}).items()} for values in (inputs, labels)]
-        return cls(plan)._with(*chosen)
+        renumbered = np.where(ends < 0, ends, np.take_along_axis(number, within, 1))
+        try:
+            plan = plan_forest(exists.sum(1), renumbered[exists], max_depth)
+        except TreeError as error:
+            if error.tree is None or error.node is None:
+                raise
+            place = int(np.flatnonzero(exists[error.tree])[error.node])
+            raise TreeError(error.tree, place, error.problem, error.remedy) from None
+
+        def read(values: Mapping[str, np.ndarray | Tensor] | None) -> Values:
+            for name, value in (values or {}).items():
+                if value.shape[:2] != exists.shape:
+                    problem = f"has values of {name!r} of the shape {[*value.shape]}, and nodes of {[*exists.shape]}"
+                    raise TreeError(None, None, problem)
+            return {name: value[exists] for name, value in (values or {}).items()}
+
+        return cls(plan)._with(read(inputs), read(labels))
 
     def _with(self, inputs: Values | None, labels: Values | None) -> Self:
         return replace(
@@ -186,12 +211,14 @@ class TreeBatch(SampleBatch):
             for tree, (value, size) in enumerate(zip(values, self.sizes, strict=False)):
                 if len(value) != size:
                     raise TreeError(tree, None, f"has {size} nodes and {len(value)} values of {name!r}")
-            values = np.concatenate([np.asarray(value) for value in values])
-        array = torch.as_tensor(values)
+            values = _join(values, name)
+        array = values if isinstance(values, np.ndarray | Tensor) else _stack(values, name)
         if array.ndim == 0 or len(array) != self.num_nodes:
-            count = len(array) if array.ndim else "one value, not"
-            raise TreeError(None, None, f"has {self.num_nodes} nodes and {count} values of {name!r}")
-        return array.index_select(0, torch.from_numpy(nodes))
+            count = f"{len(array)} values" if array.ndim else "one value"
+            raise TreeError(None, None, f"has {self.num_nodes} nodes and {count} of {name!r}")
+        if isinstance(array, np.ndarray):
+            return _to_tensor(array.take(nodes, 0), name)
+        return array.index_select(0, self._indices(nodes, array))
 
     def in_node_order(self, outputs: Tensor) -> Tensor:
         """Outputs [N, ...] as the nodes came."""
@@ -206,7 +233,7 @@ class TreeBatch(SampleBatch):
     def select(self, outputs: Tensor, trees: Sequence[int] | Ints, nodes: Sequence[int] | Ints) -> Tensor:
         """The outputs of chosen nodes, [k, ...]: node `nodes[i]` of tree `trees[i]`. Raises TreeError for a missing
         one."""
-        chosen, within = np.asarray(trees, np.int64), np.asarray(nodes, np.int64)
+        chosen, within = _as_ints(trees, None, "the trees", 1), _as_ints(nodes, None, "the nodes", 1)
         for tree, node in zip(chosen.tolist(), within.tolist(), strict=True):
             if not 0 <= tree < self.num_trees or not 0 <= node < self.sizes[tree]:
                 raise TreeError(tree, node, "is missing")
@@ -215,14 +242,17 @@ class TreeBatch(SampleBatch):
         )
 
     def mean_per_tree(self, values: Tensor, where: Tensor | None = None) -> Tensor:
-        """The mean over each tree's nodes, [T], of values [N] in output order; over those `where` is true: 0 if none.
+        """The mean over each tree's nodes, [T], of values [N] in output order; over those where `where` [N], of bools,
+        is true: 0 if none.
 
         A loss of nodes becomes one of trees: `trees.mean_per_tree(losses).mean()` is a mean over samples.
         """
         tree = self._indices(self.plan.tree_of_node[self.plan.node_of_row], values)
-        weights = torch.ones_like(values) if where is None else where.to(values.dtype)
-        sums = values.new_zeros(self.num_trees).index_add(0, tree, values * weights)
-        return sums / values.new_zeros(self.num_trees).index_add(0, tree, weights).clamp(min=1)
+        counted = torch.ones_like(values) if where is None else where.to(values.dtype)
+        if where is not None:
+            values = values.masked_fill(~where, 0)  # also what is not finite
+        sums = values.new_zeros(self.num_trees).index_add(0, tree, values)
+        return sums / values.new_zeros(self.num_trees).index_add(0, tree, counted).clamp(min=1)
 
     def to_padded(self, outputs: Tensor, pad_value: float = 0.0) -> Tensor:
         """Outputs [N, ...] as [T, most nodes, ...], nodes as they came, `pad_value` behind them."""
@@ -248,7 +278,9 @@ class TreeBatch(SampleBatch):
         return replace(self, inputs=inputs, labels=labels)
 
     def slice_samples(self, part: slice) -> Self:
-        """Some of the trees, planned anew."""
+        """Some of the trees, planned anew. Raises TreeError for none of them, and ValueError for a step below 1."""
+        if part.step is not None and part.step < 1:
+            raise ValueError(f"the step of a slice of trees is {part.step}, and must be at least 1")
         plan, kept = self.plan, np.arange(self.num_trees)[part]
         is_kept = np.isin(self.plan.tree_of_node, kept)
         sizes = self.sizes[kept]
@@ -264,29 +296,64 @@ class TreeBatch(SampleBatch):
             edges = edges[np.argsort(self.plan.tree_of_node[child[edges]], kind="stable")]
             edge_sizes = np.bincount(self.plan.tree_of_node[child[edges]], minlength=self.num_trees)[kept]
             new = plan_graphs(sizes, edge_sizes, within[child[edges]], within[parent[edges]], self.num_nodes)
-        chosen = torch.from_numpy(np.flatnonzero(is_kept))
-        made = type(self)(new)
 
-        def of(values: dict[str, Tensor], places: Ints) -> dict[str, Tensor]:
-            order = np.empty_like(places)
-            order[places] = np.arange(len(places))
-            back = torch.from_numpy(order)
-            return {
-                name: each.index_select(0, back.to(each.device)[chosen.to(each.device)])
-                for name, each in values.items()
-            }
+        def of(values: dict[str, Tensor], node_of_place: Ints) -> dict[str, Tensor]:
+            places = np.argsort(node_of_place)[is_kept]
+            return {name: each.index_select(0, self._indices(places, each)) for name, each in values.items()}
 
-        return made._with(of(self.inputs, plan.order), of(self.labels, plan.node_of_row))
+        return type(self)(new)._with(of(self.inputs, plan.order), of(self.labels, plan.node_of_row))
 
 
-def _as_ints(values: Any, tree: int) -> Ints:
-    array = np.asarray(values)
+def _as_ints(values: Any, tree: int | None, what: str, ndim: int | None = None) -> Ints:
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError) as error:
+        raise TreeError(tree, None, f"has {what} in a form that is no array: {error}") from error
     if array.size and array.dtype.kind not in "iu":
-        raise TreeError(tree, None, f"has numbers of the type {array.dtype} for its nodes, not whole numbers")
+        raise TreeError(tree, None, f"has {what} as numbers of the type {array.dtype}, not whole numbers")
+    if ndim is not None and array.ndim != ndim:
+        raise TreeError(tree, None, f"has {what} in the shape {[*array.shape]}, not as {ndim} dimension(s)")
     return array.astype(np.int64)
 
 
-def _flatten(tree: Any, children: Callable[[Any], Sequence[Any]], index: int, max_depth: int) -> tuple[Ints, list[Any]]:
+def _as_pairs(edges: Any, graph: int) -> Ints:
+    pairs = _as_ints(edges, graph, "the edges")
+    if not pairs.size:
+        return np.zeros((0, 2), np.int64)
+    if pairs.ndim != 2 or pairs.shape[1] != 2:
+        raise TreeError(graph, None, f"has the edges in the shape {[*pairs.shape]}", "give (child, parent) pairs")
+    return pairs
+
+
+def _stack(values: Any, name: str) -> Tensor | np.ndarray:
+    """One value of each node, as one tensor or array; Python's floats have torch's default type."""
+    with _name_values(name):
+        first = values[0] if isinstance(values, list | tuple) and values else None
+        if isinstance(first, np.ndarray | np.generic):
+            return np.array(values)
+        return torch.stack([*values]) if isinstance(first, Tensor) else torch.as_tensor(values)
+
+
+def _join(values: Sequence[Any], name: str) -> Tensor:
+    """The values of each tree, one tree after the other."""
+    with _name_values(name):
+        return torch.cat([torch.as_tensor(np.array(v) if isinstance(v, np.ndarray) else v) for v in values])
+
+
+def _to_tensor(array: np.ndarray, name: str) -> Tensor:
+    with _name_values(name):
+        return torch.from_numpy(array)
+
+
+@contextmanager
+def _name_values(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TreeError(None, None, f"has values of {name!r} that make no tensor: {error}") from error
+
+
+def _flatten(tree: Any, children: Callable[[Any], Iterable[Any]], index: int, max_depth: int) -> tuple[Ints, list[Any]]:
     """Parents and nodes in preorder."""
     parents: list[int] = []
     nodes: list[Any] = []
@@ -301,5 +368,5 @@ def _flatten(tree: Any, children: Callable[[Any], Sequence[Any]], index: int, ma
         parents.append(parent)
         nodes.append(node)
         place = len(nodes) - 1
-        waiting += [(child, place, depth + 1) for child in reversed(children(node))]
+        waiting += [(child, place, depth + 1) for child in reversed([*children(node)])]
     return np.array(parents, np.int64), nodes

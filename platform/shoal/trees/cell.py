@@ -16,7 +16,7 @@ from torch import Tensor, nn
 class Children:
     """The children of m nodes, side by side: the first node's, the second's, ...
 
-    states: each [e, S], in the order in which the cell returned them
+    states: each [e, S], in the order in which the cell returned them; none for leaves
     arity:  children of each node, where all have equally many; None where they differ
     False for leaves (`if not children`).
     """
@@ -61,7 +61,9 @@ class Cell(nn.Module):
                 self.below = nn.Linear(width, width)
 
             def forward(self, x, children):
-                return torch.tanh(x + children.sum(self.below(children.states[0])))
+                if children:
+                    x = x + children.sum(self.below(children.states[0]))
+                return torch.tanh(x)
 
     It is called with many nodes at once, of all trees of a batch, and must compute each as if it were alone.
 
@@ -86,6 +88,10 @@ class Cell(nn.Module):
         return None
 
 
+class CellLinear(nn.Linear):
+    """The weights of a cell that reads them itself. An endpoint's precision replaces plain linear layers, not these."""
+
+
 class RecursiveCell(Cell):
     """CS224D's recursive network: h = tanh(W [h_1; ...; h_K] + b); a leaf's state is its features, x [N, H].
 
@@ -96,7 +102,7 @@ class RecursiveCell(Cell):
     def __init__(self, hidden_size: int, max_arity: int = 2) -> None:
         super().__init__()
         self.max_arity = max_arity
-        self.linear = nn.Linear(max_arity * hidden_size, hidden_size)
+        self.linear = CellLinear(max_arity * hidden_size, hidden_size)
 
     def forward(self, x: Tensor, children: Children) -> Tensor:
         if not children:
@@ -116,7 +122,7 @@ class RecursiveTensorCell(Cell):
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(2 * hidden_size, hidden_size)
+        self.linear = CellLinear(2 * hidden_size, hidden_size)
         self.bilinear = nn.Parameter(torch.empty(hidden_size, 2 * hidden_size, 2 * hidden_size))
         nn.init.uniform_(self.bilinear, -0.5 / hidden_size, 0.5 / hidden_size)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from shoal.trees.cell import Cell, Children
+from shoal.trees.cell import Cell, CellLinear, Children
 from shoal.trees.lstm_function import TreeLSTMFunction
 from shoal.trees.plan import TreePlan
 
@@ -26,9 +26,9 @@ class _LSTMCell(Cell):
     def __init__(self, input_size: int, hidden_size: int, num_slots: int) -> None:
         super().__init__()
         self.hidden_size = hidden_size
-        self.input = nn.Linear(input_size, 4 * hidden_size)
+        self.input = CellLinear(input_size, 4 * hidden_size)
         width = num_slots * hidden_size
-        self.below = nn.Linear(width, width + 3 * hidden_size, bias=False)
+        self.below = CellLinear(width, width + 3 * hidden_size, bias=False)
         bound = hidden_size**-0.5
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -bound, bound)
@@ -40,12 +40,15 @@ class _LSTMCell(Cell):
     def run_batch(self, x: Tensor, plan: object) -> Tensor | None:
         assert isinstance(plan, TreePlan)
         weights = self.input.weight, self.input.bias, self.below.weight
-        if plan.max_arity == 1 and plan.is_forest:
-            return _run_chains(x, *weights, plan)
-        is_plain = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
-        if not is_plain or not plan.is_forest or not plan.num_inner or torch.is_autocast_enabled("cpu"):
+        is_plain = x.dtype in (torch.float32, torch.float64) and x.shape[1:] == self.input.weight.shape[1:]
+        is_plain = is_plain and all(each.device.type == "cpu" and each.dtype == x.dtype for each in (x, *weights))
+        is_plain = is_plain and not torch.is_autocast_enabled("cpu")
+        if plan.max_arity == 1 and plan.is_forest and (is_plain or x.device.type != "cpu"):
+            return _run_chains(x, *weights, plan)  # of half precision torch has no kernel for every CPU
+        if not is_plain or not plan.is_forest or not plan.num_inner:
             return None
-        outputs: Tensor = TreeLSTMFunction.apply(x, *weights, plan, self.max_arity is not None)
+        is_nary = self.max_arity is not None
+        outputs: Tensor = TreeLSTMFunction.apply(x, *weights, plan, is_nary)  # type: ignore[no-untyped-call]
         return outputs
 
 
@@ -72,7 +75,7 @@ class ChildSumLSTMCell(_LSTMCell):
 
 
 class NaryLSTMCell(_LSTMCell):
-    """The N-ary Tree-LSTM, for at most `max_arity` children in an order; a missing child counts as 0.
+    """The N-ary Tree-LSTM, for nodes with at most `max_arity` children in an order; a missing child counts as 0.
 
     x [N, D]; states h and c, each [N, H]. Source: arXiv:1503.00075, equations 9 to 14.
     """
@@ -104,19 +107,24 @@ def _finish(gates: Tensor, kept: Tensor | float) -> tuple[Tensor, Tensor]:
 
 
 def _run_chains(x: Tensor, W: Tensor, b: Tensor, U: Tensor, plan: TreePlan) -> Tensor:
-    """Nodes with one child are steps of an LSTM from leaf to root: the same equations, in torch's own kernel."""
+    """Nodes with one child are steps of an LSTM from the leaf to the root: the same equations, in torch's kernel."""
     H, T = len(b) // 4, plan.num_trees
     below = torch.cat([U[:H, :H], U[-3 * H :, :H]])
     f, i, o, u = range(4)
-    weights = [torch.cat([each.view(4, H, -1)[gate] for gate in (i, f, u, o)]) for each in (W, below, b.unsqueeze(1))]
+    weights = [
+        torch.cat([each.reshape(4, H, -1)[gate] for gate in (i, f, u, o)]) for each in (W, below, b.unsqueeze(1))
+    ]
     parameters = [weights[0], weights[1], weights[2].squeeze(1), torch.zeros_like(b)]
+    options = parameters, True, 1, 0.0, False, False, False  # with biases, one layer, as in training, one direction
     num_steps, rest = divmod(plan.num_nodes, T)
-    zeros = x.new_zeros(1, T, H)
     if not rest and plan.num_levels == num_steps:  # all of one length: both orders are step by step, chain by chain
-        steps, *_ = torch.lstm(x.view(num_steps, T, -1), (zeros, zeros), parameters, True, 1, 0.0, False, False, False)
+        zeros = x.new_zeros(1, T, H)
+        steps, *_ = torch.lstm(x.reshape(num_steps, T, -1), (zeros, zeros), *options)
         return steps.reshape(plan.num_nodes, H)
-    packed = plan.packed_chains
-    places = torch.from_numpy(packed.places).to(x.device)
-    counts = torch.from_numpy(packed.counts)
-    steps, *_ = torch.lstm(x.index_select(0, places), counts, (zeros, zeros), parameters, True, 1, 0.0, False, False)
-    return steps.index_select(0, torch.from_numpy(packed.rows).to(x.device))
+    chains = plan.padded_chains  # not packed: on a CPU the backward pass of that takes quadratic time
+    found = []
+    for group in chains.groups:
+        places, zeros = torch.from_numpy(group).to(x.device), x.new_zeros(1, group.shape[1], H)
+        steps, *_ = torch.lstm(x.index_select(0, places.flatten()).view(*places.shape, -1), (zeros, zeros), *options)
+        found.append(steps.flatten(0, 1))
+    return torch.cat(found).index_select(0, torch.from_numpy(chains.slots).to(x.device))

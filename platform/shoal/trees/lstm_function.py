@@ -2,8 +2,9 @@
 
 Products with the nodes' features are one before the first level, and the gradients of the weights one each after the
 last; only the products with the children's states are made level by level, and nearly every operand of a level is a
-slice (see `plan`). The sigmoid is (1 + tanh(x / 2)) / 2, with the half in the weights. NumPy, not torch: cheaper calls,
-and a choice of the library of the products (`blas`). Called by the cells; torch's modules hold the weights.
+slice (see `plan`). tanh(x) is 2 sigmoid(2 x) - 1, with the inner factor in the weights: torch's sigmoid takes a third
+of the time of a tanh. NumPy otherwise: cheaper calls, and a choice of the library of the products (`blas`). Called by
+the cells; torch's modules hold the weights.
 
 Legend: N nodes, L leaves, n inner, E edges (an edge is its child's output row); D features, H units; m nodes and e
 edges in a piece of a level; w = H for child-sum, K H for N-ary, of which nodes with a children use the first a H.
@@ -28,11 +29,8 @@ Array = np.ndarray
 
 
 class _Saved(NamedTuple):
-    """What the backward pass needs of the forward pass."""
+    """What the backward pass needs of the forward pass, alongside x and the weights."""
 
-    x: Array  # [N, D]
-    W: Array
-    U: Array
     gates: Array  # [N, 3H] i o u
     forget: Array  # [E, H]
     h: Array  # [N, H] by rows, like c
@@ -47,29 +45,41 @@ class TreeLSTMFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, W: Tensor, b: Tensor, U: Tensor, plan: TreePlan, is_nary: bool) -> Tensor:
-        arrays = (each.detach().numpy() for each in (x, W, b, U))
+        arrays = [_view_array(each) for each in (x, W, b, U)]
         with use_torch_threads() as product:
-            saved = _compute(*arrays, plan, is_nary, product)
+            saved = _compute(arrays, plan, is_nary, product)
         ctx.saved, ctx.plan, ctx.is_nary = saved, plan, is_nary
         outputs = torch.from_numpy(saved.h)
-        ctx.save_for_backward(outputs)  # backward refuses it if it was changed
+        # torch rejects tensors that were changed in place. No array of a weight is retained: see `_view_array`.
+        ctx.save_for_backward(outputs, x, W, U)
         return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_h: Tensor) -> tuple[Tensor | None, ...]:
-        _ = ctx.saved_tensors
+        _, *inputs = ctx.saved_tensors
+        x, W, U, d_h = map(_view_array, (*inputs, grad_h))
         with use_torch_threads() as product:
-            gradients = _differentiate(ctx.saved, grad_h.numpy(), ctx.plan, ctx.is_nary, product)
+            gradients = _differentiate(ctx.saved, x, W, U, d_h, ctx.plan, ctx.is_nary, product)
         return *map(torch.from_numpy, gradients), None, None
 
 
-def _compute(x: Array, W: Array, b: Array, U: Array, plan: TreePlan, is_nary: bool, product: Product) -> _Saved:
-    H, w, N, L = len(b) // 4, U.shape[1], len(x), plan.num_leaves
-    half = np.repeat(np.array([0.5, 1], x.dtype), [w + 2 * H, H])  # f i o by a sigmoid, u by tanh
-    below = (U * half[:, None]).T  # [w, w + 3H]
-    into = (W * half[w - H :, None]).T  # [D, 4H]
-    b = b * half[w - H :]
+def _view_array(tensor: Tensor) -> Array:
+    """The same memory, as long as the tensor has it: FSDP frees the weights' between forward and backward.
+
+    `Tensor.numpy` would forbid that for good.
+    """
+    array: Array = np.from_dlpack(tensor.detach())
+    return array
+
+
+def _compute(arrays: list[Array], plan: TreePlan, is_nary: bool, product: Product) -> _Saved:
+    x, W, b, U = arrays
+    H, w, N, L, E = len(b) // 4, U.shape[1], len(x), plan.num_leaves, len(plan.edge_parent)
+    factor = np.repeat(np.array([1, 2], x.dtype), [w + 2 * H, H])  # f i o by a sigmoid, u by tanh
+    below = (U * factor[:, None]).T  # [w, w + 3H]
+    into = (W * factor[w - H :, None]).T  # [D, 4H]
+    b = b * factor[w - H :]
     gates = product(x, into[:, H:])  # [N, 3H]
     forget = (product(x[L:], into[:, :H]) + b[:H]).take(plan.edge_parent, 0)  # [E, H]
     h, c, tanh_c = (np.empty((N, H), x.dtype) for _ in range(3))
@@ -82,6 +92,7 @@ def _compute(x: Array, W: Array, b: Array, U: Array, plan: TreePlan, is_nary: bo
         if piece.arity != 0:
             first = None if piece.arity else plan.first_edge[at.start - L : at.stop - L] - kids.start
             if seen is None:
+                assert piece.arity is not None
                 width = piece.arity * H
                 sum_h, of_f = h_e.reshape(-1, width), below[:width, :width]
             else:
@@ -89,20 +100,25 @@ def _compute(x: Array, W: Array, b: Array, U: Array, plan: TreePlan, is_nary: bo
                 sum_h = seen[at.start - L : at.stop - L] = _sum_children(h_e, piece.arity, first)
             a += product(sum_h, below[:width, w:])
             f_e += product(h_e.reshape(-1, width), of_f).reshape(-1, H)
-            _activate(f_e, H)
-        _activate(a, 2 * H)
+            _sigmoid(f_e)
+        _sigmoid(a)
+        _finish_tanh(a[:, 2 * H :])
         c_m = a[:, :H] * a[:, 2 * H :]
         if piece.arity != 0:
             c_m += _sum_children(f_e * c[kids], piece.arity, first)
-        c[own], h[own] = c_m, a[:, H : 2 * H] * np.tanh(c_m, out=tanh_c[at])
-    return _Saved(x, W, U, gates, forget, h, c, tanh_c, seen, pieces)
+        c[own] = c_m
+        _sigmoid(np.multiply(c_m, 2, out=tanh_c[at]))
+        _finish_tanh(tanh_c[at])
+        h[own] = np.multiply(a[:, H : 2 * H], tanh_c[at], out=c_m)
+    assert len(forget) == E
+    return _Saved(gates, forget, h, c, tanh_c, seen, pieces)
 
 
 def _differentiate(
-    saved: _Saved, grad_h: Array, plan: TreePlan, is_nary: bool, product: Product
+    saved: _Saved, x: Array, W: Array, U: Array, grad_h: Array, plan: TreePlan, is_nary: bool, product: Product
 ) -> tuple[Array, Array, Array, Array]:
     """The gradients of x, W, b and U."""
-    x, W, U, gates, forget, h, c, tanh_c, seen, pieces = saved
+    gates, forget, h, c, tanh_c, seen, pieces = saved
     H, w, L, E = h.shape[1], U.shape[1], plan.num_leaves, len(forget)
     d_h, d_c, d_gates, d_forget = grad_h.copy(), np.empty_like(h), np.empty_like(gates), np.empty_like(forget)
     d_c[E:] = 0  # roots
@@ -114,9 +130,10 @@ def _differentiate(
             continue
         f_e, d_f, d_h_e = forget[kids], d_forget[kids], d_h[kids]
         parent = None if piece.arity else plan.edge_parent[kids] - (at.start - L)
-        np.multiply(_expand(d_c_m, piece.arity, parent), f_e, out=d_c[kids])
-        np.multiply(d_c[kids], c[kids], out=d_f)
-        d_f -= d_f * f_e  # d_c c f (1 - f)
+        d_c_e = _expand(d_c_m, piece.arity, parent)
+        np.multiply(d_c_e, f_e, out=d_c[kids])
+        np.multiply(d_c_e, c[kids], out=d_f)
+        _sigmoid_backward(d_f, f_e)
         width = piece.arity * H if seen is None else H
         d_sum = product(d_gates[at], U[w:, :width])  # [m, width]
         d_h_e += d_sum.reshape(-1, H) if seen is None else _expand(d_sum, piece.arity, parent)
@@ -162,11 +179,13 @@ def _sum_children(values: Array, arity: int | None, first: Ints | None) -> Array
         return values
     if arity == 2:
         pairs = values.reshape(-1, 2, values.shape[1])
-        return pairs[:, 0] + pairs[:, 1]
+        added: Array = pairs[:, 0] + pairs[:, 1]
+        return added
     if arity is not None:
-        return values.reshape(-1, arity, values.shape[1]).sum(1)
+        total: Array = values.reshape(-1, arity, values.shape[1]).sum(1)
+        return total
     # The fastest ragged sum of rows on a CPU: a tenth of the time of np.add.reduceat.
-    places = torch.arange(len(values))
+    places = torch.arange(len(values), device="cpu")
     summed: Array = torch.embedding_bag(torch.from_numpy(values), places, torch.from_numpy(first))[0].numpy()
     return summed
 
@@ -175,24 +194,44 @@ def _expand(values: Array, arity: int | None, parent: Ints | None) -> Array:
     """[m, H] to [e, H]: the value of its parent, for each child."""
     if arity == 1:
         return values
-    return values.repeat(arity, 0) if arity is not None else values.take(parent, 0)
+    if arity is not None:
+        return values.repeat(arity, 0)
+    assert parent is not None
+    return values.take(parent, 0)
 
 
-def _activate(gates: Array, num_sigmoid: int) -> None:
-    """In place: sigmoid of the first `num_sigmoid` columns, which come halved, tanh of the others."""
-    sigmoid = np.tanh(gates, out=gates)[:, :num_sigmoid]
-    sigmoid *= 0.5
-    sigmoid += 0.5
+def _sigmoid(values: Array) -> None:
+    """In place."""
+    torch.from_numpy(values).sigmoid_()
+
+
+def _finish_tanh(values: Array) -> None:
+    """In place, from sigmoid(2 x) to tanh(x)."""
+    values *= 2
+    values -= 1
+
+
+def _sigmoid_backward(gradients: Array, outputs: Array) -> None:
+    """In place: the gradients before the function, from those after it."""
+    d = torch.from_numpy(gradients)
+    torch.ops.aten.sigmoid_backward.grad_input(d, torch.from_numpy(outputs), grad_input=d)
+
+
+def _tanh_backward(gradients: Array, outputs: Array) -> None:
+    """In place, like the one for the sigmoid."""
+    d = torch.from_numpy(gradients)
+    torch.ops.aten.tanh_backward.grad_input(d, torch.from_numpy(outputs), grad_input=d)
 
 
 def _activate_backward(d_h: Array, d_c: Array, gates: Array, tanh_c: Array, d_gates: Array) -> None:
     """Fill `d_gates` [m, 3H] with the gradients before the activations, complete d_c, overwrite d_h; all [m, H]."""
+    H = d_h.shape[1]
     (i, o, u), (d_i, d_o, d_u) = np.hsplit(gates, 3), np.hsplit(d_gates, 3)
     np.multiply(d_h, tanh_c, out=d_o)
     d_h *= o
-    d_c += np.subtract(d_h, d_h * tanh_c * tanh_c, out=d_h)
+    _tanh_backward(d_h, tanh_c)
+    d_c += d_h
     np.multiply(d_c, u, out=d_i)
     np.multiply(d_c, i, out=d_u)
-    d_u -= d_u * u * u
-    for d, sigmoid in ((d_i, i), (d_o, o)):
-        d *= sigmoid - sigmoid * sigmoid
+    _sigmoid_backward(d_gates[:, : 2 * H], gates[:, : 2 * H])
+    _tanh_backward(d_u, u)

@@ -15,11 +15,13 @@ n = N - L inner nodes, E edges.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from threading import Lock
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,20 +107,31 @@ class TreePlan:
         return np.repeat(np.arange(len(self.sizes)), self.sizes)
 
     @cached_property
-    def packed_chains(self) -> PackedChains:
+    def padded_chains(self) -> PaddedChains:
         """For trees whose nodes have at most one child: see there."""
-        longest_first = np.argsort(-self.sizes, kind="stable")
-        rank = np.empty_like(longest_first)
-        rank[longest_first] = np.arange(len(rank))
         counts = np.append(self.num_leaves, np.diff(self.level_start))
-        level = np.repeat(np.arange(len(counts)), counts)
-        step = (np.cumsum(counts) - counts)[level] + rank[self.tree_of_node[self.order]]
-        places, rows = np.empty_like(step), np.empty_like(step)
-        places[step], rows[self.row] = np.arange(len(step)), step
-        return PackedChains(places, counts, rows)
+        step = np.repeat(np.arange(len(counts)), counts)  # of each place: a node's level
+        chain = self.tree_of_node[self.order]
+        slot, first, groups = np.empty_like(step), 0, []
+        waiting = np.argsort(-self.sizes, kind="stable")  # longest first
+        while waiting.size:
+            lengths = self.sizes[waiting]
+            is_wasteful = lengths[0] * np.arange(1, len(lengths) + 1) > 2 * np.cumsum(lengths)
+            end = int(np.argmax(is_wasteful)) or len(lengths)
+            column = np.full(self.num_trees, -1)
+            column[waiting[:end]] = np.arange(end)
+            places = np.flatnonzero(column[chain] >= 0)
+            grid = np.full((int(lengths[0]), end), -1)
+            grid[step[places], column[chain[places]]] = places
+            slot[places] = first + step[places] * end + column[chain[places]]
+            groups.append(np.where(grid < 0, grid[0], grid))
+            first, waiting = first + grid.size, waiting[end:]
+        slot_of_row = np.empty_like(slot)
+        slot_of_row[self.row] = slot
+        return PaddedChains(groups, slot_of_row)
 
     def split_levels(self, max_nodes: int, *, by_arity: bool) -> list[Piece]:
-        """The levels in their order, leaves first, in pieces of at most `max_nodes`; by arity, too."""
+        """The levels in their order, leaves first, in pieces of at most `max_nodes`; `by_arity`: of equal arity."""
         ends = [*range(max_nodes, self.num_leaves, max_nodes), self.num_leaves]
         pieces = [Piece(slice(begin, end), slice(0, 0), 0) for begin, end in zip([0, *ends], ends, strict=False)]
         if not self.num_inner:
@@ -139,12 +152,15 @@ class TreePlan:
 
 
 @dataclass(frozen=True, eq=False)
-class PackedChains:
-    """Chains as the steps of sequences, in the form of torch's PackedSequence: longest first, from leaf to root."""
+class PaddedChains:
+    """Chains as steps of sequences, from leaf to root, in groups of which at most half is padding.
 
-    places: Ints  # [N] the place of each step's node
-    counts: Ints  # [levels] sequences with so many steps
-    rows: Ints  # [N] the step of each output row
+    groups: for each the places of its nodes, [steps, chains]; behind a chain's root its leaf again
+    slots:  [N] of each output row the step, in the groups one after the other, each read row by row
+    """
+
+    groups: list[Ints]
+    slots: Ints
 
 
 @dataclass(frozen=True)
@@ -189,15 +205,15 @@ def _plan_forest(sizes: Ints, parents: Ints, max_depth: int) -> TreePlan:
     N = trees.num_nodes
     _require_within(trees, parents, "its parent", lowest=-1)
     is_root = parents < 0
-    trees.require_one_root(np.flatnonzero(is_root))
     parent = np.where(is_root, N, parents + trees.first_of_node)  # N stands above every root
     height, up, step = np.zeros(N + 1, np.int64), np.append(parent, N), 1
     while (below := np.flatnonzero(up < N)).size:  # up: the ancestor `step` edges above
         if step > N:
-            raise trees.error(int(below[0]), "is on a cycle, or below one", "a tree has none")
+            raise trees.error(int(up[below[0]]), "is on a cycle", "a tree has none")
         np.maximum.at(height, up[below], height[below] + step)
         up, step = up[up], 2 * step
     height = height[:N]
+    trees.require_one_root(np.flatnonzero(is_root))
     _require_depth(trees, height, max_depth)
     arity = np.bincount(parent, minlength=N + 1)[:N]
     by_level = np.lexsort((arity, height))  # stable: then by node
@@ -211,7 +227,7 @@ def _plan_forest(sizes: Ints, parents: Ints, max_depth: int) -> TreePlan:
     row_of_node = np.empty(N, np.int64)
     row_of_node[node_of_row] = np.arange(N)
     return TreePlan(
-        sizes=sizes,
+        sizes=trees.sizes,
         num_leaves=num_leaves,
         order=order,
         row=row_of_node[order],
@@ -232,18 +248,18 @@ def _plan_graphs(sizes: Ints, edge_sizes: Ints, children: Ints, parents: Ints, m
             problem = f"is missing: an edge has it as its {name}, and there are {sizes[graph_of_edge[bad[0]]]} nodes"
             raise TreeError(int(graph_of_edge[bad[0]]), int(ends[bad[0]]), problem)
     child, parent = (ends + graphs.first_of_tree[graph_of_edge] for ends in (children, parents))
-    graphs.require_one_root(np.flatnonzero(np.bincount(child, minlength=N) == 0))
     arity = np.bincount(parent, minlength=N)
     height = _compute_heights(graphs, child, parent, arity, max_depth)
+    roots = np.flatnonzero(np.bincount(child, minlength=N) == 0)
+    graphs.require_one_root(roots)
     order = np.lexsort((arity, height))
     num_leaves = int(np.searchsorted(height[order], 1))
     place = np.empty(N, np.int64)
     place[order] = np.arange(N)
     by_parent = np.argsort(place[parent], kind="stable")
-    roots = np.flatnonzero(np.bincount(child, minlength=N) == 0)
     inner = order[num_leaves:]
     return TreePlan(
-        sizes=sizes,
+        sizes=graphs.sizes,
         num_leaves=num_leaves,
         order=order,
         row=np.arange(N),
@@ -271,8 +287,11 @@ def _compute_heights(graphs: _Numbering, child: Ints, parent: Ints, arity: Ints,
         np.subtract.at(waiting, reached, 1)
         ready = np.unique(reached[waiting[reached] == 0])
     if num_done < graphs.num_nodes:
-        stuck = int(np.flatnonzero(waiting)[0])
-        raise graphs.error(stuck, "is on a cycle, or above one", "a DAG has none")
+        down, stuck = np.arange(graphs.num_nodes), waiting[child] > 0  # nodes on a cycle, or above one
+        down[parent[stuck]] = child[stuck]
+        for _ in range(graphs.num_nodes.bit_length()):  # to a node more than N edges below
+            down = down[down]
+        raise graphs.error(int(down[np.flatnonzero(waiting)[0]]), "is on a cycle", "a DAG has none")
     return height
 
 
@@ -282,9 +301,9 @@ class _Numbering:
     def __init__(self, sizes: Ints) -> None:
         if not len(sizes):
             raise TreeError(None, None, "the batch has no trees")
-        if not sizes.all():
-            raise TreeError(int(np.argmin(sizes)), None, "has no nodes")
-        self.sizes, self.num_nodes = sizes, int(sizes.sum())
+        if (sizes < 1).any():
+            raise TreeError(int(np.argmax(sizes < 1)), None, "has no nodes")
+        self.sizes, self.num_nodes = sizes.copy(), int(sizes.sum())
         self.first_of_tree = np.cumsum(sizes) - sizes
         self.tree_of_node = np.repeat(np.arange(len(sizes)), sizes)
         self.first_of_node = self.first_of_tree[self.tree_of_node]
@@ -294,14 +313,10 @@ class _Numbering:
 
     def require_one_root(self, roots: Ints) -> None:
         counts = np.bincount(self.tree_of_node[roots], minlength=len(self.sizes))
-        bad = np.flatnonzero(counts != 1)
-        if not bad.size:
-            return
-        tree = int(bad[0])
-        if not counts[tree]:
-            raise TreeError(tree, 0, "is on a cycle, or below one: no node of its tree is a root")
-        second = roots[self.tree_of_node[roots] == tree][1]
-        raise self.error(int(second), "is a second root", "put a node above both, or give two trees")
+        bad = np.flatnonzero(counts > 1)  # none at all: there is a cycle
+        if bad.size:
+            second = roots[self.tree_of_node[roots] == bad[0]][1]
+            raise self.error(int(second), "is a second root", "put a node above both, or give two trees")
 
 
 def _require_within(trees: _Numbering, ends: Ints, what: str, lowest: int) -> None:
@@ -331,22 +346,53 @@ def _level_starts(heights: Ints) -> Ints:
 
 # -- plans of batches that come again: those of an evaluation, or of an endpoint that checks and then computes
 
-_plans: OrderedDict[bytes, TreePlan] = OrderedDict()
+
+class _PlanCache:
+    """The least recently used plans are dropped beyond `max_bytes`. For any threads."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.clear()
+
+    def clear(self) -> None:
+        self._lock = Lock()
+        self._plans: OrderedDict[bytes, TreePlan] = OrderedDict()
+        self.size_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def get_or_make(self, key: bytes, make: Callable[[], TreePlan]) -> TreePlan:
+        with self._lock:
+            if key in self._plans:
+                self._plans.move_to_end(key)
+                return self._plans[key]
+        plan = make()
+        with self._lock:
+            if key in self._plans:  # another thread was first
+                return self._plans[key]
+            self._plans[key] = plan
+            self.size_bytes += _size_bytes(plan)
+            while len(self._plans) > 1 and self.size_bytes > self.max_bytes:
+                self.size_bytes -= _size_bytes(self._plans.popitem(last=False)[1])
+        return plan
+
+
+_plans = _PlanCache(_CACHE_BYTES)
+os.register_at_fork(after_in_child=_plans.clear)  # another thread may have held the lock
 
 
 def _cached(make: Callable[[], TreePlan], *key: bytes | Ints | int) -> TreePlan:
-    """The plan of the same shapes, or a new one. The least recently used ones are dropped beyond 64 MiB."""
+    """The plan of the same shapes, or a new one."""
     digest = hashlib.blake2b(digest_size=16)
     for part in key:
         data = part.tobytes() if isinstance(part, np.ndarray) else part if isinstance(part, bytes) else b"%d" % part
         digest.update(b"%d:" % len(data) + data)
     name = digest.digest()
-    found = _plans.pop(name, None) or make()
-    _plans[name] = found
-    while len(_plans) > 1 and sum(map(_size_bytes, _plans.values())) > _CACHE_BYTES:
-        _plans.popitem(last=False)
-    return found
+    return _plans.get_or_make(name, make)
 
 
 def _size_bytes(plan: TreePlan) -> int:
-    return 8 * (6 * plan.num_nodes + 4 * plan.num_inner)  # with what is computed later
+    """With what is computed later, and some for the objects themselves."""
+    num_edges = plan.num_nodes - plan.num_trees if plan.child_row is None else len(plan.child_row)
+    return 4096 + 8 * (8 * plan.num_nodes + 3 * plan.num_inner + 2 * num_edges + 4 * plan.num_trees)

@@ -16,7 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from shoal.errors import TreeError
 from shoal.trees.batch import TreeBatch
-from shoal.trees.cell import Cell, Children
+from shoal.trees.cell import Cell
+from shoal.trees.compiled_cell import compute_level, compute_level_compiled
 from shoal.trees.plan import Piece, TreePlan
 
 MAX_NODES = 2048  # of one call of a cell: bounds the memory of a level
@@ -32,11 +33,11 @@ class TreeRNN(nn.Module):
     Differentiable once, by x and by the cell's parameters.
     """
 
-    def __init__(self, cell: Cell) -> None:
+    def __init__(self, cell: Cell, *, compile: bool = False) -> None:
         super().__init__()
-        self.cell = cell
+        self.cell, self.compile_cell = cell, compile
 
-    @torch.compiler.disable  # a graph for each shape of a batch: see docs/trees.md
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph for each shape of a batch: see docs/trees.md
     def forward(self, x: Tensor, trees: TreeBatch) -> Tensor:
         """Raises TreeError for a node with more children than the cell takes, and for another number of nodes."""
         plan, cell = trees.plan, self.cell
@@ -45,7 +46,7 @@ class TreeRNN(nn.Module):
         if cell.max_arity is not None and plan.max_arity > cell.max_arity:
             _raise_arity(trees, cell.max_arity)
         outputs = cell.run_batch(x, plan)
-        return _run_levels(cell, plan, cell.project(x)) if outputs is None else outputs
+        return _run_levels(cell, plan, cell.project(x), self.compile_cell) if outputs is None else outputs
 
 
 def _raise_arity(trees: TreeBatch, max_arity: int) -> None:
@@ -57,11 +58,11 @@ def _raise_arity(trees: TreeBatch, max_arity: int) -> None:
     raise TreeError(tree, node, f"has {plan.arity[inner]} children, and the cell takes at most {max_arity}")
 
 
-def _run_levels(cell: Cell, plan: TreePlan, x: Tensor) -> Tensor:
+def _run_levels(cell: Cell, plan: TreePlan, x: Tensor, compile_cell: bool) -> Tensor:
     parameters = [parameter for parameter in cell.parameters() if parameter.requires_grad]
-    levels = _Levels(cell, plan, x.device)
+    levels = _Levels(cell, plan, x.device, compile_cell)
     if torch.is_grad_enabled() and (x.requires_grad or parameters):
-        outputs: Tensor = _LevelFunction.apply(levels, x, *parameters)
+        outputs: Tensor = _LevelFunction.apply(levels, x, *parameters)  # type: ignore[no-untyped-call]
         return outputs
     with torch.no_grad():
         return levels.run(x)[0]
@@ -70,8 +71,9 @@ def _run_levels(cell: Cell, plan: TreePlan, x: Tensor) -> Tensor:
 class _Levels:
     """The pieces of a plan, with indices on the device."""
 
-    def __init__(self, cell: Cell, plan: TreePlan, device: torch.device) -> None:
-        self.cell, self.plan = cell, plan
+    def __init__(self, cell: Cell, plan: TreePlan, device: torch.device, is_compiled: bool) -> None:
+        self.cell, self.plan, self.is_compiled = cell, plan, is_compiled
+        self._compute = compute_level_compiled if is_compiled else compute_level
         self.pieces = plan.split_levels(MAX_NODES, by_arity=cell.max_arity is not None)
         self._row = _to_device(plan.row, device) if plan.is_forest else None
         self._child_row = None if plan.child_row is None else _to_device(plan.child_row, device)
@@ -82,13 +84,14 @@ class _Levels:
         buffers: list[Tensor] = []
         for piece in self.pieces:
             x_m = x[piece.places].detach()
-            below = [self.read_children(buffer, piece) for buffer in buffers] if buffers else []
+            below = [] if piece.arity == 0 else [self.read_children(buffer, piece) for buffer in buffers]
             if tape is not None:
-                for leaf in (x_m, *below):
-                    leaf.requires_grad_()
+                x_m.requires_grad_(x.requires_grad)
+                for state in below:
+                    state.requires_grad_(state.is_floating_point())
             with torch.set_grad_enabled(tape is not None):
-                made = self.cell(x_m, self._children(below, piece))
-            states: tuple[Tensor, ...] = (made,) if isinstance(made, Tensor) else tuple(made)
+                states = self._compute(self.cell, x_m, below, len(x_m), *self._arity_and_parent(piece))
+            self._require_a_row_each(states, piece)
             if not buffers:
                 buffers = [state.new_empty(self.plan.num_nodes, *state.shape[1:]) for state in states]
             for buffer, state in zip(buffers, states, strict=True):
@@ -97,11 +100,21 @@ class _Levels:
                 tape.append((x_m, below, states))
         return buffers
 
-    def _children(self, below: Sequence[Tensor], piece: Piece) -> Children:
-        parent = None
-        if piece.arity is None:
-            parent = self._edge_parent[piece.edges] - (piece.places.start - self.plan.num_leaves)
-        return Children(below, piece.places.stop - piece.places.start, piece.arity, parent)
+    def _arity_and_parent(self, piece: Piece) -> tuple[int | None, Tensor | None]:
+        """How many children each node has, or else the parent of each child, within the piece."""
+        is_any = self.is_compiled and self.cell.max_arity is None  # one graph for all numbers of children
+        if piece.arity == 0 or (piece.arity is not None and not is_any):
+            return piece.arity, None
+        return None, self._edge_parent[piece.edges] - (piece.places.start - self.plan.num_leaves)
+
+    def _require_a_row_each(self, states: Sequence[Tensor], piece: Piece) -> None:
+        num_nodes = piece.places.stop - piece.places.start
+        for index, state in enumerate(states):
+            if state.ndim == 0 or len(state) != num_nodes:
+                name = f"state {index} of {type(self.cell).__name__}.forward"
+                raise ValueError(
+                    f"{name} has the shape {[*state.shape]}, and needs a row for each of {num_nodes} nodes"
+                )
 
     def read_children(self, buffer: Tensor, piece: Piece) -> Tensor:
         if self._child_row is None:
@@ -111,8 +124,8 @@ class _Levels:
     def write(self, buffer: Tensor, piece: Piece, values: Tensor) -> None:
         if self._row is None:
             buffer[piece.places] = values
-        else:
-            buffer.index_copy_(0, self._row[piece.places], values)
+        else:  # autocast may give a level another data type
+            buffer.index_copy_(0, self._row[piece.places], values.to(buffer.dtype))
 
     def read_own(self, buffer: Tensor, piece: Piece) -> Tensor:
         return buffer[piece.places] if self._row is None else buffer.index_select(0, self._row[piece.places])
@@ -121,7 +134,7 @@ class _Levels:
         if self._child_row is None:
             gradients[piece.edges] += values
         else:
-            gradients.index_add_(0, self._child_row[piece.edges], values)
+            gradients.index_add_(0, self._child_row[piece.edges], values.to(gradients.dtype))
 
 
 def _to_device(indices: Any, device: torch.device) -> Tensor:
@@ -148,8 +161,8 @@ class _LevelFunction(torch.autograd.Function):
         tape, parameters = ctx.tape, ctx.parameters
         zeros = [states.new_zeros(shape) for states, shape in zip(tape[0][2], ctx.shapes, strict=True)]
         d_states = [grad_outputs.clone(), *zeros[1:]]
-        d_x = grad_outputs.new_zeros(ctx.shape, dtype=tape[0][0].dtype)
-        d_parameters: list[Tensor | None] = [None] * len(parameters)
+        d_x = grad_outputs.new_zeros(ctx.shape, dtype=tape[0][0].dtype) if ctx.needs_input_grad[1] else None
+        d_parameters = _Sums(len(parameters))
         for piece, (x_m, below, states) in zip(reversed(levels.pieces), reversed(tape), strict=True):
             pairs = [
                 (state, levels.read_own(d_state, piece).to(state.dtype))
@@ -158,16 +171,33 @@ class _LevelFunction(torch.autograd.Function):
             ]
             if not pairs:
                 continue
-            wanted = (x_m, *below, *parameters)
             made, gradients = zip(*pairs, strict=True)
-            found = torch.autograd.grad(made, wanted, gradients, retain_graph=True, allow_unused=True)
-            if found[0] is not None:
-                d_x[piece.places] = found[0]
-            for d_state, d_child in zip(d_states, found[1 : 1 + len(below)], strict=bool(below)):
-                if d_child is not None and len(d_child):
+            into = [(d_state, state) for d_state, state in zip(d_states, below, strict=False) if state.requires_grad]
+            wanted = [*parameters, *(state for _, state in into), *([] if d_x is None else [x_m])]
+            retain = not levels.is_compiled
+            found = torch.autograd.grad(made, wanted, gradients, retain_graph=retain, allow_unused=True)
+            d_parameters.add(found[: len(parameters)])
+            for (d_state, _), d_child in zip(into, found[len(parameters) :], strict=False):
+                if d_child is not None:
                     levels.add_to_children(d_state, piece, d_child)
-            for index, gradient in enumerate(found[1 + len(below) :]):
-                if gradient is not None:
-                    total = d_parameters[index]
-                    d_parameters[index] = gradient if total is None else total.add_(gradient)
-        return None, d_x, *d_parameters
+            if d_x is not None and found[-1] is not None:
+                d_x[piece.places] = found[-1]
+        return None, d_x, *d_parameters.totals
+
+
+class _Sums:
+    """The gradients of the parameters, added over the pieces."""
+
+    def __init__(self, count: int) -> None:
+        self.totals: list[Tensor | None] = [None] * count
+        self._is_own = [False] * count  # a first gradient may be one tensor for two parameters
+
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
+        for index, gradient in enumerate(gradients):
+            total = self.totals[index]
+            if gradient is None or total is None:
+                self.totals[index] = total if gradient is None else gradient
+            elif self._is_own[index]:
+                total.add_(gradient)
+            else:
+                self.totals[index], self._is_own[index] = total + gradient, True

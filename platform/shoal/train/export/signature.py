@@ -1,4 +1,4 @@
-"""The tensors of a network's inputs and outputs, found by running it once on one batch.
+"""The tensors of a network's inputs and outputs: as its Task gives them, or found by running it once on one batch.
 
 Called before a run ends, so that an endpoint knows the format of requests.
 """
@@ -29,18 +29,30 @@ DATATYPES = {
 def infer_signature(task: Task, model: nn.Module, batch: Any) -> Signature:
     """Names, datatypes and shapes; dimension 0 is the batch. A Task's `postprocess` is applied to the outputs.
 
+    If the Task has a `signature`, that is the result, and nothing is run.
+
     Raises ConfigError for values that are not tensors, and for a `postprocess` that fails or returns no arrays.
     """
+    given: object = task.signature()
+    if given is not None:
+        return _require_signature(task, given)
     inputs = task.inputs(batch)
     with eval_mode(model), torch.no_grad():
         outputs = model(*inputs)
     names = [*inspect.signature(model.forward).parameters]
     taken = [(names[index] if index < len(names) else f"input_{index}", value) for index, value in enumerate(inputs)]
-    given = _named_outputs(outputs)
-    described = _describe_tensors(task, given)
+    named = _named_outputs(outputs)
+    described = _describe_tensors(task, named)
     if task.postprocess is not None:
-        described = _describe_postprocessed(task, task.postprocess, dict(given))
+        described = _describe_postprocessed(task, task.postprocess, dict(named))
     return Signature(inputs=_describe_tensors(task, taken), outputs=described)
+
+
+def _require_signature(task: Task, given: object) -> Signature:
+    if not isinstance(given, Signature):
+        problem = f"{type(task).__name__}.signature gave a {type(given).__name__}"
+        raise ConfigError("task", type(task).__name__, problem, "return a shoal.registry.Signature, or None")
+    return given
 
 
 def _describe_postprocessed(task: Task, postprocess: Hook, outputs: Mapping[str, Tensor]) -> list[TensorSignature]:
