@@ -56,6 +56,14 @@ def compute_gradients(network: nn.Module, step: int, worker: int) -> None:
     loss.backward()
 
 
+def make_service(
+    folder: Path, index: int, spec: SyncSpec, num_workers: int, make_optimizer: MakeOptimizer, file: Path | None = None
+) -> ServerService:
+    server = ParameterServer(index, make_optimizer(make_network()), spec, num_workers)
+    address = f"ipc://{folder}/server-{index}"
+    return ServerService(address, index, server, f"ipc://{folder}/controller", TIMEOUT_S, file, every_s=0.0)
+
+
 @contextmanager
 def running(
     folder: Path, spec: SyncSpec, num_workers: int, make_optimizer: MakeOptimizer
@@ -63,12 +71,12 @@ def running(
     """The controller, and how to make a worker's synchronizer."""
     addresses = [f"ipc://{folder}/server-{index}" for index in range(spec.servers)]
     services = [
-        ServerService(address, ParameterServer(index, make_optimizer(make_network()), spec, num_workers))
-        for index, address in enumerate(addresses)
+        make_service(folder, index, spec, num_workers, make_optimizer) for index in range(spec.servers)
     ]
     clock = Clock(num_workers, spec.staleness, spec.backups)
     controller = Controller(f"ipc://{folder}/controller", addresses, clock, TIMEOUT_S)
-    for each in (*services, controller):
+    controller.start()
+    for each in services:
         each.start()
 
     def make_sync(worker: int, optimizer: Optimizer) -> ParameterServerSync:

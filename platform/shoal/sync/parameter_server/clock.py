@@ -23,6 +23,7 @@ class Push(msgspec.Struct, frozen=True):
 
     clock:    the number of the step, from 0
     version:  of the weights that it was computed with
+    lives:    of the servers that have the gradient
     absent:   the parameters without a gradient, by index
     settings: of the optimiser's groups at this step
     """
@@ -31,6 +32,7 @@ class Push(msgspec.Struct, frozen=True):
     incarnation: int
     clock: int
     version: int
+    lives: list[int] = []
     absent: list[int] = []
     settings: Settings = []
 
@@ -51,6 +53,7 @@ class Update(msgspec.Struct, frozen=True):
 class _Worker:
     incarnation: int
     clock: int
+    pushed: int = -1  # the clock of its newest push
     is_waiting: bool = False  # for leave to begin its next step
 
 
@@ -82,7 +85,11 @@ class Clock:
 
     def resume(self, steps: int) -> None:
         """Continue after so many steps."""
-        self.sequence = steps if self.staleness == 0 else steps * self.num_workers
+        self.sequence = self.version_after(steps)
+
+    def version_after(self, steps: int) -> int:
+        """The version of the weights after so many steps."""
+        return steps if self.staleness == 0 else steps * self.num_workers
 
     def join(self, worker: int) -> int:
         """A worker, or its replacement, begins with the slowest; returns its incarnation."""
@@ -118,6 +125,9 @@ class Clock:
             self.num_dropped += 1
             return []
         worker.is_waiting = True
+        if push.clock == worker.pushed:  # it asks again
+            return []
+        worker.pushed = push.clock
         if self.staleness != 0:
             worker.clock += 1
             self.sequence += 1
@@ -127,6 +137,14 @@ class Clock:
             return []
         self._prepared[push.worker] = push
         return self._close_round()
+
+    def take_back(self) -> list[int]:
+        """A server has lost the gradients that are prepared and no update yet: their workers, which push them again."""
+        workers = sorted(self._prepared)
+        for number in workers:
+            self._workers[number].pushed, self._workers[number].is_waiting = -1, False
+        self._prepared.clear()
+        return workers
 
     def take_released(self) -> list[int]:
         """The waiting workers that may begin their next step now."""

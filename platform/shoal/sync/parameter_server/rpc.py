@@ -1,18 +1,23 @@
 """Calls between the processes of one asynchronous training run: methods of an object, over ZeroMQ, as msgpack.
 
-Owns the socket of a service and the waiting for an answer. A service runs in one thread; a method that cannot answer yet
-returns `LATER` and answers by `reply`. Sockets are files in a folder that only this user can enter.
+Owns the socket of a service, and a caller's waiting for its answer. A service runs in one thread. A method that cannot
+answer yet returns `LATER`, and the service answers by `reply`. A call without an answer is sent again: the service may
+have died, and another may have taken its place at the same address; methods must stand being called twice. Sockets are
+files in a folder that only this user can enter.
 
-| capacity           | what blocks | who unblocks      | close()                          |
-|--------------------|-------------|-------------------|----------------------------------|
-| ZeroMQ's, unbounded | `Caller.call` | the service's answer | ends the thread; calls time out |
+| queue            | capacity  | what blocks     | who unblocks       | close()                          |
+|------------------|-----------|-----------------|--------------------|----------------------------------|
+| a caller's calls | unbounded | `receive`       | the answer         | drops them                       |
+| a service's      | unbounded | nothing         |                    | ends the thread; drops the rest  |
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
 
 import msgspec
 import zmq
@@ -24,42 +29,50 @@ _POLL_MS = 100
 Method = Callable[..., Any]
 
 
+class CallerId(NamedTuple):
+    """Who called, and which of its calls."""
+
+    identity: bytes
+    number: int
+
+
 class Service:
-    """Answers calls of `methods` in a thread of its own, until it is closed.
+    """Answers calls of `methods` in a thread of its own, until it is closed. A method takes the CallerId and arguments."""
 
-    A method takes the caller's identity and the arguments. tick: called between two calls, at the latest every 0.1 s
-    """
-
-    def __init__(self, address: str, methods: Mapping[str, Method], tick: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, address: str, methods: Mapping[str, Method]) -> None:
         self._socket = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.bind(address)
-        self._methods, self._tick = methods, tick
+        self._methods = methods
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name=f"service {address}", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def reply(self, caller: bytes, answer: Any) -> None:
-        """Answer a call for which a method returned LATER. From within a method or `tick`."""
-        self._socket.send_multipart([caller, msgspec.msgpack.encode(["", answer])])
+    def reply(self, caller: CallerId, answer: Any, error: str = "") -> None:
+        """Answer a call for which a method returned LATER. From within a method."""
+        self._socket.send_multipart([caller.identity, msgspec.msgpack.encode([caller.number, error, answer])])
 
     def _run(self) -> None:
         while not self._is_closing:
             if self._socket.poll(_POLL_MS):
-                caller, data = self._socket.recv_multipart()
-                name, arguments = msgspec.msgpack.decode(data)
-                try:
-                    answer = self._methods[name](caller, *arguments)
-                except Exception as error:  # noqa: BLE001 - whoever calls gets it; the service goes on
-                    words = str(error) if isinstance(error, ShoalError) else f"{type(error).__name__}: {error}"
-                    self._socket.send_multipart([caller, msgspec.msgpack.encode([words, None])])
-                else:
-                    if answer is not LATER:
-                        self.reply(caller, answer)
-            self._tick()
+                identity, data = self._socket.recv_multipart()
+                number, name, arguments = msgspec.msgpack.decode(data)
+                self._answer(CallerId(identity, number), name, arguments)
         self._socket.close()
+
+    def _answer(self, caller: CallerId, name: str, arguments: list[Any]) -> None:
+        try:
+            answer = self._methods[name](caller, *arguments)
+        except Exception as error:  # the caller raises it; the service goes on
+            words = str(error) if isinstance(error, ShoalError) else f"{name}: {type(error).__name__}: {error}"
+            self.reply(caller, None, words)
+        else:
+            if answer is not LATER:
+                self.reply(caller, answer)
 
     def close(self) -> None:
         """End the thread. Idempotent."""
@@ -71,27 +84,44 @@ class Service:
 
 
 class Caller:
-    """Calls of one service. For one thread."""
+    """Calls of one service. For one thread.
 
-    def __init__(self, address: str, timeout_s: float) -> None:
+    timeout_s: how long a call waits for its answer
+    again_s:   after so long without one it is sent again
+    """
+
+    def __init__(self, address: str, timeout_s: float, again_s: float = 1.0) -> None:
         self._socket = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 10)
         self._socket.connect(address)
-        self._address, self._timeout_s = address, timeout_s
+        self._address, self._timeout_s, self._again_s = address, timeout_s, again_s
+        self._numbers = count()
+        self._sent = b""
+        self._number = -1
 
     def send(self, name: str, *arguments: Any) -> None:
         """Begin a call; `receive` has its answer."""
-        self._socket.send(msgspec.msgpack.encode([name, arguments]))
+        self._number = next(self._numbers)
+        self._sent = msgspec.msgpack.encode([self._number, name, arguments])
+        self._socket.send(self._sent)
 
     def receive(self) -> Any:
-        """The answer to the oldest call without one. Raises ConnectionLost after the timeout, TrainError for its
-        error."""
-        if not self._socket.poll(1e3 * self._timeout_s):
-            raise ConnectionLost(f"{self._address} has not answered for {self._timeout_s:g} s")
-        error, answer = msgspec.msgpack.decode(self._socket.recv())
-        if error:
-            raise TrainError(error)
-        return answer
+        """The answer to the newest call. Raises ConnectionLost after the timeout, TrainError for the method's error."""
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            if not self._socket.poll(1e3 * self._again_s):
+                if time.monotonic() > deadline:
+                    raise ConnectionLost(f"{self._address} has not answered for {self._timeout_s:g} s")
+                self._socket.send(self._sent)
+                continue
+            number, error, answer = msgspec.msgpack.decode(self._socket.recv())
+            if number != self._number:
+                continue  # the answer to a call that was sent twice
+            if error:
+                raise TrainError(error)
+            return answer
 
     def call(self, name: str, *arguments: Any) -> Any:
         """The answer of `name`. Raises as `receive`."""

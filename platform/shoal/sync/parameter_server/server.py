@@ -50,6 +50,8 @@ class ParameterServer:
 
     def commit(self, update: Update) -> None:
         """Apply an update in its turn: an earlier one that has not come is waited for."""
+        if update.sequence <= self.version:  # of an earlier life
+            return
         self._waiting[update.sequence] = update
         while (following := self._waiting.pop(self.version + 1, None)) is not None:
             self._apply(following)
@@ -107,6 +109,14 @@ class ParameterServer:
                 }
         self.version = version
         self.memory.publish(self._weights, version)
+
+    def set_version(self, version: int) -> None:
+        """Take the present weights for those of `version`: updates before it that this server lacks are lost."""
+        if version != self.version:
+            self.version = version
+            if version >= 0:
+                self.memory.publish(self._weights, version)
+        self._waiting = {sequence: update for sequence, update in self._waiting.items() if sequence > version}
 
     def dump(self) -> tuple[int, Tensor, list[dict[str, Tensor]]]:
         """The version, the weights [size] and the optimiser's state of each piece, at one moment."""

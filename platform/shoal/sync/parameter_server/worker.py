@@ -6,6 +6,7 @@ gradients lie in shared memory, so a step costs one message to the controller an
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -18,9 +19,10 @@ from torch.optim import Optimizer
 from shoal.errors import SpecMismatch, TrainError
 from shoal.sync.parameter_server.clock import Push
 from shoal.sync.parameter_server.partition import describe_parameters, plan_partition
+from shoal.sync.parameter_server.controller import AGAIN
 from shoal.sync.parameter_server.rpc import Caller
 from shoal.sync.parameter_server.server import SETTINGS
-from shoal.sync.parameter_server.shared_weights import MemoryAddress, SharedWeights
+from shoal.sync.parameter_server.shared_weights import WRITING, MemoryAddress, SharedWeights
 from shoal.sync.parameter_server.tensor_codec import pack, unpack
 from shoal.sync.rank_signals import RankSignals
 from shoal.sync.synchronizer import Synchronizer
@@ -48,6 +50,8 @@ class ParameterServerSync(Synchronizer):
         self._controller = Caller(controller, timeout_s)
         self._servers = [Caller(server, timeout_s) for server in servers]
         self._memories: list[SharedWeights] = []
+        self._lives: list[int] = []  # of the servers whose memory is mapped
+        self._life = secrets.token_hex(8)
         self._incarnation = self._clock = self._needed = self._version = self._steps = 0
         self._is_stopping = False
         self._exchanged_s = time.monotonic()
@@ -59,21 +63,29 @@ class ParameterServerSync(Synchronizer):
         return self._steps
 
     def begin(self, step: int) -> int:
-        for server in self._servers:
-            address, parameters = server.call("address")
-            if parameters != describe_parameters(self._optimizer):
-                problem = "has parameters of other shapes than the servers'"
-                raise SpecMismatch(
-                    "task", f"worker {self._worker}", problem, "every worker needs the same Task and args"
-                )
-            self._memories.append(SharedWeights.open(MemoryAddress(*address)))
-        joined = self._controller.call("join", self._worker, self.is_chief)
+        self._open_memories()
+        joined = self._controller.call("join", self._worker, self._life, self.is_chief)
         self._incarnation, self._clock, self._needed, self._steps, has_weights = joined
         if not has_weights:
             self._load_servers(step)
             self._steps = step
         self.before_step()
         return self._steps
+
+    def _open_memories(self) -> None:
+        """Map the memory of every server: at the beginning, and again when one of them has begun another life."""
+        for memory in self._memories:
+            memory.close()
+        self._memories, self._lives = [], []
+        for server in self._servers:
+            address, life, parameters = server.call("address")
+            self._lives.append(life)
+            if parameters != describe_parameters(self._optimizer):
+                problem = "has parameters of other shapes than the servers'"
+                raise SpecMismatch(
+                    "task", f"worker {self._worker}", problem, "every worker needs the same Task and args"
+                )
+            self._memories.append(SharedWeights.open(MemoryAddress(*address)))
 
     def before_step(self) -> None:
         """Pull: the newest weights that all servers have, and at least those of the last update of this worker."""
@@ -82,11 +94,15 @@ class ParameterServerSync(Synchronizer):
         while True:
             for server in self._servers:
                 server.send("pull", self._worker, needed)
-            found = [set(server.receive()) for server in self._servers]
-            common = set.intersection(*found)
-            if common and self._copy_weights(max(common)):
+            answers = [server.receive() for server in self._servers]
+            if [life for life, _ in answers] != self._lives:
+                self._open_memories()
+                continue
+            common = set.intersection(*(set(versions) for _, versions in answers))
+            version = max(common, default=WRITING)
+            if version >= needed and self._copy_weights(version):
                 break
-            needed = max(needed, min(max(versions) for versions in found))
+            needed = max(needed, *(min(versions) for _, versions in answers))  # a server does not go back
         self.waited_s += time.perf_counter() - began_s
 
     def _copy_weights(self, version: int) -> bool:
@@ -105,16 +121,20 @@ class ParameterServerSync(Synchronizer):
     def apply_gradients(self) -> int:
         """Push: the gradient into every server's memory, and then a word to the controller, which makes it an update."""
         found = [parameter.grad for parameter in self._parameters]
-        for gradient in found:
-            if gradient is not None and gradient.is_sparse:
-                raise TrainError("a parameter server takes dense gradients: use sparse=False, or sync=all_reduce")
-        for server, memory in enumerate(self._memories):
-            self._partition.write(server, found, memory.gradients[self._worker])
+        if any(gradient is not None and gradient.is_sparse for gradient in found):
+            raise TrainError("a parameter server takes dense gradients: use sparse=False, or sync=all_reduce")
         absent = [index for index, gradient in enumerate(found) if gradient is None]
         settings = [{name: group[name] for name in SETTINGS if name in group} for group in self._optimizer.param_groups]
-        push = Push(self._worker, self._incarnation, self._clock, self._version, absent, settings)
         began_s = time.perf_counter()
-        answer = self._controller.call("prepare", msgspec.to_builtins(push))
+        answer: Any = AGAIN
+        while answer == AGAIN:  # once, unless a server dies meanwhile
+            for server, memory in enumerate(self._memories):
+                self._partition.write(server, found, memory.gradients[self._worker])
+            key = (self._worker, self._incarnation, self._clock, self._version)
+            push = Push(*key, lives=self._lives, absent=absent, settings=settings)
+            answer = self._controller.call("prepare", msgspec.to_builtins(push))
+            if answer == AGAIN:
+                self._open_memories()
         self.waited_s += time.perf_counter() - began_s
         if answer is None:
             raise TrainError(f"worker {self._worker} was taken for dead, and another has its place")
@@ -130,13 +150,13 @@ class ParameterServerSync(Synchronizer):
 
     def end(self) -> None:
         """The chief has decided that the run ends."""
-        self._controller.call("stop" if self.is_chief else "leave", *(() if self.is_chief else self._leaving))
-
-    @property
-    def _leaving(self) -> tuple[int, int]:
-        return self._worker, self._incarnation
+        if self.is_chief:
+            self._controller.call("stop")
+        else:
+            self._controller.call("leave", self._worker)
 
     def _load_servers(self, step: int) -> None:
+        version = self._controller.call("get_version", step)
         for server, caller in enumerate(self._servers):
             weights = torch.empty(self._partition.get_size(server))
             self._partition.write(server, [each.detach() for each in self._parameters], weights)
@@ -147,7 +167,7 @@ class ParameterServerSync(Synchronizer):
                 }
                 for piece in self._partition.pieces[server]
             ]
-            caller.call("load", pack(weights), state, step)
+            caller.call("load", pack(weights), state, version)
         self._needed = self._controller.call("load", step)
 
     def _state_of(self, parameter: int) -> dict[str, Tensor]:

@@ -70,7 +70,7 @@ def fit_replicas(
         processes: dict[str, BaseProcess] = {}
         closing.callback(_end, processes)
         for index in range(spec.sync.servers):
-            processes[f"server {index}"] = context.Process(target=_run_server, args=(spec, index, addresses))
+            processes[f"server {index}"] = context.Process(target=_run_server, args=(spec, index, addresses, folder))
         for index in range(spec.workers):
             arguments = (spec, index, addresses, run_id, folder)
             processes[f"worker {index}"] = context.Process(target=_run_worker, args=arguments)
@@ -148,13 +148,14 @@ class _ForwardedLog:
         """Each call waits for its answer."""
 
 
-def _run_server(spec: TrainSpec, index: int, addresses: Addresses) -> None:
+def _run_server(spec: TrainSpec, index: int, addresses: Addresses, folder: Path) -> None:
     torch.set_num_threads(1)
     task = make_task(spec.task, spec.args)
     seed_everything(spec.seed)
     optimizer = make_optimizer(task, spec.optimizer, build_model(task, spec.task).parameters())
-    server = ServerService(addresses.servers[index], ParameterServer(index, optimizer, spec.sync, spec.workers))
-    server.start()
+    server = ParameterServer(index, optimizer, spec.sync, spec.workers)
+    file = folder / f"server-{index}.pt"
+    ServerService(addresses.servers[index], index, server, addresses.controller, CALL_TIMEOUT_S, file).start()
     while True:  # until the parent ends it
         time.sleep(3600.0)
 
