@@ -17,6 +17,7 @@ from shoal.errors import ConfigError, SpecMismatch, TrainError
 from shoal.sync.parameter_server.clock import Clock
 from shoal.sync.parameter_server.controller import Controller
 from shoal.sync.parameter_server.partition import divide
+from shoal.sync.parameter_server.rpc import Caller
 from shoal.sync.parameter_server.server import ParameterServer
 from shoal.sync.parameter_server.server_service import ServerService
 from shoal.sync.parameter_server.worker import ParameterServerSync
@@ -70,9 +71,7 @@ def running(
 ) -> Iterator[tuple[Controller, Callable[[int, Optimizer], ParameterServerSync]]]:
     """The controller, and how to make a worker's synchronizer."""
     addresses = [f"ipc://{folder}/server-{index}" for index in range(spec.servers)]
-    services = [
-        make_service(folder, index, spec, num_workers, make_optimizer) for index in range(spec.servers)
-    ]
+    services = [make_service(folder, index, spec, num_workers, make_optimizer) for index in range(spec.servers)]
     clock = Clock(num_workers, spec.staleness, spec.backups)
     controller = Controller(f"ipc://{folder}/controller", addresses, clock, TIMEOUT_S)
     controller.start()
@@ -229,3 +228,92 @@ def test_sparse_gradients_are_refused(tmp_path: Path) -> None:
         with pytest.raises(TrainError, match="sparse"):
             sync.apply_gradients()
         sync.close()
+
+
+class Replica:
+    """One worker, step by step, in this thread or another."""
+
+    def __init__(self, worker: int, make_sync: Callable[[int, Optimizer], ParameterServerSync]) -> None:
+        self.worker, self.network = worker, make_network()
+        self.optimizer = OPTIMIZERS["adam"](self.network)
+        self.sync = make_sync(worker, self.optimizer)
+        self.num_steps = 0
+
+    def step(self) -> None:
+        self.sync.before_step()
+        compute_gradients(self.network, self.num_steps, self.worker)
+        self.sync.apply_gradients()
+        self.num_steps += 1
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_server_that_died_comes_back_with_its_state_and_says_what_is_lost(tmp_path: Path, is_old: bool) -> None:
+    """Its last state on disk may be that of its death, or an older one."""
+    spec = SyncSpec(servers=2, staleness=None)
+    addresses = [f"ipc://{tmp_path}/server-{index}" for index in range(2)]
+    files = [tmp_path / f"server-{index}.pt" for index in range(2)]
+    controller = Controller(f"ipc://{tmp_path}/controller", addresses, Clock(1, None), TIMEOUT_S)
+    controller.start()
+    servers = [make_service(tmp_path, index, spec, 1, OPTIMIZERS["adam"], files[index]) for index in range(2)]
+    for server in servers:
+        server.start()
+    replica = Replica(
+        0,
+        lambda worker, optimizer: ParameterServerSync(
+            optimizer, worker, f"ipc://{tmp_path}/controller", addresses, TIMEOUT_S
+        ),
+    )
+    try:
+        replica.sync.begin(0)
+        for step in range(8):
+            if step == 5:
+                servers[1].close()  # which waits for the state to be written
+                servers[1] = make_service(tmp_path, 1, spec, 1, OPTIMIZERS["adam"], files[1])
+                if is_old:
+                    older.replace(files[1])
+                servers[1].start()
+            replica.step()
+            if step == 2:
+                replica.sync.before_step()
+                servers[1].wait_until_written()
+                older = tmp_path / "older.pt"
+                older.write_bytes(files[1].read_bytes())
+        replica.sync.before_step()
+        assert controller.num_lost == ([0, 2] if is_old else [0, 0])
+        expected, _ = train_alone(1, OPTIMIZERS["adam"], 8)
+        found = [each.detach() for each in replica.network.parameters()]
+        is_equal = all(
+            torch.allclose(mine, other, rtol=1e-5, atol=1e-6) for mine, other in zip(found, expected, strict=True)
+        )
+        assert is_equal != is_old
+    finally:
+        replica.sync.close()
+        controller.close()
+        for server in servers:
+            server.close()
+
+
+def test_a_worker_that_died_is_replaced_while_the_other_goes_on(tmp_path: Path) -> None:
+    with running(tmp_path, SyncSpec(servers=2, staleness=1), 2, OPTIMIZERS["adam"]) as (controller, make_sync):
+        chief, other = Replica(0, make_sync), Replica(1, make_sync)
+        calls = Caller(f"ipc://{tmp_path}/controller", TIMEOUT_S)
+        try:
+            chief.sync.begin(0)
+            other.sync.begin(0)
+            chief.step()
+            calls.call("lose", 1)  # as whoever watches its process says
+            for _ in range(5):
+                chief.step()  # not bound by the dead one's clock
+            replacement = Replica(1, make_sync)
+            assert replacement.sync.begin(0) == 3  # six updates of two workers' steps
+            replacement.step()
+            other.sync.before_step()
+            compute_gradients(other.network, 0, 1)
+            with pytest.raises(TrainError, match="another has its place"):
+                other.sync.apply_gradients()  # it was not dead after all
+            replacement.sync.close()
+        finally:
+            calls.close()
+            chief.sync.close()
+            other.sync.close()
+        assert sum(controller.staleness.values()) == 7

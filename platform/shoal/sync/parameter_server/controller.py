@@ -32,13 +32,26 @@ class Controller:
         self.num_lost = [0] * len(servers)  # updates that were not in the snapshot of a server that came back
         self._waiting: dict[int, CallerId] = {}  # workers whose push is prepared
         self._joining: dict[int, tuple[CallerId, str]] = {}  # workers that came before there were weights
-        self._lifetimes: dict[int, tuple[str, int]] = {}  # of each worker: its own name for its life, and the incarnation
+        self._lifetimes: dict[
+            int, tuple[str, int]
+        ] = {}  # of each worker: its own name for its life, and the incarnation
         self._has_weights = False
         self._signals: dict[int, RankSignals] = {}  # since the chief's last exchange; by worker
         self._exchanges: dict[int, int] = {}  # the number of each worker's last call
         self._is_stopping = False
         self.staleness: Counter[int] = Counter()  # of all updates: how often each τ was seen
-        names = ("join", "get_version", "load", "prepare", "exchange", "snapshot", "leave", "stop", "lose", "resume_server")
+        names = (
+            "join",
+            "get_version",
+            "load",
+            "prepare",
+            "exchange",
+            "snapshot",
+            "leave",
+            "stop",
+            "lose",
+            "resume_server",
+        )
         self.service = Service(address, {name: getattr(self, f"_{name}") for name in names})
 
     def start(self) -> None:
@@ -81,7 +94,7 @@ class Controller:
         prepared = msgspec.convert(push, Push)
         if prepared.lives != self._lives:
             return AGAIN
-        if prepared.worker not in self.clock.workers:
+        if self._lifetimes.get(prepared.worker, ("", 0))[1] != prepared.incarnation:
             return None  # it was taken for dead
         self._waiting[prepared.worker] = caller
         self._commit(self.clock.prepare(prepared))

@@ -68,9 +68,13 @@ class ServerService:
         """Idempotent."""
         self.service.close()
         self._controller.close()
+        self.wait_until_written()
+        self._server.close()
+
+    def wait_until_written(self) -> None:
+        """Wait for the writing of the state that is under way, if any."""
         if self._writer is not None:
             self._writer.join()
-        self._server.close()
 
     def _address(self, caller: CallerId) -> Any:
         """Where its memory is, its life, and the shapes of the model's parameters."""
