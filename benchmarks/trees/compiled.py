@@ -32,8 +32,8 @@ from benchmarks.trees.models import GatedCell, Levels, lstm_by_levels, recurse_l
 from benchmarks.trees.ours import by_engine, random_embedding
 from shoal.trees import Cell, NaryLSTMCell, RecursiveTensorCell, TreeBatch
 
-NUM_SHAPES = 3  # that are compiled, where each is
-NUM_BATCHES = 12  # of new shapes, where a graph serves them all
+NUM_SHAPES = 2  # that are compiled, where each is
+NUM_BATCHES = 10  # of new shapes, where a graph serves them all
 COMPILED = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 

@@ -127,7 +127,7 @@ class TreeBatch(SampleBatch):
         labels: Mapping[str, np.ndarray] | None = None,
         max_depth: int = MAX_DEPTH,
     ) -> Self:
-        """From rectangular arrays [T, most nodes]: of each row the nodes that exist are a tree: requests.
+        """From rectangular arrays [T, most nodes]: of each row the nodes that exist are a tree. Requests have this form.
 
         Raises TreeError as `from_parents`; node numbers are those of the row.
         """
