@@ -1,7 +1,7 @@
 """A cell compiled by torch.compile: a few graphs serve levels of any size. Called by `TreeRNN`; knows no plans.
 
-A graph of a whole tree serves one shape, and compiling takes seconds. Graphs of a level differ only in how many children
-each node has: one for leaves, and one for each arity of a cell with `max_arity`, or one for all others.
+A graph of a whole tree serves one shape, and compiling it takes long. Graphs of a level differ only in how many
+children each node has: one is for leaves, then one for each arity of a cell with `max_arity`, or one for all others.
 """
 
 from __future__ import annotations
