@@ -29,8 +29,9 @@ class TreeRNN(nn.Module):
         h = rnn(embedding(trees.inputs["token"]), trees)
         h_root = trees.roots(h)
 
-    compile: run a user's cell through torch.compile, a few graphs for all batches (`compiled_cell`). It pays where a cell
-             has many elementwise operations, and takes seconds at first. Backward runs once for each forward
+    compile: run a cell that has no `run_batch` through torch.compile, a few graphs for all batches (`compiled_cell`).
+             It pays where a cell has many elementwise operations, and takes seconds at first. Each forward pass is
+             differentiated once
 
     Differentiable once, by x and by the cell's parameters.
     """
