@@ -30,8 +30,8 @@ class TreeRNN(nn.Module):
         h_root = trees.roots(h)
 
     compile: run a cell that has no `run_batch` through torch.compile, a few graphs for all batches (`compiled_cell`).
-             It pays where a cell has many elementwise operations, and takes seconds at first. Each forward pass is
-             differentiated once
+             Compiling takes seconds for each. Measure: on one CPU the cell of a Tree-LSTM gained 5%, and one of
+             matrix products lost half. Each forward pass is differentiated once
 
     Differentiable once, by x and by the cell's parameters.
     """
