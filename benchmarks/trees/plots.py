@@ -27,6 +27,11 @@ def main() -> None:
             microseconds = [each / 1e3 for each in points.values()]
             panel.plot(sizes, microseconds, "o-", color=COLOURS[form], label=FORMS[form], markersize=4)
         panel.set(xscale="log", yscale="log", xlabel=label, ylabel="µs a node, planned, forward and backward")
+        panel.set_ylim(5, 150)
+        panel.set_yticks([5, 10, 20, 50, 100], ["5", "10", "20", "50", "100"])
+        sizes = [int(size) for size in found[what]["own"]]
+        panel.set_xticks(sizes, [f"{size:,}" for size in sizes])
+        panel.minorticks_off()
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].legend(frameon=False, fontsize=9)

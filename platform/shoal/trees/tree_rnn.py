@@ -30,6 +30,10 @@ class TreeRNN(nn.Module):
         h = rnn(embedding(trees.inputs["token"]), trees)
         h_root = trees.roots(h)
 
+    compile: run a cell that has no `run_batch` through torch.compile, a few graphs for all batches (`compiled_cell`).
+             Compiling takes seconds for each. Measure: on one CPU the cell of a Tree-LSTM gained 5%, and one of
+             matrix products lost half. Each forward pass is differentiated once
+
     Differentiable once, by x and by the cell's parameters.
     """
 
