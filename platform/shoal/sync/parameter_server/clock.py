@@ -101,9 +101,9 @@ class Clock:
         return incarnation
 
     def leave(self, worker: int, incarnation: int) -> list[Update]:
-        """A worker is gone, or will not come (incarnation 0): it is waited for no more. Returns the updates that follow.
+        """A worker is gone, or will not come (incarnation 0): it is waited for no more. Its updates stay.
 
-        Its pushes that are updates stay.
+        Returns the updates that follow.
         """
         if incarnation == 0:
             self._expected.discard(worker)

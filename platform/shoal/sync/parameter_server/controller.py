@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from shoal.errors import TrainError
 from shoal.sync.parameter_server.clock import Clock, Push, Update
 from shoal.sync.parameter_server.rpc import LATER, Caller, CallerId, Service
 from shoal.sync.rank_signals import RankSignals
@@ -171,6 +172,8 @@ class Controller:
         if self._server_names.get(server) != life:
             self._server_names[server] = life
             self._lives[server] += 1
+            if self._has_weights and version < 0:
+                raise TrainError(f"server {server} died and left no state")
             if self._has_weights:
                 self.num_lost[server] += self.clock.sequence - version
                 for worker in self.clock.take_back():

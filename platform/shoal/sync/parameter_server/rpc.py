@@ -37,7 +37,10 @@ class CallerId(NamedTuple):
 
 
 class Service:
-    """Answers calls of `methods` in a thread of its own, until it is closed. A method takes the CallerId and arguments."""
+    """Answers calls of `methods` in a thread of its own, until it is closed.
+
+    methods: each takes the CallerId and the call's arguments
+    """
 
     def __init__(self, address: str, methods: Mapping[str, Method]) -> None:
         self._socket = zmq.Context.instance().socket(zmq.ROUTER)
@@ -67,7 +70,7 @@ class Service:
     def _answer(self, caller: CallerId, name: str, arguments: list[Any]) -> None:
         try:
             answer = self._methods[name](caller, *arguments)
-        except Exception as error:  # the caller raises it; the service goes on
+        except Exception as error:  # noqa: BLE001 - the caller raises it; the service goes on
             words = str(error) if isinstance(error, ShoalError) else f"{name}: {type(error).__name__}: {error}"
             self.reply(caller, None, words)
         else:

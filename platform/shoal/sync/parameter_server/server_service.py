@@ -83,6 +83,9 @@ class ServerService:
     def _load(self, caller: CallerId, weights: Any, state: list[dict[str, Any]], version: int) -> None:
         states = [{name: unpack(value) for name, value in each.items()} for each in state]
         self._server.load(unpack(weights), states, version)
+        if self._file is not None:
+            self._write(self._file)
+            self.wait_until_written()  # from here on it can come back
 
     def _push(self, caller: CallerId, worker: int, gradient: bytes) -> None:
         self._server.push(worker, gradient)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from shoal.parallel import World
 from shoal.random_state import seed_everything
 from shoal.sync.parameter_server.clock import Clock
 from shoal.sync.parameter_server.controller import Controller
-from shoal.sync.parameter_server.rpc import Caller, Service
+from shoal.sync.parameter_server.rpc import Caller, CallerId, Service
 from shoal.sync.parameter_server.server import ParameterServer
 from shoal.sync.parameter_server.server_service import ServerService
 from shoal.sync.parameter_server.worker import ParameterServerSync
@@ -39,6 +40,7 @@ from shoal.train.task import build_model, make_task
 CALL_TIMEOUT_S = 120.0
 POLL_S = 0.05
 END_TIMEOUT_S = 10.0
+MAX_DEATHS = 3  # of one place
 
 
 @dataclass(frozen=True)
@@ -59,72 +61,125 @@ class Addresses:
 def fit_replicas(
     spec: TrainSpec, run_id: str, folder: Path, journal: EventLog, should_stop: Callable[[], bool]
 ) -> TrainResult:
-    """Train to the end; returns the chief's outcome. Raises the first error of a process, RankLost if one died."""
+    """Train to the end; returns the chief's outcome.
+
+    A worker or server that dies is replaced, while the others go on. Raises the error of a process that failed of
+    itself, and RankLost when one has died MAX_DEATHS times.
+    """
     with ExitStack() as closing:
         sockets = closing.enter_context(tempfile.TemporaryDirectory(prefix="shoal-sync-"))
         addresses = Addresses.within(sockets, spec.sync.servers)
-        found: dict[str, Any] = {}
-        log = _serve_journal(addresses.journal, journal, found, should_stop)
-        closing.callback(log.close)
-        context = multiprocessing.get_context("spawn")
-        processes: dict[str, BaseProcess] = {}
-        closing.callback(_end, processes)
-        for index in range(spec.sync.servers):
-            processes[f"server {index}"] = context.Process(target=_run_server, args=(spec, index, addresses, folder))
-        for index in range(spec.workers):
-            arguments = (spec, index, addresses, run_id, folder)
-            processes[f"worker {index}"] = context.Process(target=_run_worker, args=arguments)
-        for process in processes.values():
-            process.start()
+        for file in _state_files(spec, folder):
+            file.unlink(missing_ok=True)  # of an earlier attempt, which ended with a checkpoint
         clock = Clock(spec.workers, spec.sync.staleness, spec.sync.backups)
         controller = Controller(addresses.controller, addresses.servers, clock, CALL_TIMEOUT_S)
         closing.callback(controller.close)
         controller.start()
-        _wait(processes, found)
+        inbox = _Inbox()
+        log = _serve_journal(addresses.journal, journal, inbox, should_stop)
+        closing.callback(log.close)
+        group = _ProcessGroup(spec, addresses, run_id, folder, journal)
+        closing.callback(group.close)
+        group.start()
+        while group.is_running():
+            time.sleep(POLL_S)
+            if inbox.error:
+                raise TrainError(inbox.error)
+            group.replace_dead()
         counts = {str(staleness): count for staleness, count in sorted(controller.staleness.items())}
-        journal.record_event("staleness", updates=clock.sequence, counts=counts, dropped=clock.num_dropped)
-        return msgspec.convert(found["outcome"], TrainResult, dec_hook=lambda kind, value: kind(value))
+        lost = sum(controller.num_lost)
+        journal.record_event("staleness", updates=clock.sequence, counts=counts, dropped=clock.num_dropped, lost=lost)
+        assert inbox.outcome is not None
+        return msgspec.convert(inbox.outcome, TrainResult, dec_hook=lambda kind, value: kind(value))
 
 
-def _wait(processes: Mapping[str, BaseProcess], found: Mapping[str, Any]) -> None:
-    """Until every worker has ended. Raises the error of the first that failed."""
-    workers = {name: process for name, process in processes.items() if name.startswith("worker")}
-    while any(process.is_alive() for process in workers.values()):
-        time.sleep(POLL_S)
-        if "error" in found:
-            raise TrainError(found["error"])
-        for name, process in processes.items():
-            if process.exitcode:
-                raise RankLost(f"{name} ended with status {process.exitcode}")
-    if "error" in found:
-        raise TrainError(found["error"])
+def _state_files(spec: TrainSpec, folder: Path) -> list[Path]:
+    return [folder / f"server-{index}.pt" for index in range(spec.sync.servers)]
 
 
-def _end(processes: Mapping[str, BaseProcess]) -> None:
-    for process in processes.values():
-        if process.ident is not None:
+@dataclass
+class _Inbox:
+    """What the processes of a run have said."""
+
+    error: str = ""
+    outcome: dict[str, Any] | None = None
+
+
+class _ProcessGroup:
+    """The processes of servers and workers."""
+
+    def __init__(self, spec: TrainSpec, addresses: Addresses, run_id: str, folder: Path, journal: EventLog) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._journal = journal
+        self._controller = Caller(addresses.controller, CALL_TIMEOUT_S)
+        self._targets: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {}
+        for index, file in enumerate(_state_files(spec, folder)):
+            self._targets[f"server {index}"] = _run_server, (spec, index, addresses, file)
+        for index in range(spec.workers):
+            self._targets[f"worker {index}"] = _run_worker, (spec, index, addresses, run_id, folder)
+        self._processes: dict[str, BaseProcess] = {}
+        self._num_deaths: Counter[str] = Counter()
+
+    def start(self) -> None:
+        for name in self._targets:
+            self._start(name)
+
+    def _start(self, name: str) -> None:
+        target, arguments = self._targets[name]
+        self._processes[name] = process = self._context.Process(target=target, args=arguments, name=name)
+        process.start()
+
+    def is_running(self) -> bool:
+        """Whether any worker runs."""
+        return any(process.is_alive() for name, process in self._processes.items() if name.startswith("worker"))
+
+    def replace_dead(self) -> None:
+        """Start another process for each that has died. Raises RankLost."""
+        for name, process in list(self._processes.items()):
+            if not process.exitcode:
+                continue
+            self._num_deaths[name] += 1
+            kind, index = name.split()
+            self._journal.record_event(f"{kind}_lost", index=int(index), status=process.exitcode)
+            if self._num_deaths[name] >= MAX_DEATHS:
+                raise RankLost(f"{name} ended with status {process.exitcode}, for the {MAX_DEATHS}rd time")
+            if kind == "worker":
+                self._controller.call("lose", int(index))
+            self._start(name)
+
+    def close(self) -> None:
+        """End all processes."""
+        for process in self._processes.values():
             process.terminate()
+        for process in self._processes.values():
             process.join(END_TIMEOUT_S)
+        self._controller.close()
 
 
-def _serve_journal(address: str, journal: EventLog, found: dict[str, Any], should_stop: Callable[[], bool]) -> Service:
-    def log(caller: bytes, step: int, values: dict[str, float]) -> bool:
+def _serve_journal(address: str, journal: EventLog, inbox: _Inbox, should_stop: Callable[[], bool]) -> Service:
+    def log(caller: CallerId, step: int, values: dict[str, float]) -> bool:
         journal.log(step, values)
         return should_stop()
 
-    def record_event(caller: bytes, kind: str, details: dict[str, Any]) -> bool:
+    def record_event(caller: CallerId, kind: str, details: dict[str, Any]) -> bool:
         journal.record_event(kind, **details)
         return should_stop()
 
-    def log_histogram(caller: bytes, step: int, name: str, counts: list[float], edges: list[float]) -> bool:
+    def log_histogram(caller: CallerId, step: int, name: str, counts: list[float], edges: list[float]) -> bool:
         journal.log_histogram(step, name, np.array(counts), np.array(edges))
         return should_stop()
 
-    def finish(caller: bytes, name: str, value: Any) -> None:
-        found.setdefault(name, value)
+    def fail(caller: CallerId, error: str) -> None:
+        inbox.error = inbox.error or error
 
-    methods = {"log": log, "record_event": record_event, "log_histogram": log_histogram, "finish": finish}
-    service = Service(address, {**methods, "poll": lambda caller: should_stop()})
+    def finish(caller: CallerId, outcome: dict[str, Any]) -> None:
+        inbox.outcome = outcome
+
+    def poll(caller: CallerId) -> bool:
+        return should_stop()
+
+    methods = {"log": log, "record_event": record_event, "log_histogram": log_histogram}
+    service = Service(address, {**methods, "fail": fail, "finish": finish, "poll": poll})
     service.start()
     return service
 
@@ -148,13 +203,12 @@ class _ForwardedLog:
         """Each call waits for its answer."""
 
 
-def _run_server(spec: TrainSpec, index: int, addresses: Addresses, folder: Path) -> None:
+def _run_server(spec: TrainSpec, index: int, addresses: Addresses, file: Path) -> None:
     torch.set_num_threads(1)
     task = make_task(spec.task, spec.args)
     seed_everything(spec.seed)
     optimizer = make_optimizer(task, spec.optimizer, build_model(task, spec.task).parameters())
     server = ParameterServer(index, optimizer, spec.sync, spec.workers)
-    file = folder / f"server-{index}.pt"
     ServerService(addresses.servers[index], index, server, addresses.controller, CALL_TIMEOUT_S, file).start()
     while True:  # until the parent ends it
         time.sleep(3600.0)
@@ -179,7 +233,7 @@ def _run_worker(spec: TrainSpec, index: int, addresses: Addresses, run_id: str, 
         )
         outcome = trainer.run()
     except ShoalError as error:
-        calls.call("finish", "error", f"worker {index}: {error}")
-        raise SystemExit(1) from error
+        calls.call("fail", f"worker {index}: {error}")
+        return
     if index == 0:
-        calls.call("finish", "outcome", msgspec.to_builtins(outcome, enc_hook=str))
+        calls.call("finish", msgspec.to_builtins(outcome, enc_hook=str))

@@ -197,7 +197,7 @@ class Trainer:
         if parts.average is not None:
             parts.average.update()
         self._pending_steps.append(_PendingStep(step, loss, norm, parts.training.last_indices))
-        self._meter.count_step(self.spec.batch_size)
+        self._meter.count_step(self.spec.batch_size * (self._progress.step - step))
         if self._profiler is not None and self._profiler.is_due:
             self._report_cost(self._profiler)
 
