@@ -22,6 +22,7 @@ class Synchronizer(ABC):
     """
 
     is_chief: bool = True
+    waited_s: float = 0.0  # for other replicas, beyond what the model's plan counts
 
     @abstractmethod
     def begin(self, step: int) -> int:

@@ -81,7 +81,8 @@ def divide(sizes: Sequence[int], num_servers: int, *, whole: bool) -> Partition:
 
 
 def _divide_elements(sizes: Sequence[int], num_servers: int) -> Partition:
-    total, first, pieces = sum(sizes), 0, [[] for _ in range(num_servers)]  # type: list
+    total, first = sum(sizes), 0
+    pieces: list[list[Piece]] = [[] for _ in range(num_servers)]
     bounds = [total * server // num_servers for server in range(num_servers + 1)]
     for index, size in enumerate(sizes):
         for server in range(num_servers):

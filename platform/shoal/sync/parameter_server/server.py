@@ -7,7 +7,7 @@ Called by the process that serves it; knows no sockets. Elements are float32.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -95,7 +95,7 @@ class ParameterServer:
 
     # -- state
 
-    def load(self, weights: Tensor, state: list[Mapping[str, Tensor]], version: int) -> None:
+    def load(self, weights: Tensor, state: Sequence[Mapping[str, Tensor]], version: int) -> None:
         """Begin with these weights [size] and the optimiser's state of each piece."""
         self._weights.copy_(weights)
         self._optimizer.state.clear()

@@ -1,4 +1,4 @@
-"""The synchronizer of a worker in asynchronous training: pulls weights, pushes gradients, and waits as little as it may.
+"""The synchronizer of a worker in asynchronous training: pulls weights, pushes gradients, and waits only if it must.
 
 Owns the worker's connections and its view of the servers' memory. Called by the Trainer. On one host weights and
 gradients lie in shared memory, so a step costs one message to the controller and one to each server.
@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from shoal.errors import SpecMismatch, TrainError
 from shoal.sync.parameter_server.clock import Push
-from shoal.sync.parameter_server.partition import describe_parameters, plan_partition
 from shoal.sync.parameter_server.controller import AGAIN
+from shoal.sync.parameter_server.partition import describe_parameters, plan_partition
 from shoal.sync.parameter_server.rpc import Caller
 from shoal.sync.parameter_server.server import SETTINGS
 from shoal.sync.parameter_server.shared_weights import WRITING, MemoryAddress, SharedWeights

@@ -15,7 +15,7 @@ import psutil
 import shoal.runs
 from shoal.cost import PREDICTED
 from shoal.cpu_count import count_usable_cores
-from shoal.errors import ShoalError
+from shoal.errors import ConfigError, ShoalError
 from shoal.home import home
 from shoal.parallel import World
 from shoal.runs import Run, RunRecorder, Status
@@ -57,6 +57,8 @@ def fit_locally(
     say:       receives lines about progress and problems
     """
     is_synchronous = spec.sync.kind == "all_reduce"
+    if not is_synchronous and "WORLD_SIZE" in os.environ:
+        raise ConfigError("sync.kind", spec.sync.kind, "starts its workers itself", "leave out torchrun")
     workers = int(os.environ.get("WORLD_SIZE", "1")) if is_synchronous else spec.workers
     is_told = predicts and os.environ.get("RANK", "0") == "0"
     spec = spec.model_copy(update={"workers": workers})

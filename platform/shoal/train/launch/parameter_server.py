@@ -1,7 +1,7 @@
-"""Asynchronous training on one machine without Ray: servers and workers are processes of this one.
+"""Asynchronous training: servers and workers on one machine, and the controller in the process that starts them.
 
-Owns the processes, their sockets' folder and the controller, which runs here. Called by `fit_locally`. The Trainer of
-worker 0, the chief, sends what it reports to this process, which writes the record.
+Owns the processes, the folder of their sockets and the controller. Called by `fit_locally`, and with processes of Ray by
+`flows.training`. The Trainer of worker 0, the chief, sends what it reports to this process, which writes the record.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -26,7 +25,7 @@ from shoal.parallel import World
 from shoal.random_state import seed_everything
 from shoal.sync.parameter_server.clock import Clock
 from shoal.sync.parameter_server.controller import Controller
-from shoal.sync.parameter_server.rpc import Caller, CallerId, Service
+from shoal.sync.parameter_server.rpc import Caller, CallerId, Method, Service
 from shoal.sync.parameter_server.server import ParameterServer
 from shoal.sync.parameter_server.server_service import ServerService
 from shoal.sync.parameter_server.worker import ParameterServerSync
@@ -58,10 +57,108 @@ class Addresses:
         return cls(controller, journal, servers)
 
 
+def _state_files(spec: TrainSpec, folder: Path) -> list[Path]:
+    return [folder / f"server-{index}.pt" for index in range(spec.sync.servers)]
+
+
+@dataclass
+class _Inbox:
+    """What the processes of a run have said."""
+
+    error: str = ""
+    outcome: dict[str, Any] | None = None
+
+
+class ProcessHandle(Protocol):
+    """A server's or a worker's process."""
+
+    def poll(self) -> str | None:
+        """None while it runs; "" once it has ended; else what it died of."""
+        ...
+
+    def end(self) -> None:
+        """End it, if it runs. Idempotent."""
+        ...
+
+
+StartProcess = Callable[[str, Callable[..., None], tuple[Any, ...]], ProcessHandle]  # its name, function and arguments
+
+
+class _SpawnedProcess:
+    """A process of this one."""
+
+    def __init__(self, name: str, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        self._process = multiprocessing.get_context("spawn").Process(target=target, args=arguments, name=name)
+        self._process.start()
+
+    def poll(self) -> str | None:
+        code = self._process.exitcode
+        return None if code is None else f"status {code}" if code else ""
+
+    def end(self) -> None:
+        self._process.terminate()
+        self._process.join(END_TIMEOUT_S)
+
+
+class _ProcessGroup:
+    """The processes of servers and workers."""
+
+    def __init__(
+        self, spec: TrainSpec, addresses: Addresses, run_id: str, folder: Path, journal: EventLog, start: StartProcess
+    ) -> None:
+        self._journal, self._start_process = journal, start
+        self._controller = Caller(addresses.controller, CALL_TIMEOUT_S)
+        self._targets: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {}
+        for index, file in enumerate(_state_files(spec, folder)):
+            self._targets[f"server {index}"] = run_server, (spec, index, addresses, file)
+        for index in range(spec.workers):
+            self._targets[f"worker {index}"] = run_worker, (spec, index, addresses, run_id, folder)
+        self._processes: dict[str, ProcessHandle] = {}
+        self._num_deaths: Counter[str] = Counter()
+
+    def start(self) -> None:
+        for name, (target, arguments) in self._targets.items():
+            self._processes[name] = self._start_process(name, target, arguments)
+
+    def is_running(self) -> bool:
+        """Whether any worker runs."""
+        return any(process.poll() is None for name, process in self._processes.items() if name.startswith("worker"))
+
+    def replace_dead(self) -> None:
+        """Start another process for each that has died. Raises RankLost."""
+        for name, process in list(self._processes.items()):
+            cause = process.poll()
+            if not cause:
+                continue
+            self._num_deaths[name] += 1
+            kind, index = name.split()
+            self._journal.record_event(f"{kind}_lost", index=int(index), cause=cause)
+            if self._num_deaths[name] >= MAX_DEATHS:
+                raise RankLost(f"{name} died {MAX_DEATHS} times: {cause}")
+            if kind == "worker":
+                self._controller.call("lose", int(index))
+            self._processes[name] = self._start_process(name, *self._targets[name])
+
+    def close(self) -> None:
+        """End all processes."""
+        for process in self._processes.values():
+            process.end()
+        self._controller.close()
+
+
 def fit_replicas(
-    spec: TrainSpec, run_id: str, folder: Path, journal: EventLog, should_stop: Callable[[], bool]
+    spec: TrainSpec,
+    run_id: str,
+    folder: Path,
+    journal: EventLog,
+    should_stop: Callable[[], bool],
+    start: StartProcess = _SpawnedProcess,
+    tick: Callable[[], object] = lambda: None,
 ) -> TrainResult:
     """Train to the end; returns the chief's outcome.
+
+    start: how a process begins
+    tick:  called a few times a second; what it raises ends the run
 
     A worker or server that dies is replaced, while the others go on. Raises the error of a process that failed of
     itself, and RankLost when one has died MAX_DEATHS times.
@@ -78,7 +175,7 @@ def fit_replicas(
         inbox = _Inbox()
         log = _serve_journal(addresses.journal, journal, inbox, should_stop)
         closing.callback(log.close)
-        group = _ProcessGroup(spec, addresses, run_id, folder, journal)
+        group = _ProcessGroup(spec, addresses, run_id, folder, journal, start)
         closing.callback(group.close)
         group.start()
         while group.is_running():
@@ -86,74 +183,12 @@ def fit_replicas(
             if inbox.error:
                 raise TrainError(inbox.error)
             group.replace_dead()
+            tick()
         counts = {str(staleness): count for staleness, count in sorted(controller.staleness.items())}
         lost = sum(controller.num_lost)
         journal.record_event("staleness", updates=clock.sequence, counts=counts, dropped=clock.num_dropped, lost=lost)
         assert inbox.outcome is not None
         return msgspec.convert(inbox.outcome, TrainResult, dec_hook=lambda kind, value: kind(value))
-
-
-def _state_files(spec: TrainSpec, folder: Path) -> list[Path]:
-    return [folder / f"server-{index}.pt" for index in range(spec.sync.servers)]
-
-
-@dataclass
-class _Inbox:
-    """What the processes of a run have said."""
-
-    error: str = ""
-    outcome: dict[str, Any] | None = None
-
-
-class _ProcessGroup:
-    """The processes of servers and workers."""
-
-    def __init__(self, spec: TrainSpec, addresses: Addresses, run_id: str, folder: Path, journal: EventLog) -> None:
-        self._context = multiprocessing.get_context("spawn")
-        self._journal = journal
-        self._controller = Caller(addresses.controller, CALL_TIMEOUT_S)
-        self._targets: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {}
-        for index, file in enumerate(_state_files(spec, folder)):
-            self._targets[f"server {index}"] = _run_server, (spec, index, addresses, file)
-        for index in range(spec.workers):
-            self._targets[f"worker {index}"] = _run_worker, (spec, index, addresses, run_id, folder)
-        self._processes: dict[str, BaseProcess] = {}
-        self._num_deaths: Counter[str] = Counter()
-
-    def start(self) -> None:
-        for name in self._targets:
-            self._start(name)
-
-    def _start(self, name: str) -> None:
-        target, arguments = self._targets[name]
-        self._processes[name] = process = self._context.Process(target=target, args=arguments, name=name)
-        process.start()
-
-    def is_running(self) -> bool:
-        """Whether any worker runs."""
-        return any(process.is_alive() for name, process in self._processes.items() if name.startswith("worker"))
-
-    def replace_dead(self) -> None:
-        """Start another process for each that has died. Raises RankLost."""
-        for name, process in list(self._processes.items()):
-            if not process.exitcode:
-                continue
-            self._num_deaths[name] += 1
-            kind, index = name.split()
-            self._journal.record_event(f"{kind}_lost", index=int(index), status=process.exitcode)
-            if self._num_deaths[name] >= MAX_DEATHS:
-                raise RankLost(f"{name} ended with status {process.exitcode}, for the {MAX_DEATHS}rd time")
-            if kind == "worker":
-                self._controller.call("lose", int(index))
-            self._start(name)
-
-    def close(self) -> None:
-        """End all processes."""
-        for process in self._processes.values():
-            process.terminate()
-        for process in self._processes.values():
-            process.join(END_TIMEOUT_S)
-        self._controller.close()
 
 
 def _serve_journal(address: str, journal: EventLog, inbox: _Inbox, should_stop: Callable[[], bool]) -> Service:
@@ -178,7 +213,7 @@ def _serve_journal(address: str, journal: EventLog, inbox: _Inbox, should_stop: 
     def poll(caller: CallerId) -> bool:
         return should_stop()
 
-    methods = {"log": log, "record_event": record_event, "log_histogram": log_histogram}
+    methods: dict[str, Method] = {"log": log, "record_event": record_event, "log_histogram": log_histogram}
     service = Service(address, {**methods, "fail": fail, "finish": finish, "poll": poll})
     service.start()
     return service
@@ -203,18 +238,20 @@ class _ForwardedLog:
         """Each call waits for its answer."""
 
 
-def _run_server(spec: TrainSpec, index: int, addresses: Addresses, file: Path) -> None:
+def run_server(spec: TrainSpec, index: int, addresses: Addresses, file: Path) -> None:
+    """The process of server `index`: until it is ended."""
     torch.set_num_threads(1)
     task = make_task(spec.task, spec.args)
     seed_everything(spec.seed)
     optimizer = make_optimizer(task, spec.optimizer, build_model(task, spec.task).parameters())
     server = ParameterServer(index, optimizer, spec.sync, spec.workers)
     ServerService(addresses.servers[index], index, server, addresses.controller, CALL_TIMEOUT_S, file).start()
-    while True:  # until the parent ends it
+    while True:
         time.sleep(3600.0)
 
 
-def _run_worker(spec: TrainSpec, index: int, addresses: Addresses, run_id: str, folder: Path) -> None:
+def run_worker(spec: TrainSpec, index: int, addresses: Addresses, run_id: str, folder: Path) -> None:
+    """The process of worker `index`: a Trainer, to its end."""
     torch.set_num_threads(spec.threads or 1)
     calls = Caller(addresses.journal, CALL_TIMEOUT_S)
     try:

@@ -97,7 +97,7 @@ class Trainer:
                 spec.checkpoint, parts, world, folder / "checkpoints", self._event_log
             )
         peak = world.size * measure_peak_flops(world.device, spec.parallel.precision)
-        self._meter = ThroughputMeter(peak, lambda: parts.model.communication_s)
+        self._meter = ThroughputMeter(peak, lambda: parts.model.communication_s + self._sync.waited_s)
         average = parts.average.tensors if parts.average is not None else ()
         self._profiler: StepProfiler | None = StepProfiler(
             parts.model, parts.optimizer, world, count_profiled_steps(spec), average
