@@ -204,7 +204,7 @@ def test_a_partition_is_balanced_and_complete() -> None:
 
 
 def test_more_servers_than_there_is_to_divide_are_refused() -> None:
-    with pytest.raises(ConfigError, match="sync.servers"):
+    with pytest.raises(ConfigError, match=r"sync\.servers"):
         divide([2, 1], 4, whole=False)
     with pytest.raises(ConfigError, match="needs each whole"):
         divide([2, 1], 3, whole=True)
@@ -263,6 +263,7 @@ def test_a_server_that_died_comes_back_with_its_state_and_says_what_is_lost(tmp_
             optimizer, worker, f"ipc://{tmp_path}/controller", addresses, TIMEOUT_S
         ),
     )
+    older = tmp_path / "older.pt"
     try:
         replica.sync.begin(0)
         for step in range(8):
@@ -276,7 +277,6 @@ def test_a_server_that_died_comes_back_with_its_state_and_says_what_is_lost(tmp_
             if step == 2:
                 replica.sync.before_step()
                 servers[1].wait_until_written()
-                older = tmp_path / "older.pt"
                 older.write_bytes(files[1].read_bytes())
         replica.sync.before_step()
         assert controller.num_lost == ([0, 2] if is_old else [0, 0])

@@ -111,7 +111,8 @@ def test_a_dead_worker_is_waited_for_no_more_and_its_late_push_is_dropped() -> N
     [update] = clock.leave(1, second)
     assert [push.worker for push in update.pushes] == [0]
     replacement = clock.join(1)
-    assert replacement != second and clock.get_clock(1) == 1
+    assert replacement != second
+    assert clock.get_clock(1) == 1
     assert clock.prepare(Push(1, second, 0, 0)) == []
     assert clock.num_dropped == 1
     assert clock.leave(1, second) == []  # again, of an earlier life

@@ -63,8 +63,8 @@ class Synchronizer(ABC):
 class AllReduce(Synchronizer):
     """Synchronous training: every rank takes part in every step, evaluation and save.
 
-    The gradients that a `ParallelModel` computes are those of the mean loss over the global batch, by its plan, so every
-    rank takes the same step of its part of the optimiser.
+    The gradients that a `ParallelModel` computes are those of the mean loss over the global batch, by its plan, and
+    every rank takes the same step with its part of the optimiser.
     """
 
     def __init__(self, model: ParallelModel, optimizer: Optimizer, world: World) -> None:

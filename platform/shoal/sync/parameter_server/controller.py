@@ -99,6 +99,8 @@ class Controller:
             return None  # it was taken for dead
         self._waiting[prepared.worker] = caller
         self._commit(self.clock.prepare(prepared))
+        if self._is_stopping:
+            self._answer_all()
         return LATER
 
     def _leave(self, caller: CallerId, worker: int) -> None:
@@ -157,6 +159,9 @@ class Controller:
     def _stop(self, caller: CallerId) -> None:
         """The chief has ended the run: the others end too, also those that wait for its gradient."""
         self._is_stopping = True
+        self._answer_all()
+
+    def _answer_all(self) -> None:
         for worker, waiting in self._waiting.items():
             self._answer(worker, waiting)
         self._waiting.clear()

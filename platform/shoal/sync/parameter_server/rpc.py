@@ -114,7 +114,7 @@ class Caller:
         """The answer to the newest call. Raises ConnectionLost after the timeout, TrainError for the method's error."""
         deadline = time.monotonic() + self._timeout_s
         while True:
-            if not self._socket.poll(1e3 * self._again_s):
+            if not self._socket.poll(round(1e3 * self._again_s)):
                 if time.monotonic() > deadline:
                     raise ConnectionLost(f"{self._address} has not answered for {self._timeout_s:g} s")
                 self._socket.send(self._sent)

@@ -33,7 +33,7 @@ EXCHANGE_S = 0.25  # between two exchanges of signals
 class ParameterServerSync(Synchronizer):
     """Worker `worker` of a run; the chief, which evaluates, saves and reports, is worker 0.
 
-    optimizer: of this process: its parameters get the weights, and its settings go with each push. Servers have the state
+    optimizer: its parameters get the weights, and its settings go with each push; its state is the servers'
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class ParameterServerSync(Synchronizer):
         return True
 
     def apply_gradients(self) -> int:
-        """Push: the gradient into every server's memory, and then a word to the controller, which makes it an update."""
+        """Push: the gradient into every server's memory, then a word to the controller, which makes it an update."""
         found = [parameter.grad for parameter in self._parameters]
         if any(gradient is not None and gradient.is_sparse for gradient in found):
             raise TrainError("a parameter server takes dense gradients: use sparse=False, or sync=all_reduce")

@@ -1,6 +1,6 @@
 """Asynchronous training: servers and workers on one machine, and the controller in the process that starts them.
 
-Owns the processes, the folder of their sockets and the controller. Called by `fit_locally`, and with processes of Ray by
+Owns the processes, the folder of their sockets and the controller. Called by `fit_locally`, and with Ray workers by
 `flows.training`. The Trainer of worker 0, the chief, sends what it reports to this process, which writes the record.
 """
 
@@ -84,12 +84,19 @@ class ProcessHandle(Protocol):
 StartProcess = Callable[[str, Callable[..., None], tuple[Any, ...]], ProcessHandle]  # its name, function and arguments
 
 
-class _SpawnedProcess:
-    """A process of this one."""
+class ForkedProcess:
+    """A process on this machine, forked from a server that has loaded torch once for all."""
 
     def __init__(self, name: str, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        self._process = multiprocessing.get_context("spawn").Process(target=target, args=arguments, name=name)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__, "torch._dynamo"])
+        self._process = context.Process(target=target, args=arguments, name=name)
         self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
 
     def poll(self) -> str | None:
         code = self._process.exitcode
@@ -152,7 +159,7 @@ def fit_replicas(
     folder: Path,
     journal: EventLog,
     should_stop: Callable[[], bool],
-    start: StartProcess = _SpawnedProcess,
+    start: StartProcess = ForkedProcess,
     tick: Callable[[], object] = lambda: None,
 ) -> TrainResult:
     """Train to the end; returns the chief's outcome.
