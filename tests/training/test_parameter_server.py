@@ -17,7 +17,7 @@ from shoal.errors import ConfigError, SpecMismatch, TrainError
 from shoal.sync.parameter_server.clock import Clock
 from shoal.sync.parameter_server.controller import Controller
 from shoal.sync.parameter_server.partition import divide
-from shoal.sync.parameter_server.rpc import Caller
+from shoal.sync.parameter_server.rpc import RpcClient
 from shoal.sync.parameter_server.server import ParameterServer
 from shoal.sync.parameter_server.server_service import ServerService
 from shoal.sync.parameter_server.worker import ParameterServerSync
@@ -296,7 +296,7 @@ def test_a_server_that_died_comes_back_with_its_state_and_says_what_is_lost(tmp_
 def test_a_worker_that_died_is_replaced_while_the_other_goes_on(tmp_path: Path) -> None:
     with running(tmp_path, SyncSpec(servers=2, staleness=1), 2, OPTIMIZERS["adam"]) as (controller, make_sync):
         chief, other = Replica(0, make_sync), Replica(1, make_sync)
-        calls = Caller(f"ipc://{tmp_path}/controller", TIMEOUT_S)
+        calls = RpcClient(f"ipc://{tmp_path}/controller", TIMEOUT_S)
         try:
             chief.sync.begin(0)
             other.sync.begin(0)

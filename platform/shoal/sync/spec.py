@@ -33,7 +33,7 @@ class SyncSpec(Spec):
 
     @model_validator(mode="before")
     @classmethod
-    def _from_word(cls, value: object) -> object:
+    def _parse_kind(cls, value: object) -> object:
         return {"kind": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")

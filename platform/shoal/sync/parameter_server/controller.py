@@ -13,7 +13,7 @@ import msgspec
 
 from shoal.errors import TrainError
 from shoal.sync.parameter_server.clock import Clock, Push, Update
-from shoal.sync.parameter_server.rpc import LATER, Caller, CallerId, Service
+from shoal.sync.parameter_server.rpc import LATER, CallId, RpcClient, RpcService
 from shoal.sync.rank_signals import RankSignals
 
 AGAIN = "again"  # the answer to a push that a server has lost: the worker pushes the same gradient once more
@@ -27,12 +27,12 @@ class Controller:
 
     def __init__(self, address: str, servers: list[str], clock: Clock, timeout_s: float) -> None:
         self.clock = clock
-        self._servers = [Caller(server, timeout_s) for server in servers]
+        self._servers = [RpcClient(server, timeout_s) for server in servers]
         self._lives = [0] * len(servers)  # how often each server has started
         self._server_names: dict[int, str] = {}  # each server's own name for its life
         self.num_lost = [0] * len(servers)  # updates that were not in the snapshot of a server that came back
-        self._waiting: dict[int, CallerId] = {}  # workers whose push is prepared
-        self._joining: dict[int, tuple[CallerId, str]] = {}  # workers that came before there were weights
+        self._waiting: dict[int, CallId] = {}  # workers whose push is prepared
+        self._joining: dict[int, tuple[CallId, str]] = {}  # workers that came before there were weights
         self._lifetimes: dict[
             int, tuple[str, int]
         ] = {}  # of each worker: its own name for its life, and the incarnation
@@ -53,7 +53,7 @@ class Controller:
             "lose",
             "resume_server",
         )
-        self.service = Service(address, {name: getattr(self, f"_{name}") for name in names})
+        self.service = RpcService(address, {name: getattr(self, f"_{name}") for name in names})
 
     def start(self) -> None:
         self.service.start()
@@ -66,7 +66,7 @@ class Controller:
 
     # -- calls of workers
 
-    def _join(self, caller: CallerId, worker: int, life: str, is_chief: bool) -> Any:
+    def _join(self, caller: CallId, worker: int, life: str, is_chief: bool) -> Any:
         """The worker's incarnation, and where the run is; a worker that is not the chief waits for its weights."""
         if not self._has_weights and not is_chief:
             self._joining[worker] = caller, life
@@ -76,11 +76,11 @@ class Controller:
         incarnation = self._lifetimes[worker][1]
         return incarnation, self.clock.get_clock(worker), self.clock.sequence, self.clock.steps, self._has_weights
 
-    def _get_version(self, caller: CallerId, steps: int) -> int:
+    def _get_version(self, caller: CallId, steps: int) -> int:
         """The version of the weights after `steps` steps."""
         return self.clock.version_after(steps)
 
-    def _load(self, caller: CallerId, steps: int) -> int:
+    def _load(self, caller: CallId, steps: int) -> int:
         """The chief has loaded the servers with the weights after `steps` steps; returns their version."""
         if not self._has_weights:
             self.clock.resume(steps)
@@ -90,7 +90,7 @@ class Controller:
         self._joining.clear()
         return self.clock.sequence
 
-    def _prepare(self, caller: CallerId, push: dict[str, Any]) -> Any:
+    def _prepare(self, caller: CallId, push: dict[str, Any]) -> Any:
         """A worker's gradient is on all servers. Answers when the worker may begin its next step."""
         prepared = msgspec.convert(push, Push)
         if prepared.lives != self._lives:
@@ -103,11 +103,11 @@ class Controller:
             self._answer_all()
         return LATER
 
-    def _leave(self, caller: CallerId, worker: int) -> None:
+    def _leave(self, caller: CallId, worker: int) -> None:
         """The worker has ended."""
         self._lose(caller, worker)
 
-    def _lose(self, caller: CallerId, worker: int) -> None:
+    def _lose(self, caller: CallId, worker: int) -> None:
         """The worker has ended or died: no one waits for it."""
         _, incarnation = self._lifetimes.pop(worker, ("", 0))
         self._waiting.pop(worker, None)
@@ -123,17 +123,17 @@ class Controller:
         for worker in self.clock.take_released():
             self._answer(worker, self._waiting.pop(worker))
 
-    def _answer(self, worker: int, caller: CallerId) -> None:
+    def _answer(self, worker: int, caller: CallId) -> None:
         state = self.clock.sequence, self.clock.get_clock(worker), self.clock.steps, self._is_stopping
         self.service.reply(caller, state)
 
-    def _snapshot(self, caller: CallerId) -> int:
+    def _snapshot(self, caller: CallId) -> int:
         """Every server keeps its state at one version, which is returned."""
         for server in self._servers:
             server.send("snapshot", self.clock.sequence)
         return self.clock.sequence
 
-    def _exchange(self, caller: CallerId, worker: int, is_chief: bool, mine: list[Any]) -> Any:
+    def _exchange(self, caller: CallId, worker: int, is_chief: bool, mine: list[Any]) -> Any:
         """Signals of all workers since the chief's last exchange; only the chief takes the losses."""
         new, old = RankSignals(*mine), self._signals.get(worker, RankSignals())
         if self._exchanges.get(worker) != caller.number:
@@ -156,7 +156,7 @@ class Controller:
             self._signals = {number: each._replace(loss=0.0, num_losses=0.0) for number, each in self._signals.items()}
         return tuple(combined)
 
-    def _stop(self, caller: CallerId) -> None:
+    def _stop(self, caller: CallId) -> None:
         """The chief has ended the run: the others end too, also those that wait for its gradient."""
         self._is_stopping = True
         self._answer_all()
@@ -168,7 +168,7 @@ class Controller:
 
     # -- calls of servers
 
-    def _resume_server(self, caller: CallerId, server: int, life: str, version: int) -> Any:
+    def _resume_server(self, caller: CallId, server: int, life: str, version: int) -> Any:
         """A server begins, for the first time or again, with the state of `version` (-1: none).
 
         Returns its life, and the version that it has from now on: the updates between them are lost for its part.

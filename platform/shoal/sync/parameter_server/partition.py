@@ -22,7 +22,7 @@ ELEMENTWISE = (SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, Adagrad, RMSpro
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterSlice:
     """A range of one parameter on one server."""
 
     parameter: int  # its index
@@ -39,7 +39,7 @@ class Piece:
 class Partition:
     """pieces: for each server. A server's vector is its pieces, one after the other."""
 
-    pieces: tuple[tuple[Piece, ...], ...]
+    pieces: tuple[tuple[ParameterSlice, ...], ...]
 
     @property
     def num_servers(self) -> int:
@@ -77,23 +77,23 @@ def divide(sizes: Sequence[int], num_servers: int, *, whole: bool) -> Partition:
     if num_servers > most:
         what = "parameters, and this optimiser needs each whole" if whole else "elements"
         raise ConfigError("sync.servers", num_servers, f"is more than the model has {what}", f"at most {most}")
-    return _divide_whole(sizes, num_servers) if whole else _divide_elements(sizes, num_servers)
+    return _divide_parameters(sizes, num_servers) if whole else _divide_elements(sizes, num_servers)
 
 
 def _divide_elements(sizes: Sequence[int], num_servers: int) -> Partition:
     total, first = sum(sizes), 0
-    pieces: list[list[Piece]] = [[] for _ in range(num_servers)]
+    pieces: list[list[ParameterSlice]] = [[] for _ in range(num_servers)]
     bounds = [total * server // num_servers for server in range(num_servers + 1)]
     for index, size in enumerate(sizes):
         for server in range(num_servers):
             begin, end = max(first, bounds[server]), min(first + size, bounds[server + 1])
             if begin < end:
-                pieces[server].append(Piece(index, begin - first, end - first, begin - bounds[server]))
+                pieces[server].append(ParameterSlice(index, begin - first, end - first, begin - bounds[server]))
         first += size
     return Partition(tuple(map(tuple, pieces)))
 
 
-def _divide_whole(sizes: Sequence[int], num_servers: int) -> Partition:
+def _divide_parameters(sizes: Sequence[int], num_servers: int) -> Partition:
     loads = [(0, server) for server in range(num_servers)]
     heapify(loads)
     owned: list[list[int]] = [[] for _ in range(num_servers)]
@@ -105,7 +105,7 @@ def _divide_whole(sizes: Sequence[int], num_servers: int) -> Partition:
     for indices in owned:
         offset, own = 0, []
         for index in sorted(indices):
-            own.append(Piece(index, 0, sizes[index], offset))
+            own.append(ParameterSlice(index, 0, sizes[index], offset))
             offset += sizes[index]
         pieces.append(tuple(own))
     return Partition(tuple(pieces))

@@ -29,17 +29,17 @@ _POLL_MS = 100
 Method = Callable[..., Any]
 
 
-class CallerId(NamedTuple):
+class CallId(NamedTuple):
     """Who called, and which of its calls."""
 
     identity: bytes
     number: int
 
 
-class Service:
+class RpcService:
     """Answers calls of `methods` in a thread of its own, until it is closed.
 
-    methods: each takes the CallerId and the call's arguments
+    methods: each takes the CallId and the call's arguments
     """
 
     def __init__(self, address: str, methods: Mapping[str, Method]) -> None:
@@ -55,7 +55,7 @@ class Service:
     def start(self) -> None:
         self._thread.start()
 
-    def reply(self, caller: CallerId, answer: Any, error: str = "") -> None:
+    def reply(self, caller: CallId, answer: Any, error: str = "") -> None:
         """Answer a call for which a method returned LATER. From within a method."""
         self._socket.send_multipart([caller.identity, msgspec.msgpack.encode([caller.number, error, answer])])
 
@@ -64,10 +64,10 @@ class Service:
             if self._socket.poll(_POLL_MS):
                 identity, data = self._socket.recv_multipart()
                 number, name, arguments = msgspec.msgpack.decode(data)
-                self._answer(CallerId(identity, number), name, arguments)
+                self._answer(CallId(identity, number), name, arguments)
         self._socket.close()
 
-    def _answer(self, caller: CallerId, name: str, arguments: list[Any]) -> None:
+    def _answer(self, caller: CallId, name: str, arguments: list[Any]) -> None:
         try:
             answer = self._methods[name](caller, *arguments)
         except Exception as error:  # noqa: BLE001 - the caller raises it; the service goes on
@@ -86,7 +86,7 @@ class Service:
             self._thread.join()
 
 
-class Caller:
+class RpcClient:
     """Calls of one service. For one thread.
 
     timeout_s: how long a call waits for its answer

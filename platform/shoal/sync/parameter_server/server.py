@@ -42,14 +42,14 @@ class ParameterServer:
         self._views = [by_place[self._weights[piece.offset :].data_ptr()] for piece in self._pieces]
         self._pulled: dict[int, Tensor] = {}  # by worker, where staleness is compensated
         self.version = -1  # no weights yet
-        self._waiting: dict[int, Update] = {}  # updates before whose turn others must come
+        self._waiting: dict[int, Update] = {}  # updates that came before an earlier one
 
     def push(self, worker: int, gradient: bytes) -> None:
         """A gradient that came as a message. From the same host workers write it into the shared memory themselves."""
         self.memory.gradients[worker].copy_(torch.frombuffer(bytearray(gradient), dtype=torch.float32))
 
     def commit(self, update: Update) -> None:
-        """Apply an update in its turn: an earlier one that has not come is waited for."""
+        """Apply an update once all earlier ones are applied."""
         if update.sequence <= self.version:  # of an earlier life
             return
         self._waiting[update.sequence] = update
@@ -59,8 +59,8 @@ class ParameterServer:
     def remember_pull(self, worker: int, version: int) -> None:
         """A worker computes its next gradient with this version."""
         if self._spec.compensation:
-            turn = self.memory.find_turn(version)
-            self._pulled[worker] = (self._weights if turn is None else turn).clone()
+            buffer = self.memory.find_buffer(version)
+            self._pulled[worker] = (self._weights if buffer is None else buffer).clone()
 
     def _apply(self, update: Update) -> None:
         first, *others = update.pushes

@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from shoal.sync.parameter_server.clock import Update
-from shoal.sync.parameter_server.rpc import LATER, Caller, CallerId, Service
+from shoal.sync.parameter_server.rpc import LATER, CallId, RpcClient, RpcService
 from shoal.sync.parameter_server.server import ParameterServer
 from shoal.sync.parameter_server.tensor_codec import pack, unpack
 
@@ -43,16 +43,16 @@ class ServerService:
         every_s: float = 5.0,
     ) -> None:
         self._server, self._index, self._file, self._every_s = server, index, file, every_s
-        self._controller = Caller(controller, timeout_s)
+        self._controller = RpcClient(controller, timeout_s)
         self._life = 0
-        self._pulls: dict[CallerId, tuple[int, int]] = {}  # those that wait: worker, version needed
-        self._dumps: dict[CallerId, int] = {}
+        self._pulls: dict[CallId, tuple[int, int]] = {}  # those that wait: worker, version needed
+        self._dumps: dict[CallId, int] = {}
         self._snapshot_at = -1
         self._kept: State | None = None  # of the version `_snapshot_at`
         self._written_s = time.monotonic()
         self._writer: threading.Thread | None = None
         names = ("address", "load", "pull", "push", "commit", "snapshot", "dump")
-        self.service = Service(address, {name: getattr(self, f"_{name}") for name in names})
+        self.service = RpcService(address, {name: getattr(self, f"_{name}") for name in names})
 
     def start(self) -> None:
         """Begin, or begin again where the file is. Raises ConnectionLost without a controller."""
@@ -76,28 +76,28 @@ class ServerService:
         if self._writer is not None:
             self._writer.join()
 
-    def _address(self, caller: CallerId) -> Any:
+    def _address(self, caller: CallId) -> Any:
         """Where its memory is, its life, and the shapes of the model's parameters."""
         return tuple(self._server.memory.address), self._life, self._server.parameters
 
-    def _load(self, caller: CallerId, weights: Any, state: list[dict[str, Any]], version: int) -> None:
+    def _load(self, caller: CallId, weights: Any, state: list[dict[str, Any]], version: int) -> None:
         states = [{name: unpack(value) for name, value in each.items()} for each in state]
         self._server.load(unpack(weights), states, version)
         if self._file is not None:
             self._write(self._file)
             self.wait_until_written()  # from here on it can come back
 
-    def _push(self, caller: CallerId, worker: int, gradient: bytes) -> None:
+    def _push(self, caller: CallId, worker: int, gradient: bytes) -> None:
         self._server.push(worker, gradient)
 
-    def _pull(self, caller: CallerId, worker: int, needed: int) -> Any:
+    def _pull(self, caller: CallId, worker: int, needed: int) -> Any:
         if self._server.version < needed:
             self._pulls[caller] = worker, needed
             return LATER
         self._server.remember_pull(worker, self._server.version)
         return self._life, self._server.memory.get_versions()
 
-    def _commit(self, caller: CallerId, update: dict[str, Any]) -> Any:
+    def _commit(self, caller: CallId, update: dict[str, Any]) -> Any:
         self._server.commit(msgspec.convert(update, Update))
         for waiting, (worker, needed) in list(self._pulls.items()):
             if needed <= self._server.version:
@@ -107,7 +107,7 @@ class ServerService:
             self._write(self._file)
         return LATER  # the controller does not wait for an answer
 
-    def _snapshot(self, caller: CallerId, version: int) -> Any:
+    def _snapshot(self, caller: CallId, version: int) -> Any:
         """Keep the state of this version; the controller asks for it between two updates."""
         _, weights, state = self._server.dump()
         packed = [{name: pack(value) for name, value in each.items()} for each in state]
@@ -118,7 +118,7 @@ class ServerService:
                 self.service.reply(waiting, self._kept)
         return LATER
 
-    def _dump(self, caller: CallerId, version: int) -> Any:
+    def _dump(self, caller: CallId, version: int) -> Any:
         if version != self._snapshot_at:
             self._dumps[caller] = version
             return LATER

@@ -1,9 +1,9 @@
-"""Memory that a server shares with the workers of its host: its weights in two turns, and a gradient for each worker.
+"""Memory that a server shares with the workers of its host: two buffers of weights, and a gradient for each worker.
 
-    one server   one anonymous file (memfd), mapped by all: [header][weights, turn 0][turn 1][gradient of worker 0] ...
+    one server   one anonymous file (memfd), mapped by all: [header][weights][weights][gradient of worker 0] ...
 
-The server writes new weights into the turn that is not the newest, and then makes it the newest. A reader is told turn
-and version by the server, copies, and then compares the header: a turn that was overwritten meanwhile has another
+The server writes new weights into the buffer that is not the newest, and then makes it the newest. A reader asks the
+server for the versions, copies, and then compares the header: a buffer that was overwritten meanwhile has another
 version there, since the server changes the header first. So no reader keeps weights of two versions. The messages
 between server and worker order the accesses to the memory.
 """
@@ -43,8 +43,8 @@ class SharedWeights:
             first = _HEADER_BYTES + index * stride
             return everything[first : first + 4 * size].view(torch.float32)
 
-        self._versions = everything[:_HEADER_BYTES].view(torch.int64)[:2]  # of both turns
-        self._turns = [vector(0), vector(1)]
+        self._versions = everything[:_HEADER_BYTES].view(torch.int64)[:2]  # of both buffers
+        self._buffers = [vector(0), vector(1)]
         self.gradients = [vector(2 + worker) for worker in range(n)]
 
     @classmethod
@@ -67,30 +67,30 @@ class SharedWeights:
             os.close(descriptor)
 
     def publish(self, weights: Tensor, version: int) -> int:
-        """Make `weights` the newest ones; returns their turn. Called by the server alone."""
-        turn = 1 - self.newest_turn
-        self._versions[turn] = WRITING
-        self._turns[turn].copy_(weights)
-        self._versions[turn] = version
-        return turn
+        """Make `weights` the newest ones; returns their buffer. Called by the server alone."""
+        buffer = 1 - self.newest_buffer
+        self._versions[buffer] = WRITING
+        self._buffers[buffer].copy_(weights)
+        self._versions[buffer] = version
+        return buffer
 
     @property
-    def newest_turn(self) -> int:
+    def newest_buffer(self) -> int:
         return int(self._versions[1] > self._versions[0])
 
     def get_versions(self) -> tuple[int, int]:
-        """The versions of both turns; WRITING: none yet, or being written."""
+        """The versions of both buffers; WRITING: none yet, or being written."""
         first, second = self._versions.tolist()
         return first, second
 
-    def find_turn(self, version: int) -> Tensor | None:
-        """The weights of this version, if a turn has them."""
+    def find_buffer(self, version: int) -> Tensor | None:
+        """The weights of this version, if a buffer has them."""
         versions = self.get_versions()
-        return self._turns[versions.index(version)] if version in versions else None
+        return self._buffers[versions.index(version)] if version in versions else None
 
     def close(self) -> None:
         """Release the mapping. Idempotent."""
-        self._turns, self.gradients = [], []
+        self._buffers, self.gradients = [], []
         self._versions = torch.empty(0, dtype=torch.int64)
         if self._owns_descriptor:
             os.close(self.address.descriptor)

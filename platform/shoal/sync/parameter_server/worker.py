@@ -20,7 +20,7 @@ from shoal.errors import SpecMismatch, TrainError
 from shoal.sync.parameter_server.clock import Push
 from shoal.sync.parameter_server.controller import AGAIN
 from shoal.sync.parameter_server.partition import describe_parameters, plan_partition
-from shoal.sync.parameter_server.rpc import Caller
+from shoal.sync.parameter_server.rpc import RpcClient
 from shoal.sync.parameter_server.server import SETTINGS
 from shoal.sync.parameter_server.shared_weights import WRITING, MemoryAddress, SharedWeights
 from shoal.sync.parameter_server.tensor_codec import pack, unpack
@@ -47,8 +47,8 @@ class ParameterServerSync(Synchronizer):
         self._optimizer, self._partition = optimizer, plan_partition(optimizer, len(servers))
         self._parameters = [each for group in optimizer.param_groups for each in group["params"]]
         self._worker, self.is_chief = worker, worker == 0
-        self._controller = Caller(controller, timeout_s)
-        self._servers = [Caller(server, timeout_s) for server in servers]
+        self._controller = RpcClient(controller, timeout_s)
+        self._servers = [RpcClient(server, timeout_s) for server in servers]
         self._memories: list[SharedWeights] = []
         self._lives: list[int] = []  # of the servers whose memory is mapped
         self._life = secrets.token_hex(8)
@@ -109,10 +109,10 @@ class ParameterServerSync(Synchronizer):
         """Whether all servers had the version until it was copied."""
         with torch.no_grad():
             for server, memory in enumerate(self._memories):
-                turn = memory.find_turn(version)
-                if turn is None:
+                buffer = memory.find_buffer(version)
+                if buffer is None:
                     return False
-                self._partition.read(server, turn, self._parameters)
+                self._partition.read(server, buffer, self._parameters)
                 if version not in memory.get_versions():
                     return False
         self._version = version
@@ -162,7 +162,7 @@ class ParameterServerSync(Synchronizer):
             self._partition.write(server, [each.detach() for each in self._parameters], weights)
             state = [
                 {
-                    name: pack(_cut(value, piece.begin, piece.end))
+                    name: pack(_slice(value, piece.begin, piece.end))
                     for name, value in self._state_of(piece.parameter).items()
                 }
                 for piece in self._partition.pieces[server]
@@ -205,5 +205,5 @@ class ParameterServerSync(Synchronizer):
             caller.close()
 
 
-def _cut(value: Tensor, begin: int, end: int) -> Tensor:
+def _slice(value: Tensor, begin: int, end: int) -> Tensor:
     return value.reshape(-1)[begin:end] if value.ndim else value

@@ -25,7 +25,7 @@ from shoal.parallel import World
 from shoal.random_state import seed_everything
 from shoal.sync.parameter_server.clock import Clock
 from shoal.sync.parameter_server.controller import Controller
-from shoal.sync.parameter_server.rpc import Caller, CallerId, Method, Service
+from shoal.sync.parameter_server.rpc import CallId, Method, RpcClient, RpcService
 from shoal.sync.parameter_server.server import ParameterServer
 from shoal.sync.parameter_server.server_service import ServerService
 from shoal.sync.parameter_server.worker import ParameterServerSync
@@ -114,7 +114,7 @@ class _ProcessGroup:
         self, spec: TrainSpec, addresses: Addresses, run_id: str, folder: Path, journal: EventLog, start: StartProcess
     ) -> None:
         self._journal, self._start_process = journal, start
-        self._controller = Caller(addresses.controller, CALL_TIMEOUT_S)
+        self._controller = RpcClient(addresses.controller, CALL_TIMEOUT_S)
         self._targets: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {}
         for index, file in enumerate(_state_files(spec, folder)):
             self._targets[f"server {index}"] = run_server, (spec, index, addresses, file)
@@ -198,30 +198,30 @@ def fit_replicas(
         return msgspec.convert(inbox.outcome, TrainResult, dec_hook=lambda kind, value: kind(value))
 
 
-def _serve_journal(address: str, journal: EventLog, inbox: _Inbox, should_stop: Callable[[], bool]) -> Service:
-    def log(caller: CallerId, step: int, values: dict[str, float]) -> bool:
+def _serve_journal(address: str, journal: EventLog, inbox: _Inbox, should_stop: Callable[[], bool]) -> RpcService:
+    def log(caller: CallId, step: int, values: dict[str, float]) -> bool:
         journal.log(step, values)
         return should_stop()
 
-    def record_event(caller: CallerId, kind: str, details: dict[str, Any]) -> bool:
+    def record_event(caller: CallId, kind: str, details: dict[str, Any]) -> bool:
         journal.record_event(kind, **details)
         return should_stop()
 
-    def log_histogram(caller: CallerId, step: int, name: str, counts: list[float], edges: list[float]) -> bool:
+    def log_histogram(caller: CallId, step: int, name: str, counts: list[float], edges: list[float]) -> bool:
         journal.log_histogram(step, name, np.array(counts), np.array(edges))
         return should_stop()
 
-    def fail(caller: CallerId, error: str) -> None:
+    def fail(caller: CallId, error: str) -> None:
         inbox.error = inbox.error or error
 
-    def finish(caller: CallerId, outcome: dict[str, Any]) -> None:
+    def finish(caller: CallId, outcome: dict[str, Any]) -> None:
         inbox.outcome = outcome
 
-    def poll(caller: CallerId) -> bool:
+    def poll(caller: CallId) -> bool:
         return should_stop()
 
     methods: dict[str, Method] = {"log": log, "record_event": record_event, "log_histogram": log_histogram}
-    service = Service(address, {**methods, "fail": fail, "finish": finish, "poll": poll})
+    service = RpcService(address, {**methods, "fail": fail, "finish": finish, "poll": poll})
     service.start()
     return service
 
@@ -229,7 +229,7 @@ def _serve_journal(address: str, journal: EventLog, inbox: _Inbox, should_stop: 
 class _ForwardedLog:
     """The chief's event log: written by the process that started it."""
 
-    def __init__(self, caller: Caller) -> None:
+    def __init__(self, caller: RpcClient) -> None:
         self._caller = caller
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -260,7 +260,7 @@ def run_server(spec: TrainSpec, index: int, addresses: Addresses, file: Path) ->
 def run_worker(spec: TrainSpec, index: int, addresses: Addresses, run_id: str, folder: Path) -> None:
     """The process of worker `index`: a Trainer, to its end."""
     torch.set_num_threads(spec.threads or 1)
-    calls = Caller(addresses.journal, CALL_TIMEOUT_S)
+    calls = RpcClient(addresses.journal, CALL_TIMEOUT_S)
     try:
         trainer = Trainer(
             spec,
