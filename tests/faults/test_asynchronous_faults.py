@@ -9,11 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
+import torch
 from torch import Tensor
 
 from shoal.errors import RankLost, TrainError
+from shoal.parallel import World
 from shoal.train.launch.parameter_server import ForkedProcess, fit_replicas
+from shoal.train.loop.trainer import Trainer
 from shoal.train.spec import TrainSpec
+from shoal.train.task import make_task
 from train_task import Toy
 
 TOY = f"{Path(__file__).parents[1] / 'train_task.py'}:Toy"
@@ -117,3 +122,29 @@ def test_an_error_of_the_task_ends_the_run_with_its_cause(tmp_path: Path) -> Non
     with pytest.raises(TrainError, match=r"worker [01]: the loss of step 4|NaN|finite"):
         fit_replicas(spec, "run", tmp_path, KillingLog(processes, {}), lambda: False, processes.start)
     assert all(process.poll() is not None for process in processes.running.values())
+
+
+def test_a_run_that_waits_for_all_is_that_of_one_process_resumed_or_not(tmp_path: Path) -> None:
+    """Staleness 0: weights of 12 steps, those of a run ended after 5 and gone on with, and those of one process."""
+
+    def train(folder: str, steps: int, **changes: Any) -> dict[str, Tensor]:
+        place = tmp_path / folder
+        place.mkdir(exist_ok=True)
+        spec = spec_of(stop={"steps": steps}, args={"dropout": 0.0}, **changes)
+        log = KillingLog(Processes(), {})
+        if spec.sync.kind == "all_reduce":
+            trainer = Trainer(spec, make_task(spec.task, spec.args), World.single("cpu"), place, journal=log)
+            outcome = trainer.run()
+        else:
+            outcome = fit_replicas(spec, "run", place, log, lambda: False)
+        assert outcome.steps == steps
+        assert outcome.weights is not None
+        return safetensors.torch.load_file(outcome.weights)
+
+    waiting = {"kind": "parameter_server", "staleness": 0}
+    alone = train("alone", 12, sync={"kind": "all_reduce"}, workers=1)
+    at_once = train("at once", 12, sync={**waiting, "servers": 1})
+    train("resumed", 5, sync={**waiting, "servers": 1})
+    resumed = train("resumed", 12, sync={**waiting, "servers": 3}, workers=4)
+    torch.testing.assert_close(at_once, alone, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(resumed, alone, rtol=1e-4, atol=1e-5)
