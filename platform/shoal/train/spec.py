@@ -186,7 +186,8 @@ class TrainSpec(Spec):
 
     def _require_replicas_alone(self) -> None:
         """With a parameter server, each worker is a replica of its own."""
-        if self.parallel.resolve_dims(1).workers != 1 or self.parallel.shard:
+        degrees = self.parallel
+        if degrees.shard or degrees.tensor != 1 or degrees.pipeline != 1 or degrees.data not in (None, 1):
             raise ValueError(f"sync={self.sync.kind}: each worker has the whole model; leave out `parallel`")
         for name in ("average", "selective_backprop"):
             if getattr(self, name) is not None:
