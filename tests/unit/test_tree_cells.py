@@ -383,3 +383,15 @@ def test_numpy_takes_as_many_threads_as_torch(num_threads: int) -> None:
     with pytest.raises(KeyError), use_torch_threads():
         raise KeyError
     assert numpy_threads() == before
+
+
+def test_threads_that_overlap_restore_the_setting_from_before_both() -> None:
+    before = numpy_threads()
+    torch.set_num_threads(1 if before[0] > 1 else 2)
+    first, second = use_torch_threads(), use_torch_threads()
+    for each in (first, second):
+        each.__enter__()
+    first.__exit__(None, None, None)
+    assert set(numpy_threads()) == {torch.get_num_threads()}, "the second is still within"
+    second.__exit__(None, None, None)
+    assert numpy_threads() == before
