@@ -8,7 +8,7 @@ buffers too, so autograd never joins or adds levels. Called by models. Legend: s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,8 @@ class TreeRNN(nn.Module):
 
     Differentiable once, by x and by the cell's parameters.
     """
+
+    is_one_block: ClassVar = True  # for FSDP: a rank calls the cell's layers once for each level of its own trees
 
     def __init__(self, cell: Cell, *, compile: bool = False) -> None:
         super().__init__()
