@@ -165,6 +165,8 @@ class _LevelFunction(torch.autograd.Function):
         levels: _Levels = ctx.levels
         _ = ctx.saved_tensors
         tape, parameters = ctx.tape, ctx.parameters
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.tape = None  # a loss that is kept until the next step would keep it
         zeros = [states.new_zeros(shape) for states, shape in zip(tape[0][2], ctx.shapes, strict=True)]
         d_states = [grad_outputs.clone(), *zeros[1:]]
         d_x = grad_outputs.new_zeros(ctx.shape, dtype=tape[0][0].dtype) if ctx.needs_input_grad[1] else None
