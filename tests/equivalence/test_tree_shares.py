@@ -18,19 +18,20 @@ from shoal.errors import DataError, PlanError
 from shoal.parallel import ParallelSpec, World
 from shoal.parallel.build import parallelize
 from shoal.parallel.pipeline.model import PipelineModel
-from shoal.trees import ChildSumLSTMCell, TreeBatch, TreeRNN
+from shoal.trees import Cell, Children, ChildSumLSTMCell, TreeBatch, TreeRNN
 
 NUM_TREES, BATCH_SIZE, NUM_TOKENS = 96, 16, 7
 
 
 class Trees:
-    """Trees of 1 to 60 nodes, and a class for each node."""
+    """Trees of 1 to 60 nodes, and a class for each node. num_large: so many of 400 nodes, among others of up to 4."""
 
     deterministic = True
 
-    def __init__(self) -> None:
+    def __init__(self, num_large: int = 0) -> None:
         random = np.random.default_rng(0)
-        self.sample_sizes = random.integers(1, 60, NUM_TREES)
+        self.sample_sizes = random.integers(1, 5 if num_large else 60, NUM_TREES)
+        self.sample_sizes[:num_large] = 400
         self.trees = [
             (
                 np.array([-1, *(random.integers(0, node) for node in range(1, size))]),
@@ -51,11 +52,23 @@ def collate(samples: list[tuple[np.ndarray, np.ndarray]]) -> TreeBatch:
     return TreeBatch.from_parents(parents, inputs={"token": list(tokens)}, labels={"token": list(tokens)})
 
 
-class Network(nn.Module):
+class LayersCell(Cell):
+    """A user's cell with a list of layers, each of which FSDP would gather by itself."""
+
     def __init__(self) -> None:
         super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(5, 6), nn.Linear(6, 6)])
+
+    def forward(self, x: Tensor, children: Children) -> Tensor:
+        x = self.layers[0](x)
+        return torch.tanh(x + children.sum(self.layers[1](children.states[0])) if children else x)
+
+
+class Network(nn.Module):
+    def __init__(self, cell: Cell | None = None) -> None:
+        super().__init__()
         self.token = nn.Embedding(NUM_TOKENS, 5)
-        self.rnn = TreeRNN(ChildSumLSTMCell(5, 6))
+        self.rnn = TreeRNN(cell or ChildSumLSTMCell(5, 6))
         self.head = nn.Linear(6, NUM_TOKENS)
 
     def forward(self, trees: TreeBatch) -> Tensor:
@@ -72,14 +85,16 @@ class PerTree(Learnable):
         return batch.mean_per_tree(losses).mean()
 
 
-def train(world: World, plan: dict[str, Any]) -> tuple[dict[str, Tensor | None], float, list[int]]:
+def train(
+    world: World, plan: dict[str, Any], cell: type[Cell] | None = None, num_large: int = 0
+) -> tuple[dict[str, Tensor | None], float, list[int]]:
     """Gradients and loss of the third step; and the nodes of this rank's share in every step."""
     spec = ParallelSpec.parse(plan)
     degrees = spec.resolve_dims(world.size)
     torch.manual_seed(0)
-    source = Trees()
-    example = collate([source[0], source[1]])
-    model = parallelize(Network(), PerTree(), spec, degrees, world, example, 0)
+    source = Trees(num_large)
+    example = collate([source[index] for index in range(4)])
+    model = parallelize(Network(cell and cell()), PerTree(), spec, degrees, world, example, 0)
     optimizer = torch.optim.SGD([each for _, each in model.named_parameters()], lr=0.5)
     nodes, losses = [], []
     rank = degrees.coordinates(world.rank).data
@@ -95,8 +110,8 @@ def train(world: World, plan: dict[str, Any]) -> tuple[dict[str, Tensor | None],
     return gradients, float(totals[-1]), nodes
 
 
-def _all(world: World, plans: list[dict[str, Any]]) -> list[Any]:
-    return [train(world, plan) for plan in plans]
+def _all(world: World, plans: list[dict[str, Any]], cell: type[Cell] | None = None, num_large: int = 0) -> list[Any]:
+    return [train(world, plan, cell, num_large) for plan in plans]
 
 
 def test_ranks_share_trees_by_nodes_and_have_the_gradients_of_one_process() -> None:
@@ -112,6 +127,26 @@ def test_ranks_share_trees_by_nodes_and_have_the_gradients_of_one_process() -> N
             for name, gradient in expected.items():
                 torch.testing.assert_close(gradients[name], gradient, rtol=2e-4, atol=2e-6)
             assert mean_loss == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_rank_whose_only_sample_is_a_large_tree_takes_all_micro_steps() -> None:
+    plans = [{"accumulate": 4}, {"shard": True, "accumulate": 4}]
+    expected, loss, _ = train(World.single("cpu"), {}, None, 5)
+    results = run_ranks(_all, 2, plans, None, 5)
+    assert 400 in results[0][0][2] + results[1][0][2], "a large tree is alone on a rank"
+    for gradients, mean_loss, _ in (result for rank in results for result in rank):
+        for name, gradient in expected.items():
+            torch.testing.assert_close(gradients[name], gradient, rtol=2e-4, atol=2e-6)
+        assert mean_loss == pytest.approx(loss, rel=1e-5)
+
+
+def test_fsdp_does_not_divide_a_users_cell() -> None:
+    """Ranks differ in how often they call the cell's layers: gathers of each layer would not match."""
+    expected, loss, _ = train(World.single("cpu"), {}, LayersCell)
+    for ((gradients, mean_loss, _),) in run_ranks(_all, 2, [{"shard": True}], LayersCell):
+        for name, gradient in expected.items():
+            torch.testing.assert_close(gradients[name], gradient, rtol=2e-4, atol=2e-6)
+        assert mean_loss == pytest.approx(loss, rel=1e-5)
 
 
 def test_shares_are_balanced_by_size_and_partition_the_batch() -> None:

@@ -137,3 +137,16 @@ def test_a_signature_of_another_type_is_refused() -> None:
 def test_without_one_the_network_is_run() -> None:
     found = infer_signature(Announced(None), nn.Linear(4, 3), (torch.ones(2, 4), torch.zeros(2)))
     assert [each.shape for each in found.outputs] == [[-1, 3]]
+
+
+def test_a_network_that_takes_no_tensors_is_told_of_the_method_that_describes_its_requests() -> None:
+    class Trees(Task):
+        def inputs(self, batch: Any) -> tuple[Any, ...]:
+            return ({"token": batch},)
+
+    class Network(nn.Module):
+        def forward(self, trees: dict[str, torch.Tensor]) -> torch.Tensor:
+            return trees["token"]
+
+    with pytest.raises(ConfigError, match=r"'trees' of its network is a dict.*Task's `signature`"):
+        infer_signature(Trees(), Network(), torch.ones(2, 4))

@@ -187,6 +187,14 @@ def test_means_of_trees() -> None:
         assert trees.in_node_order(grad).tolist() == pytest.approx([1 / 3] * 3 + [0] * 6)
 
 
+def test_means_of_trees_are_counted_in_float32_at_least() -> None:
+    trees = TreeBatch.from_parents([range(-1, 999), [-1, 0]])
+    is_right = trees.arrange_outputs(torch.arange(1002) % 2 == 0)
+    for values in (is_right, is_right.bfloat16(), is_right.half()):
+        assert trees.mean_per_tree(values).tolist() == [0.5, 0.5]
+    assert trees.mean_per_tree(is_right.double()).dtype == torch.float64
+
+
 def test_gradients_pass_through_the_orders() -> None:
     for trees in make_each_way().values():
         h = torch.randn(trees.num_nodes, 2, requires_grad=True)

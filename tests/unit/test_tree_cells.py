@@ -215,6 +215,19 @@ def test_weights_may_be_freed_between_forward_and_backward() -> None:
     assert_close(differentiate(outputs, torch.ones_like(outputs), [x])[0], expected[0], "gradient")
 
 
+@pytest.mark.parametrize(("dtype", "name"), [(torch.float32, "saved"), (torch.bfloat16, "tape")])
+def test_a_loss_that_is_kept_holds_nothing_after_backward(dtype: torch.dtype, name: str) -> None:
+    rnn = TreeRNN(ChildSumLSTMCell(3, 4)).to(dtype)
+    h = rnn(torch.randn(3, 3, dtype=dtype), TreeBatch.from_parents([[-1, 0, 0]]))
+    loss = h.sum()
+    loss.backward(retain_graph=True)
+    assert getattr(h.grad_fn, name)
+    loss.backward()
+    assert getattr(h.grad_fn, name) is None
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+
+
 def test_second_derivatives_are_refused() -> None:
     for parents, cell in ((SMALL, ChildSumLSTMCell(D, H)), (SMALL, SumCell(D))):
         trees = TreeBatch.from_parents(parents)
@@ -382,4 +395,16 @@ def test_numpy_takes_as_many_threads_as_torch(num_threads: int) -> None:
     assert numpy_threads() == before
     with pytest.raises(KeyError), use_torch_threads():
         raise KeyError
+    assert numpy_threads() == before
+
+
+def test_threads_that_overlap_restore_the_setting_from_before_both() -> None:
+    before = numpy_threads()
+    torch.set_num_threads(1 if before[0] > 1 else 2)
+    first, second = use_torch_threads(), use_torch_threads()
+    for each in (first, second):
+        each.__enter__()
+    first.__exit__(None, None, None)
+    assert set(numpy_threads()) == {torch.get_num_threads()}, "the second is still within"
+    second.__exit__(None, None, None)
     assert numpy_threads() == before

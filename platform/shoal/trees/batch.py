@@ -243,11 +243,12 @@ class TreeBatch(SampleBatch):
 
     def mean_per_tree(self, values: Tensor, where: Tensor | None = None) -> Tensor:
         """The mean over each tree's nodes, [T], of values [N] in output order; over those where `where` [N], of bools,
-        is true: 0 if none.
+        is true: 0 if none. In float32 at least: 16 bits cannot count above 256.
 
         A loss of nodes becomes one of trees: `trees.mean_per_tree(losses).mean()` is a mean over samples.
         """
         tree = self._indices(self.plan.tree_of_node[self.plan.node_of_row], values)
+        values = values.to(torch.promote_types(values.dtype, torch.float32))
         counted = torch.ones_like(values) if where is None else where.to(values.dtype)
         if where is not None:
             values = values.masked_fill(~where, 0)  # also what is not finite

@@ -6,10 +6,12 @@ by a factor of two on some. Called by the cells that are written in NumPy.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -56,20 +58,50 @@ def find_fastest_product(num_threads: int, dtype: str) -> Product:
 def use_torch_threads() -> Iterator[Product]:
     """Within, NumPy's library takes as many threads as torch may; gives the product to use.
 
-    torch's setting does not bind NumPy's library, whose threads then fight those of other processes.
+    torch's setting does not bind NumPy's library, whose threads then fight those of other processes. The library has
+    one setting for all threads of a process: where several are within, the last one decides, and the setting from
+    before the first comes back after all of them.
     """
     num_threads = torch.get_num_threads()
-    libraries = _numpy_libraries()
-    before = [library.get_num_threads() for library in libraries]
-    for library, num in zip(libraries, before, strict=True):
-        if num != num_threads:
-            library.set_num_threads(num_threads)
+    _numpy_threads.enter(num_threads)
     try:
         yield find_fastest_product(num_threads, "float32")
     finally:
-        for library, num in zip(libraries, before, strict=True):
-            if num != num_threads:
-                library.set_num_threads(num)
+        _numpy_threads.leave()
+
+
+class _NumpyThreads:
+    """The threads of NumPy's library, while any thread is within `use_torch_threads`."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """In a forked process, which has none of the other threads."""
+        self._lock, self._num_within, self._before = Lock(), 0, list[int]()
+
+    def enter(self, num_threads: int) -> None:
+        with self._lock:
+            if not self._num_within:
+                self._before = [library.get_num_threads() for library in _numpy_libraries()]
+            self._num_within += 1
+            _set_threads([num_threads] * len(self._before))
+
+    def leave(self) -> None:
+        with self._lock:
+            self._num_within -= 1
+            if not self._num_within:
+                _set_threads(self._before)
+
+
+_numpy_threads = _NumpyThreads()
+os.register_at_fork(after_in_child=_numpy_threads.forget)
+
+
+def _set_threads(numbers: list[int]) -> None:
+    for library, number in zip(_numpy_libraries(), numbers, strict=True):
+        if library.get_num_threads() != number:
+            library.set_num_threads(number)
 
 
 @cache

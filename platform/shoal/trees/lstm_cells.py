@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from shoal.trees.cell import Cell, CellLinear, Children
 from shoal.trees.lstm_function import TreeLSTMFunction
@@ -43,6 +44,7 @@ class _LSTMCell(Cell):
         is_plain = x.dtype in (torch.float32, torch.float64) and x.shape[1:] == self.input.weight.shape[1:]
         is_plain = is_plain and all(each.device.type == "cpu" and each.dtype == x.dtype for each in (x, *weights))
         is_plain = is_plain and not torch.is_autocast_enabled("cpu")
+        is_plain = is_plain and not is_in_torch_dispatch_mode()  # which counts operators, and sees none of NumPy
         if plan.max_arity == 1 and plan.is_forest and (is_plain or x.device.type != "cpu"):
             return _run_chains(x, *weights, plan)  # of half precision torch has no kernel for every CPU
         if not is_plain or not plan.is_forest or not plan.num_inner:

@@ -59,8 +59,11 @@ class TreeLSTMFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_h: Tensor) -> tuple[Tensor | None, ...]:
         _, *inputs = ctx.saved_tensors
         x, W, U, d_h = map(_view_array, (*inputs, grad_h))
+        saved = ctx.saved
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.saved = None  # a loss that is kept until the next step would keep it
         with use_torch_threads() as product:
-            gradients = _differentiate(ctx.saved, x, W, U, d_h, ctx.plan, ctx.is_nary, product)
+            gradients = _differentiate(saved, x, W, U, d_h, ctx.plan, ctx.is_nary, product)
         return *map(torch.from_numpy, gradients), None, None
 
 

@@ -8,7 +8,7 @@ buffers too, so autograd never joins or adds levels. Called by models. Legend: s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,8 @@ class TreeRNN(nn.Module):
 
     Differentiable once, by x and by the cell's parameters.
     """
+
+    is_one_block: ClassVar = True  # for FSDP: a rank calls the cell's layers once for each level of its own trees
 
     def __init__(self, cell: Cell, *, compile: bool = False) -> None:
         super().__init__()
@@ -163,6 +165,8 @@ class _LevelFunction(torch.autograd.Function):
         levels: _Levels = ctx.levels
         _ = ctx.saved_tensors
         tape, parameters = ctx.tape, ctx.parameters
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.tape = None  # a loss that is kept until the next step would keep it
         zeros = [states.new_zeros(shape) for states, shape in zip(tape[0][2], ctx.shapes, strict=True)]
         d_states = [grad_outputs.clone(), *zeros[1:]]
         d_x = grad_outputs.new_zeros(ctx.shape, dtype=tape[0][0].dtype) if ctx.needs_input_grad[1] else None

@@ -89,11 +89,13 @@ class SpmdModel(ParallelModel):
         accumulate = self._spec.accumulate
         if accumulate == 1:
             return self._micro_step(batch, step, 0, share)
-        parts = split_micro_batches(batch, accumulate, is_even=share == 1.0)
+        size, is_even = count_samples(batch), share == 1.0
+        parts = split_micro_batches(batch, accumulate if is_even else min(accumulate, size), is_even=is_even)
         losses = []
-        for index, part in enumerate(parts):
+        for index in range(accumulate):  # all of them, because micro-steps may be collective
+            part = parts[min(index, len(parts) - 1)]
             with self._gradient_sync_context(index == accumulate - 1):
-                weight = share * count_samples(part) / count_samples(batch)
+                weight = share * count_samples(part) / size if index < len(parts) else 0.0
                 losses.append(self._micro_step(part, step, index, weight))
         return torch.stack(losses).sum()
 

@@ -106,7 +106,7 @@ def _describe_tensors(task: Task, named: list[tuple[str, Any]]) -> list[TensorSi
     for name, value in named:
         if not isinstance(value, Tensor) or value.dtype not in DATATYPES:
             kind = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
-            remedy = "a network that is to be registered takes and gives tensors"
+            remedy = "an endpoint gives tensors and takes tensors: describe them in the Task's `signature`"
             raise ConfigError("task", type(task).__name__, f"{name!r} of its network is a {kind}", remedy)
     return [
         TensorSignature(name=name, datatype=DATATYPES[value.dtype], shape=[-1, *value.shape[1:]])
