@@ -5,6 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 CLIENTS := .venv-clients
 PEERS  := .venv-peers
+DYNET  := .venv-dynet
 PROTOCOL := platform/shoal/open_inference
 
 .DEFAULT_GOAL := help
@@ -57,8 +58,14 @@ $(PEERS)/.ready: benchmarks/peers.txt
 	@$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -r benchmarks/peers.txt
 	@touch $@
 
+$(DYNET)/.ready: benchmarks/dynet.txt
+	@test -x $(DYNET)/bin/python || $(PYTHON) -m venv $(DYNET)
+	@echo "installing DyNet into $(DYNET) ..."
+	@$(DYNET)/bin/python -m pip install --quiet --disable-pip-version-check -r benchmarks/dynet.txt
+	@touch $@
+
 bench: export PYTHONDONTWRITEBYTECODE =
-bench: $(READY) $(PEERS)/.ready  ## Measure every bar beside its peers, and renew the tables
+bench: $(READY) $(PEERS)/.ready $(DYNET)/.ready  ## Measure every bar beside its peers, and renew the tables
 	@$(BIN)/python -m benchmarks.all
 	@$(BIN)/python -m benchmarks.table --write
 
@@ -66,4 +73,4 @@ bench-check: $(READY)  ## Say which bars the committed results miss
 	@$(BIN)/python -m benchmarks.table --check
 
 clean:  ## Remove the environments and caches
-	rm -rf $(VENV) $(CLIENTS) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(PEERS) $(DYNET) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -29,9 +29,11 @@ from shoal.cluster.processes import CLUSTER_ID_VARIABLE, end_processes, find_clu
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = ROOT / ".venv-peers"
+DYNET = ROOT / ".venv-dynet"
 TERMINATE_S = 15.0
 OUR_PYTHON = sys.executable
 PEERS_PYTHON = str(PEERS / "bin" / "python")
+DYNET_PYTHON = str(DYNET / "bin" / "python")
 
 
 class ChildFailed(Exception):

@@ -21,7 +21,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.children import PEERS, ROOT
+from benchmarks.children import DYNET, PEERS, ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
 QUICK_RESULTS = ROOT / "build" / "benchmarks"  # not committed
@@ -116,7 +116,7 @@ def write(name: str, rows: Sequence[Row], folder: Path) -> Path:
 
 def _module() -> str:
     spec = sys.modules["__main__"].__spec__
-    return spec.name if spec else sys.argv[0]
+    return spec.name.removesuffix(".__main__") if spec else sys.argv[0]
 
 
 def read(folder: Path = RESULTS) -> dict[str, list[Row]]:
@@ -155,8 +155,10 @@ def versions() -> dict[str, str]:
     """Of Python, of our packages, and of the peers' as `peers/NAME`."""
     found = {"python": platform.python_version(), "linux": platform.release()}
     found |= _installed(sys.path, OUR_PACKAGES)
-    site = [str(path) for path in PEERS.glob("lib/python*/site-packages")]
-    return found | {f"peers/{name}": version for name, version in _installed(site, PEER_PACKAGES).items()}
+    for folder, names in ((PEERS, PEER_PACKAGES), (DYNET, ("dynet38",))):
+        site = [str(path) for path in folder.glob("lib/python*/site-packages")]
+        found |= {f"peers/{name}": version for name, version in _installed(site, names).items()}
+    return found
 
 
 def _installed(path: Sequence[str], names: Sequence[str]) -> dict[str, str]:

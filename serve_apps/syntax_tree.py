@@ -6,7 +6,8 @@
     python serve_apps/syntax_tree_client.py "not (True and False) or False"
 
 A request is a tree or several: `tokens` and `parents` [trees, nodes], padded with -1. Requests of different sizes share
-a batch (`ragged: pad`) at the cost of its deepest tree: the preprocessing arranges them level by level.
+a batch (`ragged: pad`), whose trees are computed level by level: see `shoal.trees`. Rows that are no tree are rejected
+before, by the preprocessing. serve_apps/trees.py serves syntax trees of Python.
 """
 
 import ast
@@ -21,7 +22,7 @@ from torch import nn
 from shoal.cluster.job_main import job_main
 from shoal.flows.serving import serve_models
 from shoal.flows.serving_spec import ServingSpec, check, load_serving_spec
-from shoal.models.syntax_tree import NO_NODE, TreeLSTM, flatten
+from shoal.models.syntax_tree import NO_NODE, TreeLSTM, pad_trees
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
 from shoal.weights import WeightSnapshot
 
@@ -55,10 +56,7 @@ def tree_of(formula: str) -> list[tuple[int, int]]:
 
 def as_arrays(formulas: list[str]) -> dict[str, np.ndarray]:
     """Convert formulas to trees in the endpoint's format: int64 [formulas, nodes] each."""
-    trees = [tree_of(formula) for formula in formulas]
-    longest = max(map(len, trees))
-    padded = np.array([[*tree, *[(NO_NODE, NO_NODE)] * (longest - len(tree))] for tree in trees], np.int64)
-    return {"tokens": padded[..., 0], "parents": padded[..., 1]}
+    return pad_trees([tuple(zip(*tree_of(formula), strict=True)) for formula in formulas])
 
 
 def formula(rng: random.Random, depth: int) -> str:
@@ -80,7 +78,7 @@ def train(steps: int = STEPS) -> ModelVersion:
     optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
     for _ in range(steps):
         formulas = [formula(rng, DEPTH) for _ in range(BATCH)]
-        logits = module(*map(torch.from_numpy, flatten(as_arrays(formulas)).values()))
+        logits = module(*map(torch.from_numpy, as_arrays(formulas).values()))
         worth = torch.tensor([int(eval(each)) for each in formulas])
         optimizer.zero_grad()
         nn.functional.cross_entropy(logits, worth).backward()

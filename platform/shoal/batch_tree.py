@@ -1,21 +1,45 @@
-"""Batches of any form: a tensor, or a tuple, list or mapping of batches; dimension 0 is the sample.
+"""Batches of any form: a tensor, or a tuple, list or mapping of batches; dimension 0 is the sample. Or an object of its
+own, such as a batch of trees, that says itself how it is divided (`SampleBatch`).
 
 Called by code that feeds, moves or divides batches. Pure functions; imports torch and nothing of Shoal.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
+
+
+class SampleBatch(ABC):
+    """A batch whose samples are not the rows of its tensors."""
+
+    @abstractmethod
+    def count_samples(self) -> int:
+        """The number of samples."""
+
+    @abstractmethod
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor, in order."""
+
+    @abstractmethod
+    def map_tensors(self, function: Callable[[Tensor], Any]) -> Self:
+        """The same samples, with `function` applied to each tensor."""
+
+    @abstractmethod
+    def slice_samples(self, part: slice) -> Self:
+        """Some of the samples."""
 
 
 def tensors_of(batch: Any) -> Iterator[Tensor]:
     """Every tensor in `batch`, in order."""
     if isinstance(batch, Tensor):
         yield batch
+    elif isinstance(batch, SampleBatch):
+        yield from batch.tensors()
     elif isinstance(batch, Mapping):
         for value in batch.values():
             yield from tensors_of(value)
@@ -27,6 +51,8 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
 def count_samples(batch: Any) -> int:
     """The number of samples: the first tensor's dimension 0; 0 without a tensor."""
     while not isinstance(batch, Tensor):
+        if isinstance(batch, SampleBatch):
+            return batch.count_samples()
         if isinstance(batch, Mapping):
             batch = list(batch.values())
         if not isinstance(batch, (tuple, list)) or not batch:
@@ -37,20 +63,32 @@ def count_samples(batch: Any) -> int:
 
 def map_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
     """A batch of the same form, with `function` applied to each tensor."""
-    if isinstance(batch, Tensor):
-        return function(batch)
-    if isinstance(batch, Mapping):
-        return {name: map_tensors(value, function) for name, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_tensors(value, function) for value in batch))
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(map_tensors(value, function) for value in batch)
-    return batch
+    return _map_leaves(
+        batch, lambda leaf: leaf.map_tensors(function) if isinstance(leaf, SampleBatch) else function(leaf)
+    )
 
 
 def slice_samples(batch: Any, part: slice) -> Any:
     """`part` of the samples of each tensor; a tensor without dimensions stays."""
-    return map_tensors(batch, lambda tensor: tensor[part] if tensor.ndim else tensor)
+
+    def take(leaf: Tensor | SampleBatch) -> Any:
+        if isinstance(leaf, SampleBatch):
+            return leaf.slice_samples(part)
+        return leaf[part] if leaf.ndim else leaf
+
+    return _map_leaves(batch, take)
+
+
+def _map_leaves(batch: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(batch, Tensor | SampleBatch):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        return {name: _map_leaves(value, function) for name, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_map_leaves(value, function) for value in batch))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(_map_leaves(value, function) for value in batch)
+    return batch
 
 
 def move_to_device(batch: Any, device: torch.device) -> Any:

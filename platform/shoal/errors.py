@@ -5,6 +5,7 @@
     │   ├── SpecMismatch       two things that must agree do not (a model and its weights, a run and its resume)
     │   ├── PlanError          a parallel plan that does not fit the workers, the model or the batch
     │   └── DataError          a dataset that is missing, empty, truncated, ragged or unreadable
+    │       └── TreeError      a tree or graph that cannot be computed (tree, node)
     ├── WireError              a message that breaks the protocol; carries a protocol error code
     │   ├── ProtocolViolation  malformed, oversized, truncated or unknown
     │   └── Refused            the peer answered with an error (bad token, wrong version, ...)
@@ -72,6 +73,21 @@ class PlanError(ConfigError):
 
 class DataError(ConfigError):
     """A dataset is missing, empty, truncated, ragged or unreadable."""
+
+
+class TreeError(DataError):
+    """A tree or graph cannot be computed. `tree` is its index in the batch, `node` its number in the tree; or None."""
+
+    def __init__(self, tree: int | None, node: int | None, problem: str, remedy: str = "") -> None:
+        super().__init__("trees", self._name(tree, node), problem, remedy)
+        self.tree, self.node = tree, node
+
+    @staticmethod
+    def _name(tree: int | None, node: int | None) -> str:
+        return "batch" if tree is None else f"tree {tree}" if node is None else f"tree {tree}, node {node}"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.tree, self.node, self.problem, self.remedy))
 
 
 class WireError(ShoalError):

@@ -17,6 +17,7 @@ import torch
 from shoal.errors import ConfigError, RegistryError
 from shoal.flows.serving_spec import check, load_serving_spec
 from shoal.models.lenet import MEAN, STD, normalise, probabilities
+from shoal.models.syntax_tree import KINDS, MASKED
 from shoal.registry import Registry
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.spec.model_source import ModelPackage, RegisteredModel
@@ -73,13 +74,21 @@ def test_a_tree_lstm_learns_what_formulas_are_worth_and_is_served_as_its_file_sa
     assert np.mean(worth == [int(eval(each)) for each in formulas]) > 0.9
 
 
+def test_code_is_a_request_with_each_inner_node_hidden_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(APPS))
+    request, hidden = importlib.import_module("trees_client").hide_each("x = -f(1)")
+    assert [(node, KINDS[kind]) for node, kind in hidden] == [(0, "Assign"), (2, "UnaryOp"), (3, "Call")]
+    assert np.argwhere(request["tokens"] == MASKED).tolist() == [[0, 0], [1, 2], [2, 3]]
+    assert (request["parents"] == [-1, 0, 0, 2, 3, 3]).all()
+
+
 def test_a_file_that_is_no_text_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "shop.yaml").write_bytes(b"models: [m]  # f\xfcr alle\n")
     with pytest.raises(ConfigError, match=r"file = .*shop.yaml.*cannot be read .*give a YAML file"):
         load_serving_spec(tmp_path / "shop.yaml")
 
 
-@pytest.mark.parametrize("name", ["image_classifier", "live_policy", "syntax_tree"])
+@pytest.mark.parametrize("name", ["image_classifier", "live_policy", "syntax_tree", "trees"])
 def test_every_app_has_its_file_and_its_client(name: str) -> None:
     assert (APPS / f"{name}.yaml").is_file()
     assert (APPS / f"{name}_client.py").is_file()

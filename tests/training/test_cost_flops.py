@@ -15,6 +15,7 @@ from shoal.cost.measure.op_counter import OpCounts, count_ops
 from shoal.cost.predict.single_device import profile_single_device, watch_silent_modules
 from shoal.data import Data
 from shoal.train import Task
+from shoal.trees import ChildSumLSTMCell, NaryLSTMCell, TreeBatch, TreeRNN
 
 
 def read(module: nn.Module, *inputs: Tensor) -> OpCounts:
@@ -205,3 +206,20 @@ def test_a_module_that_computes_where_torch_does_not_see_it_is_named() -> None:
     with watch_silent_modules(model) as silent:
         model(torch.zeros(3, dtype=torch.int64))
     assert silent == ["1 (InNumPy)"]
+
+
+def test_trees_are_counted_as_torch_would_compute_them() -> None:
+    """Their function in NumPy is invisible to the counter, which would see its arrays come and go."""
+    N, n, E, D, H = 9, 4, 7, 3, 5
+    trees = TreeBatch.from_parents([[-1, 0, 0, 1, 1, 2, 2], [-1, 0]])
+    for cell, of_children in (
+        (ChildSumLSTMCell(D, H), E * H * H + n * H * 3 * H),
+        (NaryLSTMCell(D, H, max_arity=2), 3 * (2 * H * 5 * H) + H * 4 * H),  # one node has one child
+    ):
+        x = torch.randn(N, D, requires_grad=True)
+        with count_ops() as reading:
+            TreeRNN(cell)(x, trees).sum().backward()
+        assert reading.flops_forward == 2 * (N * D * 4 * H + of_children)
+        assert reading.flops_backward == 2 * reading.flops_forward
+        assert not reading.unknown
+        assert reading.saved_bytes > 4 * N * 6 * H  # the gates, c and h

@@ -33,6 +33,14 @@ def has_ended(pid: int) -> bool:
         return True
 
 
+def test_workers_wait_for_their_turn_on_a_busy_core_and_the_training_process_does_not() -> None:
+    with Loader(Numbers(8), batch_size=4, spec=ONE) as loader:
+        next(iter(loader))
+        [pid] = loader.get_worker_pids()
+        assert os.sched_getscheduler(pid) == os.SCHED_BATCH
+        assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
 def test_workers_give_the_same_batches_and_end_with_the_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

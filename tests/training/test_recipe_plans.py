@@ -27,11 +27,12 @@ SMALL: dict[str, dict[str, Any]] = {
     "transformer": {"width": 16, "heads": 2, "context": 16},
     "forecaster": {"num_hours": 400, "window": 8, "horizon": 4, "hidden": 8},
     "tabular": {"hidden": [16, 16], "dropout": 0.0},
+    "trees": {"files": 10, "max_nodes": 100, "width": 8, "hidden": 16},
 }
 PLANS = {
     "ddp": list(SMALL),
     "fsdp": list(SMALL),
-    "pipeline": list(SMALL),
+    "pipeline": ["lenet", "transformer", "forecaster", "tabular"],  # no two batches of trees have one shape
     "tensor": ["lenet", "transformer", "tabular"],  # an LSTM is not split
 }
 
@@ -52,13 +53,13 @@ def trained(world: World, recipe: str, plan: str) -> Weights:
     with pytest.MonkeyPatch.context() as patch:
         if recipe == "tabular":  # scikit-learn takes seconds to load, in every process
             patch.setattr(load_task_file(JOBS / "tabular.py", recipe), "tables", small_tables)
-        source = task.data().train
-    loader = Loader(source, batch_size=BATCH_SIZE, share=share, seed=1)
-    batches = [batch for _, batch in zip(range(STEPS), loader, strict=False)]
-    parallel = parallelize(model, task, spec, degrees, world, batches[0])
+        data = task.data()
+    loader = Loader(data.train, batch_size=BATCH_SIZE, share=share, seed=1, collate=data.collate)
+    batches = [(batch, loader.relative_share) for _, batch in zip(range(STEPS), loader, strict=False)]
+    parallel = parallelize(model, task, spec, degrees, world, batches[0][0])
     optimizer = torch.optim.SGD([{"params": [each for _, each in parallel.named_parameters()]}], lr=0.1)
-    for step, batch in enumerate(batches):
-        parallel.train_step(batch, step)
+    for step, (batch, weight) in enumerate(batches):
+        parallel.train_step(batch, step, weight)
         optimizer.step()
         parallel.on_optimizer_step()
     weights = parallel.full_weights()
@@ -117,3 +118,38 @@ def test_the_trees_of_the_table_are_fitted_to_rows_that_are_not_held_back() -> N
     assert train[2].float().mean() > 0.99  # trees know the rows that they have seen
     assert 0.9 < held_back[2].float().mean() < 0.99
     assert not (torch.cdist(held_back[0], train[0]).min(1).values == 0).any()
+
+
+def test_the_registered_network_of_trees_is_served_as_its_file_says() -> None:
+    """Requests with trees of several sizes share a forward, and a row that is no tree is rejected by tree and node."""
+    from shoal.errors import InferenceError
+    from shoal.flows.serving_spec import check, load_serving_spec
+    from shoal.models.syntax_tree import KINDS, pad_trees
+    from shoal.registry import Registry
+    from shoal.serve.model.predictor import Predictor
+    from shoal.serve.spec.model_source import ModelPackage, RegisteredModel
+    from shoal.train.launch.local import fit_locally
+    from shoal.train.launch.overrides import load_recipe
+
+    recipe = load_recipe(str(JOBS / "trees.py")).model_copy(update={"args": SMALL["trees"]})
+    fit_locally(recipe.override(["stop.epochs=null", "stop.steps=2", "loader.workers=0", "threads=1"]))
+    spec = load_serving_spec(JOBS.parent / "serve_apps" / "trees.yaml")
+    check(spec)
+    package: ModelPackage = RegisteredModel("trees", str(Registry().root)).load_package(1)
+    assert [(each.name, each.shape) for each in package.signature.inputs] == [
+        *(("tokens", [-1, -1]), ("parents", [-1, -1]))
+    ]
+    model: Any = Predictor(package.factory, package.signature, spec.endpoint.options("trees")).load(package.snapshot)
+    num_forwards = []
+    computed = model._forward
+    model._forward = lambda inputs: num_forwards.append(1) or computed(inputs)
+    chain, flat, single = ([3, 4, 5], [-1, 0, 1]), ([9, 2, 2, 2], [-1, 0, 0, 0]), ([7], [-1])
+    answers = model.predict_batch([pad_trees(each) for each in ([chain, single], [flat], [single])])
+    assert len(num_forwards) == 1
+    assert [each["logits"].shape for each in answers] == [(2, 3, len(KINDS)), (1, 4, len(KINDS)), (1, 1, len(KINDS))]
+    np.testing.assert_allclose(answers[0]["logits"][1, 0], answers[2]["logits"][0, 0], atol=1e-5)
+    [alone] = model.predict_batch([pad_trees([chain])])
+    np.testing.assert_allclose(alone["logits"][0], answers[0]["logits"][0], atol=1e-5)
+    with pytest.raises(InferenceError, match=r"tree 1, node 2.* is a second root") as caught:
+        model.predict_batch([pad_trees([chain, ([3, 4, 5], [-1, 0, -1])])])
+    assert caught.value.status == 422

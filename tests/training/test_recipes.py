@@ -14,12 +14,14 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from shoal.data import Data, fingerprint
+from shoal.batch_tree import slice_samples
+from shoal.data import Data, Loader, fingerprint
+from shoal.models.syntax_tree import KIND_OF_TOKEN, KINDS, MASKED
 from shoal.train.launch.overrides import load_recipe
 from shoal.train.task import Task, load_task_file, make_task
 
 ROOT = Path(__file__).parents[2]
-RECIPES = ["lenet", "transformer", "forecaster", "tabular"]
+RECIPES = ["lenet", "transformer", "forecaster", "tabular", "trees"]
 
 
 def recipe(name: str) -> Any:
@@ -60,11 +62,42 @@ def tumours(folder: Path) -> Task:
     return task_of("tabular", hidden=[16])
 
 
+MODULE = """
+import {name}
+
+LIMIT = {name}.limit({number}, [1, 2, 3]) or "none"
+
+class Reader:
+    size: int = {number}
+
+    def read(self, path, *others):
+        for each in [path, *others]:
+            if each.startswith("x"):
+                yield self.open(each, mode="r")[{number}]
+
+def main(argument=None):
+    while not done(argument):
+        total = argument + sum(number * {number} for number in range(10) if number != 3)
+    return {{"total": total, **{name}.defaults}}
+"""
+
+
+def syntax(folder: Path, **args: object) -> Task:
+    """Ten files of three trees each, and what is none of them."""
+    for number in range(10):
+        (folder / f"m{number}.py").write_text(MODULE.format(name=f"package{number}", number=number))
+    (folder / "m2_broken.py").write_text("def f(:")
+    (folder / "tests").mkdir(exist_ok=True)
+    (folder / "tests" / "test_it.py").write_text(MODULE.format(name="a", number=1))
+    return task_of("trees", folder=str(folder), files=0, width=8, hidden=16, **args)
+
+
 SMALL: dict[str, Callable[[Path], Task]] = {
     "lenet": fashion,
     "transformer": text,
     "forecaster": load,
     "tabular": tumours,
+    "trees": syntax,
 }
 
 
@@ -83,11 +116,10 @@ def _small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
 def batch_of(source: Any, indices: np.ndarray) -> Any:
     if isinstance(source, TensorDataset):
         return tuple(tensor[torch.from_numpy(indices)] for tensor in source.tensors)
-    return source.batch(indices)
-
-
-def part_of(batch: Any, rows: slice) -> Any:
-    return batch[rows] if isinstance(batch, torch.Tensor) else tuple(each[rows] for each in batch)
+    if hasattr(source, "batch"):
+        return source.batch(indices)
+    np.random.seed(0)  # as a loader does for each sample
+    return recipe("trees").plan_batch([source[index % len(source)] for index in indices.tolist()])
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -140,7 +172,8 @@ def test_the_loss_and_every_metric_are_means_over_the_samples(name: str, tmp_pat
         assert all(value.shape == () for value in found.values())
         return {key: value.item() for key, value in found.items()}
 
-    whole, first, rest = measured(batch), measured(part_of(batch, slice(8))), measured(part_of(batch, slice(8, 32)))
+    parts = (slice(None), slice(8), slice(8, 32))
+    whole, first, rest = (measured(slice_samples(batch, part)) for part in parts)
     for key, value in whole.items():
         assert value == pytest.approx((first[key] + 3 * rest[key]) / 4, rel=1e-4), key
 
@@ -240,3 +273,70 @@ def test_the_trees_are_measured_beside_the_network() -> None:
     assert found["accuracy"].item() == 7 / 8
     assert found["accuracy_trees"].item() == 6 / 8
     assert len(task.inputs(batch)) == 1
+
+
+def test_trees_are_those_of_functions_and_statements_of_files_that_can_be_parsed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = syntax(tmp_path)
+    data = task.data()
+    # Of 11 files the fifth and the tenth are held back, and one cannot be parsed.
+    assert (len(data.train), len(data.validation)) == (8 * 3, 2 * 3)
+    assert task.data().train.forest is data.train.forest  # read once
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(",")[0] for line in said] == ["training: 9 files", "validation: 2 files"]
+    assert f"{len(data.train)} trees of {data.train.sample_sizes.sum():,} nodes" in said[0]
+    small = task_of("trees", folder=str(tmp_path), files=0, max_nodes=30).data().train
+    assert 0 < len(small) < len(data.train)
+    assert small.sample_sizes.max() <= 30
+
+
+def test_statistics_of_trees_are_right(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("f(a, b)\nx = -1\n")
+    forest, nothing = recipe("trees").read_folder(str(tmp_path), 0, 1, 100)
+    assert forest.sizes.tolist() == [5, 4]  # Expr, Call, three Names; Assign, Name, UnaryOp, Constant
+    assert forest.compute_depths().tolist() == [2, 2]
+    assert forest.count_children().tolist() == [1, 3, 0, 0, 0, 2, 0, 1, 0]
+    assert forest.describe() == (
+        "2 trees of 9 nodes, 56% of them leaves; nodes of a tree: mean 4.5, median 4, at most 5; "
+        "depth: mean 2.0, median 2, at most 2; children of an inner node: mean 1.8, median 2, at most 3"
+    )
+    assert nothing.describe() == "no trees"
+
+
+def test_hidden_nodes_are_inner_ones_and_their_kind_is_not_to_be_seen(tmp_path: Path) -> None:
+    data = syntax(tmp_path, hidden_share=0.3).data()
+    assert data.train.sample_sizes.tolist() == [len(data.train[index][0]) for index in range(len(data.train))]
+    for index in range(len(data.train)):
+        parents, seen, kinds, is_hidden, is_commonest = data.train[index]
+        assert is_hidden.any()
+        assert set(np.flatnonzero(is_hidden)) <= set(parents.tolist())
+        assert (seen[is_hidden] == MASKED).all()
+        assert (seen[~is_hidden] != MASKED).all()
+        assert (KIND_OF_TOKEN[seen[~is_hidden]] == kinds[~is_hidden]).all()
+        assert (is_commonest == (kinds == data.train.commonest)).all()
+
+
+def test_each_epoch_hides_other_nodes_for_training_and_the_same_ones_for_validation(tmp_path: Path) -> None:
+    data = syntax(tmp_path, hidden_share=0.3).data()
+    for source, differs in ((data.train, True), (data.validation, False)):
+        loader = Loader(source, batch_size=len(source), shuffle=False, collate=data.collate)
+        first = next(iter(loader)).labels["is_hidden"]
+        loader.seek(epoch=1)
+        second = next(iter(loader)).labels["is_hidden"]
+        assert torch.equal(first, second) != differs
+
+
+def test_a_share_of_zero_hides_one_node_of_each_tree(tmp_path: Path) -> None:
+    source = syntax(tmp_path, hidden_share=0.0).data().train
+    assert all(source[index][3].sum() == 1 for index in range(len(source)))
+
+
+def test_trees_count_alike_whatever_their_size(tmp_path: Path) -> None:
+    task = syntax(tmp_path)
+    batch = batch_of(task.data().train, np.arange(6))
+    outputs = torch.nn.functional.one_hot(batch.labels["kind"].long(), len(KINDS)).float()
+    first_tree = batch.arrange_outputs(np.repeat(np.arange(6), batch.sizes)) == 0
+    outputs[first_tree] = 0.0
+    outputs[first_tree, KINDS.index("other")] = 1.0
+    assert task.metrics(outputs, batch)["accuracy"].item() == pytest.approx(5 / 6)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ConfigError
+from shoal.registry import Signature, TensorSignature
 from shoal.train import Task
 from shoal.train.export.signature import infer_signature
 
@@ -110,3 +111,42 @@ def test_a_dtype_that_the_protocol_has_no_word_for_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="complex64"):
         infer_signature(Given(), Complex(), BATCH)
+
+
+class Announced(Task):
+    """An endpoint takes another form than training does."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    def signature(self) -> Any:
+        return self.answer
+
+
+def test_a_task_may_say_what_an_endpoint_takes_and_gives_and_nothing_is_run() -> None:
+    tensor = TensorSignature(name="x", datatype="INT64", shape=[-1, -1])
+    said = Signature(inputs=[tensor], outputs=[tensor])
+    assert infer_signature(Announced(said), nn.Identity(), object()) is said
+
+
+def test_a_signature_of_another_type_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Announced\.signature gave a dict.*Signature"):
+        infer_signature(Announced({}), nn.Identity(), torch.ones(2, 4))
+
+
+def test_without_one_the_network_is_run() -> None:
+    found = infer_signature(Announced(None), nn.Linear(4, 3), (torch.ones(2, 4), torch.zeros(2)))
+    assert [each.shape for each in found.outputs] == [[-1, 3]]
+
+
+def test_a_network_that_takes_no_tensors_is_told_of_the_method_that_describes_its_requests() -> None:
+    class Trees(Task):
+        def inputs(self, batch: Any) -> tuple[Any, ...]:
+            return ({"token": batch},)
+
+    class Network(nn.Module):
+        def forward(self, trees: dict[str, torch.Tensor]) -> torch.Tensor:
+            return trees["token"]
+
+    with pytest.raises(ConfigError, match=r"'trees' of its network is a dict.*Task's `signature`"):
+        infer_signature(Trees(), Network(), torch.ones(2, 4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -117,3 +118,27 @@ def test_arguments_of_a_task_come_back_as_they_were() -> None:
     assert TrainSpec.from_yaml(spec.to_yaml()) == spec
     with pytest.raises(ConfigError, match="resumed"):
         TrainSpec.parse({"args": {"a": object()}})
+
+
+def test_sync_is_a_word_or_fields() -> None:
+    assert TrainSpec.parse({"sync": "parameter_server"}).sync.kind == "parameter_server"
+    assert TrainSpec.parse({"sync": {"kind": "parameter_server", "staleness": None}}).sync.staleness is None
+    assert TrainSpec().sync.kind == "all_reduce"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"parallel": "fsdp", "workers": 2}, "leave out `parallel`"),
+        ({"parallel": {"tensor": 2}, "workers": 2}, "leave out `parallel`"),
+        ({"average": 0.99}, "average"),
+        ({"selective_backprop": {}}, "selective_backprop"),
+        ({"workers": 3}, "does not divide by 3"),
+        ({"sync": {"kind": "parameter_server", "staleness": 2, "backups": 1}}, "backups"),
+        ({"sync": {"kind": "parameter_servers"}}, "parameter_server"),
+        ({"sync": {"kind": "parameter_server", "servers": 0}}, "servers"),
+    ],
+)
+def test_what_a_parameter_server_cannot_do_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        TrainSpec.parse({"sync": "parameter_server", **changes})

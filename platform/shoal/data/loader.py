@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, Self
 
+import numpy as np
 import torch
 
 from shoal.data.dataset import Batch, Collate, Data, Source, is_iterable, length_of
@@ -20,7 +21,7 @@ from shoal.data.loader_spec import LoaderSpec
 from shoal.data.readers.iterable_reader import make_stream_reader
 from shoal.data.readers.map_reader import EpochEnd, InProcessReader, MapReader, ReadBatch, Reader
 from shoal.data.sampling.epoch_plan import EpochPlan, MapEpochPlan, StreamEpochPlan
-from shoal.data.sampling.sampler import MapOrder, RankShare
+from shoal.data.sampling.sampler import Indices, MapOrder, RankShare
 from shoal.data.workers.pool import WorkerPool
 from shoal.errors import ConfigError, DataError
 
@@ -32,7 +33,9 @@ class Loader:
         for batch in loader:            # to the end of the epoch; the next `for` is the next epoch
             ...
 
-    batch_size: over all ranks; every rank gets a contiguous part of it
+    batch_size: over all ranks; every rank gets a contiguous part of it. If the dataset has `sample_sizes`, an array of
+                the size of each sample (the nodes of a tree), ranks get parts of about equal size, and `relative_share`
+                says by how much the number of samples differs
     share:      (rank, number of ranks); ranks count from 0
     drop_last:  training: an incomplete last global batch is left out, so that every step is over equally many samples.
                 Evaluation (`shuffle=False, drop_last=False`): every sample is given once; of the last batch a rank may
@@ -63,6 +66,7 @@ class Loader:
         self.num_samples = self.num_global = 0
         self.last_indices: list[int] | None = None
         share = RankShare(*share)
+        self._num_ranks = share.size
         _check_division(batch_size, share, drop_last or hasattr(source, "batches"))
         shuffle = self.spec.shuffle if shuffle is None else shuffle
         reader: Reader
@@ -73,7 +77,10 @@ class Loader:
         else:
             reader = MapReader(source, collate, seed)
             num_samples = _count_samples(source, batch_size, drop_last)
-            self._epoch_plan = MapEpochPlan(MapOrder(num_samples, batch_size, share, seed, shuffle, drop_last))
+            order = MapOrder(
+                num_samples, batch_size, share, seed, shuffle, drop_last, _sample_sizes(source, num_samples)
+            )
+            self._epoch_plan = MapEpochPlan(order)
         self._feed = WorkerPool(reader, self.spec) if self.spec.workers else InProcessReader(reader)
         self._transfer = make_transfer(self.device, self.spec.pin)
         self._in_flight: deque[ReadBatch | EpochEnd] = deque()
@@ -83,6 +90,11 @@ class Loader:
     def num_batches(self) -> int | None:
         """Of a full epoch, the same on every rank; None for an iterable."""
         return self._epoch_plan.num_batches
+
+    @property
+    def relative_share(self) -> float:
+        """The samples of the last batch on this rank, relative to an equal division: the weight of its mean."""
+        return self.num_samples * self._num_ranks / self.num_global if self.num_global else 1.0
 
     @property
     def state_is_per_rank(self) -> bool:
@@ -208,6 +220,18 @@ def _count_samples(source: Source, batch_size: int, drop_last: bool) -> int:
         problem = f"has {num_samples} samples, not one whole batch of {batch_size}"
         raise DataError("data", name, problem, f"set batch_size to {num_samples} or less")
     return num_samples
+
+
+def _sample_sizes(source: Source, num_samples: int) -> Indices | None:
+    """`sample_sizes` of the dataset, if it has them. Raises DataError."""
+    given = getattr(source, "sample_sizes", None)
+    if given is None:
+        return None
+    sizes = np.asarray(given)
+    if sizes.shape != (num_samples,) or sizes.dtype.kind not in "iu" or (sizes < 0).any():
+        problem = f"is of the shape {[*sizes.shape]} and type {sizes.dtype}, and there are {num_samples} samples"
+        raise DataError("data.sample_sizes", type(source).__name__, problem, "give a whole number >= 0 for each sample")
+    return sizes.astype(np.int64, copy=False)
 
 
 def load_first_batch(

@@ -146,7 +146,9 @@ class _TrainingRun:
                 self._log.record_event("workers_lost", step=self._step, error=str(error))
                 if lost_in_a_row >= ATTEMPTS_WITHOUT_PROGRESS:
                     raise
-        if not outcome.is_interrupted:  # computed now, when the cores are free: it follows from the spec alone
+        if (
+            not outcome.is_interrupted and self.spec.sync.kind == "all_reduce"
+        ):  # computed now, when the cores are free: it follows from the spec alone
             from shoal.train.launch.predicted_cost import predict_cost_details
 
             self._log.record_event(PREDICTED, **predict_cost_details(self.spec))
@@ -156,6 +158,8 @@ class _TrainingRun:
         return outcome
 
     def _attempt(self) -> TrainResult:
+        if self.spec.sync.kind != "all_reduce":
+            return self._attempt_replicas()
         from shoal.train.launch.ray_train import (
             RayTrainAttempt,
             WorkerSetup,
@@ -180,6 +184,25 @@ class _TrainingRun:
                     raise KeyboardInterrupt from None  # the user stopped it: no further attempt
                 raise
 
+    def _attempt_replicas(self) -> TrainResult:
+        from shoal.train.launch.parameter_server import fit_replicas
+        from shoal.train.launch.ray_processes import RayProcess
+
+        with shutdown_event() as asked:
+            folder = self.recorder.folder
+            return fit_replicas(
+                self.spec, self.recorder.id, folder, self._log, asked.is_set, RayProcess, self._send_heartbeat
+            )
+
+    def _send_heartbeat(self) -> bool:
+        """Whether one was due. Raises RunError when another process has resumed the run."""
+        if time.monotonic() - self._beat_at < HEARTBEAT_S:
+            return False
+        self._beat_at = time.monotonic()
+        with suppress(RecordUnwritable):
+            self.recorder.heartbeat()
+        return True
+
     def _poll_or_abort(self, fit: RayTrainAttempt, group: WorkerPlacement) -> bool:
         try:
             return self._poll(fit, group, POLL_S)
@@ -195,12 +218,8 @@ class _TrainingRun:
         self._has_started = self._has_started or bool(messages)
         for message in messages:
             self._record_message(message)
-        if time.monotonic() - self._beat_at >= HEARTBEAT_S:
-            self._beat_at = time.monotonic()
-            with suppress(RecordUnwritable):
-                self.recorder.heartbeat()
-            if not self._has_started:
-                self._check_capacity(group)
+        if self._send_heartbeat() and not self._has_started:
+            self._check_capacity(group)
         return is_over
 
     def _check_capacity(self, group: WorkerPlacement) -> None:

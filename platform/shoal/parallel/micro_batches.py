@@ -9,19 +9,21 @@ from shoal.batch_tree import count_samples, slice_samples
 from shoal.errors import PlanError
 
 
-def split_micro_batches(batch: Any, parts: int) -> list[Any]:
+def split_micro_batches(batch: Any, parts: int, *, is_even: bool = True) -> list[Any]:
     """`batch` as `parts` micro-batches of equal size; micro-batch m takes every `parts`-th sample, from the m-th.
 
     Ranks have contiguous shares of a global batch. With this stride, the micro-batches m of all ranks together are the
     samples m, m + parts, ... of the global batch, in order: the same for any number of ranks, so that batch statistics
     and dropout masks of a micro-batch equal those of one process.
 
+    is_even: False: the last micro-batches may have one sample less
+
     Raises PlanError when the samples cannot be divided.
     """
     if parts == 1:
         return [batch]
     size = count_samples(batch)
-    if size % parts:
+    if size < parts or (is_even and size % parts):
         problem = f"cannot be divided into {parts} micro-batches"
         raise PlanError("batch_size", size, problem, "change batch_size, accumulate or micro_batches")
     return [slice_samples(batch, slice(first, None, parts)) for first in range(parts)]

@@ -57,11 +57,14 @@ class ParallelModel(ABC):
     num_data_ranks: int
 
     @abstractmethod
-    def train_step(self, batch: Any, step: int) -> Tensor:
+    def train_step(self, batch: Any, step: int, share: float = 1.0) -> Tensor:
         """Forward and backward over this rank's share of a global batch; gradients are cleared first.
 
+        share: how many samples this rank has, relative to an equal division of the global batch (`relative_share` of a
+               loader): the weight of its mean loss. Raises PlanError for another than 1 if the plan needs equal shares
+
         `step` seeds random operations (dropout masks): the same step gives the same masks, whatever the plan.
-        Returns the mean loss of the share, detached; a zero on a rank without the last stage.
+        Returns the mean loss of the share times `share`, detached; a zero on a rank without the last stage.
         Collective. Afterwards `.grad` of each parameter (of this rank's part of it) is the gradient of the mean loss
         over the global batch; None for a parameter that no rank used.
         """

@@ -26,8 +26,10 @@ def main(words: list[str]) -> int:
         import torch._dynamo  # noqa: F401 - as every optimiser does
     rank, is_alone = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1") == "1"
     try:
-        _require_num_workers(last_override(words, "workers"))
-        outcome = fit_locally(spec_from_overrides(words), predicts=True, say=partial(print, flush=True))
+        spec = spec_from_overrides(words)
+        if spec.sync.kind == "all_reduce":
+            _require_num_workers(last_override(words, "workers"))
+        outcome = fit_locally(spec, predicts=spec.sync.kind == "all_reduce", say=partial(print, flush=True))
     except ShoalError as error:
         # Each rank prints its own error, even if all have the same: torchrun ends the others as soon as one has ended.
         print(f"error: {error}" if is_alone else f"[rank {rank}] error: {error}", file=sys.stderr, flush=True)

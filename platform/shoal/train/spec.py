@@ -14,6 +14,7 @@ from shoal.data import LoaderSpec
 from shoal.parallel import ParallelDims, ParallelSpec
 from shoal.registry import AliasNames
 from shoal.runs.run_reader import infer_direction
+from shoal.sync.spec import SyncSpec
 
 Direction = Literal["auto", "max", "min"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -145,6 +146,7 @@ class TrainSpec(Spec):
     task: str = ""
     args: dict[str, Any] = Field(default_factory=dict)
     parallel: ParallelSpec = ParallelSpec()
+    sync: SyncSpec = SyncSpec()
     workers: int = Field(default=1, ge=1)
     batch_size: int = Field(default=64, ge=1)
     seed: int = Field(default=0, ge=0, lt=2**63)  # torch's range
@@ -178,7 +180,20 @@ class TrainSpec(Spec):
             raise ValueError("stop.money needs a price_per_device_hour")
         if self.selective_backprop is not None and self.parallel.pipeline != 1:
             raise ValueError("selective_backprop does not go with a pipeline: no rank sees both samples and losses")
+        if self.sync.kind != "all_reduce":
+            self._require_replicas_alone()
         return self
+
+    def _require_replicas_alone(self) -> None:
+        """With a parameter server, each worker is a replica of its own."""
+        degrees = self.parallel
+        if degrees.shard or degrees.tensor != 1 or degrees.pipeline != 1 or degrees.data not in (None, 1):
+            raise ValueError(f"sync={self.sync.kind}: each worker has the whole model; leave out `parallel`")
+        for name in ("average", "selective_backprop"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name} does not go with sync={self.sync.kind}: no worker sees every step")
+        if self.batch_size % self.workers:
+            raise ValueError(f"batch_size={self.batch_size} does not divide by {self.workers} workers")
 
     def resolve_dims(self) -> ParallelDims:
         """The degrees of the plan. Raises PlanError when they do not fit the workers."""

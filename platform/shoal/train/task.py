@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from shoal.data import Data
 from shoal.errors import ConfigError, DataError
 from shoal.recipes import find_recipe, recipe_names
+from shoal.registry import Signature
 
 JOBS = Path("jobs")
 _SOURCE = "__source__"  # attribute of a file's module: its text when it was loaded
@@ -91,6 +92,11 @@ class Task:
 
     def pipeline_cuts(self) -> list[str] | None:
         """The names of the modules that begin the stages after the first; None: chosen by measurement."""
+        return None
+
+    def signature(self) -> Signature | None:
+        """The inputs and outputs at an endpoint, if they differ from those in training; None: found by running the
+        model once. Its `forward` must accept these inputs too, in their order."""
         return None
 
 

@@ -2,12 +2,14 @@
 
 The order of an epoch is the stable argsort of N raw 64-bit draws of Philox keyed by (seed, epoch). NumPy guarantees
 that bit stream for all time, which it does not for `Generator.permutation`. Step k of the epoch is
-`order[k * B : (k + 1) * B]`, and each rank takes its contiguous share of that. Called by the loader.
+`order[k * B : (k + 1) * B]`, and each rank takes its contiguous share of that; of samples with sizes, such as trees, as
+much as the others rather than as many. Called by the loader.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from heapq import heapify, heapreplace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +31,21 @@ class RankShare(NamedTuple):
         each, rest = divmod(count, self.size)
         start = self.rank * each + min(self.rank, rest)
         return slice(start, start + each + (self.rank < rest))
+
+
+def balance_by_size(sizes: Indices, num_ranks: int) -> list[Indices]:
+    """The samples of each rank, ascending, so that the ranks' sums of sizes are about equal, and none is without one.
+
+    sizes: [B], B >= num_ranks. Greedy, largest first (Graham 1969): the largest sum is at most 4/3 of the best one.
+    """
+    ranks = np.empty(len(sizes), np.int64)
+    loads = [(0, 0, rank) for rank in range(num_ranks)]  # (has a sample, the sum so far, rank)
+    heapify(loads)
+    for sample in np.argsort(-sizes, kind="stable").tolist():
+        _, load, rank = loads[0]
+        ranks[sample] = rank
+        heapreplace(loads, (1, load + int(sizes[sample]), rank))
+    return [np.flatnonzero(ranks == rank) for rank in range(num_ranks)]
 
 
 class MapRequest(NamedTuple):
@@ -59,8 +76,12 @@ Request = MapRequest | StreamRequest
 
 
 @lru_cache(maxsize=2)
-def compute_permutation(num_samples: int, seed: int, epoch: int) -> Indices:
-    """The order of an epoch, [num_samples]. Read-only."""
+def compute_permutation(num_samples: int, seed: int | None, epoch: int) -> Indices:
+    """The order of an epoch, [num_samples]; without a seed, as it is. Read-only."""
+    if seed is None:
+        order = np.arange(num_samples)
+        order.flags.writeable = False
+        return order
     draws = np.random.Philox(key=np.array([seed & _WORD, epoch & _WORD], dtype=np.uint64)).random_raw(num_samples)
     order = np.argsort(draws, kind="stable").astype(np.int64, copy=False)
     order.flags.writeable = False
@@ -76,6 +97,7 @@ class MapOrder(NamedTuple):
     seed: int
     shuffle: bool
     drop_last: bool
+    sizes: Indices | None = None  # of each sample: ranks get shares of about equal size, and not of equally many
 
     def num_global(self, position: int) -> int:
         """The samples of the global batch at `position`; 0 when the epoch is over."""
@@ -93,12 +115,17 @@ class MapOrder(NamedTuple):
         count = self.num_global(position)
         if not count:
             return None
+        if self.sizes is not None and count >= self.share.size > 1:
+            everyone = self._get_order(epoch)[position : position + count]
+            mine = everyone[balance_by_size(self.sizes[everyone], self.share.size)[self.share.rank]]
+            return MapRequest(epoch, position, count, len(mine), mine)
         part = self.share.get_slice(count)
         num_samples = part.stop - part.start
         if not num_samples:  # its rank must still step, because steps are collective
             part = slice(count - 1, count)
         start, stop = position + part.start, position + part.stop
-        if not self.shuffle:
-            return MapRequest(epoch, position, count, num_samples, np.arange(start, stop))
-        order = compute_permutation(self.num_samples, self.seed, epoch)
-        return MapRequest(epoch, position, count, num_samples, order[start:stop].copy())
+        return MapRequest(epoch, position, count, num_samples, self._get_order(epoch)[start:stop].copy())
+
+    def _get_order(self, epoch: int) -> Indices:
+        """[num_samples]. Read-only."""
+        return compute_permutation(self.num_samples, self.seed if self.shuffle else None, epoch if self.shuffle else 0)

@@ -158,7 +158,10 @@ class PipelineModel(ParallelModel):
 
     # -- a step
 
-    def train_step(self, batch: Any, step: int) -> Tensor:
+    def train_step(self, batch: Any, step: int, share: float = 1.0) -> Tensor:
+        if share != 1.0:
+            problem = "needs equally many samples on each rank, and this dataset divides them by `sample_sizes`"
+            raise PlanError("parallel.pipeline", self._num_micro_batches, problem, "use ddp or fsdp")
         gradients.clear(self._weights.local_parameters.values())
         self._step = step
         batches = split_micro_batches(batch, self._spec.accumulate * self._num_micro_batches)

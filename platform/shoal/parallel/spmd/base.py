@@ -65,12 +65,12 @@ class SpmdModel(ParallelModel):
 
     # -- a step
 
-    def train_step(self, batch: Any, step: int) -> Tensor:
+    def train_step(self, batch: Any, step: int, share: float = 1.0) -> Tensor:
         if self._loss_scale is None:
-            return self._compute_gradients(batch, step)
+            return self._compute_gradients(batch, step, share)
         take_back = snapshot_module(self.module)
         while True:
-            loss = self._compute_gradients(batch, step)
+            loss = self._compute_gradients(batch, step, share)
             gradients.scale(self._trainable, 1.0 / self._loss_scale.value)
             if self._loss_scale.update(bool(gradients.global_norm(self._trainable, self._world.device).isfinite())):
                 return loss
@@ -80,7 +80,7 @@ class SpmdModel(ParallelModel):
         self._trainable = get_trainable_parameters(self.module)
         self._frozen = [parameter for parameter in self.module.parameters() if not parameter.requires_grad]
 
-    def _compute_gradients(self, batch: Any, step: int) -> Tensor:
+    def _compute_gradients(self, batch: Any, step: int, share: float) -> Tensor:
         for parameter in self._frozen:
             if parameter.requires_grad:
                 self._raise_thawed()
@@ -88,29 +88,32 @@ class SpmdModel(ParallelModel):
             parameter.grad = None
         accumulate = self._spec.accumulate
         if accumulate == 1:
-            return self._micro_step(batch, step, 0)
-        parts = split_micro_batches(batch, accumulate)
+            return self._micro_step(batch, step, 0, share)
+        size, is_even = count_samples(batch), share == 1.0
+        parts = split_micro_batches(batch, accumulate if is_even else min(accumulate, size), is_even=is_even)
         losses = []
-        for index, part in enumerate(parts):
+        for index in range(accumulate):  # all of them, because micro-steps may be collective
+            part = parts[min(index, len(parts) - 1)]
             with self._gradient_sync_context(index == accumulate - 1):
-                losses.append(self._micro_step(part, step, index))
-        return torch.stack(losses).mean()
+                weight = share * count_samples(part) / size if index < len(parts) else 0.0
+                losses.append(self._micro_step(part, step, index, weight))
+        return torch.stack(losses).sum()
 
     def _raise_thawed(self) -> NoReturn:
         frozen = {id(parameter) for parameter in self._frozen}
         name = next(name for name, each in self.named_parameters() if id(each) in frozen and each.requires_grad)
         raise PlanError("model", name, "was frozen when the run began, and is not now", "thaw it in Task.model()")
 
-    def _micro_step(self, batch: Any, step: int, index: int) -> Tensor:
+    def _micro_step(self, batch: Any, step: int, index: int, weight: float) -> Tensor:
         self._dropout_rng.begin_micro_step(step, index, count_samples(batch))
         with autocast(self._spec.precision, self._world.device):
             outputs = self._forward(*self._learnable.inputs(batch))
             loss = self._learnable.loss(outputs, batch)
         if loss.ndim:
             raise ConfigError("Task.loss", list(loss.shape), "is not a scalar", "return the mean over the samples")
-        scaled = loss if self._spec.accumulate == 1 else loss / self._spec.accumulate
-        self._backward(scaled if self._loss_scale is None else scaled * self._loss_scale.value)
-        return loss.detach()
+        weighted = loss if weight == 1.0 else loss * weight
+        self._backward(weighted if self._loss_scale is None else weighted * self._loss_scale.value)
+        return weighted.detach()
 
     def _backward(self, loss: Tensor) -> None:
         loss.backward()
@@ -191,9 +194,9 @@ class TimedCollectivesMixin(SpmdModel):
         super().__init__(*args, **kwargs)
         self._collective_timer = CollectiveTimer(self._world.device)
 
-    def train_step(self, batch: Any, step: int) -> Tensor:
+    def train_step(self, batch: Any, step: int, share: float = 1.0) -> Tensor:
         with self._collective_timer.time_collectives():
-            return super().train_step(batch, step)
+            return super().train_step(batch, step, share)
 
     @property
     def communication_s(self) -> float:

@@ -67,8 +67,8 @@ class DdpModel(SpmdModel):
         if world.device.type == "cpu" and order:
             order[-1].register_post_accumulate_grad_hook(self._on_last_gradient)
 
-    def _compute_gradients(self, batch: Any, step: int) -> Tensor:
-        loss = super()._compute_gradients(batch, step)
+    def _compute_gradients(self, batch: Any, step: int, share: float) -> Tensor:
+        loss = super()._compute_gradients(batch, step, share)
         if not self._may_skip and any(parameter.grad is None for parameter in self._trainable):
             name = next(name for name, each in self.named_parameters() if each.requires_grad and each.grad is None)
             problem = f"{name} had a gradient at first, and has none in this step"

@@ -56,8 +56,8 @@ class FsdpModel(TimedCollectivesMixin):
         assert self._ranks is not None
         self._usage_check = BlockUsageCheck([*blocks, ("", model)], self._ranks, spec.dynamic)
 
-    def _compute_gradients(self, batch: Any, step: int) -> Tensor:
-        loss = super()._compute_gradients(batch, step)
+    def _compute_gradients(self, batch: Any, step: int, share: float) -> Tensor:
+        loss = super()._compute_gradients(batch, step, share)
         named = [(name, each) for name, each in self.named_parameters() if each.requires_grad]
         self._usage_check.check(named, self._world.device)
         return loss

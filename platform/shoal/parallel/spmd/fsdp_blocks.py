@@ -18,7 +18,8 @@ MAX_SHARE = 0.5  # a larger block is divided further, if possible
 def find_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The layers of lists and sequences whose parameters are gathered together, apart from other blocks'.
 
-    A parameter that is also used outside its block (a tied weight) keeps the block in the model's own group.
+    A parameter that is also used outside its block (a tied weight) keeps the block in the model's own group. A module
+    with `is_one_block` is not divided: ranks differ in how often it calls its layers, as one over trees does.
     """
     total = sum(parameter.numel() for parameter in model.parameters())
     holders = Counter(id(each) for _, each in model.named_parameters(remove_duplicate=False))
@@ -30,7 +31,8 @@ def _iter_blocks(module: nn.Module, prefix: str, total: int, holders: Counter[in
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         size = sum(parameter.numel() for parameter in child.parameters())
-        inner = list(_iter_blocks(child, f"{path}.", total, holders))
+        is_one = getattr(child, "is_one_block", False)
+        inner = [] if is_one else list(_iter_blocks(child, f"{path}.", total, holders))
         divides = size > MAX_SHARE * total and len(inner) > 1
         if not is_list or divides or (isinstance(child, (nn.ModuleList, nn.Sequential)) and inner):
             yield from inner

@@ -18,6 +18,9 @@ def format_warning(kind: str, details: Mapping[str, Any]) -> str:
         case "workers_lost":
             lost = f"workers were lost after step {details['step']:,} ({details['error']})"
             return f"{lost}: going on from the last checkpoint"
+        case "worker_lost" | "server_lost":
+            lost = f"{kind.removesuffix('_lost')} {details['index']} died ({details['cause']})"
+            return f"{lost}: another takes its place, the others go on"
         case "hosts_missing":
             least = f"{details['workers']} workers have no room on the hosts that are left, which hold {details['fit']}"
             return f"{least}: waiting up to {details['wait_s'] / 60:.0f} min for another"

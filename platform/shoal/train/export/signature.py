@@ -1,4 +1,4 @@
-"""The tensors of a network's inputs and outputs, found by running it once on one batch.
+"""The tensors of a network's inputs and outputs: as its Task gives them, or found by running it once on one batch.
 
 Called before a run ends, so that an endpoint knows the format of requests.
 """
@@ -29,18 +29,30 @@ DATATYPES = {
 def infer_signature(task: Task, model: nn.Module, batch: Any) -> Signature:
     """Names, datatypes and shapes; dimension 0 is the batch. A Task's `postprocess` is applied to the outputs.
 
+    If the Task has a `signature`, that is the result, and nothing is run.
+
     Raises ConfigError for values that are not tensors, and for a `postprocess` that fails or returns no arrays.
     """
+    given: object = task.signature()
+    if given is not None:
+        return _require_signature(task, given)
     inputs = task.inputs(batch)
     with eval_mode(model), torch.no_grad():
         outputs = model(*inputs)
     names = [*inspect.signature(model.forward).parameters]
     taken = [(names[index] if index < len(names) else f"input_{index}", value) for index, value in enumerate(inputs)]
-    given = _named_outputs(outputs)
-    described = _describe_tensors(task, given)
+    named = _named_outputs(outputs)
+    described = _describe_tensors(task, named)
     if task.postprocess is not None:
-        described = _describe_postprocessed(task, task.postprocess, dict(given))
+        described = _describe_postprocessed(task, task.postprocess, dict(named))
     return Signature(inputs=_describe_tensors(task, taken), outputs=described)
+
+
+def _require_signature(task: Task, given: object) -> Signature:
+    if not isinstance(given, Signature):
+        problem = f"{type(task).__name__}.signature gave a {type(given).__name__}"
+        raise ConfigError("task", type(task).__name__, problem, "return a shoal.registry.Signature, or None")
+    return given
 
 
 def _describe_postprocessed(task: Task, postprocess: Hook, outputs: Mapping[str, Tensor]) -> list[TensorSignature]:
@@ -94,7 +106,7 @@ def _describe_tensors(task: Task, named: list[tuple[str, Any]]) -> list[TensorSi
     for name, value in named:
         if not isinstance(value, Tensor) or value.dtype not in DATATYPES:
             kind = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
-            remedy = "a network that is to be registered takes and gives tensors"
+            remedy = "an endpoint gives tensors and takes tensors: describe them in the Task's `signature`"
             raise ConfigError("task", type(task).__name__, f"{name!r} of its network is a {kind}", remedy)
     return [
         TensorSignature(name=name, datatype=DATATYPES[value.dtype], shape=[-1, *value.shape[1:]])

@@ -15,11 +15,12 @@ import psutil
 import shoal.runs
 from shoal.cost import PREDICTED
 from shoal.cpu_count import count_usable_cores
-from shoal.errors import ShoalError
+from shoal.errors import ConfigError, ShoalError
 from shoal.home import home
 from shoal.parallel import World
 from shoal.runs import Run, RunRecorder, Status
 from shoal.train.launch.finalize import finalize_run
+from shoal.train.launch.parameter_server import fit_replicas
 from shoal.train.launch.predicted_cost import predict_cost_details
 from shoal.train.launch.shutdown_signal import TORCHRUN, shutdown_event
 from shoal.train.launch.validate import validate_run
@@ -55,7 +56,10 @@ def fit_locally(
     predicts:  record the predicted cost, which takes a second or two at the beginning
     say:       receives lines about progress and problems
     """
-    workers = int(os.environ.get("WORLD_SIZE", "1"))
+    is_synchronous = spec.sync.kind == "all_reduce"
+    if not is_synchronous and "WORLD_SIZE" in os.environ:
+        raise ConfigError("sync.kind", spec.sync.kind, "starts its workers itself", "leave out torchrun")
+    workers = int(os.environ.get("WORLD_SIZE", "1")) if is_synchronous else spec.workers
     is_told = predicts and os.environ.get("RANK", "0") == "0"
     spec = spec.model_copy(update={"workers": workers})
     if renews:
@@ -74,16 +78,12 @@ def fit_locally(
             journal = ConsoleLog(journal, say)
         if cost:
             journal.record_event(PREDICTED, **cost)
-        trainer = Trainer(
-            spec,
-            make_task(spec.task, spec.args),
-            world,
-            folder,
-            run_id=run_id,
-            journal=journal,
-            should_stop=stop.is_set,
-        )
-        outcome = trainer.run()
+        if is_synchronous:
+            task = make_task(spec.task, spec.args)
+            trainer = Trainer(spec, task, world, folder, run_id=run_id, journal=journal, should_stop=stop.is_set)
+            outcome = trainer.run()
+        else:
+            outcome = fit_replicas(spec, run_id, folder, journal, stop.is_set)
         if recorder is not None:
             finalize_run(spec, outcome, checked, recorder, registers=registers)
         world.barrier()

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from shoal.data import Data, Loader
 from shoal.data.loader import load_first_batch
+from shoal.errors import ConfigError
 from shoal.parallel import ParallelDims, World
 from shoal.parallel.build import parallelize
 from shoal.parallel.model import ParallelModel
@@ -76,12 +77,13 @@ class TrainComponents:
     selective: SelectiveBackprop | None
     steps_per_epoch: int | None
     num_parameters: int
+    finished_steps: int | None = None  # of the run, where replicas are at steps of their own
 
     def train_step(self, batch: Any, step: int) -> Tensor:
         """Run one step over this rank's share: computes the gradients, returns the mean loss, detached."""
         if self.selective is not None:
             return self.selective.train_step(batch, step)
-        return self.model.train_step(batch, step)
+        return self.model.train_step(batch, step, self.training.relative_share)
 
     @property
     def epoch(self) -> float:
@@ -130,6 +132,8 @@ class TrainComponents:
         if self.steps_per_epoch is None:
             return None
         data = self.training
+        if self.finished_steps is not None:
+            return float(self.finished_steps)
         within = self.steps_per_epoch if data.is_at_end() else data.position / self.spec.batch_size
         return data.epoch * self.steps_per_epoch + within
 
@@ -217,8 +221,13 @@ class TrainComponents:
         self.model.close()
 
 
-def build_components(spec: TrainSpec, task: Task, world: World) -> TrainComponents:
+def build_components(
+    spec: TrainSpec, task: Task, world: World, replica: tuple[int, int] | None = None
+) -> TrainComponents:
     """Build everything for this rank of `world`.
+
+    replica: (index, number) of this process among replicas that no plan connects; each reads its share of the training
+             data, and all of the validation data
 
     Raises PlanError, DataError and ConfigError, on every rank alike, before any communication.
     """
@@ -226,17 +235,20 @@ def build_components(spec: TrainSpec, task: Task, world: World) -> TrainComponen
     spec.parallel.compute_micro_batch_size(spec.batch_size, degrees)
     data = load_data(task, spec.task)
     share = (degrees.coordinates(world.rank).data, degrees.data)
-    training = _make_loader(spec, data, world, share, is_training=True)
+    training = _make_loader(spec, data, world, replica or share, is_training=True)
     validation = _make_loader(spec, data, world, share, is_training=False) if data.validation is not None else None
     seed_everything(spec.seed)
     network = build_model(task, spec.task)
     num_parameters = sum(parameter.numel() for parameter in network.parameters())
-    example = load_first_batch(data, spec.batch_size // degrees.data, world.device)
+    example = load_first_batch(data, spec.batch_size // (replica[1] if replica else degrees.data), world.device)
     model = parallelize(network, task, spec.parallel, degrees, world, example, spec.seed)
     optimizer = make_optimizer(task, spec.optimizer, [parameter for _, parameter in model.named_parameters()])
     steps_per_epoch = training.num_batches
     resolve_total_steps(spec, steps_per_epoch)
     chosen = spec.selective_backprop
+    if chosen is not None and hasattr(data.train, "sample_sizes"):
+        problem = "needs samples that are rows of tensors, and as many on each rank; this dataset has `sample_sizes`"
+        raise ConfigError("selective_backprop", type(data.train).__name__, problem, "leave it out")
     return TrainComponents(
         spec,
         task,

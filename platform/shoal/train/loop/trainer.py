@@ -1,8 +1,8 @@
 """The training loop of one rank: step, evaluate, save, stop. The same in one process, under torchrun and under Ray.
 
 Owns the order of events. `components` has the model, optimiser and loaders, `checkpointing` the checkpoints,
-`stopping` the decisions, and `rank_signals` synchronises the ranks. Called by the launchers (`local`, `ray_train`),
-which supply a world, a folder and an event log. Imports no Ray; starts and ends no process.
+`stopping` the decisions, and a `Synchronizer` keeps the replicas one model. Called by the launchers (`local`,
+`ray_train`), which supply a world, a folder and an event log. Imports no Ray; starts and ends no process.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from shoal.cost.step_profiler import StepProfiler
 from shoal.errors import NotFinite, TrainError
 from shoal.parallel import World
 from shoal.runs.report.event_messages import NO_CHECKPOINT
+from shoal.sync.rank_signals import INTERVAL_S, RankSignals
+from shoal.sync.synchronizer import AllReduce, Synchronizer
 from shoal.train.loop.checkpointing import CheckpointManager, TrainProgress, write_weights
-from shoal.train.loop.components import build_components
+from shoal.train.loop.components import TrainComponents, build_components
 from shoal.train.loop.evaluation import evaluate
 from shoal.train.loop.oom import explain_error, translate_lost_ranks
-from shoal.train.loop.rank_signals import INTERVAL_S, RankSignals, RankSync
 from shoal.train.loop.stopping import StopDecision, StopPolicy
 from shoal.train.loop.throughput import ThroughputMeter
 from shoal.train.optim.selective_backprop import count_profiled_steps
@@ -68,6 +69,8 @@ class Trainer:
 
     folder:      of the run; it has the checkpoints, and training continues from the newest good one
     should_stop: polled regularly; once true on any rank, all save and end
+    replica: (index, number) of replicas that no plan connects, each with a world of its own; `make_synchronizer` gives
+             what connects them. None: every rank takes part in every step
     """
 
     def __init__(
@@ -80,18 +83,21 @@ class Trainer:
         run_id: str = "",
         journal: EventLog | None = None,
         should_stop: Callable[[], bool] = lambda: False,
+        replica: tuple[int, int] | None = None,
+        make_synchronizer: Callable[[TrainComponents], Synchronizer] | None = None,
     ) -> None:
         self.spec, self.task, self.world, self.folder = spec, task, world, folder
-        self._run_id, self._should_stop = run_id, should_stop
+        self._run_id, self._should_stop, self._replica = run_id, should_stop, replica
         self._event_log: EventLog = journal if journal is not None and world.is_first else NullLog()
         with translate_lost_ranks(world):
-            self._parts = parts = build_components(spec, task, world)
-            self._rank_sync = RankSync(world)
+            self._parts = parts = build_components(spec, task, world, replica)
+            make = make_synchronizer or (lambda parts: AllReduce(parts.model, parts.optimizer, world))
+            self._sync = make(parts)
             self._checkpoints = CheckpointManager(
                 spec.checkpoint, parts, world, folder / "checkpoints", self._event_log
             )
         peak = world.size * measure_peak_flops(world.device, spec.parallel.precision)
-        self._meter = ThroughputMeter(peak, lambda: parts.model.communication_s)
+        self._meter = ThroughputMeter(peak, lambda: parts.model.communication_s + self._sync.waited_s)
         average = parts.average.tensors if parts.average is not None else ()
         self._profiler: StepProfiler | None = StepProfiler(
             parts.model, parts.optimizer, world, count_profiled_steps(spec), average
@@ -104,7 +110,7 @@ class Trainer:
         self._elapsed_s = 0.0  # of this attempt, synchronised between the ranks
         self._logged_s = 0.0  # the same, at the last report
         self._pending_steps: list[_PendingStep] = []
-        self._loss_sum, self._num_losses = 0.0, 0  # over all ranks, since the last report
+        self._loss_sum, self._num_losses = 0.0, 0.0  # over all ranks, since the last report
 
     def run(self) -> TrainResult:
         """Train to the end and return the outcome, the same on every rank.
@@ -114,6 +120,7 @@ class Trainer:
         with translate_lost_ranks(self.world), ExitStack() as closing:
             closing.callback(self._parts.close)
             closing.callback(self._checkpoints.close)
+            closing.callback(self._sync.close)
             self._begin()
             return self._finish(self._step_until_stopped())
 
@@ -121,7 +128,7 @@ class Trainer:
 
     def _begin(self) -> None:
         parts = self._parts
-        restored = self._checkpoints.restore()
+        restored = self._checkpoints.restore() if self._sync.is_chief else None
         if restored is not None:
             self._progress = restored.progress
             self._policy.load_state_dict(restored.progress.policy)
@@ -130,7 +137,11 @@ class Trainer:
                 self._event_log.log(step, values)
         elif self.spec.resume:
             self._event_log.record_event(NO_CHECKPOINT)
-        step = self._progress.step
+        step = self._sync.begin(self._progress.step)
+        self._set_step(step)
+        if self._replica is not None and parts.steps_per_epoch is not None:
+            epoch, within = divmod(step, parts.steps_per_epoch)
+            parts.training.seek(epoch, within * self.spec.batch_size)
         place, self._num_evaluations_due = parts.get_schedule_position(step), parts.num_evaluations_due(step)
         self._event_log.record_event(
             "training",
@@ -166,6 +177,7 @@ class Trainer:
     def _step(self, batch: Any) -> None:
         parts, step = self._parts, self._progress.step
         norm = None
+        self._sync.before_step()
         try:
             with self._profiler.step() if self._profiler is not None else nullcontext():
                 loss = parts.train_step(batch, step)
@@ -176,20 +188,23 @@ class Trainer:
                     norm = parts.model.clip_gradients(self.spec.clip_norm)
                 with self._meter.pause():
                     self._checkpoints.wait_until_copied()
-                parts.optimizer.step()
+                self._set_step(self._sync.apply_gradients())
         except (MemoryError, RuntimeError) as error:
             better = explain_error(error, parts, batch, step)
             if better is error:
                 raise
             raise better from error
-        parts.model.on_optimizer_step()
         if parts.average is not None:
             parts.average.update()
         self._pending_steps.append(_PendingStep(step, loss, norm, parts.training.last_indices))
-        self._progress.step = step + 1
-        self._meter.count_step(self.spec.batch_size)
+        self._meter.count_step(self.spec.batch_size * (self._progress.step - step))
         if self._profiler is not None and self._profiler.is_due:
             self._report_cost(self._profiler)
+
+    def _set_step(self, step: int) -> None:
+        self._progress.step = step
+        if self._replica is not None:
+            self._parts.finished_steps = step
 
     def _report_cost(self, probe: StepProfiler) -> None:
         cost = probe.collect_table()
@@ -199,8 +214,10 @@ class Trainer:
 
     def _after_step(self) -> StopDecision | None:
         step, epoch = self._progress.step, self._parts.epoch
+        if not self._sync.is_chief:
+            return self._follow_chief(step)
         stop = self._policy.decide_after_step(step, epoch, self._elapsed_s)
-        is_agreed, every = self._rank_sync.is_due(), self.spec.log_every_steps
+        is_agreed, every = self._sync.is_exchange_due(), self.spec.log_every_steps
         is_logged = step % every == 0 if every is not None else is_agreed
         num_due = self._parts.num_evaluations_due(step)
         is_evaluated, self._num_evaluations_due = num_due > self._num_evaluations_due, num_due
@@ -222,6 +239,12 @@ class Trainer:
             self._save()
         return stop
 
+    def _follow_chief(self, step: int) -> StopDecision | None:
+        """A replica that is not the chief ends when the chief has decided so."""
+        if self._sync.is_exchange_due() and self._exchange_signals().stop:
+            return StopDecision("interrupted", f"ended with the others at step {step:,}", step, step)
+        return None
+
     def _exchange_signals(self) -> RankSignals:
         """Read the steps since the last exchange, and combine all ranks' signals. Raises NotFinite, on all or none.
 
@@ -229,15 +252,14 @@ class Trainer:
         """
         loss, is_finite = _sum_losses(self._pending_steps)
         elapsed_s = time.monotonic() - self._began_s
-        signs = self._rank_sync.exchange(RankSignals(self._should_stop(), elapsed_s, not is_finite, loss))
+        num_losses = len(self._pending_steps) / self._parts.degrees.pipeline  # one rank of a pipeline has it
+        signs = self._sync.exchange(RankSignals(self._should_stop(), elapsed_s, not is_finite, loss, num_losses))
         self._progress.elapsed_s += signs.elapsed_s - self._elapsed_s
         self._elapsed_s = signs.elapsed_s
         if signs.is_not_finite:
             self._raise_not_finite()
         self._loss_sum += signs.loss
-        self._num_losses += (
-            len(self._pending_steps) * self.world.size // self._parts.degrees.pipeline
-        )  # one rank per pipeline
+        self._num_losses += signs.num_losses
         self._pending_steps.clear()
         return signs
 
@@ -264,7 +286,7 @@ class Trainer:
             **self._meter.compute_rates(parts.training.wait_s),
         }
         self._progress.report(step, values, self._event_log)
-        self._loss_sum, self._num_losses = 0.0, 0
+        self._loss_sum, self._num_losses = 0.0, 0.0
 
     def _write_histograms(self, step: int) -> None:
         every = self.spec.histograms_every_steps
@@ -276,6 +298,7 @@ class Trainer:
         if parts.validation is None:
             return None
         with self._meter.pause(), parts.apply_average():
+            self._sync.before_step()
             parts.model.check_buffers()
             metrics = evaluate(parts.model, parts.validation)
         self._progress.evaluated, self._progress.metrics = step, metrics
@@ -297,6 +320,7 @@ class Trainer:
 
     def _save(self, *, best: bool = False, must: bool = False) -> None:
         with self._meter.pause():
+            self._sync.collect_state()
             self._progress.training_s = self._meter.training_s
             self._progress.policy = self._policy.state_dict()
             self._checkpoints.save(self._progress, best=best, must=must)
@@ -304,6 +328,9 @@ class Trainer:
     # -- after ----------------------------------------------------------------------------------------------------
 
     def _finish(self, stop: StopDecision) -> TrainResult:
+        self._sync.end()
+        if not self._sync.is_chief:
+            return TrainResult(self._run_id, stop.reason, stop.detail, stop.step, stop.step, self._elapsed_s)
         self._save(must=stop.reason == "interrupted")
         self._checkpoints.wait(must=stop.reason == "interrupted")
         progress, kept = self._progress, stop.keep_step

@@ -20,6 +20,7 @@ import torch
 
 from shoal.batch_tree import count_samples, tensors_of
 from shoal.cost.measure.memory import bytes_of, state_of, track_growth
+from shoal.cost.measure.op_counter import count_ops
 from shoal.cost.predict.single_device import preserve_process
 from shoal.cpu_count import count_usable_cores
 from shoal.data.dataset import length_of
@@ -245,7 +246,7 @@ def measure_step(parts: TrainComponents, batch: Any, device: torch.device) -> tu
     parts.optimizer.zero_grad()
     there = state_of(parts.model.modules, parts.optimizer)
     held_bytes = bytes_of([*there["parameters"], *there["optimizer"], *tensors_of(batch)])
-    with track_growth(device) as grown:
+    with track_growth(device) as grown, count_ops(grown):  # under a counter, cells of trees allocate in torch
         _run_step(parts, batch, 1)
     seconds: list[float] = []
     while not seconds or (len(seconds) < NUM_TIMED and sum(seconds) < TIMED_S):

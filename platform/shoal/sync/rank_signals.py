@@ -1,7 +1,7 @@
 """Synchronise between ranks what only one of them may have noticed: a stop request, a clock, a non-finite loss.
 
 After a number of steps the ranks exchange a few numbers in one collective, so that all have the same. The interval
-follows from the exchanged numbers, so that a step of a millisecond does not pay for an exchange. Called by the Trainer;
+follows from the exchanged numbers, so that a step of a millisecond does not pay for an exchange. Called by `AllReduce`;
 decides nothing.
 """
 
@@ -25,13 +25,14 @@ class RankSignals(NamedTuple):
     stop:          a stop was requested
     elapsed_s:     of this attempt of the run
     is_not_finite: a loss or gradient was not finite
-    loss:          the sum over the steps since the last exchange
+    loss:          the sum over the steps since the last exchange, of `num_losses` of them
     """
 
     stop: bool = False
     elapsed_s: float = 0.0
     is_not_finite: bool = False
     loss: float = 0.0
+    num_losses: float = 0.0
 
 
 class RankSync:
@@ -53,11 +54,13 @@ class RankSync:
         now, size = time.monotonic(), self._world.size
         step_s = (now - self._last_s) / max(self._steps, 1)
         loss = 0.0 if mine.is_not_finite else mine.loss
-        values = torch.tensor([mine.stop, mine.elapsed_s, mine.is_not_finite, loss, step_s], dtype=torch.double)
+        values = torch.tensor(
+            [mine.stop, mine.elapsed_s, mine.is_not_finite, loss, mine.num_losses, step_s], dtype=torch.double
+        )
         if self._group is not None:
             dist.all_reduce(values, group=self._group)
-        stop, elapsed_s, is_not_finite, loss, step_s = values.tolist()
+        stop, elapsed_s, is_not_finite, loss, num_losses, step_s = values.tolist()
         wanted = int(INTERVAL_S * size / max(step_s, 1e-6))
         self._interval = min(MAX_INTERVAL, 2 * self._interval, max(1, wanted))
         self._steps, self._last_s = 0, now
-        return RankSignals(stop > 0, elapsed_s / size, is_not_finite > 0, loss)
+        return RankSignals(stop > 0, elapsed_s / size, is_not_finite > 0, loss, num_losses)

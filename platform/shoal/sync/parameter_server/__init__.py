@@ -1,0 +1,1 @@
+"""Asynchronous training: servers apply the gradients that workers push, and workers pull weights."""

@@ -1,0 +1,181 @@
+"""Which pushes become updates, in which order, and which worker may go on: the consistency of asynchronous training.
+
+Owns the clocks of all workers and the order of updates; knows neither weights, time nor sockets. Called by the
+controller's process. Sources: SSP, 1302.0079 (Ho et al., 2013); backup workers, 1604.00981 (Chen et al., 2016).
+
+    a worker's clock   how many of its steps it has finished
+    a version          how many updates are in the weights: the sequence number of the newest
+    τ of an update     how many updates came between the pull and the update
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+Settings = list[dict[str, Any]]  # of each group of the optimiser: learning rate, momentum
+
+
+class Push(msgspec.Struct, frozen=True):
+    """A gradient that all servers hold: of one step of one life of a worker.
+
+    clock:    the number of the step, from 0
+    version:  of the weights that it was computed with
+    lives:    of the servers that have the gradient
+    absent:   the parameters without a gradient, by index
+    settings: of the optimiser's groups at this step
+    """
+
+    worker: int
+    incarnation: int
+    clock: int
+    version: int
+    lives: list[int] = []
+    absent: list[int] = []
+    settings: Settings = []
+
+
+class Update(msgspec.Struct, frozen=True):
+    """The next step of the optimiser, on every server: over the mean of the gradients of `pushes`."""
+
+    sequence: int
+    pushes: list[Push]
+
+    @property
+    def staleness(self) -> list[int]:
+        """τ of each push."""
+        return [self.sequence - 1 - push.version for push in self.pushes]
+
+
+@dataclass
+class _Worker:
+    incarnation: int
+    clock: int
+    pushed: int = -1  # the clock of its newest push
+    is_waiting: bool = False  # for leave to begin its next step
+
+
+@dataclass
+class Clock:
+    """The clocks of a run with `num_workers` places.
+
+    staleness: steps that a worker may be ahead of the slowest; 0: one update for a step of all; None: no bound
+    backups:   with 0, how many of the workers an update does not wait for
+    """
+
+    num_workers: int
+    staleness: int | None = 0
+    backups: int = 0
+    sequence: int = 0  # updates so far
+    num_dropped: int = 0  # pushes that came after their update (backups), or from an earlier life
+    _workers: dict[int, _Worker] = field(default_factory=dict)
+    _prepared: dict[int, Push] = field(default_factory=dict)  # of the present round, by worker
+    _lives: dict[int, int] = field(default_factory=dict)
+    _expected: set[int] = field(default_factory=set)  # workers that have not joined yet: they are waited for
+
+    def __post_init__(self) -> None:
+        self._expected = set(range(self.num_workers))
+
+    @property
+    def steps(self) -> int:
+        """Finished steps of the run: so many global batches are in the weights."""
+        return self.sequence if self.staleness == 0 else self.sequence // self.num_workers
+
+    def resume(self, steps: int) -> None:
+        """Continue after so many steps."""
+        self.sequence = self.version_after(steps)
+
+    def version_after(self, steps: int) -> int:
+        """The version of the weights after so many steps."""
+        return steps if self.staleness == 0 else steps * self.num_workers
+
+    def join(self, worker: int) -> int:
+        """A worker, or its replacement, begins with the slowest; returns its incarnation."""
+        self._lives[worker] = incarnation = self._lives.get(worker, 0) + 1
+        others = [each.clock for number, each in self._workers.items() if number != worker]
+        self._prepared.pop(worker, None)
+        self._expected.discard(worker)
+        self._workers[worker] = _Worker(incarnation, min(others, default=0))
+        return incarnation
+
+    def leave(self, worker: int, incarnation: int) -> list[Update]:
+        """A worker is gone, or will not come (incarnation 0): it is waited for no more. Its updates stay.
+
+        Returns the updates that follow.
+        """
+        if incarnation == 0:
+            self._expected.discard(worker)
+            return self._close_round()
+        found = self._workers.get(worker)
+        if found is None or found.incarnation != incarnation:
+            return []
+        del self._workers[worker]
+        self._prepared.pop(worker, None)
+        return self._close_round()
+
+    def prepare(self, push: Push) -> list[Update]:
+        """A gradient has reached all servers. Returns the updates that follow, in order.
+
+        Until `take_released` names the worker, it may not begin another step.
+        """
+        worker = self._workers.get(push.worker)
+        if worker is None or worker.incarnation != push.incarnation:
+            self.num_dropped += 1
+            return []
+        worker.is_waiting = True
+        if push.clock == worker.pushed:  # it asks again
+            return []
+        worker.pushed = push.clock
+        if self.staleness != 0:
+            worker.clock += 1
+            self.sequence += 1
+            return [Update(self.sequence, [push])]
+        if push.clock < worker.clock:  # its round was closed without it
+            self.num_dropped += 1
+            return []
+        self._prepared[push.worker] = push
+        return self._close_round()
+
+    def take_back(self) -> list[int]:
+        """A server has lost the gradients that are prepared and no update yet: their workers, which push them again."""
+        workers = sorted(self._prepared)
+        for number in workers:
+            self._workers[number].pushed, self._workers[number].is_waiting = -1, False
+        self._prepared.clear()
+        return workers
+
+    def take_released(self) -> list[int]:
+        """The waiting workers that may begin their next step now."""
+        slowest = 0 if self._expected else min((each.clock for each in self._workers.values()), default=0)
+        released = []
+        for number, worker in self._workers.items():
+            if worker.is_waiting and number not in self._prepared and self._is_near(worker.clock - slowest):
+                worker.is_waiting = False
+                released.append(number)
+        return released
+
+    def get_clock(self, worker: int) -> int:
+        """The number of its next step."""
+        return self._workers[worker].clock
+
+    @property
+    def workers(self) -> list[int]:
+        """Those that take part now."""
+        return sorted(self._workers)
+
+    def _is_near(self, ahead: int) -> bool:
+        return self.staleness is None or self.staleness == 0 or ahead <= self.staleness
+
+    def _close_round(self) -> list[Update]:
+        """With staleness 0: the update of this round, if enough workers have pushed."""
+        enough = max(1, len(self._workers) + len(self._expected) - self.backups)
+        if self.staleness != 0 or not self._prepared or len(self._prepared) < enough:
+            return []
+        pushes = [self._prepared[worker] for worker in sorted(self._prepared)]
+        self._prepared.clear()
+        self.sequence += 1
+        for worker in self._workers.values():
+            worker.clock += 1
+        return [Update(self.sequence, pushes)]

@@ -1,0 +1,159 @@
+"""The division of weights, and of what the optimiser stores for them, among servers.
+
+All parameters lie one after the other in one flat vector, by dtype float32. With an optimiser that treats each element
+by itself, a server owns a range of that vector, whatever tensors it cuts; with another, whole tensors. Pure functions.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+
+from shoal.errors import ConfigError
+
+NUMBER = "number"  # of a group among all groups of the whole optimiser
+ELEMENTWISE = (SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, Adagrad, RMSprop, Rprop)
+
+
+@dataclass(frozen=True)
+class ParameterSlice:
+    """A range of one parameter on one server."""
+
+    parameter: int  # its index
+    begin: int  # elements of the parameter, flattened
+    end: int
+    offset: int  # elements before it in the server's own vector
+
+    @property
+    def size(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Partition:
+    """pieces: for each server. A server's vector is its pieces, one after the other."""
+
+    pieces: tuple[tuple[ParameterSlice, ...], ...]
+
+    @property
+    def num_servers(self) -> int:
+        return len(self.pieces)
+
+    def get_size(self, server: int) -> int:
+        """Elements of the server's vector."""
+        return sum(piece.size for piece in self.pieces[server])
+
+    def read(self, server: int, vector: Tensor, parameters: Sequence[Tensor]) -> None:
+        """Copy the server's vector into the parameters."""
+        for piece in self.pieces[server]:
+            parameters[piece.parameter].view(-1)[piece.begin : piece.end].copy_(
+                vector[piece.offset : piece.offset + piece.size]
+            )
+
+    def write(self, server: int, parameters: Sequence[Tensor | None], vector: Tensor) -> None:
+        """Copy the parameters, or zeros for None, into the server's vector."""
+        for piece in self.pieces[server]:
+            part, given = vector[piece.offset : piece.offset + piece.size], parameters[piece.parameter]
+            if given is None:
+                part.zero_()
+            else:
+                part.copy_(given.reshape(-1)[piece.begin : piece.end])
+
+
+def divide(sizes: Sequence[int], num_servers: int, *, whole: bool) -> Partition:
+    """Divide parameters of `sizes` elements so that the servers' vectors are about equal.
+
+    whole: only between parameters
+
+    Raises ConfigError when a server would own nothing.
+    """
+    most = len(sizes) if whole else sum(sizes)
+    if num_servers > most:
+        what = "parameters, and this optimiser needs each whole" if whole else "elements"
+        raise ConfigError("sync.servers", num_servers, f"is more than the model has {what}", f"at most {most}")
+    return _divide_parameters(sizes, num_servers) if whole else _divide_elements(sizes, num_servers)
+
+
+def _divide_elements(sizes: Sequence[int], num_servers: int) -> Partition:
+    total, first = sum(sizes), 0
+    pieces: list[list[ParameterSlice]] = [[] for _ in range(num_servers)]
+    bounds = [total * server // num_servers for server in range(num_servers + 1)]
+    for index, size in enumerate(sizes):
+        for server in range(num_servers):
+            begin, end = max(first, bounds[server]), min(first + size, bounds[server + 1])
+            if begin < end:
+                pieces[server].append(ParameterSlice(index, begin - first, end - first, begin - bounds[server]))
+        first += size
+    return Partition(tuple(map(tuple, pieces)))
+
+
+def _divide_parameters(sizes: Sequence[int], num_servers: int) -> Partition:
+    loads = [(0, server) for server in range(num_servers)]
+    heapify(loads)
+    owned: list[list[int]] = [[] for _ in range(num_servers)]
+    for index in sorted(range(len(sizes)), key=lambda each: -sizes[each]):
+        load, server = loads[0]
+        owned[server].append(index)
+        heapreplace(loads, (load + sizes[index], server))
+    pieces = []
+    for indices in owned:
+        offset, own = 0, []
+        for index in sorted(indices):
+            own.append(ParameterSlice(index, 0, sizes[index], offset))
+            offset += sizes[index]
+        pieces.append(tuple(own))
+    return Partition(tuple(pieces))
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether it treats each element by itself, so that a tensor may be cut."""
+    return type(optimizer) in ELEMENTWISE
+
+
+def take_part(optimizer: Optimizer, partition: Partition, server: int, vector: Tensor) -> Optimizer:
+    """The optimiser of one server: the same settings and groups, over views of the server's `vector`.
+
+    Raises ConfigError for parameters that are not float32.
+    """
+    index = {id(each): place for place, each in enumerate(each for g in optimizer.param_groups for each in g["params"])}
+    views: dict[int, list[torch.nn.Parameter]] = {}
+    whole = not is_elementwise(optimizer)
+    shapes = [each.shape for group in optimizer.param_groups for each in group["params"]]
+    for piece in partition.pieces[server]:
+        part = vector[piece.offset : piece.offset + piece.size]
+        view = torch.nn.Parameter(part.view(shapes[piece.parameter]) if whole else part)
+        views.setdefault(piece.parameter, []).append(view)
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        own = [view for each in group["params"] for view in views.get(index[id(each)], [])]
+        groups.append({**group, "params": own, NUMBER: number})
+    if whole:  # a class whose constructor is unknown
+        optimizer.param_groups[:] = groups
+        return optimizer
+    accepted = inspect.signature(type(optimizer)).parameters
+    defaults = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+    return type(optimizer)([group for group in groups if group["params"]], **defaults)
+
+
+def plan_partition(optimizer: Optimizer, num_servers: int) -> Partition:
+    """Divide what `optimizer` optimises. Every process of a run computes the same.
+
+    Raises ConfigError for parameters that are not float32, and for more servers than there is to divide.
+    """
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    for each in parameters:
+        if each.dtype != torch.float32:
+            problem = f"has a parameter of the type {each.dtype}, and servers keep float32"
+            raise ConfigError("sync.kind", "parameter_server", f"the model {problem}", "use sync=all_reduce")
+    return divide([each.numel() for each in parameters], num_servers, whole=not is_elementwise(optimizer))
+
+
+def describe_parameters(optimizer: Optimizer) -> list[list[int]]:
+    """The shapes, in order: the same for two processes with one model."""
+    return [list(each.shape) for group in optimizer.param_groups for each in group["params"]]

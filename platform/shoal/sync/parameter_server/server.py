@@ -1,0 +1,139 @@
+"""A server of asynchronous training: a part of the weights, and of what the optimiser stores for it.
+
+It *applies*: a worker sends a gradient and never the optimiser's state, and the weights of a version exist before any
+worker asks for them. Updates come in one order, the same on every server, so version v is the same moment everywhere.
+Called by the process that serves it; knows no sockets. Elements are float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shoal.errors import ConfigError
+from shoal.sync.parameter_server.clock import Push, Settings, Update
+from shoal.sync.parameter_server.partition import NUMBER, describe_parameters, plan_partition, take_part
+from shoal.sync.parameter_server.shared_weights import SharedWeights
+from shoal.sync.spec import SyncSpec
+
+SETTINGS = ("lr", "momentum", "betas")  # of an optimiser's group, that a schedule may change
+
+
+class ParameterServer:
+    """Server `index` of `spec.servers`.
+
+    optimizer: over all parameters of the model, as one process would have it; its class and settings are used
+    """
+
+    def __init__(self, index: int, optimizer: Optimizer, spec: SyncSpec, num_workers: int) -> None:
+        partition = plan_partition(optimizer, spec.servers)
+        self.parameters = describe_parameters(optimizer)
+        self._pieces, self._spec = partition.pieces[index], spec
+        size = partition.get_size(index)
+        self.memory = SharedWeights.create(size, num_workers)
+        self._weights, self._gradient = torch.zeros(size), torch.zeros(size)
+        self._optimizer = take_part(optimizer, partition, index, self._weights)
+        self._views = [each for group in self._optimizer.param_groups for each in group["params"]]
+        by_place = {view.data_ptr(): view for view in self._views}
+        self._views = [by_place[self._weights[piece.offset :].data_ptr()] for piece in self._pieces]
+        self._pulled: dict[int, Tensor] = {}  # by worker, where staleness is compensated
+        self.version = -1  # no weights yet
+        self._waiting: dict[int, Update] = {}  # updates that came before an earlier one
+
+    def push(self, worker: int, gradient: bytes) -> None:
+        """A gradient that came as a message. From the same host workers write it into the shared memory themselves."""
+        self.memory.gradients[worker].copy_(torch.frombuffer(bytearray(gradient), dtype=torch.float32))
+
+    def commit(self, update: Update) -> None:
+        """Apply an update once all earlier ones are applied."""
+        if update.sequence <= self.version:  # of an earlier life
+            return
+        self._waiting[update.sequence] = update
+        while (following := self._waiting.pop(self.version + 1, None)) is not None:
+            self._apply(following)
+
+    def remember_pull(self, worker: int, version: int) -> None:
+        """A worker computes its next gradient with this version."""
+        if self._spec.compensation:
+            buffer = self.memory.find_buffer(version)
+            self._pulled[worker] = (self._weights if buffer is None else buffer).clone()
+
+    def _apply(self, update: Update) -> None:
+        first, *others = update.pushes
+        gradient = self._gradient.copy_(self._compensate(first))
+        for push in others:
+            gradient += self._compensate(push)
+        if others:
+            gradient /= len(update.pushes)
+        absent = set(first.absent).intersection(*(push.absent for push in others))
+        for piece, view in zip(self._pieces, self._views, strict=True):
+            part = gradient[piece.offset : piece.offset + piece.size]
+            view.grad = None if piece.parameter in absent else part.view(view.shape)
+        self._use_settings(first.settings, max(update.staleness))
+        self._optimizer.step()
+        self.version = update.sequence
+        self.memory.publish(self._weights, self.version)
+
+    def _compensate(self, push: Push) -> Tensor:
+        """DC-ASGD, equation 10: the gradient at the present weights, by a diagonal approximation of the Hessian."""
+        gradient = self.memory.gradients[push.worker]
+        before = self._pulled.get(push.worker)
+        if before is None:
+            return gradient
+        return gradient + self._spec.compensation * gradient.square() * (self._weights - before)
+
+    def _use_settings(self, settings: Settings, staleness: int) -> None:
+        rate = 1 / max(1, staleness) if self._spec.rate == "per_staleness" else 1.0
+        for group in self._optimizer.param_groups:
+            chosen = settings[group[NUMBER]]
+            group.update({name: tuple(value) if name == "betas" else value for name, value in chosen.items()})
+            group["lr"] *= rate
+
+    # -- state
+
+    def load(self, weights: Tensor, state: Sequence[Mapping[str, Tensor]], version: int) -> None:
+        """Begin with these weights [size] and the optimiser's state of each piece."""
+        self._weights.copy_(weights)
+        self._optimizer.state.clear()
+        for view, values in zip(self._views, state, strict=True):
+            if values:
+                self._optimizer.state[view] = {
+                    name: value.clone().view(view.shape)
+                    if value.numel() == view.numel() and value.ndim
+                    else value.clone()
+                    for name, value in values.items()
+                }
+        self.version = version
+        self.memory.publish(self._weights, version)
+
+    def set_version(self, version: int) -> None:
+        """Take the present weights for those of `version`: updates before it that this server lacks are lost."""
+        if version != self.version:
+            self.version = version
+            if version >= 0:
+                self.memory.publish(self._weights, version)
+        self._waiting = {sequence: update for sequence, update in self._waiting.items() if sequence > version}
+
+    def dump(self) -> tuple[int, Tensor, list[dict[str, Tensor]]]:
+        """The version, the weights [size] and the optimiser's state of each piece, at one moment."""
+        state = []
+        for view in self._views:
+            values = self._optimizer.state.get(view, {})
+            _require_tensors(values)
+            state.append({name: value.reshape(-1) if value.ndim else value for name, value in values.items()})
+        return self.version, self._weights, state
+
+    def close(self) -> None:
+        """Release the memory. Idempotent."""
+        self.memory.close()
+
+
+def _require_tensors(values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            problem = f"stores {name!r} as a {type(value).__name__}, and only tensors can be divided and saved"
+            raise ConfigError("sync.kind", "parameter_server", f"the optimiser {problem}", "use sync=all_reduce")

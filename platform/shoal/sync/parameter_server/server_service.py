@@ -1,0 +1,141 @@
+"""A parameter server as a service: its calls over a socket, in one thread, in the order in which they come.
+
+Called by the process of a server. The controller's messages come over one connection and so in their order; pulls and
+snapshots of a version that is still to come are answered when it has come. The state goes to a file every few seconds,
+in the background, so that a server that died begins again from there, while workers wait for it and the others go on.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from shoal.sync.parameter_server.clock import Update
+from shoal.sync.parameter_server.rpc import LATER, CallId, RpcClient, RpcService
+from shoal.sync.parameter_server.server import ParameterServer
+from shoal.sync.parameter_server.tensor_codec import pack, unpack
+
+State = tuple[Any, list[dict[str, Any]]]  # the weights and the optimiser's state of each piece, packed
+
+
+class ServerService:
+    """Serves `server`, number `index`, at `address`.
+
+    controller: the address of the run's
+    file:       of the state; None: nothing is kept for a second life
+    every_s:    between two writings of the state
+    """
+
+    def __init__(
+        self,
+        address: str,
+        index: int,
+        server: ParameterServer,
+        controller: str,
+        timeout_s: float,
+        file: Path | None = None,
+        every_s: float = 5.0,
+    ) -> None:
+        self._server, self._index, self._file, self._every_s = server, index, file, every_s
+        self._controller = RpcClient(controller, timeout_s)
+        self._life = 0
+        self._pulls: dict[CallId, tuple[int, int]] = {}  # those that wait: worker, version needed
+        self._dumps: dict[CallId, int] = {}
+        self._snapshot_at = -1
+        self._kept: State | None = None  # of the version `_snapshot_at`
+        self._written_s = time.monotonic()
+        self._writer: threading.Thread | None = None
+        names = ("address", "load", "pull", "push", "commit", "snapshot", "dump")
+        self.service = RpcService(address, {name: getattr(self, f"_{name}") for name in names})
+
+    def start(self) -> None:
+        """Begin, or begin again where the file is. Raises ConnectionLost without a controller."""
+        version = -1
+        if self._file is not None and self._file.exists():
+            version, weights, state = torch.load(self._file)
+            self._server.load(weights, state, version)
+        self._life, version = self._controller.call("resume_server", self._index, secrets.token_hex(8), version)
+        self._server.set_version(version)
+        self.service.start()
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.service.close()
+        self._controller.close()
+        self.wait_until_written()
+        self._server.close()
+
+    def wait_until_written(self) -> None:
+        """Wait for the writing of the state that is under way, if any."""
+        if self._writer is not None:
+            self._writer.join()
+
+    def _address(self, caller: CallId) -> Any:
+        """Where its memory is, its life, and the shapes of the model's parameters."""
+        return tuple(self._server.memory.address), self._life, self._server.parameters
+
+    def _load(self, caller: CallId, weights: Any, state: list[dict[str, Any]], version: int) -> None:
+        states = [{name: unpack(value) for name, value in each.items()} for each in state]
+        self._server.load(unpack(weights), states, version)
+        if self._file is not None:
+            self._write(self._file)
+            self.wait_until_written()  # from here on it can come back
+
+    def _push(self, caller: CallId, worker: int, gradient: bytes) -> None:
+        self._server.push(worker, gradient)
+
+    def _pull(self, caller: CallId, worker: int, needed: int) -> Any:
+        if self._server.version < needed:
+            self._pulls[caller] = worker, needed
+            return LATER
+        self._server.remember_pull(worker, self._server.version)
+        return self._life, self._server.memory.get_versions()
+
+    def _commit(self, caller: CallId, update: dict[str, Any]) -> Any:
+        self._server.commit(msgspec.convert(update, Update))
+        for waiting, (worker, needed) in list(self._pulls.items()):
+            if needed <= self._server.version:
+                del self._pulls[waiting]
+                self.service.reply(waiting, self._pull(waiting, worker, needed))
+        if self._file is not None and time.monotonic() - self._written_s > self._every_s:
+            self._write(self._file)
+        return LATER  # the controller does not wait for an answer
+
+    def _snapshot(self, caller: CallId, version: int) -> Any:
+        """Keep the state of this version; the controller asks for it between two updates."""
+        _, weights, state = self._server.dump()
+        packed = [{name: pack(value) for name, value in each.items()} for each in state]
+        self._snapshot_at, self._kept = version, (pack(weights), packed)
+        for waiting, wanted in list(self._dumps.items()):
+            if wanted == version:
+                del self._dumps[waiting]
+                self.service.reply(waiting, self._kept)
+        return LATER
+
+    def _dump(self, caller: CallId, version: int) -> Any:
+        if version != self._snapshot_at:
+            self._dumps[caller] = version
+            return LATER
+        return self._kept
+
+    def _write(self, file: Path) -> None:
+        """Copy the state now, and write the copy in the background, unless the last one is still being written."""
+        if self._writer is not None and self._writer.is_alive():
+            return
+        version, weights, state = self._server.dump()
+        copied = version, weights.clone(), [{name: value.clone() for name, value in each.items()} for each in state]
+
+        def write() -> None:
+            partial = file.with_suffix(".new")
+            torch.save(copied, partial)
+            partial.replace(file)
+
+        self._written_s = time.monotonic()
+        self._writer = threading.Thread(target=write, name=f"state of server {self._index}")
+        self._writer.start()

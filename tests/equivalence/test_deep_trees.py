@@ -1,0 +1,52 @@
+"""Chains of 2,000 nodes, nodes with 2,000 children and levels of 2,100 nodes: as the recursion by the equations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from shoal.trees import TreeBatch
+from tree_recursion import (
+    SUBJECTS,
+    Subject,
+    SumCell,
+    assert_equals_recursion,
+    chain,
+    children_of,
+    float64_on_one_thread,
+    star,
+)
+
+
+@pytest.fixture(autouse=True)
+def _use_float64() -> Iterator[None]:
+    with float64_on_one_thread():
+        yield
+
+
+@pytest.mark.parametrize("subject", SUBJECTS.values(), ids=SUBJECTS)
+def test_a_chain_of_2000_nodes(subject: Subject) -> None:
+    parents = [chain(2000)]
+    assert_equals_recursion(
+        subject.make(2), TreeBatch.from_parents(parents), list(map(children_of, parents)), subject.size, subject.ways
+    )
+
+
+@pytest.mark.parametrize("name", ["child-sum", "n-ary", "recursive", "sum", "gated"])
+def test_a_node_with_2000_children(name: str) -> None:
+    subject = SUBJECTS[name]
+    parents = [star(2000), [2, 2, -1]]
+    assert_equals_recursion(
+        subject.make(2000), TreeBatch.from_parents(parents), list(map(children_of, parents)), subject.size, subject.ways
+    )
+
+
+def test_a_level_of_more_nodes_than_one_call_takes() -> None:
+    """Chains of two on one root: 2,100 leaves and 2,100 nodes above them, whose gradients are added up in pieces."""
+    parents = [[-1] + [0] * 2100 + list(range(1, 2101))]
+    cell = SumCell(1)
+    with torch.no_grad():
+        cell.below.weight.mul_(0.01)
+    assert_equals_recursion(cell, TreeBatch.from_parents(parents), list(map(children_of, parents)), 1, ["levels"])

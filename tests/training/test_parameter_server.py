@@ -1,0 +1,319 @@
+"""Servers, controller and workers in one process: the updates are those of the equations, whatever is divided how."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
+
+from shoal.errors import ConfigError, SpecMismatch, TrainError
+from shoal.sync.parameter_server.clock import Clock
+from shoal.sync.parameter_server.controller import Controller
+from shoal.sync.parameter_server.partition import divide
+from shoal.sync.parameter_server.rpc import RpcClient
+from shoal.sync.parameter_server.server import ParameterServer
+from shoal.sync.parameter_server.server_service import ServerService
+from shoal.sync.parameter_server.worker import ParameterServerSync
+from shoal.sync.spec import SyncSpec
+
+TIMEOUT_S = 30.0
+MakeOptimizer = Callable[[nn.Module], Optimizer]
+
+
+class Network(nn.Module):
+    """With a parameter that gets a gradient only in even steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+        self.rare = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor, is_even: bool) -> Tensor:
+        outputs: Tensor = self.layers(x)
+        return outputs * self.rare if is_even else outputs
+
+
+def make_network() -> Network:
+    torch.manual_seed(0)
+    return Network()
+
+
+def batch_of(step: int, worker: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + worker)
+    return torch.randn(4, 5, generator=generator), torch.randn(4, 3, generator=generator)
+
+
+def compute_gradients(network: nn.Module, step: int, worker: int) -> None:
+    network.zero_grad()
+    x, y = batch_of(step, worker)
+    loss = (network(x, step % 2 == 0) - y).square().mean()
+    loss.backward()
+
+
+def make_service(
+    folder: Path, index: int, spec: SyncSpec, num_workers: int, make_optimizer: MakeOptimizer, file: Path | None = None
+) -> ServerService:
+    server = ParameterServer(index, make_optimizer(make_network()), spec, num_workers)
+    address = f"ipc://{folder}/server-{index}"
+    return ServerService(address, index, server, f"ipc://{folder}/controller", TIMEOUT_S, file, every_s=0.0)
+
+
+@contextmanager
+def running(
+    folder: Path, spec: SyncSpec, num_workers: int, make_optimizer: MakeOptimizer
+) -> Iterator[tuple[Controller, Callable[[int, Optimizer], ParameterServerSync]]]:
+    """The controller, and how to make a worker's synchronizer."""
+    addresses = [f"ipc://{folder}/server-{index}" for index in range(spec.servers)]
+    services = [make_service(folder, index, spec, num_workers, make_optimizer) for index in range(spec.servers)]
+    clock = Clock(num_workers, spec.staleness, spec.backups)
+    controller = Controller(f"ipc://{folder}/controller", addresses, clock, TIMEOUT_S)
+    controller.start()
+    for each in services:
+        each.start()
+
+    def make_sync(worker: int, optimizer: Optimizer) -> ParameterServerSync:
+        return ParameterServerSync(optimizer, worker, f"ipc://{folder}/controller", addresses, TIMEOUT_S)
+
+    try:
+        yield controller, make_sync
+    finally:
+        controller.close()
+        for each in services:
+            each.close()
+
+
+def train(
+    folder: Path, spec: SyncSpec, num_workers: int, make_optimizer: MakeOptimizer, num_steps: int
+) -> tuple[list[Tensor], dict[int, int], Optimizer]:
+    """Every worker in a thread: the chief's weights at the end, how often each τ was seen, the chief's optimiser."""
+    found: dict[int, Any] = {}
+
+    def work(worker: int, make_sync: Callable[[int, Optimizer], ParameterServerSync]) -> None:
+        network = made[worker]
+        optimizer = make_optimizer(network)
+        sync = make_sync(worker, optimizer)
+        try:
+            sync.begin(0)
+            for step in range(num_steps):
+                sync.before_step()
+                compute_gradients(network, step, worker)
+                sync.apply_gradients()
+            together.wait(TIMEOUT_S)
+            if worker == 0:
+                sync.collect_state()
+            found[worker] = ([each.detach().clone() for each in network.parameters()], optimizer)
+            sync.end()
+        except BaseException as error:  # noqa: BLE001 - the test raises it
+            found[worker] = error
+            together.abort()
+        finally:
+            sync.close()
+
+    together = threading.Barrier(num_workers)
+    made = [make_network() for _ in range(num_workers)]
+    with running(folder, spec, num_workers, make_optimizer) as (controller, make_sync):
+        threads = [threading.Thread(target=work, args=(worker, make_sync)) for worker in range(num_workers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+        errors = [outcome for outcome in found.values() if isinstance(outcome, BaseException)]
+        for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+            raise error
+        weights, optimizer = found[0]
+        return weights, dict(controller.staleness), optimizer
+
+
+def train_alone(num_workers: int, make_optimizer: MakeOptimizer, num_steps: int) -> tuple[list[Tensor], Optimizer]:
+    """The same steps over the mean of the workers' gradients, in this thread."""
+    network = make_network()
+    optimizer = make_optimizer(network)
+    for step in range(num_steps):
+        sums: list[Tensor | None] = [None] * len(list(network.parameters()))
+        for worker in range(num_workers):
+            compute_gradients(network, step, worker)
+            for index, each in enumerate(network.parameters()):
+                if each.grad is not None:
+                    sums[index] = each.grad.clone() if sums[index] is None else sums[index] + each.grad
+        for each, total in zip(network.parameters(), sums, strict=True):
+            each.grad = None if total is None else total / num_workers
+        optimizer.step()
+    return [each.detach() for each in network.parameters()], optimizer
+
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "sgd": lambda network: SGD(network.parameters(), 0.1, momentum=0.9, weight_decay=0.01),
+    "adam": lambda network: Adam(network.parameters(), 0.05),
+    "rmsprop": lambda network: RMSprop(network.parameters(), 0.01),
+    "groups": lambda network: AdamW(
+        [
+            {"params": [*network.parameters()][:2], "lr": 0.1},
+            {"params": [*network.parameters()][2:], "weight_decay": 0.3},
+        ]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("num_servers", [1, 3])
+def test_with_staleness_0_it_is_synchronous_training_step_by_step(tmp_path: Path, name: str, num_servers: int) -> None:
+    weights, staleness, optimizer = train(tmp_path, SyncSpec(servers=num_servers), 3, OPTIMIZERS[name], 6)
+    expected, alone = train_alone(3, OPTIMIZERS[name], 6)
+    torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
+    assert staleness == {0: 18}
+    for mine, other in zip(optimizer.param_groups, alone.param_groups, strict=True):
+        for one, two in zip(mine["params"], other["params"], strict=True):
+            torch.testing.assert_close(dict(optimizer.state[one]), dict(alone.state[two]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("staleness", [None, 3])
+def test_one_worker_that_does_not_wait_is_sequential_training(tmp_path: Path, staleness: int | None) -> None:
+    spec = SyncSpec(servers=2, staleness=staleness, rate="per_staleness", compensation=0.5)
+    weights, seen, _ = train(tmp_path, spec, 1, OPTIMIZERS["adam"], 6)
+    expected, _ = train_alone(1, OPTIMIZERS["adam"], 6)
+    torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
+    assert seen == {0: 6}
+
+
+def test_every_push_of_free_workers_becomes_one_update(tmp_path: Path) -> None:
+    weights, seen, _ = train(tmp_path, SyncSpec(servers=2, staleness=None), 4, OPTIMIZERS["sgd"], 10)
+    assert sum(seen.values()) == 40
+    assert all(each.isfinite().all() for each in weights)
+
+
+def test_a_partition_is_balanced_and_complete() -> None:
+    for whole in (False, True):
+        partition = divide([1000, 10, 500, 490, 7], 3, whole=whole)
+        sizes = [partition.get_size(server) for server in range(3)]
+        assert sum(sizes) == 2007
+        assert max(sizes) <= (1000 if whole else 669)
+        parameters = [torch.arange(float(size)) for size in (1000, 10, 500, 490, 7)]
+        copies = [torch.zeros_like(each) for each in parameters]
+        for server in range(3):
+            vector = torch.empty(sizes[server])
+            partition.write(server, parameters, vector)
+            partition.read(server, vector, copies)
+        torch.testing.assert_close(copies, parameters)
+
+
+def test_more_servers_than_there_is_to_divide_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"sync\.servers"):
+        divide([2, 1], 4, whole=False)
+    with pytest.raises(ConfigError, match="needs each whole"):
+        divide([2, 1], 3, whole=True)
+
+
+def test_a_worker_with_another_model_is_refused(tmp_path: Path) -> None:
+    with running(tmp_path, SyncSpec(), 1, OPTIMIZERS["sgd"]) as (_, make_sync):
+        other = nn.Linear(2, 2)
+        sync = make_sync(0, SGD(other.parameters(), 0.1))
+        with pytest.raises(SpecMismatch, match="worker 0"):
+            sync.begin(0)
+        sync.close()
+
+
+def test_sparse_gradients_are_refused(tmp_path: Path) -> None:
+    embedding = nn.Embedding(4, 2, sparse=True)
+    with running(tmp_path, SyncSpec(), 1, lambda _: SGD(nn.Embedding(4, 2).parameters(), 0.1)) as (_, make_sync):
+        sync = make_sync(0, SGD(embedding.parameters(), 0.1))
+        sync.begin(0)
+        embedding(torch.tensor([1])).sum().backward()
+        with pytest.raises(TrainError, match="sparse"):
+            sync.apply_gradients()
+        sync.close()
+
+
+class Replica:
+    """One worker, step by step, in this thread or another."""
+
+    def __init__(self, worker: int, make_sync: Callable[[int, Optimizer], ParameterServerSync]) -> None:
+        self.worker, self.network = worker, make_network()
+        self.optimizer = OPTIMIZERS["adam"](self.network)
+        self.sync = make_sync(worker, self.optimizer)
+        self.num_steps = 0
+
+    def step(self) -> None:
+        self.sync.before_step()
+        compute_gradients(self.network, self.num_steps, self.worker)
+        self.sync.apply_gradients()
+        self.num_steps += 1
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_server_that_died_comes_back_with_its_state_and_says_what_is_lost(tmp_path: Path, is_old: bool) -> None:
+    """Its last state on disk may be that of its death, or an older one."""
+    spec = SyncSpec(servers=2, staleness=None)
+    addresses = [f"ipc://{tmp_path}/server-{index}" for index in range(2)]
+    files = [tmp_path / f"server-{index}.pt" for index in range(2)]
+    controller = Controller(f"ipc://{tmp_path}/controller", addresses, Clock(1, None), TIMEOUT_S)
+    controller.start()
+    servers = [make_service(tmp_path, index, spec, 1, OPTIMIZERS["adam"], files[index]) for index in range(2)]
+    for server in servers:
+        server.start()
+    replica = Replica(
+        0,
+        lambda worker, optimizer: ParameterServerSync(
+            optimizer, worker, f"ipc://{tmp_path}/controller", addresses, TIMEOUT_S
+        ),
+    )
+    older = tmp_path / "older.pt"
+    try:
+        replica.sync.begin(0)
+        for step in range(8):
+            if step == 5:
+                servers[1].close()  # which waits for the state to be written
+                servers[1] = make_service(tmp_path, 1, spec, 1, OPTIMIZERS["adam"], files[1])
+                if is_old:
+                    older.replace(files[1])
+                servers[1].start()
+            replica.step()
+            if step == 2:
+                replica.sync.before_step()
+                servers[1].wait_until_written()
+                older.write_bytes(files[1].read_bytes())
+        replica.sync.before_step()
+        assert controller.num_lost == ([0, 2] if is_old else [0, 0])
+        expected, _ = train_alone(1, OPTIMIZERS["adam"], 8)
+        found = [each.detach() for each in replica.network.parameters()]
+        is_equal = all(
+            torch.allclose(mine, other, rtol=1e-5, atol=1e-6) for mine, other in zip(found, expected, strict=True)
+        )
+        assert is_equal != is_old
+    finally:
+        replica.sync.close()
+        controller.close()
+        for server in servers:
+            server.close()
+
+
+def test_a_worker_that_died_is_replaced_while_the_other_goes_on(tmp_path: Path) -> None:
+    with running(tmp_path, SyncSpec(servers=2, staleness=1), 2, OPTIMIZERS["adam"]) as (controller, make_sync):
+        chief, other = Replica(0, make_sync), Replica(1, make_sync)
+        calls = RpcClient(f"ipc://{tmp_path}/controller", TIMEOUT_S)
+        try:
+            chief.sync.begin(0)
+            other.sync.begin(0)
+            chief.step()
+            calls.call("lose", 1)  # as whoever watches its process says
+            for _ in range(5):
+                chief.step()  # not bound by the dead one's clock
+            replacement = Replica(1, make_sync)
+            assert replacement.sync.begin(0) == 3  # six updates of two workers' steps
+            replacement.step()
+            other.sync.before_step()
+            compute_gradients(other.network, 0, 1)
+            with pytest.raises(TrainError, match="another has its place"):
+                other.sync.apply_gradients()  # it was not dead after all
+            replacement.sync.close()
+        finally:
+            calls.close()
+            chief.sync.close()
+            other.sync.close()
+        assert sum(controller.staleness.values()) == 7
