@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from shoal.errors import ConfigError, SpecMismatch, TrainError
 from shoal.sync.parameter_server.clock import Clock
 from shoal.sync.parameter_server.controller import Controller
+from shoal.sync.parameter_server.local_steps import LocalStepsSync, make_outer_optimizer
 from shoal.sync.parameter_server.partition import divide
 from shoal.sync.parameter_server.rpc import RpcClient
 from shoal.sync.parameter_server.server import ParameterServer
@@ -317,3 +319,80 @@ def test_a_worker_that_died_is_replaced_while_the_other_goes_on(tmp_path: Path) 
             chief.sync.close()
             other.sync.close()
         assert sum(controller.staleness.values()) == 7
+
+
+def train_with_local_steps(folder: Path, spec: SyncSpec, num_workers: int, num_steps: int) -> list[Tensor]:
+    """SGD in each worker, all in threads; the chief's weights at the end."""
+    found: dict[int, Any] = {}
+
+    def work(worker: int) -> None:
+        network = networks[worker]
+        optimizer = SGD(network.parameters(), 0.1)
+        addresses = [f"ipc://{folder}/server-{index}" for index in range(spec.servers)]
+        sync = LocalStepsSync(optimizer, spec, worker, f"ipc://{folder}/controller", addresses, TIMEOUT_S)
+        try:
+            sync.begin(0)
+            for step in range(num_steps):
+                sync.before_step()
+                compute_gradients(network, step, worker)
+                assert sync.apply_gradients() == (step + 1) // spec.every * spec.every
+            sync.before_step()
+            found[worker] = [each.detach().clone() for each in network.parameters()]
+            sync.end()
+        except BaseException as error:  # noqa: BLE001 - the test raises it
+            found[worker] = error
+        finally:
+            sync.close()
+
+    networks = [make_network() for _ in range(num_workers)]
+    with running(folder, spec, num_workers, lambda network: make_outer_optimizer(SGD(network.parameters(), 0.1), spec)):
+        threads = [threading.Thread(target=work, args=(worker,)) for worker in range(num_workers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+    for outcome in found.values():
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return list(found[0])
+
+
+def train_rounds_alone(num_workers: int, num_steps: int, every: int, outer: MakeOptimizer) -> list[Tensor]:
+    """The same by the equations, one worker after the other: 2311.08105, algorithm 1."""
+    whole = make_network()
+    optimizer = outer(whole)
+    for begin in range(0, num_steps, every):
+        changes = []
+        for worker in range(num_workers):
+            network = copy.deepcopy(whole)
+            inner = SGD(network.parameters(), 0.1)
+            for step in range(begin, begin + every):
+                compute_gradients(network, step, worker)
+                inner.step()
+            pairs = zip(whole.parameters(), network.parameters(), strict=True)
+            changes.append([(before - after).detach() for before, after in pairs])
+        for each, parts in zip(whole.parameters(), zip(*changes, strict=True), strict=True):
+            each.grad = torch.stack(parts).mean(0)
+        optimizer.step()
+    return [each.detach() for each in whole.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("spec", "outer"),
+    [
+        (SyncSpec(kind="local_sgd", every=4, servers=2), lambda network: SGD(network.parameters(), 1.0)),
+        (
+            SyncSpec(kind="diloco", every=3, outer_learning_rate=0.5, outer_momentum=0.8),
+            lambda network: SGD(network.parameters(), 0.5, momentum=0.8, nesterov=True),
+        ),
+    ],
+)
+def test_local_steps_are_those_of_the_equations(tmp_path: Path, spec: SyncSpec, outer: MakeOptimizer) -> None:
+    found = train_with_local_steps(tmp_path, spec, 3, 4 * spec.every)
+    torch.testing.assert_close(found, train_rounds_alone(3, 4 * spec.every, spec.every, outer), rtol=1e-5, atol=1e-6)
+
+
+def test_local_sgd_that_exchanges_after_every_step_is_synchronous_sgd(tmp_path: Path) -> None:
+    found = train_with_local_steps(tmp_path, SyncSpec(kind="local_sgd", every=1), 2, 5)
+    expected = train_rounds_alone(2, 5, 1, lambda network: SGD(network.parameters(), 1.0))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

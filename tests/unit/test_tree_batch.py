@@ -163,6 +163,7 @@ def test_orders_and_selections() -> None:
         labels = trees.labels["value"]
         assert trees.arrange_outputs(VALUES).equal(labels)
         assert trees.arrange_inputs(VALUES).equal(trees.inputs["value"])
+        assert trees.to_output_order(trees.inputs["value"]).equal(labels)
         assert trees.select(labels, [2, 0, 0], np.array([1, 4, 4])).tolist() == [7, 4, 4]
         assert trees.select(labels, [], []).tolist() == []
         for tree, node in ((3, 0), (0, 5), (-1, 0), (1, -1)):

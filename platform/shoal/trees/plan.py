@@ -90,6 +90,13 @@ class TreePlan:
         return nodes
 
     @cached_property
+    def place_of_row(self) -> Ints:
+        """[N]: the place in the input order of each row of the output order."""
+        places = np.empty_like(self.row)
+        places[self.row] = np.arange(self.num_nodes)
+        return places
+
+    @cached_property
     def row_of_node(self) -> Ints:
         """[N]: the output row of each node, as they came."""
         rows = np.empty_like(self.order)

@@ -87,6 +87,8 @@ class ParameterServer:
         return gradient + self._spec.compensation * gradient.square() * (self._weights - before)
 
     def _use_settings(self, settings: Settings, staleness: int) -> None:
+        if not settings:  # its own
+            return
         rate = 1 / max(1, staleness) if self._spec.rate == "per_staleness" else 1.0
         for group in self._optimizer.param_groups:
             chosen = settings[group[NUMBER]]

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.errors import SpecMismatch, TrainError
-from shoal.sync.parameter_server.clock import Push
+from shoal.sync.parameter_server.clock import Push, Settings
 from shoal.sync.parameter_server.controller import AGAIN
 from shoal.sync.parameter_server.partition import describe_parameters, plan_partition
 from shoal.sync.parameter_server.rpc import RpcClient
@@ -124,7 +124,7 @@ class ParameterServerSync(Synchronizer):
         if any(gradient is not None and gradient.is_sparse for gradient in found):
             raise TrainError("a parameter server takes dense gradients: use sparse=False, or sync=all_reduce")
         absent = [index for index, gradient in enumerate(found) if gradient is None]
-        settings = [{name: group[name] for name in SETTINGS if name in group} for group in self._optimizer.param_groups]
+        settings = self._get_settings()
         began_s = time.perf_counter()
         answer: Any = AGAIN
         while answer == AGAIN:  # once, unless a server dies meanwhile
@@ -140,6 +140,10 @@ class ParameterServerSync(Synchronizer):
             raise TrainError(f"worker {self._worker} was taken for dead, and another has its place")
         self._needed, self._clock, self._steps, self._is_stopping = answer
         return self._steps
+
+    def _get_settings(self) -> Settings:
+        """Of each group of the optimiser, for the servers' step."""
+        return [{name: group[name] for name in SETTINGS if name in group} for group in self._optimizer.param_groups]
 
     def is_exchange_due(self) -> bool:
         return self._is_stopping or time.monotonic() - self._exchanged_s > EXCHANGE_S

@@ -19,16 +19,19 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 import torch
+from torch.optim import Optimizer
 
 from shoal.errors import RankLost, ShoalError, TrainError
 from shoal.parallel import World
 from shoal.random_state import seed_everything
 from shoal.sync.parameter_server.clock import Clock
 from shoal.sync.parameter_server.controller import Controller
+from shoal.sync.parameter_server.local_steps import LocalStepsSync, make_outer_optimizer
 from shoal.sync.parameter_server.rpc import CallId, Method, RpcClient, RpcService
 from shoal.sync.parameter_server.server import ParameterServer
 from shoal.sync.parameter_server.server_service import ServerService
 from shoal.sync.parameter_server.worker import ParameterServerSync
+from shoal.sync.synchronizer import Synchronizer
 from shoal.train.loop.trainer import Trainer
 from shoal.train.optim.optimizers import make_optimizer
 from shoal.train.reporting.event_log import EventLog, NullLog
@@ -251,10 +254,19 @@ def run_server(spec: TrainSpec, index: int, addresses: Addresses, file: Path) ->
     task = make_task(spec.task, spec.args)
     seed_everything(spec.seed)
     optimizer = make_optimizer(task, spec.optimizer, build_model(task, spec.task).parameters())
+    if spec.sync.has_local_steps:
+        optimizer = make_outer_optimizer(optimizer, spec.sync)
     server = ParameterServer(index, optimizer, spec.sync, spec.workers)
     ServerService(addresses.servers[index], index, server, addresses.controller, CALL_TIMEOUT_S, file).start()
     while True:
         time.sleep(3600.0)
+
+
+def _make_synchronizer(spec: TrainSpec, optimizer: Optimizer, index: int, addresses: Addresses) -> Synchronizer:
+    where = index, addresses.controller, addresses.servers, CALL_TIMEOUT_S
+    if spec.sync.has_local_steps:
+        return LocalStepsSync(optimizer, spec.sync, *where)
+    return ParameterServerSync(optimizer, *where)
 
 
 def run_worker(spec: TrainSpec, index: int, addresses: Addresses, run_id: str, folder: Path) -> None:
@@ -271,9 +283,7 @@ def run_worker(spec: TrainSpec, index: int, addresses: Addresses, run_id: str, f
             journal=_ForwardedLog(calls) if index == 0 else NullLog(),
             should_stop=lambda: bool(calls.call("poll")),
             replica=(index, spec.workers),
-            make_synchronizer=lambda parts: ParameterServerSync(
-                parts.optimizer, index, addresses.controller, addresses.servers, CALL_TIMEOUT_S
-            ),
+            make_synchronizer=lambda parts: _make_synchronizer(spec, parts.optimizer, index, addresses),
         )
         outcome = trainer.run()
     except ShoalError as error:

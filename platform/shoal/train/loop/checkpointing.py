@@ -112,9 +112,10 @@ class CheckpointManager:
         elif self._components.selective is not None:
             self._event_log.record_event("selective_backprop_emptied", step=found.step, plan=found.plan)
 
-    def is_due_at(self, step: int) -> bool:
-        """Whether a checkpoint is due after this step."""
-        return self._spec.every_steps is not None and step % self._spec.every_steps == 0
+    def is_due_between(self, before: int, step: int) -> bool:
+        """Whether a checkpoint is due after one of the steps that follow `before`, up to `step`."""
+        every = self._spec.every_steps
+        return every is not None and step // every > before // every
 
     def is_due_after(self, elapsed_s: float) -> bool:
         """Whether a checkpoint is due by time; the same on all ranks, given the same synchronised time."""

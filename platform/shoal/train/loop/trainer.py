@@ -170,8 +170,9 @@ class Trainer:
             stop = self._evaluate() or stop
         while stop is None:
             self._parts.set_learning_rate(self._progress.step)
+            before = self._progress.step
             self._step(self._parts.stream.next())
-            stop = self._after_step()
+            stop = self._after_step(before)
         return stop
 
     def _step(self, batch: Any) -> None:
@@ -212,17 +213,20 @@ class Trainer:
         self._meter.flops_per_sample = cost["flops_step"] / self.spec.batch_size
         self._event_log.record_event(MEASURED, **cost.to_details())
 
-    def _after_step(self) -> StopDecision | None:
+    def _after_step(self, before: int) -> StopDecision | None:
+        """`before`: the run's finished steps before this one; with replicas there may be none or several since."""
         step, epoch = self._progress.step, self._parts.epoch
         if not self._sync.is_chief:
             return self._follow_chief(step)
+        if step == before:
+            return None
         stop = self._policy.decide_after_step(step, epoch, self._elapsed_s)
         is_agreed, every = self._sync.is_exchange_due(), self.spec.log_every_steps
-        is_logged = step % every == 0 if every is not None else is_agreed
+        is_logged = step // every > before // every if every is not None else is_agreed
         num_due = self._parts.num_evaluations_due(step)
         is_evaluated, self._num_evaluations_due = num_due > self._num_evaluations_due, num_due
-        is_saved = self._checkpoints.is_due_at(step)
-        self._write_histograms(step)
+        is_saved = self._checkpoints.is_due_between(before, step)
+        self._write_histograms(before, step)
         if not (is_agreed or is_logged or is_evaluated or is_saved or stop):
             return None
         signs = self._exchange_signals()
@@ -288,9 +292,9 @@ class Trainer:
         self._progress.report(step, values, self._event_log)
         self._loss_sum, self._num_losses = 0.0, 0.0
 
-    def _write_histograms(self, step: int) -> None:
+    def _write_histograms(self, before: int, step: int) -> None:
         every = self.spec.histograms_every_steps
-        if every is not None and step % every == 0:
+        if every is not None and step // every > before // every:
             write_histograms(self._event_log, self._parts.model, step)
 
     def _evaluate(self) -> StopDecision | None:
