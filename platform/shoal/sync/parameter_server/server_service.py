@@ -49,7 +49,7 @@ class ServerService:
         self._dumps: dict[CallId, int] = {}
         self._snapshot_at = -1
         self._kept: State | None = None  # of the version `_snapshot_at`
-        self._written_s = time.monotonic()
+        self._written_s, self._written_version = time.monotonic(), -1
         self._writer: threading.Thread | None = None
         names = ("address", "load", "pull", "push", "commit", "snapshot", "dump")
         self.service = RpcService(address, {name: getattr(self, f"_{name}") for name in names})
@@ -65,10 +65,13 @@ class ServerService:
         self.service.start()
 
     def close(self) -> None:
-        """Idempotent."""
+        """End, and leave the newest state on disk. Idempotent."""
         self.service.close()
         self._controller.close()
         self.wait_until_written()
+        if self._file is not None and self._written_version < self._server.version:
+            self._write(self._file)
+            self.wait_until_written()
         self._server.close()
 
     def wait_until_written(self) -> None:
@@ -136,6 +139,6 @@ class ServerService:
             torch.save(copied, partial)
             partial.replace(file)
 
-        self._written_s = time.monotonic()
+        self._written_s, self._written_version = time.monotonic(), version
         self._writer = threading.Thread(target=write, name=f"state of server {self._index}")
         self._writer.start()
