@@ -38,7 +38,8 @@ def fit(
     say:      receives progress lines; None for silence
     fields:   of TrainSpec, nested ones as dicts:
               `stop={"epochs": 3}`, `stop={"target": "accuracy>=0.9"}`, `optimizer={"learning_rate": 1e-3}`,
-              `batch_size=256`, `parallel="fsdp"`, `workers=2`, `args={"hidden": 64}`, `device="cuda"`, `resume=RUN_ID`
+              `batch_size=256`, `parallel="fsdp"`, `workers=2`, `sync="parameter_server"`, `args={"hidden": 64}`,
+              `device="cuda"`, `resume=RUN_ID`
 
     With `workers=1` it trains in this process, without Ray; with more, in Ray workers, parallelised by `parallel`
     ("ddp", "fsdp", "tensor", "pipeline", or degrees). Ctrl-C saves a checkpoint and returns; `resume=result.run_id`
@@ -59,7 +60,7 @@ def fit(
     from shoal.train.reporting.console import format_metrics
 
     spec = _train_spec(task, fields)
-    if spec.workers == 1:
+    if spec.workers == 1 and spec.sync.kind == "all_reduce":
         result = fit_locally(spec, registers=register, predicts=False, say=say)
         if say:
             metrics = format_metrics(result.metrics)
