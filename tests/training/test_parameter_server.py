@@ -177,7 +177,7 @@ def test_with_staleness_0_it_is_synchronous_training_step_by_step(tmp_path: Path
 
 @pytest.mark.parametrize("staleness", [None, 3])
 def test_one_worker_that_does_not_wait_is_sequential_training(tmp_path: Path, staleness: int | None) -> None:
-    spec = SyncSpec(servers=2, staleness=staleness, rate="per_staleness", compensation=0.5)
+    spec = SyncSpec(kind="parameter_server", servers=2, staleness=staleness, rate="per_staleness", compensation=0.5)
     weights, seen, _ = train(tmp_path, spec, 1, OPTIMIZERS["adam"], 6)
     expected, _ = train_alone(1, OPTIMIZERS["adam"], 6)
     torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)

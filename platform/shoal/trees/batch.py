@@ -226,7 +226,7 @@ class TreeBatch(SampleBatch):
 
     def to_output_order(self, values: Tensor) -> Tensor:
         """Values [N, ...] in input order, such as a model's features, in output order: to be added to outputs."""
-        return values.index_select(0, self._indices(self.plan.place_of_row, values))
+        return values.index_select(0, self._indices(self.plan.position_of_row, values))
 
     def roots(self, outputs: Tensor) -> Tensor:
         """The outputs of the roots, [T, ...]; of trees a view."""

@@ -90,7 +90,7 @@ class TreePlan:
         return nodes
 
     @cached_property
-    def place_of_row(self) -> Ints:
+    def position_of_row(self) -> Ints:
         """[N]: the place in the input order of each row of the output order."""
         places = np.empty_like(self.row)
         places[self.row] = np.arange(self.num_nodes)
