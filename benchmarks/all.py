@@ -15,7 +15,7 @@ from benchmarks.children import ROOT
 NAMES = (
     *("time_to_solve", "champion_promise", "experience", "weights"),
     *("training_step", "training_start", "checkpoint", "input", "fashion_mnist", "pipeline", "cost", "tree_recipe"),
-    *("shm_process_group", "trees", "trees.compiled"),
+    *("shm_process_group", "trees", "trees.compiled", "asynchronous", "sync_accuracy"),
     *("serving.validate", "serving.small", "serving.binary", "serving.bodies", "serving.simulated"),
     *("serving.admission", "serving.real", "serving.swaps", "serving.soak", "serving.seen"),
 )
