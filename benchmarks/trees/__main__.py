@@ -73,7 +73,7 @@ def take_turns(sides: Sides, names: Sequence[str], runs: int, **setting: Any) ->
 
 def tree_lstms(sides: Sides, folder: Path, runs: int) -> list[Row]:
     rows = []
-    library = find_fastest_product(1, "float32").__name__.rpartition("_")[2]
+    library = find_fastest_product(1).__name__.rpartition("_")[2]
     for kind in ("binary", "child-sum"):
         save(folder / f"{kind}.npz", Forest.random(NUM_TREES, NUM_LEAVES), Weights.random(kind == "binary"))
         found = take_turns(sides, [f"{kind}/own", *(f"{kind}/{peer}" for peer in PEERS)], runs)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import safetensors.torch
 import torch
@@ -148,3 +151,18 @@ def test_a_run_that_waits_for_all_is_that_of_one_process_resumed_or_not(tmp_path
     resumed = train("resumed", 12, sync={**waiting, "servers": 3}, workers=4)
     torch.testing.assert_close(at_once, alone, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(resumed, alone, rtol=1e-4, atol=1e-5)
+
+
+def test_no_process_outlives_the_one_that_started_it(tmp_path: Path) -> None:
+    """Killed, so that it can end none of them."""
+    words = [sys.executable, "-m", "shoal.train", f"task={TOY}", "args.step_s=0.02", "workers=2", "batch_size=32"]
+    words += ["sync.kind=parameter_server", "sync.servers=2", "log_every_steps=1", "stop.steps=100000", "threads=1"]
+    home = {**os.environ, "SHOAL_HOME": str(tmp_path), "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(words, env=home, stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None
+        next(started.stdout)  # the first line about a step
+        below = psutil.Process(started.pid).children(recursive=True)
+        assert len(below) >= 4
+        started.kill()
+    _, alive = psutil.wait_procs(below, timeout=20.0)
+    assert alive == []

@@ -303,7 +303,7 @@ def test_a_worker_that_died_is_replaced_while_the_other_goes_on(tmp_path: Path) 
             chief.sync.begin(0)
             other.sync.begin(0)
             chief.step()
-            calls.call("lose", 1)  # as whoever watches its process says
+            calls.call("lose", 1)  # its launcher does so
             for _ in range(5):
                 chief.step()  # not bound by the dead one's clock
             replacement = Replica(1, make_sync)

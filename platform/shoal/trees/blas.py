@@ -36,12 +36,12 @@ def multiply_by_torch(a: Matrix, b: Matrix) -> Matrix:
 
 
 @cache
-def find_fastest_product(num_threads: int, dtype: str) -> Product:
-    """By a trial of the three products of a layer, once in a process for each number of threads and data type."""
+def find_fastest_product(num_threads: int) -> Product:
+    """By a trial of the three products of a layer in float32, once in a process for each number of threads."""
     nodes, inputs, units = _SIZE
     random = np.random.default_rng(0)
     x, d, weight = (
-        random.standard_normal(shape).astype(dtype) for shape in ((nodes, inputs), (nodes, units), (units, inputs))
+        random.standard_normal(shape, np.float32) for shape in ((nodes, inputs), (nodes, units), (units, inputs))
     )
     products = ((x, weight.T), (d, weight), (d.T, x))  # forward, gradient of x, of the weight
     best = {multiply: [np.inf] * len(products) for multiply in (multiply_by_numpy, multiply_by_torch)}
@@ -65,7 +65,7 @@ def use_torch_threads() -> Iterator[Product]:
     num_threads = torch.get_num_threads()
     _numpy_threads.enter(num_threads)
     try:
-        yield find_fastest_product(num_threads, "float32")
+        yield find_fastest_product(num_threads)
     finally:
         _numpy_threads.leave()
 

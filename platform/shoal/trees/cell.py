@@ -7,7 +7,6 @@ Legend: m nodes that are computed at once, e their children, P features of `proj
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -69,11 +68,9 @@ class Cell(nn.Module):
 
     max_arity: None: nodes of any number of children, also mixed, where their order does not matter (`children.sum`).
                A number: the nodes of one call have equally many children, at most so many (`children.stack`)
-    num_states: how many tensors `forward` returns
     """
 
     max_arity: int | None = None
-    num_states: ClassVar[int] = 1
 
     def project(self, x: Tensor) -> Tensor:
         """[N, D] to [N, P]: what each node needs of its own features, once for all nodes before the first level."""

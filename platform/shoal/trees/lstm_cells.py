@@ -22,8 +22,6 @@ class _LSTMCell(Cell):
     input: W x + b, [4H]; below: U, [f rows + 3H, w]: the rows of f are H for each child, then i, o, u
     """
 
-    num_states = 2
-
     def __init__(self, input_size: int, hidden_size: int, num_slots: int) -> None:
         super().__init__()
         self.hidden_size = hidden_size

@@ -44,10 +44,6 @@ class ParameterServer:
         self.version = -1  # no weights yet
         self._waiting: dict[int, Update] = {}  # updates that came before an earlier one
 
-    def push(self, worker: int, gradient: bytes) -> None:
-        """A gradient that came as a message. From the same host workers write it into the shared memory themselves."""
-        self.memory.gradients[worker].copy_(torch.frombuffer(bytearray(gradient), dtype=torch.float32))
-
     def commit(self, update: Update) -> None:
         """Apply an update once all earlier ones are applied."""
         if update.sequence <= self.version:  # of an earlier life

@@ -51,7 +51,7 @@ class ServerService:
         self._kept: State | None = None  # of the version `_snapshot_at`
         self._written_s, self._written_version = time.monotonic(), -1
         self._writer: threading.Thread | None = None
-        names = ("address", "load", "pull", "push", "commit", "snapshot", "dump")
+        names = ("address", "load", "pull", "commit", "snapshot", "dump")
         self.service = RpcService(address, {name: getattr(self, f"_{name}") for name in names})
 
     def start(self) -> None:
@@ -89,9 +89,6 @@ class ServerService:
         if self._file is not None:
             self._write(self._file)
             self.wait_until_written()  # from here on it can come back
-
-    def _push(self, caller: CallId, worker: int, gradient: bytes) -> None:
-        self._server.push(worker, gradient)
 
     def _pull(self, caller: CallId, worker: int, needed: int) -> Any:
         if self._server.version < needed:

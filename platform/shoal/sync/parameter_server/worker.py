@@ -57,11 +57,6 @@ class ParameterServerSync(Synchronizer):
         self._exchanged_s = time.monotonic()
         self.waited_s = 0.0
 
-    @property
-    def steps(self) -> int:
-        """Finished steps of the run, as last heard."""
-        return self._steps
-
     def begin(self, step: int) -> int:
         self._open_memories()
         joined = self._controller.call("join", self._worker, self._life, self.is_chief)

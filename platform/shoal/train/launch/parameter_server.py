@@ -7,7 +7,9 @@ Owns the processes, the folder of their sockets and the controller. Called by `f
 from __future__ import annotations
 
 import multiprocessing
+import os
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -250,6 +252,7 @@ class _ForwardedLog:
 
 def run_server(spec: TrainSpec, index: int, addresses: Addresses, file: Path) -> None:
     """The process of server `index`: until it is ended."""
+    _end_with_parent()
     torch.set_num_threads(1)
     task = make_task(spec.task, spec.args)
     seed_everything(spec.seed)
@@ -258,8 +261,19 @@ def run_server(spec: TrainSpec, index: int, addresses: Addresses, file: Path) ->
         optimizer = make_outer_optimizer(optimizer, spec.sync)
     server = ParameterServer(index, optimizer, spec.sync, spec.workers)
     ServerService(addresses.servers[index], index, server, addresses.controller, CALL_TIMEOUT_S, file).start()
-    while True:
-        time.sleep(3600.0)
+    threading.Event().wait()
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it is gone, however that ended. Ray does so for its own workers."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+
+        def watch() -> None:
+            parent.join()
+            os._exit(1)
+
+        threading.Thread(target=watch, name="parent watch", daemon=True).start()
 
 
 def _make_synchronizer(spec: TrainSpec, optimizer: Optimizer, index: int, addresses: Addresses) -> Synchronizer:
@@ -271,6 +285,7 @@ def _make_synchronizer(spec: TrainSpec, optimizer: Optimizer, index: int, addres
 
 def run_worker(spec: TrainSpec, index: int, addresses: Addresses, run_id: str, folder: Path) -> None:
     """The process of worker `index`: a Trainer, to its end."""
+    _end_with_parent()
     torch.set_num_threads(spec.threads or 1)
     calls = RpcClient(addresses.journal, CALL_TIMEOUT_S)
     try:
