@@ -19,7 +19,7 @@ from shoal.sync.parameter_server.clock import Clock
 from shoal.sync.parameter_server.controller import Controller
 from shoal.sync.parameter_server.local_steps import LocalStepsSync, make_outer_optimizer
 from shoal.sync.parameter_server.partition import divide
-from shoal.sync.parameter_server.rpc import RpcClient
+from shoal.sync.parameter_server.rpc import CallId, RpcClient, RpcService
 from shoal.sync.parameter_server.server import ParameterServer
 from shoal.sync.parameter_server.server_service import ServerService
 from shoal.sync.parameter_server.worker import ParameterServerSync
@@ -303,7 +303,7 @@ def test_a_worker_that_died_is_replaced_while_the_other_goes_on(tmp_path: Path) 
             chief.sync.begin(0)
             other.sync.begin(0)
             chief.step()
-            calls.call("lose", 1)  # its launcher does so
+            calls.call("leave", 1)  # its launcher does so
             for _ in range(5):
                 chief.step()  # not bound by the dead one's clock
             replacement = Replica(1, make_sync)
@@ -396,3 +396,22 @@ def test_local_sgd_that_exchanges_after_every_step_is_synchronous_sgd(tmp_path: 
     found = train_with_local_steps(tmp_path, SyncSpec(kind="local_sgd", every=1), 2, 5)
     expected = train_rounds_alone(2, 5, 1, lambda network: SGD(network.parameters(), 1.0))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_call_that_is_sent_again_is_made_once(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def count(caller: CallId, number: int) -> int:
+        calls.append(number)
+        threading.Event().wait(0.3)  # so long that the caller sends it again
+        return 10 * number
+
+    service = RpcService(f"ipc://{tmp_path}/service", {"count": count})
+    client = RpcClient(f"ipc://{tmp_path}/service", TIMEOUT_S, again_s=0.02)
+    service.start()
+    try:
+        assert [client.call("count", number) for number in range(2)] == [0, 10]
+        assert calls == [0, 1]
+    finally:
+        client.close()
+        service.close()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 GIT_TIMEOUT_S = 5.0
 COMMAND_VARIABLE = "SHOAL_COMMAND"  # set for the job by the command that submits it
-SECRETS_VARIABLE = "SHOAL_SECRET_WORDS"  # likewise set: the words that are masked on its command line
+SECRETS_VARIABLE = "SHOAL_SECRET_WORDS"  # set by the same command: the words to mask on its command line
 
 _DOLLAR = r"\u0024"  # in the environment of a job, since Ray expands variables in values
 

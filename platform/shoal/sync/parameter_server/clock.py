@@ -53,7 +53,6 @@ class Update(msgspec.Struct, frozen=True):
 class _Worker:
     incarnation: int
     clock: int
-    pushed: int = -1  # the clock of its newest push
     is_waiting: bool = False  # for leave to begin its next step
 
 
@@ -125,9 +124,6 @@ class Clock:
             self.num_dropped += 1
             return []
         worker.is_waiting = True
-        if push.clock == worker.pushed:  # it asks again
-            return []
-        worker.pushed = push.clock
         if self.staleness != 0:
             worker.clock += 1
             self.sequence += 1
@@ -142,7 +138,7 @@ class Clock:
         """A server has lost the gradients that are prepared and no update yet: their workers, which push them again."""
         workers = sorted(self._prepared)
         for number in workers:
-            self._workers[number].pushed, self._workers[number].is_waiting = -1, False
+            self._workers[number].is_waiting = False
         self._prepared.clear()
         return workers
 

@@ -29,31 +29,16 @@ class Controller:
         self.clock = clock
         self._servers = [RpcClient(server, timeout_s) for server in servers]
         self._lives = [0] * len(servers)  # how often each server has started
-        self._server_names: dict[int, str] = {}  # each server's own name for its life
         self.num_lost = [0] * len(servers)  # updates that were not in the snapshot of a server that came back
         self._waiting: dict[int, CallId] = {}  # workers whose push is prepared
-        self._joining: dict[int, tuple[CallId, str]] = {}  # workers that came before there were weights
-        self._lifetimes: dict[
-            int, tuple[str, int]
-        ] = {}  # of each worker: its own name for its life, and the incarnation
+        self._joining: dict[int, CallId] = {}  # workers that came before there were weights
+        self._incarnations: dict[int, int] = {}  # of the workers that take part
         self._has_weights = False
         self._signals: dict[int, RankSignals] = {}  # since the chief's last exchange; by worker
-        self._exchanges: dict[int, int] = {}  # the number of each worker's last call
         self._is_stopping = False
         self.staleness: Counter[int] = Counter()  # of all updates: how often each τ was seen
-        names = (
-            "join",
-            "get_version",
-            "load",
-            "prepare",
-            "exchange",
-            "snapshot",
-            "leave",
-            "stop",
-            "lose",
-            "resume_server",
-        )
-        self.service = RpcService(address, {name: getattr(self, f"_{name}") for name in names})
+        names = ("join", "get_version", "load", "prepare", "exchange", "snapshot", "leave", "stop")
+        self.service = RpcService(address, {name: getattr(self, f"_{name}") for name in (*names, "resume_server")})
 
     def start(self) -> None:
         self.service.start()
@@ -66,14 +51,12 @@ class Controller:
 
     # -- calls of workers
 
-    def _join(self, caller: CallId, worker: int, life: str, is_chief: bool) -> Any:
+    def _join(self, caller: CallId, worker: int, is_chief: bool) -> Any:
         """The worker's incarnation, and where the run is; a worker that is not the chief waits for its weights."""
         if not self._has_weights and not is_chief:
-            self._joining[worker] = caller, life
+            self._joining[worker] = caller
             return LATER
-        if self._lifetimes.get(worker, ("", 0))[0] != life:
-            self._lifetimes[worker] = life, self.clock.join(worker)
-        incarnation = self._lifetimes[worker][1]
+        self._incarnations[worker] = incarnation = self.clock.join(worker)
         return incarnation, self.clock.get_clock(worker), self.clock.sequence, self.clock.steps, self._has_weights
 
     def _get_version(self, caller: CallId, steps: int) -> int:
@@ -85,8 +68,8 @@ class Controller:
         if not self._has_weights:
             self.clock.resume(steps)
             self._has_weights = True
-        for worker, (joining, life) in self._joining.items():
-            self.service.reply(joining, self._join(joining, worker, life, False))
+        for worker, joining in self._joining.items():
+            self.service.reply(joining, self._join(joining, worker, False))
         self._joining.clear()
         return self.clock.sequence
 
@@ -95,7 +78,7 @@ class Controller:
         prepared = msgspec.convert(push, Push)
         if prepared.lives != self._lives:
             return AGAIN
-        if self._lifetimes.get(prepared.worker, ("", 0))[1] != prepared.incarnation:
+        if self._incarnations.get(prepared.worker) != prepared.incarnation:
             return None  # it was taken for dead
         self._waiting[prepared.worker] = caller
         self._commit(self.clock.prepare(prepared))
@@ -104,12 +87,8 @@ class Controller:
         return LATER
 
     def _leave(self, caller: CallId, worker: int) -> None:
-        """The worker has ended."""
-        self._lose(caller, worker)
-
-    def _lose(self, caller: CallId, worker: int) -> None:
         """The worker has ended or died: no one waits for it."""
-        _, incarnation = self._lifetimes.pop(worker, ("", 0))
+        incarnation = self._incarnations.pop(worker, 0)
         self._waiting.pop(worker, None)
         self._joining.pop(worker, None)
         self._signals.pop(worker, None)
@@ -136,13 +115,11 @@ class Controller:
     def _exchange(self, caller: CallId, worker: int, is_chief: bool, mine: list[Any]) -> Any:
         """Signals of all workers since the chief's last exchange; only the chief takes the losses."""
         new, old = RankSignals(*mine), self._signals.get(worker, RankSignals())
-        if self._exchanges.get(worker) != caller.number:
-            self._exchanges[worker] = caller.number
-            self._signals[worker] = new._replace(
-                loss=old.loss + new.loss,
-                num_losses=old.num_losses + new.num_losses,
-                is_not_finite=old.is_not_finite or new.is_not_finite,
-            )
+        self._signals[worker] = new._replace(
+            loss=old.loss + new.loss,
+            num_losses=old.num_losses + new.num_losses,
+            is_not_finite=old.is_not_finite or new.is_not_finite,
+        )
         every = list(self._signals.values())
         self._is_stopping = self._is_stopping or any(each.stop for each in every)
         combined = RankSignals(
@@ -168,19 +145,17 @@ class Controller:
 
     # -- calls of servers
 
-    def _resume_server(self, caller: CallId, server: int, life: str, version: int) -> Any:
+    def _resume_server(self, caller: CallId, server: int, version: int) -> Any:
         """A server begins, for the first time or again, with the state of `version` (-1: none).
 
         Returns its life, and the version that it has from now on: the updates between them are lost for its part.
         Pushes that a worker has written to its earlier life are made again.
         """
-        if self._server_names.get(server) != life:
-            self._server_names[server] = life
-            self._lives[server] += 1
-            if self._has_weights and version < 0:
-                raise TrainError(f"server {server} died and left no state")
-            if self._has_weights:
-                self.num_lost[server] += self.clock.sequence - version
-                for worker in self.clock.take_back():
-                    self.service.reply(self._waiting.pop(worker), AGAIN)
+        if self._has_weights and version < 0:
+            raise TrainError(f"server {server} died and left no state")
+        self._lives[server] += 1
+        if self._has_weights:
+            self.num_lost[server] += self.clock.sequence - version
+            for worker in self.clock.take_back():
+                self.service.reply(self._waiting.pop(worker), AGAIN)
         return self._lives[server], self.clock.sequence if self._has_weights else -1

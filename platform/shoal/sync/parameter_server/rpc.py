@@ -2,8 +2,8 @@
 
 Owns the socket of a service, and a caller's waiting for its answer. A service runs in one thread. A method that cannot
 answer yet returns `LATER`, and the service answers by `reply`. A call without an answer is sent again: the service may
-have died, and another may have taken its place at the same address; methods must stand being called twice. Sockets are
-files in a folder that only this user can enter.
+have died, and another may have taken its place at the same address. One service calls its method once all the same: it
+keeps the newest call of each caller, and its answer. Sockets are files in a folder that only this user can enter.
 
 | queue            | capacity  | what blocks     | who unblocks       | close()                          |
 |------------------|-----------|-----------------|--------------------|----------------------------------|
@@ -49,6 +49,7 @@ class RpcService:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.bind(address)
         self._methods = methods
+        self._newest: dict[bytes, tuple[int, bytes | None]] = {}  # by caller: its newest call, and the answer
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name=f"service {address}", daemon=True)
 
@@ -57,7 +58,9 @@ class RpcService:
 
     def reply(self, caller: CallId, answer: Any, error: str = "") -> None:
         """Answer a call for which a method returned LATER. From within a method."""
-        self._socket.send_multipart([caller.identity, msgspec.msgpack.encode([caller.number, error, answer])])
+        encoded = msgspec.msgpack.encode([caller.number, error, answer])
+        self._newest[caller.identity] = caller.number, encoded
+        self._socket.send_multipart([caller.identity, encoded])
 
     def _run(self) -> None:
         while not self._is_closing:
@@ -68,6 +71,12 @@ class RpcService:
         self._socket.close()
 
     def _answer(self, caller: CallId, name: str, arguments: list[Any]) -> None:
+        newest, encoded = self._newest.get(caller.identity, (-1, None))
+        if caller.number <= newest:  # sent again
+            if caller.number == newest and encoded is not None:
+                self._socket.send_multipart([caller.identity, encoded])
+            return
+        self._newest[caller.identity] = caller.number, None
         try:
             answer = self._methods[name](caller, *arguments)
         except Exception as error:  # noqa: BLE001 - the caller raises it; the service goes on

@@ -7,7 +7,6 @@ in the background, so that a server that died begins again from there, while wor
 
 from __future__ import annotations
 
-import secrets
 import threading
 import time
 from pathlib import Path
@@ -60,7 +59,7 @@ class ServerService:
         if self._file is not None and self._file.exists():
             version, weights, state = torch.load(self._file)
             self._server.load(weights, state, version)
-        self._life, version = self._controller.call("resume_server", self._index, secrets.token_hex(8), version)
+        self._life, version = self._controller.call("resume_server", self._index, version)
         self._server.set_version(version)
         self.service.start()
 

@@ -6,7 +6,6 @@ gradients lie in shared memory, so a step costs one message to the controller an
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -51,7 +50,6 @@ class ParameterServerSync(Synchronizer):
         self._servers = [RpcClient(server, timeout_s) for server in servers]
         self._memories: list[SharedWeights] = []
         self._lives: list[int] = []  # of the servers whose memory is mapped
-        self._life = secrets.token_hex(8)
         self._incarnation = self._clock = self._needed = self._version = self._steps = 0
         self._is_stopping = False
         self._exchanged_s = time.monotonic()
@@ -59,7 +57,7 @@ class ParameterServerSync(Synchronizer):
 
     def begin(self, step: int) -> int:
         self._open_memories()
-        joined = self._controller.call("join", self._worker, self._life, self.is_chief)
+        joined = self._controller.call("join", self._worker, self.is_chief)
         self._incarnation, self._clock, self._needed, self._steps, has_weights = joined
         if not has_weights:
             self._load_servers(step)

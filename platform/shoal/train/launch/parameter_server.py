@@ -148,7 +148,7 @@ class _ProcessGroup:
             if self._num_deaths[name] >= MAX_DEATHS:
                 raise RankLost(f"{name} died {MAX_DEATHS} times: {cause}")
             if kind == "worker":
-                self._controller.call("lose", int(index))
+                self._controller.call("leave", int(index))
             self._processes[name] = self._start_process(name, *self._targets[name])
 
     def close(self) -> None:
