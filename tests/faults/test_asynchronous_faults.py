@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -154,10 +156,12 @@ def test_a_run_that_waits_for_all_is_that_of_one_process_resumed_or_not(tmp_path
 
 
 def test_no_process_outlives_the_one_that_started_it(tmp_path: Path) -> None:
-    """Killed, so that it can end none of them."""
+    """Killed, so that it can end none of them, nor remove the folder of their sockets."""
     words = [sys.executable, "-m", "shoal.train", f"task={TOY}", "args.step_s=0.02", "workers=2", "batch_size=32"]
     words += ["sync.kind=parameter_server", "sync.servers=2", "log_every_steps=1", "stop.steps=100000", "threads=1"]
-    home = {**os.environ, "SHOAL_HOME": str(tmp_path), "PYTHONUNBUFFERED": "1"}
+    short = Path(tempfile.gettempdir(), f"shoal-test-{os.getpid()}")  # a socket's path has at most 107 characters
+    short.mkdir()
+    home = {**os.environ, "SHOAL_HOME": str(tmp_path), "TMPDIR": str(short), "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(words, env=home, stdout=subprocess.PIPE, text=True) as started:
         assert started.stdout is not None
         next(started.stdout)  # the first line about a step
@@ -165,4 +169,5 @@ def test_no_process_outlives_the_one_that_started_it(tmp_path: Path) -> None:
         assert len(below) >= 4
         started.kill()
     _, alive = psutil.wait_procs(below, timeout=20.0)
+    shutil.rmtree(short)
     assert alive == []

@@ -7,7 +7,7 @@ Called by the process that serves it; knows no sockets. Elements are float32.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -93,20 +93,19 @@ class ParameterServer:
 
     # -- state
 
-    def load(self, weights: Tensor, state: Sequence[Mapping[str, Tensor]], version: int) -> None:
-        """Begin with these weights [size] and the optimiser's state of each piece."""
-        self._weights.copy_(weights)
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Begin with a `dump`."""
+        self._weights.copy_(state["weights"])
         self._optimizer.state.clear()
-        for view, values in zip(self._views, state, strict=True):
+        for index, view in enumerate(self._views):
+            prefix = f"{index}."
+            values = {name.removeprefix(prefix): each for name, each in state.items() if name.startswith(prefix)}
             if values:
                 self._optimizer.state[view] = {
-                    name: value.clone().view(view.shape)
-                    if value.numel() == view.numel() and value.ndim
-                    else value.clone()
-                    for name, value in values.items()
+                    name: each.view(view.shape) if each.ndim else each for name, each in values.items()
                 }
-        self.version = version
-        self.memory.publish(self._weights, version)
+        self.version = int(state["version"])
+        self.memory.publish(self._weights, self.version)
 
     def set_version(self, version: int) -> None:
         """Take the present weights for those of `version`: updates before it that this server lacks are lost."""
@@ -116,14 +115,14 @@ class ParameterServer:
                 self.memory.publish(self._weights, version)
         self._waiting = {sequence: update for sequence, update in self._waiting.items() if sequence > version}
 
-    def dump(self) -> tuple[int, Tensor, list[dict[str, Tensor]]]:
-        """The version, the weights [size] and the optimiser's state of each piece, at one moment."""
-        state = []
-        for view in self._views:
+    def dump(self) -> dict[str, Tensor]:
+        """`version`, `weights` [size], and `INDEX.NAME`: what the optimiser stores for each piece. Not copied."""
+        state = {"version": torch.tensor(self.version), "weights": self._weights}
+        for index, view in enumerate(self._views):
             values = self._optimizer.state.get(view, {})
             _require_tensors(values)
-            state.append({name: value.reshape(-1) if value.ndim else value for name, value in values.items()})
-        return self.version, self._weights, state
+            state |= {f"{index}.{name}": each.reshape(-1) if each.ndim else each for name, each in values.items()}
+        return state
 
     def close(self) -> None:
         """Release the memory. Idempotent."""

@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
+import safetensors.torch
 
+from shoal.atomic_file import replace_synced
 from shoal.sync.parameter_server.clock import Update
 from shoal.sync.parameter_server.rpc import LATER, CallId, RpcClient, RpcService
 from shoal.sync.parameter_server.server import ParameterServer
-from shoal.sync.parameter_server.tensor_codec import pack, unpack
-
-State = tuple[Any, list[dict[str, Any]]]  # the weights and the optimiser's state of each piece, packed
 
 
 class ServerService:
@@ -47,7 +45,7 @@ class ServerService:
         self._pulls: dict[CallId, tuple[int, int]] = {}  # those that wait: worker, version needed
         self._dumps: dict[CallId, int] = {}
         self._snapshot_at = -1
-        self._kept: State | None = None  # of the version `_snapshot_at`
+        self._kept = b""  # the state of the version `_snapshot_at`, as safetensors
         self._written_s, self._written_version = time.monotonic(), -1
         self._writer: threading.Thread | None = None
         names = ("address", "load", "pull", "commit", "snapshot", "dump")
@@ -57,8 +55,8 @@ class ServerService:
         """Begin, or begin again where the file is. Raises ConnectionLost without a controller."""
         version = -1
         if self._file is not None and self._file.exists():
-            version, weights, state = torch.load(self._file)
-            self._server.load(weights, state, version)
+            self._server.load(safetensors.torch.load(self._file.read_bytes()))
+            version = self._server.version
         self._life, version = self._controller.call("resume_server", self._index, version)
         self._server.set_version(version)
         self.service.start()
@@ -82,9 +80,8 @@ class ServerService:
         """Where its memory is, its life, and the shapes of the model's parameters."""
         return tuple(self._server.memory.address), self._life, self._server.parameters
 
-    def _load(self, caller: CallId, weights: Any, state: list[dict[str, Any]], version: int) -> None:
-        states = [{name: unpack(value) for name, value in each.items()} for each in state]
-        self._server.load(unpack(weights), states, version)
+    def _load(self, caller: CallId, state: bytes) -> None:
+        self._server.load(safetensors.torch.load(state))
         if self._file is not None:
             self._write(self._file)
             self.wait_until_written()  # from here on it can come back
@@ -108,9 +105,7 @@ class ServerService:
 
     def _snapshot(self, caller: CallId, version: int) -> Any:
         """Keep the state of this version; the controller asks for it between two updates."""
-        _, weights, state = self._server.dump()
-        packed = [{name: pack(value) for name, value in each.items()} for each in state]
-        self._snapshot_at, self._kept = version, (pack(weights), packed)
+        self._snapshot_at, self._kept = version, safetensors.torch.save(self._server.dump())
         for waiting, wanted in list(self._dumps.items()):
             if wanted == version:
                 del self._dumps[waiting]
@@ -124,17 +119,10 @@ class ServerService:
         return self._kept
 
     def _write(self, file: Path) -> None:
-        """Copy the state now, and write the copy in the background, unless the last one is still being written."""
+        """Write the present state in the background, unless the last one is still being written."""
         if self._writer is not None and self._writer.is_alive():
             return
-        version, weights, state = self._server.dump()
-        copied = version, weights.clone(), [{name: value.clone() for name, value in each.items()} for each in state]
-
-        def write() -> None:
-            partial = file.with_suffix(".new")
-            torch.save(copied, partial)
-            partial.replace(file)
-
-        self._written_s, self._written_version = time.monotonic(), version
-        self._writer = threading.Thread(target=write, name=f"state of server {self._index}")
+        self._written_s, self._written_version = time.monotonic(), self._server.version
+        arguments = file, safetensors.torch.save(self._server.dump())
+        self._writer = threading.Thread(target=replace_synced, args=arguments, name=f"state of server {self._index}")
         self._writer.start()

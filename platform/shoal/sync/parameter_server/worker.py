@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import safetensors.torch
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -18,11 +19,10 @@ from torch.optim import Optimizer
 from shoal.errors import SpecMismatch, TrainError
 from shoal.sync.parameter_server.clock import Push, Settings
 from shoal.sync.parameter_server.controller import AGAIN
-from shoal.sync.parameter_server.partition import describe_parameters, plan_partition
+from shoal.sync.parameter_server.partition import ParameterSlice, describe_parameters, plan_partition
 from shoal.sync.parameter_server.rpc import RpcClient
 from shoal.sync.parameter_server.server import SETTINGS
 from shoal.sync.parameter_server.shared_weights import WRITING, MemoryAddress, SharedWeights
-from shoal.sync.parameter_server.tensor_codec import pack, unpack
 from shoal.sync.rank_signals import RankSignals
 from shoal.sync.synchronizer import Synchronizer
 
@@ -153,54 +153,45 @@ class ParameterServerSync(Synchronizer):
             self._controller.call("leave", self._worker)
 
     def _load_servers(self, step: int) -> None:
-        version = self._controller.call("get_version", step)
-        for server, caller in enumerate(self._servers):
+        version = torch.tensor(self._controller.call("get_version", step))
+        for server, client in enumerate(self._servers):
             weights = torch.empty(self._partition.get_size(server))
             self._partition.write(server, [each.detach() for each in self._parameters], weights)
-            state = [
-                {
-                    name: pack(_slice(value, piece.begin, piece.end))
-                    for name, value in self._state_of(piece.parameter).items()
-                }
-                for piece in self._partition.pieces[server]
-            ]
-            caller.call("load", pack(weights), state, version)
+            state = {"version": version, "weights": weights}
+            for index, piece in enumerate(self._partition.pieces[server]):
+                stored = self._optimizer.state.get(self._parameters[piece.parameter], {})
+                for name, each in stored.items():
+                    state[f"{index}.{name}"] = each.reshape(-1)[piece.begin : piece.end] if each.ndim else each
+            client.call("load", safetensors.torch.save(state))
         self._needed = self._controller.call("load", step)
-
-    def _state_of(self, parameter: int) -> dict[str, Tensor]:
-        return dict(self._optimizer.state.get(self._parameters[parameter], {}))
 
     def collect_state(self) -> None:
         """The state of one version, from all servers, into the chief's model and optimiser."""
         version = self._controller.call("snapshot")
         for server in self._servers:
             server.send("dump", version)
-        with torch.no_grad():
-            for index, server in enumerate(self._servers):
-                weights, states = server.receive()
-                self._partition.read(index, unpack(weights), self._parameters)
-                for piece, state in zip(self._partition.pieces[index], states, strict=True):
-                    self._join_state(piece.parameter, piece.begin, piece.end, state)
+        for index, server in enumerate(self._servers):
+            state = safetensors.torch.load(server.receive())
+            with torch.no_grad():
+                self._partition.read(index, state.pop("weights"), self._parameters)
+            del state["version"]
+            for name, value in state.items():
+                number, _, stored = name.partition(".")
+                self._join_state(self._partition.pieces[index][int(number)], stored, value)
         self._version = version
 
-    def _join_state(self, index: int, begin: int, end: int, state: dict[str, Any]) -> None:
-        parameter = self._parameters[index]
+    def _join_state(self, piece: ParameterSlice, name: str, value: Tensor) -> None:
+        parameter = self._parameters[piece.parameter]
         own = self._optimizer.state[parameter]
-        for name, packed in state.items():
-            value = unpack(packed)
-            if not value.ndim:
-                own[name] = value
-                continue
-            if name not in own or own[name].shape != parameter.shape:
-                own[name] = torch.zeros_like(parameter, dtype=value.dtype)
-            own[name].view(-1)[begin:end] = value
+        if not value.ndim:
+            own[name] = value
+            return
+        if name not in own or own[name].shape != parameter.shape:
+            own[name] = torch.zeros_like(parameter, dtype=value.dtype)
+        own[name].view(-1)[piece.begin : piece.end] = value
 
     def close(self) -> None:
         for memory in self._memories:
             memory.close()
         for caller in (self._controller, *self._servers):
             caller.close()
-
-
-def _slice(value: Tensor, begin: int, end: int) -> Tensor:
-    return value.reshape(-1)[begin:end] if value.ndim else value

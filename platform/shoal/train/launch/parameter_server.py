@@ -63,7 +63,7 @@ class Addresses:
 
 
 def _state_files(spec: TrainSpec, folder: Path) -> list[Path]:
-    return [folder / f"server-{index}.pt" for index in range(spec.sync.servers)]
+    return [folder / f"server-{index}.safetensors" for index in range(spec.sync.servers)]
 
 
 @dataclass
