@@ -25,7 +25,7 @@ from benchmarks.talk import commands, say
 from benchmarks.trees.forests import HIDDEN, NUM_LEAVES, NUM_TREES, VOCABULARY, Forest, load
 from benchmarks.trees.models import GatedCell, Levels, lstm_by_levels, recurse_gated, recurse_lstm
 from shoal.trees import Cell, ChildSumLSTMCell, NaryLSTMCell, TreeBatch, TreeRNN
-from shoal.trees import plan as planning
+from shoal.trees import planner as planning
 
 Roots = Callable[[], Tensor]  # the outputs of the roots, from trees that are not planned yet
 

@@ -18,7 +18,7 @@ from shoal.registry import ModelFactory, Signature, TensorSignature
 from shoal.serve.batching.batcher import Batcher
 from shoal.serve.model.predictor import LoadedModel, Predictor
 from shoal.serve.spec.model_options import ModelOptions
-from shoal.trees import plan
+from shoal.trees import planner
 from shoal.trees.plan import TreePlan
 from shoal.weights import WeightSnapshot
 
@@ -102,8 +102,8 @@ def test_nodes_need_not_be_the_first_of_their_row() -> None:
 def test_the_check_makes_the_plan_that_the_network_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     request = as_request([(node, node - 1) for node in range(23)], FLAT)  # a shape of no other test
     made: list[TreePlan] = []
-    computed = plan._plan_forest
-    monkeypatch.setattr(plan, "_plan_forest", lambda *args: made.append(computed(*args)) or made[-1])
+    computed = planner._plan_forest
+    monkeypatch.setattr(planner, "_plan_forest", lambda *args: made.append(computed(*args)) or made[-1])
     check_trees(request)
     assert read_padded(*request.values()).plan is made[0]
     assert len(made) == 1

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.trees import ChildSumLSTMCell, TreeBatch, TreeError, TreeRNN
-from shoal.trees.plan import TreePlan, _PlanCache, _plans, plan_forest
+from shoal.trees.plan import TreePlan
+from shoal.trees.planner import _PlanCache, _plans, plan_forest
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,8 @@ import pytest
 
 from shoal.errors import TreeError
 from shoal.trees import TreeBatch
-from shoal.trees.plan import TreePlan, _PlanCache, _size_bytes, plan_forest
+from shoal.trees.plan import TreePlan
+from shoal.trees.planner import _PlanCache, _size_bytes, plan_forest
 
 CHAIN = [-1, 0, 1, 2]
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from shoal.batch_tree import SampleBatch
 from shoal.errors import TreeError
-from shoal.trees.plan import MAX_DEPTH, Ints, TreePlan, plan_forest, plan_graphs
+from shoal.trees.plan import Ints, TreePlan
+from shoal.trees.planner import MAX_DEPTH, plan_forest, plan_graphs
 
 Values = Mapping[str, Any]  # for each name: a value of each node, of all trees one after the other
 
