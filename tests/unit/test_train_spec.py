@@ -142,3 +142,15 @@ def test_sync_is_a_word_or_fields() -> None:
 def test_what_a_parameter_server_cannot_do_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         TrainSpec.parse({"sync": "parameter_server", **changes})
+
+
+def test_a_range_of_workers_is_two_fields() -> None:
+    spec = TrainSpec(sync="diloco").override(["workers=[2,4]", "batch_size=64"])
+    assert (spec.min_workers, spec.workers) == (2, 4)
+    assert TrainSpec.from_yaml(spec.to_yaml()) == spec
+
+
+@pytest.mark.parametrize("words", [["workers=[2]"], ["workers=[4,2]"], ["workers=[2,4]", "sync=all_reduce"]])
+def test_a_range_of_workers_that_does_not_fit_is_rejected(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match="workers"):
+        TrainSpec(sync="diloco").override([*words, "batch_size=64"])

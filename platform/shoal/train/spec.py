@@ -136,6 +136,8 @@ class TrainSpec(Spec):
 
     task:                  `lenet` (a file of ./jobs), `my_task.py:MyTask`, or `package.module:MyTask`
     args:                  the Task's keyword arguments
+    workers:               processes that train; `[min, max]` sets min_workers too
+    min_workers:           with replicas that may leave and join: the fewest with which the run goes on; None: `workers`
     batch_size:            over the whole group: each data rank gets its share
     average:               decay of an exponential moving average of the weights, to be evaluated and registered
     price_per_device_hour: for cost-to-accuracy and `stop.money`
@@ -148,6 +150,7 @@ class TrainSpec(Spec):
     parallel: ParallelSpec = ParallelSpec()
     sync: SyncSpec = SyncSpec()
     workers: int = Field(default=1, ge=1)
+    min_workers: int | None = Field(default=None, ge=1)
     batch_size: int = Field(default=64, ge=1)
     seed: int = Field(default=0, ge=0, lt=2**63)  # torch's range
     device: str = "auto"
@@ -168,6 +171,17 @@ class TrainSpec(Spec):
     aliases: AliasNames = ("champion",)
     resume: str = ""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _parse_worker_range(cls, values: object) -> object:
+        """Accept `workers: [min, max]`."""
+        if isinstance(values, dict) and isinstance(values.get("workers"), list | tuple):
+            if len(values["workers"]) != 2:
+                raise ValueError(f"workers={values['workers']}: give a number, or [min, max]")
+            fewest, most = values["workers"]
+            return {**values, "workers": most, "min_workers": fewest}
+        return values
+
     @field_validator("args", mode="after")
     @classmethod
     def _args_outlast_the_record(cls, args: dict[str, Any]) -> dict[str, Any]:
@@ -182,6 +196,10 @@ class TrainSpec(Spec):
             raise ValueError("selective_backprop does not go with a pipeline: no rank sees both samples and losses")
         if self.sync.kind != "all_reduce":
             self._require_replicas_alone()
+        if self.min_workers is not None and self.min_workers > self.workers:
+            raise ValueError(f"min_workers={self.min_workers} is more than workers={self.workers}")
+        if self.min_workers is not None and self.sync.kind == "all_reduce":
+            raise ValueError("min_workers: with sync=all_reduce every step has all workers; choose another sync.kind")
         return self
 
     def _require_replicas_alone(self) -> None:
