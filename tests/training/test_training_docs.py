@@ -35,6 +35,7 @@ def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A folder with the page's own Task, and the recipes."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_task.py").write_text(blocks("training.md", "python")[0])
+    (tmp_path / "my_gan.py").write_text(blocks("training.md", "python")[1])
     (tmp_path / "jobs").symlink_to(DOCS.parent / "jobs")
     yield
     sys.modules.pop("shoal_task_my_task", None)

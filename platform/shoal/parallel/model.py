@@ -7,7 +7,8 @@ as one process would compute them. Called by the Trainer; knows no optimiser's s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -39,9 +40,17 @@ class TaskProtocol(Protocol):
 
 
 def compute_loss_and_metrics(learnable: TaskProtocol, outputs: Any, batch: Any) -> dict[str, Tensor]:
-    """The `loss` and each metric as scalars, also those of shape [1]."""
+    """The `loss` and each metric as scalars, also those of shape [1].
+
+    A Task with a `train_step` need not have a `loss`.
+    """
     metrics = {name: value.reshape(()) for name, value in learnable.metrics(outputs, batch).items()}
-    return {"loss": learnable.loss(outputs, batch), **metrics}
+    if getattr(learnable, "has_loss", True):
+        return {"loss": learnable.loss(outputs, batch), **metrics}
+    return metrics
+
+
+Observer = Callable[[Any, Any], None]
 
 
 class ParallelModel(ABC):
@@ -55,6 +64,7 @@ class ParallelModel(ABC):
     modules: list[nn.Module]
     data_rank: int
     num_data_ranks: int
+    step_losses: Mapping[str, Tensor] = MappingProxyType({})  # further losses of the newest step, by the Task's names
 
     @abstractmethod
     def train_step(self, batch: Any, step: int, share: float = 1.0) -> Tensor:
@@ -70,8 +80,10 @@ class ParallelModel(ABC):
         """
 
     @abstractmethod
-    def evaluate(self, batch: Any, num_samples: int) -> dict[str, Tensor]:
+    def evaluate(self, batch: Any, num_samples: int, observe: Observer | None = None) -> dict[str, Tensor]:
         """Sums over this rank's share: `loss` and each metric times `num_samples`; no gradients. Collective.
+
+        observe: receives the outputs and their part of the batch, where this rank has them
 
         A share may be smaller than others', or empty (`num_samples` 0: `batch` is then any batch, and is not counted).
         """

@@ -14,6 +14,7 @@ from shoal.parallel.layers.precision import check_precision
 from shoal.parallel.model import TaskProtocol
 from shoal.parallel.spec import ParallelDims, ParallelSpec
 from shoal.parallel.state.module_snapshot import has_hooks
+from shoal.parallel.task_step import get_train_step
 
 
 def check_plan(
@@ -32,6 +33,8 @@ def check_plan(
     if device is not None:
         check_precision(spec.precision, device)
     _check_parameters(model)
+    if get_train_step(learnable) is not None:
+        _check_own_step(spec, degrees)
     if spec.channels_last:
         check_channels_last(model)
     if degrees.pipeline > 1:
@@ -49,6 +52,16 @@ def check_plan(
         from shoal.parallel.tensor.plan import find_tensor_plan
 
         find_tensor_plan(model, learnable, degrees.tensor, example)
+
+
+def _check_own_step(spec: ParallelSpec, degrees: ParallelDims) -> None:
+    """A Task's own step calls the model, and takes losses, as it likes."""
+    if degrees.shard or degrees.tensor > 1 or degrees.pipeline > 1:
+        problem = "the Task has a train_step of its own, which needs the full model on each rank"
+        raise PlanError("parallel", degrees.description, problem, "use parallel=ddp, or write `loss` instead")
+    if spec.precision == "fp16":
+        problem = "scales one loss, and the Task has a train_step of its own"
+        raise PlanError("parallel.precision", spec.precision, problem, "use bf16")
 
 
 def _check_parameters(model: nn.Module) -> None:

@@ -26,6 +26,8 @@ class RankSignals(NamedTuple):
     elapsed_s:     of this attempt of the run
     is_not_finite: a loss or gradient was not finite
     loss:          the sum over the steps since the last exchange, of `num_losses` of them
+    ends:          a callback wants the run to end
+    named_losses:  the sums of further losses, in the order of their names, which all ranks have
     """
 
     stop: bool = False
@@ -33,6 +35,8 @@ class RankSignals(NamedTuple):
     is_not_finite: bool = False
     loss: float = 0.0
     num_losses: float = 0.0
+    ends: bool = False
+    named_losses: tuple[float, ...] = ()
 
 
 class RankSync:
@@ -55,12 +59,22 @@ class RankSync:
         step_s = (now - self._last_s) / max(self._steps, 1)
         loss = 0.0 if mine.is_not_finite else mine.loss
         values = torch.tensor(
-            [mine.stop, mine.elapsed_s, mine.is_not_finite, loss, mine.num_losses, step_s], dtype=torch.double
+            [
+                mine.stop,
+                mine.elapsed_s,
+                mine.is_not_finite,
+                loss,
+                mine.num_losses,
+                step_s,
+                mine.ends,
+                *mine.named_losses,
+            ],
+            dtype=torch.double,
         )
         if self._group is not None:
             dist.all_reduce(values, group=self._group)
-        stop, elapsed_s, is_not_finite, loss, num_losses, step_s = values.tolist()
+        stop, elapsed_s, is_not_finite, loss, num_losses, step_s, ends, *named = values.tolist()
         wanted = int(INTERVAL_S * size / max(step_s, 1e-6))
         self._interval = min(MAX_INTERVAL, 2 * self._interval, max(1, wanted))
         self._steps, self._last_s = 0, now
-        return RankSignals(stop > 0, elapsed_s / size, is_not_finite > 0, loss, num_losses)
+        return RankSignals(stop > 0, elapsed_s / size, is_not_finite > 0, loss, num_losses, ends > 0, tuple(named))

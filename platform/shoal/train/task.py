@@ -12,7 +12,7 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -23,8 +23,11 @@ from torch.optim import Optimizer
 
 from shoal.data import Data
 from shoal.errors import ConfigError, DataError
+from shoal.parallel.task_step import TrainStep
 from shoal.recipes import find_recipe, recipe_names
 from shoal.registry import Signature
+from shoal.train.callback import Callback
+from shoal.train.stateful_metric import StatefulMetric
 
 JOBS = Path("jobs")
 _SOURCE = "__source__"  # attribute of a file's module: its text when it was loaded
@@ -44,11 +47,18 @@ class Task:
     preprocess, postprocess: applied by an endpoint to a batch of requests, and to the network's outputs, each a dict
            of arrays by name with the sample as dimension 0; methods, functions or None. They belong here like `inputs`:
            input that is prepared differently than in training gets wrong answers
+    train_step: a method `train_step(self, model, batch)` for steps other than `loss` of the model's outputs; None: that
+           It calls the model, or parts of it, and returns a scalar loss, the mean over the samples; or a dict of
+           scalars, of which "loss" is minimised and the others are logged as train/NAME. With several `optimizers` it
+           is a generator, which yields (name of an optimizer, loss): the optimizer takes its step with the gradients of
+           its own parameters, and the generator goes on with the new weights. Such a Task needs no `loss`; one that has
+           it is evaluated by it. Each rank needs the full model
     """
 
     parts: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     preprocess: Hook | None = None
     postprocess: Hook | None = None
+    train_step: TrainStep | None = None
 
     def model(self) -> nn.Module:
         """The model, with fresh weights: the seed is set before the call, the same on every worker."""
@@ -85,6 +95,28 @@ class Task:
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer | None:
         """The optimiser; None: that of the spec's `optimizer`."""
         return None
+
+    def optimizers(self, model: nn.Module) -> Mapping[str, Optimizer] | None:
+        """Several optimisers, by name, of which each trains a part of the model's parameters: for `train_step`."""
+        return None
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether `loss` measures the model's outputs."""
+        return type(self).loss is not Task.loss
+
+    def stateful_metrics(self) -> Mapping[str, StatefulMetric]:
+        """Further validation metrics that are not means over samples (AUROC, F1), by name: objects of torchmetrics,
+        or with the same `update`, `merge_state`, `compute` and `reset`."""
+        return {}
+
+    def update_metric(self, name: str, metric: StatefulMetric, outputs: Any, batch: Any) -> None:
+        """Count a batch in a stateful metric: with the outputs, and the batch's last or `batch["targets"]`."""
+        metric.update(outputs, batch["targets"] if isinstance(batch, Mapping) else batch[-1])
+
+    def callbacks(self) -> Sequence[Callback]:
+        """Objects whose methods are called as training goes on, on every rank: see `shoal.train.Callback`."""
+        return ()
 
     def tensor_plan(self) -> dict[str, str] | None:
         """How tensor ranks split layers: {pattern of names: "column" | "row" | ...}; None: derived from their types."""

@@ -27,7 +27,7 @@ from shoal.parallel.layers.batch_norm import DataGroup, globalise_batch_norm
 from shoal.parallel.layers.dropout import seed_dropout
 from shoal.parallel.layers.precision import autocast
 from shoal.parallel.micro_batches import iter_chunks, split_micro_batches
-from shoal.parallel.model import ParallelModel, TaskProtocol, compute_loss_and_metrics
+from shoal.parallel.model import Observer, ParallelModel, TaskProtocol, compute_loss_and_metrics
 from shoal.parallel.pipeline.groups import PipelineGroups, receive_tensor, send_tensor, sum_gradients
 from shoal.parallel.pipeline.partition import StagePartition, partition_model
 from shoal.parallel.pipeline.schedules import SPLIT_BACKWARD, check_schedule, get_stage_ranks
@@ -245,7 +245,7 @@ class PipelineModel(ParallelModel):
 
     # -- evaluation
 
-    def evaluate(self, batch: Any, num_samples: int) -> dict[str, Tensor]:
+    def evaluate(self, batch: Any, num_samples: int, observe: Observer | None = None) -> dict[str, Tensor]:
         sums: list[Tensor] = []
         self._stage_outputs = {}
         # Data ranks that gather each other's parameters must do so equally often, however many samples they have.
@@ -256,6 +256,8 @@ class PipelineModel(ParallelModel):
                     with autocast(self._spec.precision, self._world.device):
                         means = compute_loss_and_metrics(self._learnable, outputs, part)
                     names = list(means)
+                    if observe is not None and num_samples:
+                        observe(outputs, part)
                     sums.append(torch.stack([mean.double() for mean in means.values()]) * share)
         self._check_usage([])
         last = self._degrees.rank(self._groups.coordinates._replace(pipeline=self._stage_ranks[-1]))

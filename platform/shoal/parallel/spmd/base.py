@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
@@ -24,12 +25,13 @@ from shoal.parallel.layers.compile import compile_module
 from shoal.parallel.layers.dropout import DropoutRng, seed_dropout
 from shoal.parallel.layers.precision import LossScale, autocast
 from shoal.parallel.micro_batches import split_micro_batches
-from shoal.parallel.model import ParallelModel, TaskProtocol, compute_loss_and_metrics
+from shoal.parallel.model import Observer, ParallelModel, TaskProtocol, compute_loss_and_metrics
 from shoal.parallel.spec import ParallelSpec
 from shoal.parallel.spmd.buffer_consistency import check_buffers
 from shoal.parallel.state import gradients
 from shoal.parallel.state import state_dict as state
 from shoal.parallel.state.module_snapshot import eval_mode, get_trainable_parameters, snapshot_module
+from shoal.parallel.task_step import begin_phases, get_phase_parameters, get_train_step, next_phase, split_losses
 
 
 class SpmdModel(ParallelModel):
@@ -60,6 +62,8 @@ class SpmdModel(ParallelModel):
         self._dropout_rng = DropoutRng(seed, self.data_rank, self.num_data_ranks, world.device)
         seed_dropout(model, self._dropout_rng)
         self._forward: nn.Module = model
+        self._train_step = get_train_step(learnable)
+        self._phase_parameters: Mapping[str, list[nn.Parameter]] = {}
         self._loss_scale = LossScale() if spec.precision == "fp16" else None
         self._collect_trainable()
 
@@ -86,18 +90,57 @@ class SpmdModel(ParallelModel):
                 self._raise_thawed()
         for parameter in self._trainable:
             parameter.grad = None
+        self.step_losses = {}
+        micro_batches = self._split_batch(batch, share)
+        if self._phase_parameters:
+            return self._run_phases(micro_batches, step)
+        losses = []
+        for index, (part, weight) in enumerate(micro_batches):
+            with self._gradient_sync_context(index == len(micro_batches) - 1):
+                losses.append(self._micro_step(part, step, index, weight))
+        self._exchange_gradients()
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    def _split_batch(self, batch: Any, share: float) -> list[tuple[Any, float]]:
+        """The micro-batches of a step, and the weight of each one's mean loss."""
         accumulate = self._spec.accumulate
         if accumulate == 1:
-            return self._micro_step(batch, step, 0, share)
+            return [(batch, share)]
         size, is_even = count_samples(batch), share == 1.0
         parts = split_micro_batches(batch, accumulate if is_even else min(accumulate, size), is_even=is_even)
-        losses = []
-        for index in range(accumulate):  # all of them, because micro-steps may be collective
-            part = parts[min(index, len(parts) - 1)]
-            with self._gradient_sync_context(index == accumulate - 1):
-                weight = share * count_samples(part) / size if index < len(parts) else 0.0
-                losses.append(self._micro_step(part, step, index, weight))
-        return torch.stack(losses).sum()
+        weighted = [(part, share * count_samples(part) / size) for part in parts]
+        return weighted + [(parts[-1], 0.0)] * (accumulate - len(parts))  # because micro-steps may be collective
+
+    def use_optimizers(self, parameters: Mapping[str, list[nn.Parameter]], take_step: Callable[[str], None]) -> None:
+        """Let the Task's steps yield (name, loss) for several optimisers.
+
+        parameters: of each optimiser, by its name
+        take_step:  the step of one of them, once it has its gradients
+        """
+        self._phase_parameters, self._take_step = parameters, take_step
+
+    def _run_phases(self, micro_batches: list[tuple[Any, float]], step: int) -> Tensor:
+        """One optimiser's step after another; all micro-batches have a part in each."""
+        assert self._train_step is not None
+        steps = [begin_phases(self._train_step(self.module, part)) for part, _ in micro_batches]
+        total = torch.zeros((), device=self._world.device)
+        for index in itertools.count(0, len(steps)):
+            gradients.clear(self._trainable)
+            name: str | None = None
+            for each, (part, weight) in zip(steps, micro_batches, strict=True):
+                self._dropout_rng.begin_micro_step(step, index, count_samples(part))
+                with autocast(self._spec.precision, self._world.device):
+                    found = next_phase(each, name)
+                if found is None:
+                    return total
+                name, loss = found
+                (loss * weight).backward(inputs=get_phase_parameters(self._phase_parameters, name))
+                total += weight * loss.detach()
+                self._add_losses({f"{name}_loss": weight * loss.detach()})
+            assert name is not None
+            self._exchange_gradients()
+            self._take_step(name)
+        raise AssertionError
 
     def _raise_thawed(self) -> NoReturn:
         frozen = {id(parameter) for parameter in self._frozen}
@@ -107,16 +150,30 @@ class SpmdModel(ParallelModel):
     def _micro_step(self, batch: Any, step: int, index: int, weight: float) -> Tensor:
         self._dropout_rng.begin_micro_step(step, index, count_samples(batch))
         with autocast(self._spec.precision, self._world.device):
-            outputs = self._forward(*self._learnable.inputs(batch))
-            loss = self._learnable.loss(outputs, batch)
-        if loss.ndim:
-            raise ConfigError("Task.loss", list(loss.shape), "is not a scalar", "return the mean over the samples")
+            loss = self._compute_loss(batch, weight)
         weighted = loss if weight == 1.0 else loss * weight
         self._backward(weighted if self._loss_scale is None else weighted * self._loss_scale.value)
         return weighted.detach()
 
+    def _compute_loss(self, batch: Any, weight: float) -> Tensor:
+        if self._train_step is None:
+            loss = self._learnable.loss(self._forward(*self._learnable.inputs(batch)), batch)
+            if loss.ndim:
+                raise ConfigError("Task.loss", list(loss.shape), "is not a scalar", "return the mean over the samples")
+            return loss
+        loss, named = split_losses(self._train_step(self.module, batch))
+        self._add_losses({name: weight * value for name, value in named.items()})
+        return loss
+
+    def _add_losses(self, named: Mapping[str, Tensor]) -> None:
+        before = self.step_losses
+        self.step_losses = {**before, **{name: value + before.get(name, 0.0) for name, value in named.items()}}
+
     def _backward(self, loss: Tensor) -> None:
         loss.backward()
+
+    def _exchange_gradients(self) -> None:
+        """Called after the last backward pass of a step or a phase: average over the data ranks. Collective."""
 
     def _gradient_sync_context(self, last: bool) -> AbstractContextManager[object]:
         """The context of a micro-step: gradients are exchanged only in the last one."""
@@ -124,10 +181,12 @@ class SpmdModel(ParallelModel):
 
     # -- evaluation
 
-    def evaluate(self, batch: Any, num_samples: int) -> dict[str, Tensor]:
+    def evaluate(self, batch: Any, num_samples: int, observe: Observer | None = None) -> dict[str, Tensor]:
         with eval_mode(self.module), torch.no_grad(), autocast(self._spec.precision, self._world.device):
             outputs = self.module(*self._learnable.inputs(batch))
             means = compute_loss_and_metrics(self._learnable, outputs, batch)
+        if observe is not None and num_samples:
+            observe(outputs, batch)
         if not num_samples:
             return {name: torch.zeros_like(mean, dtype=torch.float32) for name, mean in means.items()}
         return {name: mean.float() * num_samples for name, mean in means.items()}

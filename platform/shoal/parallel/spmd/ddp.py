@@ -24,8 +24,9 @@ from shoal.parallel.micro_batches import split_micro_batches
 from shoal.parallel.model import TaskProtocol
 from shoal.parallel.spec import ParallelSpec
 from shoal.parallel.spmd.base import SpmdModel
-from shoal.parallel.spmd.gradient_buffer import FlatGradients
+from shoal.parallel.spmd.gradient_buffer import FlatGradients, GroupSum
 from shoal.parallel.state.module_snapshot import preserve_module
+from shoal.parallel.task_step import get_train_step
 from shoal.random_state import preserve_rng
 
 
@@ -44,13 +45,16 @@ class DdpModel(SpmdModel):
     ) -> None:
         model.to(world.device)
         globalise_batch_norm(model, None)  # a share may be of one sample, which has no statistics of its own
-        order = _find_gradient_order(model, learnable, split_micro_batches(example, spec.accumulate)[0])
+        has_own_step = get_train_step(learnable) is not None  # then the phases of a step have other parameters
+        few = split_micro_batches(example, spec.accumulate)[0]
+        order = [] if has_own_step else _find_gradient_order(model, learnable, few)
         super().__init__(model, learnable, spec, world, seed, group)
         self._may_skip = spec.dynamic or not all(world.gather(len(set(order)) == len(self._trainable)))
         self._waited_s = 0.0 if world.device.type == "cpu" else float("nan")  # on CUDA a stream waits, not this process
         self._complete_s: float | None = None
-        if self._shm_all_reduce:
-            self._flat_gradients = FlatGradients(self._trainable, self._shm_all_reduce)
+        self._flat_gradients: FlatGradients | None = None
+        if self._shm_all_reduce or has_own_step:  # such a step may call parts of the model, past a DDP around it
+            self._flat_gradients = FlatGradients(self._trainable, self._shm_all_reduce or GroupSum(group))
             _broadcast_weights(model, group)
             if spec.compile:
                 compile_module(model)
@@ -67,15 +71,13 @@ class DdpModel(SpmdModel):
         if world.device.type == "cpu" and order:
             order[-1].register_post_accumulate_grad_hook(self._on_last_gradient)
 
-    def _compute_gradients(self, batch: Any, step: int, share: float) -> Tensor:
-        loss = super()._compute_gradients(batch, step, share)
+    def _exchange_gradients(self) -> None:
         if not self._may_skip and any(parameter.grad is None for parameter in self._trainable):
             name = next(name for name, each in self.named_parameters() if each.requires_grad and each.grad is None)
             problem = f"{name} had a gradient at first, and has none in this step"
             raise PlanError("parallel.dynamic", False, problem, "say parallel.dynamic=true when layers may be skipped")
-        if self._shm_all_reduce:
+        if self._flat_gradients is not None:
             self._flat_gradients.average(self._may_skip)
-        return loss
 
     def _on_last_gradient(self, parameter: Tensor) -> None:
         """Nothing is left to compute: the rest of backward is waiting for the other ranks."""
@@ -87,7 +89,7 @@ class DdpModel(SpmdModel):
         self._waited_s += time.perf_counter() - (self._complete_s or time.perf_counter())
 
     def _gradient_sync_context(self, last: bool) -> AbstractContextManager[object]:
-        return nullcontext() if last or self._shm_all_reduce else self._ddp.no_sync()
+        return nullcontext() if last or self._flat_gradients is not None else self._ddp.no_sync()
 
     @property
     def communication_s(self) -> float:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from shoal.parallel.comm.world import World
 from shoal.parallel.layers.compile import compile_forward
-from shoal.parallel.model import TaskProtocol
+from shoal.parallel.model import Observer, TaskProtocol
 from shoal.parallel.spec import ParallelSpec
 from shoal.parallel.spmd.base import TimedCollectivesMixin
 from shoal.parallel.spmd.fsdp_blocks import find_blocks
@@ -62,8 +62,8 @@ class FsdpModel(TimedCollectivesMixin):
         self._usage_check.check(named, self._world.device)
         return loss
 
-    def evaluate(self, batch: Any, num_samples: int) -> dict[str, Tensor]:
-        sums = super().evaluate(batch, num_samples)
+    def evaluate(self, batch: Any, num_samples: int, observe: Observer | None = None) -> dict[str, Tensor]:
+        sums = super().evaluate(batch, num_samples, observe)
         self._usage_check.check([], self._world.device)
         return sums
 

@@ -1,7 +1,8 @@
 """All gradients of a replica in one buffer, averaged over the ranks of a host in one sum after the backward pass.
 
 Replaces DistributedDataParallel where `ShmAllReduce` computes the sums: the computing thread does that itself, so
-buckets, which overlap sending and computing, would only add cost. Called by `DdpModel`.
+buckets, which overlap sending and computing, would only add cost. Also for a Task's own steps, which may call parts of
+the model. Called by `DdpModel`.
 """
 
 from __future__ import annotations
@@ -9,21 +10,33 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.parallel.comm.shm_all_reduce import ShmAllReduce
 
 
+class GroupSum:
+    """Sums over a process group, as `ShmAllReduce` computes them within a host."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self.size = group, dist.get_world_size(group)
+
+    def sum(self, values: Tensor, factor: float = 1.0) -> Tensor:
+        dist.all_reduce(values, group=self._group)
+        return values.mul_(factor) if factor != 1.0 else values
+
+
 class FlatGradients:
     """The gradients of `parameters`, in one tensor for each dtype, where hooks put them as they appear."""
 
-    def __init__(self, parameters: list[nn.Parameter], on_host: ShmAllReduce) -> None:
-        self._shm_all_reduce = on_host
+    def __init__(self, parameters: list[nn.Parameter], all_reduce: ShmAllReduce | GroupSum) -> None:
+        self._all_reduce = all_reduce
         self._flat: list[Tensor] = []
         self._views: list[tuple[nn.Parameter, Tensor]] = []
         for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
             alike = [parameter for parameter in parameters if parameter.dtype == dtype]
-            flat = torch.zeros(sum(each.numel() for each in alike), dtype=dtype)
+            flat = torch.zeros(sum(each.numel() for each in alike), dtype=dtype, device=alike[0].device)
             begin = 0
             for parameter in alike:
                 place = _view_like(parameter, flat[begin : begin + parameter.numel()])
@@ -39,19 +52,19 @@ class FlatGradients:
         """
         used = self._find_used() if may_skip else None
         for flat in self._flat:
-            self._shm_all_reduce.sum(flat, 1.0 / self._shm_all_reduce.size)
+            self._all_reduce.sum(flat, 1.0 / self._all_reduce.size)
         if used is not None:
             for (parameter, place), by_any in zip(self._views, used, strict=True):
                 parameter.grad = place if by_any else None
 
     def _find_used(self) -> list[bool]:
-        used = torch.zeros(len(self._views), dtype=torch.int32)
+        used = torch.zeros(len(self._views), dtype=torch.int32, device=self._flat[0].device)
         for index, (parameter, place) in enumerate(self._views):
             if parameter.grad is None:
                 place.zero_()
             else:
                 used[index] = 1
-        return [bool(count) for count in self._shm_all_reduce.sum(used)]
+        return [bool(count) for count in self._all_reduce.sum(used).tolist()]
 
 
 def _view_like(parameter: nn.Parameter, flat: Tensor) -> Tensor:

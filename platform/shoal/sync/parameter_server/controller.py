@@ -6,6 +6,7 @@ Weights and gradients never pass through it: a message is a few hundred bytes.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -119,6 +120,8 @@ class Controller:
             loss=old.loss + new.loss,
             num_losses=old.num_losses + new.num_losses,
             is_not_finite=old.is_not_finite or new.is_not_finite,
+            ends=old.ends or new.ends,
+            named_losses=_add_up([old.named_losses, new.named_losses]),
         )
         every = list(self._signals.values())
         self._is_stopping = self._is_stopping or any(each.stop for each in every)
@@ -128,9 +131,14 @@ class Controller:
             is_not_finite=any(each.is_not_finite for each in every),
             loss=sum(each.loss for each in every),
             num_losses=sum(each.num_losses for each in every),
+            ends=any(each.ends for each in every),
+            named_losses=_add_up([each.named_losses for each in every]),
         )
         if is_chief:
-            self._signals = {number: each._replace(loss=0.0, num_losses=0.0) for number, each in self._signals.items()}
+            self._signals = {
+                number: each._replace(loss=0.0, num_losses=0.0, named_losses=())
+                for number, each in self._signals.items()
+            }
         return tuple(combined)
 
     def _stop(self, caller: CallId) -> None:
@@ -159,3 +167,8 @@ class Controller:
             for worker in self.clock.take_back():
                 self.service.reply(self._waiting.pop(worker), AGAIN)
         return self._lives[server], self.clock.sequence if self._has_weights else -1
+
+
+def _add_up(every: list[tuple[float, ...]]) -> tuple[float, ...]:
+    """The sum of each place; a worker without its first step has none."""
+    return tuple(sum(values) for values in itertools.zip_longest(*every, fillvalue=0.0))

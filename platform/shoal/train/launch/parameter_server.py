@@ -256,7 +256,8 @@ def run_server(spec: TrainSpec, index: int, addresses: Addresses, file: Path) ->
     torch.set_num_threads(1)
     task = make_task(spec.task, spec.args)
     seed_everything(spec.seed)
-    optimizer = make_optimizer(task, spec.optimizer, build_model(task, spec.task).parameters())
+    model = build_model(task, spec.task)
+    optimizer = make_optimizer(task, spec.optimizer, model.parameters(), model)
     if spec.sync.has_local_steps:
         optimizer = make_outer_optimizer(optimizer, spec.sync)
     server = ParameterServer(index, optimizer, spec.sync, spec.workers)

@@ -143,6 +143,8 @@ def _require_samples(data: Data) -> None:
 
 def _require_methods(task: Task, spec: TrainSpec) -> None:
     for name in ("model", "data", "loss"):
+        if name == "loss" and task.train_step is not None:
+            continue
         if getattr(type(task), name) is getattr(Task, name):
             problem = f"{type(task).__name__} has no method {name!r} of its own"
             raise ConfigError("task", spec.task, problem, f"write {name}: see shoal.train.Task")
@@ -165,7 +167,8 @@ def _find_metric_names(spec: TrainSpec, task: Task, model: nn.Module, batch: obj
         if not isinstance(metrics, Mapping):
             problem = f"{type(task).__name__}.metrics gave a {type(metrics).__name__}"
             raise ConfigError("task", spec.task, problem, "return a dict of scalar tensors by name, {} for none")
-        found: dict[str, object] = {"loss": task.loss(outputs, batch), **metrics}
+        loss: dict[str, object] = {"loss": task.loss(outputs, batch)} if task.has_loss else {}
+        found = {**loss, **metrics}
     if "loss" in metrics:
         problem = f"{type(task).__name__}.metrics has a 'loss', which would take the place of the loss itself"
         raise ConfigError("task", spec.task, problem, "give it another name")
@@ -176,7 +179,7 @@ def _find_metric_names(spec: TrainSpec, task: Task, model: nn.Module, batch: obj
             called = "loss" if name == "loss" else f"metrics: {name!r}"
             problem = f"{type(task).__name__}.{called} gave {kind}"
             raise ConfigError("task", spec.task, problem, "return the mean over the batch, as a scalar tensor")
-    return list(found)
+    return [*found, *task.stateful_metrics()]
 
 
 def _require_watched_metrics(spec: TrainSpec, data: Data, measured: list[str]) -> None:

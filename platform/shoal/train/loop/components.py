@@ -21,6 +21,7 @@ from shoal.errors import ConfigError
 from shoal.parallel import ParallelDims, World
 from shoal.parallel.build import parallelize
 from shoal.parallel.model import ParallelModel
+from shoal.parallel.spmd.base import SpmdModel
 from shoal.random_state import seed_everything
 from shoal.train.optim.ema import WeightAverage
 from shoal.train.optim.lr_schedule import (
@@ -33,9 +34,16 @@ from shoal.train.optim.lr_schedule import (
     needs_total_steps,
     resolve_total_steps,
 )
-from shoal.train.optim.optimizers import is_task_optimizer, make_optimizer, restore_spec_settings, set_learning_rate
+from shoal.train.optim.optimizers import (
+    OptimizerGroup,
+    is_task_optimizer,
+    make_optimizer,
+    restore_spec_settings,
+    set_learning_rate,
+)
 from shoal.train.optim.selective_backprop import SelectiveBackprop
 from shoal.train.spec import TrainSpec
+from shoal.train.stateful_metric import MetricSet
 from shoal.train.task import Task, build_model, load_data
 
 AVERAGE = "average"  # its key in the state; missing in a run that began without one
@@ -63,6 +71,7 @@ class TrainComponents:
     """The components. `steps_per_epoch` is None if the data has no length.
 
     num_parameters: of the whole model; a tied one counts once
+    stateful:       the Task's metrics that are no means over samples
     """
 
     spec: TrainSpec
@@ -77,6 +86,7 @@ class TrainComponents:
     selective: SelectiveBackprop | None
     steps_per_epoch: int | None
     num_parameters: int
+    stateful: MetricSet
     finished_steps: int | None = None  # of the run, where replicas are at steps of their own
 
     def train_step(self, batch: Any, step: int) -> Tensor:
@@ -84,6 +94,21 @@ class TrainComponents:
         if self.selective is not None:
             return self.selective.train_step(batch, step)
         return self.model.train_step(batch, step, self.training.relative_share)
+
+    @property
+    def has_phases(self) -> bool:
+        """Whether several optimisers take their steps within a step of the run."""
+        return isinstance(self.optimizer, OptimizerGroup)
+
+    def take_phase_step(self, name: str) -> None:
+        """The step of one of the Task's optimisers, in the middle of a step of the run."""
+        assert isinstance(self.optimizer, OptimizerGroup)
+        if self.spec.clip_norm is not None:
+            self.model.clip_gradients(self.spec.clip_norm)
+        self.optimizer.members[name].step()
+        self.model.on_optimizer_step()
+        for _, parameter in self.model.named_parameters():
+            parameter.grad = None  # at the end of the run's step, no optimiser is left to step
 
     @property
     def epoch(self) -> float:
@@ -242,14 +267,22 @@ def build_components(
     num_parameters = sum(parameter.numel() for parameter in network.parameters())
     example = load_first_batch(data, spec.batch_size // (replica[1] if replica else degrees.data), world.device)
     model = parallelize(network, task, spec.parallel, degrees, world, example, spec.seed)
-    optimizer = make_optimizer(task, spec.optimizer, [parameter for _, parameter in model.named_parameters()])
+    has_full_model = not degrees.shard and degrees.tensor == degrees.pipeline == 1
+    optimizer = make_optimizer(
+        task,
+        spec.optimizer,
+        [parameter for _, parameter in model.named_parameters()],
+        model.modules[0] if has_full_model else None,
+    )
     steps_per_epoch = training.num_batches
     resolve_total_steps(spec, steps_per_epoch)
     chosen = spec.selective_backprop
     if chosen is not None and hasattr(data.train, "sample_sizes"):
         problem = "needs samples that are rows of tensors, and as many on each rank; this dataset has `sample_sizes`"
         raise ConfigError("selective_backprop", type(data.train).__name__, problem, "leave it out")
-    return TrainComponents(
+    place = degrees.coordinates(world.rank)
+    stateful = MetricSet(task.stateful_metrics(), task.update_metric, world, counts=place.tensor == 0)
+    parts = TrainComponents(
         spec,
         task,
         degrees,
@@ -262,7 +295,20 @@ def build_components(
         selective=SelectiveBackprop(chosen, model, task, spec.seed) if chosen is not None else None,
         steps_per_epoch=steps_per_epoch,
         num_parameters=num_parameters,
+        stateful=stateful,
     )
+    if isinstance(optimizer, OptimizerGroup):
+        _use_phases(parts, optimizer)
+    return parts
+
+
+def _use_phases(parts: TrainComponents, optimizer: OptimizerGroup) -> None:
+    """Let the Task's optimisers take their steps in turn. Raises ConfigError."""
+    if parts.spec.sync.kind == "parameter_server":
+        problem = f"{type(parts.task).__name__} has several optimizers, and servers apply the gradients of one"
+        raise ConfigError("sync.kind", "parameter_server", problem, "use all_reduce, local_sgd or diloco")
+    assert isinstance(parts.model, SpmdModel)
+    parts.model.use_optimizers(optimizer.get_parameters(), parts.take_phase_step)
 
 
 def _make_loader(spec: TrainSpec, data: Data, world: World, share: tuple[int, int], *, is_training: bool) -> Loader:

@@ -13,29 +13,35 @@ from torch import Tensor
 from shoal.data import Loader
 from shoal.errors import ConfigError
 from shoal.parallel.model import ParallelModel
+from shoal.train.stateful_metric import MetricSet
 
 
-def evaluate(model: ParallelModel, loader: Loader) -> dict[str, float]:
+def evaluate(model: ParallelModel, loader: Loader, stateful: MetricSet | None = None) -> dict[str, float]:
     """The mean loss and metrics over every sample of `loader`, each counted once. Collective.
+
+    stateful: further metrics, over the same samples
 
     Raises ConfigError for metrics that only some batches have, since their mean would be undefined.
     """
     sums: dict[str, Tensor] = {}
     num_samples = 0
     for batch in loader:
-        found = model.evaluate(batch, loader.num_samples)
+        found = model.evaluate(batch, loader.num_samples, None if stateful is None else stateful.observe)
         if sums and found.keys() != sums.keys():
             raise _make_uneven_metrics_error(sorted(found.keys() ^ sums.keys()))
         sums = {name: found[name].double() + sums.get(name, 0.0) for name in sums or found}
         num_samples += loader.num_samples
+    further = {} if stateful is None else stateful.compute()
     names = sorted(sums)
+    if not names:
+        return further
     values = torch.stack([sums[name] for name in names])
     if model.num_data_ranks > 1 and not _is_same_on_all_ranks(repr(names), model, values):
         raise _make_uneven_metrics_error(names)
     counted = torch.cat([values, values.new_tensor([num_samples])])  # on the same device
     *totals, count = model.sum_over_data_ranks(counted).tolist()
     means = {name: total / count for name, total in zip(names, totals, strict=True)}
-    return {name: means[name] for name in sums}
+    return {name: means[name] for name in sums} | further
 
 
 def _is_same_on_all_ranks(words: str, model: ParallelModel, like: Tensor) -> bool:

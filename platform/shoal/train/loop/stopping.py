@@ -17,7 +17,7 @@ from shoal.runs.formatting import format_duration, format_number
 from shoal.runs.run_reader import is_higher_better
 from shoal.train.spec import ConvergenceSpec, Direction, StopSpec
 
-Reason = Literal["steps", "epochs", "wall_s", "money", "target", "convergence", "interrupted"]
+Reason = Literal["steps", "epochs", "wall_s", "money", "target", "convergence", "callback", "interrupted"]
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,12 @@ class StopPolicy:
         self._now = _Spent(elapsed_s, elapsed_s * self._money_per_s)
         if self._stop is None:
             self._stop = self._check_limits(step, epoch)
+        return self._stop
+
+    def decide_on_request(self, step: int, why: str) -> StopDecision:
+        """Called when a callback has asked to end."""
+        if self._stop is None:
+            self._stop = self._make_decision("callback", f"{why}, at step {step:,}", step)
         return self._stop
 
     def decide_after_evaluation(self, step: int, metrics: Mapping[str, float]) -> StopDecision | None:

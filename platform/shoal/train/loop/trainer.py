@@ -8,14 +8,14 @@ Owns the order of events. `components` has the model, optimiser and loaders, `ch
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shoal.cost import MEASURED
 from shoal.cost.measure.peak_flops import measure_peak_flops
@@ -25,10 +25,12 @@ from shoal.parallel import World
 from shoal.runs.report.event_messages import NO_CHECKPOINT
 from shoal.sync.rank_signals import INTERVAL_S, RankSignals
 from shoal.sync.synchronizer import AllReduce, Synchronizer
+from shoal.train.loop.callbacks import CallbackRunner
 from shoal.train.loop.checkpointing import CheckpointManager, TrainProgress, write_weights
 from shoal.train.loop.components import TrainComponents, build_components
 from shoal.train.loop.evaluation import evaluate
 from shoal.train.loop.oom import explain_error, translate_lost_ranks
+from shoal.train.loop.pending_losses import PendingStep, sum_losses, sum_named_losses
 from shoal.train.loop.stopping import StopDecision, StopPolicy
 from shoal.train.loop.throughput import ThroughputMeter
 from shoal.train.optim.selective_backprop import count_profiled_steps
@@ -38,30 +40,6 @@ from shoal.train.reporting.result import TrainResult
 from shoal.train.reporting.time_to_accuracy import TRAINING_S
 from shoal.train.spec import TrainSpec
 from shoal.train.task import Task
-
-
-@dataclass(frozen=True)
-class _PendingStep:
-    """A step since the last exchange of signals: its loss is read later, when the device has computed it."""
-
-    step: int
-    loss: Tensor
-    norm: Tensor | None
-    indices: list[int] | None
-
-    def is_finite(self) -> bool:
-        norm = self.norm if self.norm is not None else self.loss
-        return bool(torch.isfinite(self.loss)) and bool(torch.isfinite(norm))
-
-
-def _sum_losses(recents: list[_PendingStep]) -> tuple[float, bool]:
-    """The sum of the losses, and whether each loss and norm is finite; synchronises with the device once."""
-    if not recents:
-        return 0.0, True
-    losses = torch.stack([recent.loss for recent in recents]).double()
-    norms = [recent.norm for recent in recents if recent.norm is not None]
-    is_finite = torch.cat([losses, torch.stack(norms).double()]).isfinite() if norms else losses.isfinite()
-    return float(losses.sum()), bool(is_finite.all())
 
 
 class Trainer:
@@ -109,8 +87,11 @@ class Trainer:
         self._began_s = time.monotonic()
         self._elapsed_s = 0.0  # of this attempt, synchronised between the ranks
         self._logged_s = 0.0  # the same, at the last report
-        self._pending_steps: list[_PendingStep] = []
+        self._pending_steps: list[PendingStep] = []
+        self._loss_names: tuple[str, ...] = ()  # of the Task's further losses
         self._loss_sum, self._num_losses = 0.0, 0.0  # over all ranks, since the last report
+        self._named_sums: list[float] = []  # of the further losses
+        self._callbacks = CallbackRunner(task.callbacks(), parts, world.is_first, self._report)
 
     def run(self) -> TrainResult:
         """Train to the end and return the outcome, the same on every rank.
@@ -154,8 +135,12 @@ class Trainer:
             steps_per_epoch=parts.steps_per_epoch,
             total_steps=None if place.total_steps is None else step + round(place.total_steps - place.step),
         )
+        self._callbacks.begin(step, self._progress.metrics)
         self._began_s = time.monotonic()
         self._meter.begin(self._progress.training_s)
+
+    def _report(self, step: int, values: Mapping[str, float]) -> None:
+        self._progress.report(step, dict(values), self._event_log)
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
@@ -181,14 +166,15 @@ class Trainer:
         self._sync.before_step()
         try:
             with self._profiler.step() if self._profiler is not None else nullcontext():
+                if parts.has_phases:
+                    self._wait_until_copied()
                 loss = parts.train_step(batch, step)
                 if self._is_first_step:  # of this attempt; later ones wait before an evaluation or a save
                     parts.model.check_buffers()
                     self._is_first_step = False
                 if self.spec.clip_norm is not None:
                     norm = parts.model.clip_gradients(self.spec.clip_norm)
-                with self._meter.pause():
-                    self._checkpoints.wait_until_copied()
+                self._wait_until_copied()
                 self._set_step(self._sync.apply_gradients())
         except (MemoryError, RuntimeError) as error:
             better = explain_error(error, parts, batch, step)
@@ -197,10 +183,18 @@ class Trainer:
             raise better from error
         if parts.average is not None:
             parts.average.update()
-        self._pending_steps.append(_PendingStep(step, loss, norm, parts.training.last_indices))
+        named = parts.model.step_losses
+        self._loss_names = self._loss_names or tuple(sorted(named))
+        self._pending_steps.append(PendingStep(step, loss, norm, parts.training.last_indices, named))
+        self._callbacks.end_step(self._progress.step, loss)
         self._meter.count_step(self.spec.batch_size * (self._progress.step - step))
         if self._profiler is not None and self._profiler.is_due:
             self._report_cost(self._profiler)
+
+    def _wait_until_copied(self) -> None:
+        """Before weights or the optimiser's state change: until a checkpoint has its copy of them."""
+        with self._meter.pause():
+            self._checkpoints.wait_until_copied()
 
     def _set_step(self, step: int) -> None:
         self._progress.step = step
@@ -222,6 +216,7 @@ class Trainer:
             return None
         stop = self._policy.decide_after_step(step, epoch, self._elapsed_s)
         is_agreed, every = self._sync.is_exchange_due(), self.spec.log_every_steps
+        is_agreed = is_agreed or (self.world.size == 1 and bool(self._callbacks.stop_reason))
         is_logged = step // every > before // every if every is not None else is_agreed
         num_due = self._parts.num_evaluations_due(step)
         is_evaluated, self._num_evaluations_due = num_due > self._num_evaluations_due, num_due
@@ -231,6 +226,8 @@ class Trainer:
             return None
         signs = self._exchange_signals()
         stop = self._policy.decide_after_step(step, epoch, self._elapsed_s)  # the elapsed time is synchronised
+        if signs.ends:
+            stop = self._policy.decide_on_request(step, self._callbacks.stop_reason or "a callback on another rank")
         # Evaluations and checkpoints synchronise the ranks too: an exchange may never become due between them.
         is_late = every is None and self._elapsed_s - self._logged_s >= INTERVAL_S
         if is_logged or is_late or stop:
@@ -254,16 +251,21 @@ class Trainer:
 
         Saving, evaluating and reporting wait until this has found every loss so far to be finite.
         """
-        loss, is_finite = _sum_losses(self._pending_steps)
+        loss, is_finite = sum_losses(self._pending_steps)
+        named = sum_named_losses(self._pending_steps, self._loss_names)
         elapsed_s = time.monotonic() - self._began_s
         num_losses = len(self._pending_steps) / self._parts.degrees.pipeline  # one rank of a pipeline has it
-        signs = self._sync.exchange(RankSignals(self._should_stop(), elapsed_s, not is_finite, loss, num_losses))
+        mine = RankSignals(self._should_stop(), elapsed_s, not is_finite, loss, num_losses)
+        signs = self._sync.exchange(mine._replace(ends=bool(self._callbacks.stop_reason), named_losses=named))
         self._progress.elapsed_s += signs.elapsed_s - self._elapsed_s
         self._elapsed_s = signs.elapsed_s
         if signs.is_not_finite:
             self._raise_not_finite()
         self._loss_sum += signs.loss
         self._num_losses += signs.num_losses
+        self._named_sums = [
+            before + new for before, new in zip_longest(self._named_sums, signs.named_losses, fillvalue=0.0)
+        ]
         self._pending_steps.clear()
         return signs
 
@@ -289,8 +291,10 @@ class Trainer:
             "train/epoch": parts.epoch,
             **self._meter.compute_rates(parts.training.wait_s),
         }
-        self._progress.report(step, values, self._event_log)
-        self._loss_sum, self._num_losses = 0.0, 0.0
+        for name, total in zip(self._loss_names, self._named_sums, strict=False):
+            values[f"train/{name}"] = total / self._num_losses if self._num_losses else float("nan")
+        self._report(step, values)
+        self._loss_sum, self._num_losses, self._named_sums = 0.0, 0.0, []
 
     def _write_histograms(self, before: int, step: int) -> None:
         every = self.spec.histograms_every_steps
@@ -304,11 +308,12 @@ class Trainer:
         with self._meter.pause(), parts.apply_average():
             self._sync.before_step()
             parts.model.check_buffers()
-            metrics = evaluate(parts.model, parts.validation)
+            metrics = evaluate(parts.model, parts.validation, parts.stateful)
         self._progress.evaluated, self._progress.metrics = step, metrics
         self._progress.training_s = self._meter.training_s
         named = {f"validation/{name}": value for name, value in metrics.items()}
-        self._progress.report(step, {**named, TRAINING_S: self._progress.training_s}, self._event_log)
+        self._report(step, {**named, TRAINING_S: self._progress.training_s})
+        self._callbacks.end_evaluation(step, metrics)
         return self._decide_after_evaluation()
 
     def _decide_after_evaluation(self) -> StopDecision | None:
@@ -335,6 +340,7 @@ class Trainer:
         self._sync.end()
         if not self._sync.is_chief:
             return TrainResult(self._run_id, stop.reason, stop.detail, stop.step, stop.step, self._elapsed_s)
+        self._callbacks.end(stop.step)
         self._save(must=stop.reason == "interrupted")
         self._checkpoints.wait(must=stop.reason == "interrupted")
         progress, kept = self._progress, stop.keep_step

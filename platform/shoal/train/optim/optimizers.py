@@ -7,7 +7,7 @@ fused one unless they mix devices, plain and distributed tensors, or distributed
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,9 +23,39 @@ _OF_SPEC = "is_of_spec"  # marks a group that the spec describes
 _FUSED_DEVICES = frozenset({"cpu", "cuda", "xpu", "mps"})
 
 
-def make_optimizer(task: Task, spec: OptimizerSpec, parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """The Task's own optimiser, or the one of `spec`; each group has its `initial_lr`.
+class OptimizerGroup(Optimizer):
+    """A Task's several optimisers, over parameters that they do not share, as one: for schedules and checkpoints.
 
+    members: by the Task's names
+    """
+
+    def __init__(self, members: Mapping[str, Optimizer]) -> None:
+        super().__init__([group for each in members.values() for group in each.param_groups], {})
+        self.members = dict(members)
+        for each in members.values():
+            each.state = self.state  # by parameter
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # the loss is computed by its caller
+        """Step the members with gradients."""
+        for each in self.members.values():
+            if any(parameter.grad is not None for parameter in _get_group_parameters(each)):
+                each.step()
+
+    def get_parameters(self) -> dict[str, list[nn.Parameter]]:
+        """The parameters of each member."""
+        return {name: _get_group_parameters(each) for name, each in self.members.items()}
+
+
+def _get_group_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def make_optimizer(
+    task: Task, spec: OptimizerSpec, parameters: Iterable[nn.Parameter], model: nn.Module | None = None
+) -> Optimizer:
+    """The Task's own optimiser or optimisers, or the one of `spec`; each group has its `initial_lr`.
+
+    model:      whose parameters they are, if this rank has the full one: a Task with several optimisers needs it
     parameters: this rank's trainable ones. If there are none (a pipeline stage that is frozen, or without weights), the
                 Task's optimiser is not called: it may skip frozen ones, and no optimiser accepts an empty list
 
@@ -33,7 +63,9 @@ def make_optimizer(task: Task, spec: OptimizerSpec, parameters: Iterable[nn.Para
     has one of its own while the spec describes another.
     """
     held = list(parameters)
-    own: object = task.optimizer(iter(held)) if any(each.requires_grad for each in held) else None
+    own: object = _make_optimizer_group(task, model) if model is not None else None
+    if own is None and any(each.requires_grad for each in held):
+        own = task.optimizer(iter(held))
     optimizer = _from_spec(spec, held) if own is None else own
     if not isinstance(optimizer, Optimizer):
         problem = f"{type(task).__name__}.optimizer gave a {type(own).__name__}"
@@ -47,6 +79,29 @@ def make_optimizer(task: Task, spec: OptimizerSpec, parameters: Iterable[nn.Para
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", float(group["lr"]))
     return optimizer
+
+
+def _make_optimizer_group(task: Task, model: nn.Module) -> OptimizerGroup | None:
+    """Raises ConfigError when members share parameters, or when parameters of the model have none."""
+    members = task.optimizers(model)
+    if members is None:
+        return None
+    name = type(task).__name__
+    if task.train_step is None:
+        problem = f"{name} has several optimizers and no train_step, which says whose turn it is"
+        raise ConfigError("task", name, problem, "write train_step, and `yield name, loss` for each optimizer")
+    if not members or not all(isinstance(each, Optimizer) for each in members.values()):
+        raise ConfigError("task", name, f"{name}.optimizers gave {members!r}", "return {name: torch.optim.Optimizer}")
+    try:
+        group = OptimizerGroup(members)
+    except ValueError as error:
+        raise ConfigError("task", name, f"{name}.optimizers: {error}", "give each parameter one optimizer") from error
+    trained = {id(each) for each in _get_group_parameters(group)}
+    for path, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in trained:
+            problem = f"{name}.optimizers leaves out {path}"
+            raise ConfigError("task", name, problem, "give it an optimizer, or set requires_grad=False in Task.model()")
+    return group
 
 
 def _require_default_spec(spec: OptimizerSpec, task: Task) -> None:

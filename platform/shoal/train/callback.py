@@ -1,0 +1,60 @@
+"""Callbacks: a Task's code that runs as training goes on, without a loop of its own.
+
+Owns what a callback sees and may do. Called by the Trainer, on every rank at the same step. Most need nothing but the
+spec: evaluations, checkpoints, schedules and stopping criteria are there already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+@dataclass
+class TrainingState:
+    """A run as a callback sees it.
+
+    model:     this rank's modules: the full model, or its part of it
+    step:      finished steps of the run
+    epoch:     finished epochs, with a fraction
+    loss:      the newest step's mean loss over this rank's samples, detached; None before the first
+    metrics:   of the newest evaluation, over all ranks
+    is_first:  whether this rank writes the record
+    """
+
+    model: Sequence[nn.Module]
+    optimizer: Optimizer
+    is_first: bool
+    step: int = 0
+    epoch: float = 0.0
+    loss: Tensor | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    stop_reason: str = ""
+    _log: Callable[[int, Mapping[str, float]], None] = lambda step, values: None
+
+    def log(self, values: Mapping[str, float]) -> None:
+        """Add metrics to the run's record, at the present step. Does nothing on other ranks than the first."""
+        self._log(self.step, values)
+
+    def request_stop(self, reason: str) -> None:
+        """End the run, on all ranks, once they have exchanged this: within half a second. It counts as finished."""
+        self.stop_reason = self.stop_reason or reason
+
+
+class Callback:
+    """Subclass it, and return it from `Task.callbacks`. Every method does nothing by default."""
+
+    def on_begin(self, state: TrainingState) -> None:
+        """Before the first step of this attempt: weights and step of a resumed run are restored."""
+
+    def on_step(self, state: TrainingState) -> None:
+        """After each step. Reading `state.loss` waits for the device."""
+
+    def on_evaluation(self, state: TrainingState) -> None:
+        """After each evaluation."""
+
+    def on_end(self, state: TrainingState) -> None:
+        """After the last step and evaluation; not when an error ends the run."""

@@ -1,0 +1,46 @@
+"""The steps since the last exchange of signals: their losses stay on the device until then.
+
+Called by the Trainer. Decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PendingStep:
+    """A step whose loss is read later, when the device has computed it.
+
+    named: further losses, by the Task's names
+    """
+
+    step: int
+    loss: Tensor
+    norm: Tensor | None
+    indices: list[int] | None
+    named: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def is_finite(self) -> bool:
+        norm = self.norm if self.norm is not None else self.loss
+        return bool(torch.isfinite(self.loss)) and bool(torch.isfinite(norm))
+
+
+def sum_losses(steps: list[PendingStep]) -> tuple[float, bool]:
+    """The sum of the losses, and whether each loss and norm is finite; synchronises with the device once."""
+    if not steps:
+        return 0.0, True
+    losses = torch.stack([each.loss for each in steps]).double()
+    norms = [each.norm for each in steps if each.norm is not None]
+    is_finite = torch.cat([losses, torch.stack(norms).double()]).isfinite() if norms else losses.isfinite()
+    return float(losses.sum()), bool(is_finite.all())
+
+
+def sum_named_losses(steps: list[PendingStep], names: tuple[str, ...]) -> tuple[float, ...]:
+    """The sum of each further loss over the steps that have it."""
+    sums = [[each.named[name] for each in steps if name in each.named] for name in names]
+    return tuple(float(torch.stack(found).sum()) if found else 0.0 for found in sums)
