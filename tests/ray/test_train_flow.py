@@ -143,7 +143,7 @@ def test_lost_workers_are_replaced_while_the_disk_of_the_record_is_full(
 
 
 def test_lost_workers_are_not_replaced_for_ever(fit: type[FakeFit]) -> None:
-    from shoal.flows.training import ATTEMPTS_WITHOUT_PROGRESS
+    from shoal.train.launch.training_run import ATTEMPTS_WITHOUT_PROGRESS
 
     fit.script = [([logged(5)], RankLost("first"))] + [([logged(4)], RankLost(f"again {n}")) for n in range(10)]
     with pytest.raises(RankLost, match="again 1"):

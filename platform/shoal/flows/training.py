@@ -1,9 +1,6 @@
-"""A training run on a cluster: validate, start, follow, restart when a worker is lost, and register.
+"""A training run on a cluster: the workers of a `TrainingRun` as Ray's, started, followed and ended.
 
-    check ► record ► attempt (► attempt from the last checkpoint ...) ► register ► report
-
-Called by `jobs/train.py` and the recipes, in a process connected to a Ray cluster. It owns the order of events and the
-run record; the Trainers do the work.
+Called by `jobs/train.py` and the recipes, in a process connected to a Ray cluster. The Trainers do the work.
 """
 
 from __future__ import annotations
@@ -18,11 +15,9 @@ from typing import TYPE_CHECKING
 
 import shoal.runs
 from shoal.cluster.job_main import expected_run_id, job_main
-from shoal.cost import PREDICTED
 from shoal.errors import ClusterError, RankLost, RecordUnwritable, RunError
 from shoal.runs import RunRecorder
 from shoal.runs.ray_event_channel import Message
-from shoal.train.launch.finalize import finalize_run
 from shoal.train.launch.overrides import spec_from_overrides
 from shoal.train.launch.ray_capacity import (
     WorkerPlacement,
@@ -32,9 +27,10 @@ from shoal.train.launch.ray_capacity import (
     resolve_device,
 )
 from shoal.train.launch.shutdown_signal import shutdown_event
+from shoal.train.launch.training_run import TrainingRun
 from shoal.train.launch.validate import ValidatedRun, validate_run
 from shoal.train.reporting.console import ConsoleLog, format_metrics
-from shoal.train.reporting.event_log import RecordLog
+from shoal.train.reporting.event_log import EventLog, RecordLog
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
 
@@ -47,7 +43,6 @@ HEARTBEAT_S = 3.0  # the delay until it notices that another process has resumed
 STOP_TIMEOUT_S = 12.0  # for the workers to save, before Ray kills the job
 CAPACITY_WAIT_S = 10.0  # for a run that has just ended to release its resources
 SHORTAGE_TIMEOUT_S = 600.0  # for a host to replace a lost one, or for other work to end
-ATTEMPTS_WITHOUT_PROGRESS = 3
 
 
 def train_main(spec: TrainSpec | None = None) -> None:
@@ -98,7 +93,14 @@ def _train_recorded(spec: TrainSpec, job: str, checked: ValidatedRun, *, registe
         resumed=spec.resume,
         run_id=expected_run_id(),
     ) as recorder:
-        result = _TrainingRun(spec, checked, recorder, registers).run()
+        spec = resolve_device(spec)  # the record has the user's word: another cluster may have other devices
+        num, log = spec.workers, ConsoleLog(RecordLog(recorder), _print_line)
+        print(f"run {recorder.id}: {spec.task} on {num} worker{'s' * (num > 1)}", flush=True)
+        require_capacity(spec, CAPACITY_WAIT_S)
+        run = TrainingRun(spec, checked, recorder.id, recorder.folder, log, recorder, registers)
+        result = run.run(RayBackend(spec, recorder, log))
+        if not result.is_interrupted:
+            print(f"run {recorder.id}: {result.detail}; {format_metrics(result.metrics)}", flush=True)
     if not result.is_interrupted:
         shoal.runs.write_report_at_end(recorder.id)
     return recorder.id, result
@@ -118,46 +120,21 @@ MISSING_HOSTS = _Shortage("hosts_missing", 0.0, "on the hosts that are left", "a
 OCCUPIED_CAPACITY = _Shortage("room_taken", CAPACITY_WAIT_S, "beside what runs", "that has ended")
 
 
-class _TrainingRun:
-    """One run, over all its attempts."""
+class RayBackend:
+    """Workers on the connected cluster."""
 
-    def __init__(self, spec: TrainSpec, checked: ValidatedRun, recorder: RunRecorder, registers: bool) -> None:
-        self.spec, self.checked, self.recorder, self._registers = resolve_device(spec), checked, recorder, registers
-        self._step = -1  # the newest reported step
+    is_restartable = True
+
+    def __init__(self, spec: TrainSpec, recorder: RunRecorder, log: EventLog) -> None:
+        self.spec, self.recorder, self._log = spec, recorder, log
+        self.step = -1
         self._beat_at = time.monotonic()
         self._has_started = False  # whether the present attempt has reported anything
         self._shortage: _Shortage | None = None  # the present one
         self._shortage_since, self._is_shortage_reported = 0.0, False
-        self._log = ConsoleLog(RecordLog(recorder), _print_line)
 
-    def run(self) -> TrainResult:
-        """Attempt until the run ends, or until workers were lost several times without a step in between."""
-        num = self.spec.workers
-        print(f"run {self.recorder.id}: {self.spec.task} on {num} worker{'s' * (num > 1)}", flush=True)
-        require_capacity(self.spec, CAPACITY_WAIT_S)
-        lost_in_a_row = 0
-        while True:
-            before = self._step
-            try:
-                outcome = self._attempt()
-                break
-            except RankLost as error:
-                lost_in_a_row = 1 if self._step > before else lost_in_a_row + 1
-                self._log.record_event("workers_lost", step=self._step, error=str(error))
-                if lost_in_a_row >= ATTEMPTS_WITHOUT_PROGRESS:
-                    raise
-        if (
-            not outcome.is_interrupted and self.spec.sync.kind == "all_reduce"
-        ):  # computed now, when the cores are free: it follows from the spec alone
-            from shoal.train.launch.predicted_cost import predict_cost_details
-
-            self._log.record_event(PREDICTED, **predict_cost_details(self.spec))
-        finalize_run(self.spec, outcome, self.checked, self.recorder, registers=self._registers)
-        if not outcome.is_interrupted:
-            print(f"run {self.recorder.id}: {outcome.detail}; {format_metrics(outcome.metrics)}", flush=True)
-        return outcome
-
-    def _attempt(self) -> TrainResult:
+    def attempt(self, run: TrainingRun) -> TrainResult:
+        """Also raises ClusterError when the cluster has no room, and KeyboardInterrupt."""
         if self.spec.sync.kind != "all_reduce":
             return self._attempt_replicas()
         from shoal.train.launch.ray_train import (
@@ -259,7 +236,7 @@ class _TrainingRun:
         kind, content = message
         if kind == "log":
             step, values = content
-            self._step = max(self._step, step)
+            self.step = max(self.step, step)
             self._log.log(step, values)
         elif kind == "event":
             name, details = content

@@ -13,16 +13,14 @@ from contextlib import ExitStack, contextmanager
 import psutil
 
 import shoal.runs
-from shoal.cost import PREDICTED
 from shoal.cpu_count import count_usable_cores
 from shoal.errors import ConfigError, ShoalError
 from shoal.home import home
 from shoal.parallel import World
 from shoal.runs import Run, RunRecorder, Status
-from shoal.train.launch.finalize import finalize_run
 from shoal.train.launch.parameter_server import fit_replicas
-from shoal.train.launch.predicted_cost import predict_cost_details
 from shoal.train.launch.shutdown_signal import TORCHRUN, shutdown_event
+from shoal.train.launch.training_run import TrainingRun
 from shoal.train.launch.validate import validate_run
 from shoal.train.loop.components import set_threads
 from shoal.train.loop.trainer import Trainer
@@ -35,6 +33,34 @@ from shoal.train.task import make_task, unload_if_changed
 JOB = "train"
 _CLOCK_TOLERANCE_S = 60.0  # the clock is set by no more than this while torchrun runs
 _NUM_SEARCHED_RUNS = 50  # newest runs to search for the one that torchrun has interrupted
+
+
+class LocalBackend:
+    """This process as one rank of `world`; or processes that it starts, for replicas that do not wait for each other.
+
+    torchrun starts lost ranks again, if anything does.
+    """
+
+    is_restartable = False
+    step = -1
+
+    def __init__(self, world: World, should_stop: Callable[[], bool]) -> None:
+        self._world, self._should_stop = world, should_stop
+
+    def attempt(self, run: TrainingRun) -> TrainResult:
+        if run.spec.sync.kind != "all_reduce":
+            return fit_replicas(run.spec, run.run_id, run.folder, run.log, self._should_stop)
+        task = make_task(run.spec.task, run.spec.args)
+        trainer = Trainer(
+            run.spec,
+            task,
+            self._world,
+            run.folder,
+            run_id=run.run_id,
+            journal=run.log,
+            should_stop=self._should_stop,
+        )
+        return trainer.run()
 
 
 def fit_locally(
@@ -53,39 +79,28 @@ def fit_locally(
     registers: register the network at the end
     renews:    reload a changed file of the Task that this process has loaded before; False when several runs
                are compared
-    predicts:  record the predicted cost, which takes a second or two at the beginning
+    predicts:  record the predicted cost, which takes a second or two at the end
     say:       receives lines about progress and problems
     """
     is_synchronous = spec.sync.kind == "all_reduce"
     if not is_synchronous and "WORLD_SIZE" in os.environ:
         raise ConfigError("sync.kind", spec.sync.kind, "starts its workers itself", "leave out torchrun")
     workers = int(os.environ.get("WORLD_SIZE", "1")) if is_synchronous else spec.workers
-    is_told = predicts and os.environ.get("RANK", "0") == "0"
     spec = spec.model_copy(update={"workers": workers})
     if renews:
         unload_if_changed(spec.task)
     checked = validate_run(spec)
-    cost = predict_cost_details(spec) if is_told else {}
     with ExitStack() as closing:
         world = World.from_environment(spec.device, spec.parallel.backend)
         closing.callback(world.close)
         set_threads(spec, count_usable_cores())
         run_id, recorder = _open_record(spec, job, world, closing)
-        folder = home() / "runs" / run_id
         stop = closing.enter_context(shutdown_event())
         journal: EventLog = RecordLog(recorder) if recorder else NullLog()
         if recorder and say:
             journal = ConsoleLog(journal, say)
-        if cost:
-            journal.record_event(PREDICTED, **cost)
-        if is_synchronous:
-            task = make_task(spec.task, spec.args)
-            trainer = Trainer(spec, task, world, folder, run_id=run_id, journal=journal, should_stop=stop.is_set)
-            outcome = trainer.run()
-        else:
-            outcome = fit_replicas(spec, run_id, folder, journal, stop.is_set)
-        if recorder is not None:
-            finalize_run(spec, outcome, checked, recorder, registers=registers)
+        run = TrainingRun(spec, checked, run_id, home() / "runs" / run_id, journal, recorder, registers, predicts)
+        outcome = run.run(LocalBackend(world, stop.is_set))
         world.barrier()
         return outcome
 

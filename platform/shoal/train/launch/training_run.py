@@ -1,0 +1,83 @@
+"""One training run, from its record to its registered network, wherever its workers are: that is a back end's affair.
+
+    check ► record ► attempt (► attempt from the last checkpoint ...) ► predicted cost ► register ► report
+
+Called by `fit_locally`, whose back end is this process, and by `flows.training`, whose back end is a Ray cluster.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from shoal.cost import PREDICTED
+from shoal.errors import RankLost
+from shoal.runs import RunRecorder
+from shoal.train.launch.finalize import finalize_run
+from shoal.train.launch.validate import ValidatedRun
+from shoal.train.reporting.event_log import EventLog
+from shoal.train.reporting.result import TrainResult
+from shoal.train.spec import TrainSpec
+
+ATTEMPTS_WITHOUT_PROGRESS = 3
+
+
+class Backend(Protocol):
+    """Where the workers of a run are.
+
+    step:           the newest step that they have reported, -1 before
+    is_restartable: whether another attempt may follow one whose workers were lost
+    """
+
+    step: int
+    is_restartable: bool
+
+    def attempt(self, run: TrainingRun) -> TrainResult:
+        """Train until the run ends or is interrupted. Raises RankLost when a worker was lost."""
+        ...
+
+
+@dataclass
+class TrainingRun:
+    """One run, over all its attempts, in the process that decides about it.
+
+    recorder:  None on the ranks of torchrun that do not write the record
+    registers: register the network at the end
+    predicts:  record the predicted cost at the end, when the cores are free; it takes a second or two
+    """
+
+    spec: TrainSpec
+    checked: ValidatedRun
+    run_id: str
+    folder: Path
+    log: EventLog
+    recorder: RunRecorder | None
+    registers: bool = True
+    predicts: bool = True
+
+    def run(self, backend: Backend) -> TrainResult:
+        """Attempt until the run ends, or until workers were lost several times without a step in between."""
+        result = self._attempt_until_over(backend)
+        if self.recorder is None:
+            return result
+        if self.predicts and not result.is_interrupted and self.spec.sync.kind == "all_reduce":
+            from shoal.train.launch.predicted_cost import predict_cost_details  # loads parts of torch
+
+            self.log.record_event(PREDICTED, **predict_cost_details(self.spec))
+        finalize_run(self.spec, result, self.checked, self.recorder, registers=self.registers)
+        return result
+
+    def _attempt_until_over(self, backend: Backend) -> TrainResult:
+        lost_in_a_row = 0
+        while True:
+            before = backend.step
+            try:
+                return backend.attempt(self)
+            except RankLost as error:
+                if not backend.is_restartable:
+                    raise
+                lost_in_a_row = 1 if backend.step > before else lost_in_a_row + 1
+                self.log.record_event("workers_lost", step=backend.step, error=str(error))
+                if lost_in_a_row >= ATTEMPTS_WITHOUT_PROGRESS:
+                    raise
