@@ -18,6 +18,7 @@ from shoal.cluster.job_main import expected_run_id, job_main
 from shoal.errors import ClusterError, RankLost, RecordUnwritable, RunError
 from shoal.runs import RunRecorder
 from shoal.runs.ray_event_channel import Message
+from shoal.train.launch.checked_run import check_once
 from shoal.train.launch.overrides import spec_from_overrides
 from shoal.train.launch.ray_capacity import (
     WorkerPlacement,
@@ -50,7 +51,7 @@ def train_main(spec: TrainSpec | None = None) -> None:
     found: list[ValidatedRun] = []  # validating a Task creates its data and its model: do it once
 
     def check_chosen(chosen: TrainSpec) -> None:
-        found.append(validate_run(chosen))
+        found.append(check_once(chosen))
 
     def run(chosen: TrainSpec, job: str) -> str:
         return run_training(chosen, job, found.pop())

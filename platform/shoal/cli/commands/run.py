@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -46,6 +47,7 @@ from shoal.runs.formatting import format_duration, format_number
 from shoal.runs.record.provenance import format_masked_command, make_command_variable
 
 ACTORS_END_S = 10.0
+CHECKED_RUN = "SHOAL_CHECKED_RUN"  # a job's check leaves its facts in this file, for the job
 REMOTE_TIMEOUT_S = 7 * 24 * 3600.0  # a job on a remote cluster
 
 
@@ -135,8 +137,12 @@ class _Session:
     def run(self, cluster: ClusterHandle | None, stack: ExitStack) -> None:
         """Start everything, show it, and report how it ended. Raises RunError when the job failed."""
         self._console.print(f"run {self.run_id}: {self._path.stem} {format_masked_command(self._words)}".rstrip())
+        environment: dict[str, str] = {}
         if cluster is None:
-            validate_overrides(self._path, self._words)  # on a running cluster, the job itself validates just as soon
+            environment[CHECKED_RUN] = f"{stack.enter_context(tempfile.TemporaryDirectory())}/checked.json"
+            validate_overrides(
+                self._path, self._words, environment
+            )  # on a running cluster, the job itself validates just as soon
             self._console.print("starting a Ray cluster for this run ...")
             embedded = start_cluster()
             stack.callback(embedded.stop)
@@ -150,7 +156,7 @@ class _Session:
         stack.callback(self._job.stop_quietly)  # before the submission: an interruption may come at any moment
         stack.callback(self._end_actors)
         entrypoint = [sys.executable, str(self._path), *shown]
-        ray_jobs.submit(cluster, entrypoint, env=env | secrets, submission_id=self._job.submission_id)
+        ray_jobs.submit(cluster, entrypoint, env=env | secrets | environment, submission_id=self._job.submission_id)
         try:
             outcome = self._follow()
         except (ClusterError, ConnectionLost) as error:

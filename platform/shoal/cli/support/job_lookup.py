@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shoal.errors import ConfigError, RunError
@@ -32,11 +33,15 @@ def split_secret_overrides(path: Path, words: Sequence[str]) -> tuple[list[str],
     return (shown, secrets) if secrets and _supports_check(path) else (list(words), {})
 
 
-def validate_overrides(path: Path, words: Sequence[str]) -> None:
-    """Let the job check its overrides before a cluster starts. Raises RunError with the job's own error."""
+def validate_overrides(path: Path, words: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Let the job check its overrides before a cluster starts. Raises RunError with the job's own error.
+
+    environment: further variables of the check
+    """
     if not words or not _supports_check(path):
         return
-    checked = subprocess.run([sys.executable, str(path), *words, "--check"], capture_output=True, text=True)
+    command = [sys.executable, str(path), *words, "--check"]
+    checked = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
     if checked.returncode:
         said = checked.stderr.strip() or "it said nothing"
         _, is_typed, error = f"\n{said}".rpartition("\nerror: ")

@@ -1,0 +1,66 @@
+"""The facts of a check are those that the job finds, and are taken for no other run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.train.launch import checked_run
+from shoal.train.launch.validate import validate_run
+from shoal.train.spec import TrainSpec
+
+TASK = """
+import shoal, torch
+from torch.utils.data import TensorDataset
+
+class Line(shoal.Task):
+    def __init__(self, *, width: int = 1):
+        self.width = width
+    def model(self): return torch.nn.Linear(self.width, 1)
+    def data(self): return shoal.Data(train=TensorDataset(torch.ones(64, self.width), torch.ones(64, 1)))
+    def loss(self, outputs, batch): return (outputs - batch[1]).square().mean()
+"""
+
+
+@pytest.fixture
+def num_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[TrainSpec]:
+    """The specs that were checked."""
+    checks: list[TrainSpec] = []
+
+    def validate(spec: TrainSpec) -> Any:
+        checks.append(spec)
+        return validate_run(spec)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(checked_run, "validate_run", validate)
+    monkeypatch.setenv(checked_run.VARIABLE, str(tmp_path / "checked.json"))
+    (tmp_path / "line.py").write_text(TASK)
+    return checks
+
+
+def spec_of(**changes: Any) -> TrainSpec:
+    return TrainSpec.parse({"task": "line.py:Line", "stop": {"steps": 1}, **changes})
+
+
+def test_the_facts_of_a_check_are_found_again(num_checks: list[TrainSpec]) -> None:
+    first = checked_run.check_once(spec_of())
+    assert checked_run.check_once(spec_of()) == first
+    assert len(num_checks) == 1
+    assert first.num_parameters == 2
+
+
+def test_another_spec_or_source_is_checked_anew(num_checks: list[TrainSpec], tmp_path: Path) -> None:
+    checked_run.check_once(spec_of())
+    assert checked_run.check_once(spec_of(args={"width": 3})).num_parameters == 4
+    (tmp_path / "line.py").write_text(TASK.replace("batch[1])", "batch[1] - 1)"))
+    checked_run.check_once(spec_of(args={"width": 3}))
+    assert len(num_checks) == 3
+
+
+def test_without_a_file_each_call_checks(num_checks: list[TrainSpec], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(checked_run.VARIABLE)
+    checked_run.check_once(spec_of())
+    checked_run.check_once(spec_of())
+    assert len(num_checks) == 2
