@@ -355,3 +355,15 @@ def test_plans_that_divide_the_model_reject_own_steps(plan: Any) -> None:
 def test_validation_knows_the_metrics_of_a_task_without_a_loss(tmp_path: Path) -> None:
     assert validate_run(spec_of(task=f"{__file__}:GanTask")).metric_names == ("distance",)
     assert validate_run(spec_of(task=f"{__file__}:Distillation")).metric_names == ("loss", "auroc", "f1")
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"selective_backprop": {}}, "needs the loss of each sample"),
+        ({"sync": "parameter_server", "workers": 2}, "servers apply the gradients of one"),
+    ],
+)
+def test_what_does_not_go_with_several_optimizers_is_rejected(changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        validate_run(spec_of(task=f"{__file__}:GanTask", **changes))

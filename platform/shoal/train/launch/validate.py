@@ -88,6 +88,7 @@ def _validate_model(spec: TrainSpec, task: Task, data: Data, samples: int) -> Va
     # The workers' hosts may have a CUDA that this one lacks.
     device = "cuda" if spec.device == "cuda" else choose_device(spec.device, 0).type
     check_plan(model, task, spec.parallel, degrees, batch, device)
+    _require_own_step_fits(task, spec, model)
     measured = _find_metric_names(spec, task, model, batch)
     _require_watched_metrics(spec, data, measured)
     _require_reachable_end(spec, data)
@@ -148,6 +149,15 @@ def _require_methods(task: Task, spec: TrainSpec) -> None:
         if getattr(type(task), name) is getattr(Task, name):
             problem = f"{type(task).__name__} has no method {name!r} of its own"
             raise ConfigError("task", spec.task, problem, f"write {name}: see shoal.train.Task")
+
+
+def _require_own_step_fits(task: Task, spec: TrainSpec, model: nn.Module) -> None:
+    if task.train_step is not None and spec.selective_backprop is not None:
+        problem = f"needs the loss of each sample, and {type(task).__name__} has a train_step of its own"
+        raise ConfigError("selective_backprop", type(task).__name__, problem, "leave it out")
+    if spec.sync.kind == "parameter_server" and task.optimizers(model) is not None:
+        problem = f"{type(task).__name__} has several optimizers, and servers apply the gradients of one"
+        raise ConfigError("sync.kind", "parameter_server", problem, "use all_reduce, local_sgd or diloco")
 
 
 def _require_inputs(task: Task, spec: TrainSpec, batch: object) -> None:

@@ -303,10 +303,7 @@ def build_components(
 
 
 def _use_phases(parts: TrainComponents, optimizer: OptimizerGroup) -> None:
-    """Let the Task's optimisers take their steps in turn. Raises ConfigError."""
-    if parts.spec.sync.kind == "parameter_server":
-        problem = f"{type(parts.task).__name__} has several optimizers, and servers apply the gradients of one"
-        raise ConfigError("sync.kind", "parameter_server", problem, "use all_reduce, local_sgd or diloco")
+    """Let the Task's optimisers take their steps in turn."""
     assert isinstance(parts.model, SpmdModel)
     parts.model.use_optimizers(optimizer.get_parameters(), parts.take_phase_step)
 
