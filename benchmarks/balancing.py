@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from shoal.models.actor_critic import ActorCritic
-from shoal.rl.algorithms.impala.config import ImpalaConfig
 from shoal.rl.experience.queue import ExperienceQueue
 from shoal.rl.experience.segment_ledger import Ledger
 from shoal.rl.learner import Learner, model_arrays
@@ -59,7 +58,7 @@ def first_weights(spec: RLSpec) -> dict[str, np.ndarray]:
 
 def still(spec: RLSpec) -> RLSpec:
     """The same run with a learner that does all its work and changes nothing."""
-    return spec.model_copy(update={"impala": ImpalaConfig(**{**spec.impala.model_dump(), "learning_rate": STILL})})
+    return spec.update({"algorithm": {"learning_rate": STILL}})
 
 
 def write_checkpoint(spec: RLSpec, experience: ExperienceSpec, folder: Path) -> None:

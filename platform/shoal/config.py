@@ -120,6 +120,11 @@ class Spec(_Model):
         """The new value of a field of this type when an `override` sets it to one word; `before` is the old value."""
         return word
 
+    @classmethod
+    def choose_type(cls, values: Mapping[str, Any]) -> type[Spec]:
+        """The type whose fields `values` has, where a field's type has several kinds; this one by default."""
+        return cls
+
     def to_yaml(self) -> str:
         """The full spec as YAML, defaults included; `from_yaml` reads it back."""
         return yaml.dump(self.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
@@ -228,6 +233,8 @@ def _set_field(values: dict[str, Any], spec: type[BaseModel], path: str, value: 
         if isinstance(owner, type) and not isinstance(node[name], dict):  # None, or a word that stands for a full spec
             node[name] = _expand_spec(owner, node[name], path)
         node = node[name]
+        if isinstance(owner, type) and issubclass(owner, Spec) and isinstance(node, dict):
+            owner = owner.choose_type(node)
         if not isinstance(node, dict):
             raise ConfigError(path, value, f"{name!r} has no fields of its own")
     _require_field(owner, leaf, path, value)

@@ -83,7 +83,14 @@ def test_only_shells_and_the_cluster_import_ray(path: Path) -> None:
 ORDER: dict[str, list[set[str]]] = {
     "cli": [{"."}, {"commands"}, {"display"}, {"support"}],
     "train": [{"__main__"}, {"tune"}, {"launch"}, {"export", "loop"}, {"optim", "reporting"}, {"."}],
-    "rl": [{"local_loop", "ray_workers"}, {"learner"}, {"gateway"}, {"experience"}, {"spec"}, {"algorithms"}],
+    "rl": [
+        {"local_loop", "ray_workers"},
+        {"learner"},
+        {"gateway", "algorithms"},
+        {"experience"},
+        {"spec"},
+        {"algorithm_config"},
+    ],
     "serve": [
         {"ray_app"},
         {"on_ray"},

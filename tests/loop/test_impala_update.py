@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from shoal.models.actor_critic import ActorCritic
-from shoal.rl.algorithms.impala.algorithm import NonFiniteLoss, build_batch, update
+from shoal.rl.algorithms.algorithm import NonFiniteLoss
+from shoal.rl.algorithms.impala.algorithm import build_batch, update
 from shoal.rl.algorithms.impala.config import ImpalaConfig
 
 

@@ -14,7 +14,7 @@ from rl_setting import EXPERIENCE, segment
 from shoal import checkpoint
 from shoal.errors import CheckpointError, Closed, LedgerUnwritable, SpecMismatch
 from shoal.rl import learner as learner_module
-from shoal.rl.algorithms.impala.algorithm import NonFiniteLoss
+from shoal.rl.algorithms.algorithm import NonFiniteLoss
 from shoal.rl.experience.queue import ExperienceQueue
 from shoal.rl.experience.segment_ledger import Ledger
 from shoal.rl.learner import VERSIONS_RESERVED, Learner
@@ -134,7 +134,7 @@ def test_resuming_with_another_learning_rate_learns_at_that_rate(tmp_path: Path)
         first.put(random_segment(random, first.learner.version))
     assert first.learner.step()
     first.learner.save()
-    second = Bench(tmp_path, "impala.learning_rate=1e-12", used_version=first.store.version)
+    second = Bench(tmp_path, "algorithm.learning_rate=1e-12", used_version=first.store.version)
     before = {name: value.clone() for name, value in second.learner.model.state_dict().items()}
     for _ in range(2):
         second.put(random_segment(random, second.learner.version))
@@ -297,7 +297,7 @@ def test_a_version_that_cannot_be_reserved_is_published_later(tmp_path: Path, mo
 
 
 def test_a_batch_of_one_step_can_be_learnt_from_with_normalised_advantages(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, "impala.normalize_advantages=true", "learner.batch_steps=1", "learner.max_batch_steps=1")
+    bench = Bench(tmp_path, "algorithm.normalize_advantages=true", "learner.batch_steps=1", "learner.max_batch_steps=1")
     bench.put(segment(1))
     assert bench.learner.step()
     assert bench.learner.updates == 1

@@ -25,8 +25,8 @@ SPEC = RLSpec(hidden=(16,)).override(
         "learner.batch_steps=64",
         "learner.max_batch_steps=64",
         "learner.take_timeout_s=0.1",
-        "impala.learning_rate=0.02",
-        "impala.entropy_cost=0.001",
+        "algorithm.learning_rate=0.02",
+        "algorithm.entropy_cost=0.001",
     ]
 )
 EXPERIENCE = msgspec.structs.replace(OTHER_MODEL, policy=policy_spec(SPEC.hidden))

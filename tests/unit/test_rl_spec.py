@@ -107,3 +107,23 @@ def test_words_that_a_resumed_run_cannot_start_with_are_not_kept() -> None:
     with shoal.runs.recording(words, "actor_learner", begun="gateway_ready", resumed="one") as recorder:
         recorder.record_event("gateway_ready")
     assert "port: 5555" in shoal.runs.load("one").spec
+
+
+def test_an_algorithm_is_chosen_by_its_name_and_set_by_its_fields() -> None:
+    spec = RLSpec().override(["algorithm.learning_rate=0.5"])
+    assert spec.algorithm.model_dump()["learning_rate"] == 0.5
+    assert RLSpec.from_yaml(spec.to_yaml()) == spec
+    assert spec.override(["algorithm=impala"]) == spec
+    for words, match in (
+        (["algorithm=reinforce"], "'reinforce' is no algorithm: there is impala"),
+        (["algorithm.rate=3"], "algorithm.rate = 3: no such field"),
+        (["algorithm.discount=3"], "discount = 3"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            RLSpec().override(words)
+
+
+def test_a_record_from_before_there_were_algorithms_is_read() -> None:
+    assert RLSpec.parse({"impala": {"discount": 0.9}}) == RLSpec.parse(
+        {"algorithm": {"name": "impala", "discount": 0.9}}
+    )

@@ -11,10 +11,15 @@ from typing import Annotated
 from pydantic import Field
 
 from shoal.registry import AliasNames
+from shoal.rl.algorithm_config import find_config_type
 from shoal.rl.spec import RLSpec
 from shoal.serve.spec.endpoint import TOKEN_FROM_ENVIRONMENT, EndpointSpec, with_default_values
 
 NAMED_BY_ENV = "named-by-env"
+# Fields' names from before there were several algorithms.
+OLDER_FIELDS = {
+    f"impala.{name}": f"algorithm.{name}" for name in find_config_type("impala").model_fields if name != "name"
+}
 TRIAL_FACTOR = 6  # measured on CartPole: docs/log.md
 
 

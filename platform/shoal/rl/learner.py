@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,10 +20,9 @@ import torch
 
 from shoal import atomic_file, checkpoint
 from shoal.errors import CheckpointError, Closed, LedgerUnwritable, SpecMismatch, summarize_error
-from shoal.models.actor_critic import ActorCritic
-from shoal.rl.algorithms.impala.algorithm import ImpalaBatch, NonFiniteLoss, build_batch, has_finite_loss, update
+from shoal.rl.algorithms.algorithm import NonFiniteLoss, make_algorithm
 from shoal.rl.experience.queue import UNWRITABLE_PAUSE_S, BatchRequest, ExperienceBatch, ExperienceSource
-from shoal.rl.spec import RLSpec, network_kwargs
+from shoal.rl.spec import RLSpec
 from shoal.weights import PublishedVersion, WeightSnapshot
 from shoal.wire import DropReason, ExperienceSpec
 
@@ -68,9 +68,8 @@ class Learner:
         )
         self._waiting_since: float | None = None  # for the next batch, by time.monotonic()
         self.consumer = f"learner-{os.getpid()}-{time.time_ns()}"
-        self.model = build_model(spec, experience)
-        self._optimizer = torch.optim.Adam(self.model.parameters(), lr=spec.impala.learning_rate, fused=True)
-        self.updates = 0
+        self._algorithm = make_algorithm(spec, experience)
+        self.updates = 0  # steps of the optimiser
         self.steps = 0  # environment steps that entered an update
         self.version = 0
         self.counts = {"consumed": 0, "dropped": 0}  # segments, over all incarnations of the learner
@@ -152,7 +151,7 @@ class Learner:
         if self._num_bad_batches >= MAX_BAD_BATCHES and time.monotonic() - self._bad_since >= MAX_BAD_S:
             raise NonFiniteLoss(
                 f"the loss of {self._num_bad_batches} batches in a row was not finite, each segment of them by itself;"
-                " lower impala.learning_rate or check the rewards"
+                " lower algorithm.learning_rate or check the rewards"
             )
         self._save_if_due()
         return True
@@ -202,6 +201,10 @@ class Learner:
             raise Closed("another life of this learner has taken over")
         return True
 
+    @property
+    def model(self) -> torch.nn.Module:
+        return self._algorithm.model
+
     def stats(self) -> dict[str, Any]:
         """Counters and the newest metrics. Plain values."""
         with self._lock:
@@ -230,8 +233,7 @@ class Learner:
     def save(self) -> None:
         """Write a checkpoint: weights, optimiser, versions, counts and the random state."""
         state = {
-            "model": self.model.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
+            **self._algorithm.state_dict(),
             "rng": torch.get_rng_state(),
             "updates": self.updates,
             "steps": self.steps,
@@ -254,7 +256,7 @@ class Learner:
         stale = self.version - batch.oldest_versions() > self.spec.gateway.max_version_lag
         left = ~stale
         if left.any() and not self._update(batch.select(left) if stale.any() else batch):
-            left &= [self._has_finite_loss(batch.select(one)) for one in np.eye(len(left), dtype=bool)]
+            left &= [self._algorithm.is_usable(batch.select(one)) for one in np.eye(len(left), dtype=bool)]
             if not left.any() or not self._update(batch.select(left)):
                 left[:] = False
                 if not self._num_bad_batches:
@@ -265,20 +267,19 @@ class Learner:
             for learnt, old in zip(left, stale, strict=True)
         ]
 
-    def _has_finite_loss(self, segment: ExperienceBatch) -> bool:
-        return has_finite_loss(self.model, _to_tensors(segment), self.spec.impala)
-
     def _update(self, batch: ExperienceBatch) -> bool:
-        """One update; False when its loss was not finite, and nothing has changed."""
+        """Learn from a batch; False when not one step was taken, since its loss was not finite."""
         started = time.perf_counter()
-        try:
-            metrics = update(self.model, self._optimizer, _to_tensors(batch), self.spec.impala)
-        except NonFiniteLoss:
+        num_updates, metrics = 0, dict[str, float]()
+        with suppress(NonFiniteLoss):  # of a later step: the earlier ones stay
+            for found in self._algorithm.update(batch):
+                metrics, num_updates = dict(found), num_updates + 1
+        if not num_updates:
             return False
         self._num_bad_batches = 0
         lag = float(np.mean(self.version - batch.versions))
         with self._lock:
-            self.updates += 1
+            self.updates += num_updates
             self.steps += batch.num_steps
             self._metrics = {
                 **metrics,
@@ -327,34 +328,15 @@ class Learner:
         self.damaged_checkpoints = loaded.damaged
         state = loaded.state
         try:
-            self.model.load_state_dict(state["model"])
+            self._algorithm.load_state_dict(state)
         except RuntimeError as error:
             problem = "does not fit the checkpoint of this run"
             raise SpecMismatch(
                 "hidden", list(self.spec.hidden), problem, summarize_error(error, line=-1, max_chars=None)
             ) from None
-        self._optimizer.load_state_dict(state["optimizer"])
-        for group in self._optimizer.param_groups:  # restored with the old rate; the spec may have another
-            group["lr"] = self.spec.impala.learning_rate
         torch.set_rng_state(state["rng"])
         self.updates, self.steps, self.version = state["updates"], state["steps"], state["version"]
         self.counts = dict(state["counts"])
-
-
-def build_model(spec: RLSpec, experience: ExperienceSpec) -> ActorCritic:
-    """The model of a run, with fresh weights."""
-    return ActorCritic(**network_kwargs(spec, experience))
-
-
-def _to_tensors(batch: ExperienceBatch) -> ImpalaBatch:
-    return build_batch(
-        batch.observations,
-        batch.actions,
-        batch.rewards,
-        batch.log_probabilities,
-        batch.lengths,
-        batch.terminated,
-    )
 
 
 def model_arrays(model: torch.nn.Module) -> dict[str, np.ndarray]:

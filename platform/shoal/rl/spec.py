@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from shoal.config import Spec
 from shoal.errors import ConfigError
 from shoal.network_address import is_loopback
-from shoal.rl.algorithms.impala.config import ImpalaConfig
+from shoal.rl.algorithm_config import AnyAlgorithmConfig
 from shoal.wire.experience_spec import DTYPES, ExperienceSpec, PolicySpec, TensorSpec
 from shoal.wire.segment import largest_segment_bytes
 
@@ -70,7 +70,18 @@ class RLSpec(Spec):
     segment_length: int = Field(default=256, ge=1, description="environment steps in a segment, at most")
     gateway: GatewaySpec = GatewaySpec()
     learner: LearnerSpec = LearnerSpec()
-    impala: ImpalaConfig = ImpalaConfig(discount=0.98, learning_rate=1.5e-3)  # chosen on CartPole: docs/log
+    algorithm: AnyAlgorithmConfig = Field(  # the numbers were chosen on CartPole: docs/log
+        default={"name": "impala", "discount": 0.98, "learning_rate": 1.5e-3}, validate_default=True
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_older_record(cls, values: object) -> object:
+        """Records from before there were several algorithms have the fields of IMPALA under its name."""
+        if isinstance(values, dict) and "impala" in values:
+            others = {name: each for name, each in values.items() if name != "impala"}
+            return {**others, "algorithm": {"name": "impala", **values["impala"]}}
+        return values
 
 
 def experience_spec(observation_space: Any, action_space: Any, spec: RLSpec) -> ExperienceSpec:

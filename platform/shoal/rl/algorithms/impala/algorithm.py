@@ -1,21 +1,26 @@
 """IMPALA: one learner, many actors that lag behind it (Espeholt et al., arXiv:1802.01561).
 
-Read top to bottom: the loss as a pure function, one update; the configuration is in `config`. Called by the learner;
-knows no clock, device, run or Ray.
+Read top to bottom: the loss as a pure function, one update, the algorithm as the learner knows it; the configuration is
+in `config`. Knows no clock, device, run or Ray.
 Legend: N steps, S segments laid end to end, B = S segments padded to T = the longest one.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shoal.errors import ShoalError
+from shoal.models.actor_critic import ActorCritic
+from shoal.rl.algorithms.algorithm import Algorithm, Metrics, NonFiniteLoss
 from shoal.rl.algorithms.impala.config import ImpalaConfig
 from shoal.rl.algorithms.vtrace import vtrace
+from shoal.rl.experience.queue import ExperienceBatch
+from shoal.rl.spec import RLSpec, network_kwargs
+from shoal.wire import ExperienceSpec
 
 
 class ImpalaBatch(NamedTuple):
@@ -37,10 +42,6 @@ class Losses(NamedTuple):
     policy: Tensor
     value: Tensor
     entropy: Tensor
-
-
-class NonFiniteLoss(ShoalError):
-    """The loss or its gradient became NaN or infinite: the update was not applied."""
 
 
 def build_batch(
@@ -109,7 +110,7 @@ def update(
     metrics = _compute_gradients(model, batch, config)
     bad = [name for name, value in metrics.items() if not np.isfinite(value)]
     if bad:
-        raise NonFiniteLoss(f"{', '.join(bad)} is not finite; lower impala.learning_rate or check the rewards")
+        raise NonFiniteLoss(f"{', '.join(bad)} is not finite; lower algorithm.learning_rate or check the rewards")
     optimizer.step()
     return metrics
 
@@ -133,3 +134,39 @@ def _compute_gradients(model: nn.Module, batch: ImpalaBatch, config: ImpalaConfi
         "learner/entropy": losses.entropy.item(),
         "learner/grad_norm": grad_norm.item(),
     }
+
+
+class Impala(Algorithm):
+    """One step of Adam for each batch."""
+
+    def __init__(self, spec: RLSpec, experience: ExperienceSpec) -> None:
+        assert isinstance(spec.algorithm, ImpalaConfig)
+        self._config = spec.algorithm
+        self.model: ActorCritic = ActorCritic(**network_kwargs(spec, experience))
+        self._optimizer = torch.optim.Adam(self.model.parameters(), lr=self._config.learning_rate, fused=True)
+
+    def update(self, batch: ExperienceBatch) -> Iterator[Metrics]:
+        yield update(self.model, self._optimizer, _to_tensors(batch), self._config)
+
+    def is_usable(self, segment: ExperienceBatch) -> bool:
+        return has_finite_loss(self.model, _to_tensors(segment), self._config)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        for group in self._optimizer.param_groups:  # restored with the old rate; the spec may have another
+            group["lr"] = self._config.learning_rate
+
+
+def _to_tensors(batch: ExperienceBatch) -> ImpalaBatch:
+    return build_batch(
+        batch.observations,
+        batch.actions,
+        batch.rewards,
+        batch.log_probabilities,
+        batch.lengths,
+        batch.terminated,
+    )

@@ -5,14 +5,17 @@ Used in run specs and by `algorithm`.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
-from shoal.config import Spec
+from shoal.rl.algorithm_config import AlgorithmConfig
 
 
-class ImpalaConfig(Spec):
+class ImpalaConfig(AlgorithmConfig):
     """Names and defaults as in table D.1 of the paper, but for the optimiser: Adam, with rates for small networks."""
 
+    name: Literal["impala"] = "impala"
     discount: float = Field(default=0.99, ge=0, le=1)
     learning_rate: float = Field(default=1e-3, gt=0)
     value_cost: float = Field(default=0.5, ge=0)
