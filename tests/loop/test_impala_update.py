@@ -8,8 +8,9 @@ import torch
 
 from shoal.models.actor_critic import ActorCritic
 from shoal.rl.algorithms.algorithm import NonFiniteLoss
-from shoal.rl.algorithms.impala.algorithm import build_batch, update
+from shoal.rl.algorithms.impala.algorithm import update
 from shoal.rl.algorithms.impala.config import ImpalaConfig
+from shoal.rl.algorithms.segments import build_batch
 
 
 def test_an_update_that_is_not_finite_leaves_the_weights_as_they_were() -> None:

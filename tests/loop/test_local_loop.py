@@ -63,8 +63,9 @@ def actor(loop: LocalLoop, index: int) -> threading.Thread:
     return thread
 
 
-def test_external_actors_teach_a_policy_until_it_is_solved(tmp_path: Path) -> None:
-    with LocalLoop(SPEC, EXPERIENCE, tmp_path / "run", TOKEN, target_return=7.0) as loop:
+@pytest.mark.parametrize("words", [[], ["algorithm=ppo", "algorithm.learning_rate=0.02"]], ids=["impala", "ppo"])
+def test_external_actors_teach_a_policy_until_it_is_solved(tmp_path: Path, words: list[str]) -> None:
+    with LocalLoop(SPEC.override(words), EXPERIENCE, tmp_path / "run", TOKEN, target_return=7.0) as loop:
         actors = [actor(loop, index) for index in range(2)]
         assert loop.wait_until_solved(timeout_s=300) > 0
         stats = loop.gateway.stats()

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from shoal.models.actor_critic import ActorCritic
-from shoal.rl.algorithms.impala.algorithm import ImpalaBatch, build_batch, impala_loss
+from shoal.rl.algorithms.impala.algorithm import impala_loss
 from shoal.rl.algorithms.impala.config import ImpalaConfig
+from shoal.rl.algorithms.segments import SegmentBatch, build_batch
 from shoal.rl.algorithms.vtrace import vtrace
 
 # float32 sums over at most 50 steps in another order than the oracle's float64
@@ -31,7 +32,7 @@ def oracle_vtrace(ratios, discounts, rewards, values, bootstrap, rho_bar, c_bar,
     return targets, rho * (rewards + discounts * next_targets - values)
 
 
-def random_batch(seed: int, lengths: list[int], num_actions: int = 3, size: int = 4) -> tuple[ImpalaBatch, dict]:
+def random_batch(seed: int, lengths: list[int], num_actions: int = 3, size: int = 4) -> tuple[SegmentBatch, dict]:
     random = np.random.default_rng(seed)
     steps = sum(lengths)
     arrays = {
@@ -222,11 +223,11 @@ def test_a_segments_padding_and_its_neighbours_do_not_change_its_targets() -> No
     config = ImpalaConfig()
     model = ActorCritic(4, 3, (8,))
     both, _ = random_batch(21, [3, 10])
-    alone = ImpalaBatch(
+    alone = SegmentBatch(
         both.observations[:4], both.actions[:3], both.rewards[:3], both.log_probabilities[:3],
         both.lengths_B[:1], both.terminated_B[:1],
     )  # fmt: skip
-    rest = ImpalaBatch(
+    rest = SegmentBatch(
         both.observations[4:], both.actions[3:], both.rewards[3:], both.log_probabilities[3:],
         both.lengths_B[1:], both.terminated_B[1:],
     )  # fmt: skip

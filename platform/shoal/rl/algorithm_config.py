@@ -14,8 +14,14 @@ from pydantic import BeforeValidator, SerializeAsAny
 from shoal.config import Spec
 
 # The configuration and the algorithm of each: modules are imported at their first use.
-CONFIGS = {"impala": "shoal.rl.algorithms.impala.config:ImpalaConfig"}
-ALGORITHMS = {"impala": "shoal.rl.algorithms.impala.algorithm:Impala"}
+CONFIGS = {
+    "impala": "shoal.rl.algorithms.impala.config:ImpalaConfig",
+    "ppo": "shoal.rl.algorithms.ppo.config:PPOConfig",
+}
+ALGORITHMS = {
+    "impala": "shoal.rl.algorithms.impala.algorithm:Impala",
+    "ppo": "shoal.rl.algorithms.ppo.algorithm:PPO",
+}
 
 
 class AlgorithmConfig(Spec):

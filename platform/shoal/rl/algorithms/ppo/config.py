@@ -1,0 +1,31 @@
+"""PPO's configuration. Imports no torch: launchers and the gateway read it without computing."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from shoal.rl.algorithm_config import AlgorithmConfig
+
+
+class PPOConfig(AlgorithmConfig):
+    """Names and defaults as in Schulman et al. (1707.06347) and Huang et al. ("37 details", 2022).
+
+    epochs, minibatches: steps of the optimiser for a batch: epochs * minibatches
+    clip:    ε of the clipped objective, around the weights before the batch
+    rho_bar: of experience by older weights, the most that a step counts (π_prox / π_behaviour, truncated)
+    """
+
+    name: Literal["ppo"] = "ppo"
+    discount: float = Field(default=0.99, ge=0, le=1)
+    lambda_: float = Field(default=0.95, ge=0, le=1)
+    learning_rate: float = Field(default=1e-3, gt=0)
+    epochs: int = Field(default=4, ge=1)
+    minibatches: int = Field(default=4, ge=1)
+    clip: float = Field(default=0.2, gt=0)
+    value_cost: float = Field(default=0.5, ge=0)
+    entropy_cost: float = Field(default=0.01, ge=0)
+    rho_bar: float = Field(default=2.0, gt=0)
+    max_grad_norm: float = Field(default=0.5, gt=0)
+    normalize_advantages: bool = True

@@ -1,0 +1,145 @@
+"""PPO's advantages and loss against a NumPy oracle that follows the papers' equations, and its updates."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from rl_setting import EXPERIENCE
+from shoal.models.actor_critic import ActorCritic
+from shoal.rl.algorithms.algorithm import NonFiniteLoss, make_algorithm
+from shoal.rl.algorithms.ppo.config import PPOConfig
+from shoal.rl.algorithms.ppo.loss import PPOTargets, ppo_loss
+from shoal.rl.algorithms.segments import to_tensors
+from shoal.rl.experience.queue import ExperienceBatch
+from shoal.rl.spec import RLSpec, policy_spec
+
+TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
+SPEC = RLSpec(hidden=(8,), algorithm={"name": "ppo"})
+NUM_ACTIONS = int(EXPERIENCE.action.high or 0) + 1
+SIZE = EXPERIENCE.observation.shape[0]
+
+
+def make_batch(seed: int, lengths: list[int]) -> ExperienceBatch:
+    random = np.random.default_rng(seed)
+    steps = sum(lengths)
+    return ExperienceBatch(
+        lease_id=1,
+        observations=random.normal(size=(steps + len(lengths), SIZE)).astype(np.float32),
+        actions=random.integers(0, NUM_ACTIONS, steps),
+        rewards=random.normal(size=steps).astype(np.float32),
+        log_probabilities=np.log(random.uniform(0.05, 1.0, steps)).astype(np.float32),
+        versions=np.ones(steps, np.int64),
+        lengths=np.array(lengths, np.int64),
+        terminated=random.random(len(lengths)) < 0.5,
+    )
+
+
+def make_ppo(**fields: object):
+    torch.manual_seed(0)
+    experience = msgspec.structs.replace(EXPERIENCE, policy=policy_spec(SPEC.hidden))
+    return make_algorithm(SPEC.update({"algorithm": fields}), experience)
+
+
+def oracle_targets(logits, values, batch, config):
+    """Segment by segment in float64: log π_prox, advantages by the sum of equation (16), returns, weights."""
+    row = step = 0
+    log_prox, advantages, returns = [], [], []
+    for length, terminated in zip(batch.lengths, batch.terminated, strict=True):
+        rows, steps = slice(row, row + length), slice(step, step + length)
+        log_policy = logits[rows] - np.log(np.exp(logits[rows]).sum(-1, keepdims=True))
+        log_prox += list(log_policy[np.arange(length), batch.actions[steps]])
+        discounts = np.full(length, config.discount)
+        if terminated:
+            discounts[-1] = 0.0
+        deltas = batch.rewards[steps] + discounts * values[row + 1 : row + length + 1] - values[rows]
+        for s in range(length):
+            factors = [np.prod(discounts[s:t]) * config.lambda_ ** (t - s) for t in range(s, length)]
+            advantages.append(np.dot(factors, deltas[s:]))
+            returns.append(advantages[-1] + values[row + s])
+        row, step = row + length + 1, step + length
+    advantages = np.array(advantages)
+    if config.normalize_advantages:
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    weights = np.minimum(config.rho_bar, np.exp(np.array(log_prox) - batch.log_probabilities))
+    return np.array(log_prox), advantages, np.array(returns), weights
+
+
+@pytest.mark.parametrize("lengths", [[1], [7], [3, 9, 1, 5]])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_advantages_and_weights_are_those_of_the_equations(lengths: list[int], normalize: bool) -> None:
+    ppo, batch = make_ppo(normalize_advantages=normalize), make_batch(3, lengths)
+    with torch.no_grad():
+        logits, values = (each.double().numpy() for each in ppo.model(to_tensors(batch).observations))
+    rows, targets = ppo._prepare(to_tensors(batch))
+    for mine, theirs in zip(targets, oracle_targets(logits, values, batch, ppo._config), strict=True):
+        np.testing.assert_allclose(mine.numpy(), theirs, **TOLERANCE)
+    assert len(rows) == sum(lengths)
+
+
+@pytest.mark.parametrize("clip", [0.05, 0.2])
+def test_the_loss_is_that_of_the_equation(clip: float) -> None:
+    random, config = np.random.default_rng(1), PPOConfig(clip=clip)
+    logits, values = random.normal(size=(12, 3)), random.normal(size=12)
+    actions = random.integers(0, 3, 12)
+    targets = [np.log(random.uniform(0.2, 0.6, 12)), random.normal(size=12), random.normal(size=12), random.random(12)]
+    log_policy = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    ratios = np.exp(log_policy[np.arange(12), actions] - targets[0])
+    gains = np.minimum(ratios * targets[1], np.clip(ratios, 1 - clip, 1 + clip) * targets[1])
+    policy, value = -(targets[3] * gains).mean(), 0.5 * ((values - targets[2]) ** 2).mean()
+    entropy = -(np.exp(log_policy) * log_policy).sum(-1).mean()
+    tensors = PPOTargets(*map(torch.tensor, targets))
+    found = ppo_loss(torch.tensor(logits), torch.tensor(values), torch.tensor(actions), tensors, config)
+    expected = [policy + config.value_cost * value - config.entropy_cost * entropy, policy, value, entropy]
+    np.testing.assert_allclose([float(each) for each in found[:4]], expected, rtol=1e-9)
+    assert float(found.clip_fraction) == pytest.approx((np.abs(ratios - 1) > clip).mean())
+
+
+def test_a_batch_of_the_newest_weights_counts_each_step_alike() -> None:
+    """Then π_prox is the behaviour policy: the first step's ratios and weights are 1, and nothing is clipped."""
+    ppo, batch = make_ppo(epochs=1, minibatches=1, rho_bar=10.0), make_batch(0, [6, 4])
+    tensors = to_tensors(batch)
+    _, targets = ppo._prepare(tensors)
+    fresh = ExperienceBatch(**{**vars(batch), "log_probabilities": targets.log_probabilities.numpy()})
+    _, targets = ppo._prepare(to_tensors(fresh))
+    torch.testing.assert_close(targets.weights, torch.ones(10))
+    [metrics] = ppo.update(fresh)
+    assert metrics["learner/clip_fraction"] == 0.0
+    assert metrics["learner/kl"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_an_update_has_a_step_for_each_minibatch_of_each_epoch() -> None:
+    ppo = make_ppo(epochs=3, minibatches=4)
+    assert len(list(ppo.update(make_batch(0, [8, 8])))) == 12
+    assert len(list(ppo.update(make_batch(0, [2])))) == 6  # two steps, so two minibatches
+
+
+def test_what_is_not_finite_changes_nothing() -> None:
+    ppo, batch = make_ppo(), make_batch(0, [5, 5])
+    before = {name: value.clone() for name, value in ppo.model.state_dict().items()}
+    batch.rewards[2] = np.inf
+    assert not ppo.is_usable(batch)
+    with pytest.raises(NonFiniteLoss, match=r"algorithm\.learning_rate"):
+        next(ppo.update(batch))
+    assert all(torch.equal(value, before[name]) for name, value in ppo.model.state_dict().items())
+    assert ppo.is_usable(make_batch(1, [4]))
+
+
+def test_updates_learn_a_bandit() -> None:
+    ppo = make_ppo(learning_rate=0.01)
+    random = np.random.default_rng(0)
+    assert isinstance(ppo.model, ActorCritic)
+    for _ in range(20):
+        actions = random.integers(0, NUM_ACTIONS, 64)
+        batch = make_batch(0, [1] * 64)
+        arrays = {
+            "observations": np.ones_like(batch.observations),
+            "actions": actions,
+            "rewards": (actions == 1).astype(np.float32),
+            "log_probabilities": np.full(64, -np.log(NUM_ACTIONS), np.float32),
+            "terminated": np.ones(64, bool),
+        }
+        list(ppo.update(ExperienceBatch(**{**vars(batch), **arrays})))
+    assert torch.softmax(ppo.model(torch.ones(1, SIZE))[0], -1)[0, 1] > 0.9
