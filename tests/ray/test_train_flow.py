@@ -285,7 +285,7 @@ def test_a_job_looks_at_its_task_once(monkeypatch: pytest.MonkeyPatch) -> None:
         run(spec, job)
 
     monkeypatch.setattr(training, "job_main", as_job)
-    monkeypatch.setattr(training, "validate_run", lambda spec: looked_at.append(spec) or "what is known")
+    monkeypatch.setattr(training, "check_once", lambda spec: looked_at.append(spec) or "what is known")
     monkeypatch.setattr(training, "run_training", lambda *given: ran.append(given) or "run")
     training.train_main()
     assert looked_at == [spec]

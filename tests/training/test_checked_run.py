@@ -35,7 +35,7 @@ def num_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[TrainSpe
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(checked_run, "validate_run", validate)
-    monkeypatch.setenv(checked_run.VARIABLE, str(tmp_path / "checked.json"))
+    monkeypatch.setenv(checked_run.VARIABLE, checked_run.PRINT)
     (tmp_path / "line.py").write_text(TASK)
     return checks
 
@@ -44,23 +44,38 @@ def spec_of(**changes: Any) -> TrainSpec:
     return TrainSpec.parse({"task": "line.py:Line", "stop": {"steps": 1}, **changes})
 
 
-def test_the_facts_of_a_check_are_found_again(num_checks: list[TrainSpec]) -> None:
+def hand_on(printed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `shoal run` does."""
+    assert printed.startswith(checked_run.PREFIX)
+    monkeypatch.setenv(checked_run.VARIABLE, printed.removeprefix(checked_run.PREFIX))
+
+
+def test_the_facts_of_a_check_are_found_again(
+    num_checks: list[TrainSpec], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     first = checked_run.check_once(spec_of())
+    hand_on(capsys.readouterr().out, monkeypatch)
     assert checked_run.check_once(spec_of()) == first
     assert len(num_checks) == 1
     assert first.num_parameters == 2
 
 
-def test_another_spec_or_source_is_checked_anew(num_checks: list[TrainSpec], tmp_path: Path) -> None:
+def test_another_spec_or_source_is_checked_anew(
+    num_checks: list[TrainSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     checked_run.check_once(spec_of())
+    hand_on(capsys.readouterr().out, monkeypatch)
     assert checked_run.check_once(spec_of(args={"width": 3})).num_parameters == 4
     (tmp_path / "line.py").write_text(TASK.replace("batch[1])", "batch[1] - 1)"))
-    checked_run.check_once(spec_of(args={"width": 3}))
+    checked_run.check_once(spec_of())
     assert len(num_checks) == 3
 
 
-def test_without_a_file_each_call_checks(num_checks: list[TrainSpec], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_variable_each_call_checks_and_prints_nothing(
+    num_checks: list[TrainSpec], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delenv(checked_run.VARIABLE)
     checked_run.check_once(spec_of())
     checked_run.check_once(spec_of())
     assert len(num_checks) == 2
+    assert not capsys.readouterr().out

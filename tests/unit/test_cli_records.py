@@ -340,7 +340,7 @@ def test_the_job_is_told_what_the_user_typed(
         told.append(env["SHOAL_COMMAND"])
         raise RunError("enough")
 
-    monkeypatch.setattr("shoal.cli.commands.run.validate_overrides", lambda path, words, environment: None)
+    monkeypatch.setattr("shoal.cli.commands.run.validate_overrides", lambda path, words: {})
     monkeypatch.setattr("shoal.cli.commands.run.ray_jobs.submit", submit)
     monkeypatch.setattr(JobHandle, "stop_quietly", lambda job: None)
     cluster = ClusterHandle("127.0.0.1:1", "http://127.0.0.1:2", "token", {})
@@ -363,7 +363,7 @@ def test_an_interruption_while_a_job_is_submitted_ends_the_job(home: Path, monke
         asked.append((method, path))
         raise RunError("Ray knows no such job")  # the request was interrupted before it was there
 
-    monkeypatch.setattr("shoal.cli.commands.run.validate_overrides", lambda path, words, environment: None)
+    monkeypatch.setattr("shoal.cli.commands.run.validate_overrides", lambda path, words: {})
     monkeypatch.setattr("shoal.cli.commands.run.ray_jobs.submit", submit)
     monkeypatch.setattr("shoal.cluster.jobs.request_json", ask)
     cluster = ClusterHandle("127.0.0.1:1", "http://127.0.0.1:2", "token", {})

@@ -88,7 +88,7 @@ def test_a_job_may_be_in_any_encoding(tmp_path: Path) -> None:
     job = tmp_path / "job.py"
     job.write_bytes(b"# coding: latin-1\n# \xfcber job_main\nimport sys\nsys.exit('error: ' + sys.argv[2])\n")
     with pytest.raises(RunError, match=r"^--check$"):
-        validate_overrides(job, ["a=1"], {})
+        validate_overrides(job, ["a=1"])
     shown, secrets = split_secret_overrides(job, ["args.token=hush"])
     assert shown == ["args.token=***"]
     assert secrets

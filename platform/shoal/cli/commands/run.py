@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -47,7 +46,6 @@ from shoal.runs.formatting import format_duration, format_number
 from shoal.runs.record.provenance import format_masked_command, make_command_variable
 
 ACTORS_END_S = 10.0
-CHECKED_RUN = "SHOAL_CHECKED_RUN"  # a job's check leaves its facts in this file, for the job
 REMOTE_TIMEOUT_S = 7 * 24 * 3600.0  # a job on a remote cluster
 
 
@@ -139,10 +137,8 @@ class _Session:
         self._console.print(f"run {self.run_id}: {self._path.stem} {format_masked_command(self._words)}".rstrip())
         environment: dict[str, str] = {}
         if cluster is None:
-            environment[CHECKED_RUN] = f"{stack.enter_context(tempfile.TemporaryDirectory())}/checked.json"
-            validate_overrides(
-                self._path, self._words, environment
-            )  # on a running cluster, the job itself validates just as soon
+            # On a running cluster, the job itself validates just as soon.
+            environment = validate_overrides(self._path, self._words)
             self._console.print("starting a Ray cluster for this run ...")
             embedded = start_cluster()
             stack.callback(embedded.stop)

@@ -6,13 +6,15 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.errors import ConfigError, RunError
 from shoal.recipes import find_recipe, recipe_names
 from shoal.runs.record.provenance import split_secrets
 
+CHECKED_RUN = "SHOAL_CHECKED_RUN"  # see shoal/train/launch/checked_run.py
+_PREFIX, _MAX_VARIABLE_CHARS = "checked run: ", 100_000  # Linux takes 131,072 bytes
 _TAKES_CHECK = re.compile(r"\b(job|train)_main\b")  # in the file of a job that parses overrides by Shoal
 
 
@@ -33,19 +35,21 @@ def split_secret_overrides(path: Path, words: Sequence[str]) -> tuple[list[str],
     return (shown, secrets) if secrets and _supports_check(path) else (list(words), {})
 
 
-def validate_overrides(path: Path, words: Sequence[str], environment: Mapping[str, str]) -> None:
+def validate_overrides(path: Path, words: Sequence[str]) -> dict[str, str]:
     """Let the job check its overrides before a cluster starts. Raises RunError with the job's own error.
 
-    environment: further variables of the check
+    Returns variables for the job, with what its check has found: it need not check again.
     """
     if not words or not _supports_check(path):
-        return
+        return {}
     command = [sys.executable, str(path), *words, "--check"]
-    checked = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
+    checked = subprocess.run(command, capture_output=True, text=True, env={**os.environ, CHECKED_RUN: "print"})
     if checked.returncode:
         said = checked.stderr.strip() or "it said nothing"
         _, is_typed, error = f"\n{said}".rpartition("\nerror: ")
         raise RunError(error if is_typed else said)  # an untyped error is the user's own, with its traceback
+    found = [line.removeprefix(_PREFIX) for line in checked.stdout.splitlines() if line.startswith(_PREFIX)]
+    return {CHECKED_RUN: found[-1]} if found and len(found[-1]) < _MAX_VARIABLE_CHARS else {}
 
 
 def _supports_check(path: Path) -> bool:

@@ -1,7 +1,7 @@
 """Hands the facts of a check on to the job that follows it, so that a Task is built and read once before a cluster is.
 
-`shoal run` names a file in $SHOAL_CHECKED_RUN: its `--check` writes the file, and the job on the cluster that it starts
-then takes the facts from there, if they are those of the same spec and the same source.
+`shoal run` sets $SHOAL_CHECKED_RUN to `print` for the job's `--check`, reads the facts from what it prints, and sets
+the variable to them for the job on the cluster. The job uses them if they are those of its spec and source.
 """
 
 from __future__ import annotations
@@ -9,35 +9,32 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from dataclasses import asdict
-from pathlib import Path
 
-from shoal.atomic_file import replace_synced
 from shoal.registry import ModelFactory, Signature
 from shoal.train.launch.validate import ValidatedRun, validate_run
 from shoal.train.spec import TrainSpec
 from shoal.train.task import find_source_file
 
-VARIABLE = "SHOAL_CHECKED_RUN"
+VARIABLE, PRINT, PREFIX = "SHOAL_CHECKED_RUN", "print", "checked run: "
 
 
 def check_once(spec: TrainSpec) -> ValidatedRun:
     """The facts of an earlier check of the same run, or those of a check now. Raises as `validate_run`."""
-    name = os.environ.get(VARIABLE)
-    if not name:
-        return validate_run(spec)
-    file, key = Path(name), _make_key(spec)
-    if file.is_file():
-        found = json.loads(file.read_text())
-        if found.pop("key") == key:
+    given = os.environ.get(VARIABLE, "")
+    if given not in ("", PRINT):
+        found = json.loads(given)
+        if found.pop("key") == _make_key(spec):
             return _from_json(found)
     checked = validate_run(spec)
-    values = asdict(checked) | {
-        "key": key,
-        "factory": checked.factory.model_dump(mode="json"),
-        "signature": checked.signature.model_dump(mode="json"),
-    }
-    replace_synced(file, json.dumps(values).encode())
+    if given == PRINT:
+        values = asdict(checked) | {
+            "key": _make_key(spec),
+            "factory": checked.factory.model_dump(mode="json"),
+            "signature": checked.signature.model_dump(mode="json"),
+        }
+        sys.stdout.write(f"{PREFIX}{json.dumps(values)}\n")
     return checked
 
 
