@@ -19,6 +19,7 @@ import numpy as np
 
 from shoal.errors import InferenceError
 from shoal.open_inference.datatypes import NUMPY_DTYPES
+from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.open_inference.messages import BatchStatistics, InferenceStatistics, VersionStatistics
 from shoal.registry.manifest import Signature, TensorSignature
 from shoal.serve.messages.inference import Arrays, InferCall, Prediction, RepositoryEntry
@@ -177,6 +178,12 @@ class FakeHost:
         model = self.get_model(str(change.get("model", "")))
         self.changes.append(dict(change))
         return {"model": model.name, "stable": model.version, "candidate": change.get("version")}
+
+    async def take_episode(self, request: EpisodeRequest) -> EpisodeAnswer:
+        model = self.get_model(request.model)
+        if request.observation is None and not request.episode:
+            raise InferenceError(422, "episode: an episode begins with an observation")
+        return EpisodeAnswer(request.episode or "1-0-ff", 0, model.version)
 
     async def status(self) -> dict[str, Any]:
         return {"models": {model.name: {"version": model.version} for model in self.list_models()}}

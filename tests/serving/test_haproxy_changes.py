@@ -26,6 +26,7 @@ CHANGES = [
     "/shoal/v1/rollout",
     "/v2/repository/models/m/load",
     "/v2/repository/models/m/unload",
+    "/second/v2/repository/models/m/load",
 ]
 
 

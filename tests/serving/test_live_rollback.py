@@ -12,10 +12,10 @@ import pytest
 from serving.faulty_models import NAN, RAISE, SHAPE, SLOW, moody
 from serving.live_set import LiveSet, everywhere, infer, live
 from serving.replica_set import ask, until
+from shoal.batching.batcher import BatchReport
 from shoal.cli.display.serve_display import format_plain_lines, format_shares
 from shoal.client.endpoint_status import EndpointStatus
 from shoal.errors import InferenceError
-from shoal.serve.batching.batcher import BatchReport
 from shoal.serve.controller import live_control
 from shoal.serve.messages.replica_report import MAX_REJECTED
 from shoal.serve.replica.replica import START_POLL_S

@@ -88,7 +88,7 @@ def test_a_file_that_is_no_text_is_refused_by_name(tmp_path: Path) -> None:
         load_serving_spec(tmp_path / "shop.yaml")
 
 
-@pytest.mark.parametrize("name", ["image_classifier", "live_policy", "syntax_tree", "trees"])
+@pytest.mark.parametrize("name", ["image_classifier", "live_policy", "roots", "syntax_tree", "trees"])
 def test_every_app_has_its_file_and_its_client(name: str) -> None:
     assert (APPS / f"{name}.yaml").is_file()
     assert (APPS / f"{name}_client.py").is_file()

@@ -16,6 +16,7 @@ from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.served_here import TOKEN, served
 from shoal.client.endpoint_status import EndpointStatus, ModelStatus, RolloutEvent, VersionStatus
 from shoal.flows.serving_spec import check, load_serving_spec
+from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.registry import Registry
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_options import ModelOptions
@@ -30,7 +31,17 @@ def blocks(language: str) -> list[str]:
 
 
 class Host(FakeHost):
-    """Promotes what it is told to."""
+    """Promotes what it is told to; `episodes`: the requests of episodes, in order."""
+
+    url: str
+
+    def __init__(self, *models: FakeModel) -> None:
+        super().__init__(*models)
+        self.episodes: list[EpisodeRequest] = []
+
+    async def take_episode(self, request: EpisodeRequest) -> EpisodeAnswer:
+        self.episodes.append(request)
+        return await super().take_episode(request)
 
     async def administer(self, change: Mapping[str, Any], *caller: object) -> dict[str, Any]:
         await super().administer(change, *caller)
@@ -51,14 +62,14 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
         tensors(output=("FP32", [-1, 2])),
         lambda inputs: {"output": np.repeat(inputs["input"].sum(1, keepdims=True), 2, 1)},
     )
-    host = Host(double)
-    with served(host) as (url, _), shoal.runs.create("serve", "") as recorder:
-        recorder.record_endpoint("mine", "inference", url, "ready")
+    host = Host(double, FakeModel("cartpole"))
+    with served(host) as (host.url, _), shoal.runs.create("serve", "") as recorder:
+        recorder.record_endpoint("mine", "inference", host.url, "ready")
         yield host
 
 
 def test_the_python_of_the_page_runs(endpoint: Host, capsys: pytest.CaptureFixture[str]) -> None:
-    names: dict[str, Any] = {}
+    names: dict[str, Any] = {"URL": endpoint.url, "KEY": TOKEN}
     for block in blocks("python"):
         exec(compile(block, str(PAGE), "exec"), names)
     assert Registry().get("mine@champion").snapshot().tensors().keys() == {"weight", "bias"}
@@ -66,6 +77,12 @@ def test_the_python_of_the_page_runs(endpoint: Host, capsys: pytest.CaptureFixtu
     assert "[[4. 4.]\n [4. 4.]] 7" in said
     assert str([7] * 32) in said
     assert "['canary', 'metric', 'promote']" in said
+    assert [(call.episode, call.reward, call.ended) for call in endpoint.episodes] == [
+        ("", None, False),
+        ("1-0-ff", 1.0, False),
+        ("1-0-ff", None, False),
+        ("1-0-ff", 1.0, True),
+    ]
     assert [call.sticky for call in endpoint.models_by_name["mine"].calls[:2]] == ["", "customer 17"]
 
 

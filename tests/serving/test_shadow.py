@@ -15,10 +15,10 @@ from serving.faulty_models import RAISE, SIGNATURE, SLOW, moody
 from serving.live_set import MOODY, infer
 from serving.replica_set import ReplicaSet
 from serving.replica_set import until as until_there
+from shoal.batching.batcher import Batcher
 from shoal.errors import InferenceError
 from shoal.open_inference.datatypes import NUMPY_DTYPES, bf16_bits
 from shoal.registry import Registry
-from shoal.serve.batching.batcher import Batcher
 from shoal.serve.messages.inference import Arrays, InferCall
 from shoal.serve.messages.metrics_snapshot import VersionSnapshot
 from shoal.serve.replica.model_statistics import ModelStatistics

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gated_forward import answer, run, until
+from shoal.batching.batcher import Batcher
 from shoal.errors import InferenceError, TreeError
 from shoal.models.syntax_tree import TreeLSTM, check_trees, pad_trees, read_padded
 from shoal.registry import ModelFactory, Signature, TensorSignature
-from shoal.serve.batching.batcher import Batcher
 from shoal.serve.model.predictor import LoadedModel, Predictor
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.trees import planner

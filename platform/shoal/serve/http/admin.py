@@ -1,4 +1,4 @@
-"""The HTTP endpoints other than inference: health, metadata, statistics, the repository, administration.
+"""The HTTP endpoints other than inference: health, metadata, statistics, the repository, administration, episodes.
 
 Called by `app`, which matches the path, admits the caller and reads the body. Knows no ASGI.
 """
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from shoal.errors import InferenceError
+from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.open_inference.messages import (
     IndexedModel,
     IndexRequest,
@@ -76,12 +77,19 @@ class RestHandlers:
                 return build_json_response(
                     await self._manager.administer(_decode_body(body, dict[str, Any]), request.caller_origin)
                 )
+            case RouteAction.EPISODES:
+                return build_json_response(await self._take_episode(_decode_body(body, EpisodeRequest), caller))
         raise AssertionError(request.target.action)
 
     def _answer_ready(self) -> RestResponse:
         if not self._manager.is_ready:
             raise InferenceError(503, "not every model has weights yet; try again later")
         return build_json_response({"ready": True})
+
+    async def _take_episode(self, wanted: EpisodeRequest, caller: Caller) -> EpisodeAnswer:
+        if not _can_see(caller, wanted.model):
+            raise InferenceError(403, f"this key is not for model {wanted.model[:200]!r}")
+        return await self._manager.take_episode(wanted)
 
     def _render_metrics(self, caller: Caller) -> RestResponse:
         if self._metrics is None:

@@ -6,9 +6,9 @@ Called by an HTTP server: the replica's, or a test's. Knows the models only thro
 only through `HttpCodec`. No Ray, no torch, no framework.
 
     400 not a request         401 no key               403 not with this key     404 no such path, model, version
-    405 method                408 body too slow        413 too large             414, 431 path or headers too large
-    415 encoding              422 wrong tensor         429 full, or over a rate  500 the model failed
-    503 no weights, closing   504 too late
+    405 method                408 body too slow        410 an episode's end      413 too large
+    414, 431 path or headers  415 encoding             422 wrong tensor          429 full, or over a rate
+    500 the model failed      503 no weights, closing  504 too late
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ class RestApp:
         limits: RequestLimits | None = None,
         metrics: Callable[[Caller], bytes] | None = None,
         tracer: Tracer | None = None,
+        root: str = "",
     ) -> None:
+        """root: the path before all of its own"""
+        self._root = root
         self._manager, self._access, self._tracer = host, access, tracer
         self._limits = RequestLimits() if limits is None else limits
         self._handlers = RestHandlers(host, metrics)
@@ -103,7 +106,7 @@ class RestApp:
 
     async def _handle(self, scope: Scope, receive: Receive) -> RestResponse:
         path: str = scope["path"]
-        root: str = scope.get("root_path", "")
+        root: str = scope.get("root_path", "") or self._root
         if root and path.startswith(root):
             path = path[len(root) :]
         self._limits.check_head(path, scope["headers"])

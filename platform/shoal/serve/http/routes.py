@@ -7,7 +7,8 @@
     POST /v2/repository/index                   POST /v2/models/{m}[/versions/{v}]/infer
     POST /v2/repository/models/{m}/load         GET  /shoal/v1/status
     POST /v2/repository/models/{m}/unload       POST /shoal/v1/rollout
-    GET  /metrics                               GET  /openapi.json
+    POST /shoal/v1/episodes                     GET  /metrics
+    GET  /openapi.json
 
 Called by the REST application; `openapi.json` describes the same table. Every path has one method.
 """
@@ -35,12 +36,16 @@ class RouteAction(Enum):
     UNLOAD = auto()
     STATUS = auto()
     ROLLOUT = auto()
+    EPISODES = auto()
     METRICS = auto()
     OPENAPI = auto()
 
 
 POST_ACTIONS = frozenset(
-    {RouteAction.INFER, RouteAction.INDEX, RouteAction.LOAD, RouteAction.UNLOAD, RouteAction.ROLLOUT}
+    {
+        *(RouteAction.INFER, RouteAction.INDEX, RouteAction.LOAD, RouteAction.UNLOAD),
+        *(RouteAction.ROLLOUT, RouteAction.EPISODES),
+    }
 )
 UNAUTHENTICATED_ACTIONS = frozenset({RouteAction.LIVE, RouteAction.READY})  # no key required
 ADMIN_ACTIONS = frozenset({RouteAction.LOAD, RouteAction.UNLOAD, RouteAction.STATUS, RouteAction.ROLLOUT})
@@ -53,6 +58,7 @@ FIXED_ROUTES: dict[tuple[str, ...], RouteAction] = {
     ("v2", "repository", "index"): RouteAction.INDEX,
     ("shoal", "v1", "status"): RouteAction.STATUS,
     ("shoal", "v1", "rollout"): RouteAction.ROLLOUT,
+    ("shoal", "v1", "episodes"): RouteAction.EPISODES,
     ("metrics",): RouteAction.METRICS,
     ("openapi.json",): RouteAction.OPENAPI,
 }

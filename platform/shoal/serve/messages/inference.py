@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
+from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.open_inference.messages import VersionStatistics
 from shoal.registry.manifest import Signature
 from shoal.serve.messages.auth_failures import MAX_CHARS
@@ -146,6 +147,11 @@ class ModelManagerProtocol(Protocol):
 
     async def administer(self, change: Mapping[str, Any], by: str = "") -> dict[str, Any]:
         """Forward a change of the rollout to the controller. Raises InferenceError (400, 404, 409, 503)."""
+        ...
+
+    async def take_episode(self, request: EpisodeRequest) -> EpisodeAnswer:
+        """Act, reward or end for a user of a live model that learns from its users. Raises InferenceError (404 for any
+        other, and as `EpisodeService.take`)."""
         ...
 
     async def status(self) -> dict[str, Any]:

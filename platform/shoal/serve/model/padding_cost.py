@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from shoal.batching.latency_model import OBSERVED_EVERY_S, LatencyModel
 from shoal.registry.manifest import Signature
-from shoal.serve.batching.latency_model import OBSERVED_EVERY_S, LatencyModel
 from shoal.serve.model.formats import Arrays
 from shoal.serve.model.padding import fixed_elements, variable_dimensions
 

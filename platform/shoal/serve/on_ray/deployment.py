@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
@@ -38,6 +38,7 @@ from shoal.serve.on_ray.metrics import RayMetrics
 from shoal.serve.on_ray.options import deployment_options
 from shoal.serve.on_ray.ownership import get_driver_id
 from shoal.serve.on_ray.removal import remove_abandoned_endpoint
+from shoal.serve.on_ray.shared_cluster import end_serve, join_serve, lock_serve
 from shoal.serve.protocol.limits import RequestLimits
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_source import EndpointModel, LiveModel
@@ -94,7 +95,7 @@ class DeployedEndpoint:
     """A deployed endpoint. `url` is the root of the protocol: `{url}/v2/models/{name}/infer`; `grpc` is host:port."""
 
     def __init__(self, spec: EndpointSpec, handle: DeploymentHandle, controller: RayControllerClient) -> None:
-        self.name, self.url = spec.name, f"http://{spec.host}:{spec.port}"
+        self.name, self.url = spec.name, f"http://{spec.host}:{spec.port}{spec.route_prefix}"
         self.grpc = spec.grpc_address
         self._handle, self._controller, self._closed = handle, controller, False
         self._seen_event = -1
@@ -136,11 +137,11 @@ class DeployedEndpoint:
         return int(self._call_controller("pid"))
 
     def close(self) -> None:
-        """Remove the endpoint once it has answered its requests, and Serve with it. Idempotent."""
+        """Remove the endpoint once it has answered its requests, and Serve with the last one. Idempotent."""
         if not self._closed:
             self._closed = True
             with ExitStack() as closing:  # the rest runs after any failure or interrupt
-                closing.callback(serve.shutdown)
+                closing.callback(end_serve)
                 closing.callback(self._controller.stop)
                 serve.delete(self.name)
 
@@ -151,27 +152,45 @@ class DeployedEndpoint:
             raise ClusterError(str(error)) from error
 
 
-def deploy(spec: EndpointSpec, models: Sequence[EndpointModel]) -> DeployedEndpoint:
+def deploy(spec: EndpointSpec, models: Sequence[EndpointModel], is_shared: bool = False) -> DeployedEndpoint:
     """Serve models, and return when all of them are staged; a live one answers 503 until its run has published.
 
-    A cluster has one endpoint; one whose deploying process has died is removed first. Raises ConfigError or
-    RegistryError for models that cannot be served, ClusterError without HAProxy, when the cluster already has an
-    endpoint, or when the replicas do not start. A failed or interrupted call leaves nothing behind.
+    An endpoint has a cluster for itself, unless it `is_shared`: then it joins those of other drivers, below its own
+    path. One whose deploying process has died is removed first. Raises ConfigError or RegistryError for models that
+    cannot be served, ClusterError without HAProxy, when the cluster already has an endpoint (of this name, if shared),
+    or when the replicas do not start. A failed or interrupted call leaves nothing behind.
     """
     prepare_ingress_on_head()
-    spec = resolve_gpus(spec).model_copy(
+    spec = resolve_gpus(spec)
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # of this process: the status and the record have the rest
+    if not is_shared:
+        return _deploy_alone(spec, models)
+    with lock_serve():
+        joining = join_serve(spec)
+        return _deploy_alone(spec, models) if joining is None else _start_endpoint(joining, models)
+
+
+def _deploy_alone(spec: EndpointSpec, models: Sequence[EndpointModel]) -> DeployedEndpoint:
+    spec = spec.model_copy(
         update={
             "port": spec.port or find_free_port(spec.host),
             "grpc_port": find_free_port(spec.host) if spec.grpc_port == 0 else spec.grpc_port,
         }
     )
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # of this process: the status and the record have the rest
+    return _start_endpoint(spec, models, remove_abandoned_endpoint)
+
+
+def _start_endpoint(
+    spec: EndpointSpec, models: Sequence[EndpointModel], prepare: Callable[[], None] = lambda: None
+) -> DeployedEndpoint:
     setting, live = build_controller_config(spec, models)
-    remove_abandoned_endpoint()
+    prepare()
     controller = RayControllerClient(replace(setting, driver=get_driver_id()))
     with ExitStack() as begun:  # it would outlive this process, also on a signal
         begun.callback(controller.stop)  # once no replica is left to start another
-        begun.callback(serve.shutdown)
+        begun.callback(end_serve)
+        if spec.route_prefix:
+            begun.callback(serve.delete, spec.name)
         controller.start()  # first: its name identifies the owner
         handle = _start_serve(spec, live, controller)
         begun.pop_all()
@@ -205,8 +224,10 @@ def _start_serve(
 ) -> DeploymentHandle:
     grpc = {"grpc_options": grpc_options(spec.grpc_port)} if spec.grpc_port is not None else {}
     try:
-        serve.start(proxy_location="HeadOnly", http_options={"host": spec.host, "port": spec.port}, **grpc)
-        return serve.run(build_application(spec, live, controller), name=spec.name, route_prefix="/")
+        if not spec.route_prefix:
+            serve.start(proxy_location="HeadOnly", http_options={"host": spec.host, "port": spec.port}, **grpc)
+        application = build_application(spec, live, controller)
+        return serve.run(application, name=spec.name, route_prefix=spec.route_prefix or "/")
     except (RuntimeError, TimeoutError) as error:  # it reports the failure; the deployment has the reason
         status = serve.status().applications.get(spec.name)
         reasons = " ".join(each.message for each in status.deployments.values()) if status else ""

@@ -36,11 +36,13 @@ def get_driver_id() -> str:
     return str(ray.get_runtime_context().get_job_id())
 
 
-def list_driver_endpoints() -> EndpointOwnership:
-    """List the endpoints that `deploy` has started on this cluster."""
+def list_driver_endpoints(without: str = "") -> EndpointOwnership:
+    """List the endpoints that `deploy` has started on this cluster, but for those of the driver `without`."""
     living, found = living_drivers(), EndpointOwnership()
     for actor in _controllers():
         endpoint, driver = parse_actor_name(actor)
+        if driver == without:
+            continue
         if driver in living:
             found.active.append(endpoint)
         elif driver:
@@ -48,11 +50,11 @@ def list_driver_endpoints() -> EndpointOwnership:
     return found
 
 
-def require_no_endpoint() -> None:
-    """Raise ClusterError when a living driver keeps an endpoint up, as `deploy` would."""
-    kept = list_driver_endpoints().active
-    if kept:
-        raise cluster_occupied_error(kept)
+def require_free_name(name: str) -> None:
+    """Raise ClusterError when a driver keeps an endpoint of this name up, as `deploy` would on a shared cluster."""
+    if name in list_driver_endpoints().active:
+        problem = f"this cluster has an endpoint {name!r}, and each has a name of its own"
+        raise ClusterError(f"{problem}: give endpoint.name=, or use another cluster (`--address local`)")
 
 
 def cluster_occupied_error(endpoints: list[str]) -> ClusterError:

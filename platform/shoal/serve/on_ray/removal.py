@@ -45,6 +45,20 @@ def remove_abandoned_endpoint() -> None:
         stop_controller(actor)
 
 
+def delete_abandoned_applications() -> None:
+    """Remove the endpoints of dead drivers from a Serve that others use."""
+    applications = list_applications()
+    for endpoint, actor in list_driver_endpoints().abandoned.items():
+        if endpoint in applications:
+            serve.delete(endpoint)
+        stop_controller(actor)
+
+
+def list_applications() -> set[str]:
+    """Serve's applications."""
+    return _applications()[0]
+
+
 def _applications() -> tuple[set[str], bool]:
     """Serve's applications, and whether all are being deleted."""
     try:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span, SpanContext
     from opentelemetry.trace import Tracer as OpenTelemetryTracer
 
-    from shoal.serve.batching.batcher import BatchReport
+    from shoal.batching.batcher import BatchReport
     from shoal.serve.messages.inference import Arrays, Prediction, RequestTraceProtocol
 
 MAX_WAITING_SPANS = 8192

@@ -14,8 +14,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from shoal.batching.batcher import Batcher
 from shoal.errors import ConnectionLost, InferenceError, ShoalError
-from shoal.serve.batching.batcher import Batcher
+from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.serve.messages.desired_state import EndpointPlan, ModelPlan
 from shoal.serve.messages.inference import Arrays, RepositoryEntry
 from shoal.serve.messages.replica_report import ModelReport, RejectedVersion, ReplicaReport
@@ -122,6 +123,14 @@ class ModelManager:
 
     async def administer(self, change: Mapping[str, Any], by: str = "") -> dict[str, Any]:
         return await self._ask_controller(self._controller.administer(change, by))
+
+    async def take_episode(self, request: EpisodeRequest) -> EpisodeAnswer:
+        name = self.get_model(request.model).name
+        episodes = self._live[name].episodes if name in self._live else None
+        if episodes is None:
+            remedy = "a run's policy does, with learn_from_endpoint=true"
+            raise InferenceError(404, f"model {name!r} does not learn from its users: {remedy}")
+        return await episodes.take(request)
 
     async def status(self) -> dict[str, Any]:
         return await self._ask_controller(self._controller.status())

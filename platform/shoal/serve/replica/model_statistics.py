@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from shoal.serve.messages.metrics_snapshot import ActiveVersions, HistogramSnapshot, ModelSnapshot, VersionSnapshot
 
 if TYPE_CHECKING:
-    from shoal.serve.batching.batcher import BatchReport
+    from shoal.batching.batcher import BatchReport
 
 MAX_VERSIONS = 32
 SECONDS = tuple(0.00025 * 2**power for power in range(17))  # 0.25 ms to 16.4 s, each twice the one before

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
+from shoal.batching.batcher import Batcher
 from shoal.errors import ShoalError
-from shoal.serve.batching.batcher import Batcher
 from shoal.serve.http.app import RestApp
 from shoal.serve.messages.inference import Arrays, Caller
 from shoal.serve.messages.replica_report import ReplicaReport
@@ -67,7 +67,12 @@ class EndpointReplica:
         self._tracer = Tracer(spec.trace, spec.name, replica) if spec.trace else None
         self.manager = ModelManager(replica, spec, live, self._batcher, controller, self._tracer)
         self.app = RestApp(
-            self.manager, self._access, limits=self._limits, metrics=self._render_metrics, tracer=self._tracer
+            self.manager,
+            self._access,
+            limits=self._limits,
+            metrics=self._render_metrics,
+            tracer=self._tracer,
+            root=spec.route_prefix,
         )
         self._follower = PlanFollower(replica, controller, self.manager.apply, self.report)
         self.manager.on_changed = self._follower.notify_changed

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from shoal.batching.batcher import Batcher, BatcherCounts, BatchReport
 from shoal.errors import Closed, InferenceError
 from shoal.open_inference.messages import VersionStatistics
 from shoal.registry.manifest import Signature
-from shoal.serve.batching.batcher import Batcher, BatcherCounts, BatchReport
 from shoal.serve.messages.inference import Arrays, InferCall, Prediction, size_bytes
 from shoal.serve.messages.replica_report import ModelReport
 from shoal.serve.model.predictor import Predictor

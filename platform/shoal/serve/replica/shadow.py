@@ -12,9 +12,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
 
+from shoal.batching.batcher import Batcher, BatchReport
 from shoal.errors import Closed, InferenceError
 from shoal.open_inference.datatypes import bf16_values
-from shoal.serve.batching.batcher import Batcher, BatchReport
 from shoal.serve.messages.inference import Arrays, InferCall, size_bytes
 from shoal.serve.model.predictor import LoadedModel
 from shoal.serve.replica.fallback_predictor import FallbackPredictor

@@ -88,8 +88,8 @@ class WeightFollower:
             try:
                 is_served = self._take(snapshot)
             except WeightsError as error:
-                self.rejected_version = snapshot.version
                 logger.error("weights rejected, serving continues: %s", error)
+                self.rejected_version = snapshot.version
             else:
                 logger.info("%s weights version %d", "serving" if is_served else "passing over", snapshot.version)
             finally:

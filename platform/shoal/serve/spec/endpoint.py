@@ -70,6 +70,7 @@ class EndpointSpec(Spec):
 
     name:           the endpoint's name: letters, digits, `-`, `_` and `.`
     host, port:     where the ingress listens; loopback only; 0 is a free port
+    route_prefix:   before the protocol's paths: "/NAME" where another endpoint has the cluster's root
     grpc_port:      where gRPC listens; None for no gRPC, 0 for a free port
     num_replicas:   processes, each with every model
     max_replicas:   the most replicas under load, above `num_replicas`; None for a fixed number
@@ -92,6 +93,7 @@ class EndpointSpec(Spec):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=120)
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65535)
+    route_prefix: str = Field(default="", pattern=r"^(/[A-Za-z0-9][A-Za-z0-9._-]*)?$")
     grpc_port: int | None = Field(default=None, ge=0, le=65535)
     num_replicas: int = Field(default=1, ge=1)
     max_replicas: int | None = Field(default=None, ge=1)

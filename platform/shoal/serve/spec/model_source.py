@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from shoal.errors import RegistryError
+from shoal.open_inference.episodes import EpisodeService
 from shoal.registry import ModelFactory, Registry, Signature, split_ref
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot, WeightSource
@@ -41,11 +42,15 @@ class RegisteredModel:
 
 @dataclass(frozen=True)
 class LiveModel:
-    """A model whose weights follow `weights`, which must be picklable: each replica fetches the newest by itself."""
+    """A model whose weights follow `weights`, which must be picklable: each replica fetches the newest by itself.
+
+    episodes: records what its users do, if it learns from them; picklable
+    """
 
     factory: ModelFactory
     signature: Signature
     weights: WeightSource
+    episodes: EpisodeService | None = None
 
 
 @dataclass(frozen=True)

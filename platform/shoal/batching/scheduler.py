@@ -18,9 +18,9 @@ import math
 from collections.abc import Hashable, Sequence
 from typing import Generic
 
+from shoal.batching.fair_queue import FairQueue, QueuedT
+from shoal.batching.latency_model import OBSERVED_EVERY_S, LatencyModel
 from shoal.errors import ConfigError, InferenceError
-from shoal.serve.batching.fair_queue import FairQueue, QueuedT
-from shoal.serve.batching.latency_model import OBSERVED_EVERY_S, LatencyModel
 
 DEMAND_SPAN_S = 0.05
 MIN_RETRY_AFTER_S = 0.001  # the shortest time after which a client retries

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from operator import attrgetter
 from typing import Generic, TypeVar
 
-from shoal.serve.batching.latency_model import LatencyModel
+from shoal.batching.latency_model import LatencyModel
 
 DEFAULT_DEADLINE_S = 1.0
 

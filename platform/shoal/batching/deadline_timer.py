@@ -20,10 +20,8 @@ class DeadlineTimer(Generic[ItemT]):
     """Calls `expired(item)` for each item that is not discarded before its deadline: up to `TICK_S` late, never
     early."""
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, clock: Callable[[], float], expired: Callable[[ItemT], None]
-    ) -> None:
-        self._loop, self._clock, self._on_expired = loop, clock, expired
+    def __init__(self, clock: Callable[[], float], expired: Callable[[ItemT], None]) -> None:
+        self._clock, self._on_expired = clock, expired
         self._ticks: dict[int, set[ItemT]] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}  # of each tick
         self._sweep_from = MIN_SWEEP_TICKS
@@ -37,7 +35,8 @@ class DeadlineTimer(Generic[ItemT]):
             if len(self._ticks) >= self._sweep_from:
                 self._sweep()
             items = self._ticks[tick] = set()
-            self._timers[tick] = self._loop.call_later(tick * TICK_S - self._clock(), self._fire, tick)
+            after_s = tick * TICK_S - self._clock()
+            self._timers[tick] = asyncio.get_running_loop().call_later(after_s, self._fire, tick)
         items.add(item)
         return tick
 

@@ -2,8 +2,8 @@
 
 Owns the threads that run forwards, so the event loop stays free to parse and answer. `scheduler` selects the next
 batch. Requests gather while a batch is computed, so batches grow under load, and an idle endpoint answers a single
-request without delay. Called by the endpoint's replica, with a queue for each model. Knows no HTTP, no torch, no Ray
-and no content of a request.
+request without delay. Called by the endpoint's replica, with a queue for each model, and by a run's gateway.
+Knows no HTTP, no torch, no Ray and no content of a request.
 
 | capacity         | what blocks               | who unblocks           | close()                                      |
 |------------------|---------------------------|------------------------|----------------------------------------------|
@@ -27,19 +27,20 @@ from dataclasses import astuple
 from functools import partial
 from typing import Generic
 
-from shoal.errors import Closed
-from shoal.serve.batching.queue import (
+from shoal.batching.queue import (
     AnswerT,
     BatchedAnswer,
     BatcherCounts,
     BatcherState,
     BatchQueue,
     BatchReport,
+    EventLoop,
     Forward,
     PendingRequest,
     RequestT,
 )
-from shoal.serve.batching.scheduler import DeadlineExceeded, QueueFull, ScheduledBatch
+from shoal.batching.scheduler import DeadlineExceeded, QueueFull, ScheduledBatch
+from shoal.errors import Closed
 
 __all__ = ["BatchQueue", "BatchReport", "BatchedAnswer", "Batcher", "BatcherCounts", "DeadlineExceeded", "QueueFull"]
 
@@ -49,6 +50,7 @@ class Batcher(Generic[RequestT, AnswerT]):
 
     on_thread_start: called once in each thread, for thread-local settings
     clock:           measures deadlines
+    loop:            runs the callbacks; by default the running event loop
 
     Construct it on the event loop that will call it. Raises ConfigError for fewer than one slot.
     """
@@ -59,8 +61,9 @@ class Batcher(Generic[RequestT, AnswerT]):
         slots: int = 1,
         on_thread_start: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        loop: EventLoop | None = None,
     ) -> None:
-        self._slots: BatcherState[RequestT, AnswerT] = BatcherState(slots, clock, asyncio.get_running_loop())
+        self._slots: BatcherState[RequestT, AnswerT] = BatcherState(slots, clock, loop or asyncio.get_running_loop())
         self._queues: list[BatchQueue[RequestT, AnswerT]] = []
         self._on_thread_start = on_thread_start
         self._closed = False

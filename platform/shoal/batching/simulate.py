@@ -18,9 +18,9 @@ from typing import Protocol
 
 import numpy as np
 
+from shoal.batching.fair_queue import QueuedRequest
+from shoal.batching.scheduler import BatchScheduler, ScheduledBatch
 from shoal.errors import ConfigError
-from shoal.serve.batching.fair_queue import QueuedRequest
-from shoal.serve.batching.scheduler import BatchScheduler, ScheduledBatch
 
 Measured = Sequence[tuple[int, float]]
 

@@ -13,13 +13,13 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+from shoal.batching.deadline_timer import DeadlineTimer
+from shoal.batching.fair_queue import QueuedRequest
+from shoal.batching.latency_model import LatencyModel
+from shoal.batching.scheduler import BatchScheduler, DeadlineExceeded, QueueFull, QueueState, ScheduledBatch
 from shoal.errors import Closed, InferenceError
-from shoal.serve.batching.deadline_timer import DeadlineTimer
-from shoal.serve.batching.fair_queue import QueuedRequest
-from shoal.serve.batching.latency_model import LatencyModel
-from shoal.serve.batching.scheduler import BatchScheduler, DeadlineExceeded, QueueFull, QueueState, ScheduledBatch
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +72,29 @@ class BatcherCounts:
     queued_rows: int = 0
 
 
+class ReplyFuture(Protocol[AnswerT]):
+    """Where the outcome of a request goes. asyncio's Future is one."""
+
+    def done(self) -> bool: ...
+
+    def set_result(self, result: BatchedAnswer[AnswerT], /) -> None: ...
+
+    def set_exception(self, error: Exception, /) -> None: ...
+
+
+class EventLoop(Protocol):
+    """The one thread that submits requests and receives their outcomes. asyncio's loop is one.
+
+    Deadlines and `submit` need asyncio's; any other takes `enqueue`.
+    """
+
+    def call_soon(self, callback: Callable[..., object], *arguments: Any) -> object: ...
+
+    def call_soon_threadsafe(self, callback: Callable[..., object], *arguments: Any) -> object: ...
+
+    def is_closed(self) -> bool: ...
+
+
 class PendingRequest(QueuedRequest, Generic[RequestT, AnswerT]):
     """A waiting request and its future. `end` names the count under which it ended."""
 
@@ -79,7 +102,7 @@ class PendingRequest(QueuedRequest, Generic[RequestT, AnswerT]):
 
     queue: BatchQueue[RequestT, AnswerT]
     request: RequestT
-    future: asyncio.Future[BatchedAnswer[AnswerT]]
+    future: ReplyFuture[AnswerT]
     outcome: str  # set when the future is
 
 
@@ -89,7 +112,7 @@ EntryT = TypeVar("EntryT", bound=PendingRequest[Any, Any])
 class BatcherState(Generic[RequestT, AnswerT]):
     """State shared by the queues and threads of one batcher: the scheduler and the sleeping threads, under one lock."""
 
-    def __init__(self, num_slots: int, clock: Callable[[], float], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, num_slots: int, clock: Callable[[], float], loop: EventLoop) -> None:
         self.scheduler: BatchScheduler[PendingRequest[RequestT, AnswerT]] = BatchScheduler(num_slots)
         self.clock, self.loop = clock, loop
         self.lock = threading.Lock()
@@ -120,7 +143,7 @@ class BatchQueue(Generic[RequestT, AnswerT]):
         self._slots, self._policy, self._forward, self._on_batch = slots, policy, forward, on_batch
         self._on_close = on_close
         self._deadline_timer: DeadlineTimer[PendingRequest[RequestT, AnswerT]] = DeadlineTimer(
-            slots.loop, slots.clock, self._expire
+            slots.clock, self._expire
         )
         self.closed = False
         # Written by the event loop:
@@ -176,6 +199,32 @@ class BatchQueue(Generic[RequestT, AnswerT]):
         (504, at once when the latency model rules the deadline out, at the deadline otherwise), InferenceError (422)
         for more rows than a batch may hold, Closed, or the error that `forward` raised for this request alone.
         """
+        future: asyncio.Future[BatchedAnswer[AnswerT]] = asyncio.get_running_loop().create_future()
+        entry = self.enqueue(
+            request, future, num_rows, group=group, deadline_s=deadline_s, tenant=tenant, size_bytes=size_bytes
+        )
+        tick = None if deadline_s is None else self._deadline_timer.add(entry, deadline_s)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._withdraw(entry, future)
+            raise
+        finally:
+            if tick is not None:
+                self._deadline_timer.discard(entry, tick)
+
+    def enqueue(
+        self,
+        request: RequestT,
+        reply: ReplyFuture[AnswerT],
+        num_rows: int = 1,
+        *,
+        group: Hashable = None,
+        deadline_s: float | None = None,
+        tenant: str = "",
+        size_bytes: int = 0,
+    ) -> PendingRequest[RequestT, AnswerT]:
+        """`submit` without waiting: the outcome goes to `reply`, on the event loop. No timer watches the deadline."""
         slots, policy = self._slots, self._policy
         if self.closed:
             raise Closed("the batcher is closed")
@@ -184,7 +233,7 @@ class BatchQueue(Generic[RequestT, AnswerT]):
         now_s = slots.clock()
         places = policy.compute_charged_rows(num_rows, size_bytes)
         entry: PendingRequest[RequestT, AnswerT] = PendingRequest(num_rows, now_s, deadline_s, group, tenant, places)
-        entry.queue, entry.request, entry.future = self, request, slots.loop.create_future()
+        entry.queue, entry.request, entry.future = self, request, reply
         with slots.lock:
             refusal, evicted = slots.scheduler.admit(policy, entry, now_s)
             full = slots.scheduler.queue_full_error(policy, now_s) if evicted else None
@@ -199,15 +248,7 @@ class BatchQueue(Generic[RequestT, AnswerT]):
             # At the end of this turn of the loop, so that requests that arrive together are computed together: a thread
             # woken at once takes the interpreter's lock in the middle of the turn, and a part of the batch.
             slots.loop.call_soon(slots.wakeups.put, None)
-        tick = None if deadline_s is None else self._deadline_timer.add(entry, deadline_s)
-        try:
-            return await entry.future
-        except asyncio.CancelledError:
-            self._withdraw(entry)
-            raise
-        finally:
-            if tick is not None:
-                self._deadline_timer.discard(entry, tick)
+        return entry
 
     def seed_latency_model(self, measured: Sequence[tuple[int, float]]) -> None:
         """Seed the latency model with (rows, seconds), before the queue's first forward. Callable from any thread."""
@@ -263,12 +304,14 @@ class BatchQueue(Generic[RequestT, AnswerT]):
                 future.set_result(BatchedAnswer(answer, started_s - entry.arrived_s, seconds, rows))
         self._outcome_counts["answered"] += num_answered
 
-    def _withdraw(self, entry: PendingRequest[RequestT, AnswerT]) -> None:
+    def _withdraw(
+        self, entry: PendingRequest[RequestT, AnswerT], future: asyncio.Future[BatchedAnswer[AnswerT]]
+    ) -> None:
         self._outcome_counts["cancelled"] += 1
-        if not entry.future.cancelled():
+        if not future.cancelled():
             # It was resolved in the turn in which its caller was cancelled: no caller receives the result.
             self._outcome_counts[entry.outcome] -= 1
-            entry.future.exception()
+            future.exception()
         with self._slots.lock:
             self._policy.fair_queue.withdraw(entry)
 

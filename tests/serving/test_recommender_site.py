@@ -1,0 +1,382 @@
+"""The film site: a rating is in the next page, one version a request, a deadline for the towers, kills, a browser."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from serving.chromium import Chromium
+from serving.fake_host import FakeHost, FakeModel, tensors
+from serving.served_here import served
+from shoal.errors import ConfigError, InferenceError
+from waiting import wait_for
+
+SITE = Path(__file__).parents[2] / "serve_apps" / "recommender"
+sys.path.append(str(SITE))
+MANAGE = str(SITE / "manage.py")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A site of this process: 150 generated films, one version."""
+    folder = tmp_path_factory.mktemp("site")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RECOMMENDER_HOME", str(folder))
+        patch.setenv("DJANGO_SETTINGS_MODULE", "films.settings")
+        import django
+        from django.core.management import call_command
+        from django.db import connections
+
+        django.setup()
+        call_command("migrate", verbosity=0)
+        from films.management.commands import load, retrain
+        from films.movielens import generate
+
+        load.store(generate(num_users=80, num_films=150, num_ratings=3000))
+        retrain.retrain(folder / "models")
+        yield folder
+        connections.close_all()
+
+
+def browse() -> Any:
+    """A client that has no session yet, and whose requests need CSRF tokens."""
+    from django.test import Client
+
+    return Client(enforce_csrf_checks=True, HTTP_HOST="127.0.0.1")
+
+
+def rate(client: Any, film: object, stars: object) -> Any:
+    token = client.cookies["csrftoken"].value
+    return client.post("/rate", {"rating": f"{film}:{stars}", "csrfmiddlewaretoken": token})
+
+
+def read_page(text: str) -> tuple[list[int], list[int], int]:
+    """Recommended films in order, rated films, and the version."""
+    recommended, _, rated = text.partition('id="rated"')
+    films, own = ([int(each) for each in re.findall(r'data-film="(\d+)"', part)] for part in (recommended, rated))
+    return films, own, int(re.search(r'id="version">(\d+)<', text)[1])  # type: ignore[index]
+
+
+def test_a_rating_is_in_the_very_next_page(home: Path) -> None:
+    from films.factorisation import fold_in, score
+    from films.models import Rating
+    from films.recommend import current_version
+
+    client, history = browse(), dict[int, float]()
+    before, own, _ = read_page(client.get("/").content.decode())
+    assert own == []
+    for stars in (1, 5, 2, 5):
+        film = before[0]
+        assert rate(client, film, stars).status_code == 302
+        history[film] = stars
+        after, own, number = read_page(client.get("/").content.decode())
+        assert own == list(history)[::-1]
+        items = current_version().get().items
+        films = np.array(list(history)) - 1
+        expected = score(items, fold_in(items, films, np.array(list(history.values()), float)))
+        order = [film for film in (np.argsort(-expected, kind="stable") + 1).tolist() if film not in history]
+        assert after == order[:20] != before[:20]
+        assert number == current_version().get().number
+        before = after
+    assert rate(client, own[0], 1).status_code == 302  # the newest rating of a film counts
+    assert read_page(client.get("/").content.decode())[1] == own
+    viewer = client.session["viewer"]
+    assert Rating.objects.filter(viewer_id=viewer).count() == 5
+
+
+@pytest.mark.parametrize(
+    ("film", "stars", "status"),
+    [
+        ("1", "6", 400),
+        ("1", "0", 400),
+        ("x", "3", 400),
+        ("1", "", 400),
+        ("1:2", "3", 400),
+        ("999", "3", 404),
+        ("-1", "3", 404),
+    ],
+)
+def test_what_is_no_rating_is_refused(film: str, stars: str, status: int, home: Path) -> None:
+    from films.models import Rating
+
+    client, before = browse(), Rating.objects.count()
+    client.get("/")
+    assert rate(client, film, stars).status_code == status
+    assert Rating.objects.count() == before
+
+
+def test_other_sites_and_other_hosts_are_refused(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    client = browse()
+    client.get("/")
+    assert client.post("/rate", {"rating": "1:3"}).status_code == 403
+    assert client.get("/", HTTP_HOST="films.example").status_code == 400
+    assert client.get("/rate").status_code == 405
+    key = home / "secret_key"
+    assert len(key.read_text()) > 50
+    assert key.stat().st_mode & 0o077 == 0
+
+
+def test_each_page_has_one_version_while_versions_swap(home: Path) -> None:
+    """The orders of even and odd versions are opposite: a page that used two would have neither."""
+    from django.db import connections
+    from films.recommend import current_version
+    from films.versions import RatingLog, read_log, write_version
+
+    items, log = current_version().get().items, read_log(home / "models", current_version().get().number)
+    assert isinstance(log, RatingLog)
+    biases = np.linspace(-1.0, 1.0, items.num_items)
+    vectors = np.zeros_like(items.vectors)
+    sides = []
+    for sign in (1, -1):
+        vectors[:, -1] = sign * biases
+        sides.append(replace(items, vectors=vectors.copy()))
+    ended = threading.Event()
+
+    def read_pages() -> list[tuple[list[int], int]]:
+        client, pages = browse(), []
+        while not ended.is_set():
+            films, _, number = read_page(client.get("/").content.decode())
+            pages.append((films, number))
+        connections.close_all()
+        return pages
+
+    first = write_version(home / "models", sides[0], log)
+    with ThreadPoolExecutor(2) as pool:
+        readers = [pool.submit(read_pages) for _ in range(2)]
+        for swap in range(1, 16):
+            write_version(home / "models", sides[swap % 2], log)
+        ended.set()
+        pages = [page for reader in readers for page in reader.result()]
+    seen = {number for _, number in pages}
+    assert len(seen) > 2
+    for films, number in pages:
+        is_rising = (number - first) % 2 == 0
+        assert films == (list(range(150, 130, -1)) if is_rising else list(range(1, 21))), number
+    write_version(home / "models", items, log)
+
+
+# -- the towers, behind an endpoint
+
+
+def towers(compute: Any = None) -> FakeModel:
+    """Scores the film with the highest id best."""
+    return FakeModel(
+        "movies",
+        tensors(history=("INT64", [-1, -1]), ratings=("FP32", [-1, -1]), candidates=("INT64", [-1, -1])),
+        tensors(scores=("FP32", [-1, -1])),
+        compute or (lambda inputs: {"scores": inputs["candidates"].astype(np.float32)}),
+    )
+
+
+HISTORY = np.array([3, 4]), np.array([5.0, 1.0]), np.array([10, 30, 20])
+
+
+def test_the_towers_order_the_candidates(home: Path) -> None:
+    from films.rerank import Reranker
+
+    model = towers()
+    with served(FakeHost(model), token=None) as (url, _):
+        reranker = Reranker(url, "movies", deadline_s=60.0)
+        found = reranker.rerank(*HISTORY)
+        assert (found.order.tolist(), found.outcome, found.version) == ([1, 2, 0], "reranked", 7)
+        assert model.calls[0].inputs["history"].tolist() == [[3, 4] + 48 * [0]]
+        assert model.calls[0].inputs["ratings"].tolist() == [[5.0, 1.0] + 48 * [0.0]]
+        assert reranker.rerank(HISTORY[0][:0], HISTORY[1][:0], HISTORY[2]).outcome == "off"
+        with closing(Reranker(url, "films", deadline_s=60.0)) as other:
+            assert other.rerank(*HISTORY).outcome == "rejected"
+        model.error = InferenceError(503, "not now")
+        assert reranker.rerank(*HISTORY).order.tolist() == [0, 1, 2]
+        assert reranker.counts() == {"reranked": 1, "off": 1, "rejected": 1}
+        reranker.close()
+
+
+def test_a_late_endpoint_leaves_the_first_order_and_is_counted_on_the_page(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import asyncio
+
+    from films import recommend
+    from films.rerank import Reranker
+
+    model = towers()
+    model.hold = asyncio.Event()  # it never answers
+    client = browse()
+    first = read_page(client.get("/").content.decode())[0]
+    rate(client, first[0], 5)
+    expected = read_page(client.get("/").content.decode())[0]
+    with served(FakeHost(model), token=None) as (url, _):
+        slow = Reranker(url, "movies", deadline_s=0.015)
+        monkeypatch.setattr(recommend, "reranker", lambda: slow)
+        monkeypatch.setattr("films.views.reranker", lambda: slow)
+        for count in (1, 2):
+            text = client.get("/").content.decode()
+            assert read_page(text)[0] == expected
+            assert f"late {count}" in text
+            assert "(late)" in text
+    text = client.get("/").content.decode()  # the endpoint is down now
+    assert read_page(text)[0] == expected
+    assert "late 2, absent 1" in text
+    slow.close()
+
+
+# -- processes
+
+
+def run_manage(home: Path, *words: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "RECOMMENDER_HOME": str(home), "PYTHONWARNINGS": "error"}
+    command = [sys.executable, MANAGE, *words]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env=environment, text=True, **pipes)
+
+
+def find_url(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("http://127.0.0.1:"):
+            return line.strip()
+    raise AssertionError(process.stderr.read() if process.stderr else "")
+
+
+class Session:
+    """A browser without a picture: cookies and forms over HTTP."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+
+    def get(self, path: str = "") -> str:
+        with self.opener.open(self.url + path) as answer:
+            return str(answer.read().decode())
+
+    def rate(self, film: int, stars: int) -> str:
+        token = re.search(r'name="csrfmiddlewaretoken" value="(\w+)"', self.get())[1]  # type: ignore[index]
+        form = f"rating={film}:{stars}&csrfmiddlewaretoken={token}".encode()
+        with self.opener.open(self.url + "rate", form) as answer:
+            return str(answer.read().decode())
+
+
+@pytest.fixture
+def own_home(home: Path, tmp_path: Path) -> Path:
+    """A copy of the site, for processes."""
+    folder = tmp_path / "site"
+    (folder / "models").mkdir(parents=True)
+    databases = (closing(sqlite3.connect(each / "ratings.sqlite")) for each in (home, folder))
+    with next(databases) as source, next(databases) as target:
+        source.backup(target)
+    shutil.copytree(home / "models", folder / "models", dirs_exist_ok=True)
+    return folder
+
+
+def count_rows(home: Path) -> int:
+    with closing(sqlite3.connect(home / "ratings.sqlite")) as connection:
+        return int(connection.execute("SELECT count(*) FROM films_rating").fetchone()[0])
+
+
+def test_killed_processes_lose_no_rating_and_learn_none_twice(own_home: Path) -> None:
+    from films.versions import open_version, read_current, read_log
+
+    before = count_rows(own_home)
+    web = run_manage(own_home, "web", "--port", "0")
+    session = Session(find_url(web))
+    for film in range(1, 6):
+        assert f'data-film="{film}"' in session.rate(film, 4).partition('id="rated"')[2]
+    web.kill()
+    web.communicate()
+    assert count_rows(own_home) == before + 5
+
+    number = read_current(own_home / "models")
+    retraining = run_manage(own_home, "retrain", "--every", "0")
+    wait_for(lambda: any((own_home / "models").glob(".draft/*")) or read_current(own_home / "models") != number)
+    retraining.kill()
+    retraining.communicate()
+    last = run_manage(own_home, "retrain", "--once")
+    assert last.communicate()[1] == ""
+    current = read_current(own_home / "models")
+    assert current is not None
+    log, version = read_log(own_home / "models", current), open_version(own_home / "models", current)
+    with closing(sqlite3.connect(own_home / "ratings.sqlite")) as connection:
+        newest = connection.execute("SELECT max(id) FROM films_rating GROUP BY viewer_id, film_id").fetchall()
+    assert sorted(log.row) == sorted(row for (row,) in newest)
+    assert version.num_ratings == len(newest)
+    assert log.last_row == before + 5
+
+
+def test_the_web_process_needs_neither_torch_nor_scipy(own_home: Path) -> None:
+    program = (
+        "import sys, django; django.setup(); import films.urls, waitress;"
+        " print([name for name in ('torch', 'scipy', 'ray') if name in sys.modules])"
+    )
+    environment = {**os.environ, "RECOMMENDER_HOME": str(own_home), "DJANGO_SETTINGS_MODULE": "films.settings"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], cwd=SITE, env=environment, capture_output=True, text=True
+    )
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+def test_bad_starts_are_one_line(own_home: Path, tmp_path: Path) -> None:
+    from films.management.commands.load import Command
+
+    with pytest.raises(ConfigError, match="there are films already"):
+        Command().handle(folder="", if_empty=False)
+    process = run_manage(tmp_path / "new", "start", "--data", str(tmp_path))
+    _, errors = process.communicate()
+    assert process.returncode == 1
+    assert re.fullmatch(r"error: data = '.*movies.csv': cannot be read: No such file or directory.*\n", errors)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        process = run_manage(own_home, "web", "--port", str(taken.getsockname()[1]))
+        _, errors = process.communicate()
+    assert process.returncode == 1
+    assert re.fullmatch(r"error: port = \d+: the site cannot listen there: Address already in use.*\n", errors)
+
+
+def test_a_reader_rates_in_a_browser_and_all_ends_with_ctrl_c(own_home: Path, tmp_path: Path) -> None:
+    """`manage.py start`, as `make recommender` calls it: a click changes the page, and a version learns from it."""
+    if shutil.which("chromium") is None:
+        pytest.skip("there is no chromium: apt-get install chromium")
+    site = run_manage(own_home, "start", "--port", "0", "--every", "0.1")
+    chromium = Chromium(tmp_path / "profile")
+    try:
+        url = find_url(site)
+        children = psutil.Process(site.pid).children(recursive=True)
+        assert len(children) == 2
+        first = "document.querySelector('#recommended tr')?.dataset.film"
+        chromium.call("Page.navigate", url=url)
+        wait_for(lambda: chromium.run(first), what="the page")
+        before = chromium.run(first)
+        version = int(chromium.run("document.querySelector('#version').textContent"))
+        chromium.run("document.querySelectorAll('#recommended button')[0].click()")  # one star
+        own = "document.querySelector('#rated tr')?.dataset.film"
+        wait_for(lambda: chromium.run(own) == before, what="the rating on the next page")
+        assert chromium.run(first) != before
+        status = Session(url)
+        wait_for(lambda: json.loads(status.get("status"))["version"] > version, what="a version with the rating")
+        chromium.call("Page.reload")
+        shown = "Number(document.querySelector('#version')?.textContent)"
+        wait_for(lambda: (chromium.run(shown) or 0) > version, what="the version on the page")
+        assert chromium.run(own) == before
+    finally:
+        chromium.close()
+        site.send_signal(signal.SIGINT)
+        said, errors = site.communicate(timeout=60)
+    assert (site.returncode, errors) == (0, "")
+    assert said.endswith("ending\n")
+    assert not any(child.is_running() for child in children)
