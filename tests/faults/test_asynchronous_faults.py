@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+import shoal.runs
 from shoal.errors import RankLost, TrainError
 from shoal.parallel import World
 from shoal.train.launch.parameter_server import ForkedProcess, fit_replicas
@@ -25,6 +27,7 @@ from shoal.train.loop.trainer import Trainer
 from shoal.train.spec import TrainSpec
 from shoal.train.task import make_task
 from train_task import Toy
+from waiting import wait_for
 
 TOY = f"{Path(__file__).parents[1] / 'train_task.py'}:Toy"
 
@@ -38,9 +41,10 @@ class Dying(Toy):
 
 
 class Processes:
-    """Starts the processes of a run, and kills them by name."""
+    """Starts the processes of a run, and kills them by name with a signal."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = signal.SIGKILL) -> None:
+        self._signal = number
         self.running: dict[str, ForkedProcess] = {}
         self.num_started = 0
 
@@ -50,7 +54,7 @@ class Processes:
         return process
 
     def kill(self, name: str) -> None:
-        os.kill(self.running[name].pid, 9)
+        os.kill(self.running[name].pid, self._signal)
 
 
 class KillingLog:
@@ -114,11 +118,56 @@ def test_a_run_goes_on_when_a_server_a_worker_and_the_chief_are_killed(tmp_path:
     assert 0 <= counted["lost"] < counted["updates"]
 
 
+@pytest.mark.parametrize("host", ["", "127.0.0.1"])
+def test_a_durable_run_loses_no_update_when_servers_are_killed(tmp_path: Path, host: str) -> None:
+    """Staleness 0: its weights are those of a run in which no server died, to the bit. By TCP, all goes in messages."""
+    sync = {"kind": "parameter_server", "servers": 2, "durable": True, "transport": "frames" if host else "auto"}
+    spec = spec_of(sync=sync, stop={"steps": 60})
+    weights = []
+    for folder, kills in (("calm", {}), ("killed", {10: "server 1", 25: "server 0", 40: "server 1"})):
+        (tmp_path / folder).mkdir()
+        processes = Processes()
+        log = KillingLog(processes, kills)
+        outcome = fit_replicas(spec, "run", tmp_path / folder, log, lambda: False, processes.start, host=host)
+        assert outcome.steps == 60
+        [counted] = log.find("staleness")
+        assert (counted["updates"], counted["lost"]) == (60, 0)
+        assert len(log.find("server_lost")) == len(kills)
+        assert outcome.weights is not None
+        weights.append(safetensors.torch.load_file(outcome.weights))
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
 def test_a_process_that_dies_again_and_again_ends_the_run(tmp_path: Path) -> None:
     processes = Processes()
     spec = spec_of(task=f"{__file__}:Dying")
     with pytest.raises(RankLost, match=r"worker [01] died 3 times: status -9"):
         fit_replicas(spec, "run", tmp_path, KillingLog(processes, {}), lambda: False, processes.start)
+
+
+class NoticingLog(KillingLog):
+    """An event log that sends a notice to worker 1 each time that it has joined, three times in all."""
+
+    def record_event(self, kind: str, /, **details: object) -> None:
+        super().record_event(kind, **details)
+        if kind == "worker_joined" and details["index"] == 1 and self.count_departures() < 3:
+            self._processes.kill("worker 1")
+
+    def count_departures(self) -> int:
+        return len(self.find("worker_departed"))
+
+
+def test_a_worker_that_is_told_to_end_leaves_between_two_steps(tmp_path: Path) -> None:
+    """As by the notice of a preempted node: no death, however often, and no other worker waits."""
+    processes = Processes(signal.SIGTERM)
+    sync = {"kind": "parameter_server", "staleness": 0}
+    spec = spec_of(sync=sync, workers=[1, 2], stop={"steps": 10_000})
+    log = NoticingLog(processes, {})
+    outcome = fit_replicas(spec, "run", tmp_path, log, lambda: log.count_departures() == 3, processes.start)
+    assert log.find("worker_departed") == [{"index": 1}] * 3
+    assert log.find("worker_lost") == []
+    [counted] = log.find("staleness")
+    assert (counted["updates"], counted["lost"], counted["dropped"]) == (outcome.steps, 0, 0)
 
 
 def test_an_error_of_the_task_ends_the_run_with_its_cause(tmp_path: Path) -> None:
@@ -155,19 +204,36 @@ def test_a_run_that_waits_for_all_is_that_of_one_process_resumed_or_not(tmp_path
     torch.testing.assert_close(resumed, alone, rtol=1e-4, atol=1e-5)
 
 
-def test_no_process_outlives_the_one_that_started_it(tmp_path: Path) -> None:
-    """Killed, so that it can end none of them, nor remove the folder of their sockets."""
+def find_saved_steps(folder: Path) -> list[int]:
+    """Of the complete checkpoints of a run."""
+    return [int(path.parent.name.removeprefix("step-")) for path in folder.glob("checkpoints/step-*/manifest.json")]
+
+
+def test_a_run_whose_controller_is_killed_leaves_no_process_and_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that has the controller can end none of the others, nor remove the folder of their sockets."""
     words = [sys.executable, "-m", "shoal.train", f"task={TOY}", "args.step_s=0.02", "workers=2", "batch_size=32"]
     words += ["sync.kind=parameter_server", "sync.servers=2", "log_every_steps=1", "stop.steps=100000", "threads=1"]
+    words += ["checkpoint.every_steps=20"]
     short = Path(tempfile.gettempdir(), f"shoal-test-{os.getpid()}")  # a socket's path has at most 107 characters
     short.mkdir()
     home = {**os.environ, "SHOAL_HOME": str(tmp_path), "TMPDIR": str(short), "PYTHONUNBUFFERED": "1"}
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
     with subprocess.Popen(words, env=home, stdout=subprocess.PIPE, text=True) as started:
         assert started.stdout is not None
         next(started.stdout)  # the first line about a step
         below = psutil.Process(started.pid).children(recursive=True)
         assert len(below) >= 4
+        [run] = shoal.runs.list_runs()
+        saved = wait_for(lambda: max(find_saved_steps(run.folder), default=0), what="checkpoint")
         started.kill()
     _, alive = psutil.wait_procs(below, timeout=20.0)
-    shutil.rmtree(short)
     assert alive == []
+    again = [sys.executable, "-m", "shoal.train", f"resume={run.id}", f"stop.steps={saved + 60}"]
+    done = subprocess.run(again, env=home, capture_output=True, text=True, check=False, timeout=120)
+    shutil.rmtree(short)
+    assert done.returncode == 0, done.stderr
+    events = run.last_events()
+    assert saved <= events["restored"]["step"] <= saved + 40
+    assert events["stopped"]["step"] >= saved + 60

@@ -28,7 +28,7 @@ ORDINARY = ("shutdown", "stale_admission", "stale_consumption")  # drops that ne
 class Loop:
     """The workers of one run, and the external actors that were started for it."""
 
-    def __init__(self, folder: Path, run_id: str) -> None:
+    def __init__(self, folder: Path, run_id: str, *words: str) -> None:
         from shoal.rl.ray_workers import ActorLearnerWorkers, RunSetting
         from shoal.rl.spec import RLSpec, experience_spec
 
@@ -40,6 +40,7 @@ class Loop:
                 "gateway.heartbeat_s=0.2",
                 "gateway.timeout_s=2",
                 "hidden=[16]",
+                *words,
             ]
         )
         environment = gymnasium.make(spec.env)
@@ -132,6 +133,45 @@ def test_a_killed_learner_resumes_from_its_checkpoint_and_what_it_held_is_counte
     assert_balanced(segments)
     assert segments["queued"] == 0
     assert set(segments["dropped"]) <= {*ORDINARY, "learner_crash"}
+
+
+def test_a_learner_of_two_is_killed_and_another_takes_its_place(cluster: EmbeddedCluster, tmp_path: Path) -> None:
+    words = ["learner.replicas=2", "learner.num_cpus=0.25"]
+    with Loop(tmp_path / "run", f"faults-{os.getpid()}-replicas", *words) as loop:
+        loop.start_actor("actor-0")
+        [first] = wait_for(lambda: loop.learner()["replica_pids"], STATE_S, "the other learner")
+        loop.learn_on()
+        assert loop.learner()["metrics"]["learner/replicas"] == 2.0
+        os.kill(first, signal.SIGKILL)
+        wait_for(lambda: loop.learner()["replica_pids"] not in ([], [first]), STATE_S, "its replacement")
+        loop.learn_on()
+        after = loop.learner()
+        assert after["restored_updates"] == 0  # the first one lived on
+        assert after["metrics"]["learner/replicas"] == 2.0
+        segments = loop.close()
+    assert_balanced(segments)
+    assert segments["queued"] == 0
+    assert set(segments["dropped"]) <= {*ORDINARY, "learner_crash"}
+
+
+def test_two_runs_learn_on_one_cluster_at_once(cluster: EmbeddedCluster, tmp_path: Path) -> None:
+    words = ["learner.num_cpus=0.25", "algorithm=ppo", "algorithm.synchronous=true"]
+    with (
+        Loop(tmp_path / "one", f"faults-{os.getpid()}-one", "learner.num_cpus=0.25") as one,
+        Loop(tmp_path / "two", f"faults-{os.getpid()}-two", *words) as two,
+    ):
+        for loop in (one, two):
+            loop.start_actor("actor-0")  # the same id: each run has accounts of its own
+        for loop in (one, two):
+            loop.learn_on()
+        assert one.gateway()["address"] != two.gateway()["address"]
+        assert one.learner()["pid"] != two.learner()["pid"]
+        assert two.learner()["metrics"]["learner/policy_lag"] == 0.0
+        for loop in (one, two):
+            segments = loop.close()
+            assert_balanced(segments)
+            assert segments["consumed"] > 0
+            assert set(segments["dropped"]) <= set(ORDINARY)
 
 
 def test_an_actor_that_is_killed_returns_as_a_new_incarnation(loop: Loop) -> None:

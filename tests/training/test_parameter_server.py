@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import safetensors.torch
@@ -16,10 +17,11 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from shoal.errors import ConfigError, SpecMismatch, TrainError
-from shoal.sync.parameter_server.clock import Clock
+from shoal.sync.parameter_server.clock import Clock, Push, Update
 from shoal.sync.parameter_server.controller import Controller
 from shoal.sync.parameter_server.local_steps import LocalStepsSync, make_outer_optimizer
-from shoal.sync.parameter_server.partition import divide
+from shoal.sync.parameter_server.partition import divide, divide_fragments
+from shoal.sync.parameter_server.rounds import make_clock
 from shoal.sync.parameter_server.rpc import CallId, RpcClient, RpcService
 from shoal.sync.parameter_server.server import ParameterServer
 from shoal.sync.parameter_server.server_service import ServerService
@@ -61,11 +63,17 @@ def compute_gradients(network: nn.Module, step: int, worker: int) -> None:
 
 
 def make_service(
-    folder: Path, index: int, spec: SyncSpec, num_workers: int, make_optimizer: MakeOptimizer, file: Path | None = None
+    folder: Path,
+    index: int,
+    spec: SyncSpec,
+    num_workers: int,
+    make_optimizer: MakeOptimizer,
+    file: Path | None = None,
+    every_s: float = 0.0,
 ) -> ServerService:
     server = ParameterServer(index, make_optimizer(make_network()), spec, num_workers)
     address = f"ipc://{folder}/server-{index}"
-    return ServerService(address, index, server, f"ipc://{folder}/controller", TIMEOUT_S, file, every_s=0.0)
+    return ServerService(address, index, server, f"ipc://{folder}/controller", TIMEOUT_S, file, every_s)
 
 
 @contextmanager
@@ -75,14 +83,14 @@ def running(
     """The controller, and how to make a worker's synchronizer."""
     addresses = [f"ipc://{folder}/server-{index}" for index in range(spec.servers)]
     services = [make_service(folder, index, spec, num_workers, make_optimizer) for index in range(spec.servers)]
-    clock = Clock(num_workers, spec.staleness, spec.backups)
-    controller = Controller(f"ipc://{folder}/controller", addresses, clock, TIMEOUT_S)
+    clock = make_clock(spec, num_workers)
+    controller = Controller(f"ipc://{folder}/controller", addresses, clock, TIMEOUT_S, spec=spec)
     controller.start()
     for each in services:
         each.start()
 
     def make_sync(worker: int, optimizer: Optimizer) -> ParameterServerSync:
-        return ParameterServerSync(optimizer, worker, f"ipc://{folder}/controller", addresses, TIMEOUT_S)
+        return ParameterServerSync(optimizer, spec, worker, f"ipc://{folder}/controller", addresses, TIMEOUT_S)
 
     try:
         yield controller, make_sync
@@ -185,6 +193,28 @@ def test_one_worker_that_does_not_wait_is_sequential_training(tmp_path: Path, st
     assert seen == {0: 6}
 
 
+@pytest.mark.parametrize("staleness", [0, None])
+def test_weights_and_gradients_in_messages_give_the_same_bits_as_in_shared_memory(
+    tmp_path: Path, staleness: int | None
+) -> None:
+    found = []
+    for transport in ("shared_memory", "frames"):
+        folder = tmp_path / transport
+        folder.mkdir()
+        spec = SyncSpec(kind="parameter_server", servers=3, staleness=staleness, transport=transport)
+        weights, _, optimizer = train(folder, spec, 3 if staleness == 0 else 1, OPTIMIZERS["adam"], 6)
+        trained = optimizer.param_groups[0]["params"]
+        found.append([*weights, *(optimizer.state[each][name] for each in trained for name in ("exp_avg_sq", "step"))])
+    assert all(torch.equal(mine, other) for mine, other in zip(*found, strict=True))
+
+
+def test_every_push_of_free_workers_becomes_one_update_by_messages_too(tmp_path: Path) -> None:
+    spec = SyncSpec(kind="parameter_server", servers=2, staleness=None, transport="frames", compensation=0.1)
+    weights, seen, _ = train(tmp_path, spec, 4, OPTIMIZERS["sgd"], 10)
+    assert sum(seen.values()) == 40
+    assert all(each.isfinite().all() for each in weights)
+
+
 def test_every_push_of_free_workers_becomes_one_update(tmp_path: Path) -> None:
     weights, seen, _ = train(tmp_path, SyncSpec(servers=2, staleness=None), 4, OPTIMIZERS["sgd"], 10)
     assert sum(seen.values()) == 40
@@ -263,7 +293,7 @@ def test_a_server_that_died_comes_back_with_its_state_and_says_what_is_lost(tmp_
     replica = Replica(
         0,
         lambda worker, optimizer: ParameterServerSync(
-            optimizer, worker, f"ipc://{tmp_path}/controller", addresses, TIMEOUT_S
+            optimizer, spec, worker, f"ipc://{tmp_path}/controller", addresses, TIMEOUT_S
         ),
     )
     older = tmp_path / "older.safetensors"
@@ -338,8 +368,10 @@ def train_with_local_steps(folder: Path, spec: SyncSpec, num_workers: int, num_s
             for step in range(num_steps):
                 sync.before_step()
                 compute_gradients(network, step, worker)
-                assert sync.apply_gradients() == (step + 1) // spec.every * spec.every
-            sync.before_step()
+                finished = sync.apply_gradients()
+                assert spec.fragments > 1 or finished == (step + 1) // spec.every * spec.every
+            together.wait(TIMEOUT_S)
+            sync.before_evaluation()
             found[worker] = [each.detach().clone() for each in network.parameters()]
             sync.end()
         except BaseException as error:  # noqa: BLE001 - the test raises it
@@ -347,6 +379,7 @@ def train_with_local_steps(folder: Path, spec: SyncSpec, num_workers: int, num_s
         finally:
             sync.close()
 
+    together = threading.Barrier(num_workers)
     networks = [make_network() for _ in range(num_workers)]
     with running(folder, spec, num_workers, lambda network: make_outer_optimizer(SGD(network.parameters(), 0.1), spec)):
         threads = [threading.Thread(target=work, args=(worker,)) for worker in range(num_workers)]
@@ -399,6 +432,155 @@ def test_local_sgd_that_exchanges_after_every_step_is_synchronous_sgd(tmp_path: 
     found = train_with_local_steps(tmp_path, SyncSpec(kind="local_sgd", every=1), 2, 5)
     expected = train_rounds_alone(2, 5, 1, lambda network: SGD(network.parameters(), 1.0))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "frames"])
+def test_fragments_are_merged_at_staggered_steps(tmp_path: Path, transport: Literal["shared_memory", "frames"]) -> None:
+    """Streaming DiLoCo, 2501.18512, without a delay: fragment p has its own outer step, at step (p + 1) * every / K."""
+    spec = SyncSpec(kind="diloco", every=4, fragments=2, servers=2, transport=transport)
+    found = train_with_local_steps(tmp_path, spec, 2, 8)
+    fragments = divide_fragments([each.numel() for each in make_network().parameters()], 2)
+    torch.testing.assert_close(found, train_fragments_alone(spec, fragments, 2, 8), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "frames"])
+@pytest.mark.parametrize(("kind", "tolerance"), [("top_k", 1e-5), ("fp16", 1e-2)])
+def test_compressed_fragments_are_those_of_the_equations(
+    tmp_path: Path, transport: Literal["shared_memory", "frames"], kind: Literal["fp16", "top_k"], tolerance: float
+) -> None:
+    """Each fragment has an error feedback of its own; top-k of all elements loses nothing."""
+    spec = SyncSpec(
+        kind="diloco", every=4, fragments=2, servers=2, transport=transport, compression=kind, top_k=1.0
+    )  # fmt: skip
+    found = train_with_local_steps(tmp_path, spec, 2, 8)
+    fragments = divide_fragments([each.numel() for each in make_network().parameters()], 2)
+    expected = train_fragments_alone(spec, fragments, 2, 8)
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance / 10)
+
+
+def test_a_merged_fragment_is_blended_with_what_a_worker_has_done_meanwhile(tmp_path: Path) -> None:
+    spec = SyncSpec(kind="diloco", every=4, fragments=2, delay=1, blend=0.25, servers=2)
+    found = train_with_local_steps(tmp_path, spec, 2, 9)
+    fragments = divide_fragments([each.numel() for each in make_network().parameters()], 2)
+    torch.testing.assert_close(found, train_fragments_alone(spec, fragments, 2, 9), rtol=1e-5, atol=1e-6)
+
+
+def train_fragments_alone(spec: SyncSpec, fragments: list[range], num_workers: int, num_steps: int) -> list[Tensor]:
+    """The same by the equations: the merged weights after `num_steps` of all workers."""
+    whole = make_network()
+    parameters = list(whole.parameters())
+    outer = make_outer_optimizer(SGD(parameters, 0.1), spec)
+    networks = [copy.deepcopy(whole) for _ in range(num_workers)]
+    inner = [SGD(network.parameters(), 0.1) for network in networks]
+    due = [spec.every * (index + 1) // len(fragments) for index in range(len(fragments))]
+    arriving: dict[int, range] = {}
+    blend = spec.blend if spec.delay else 0.0
+    for step in range(num_steps):
+        for worker, (network, optimizer) in enumerate(zip(networks, inner, strict=True)):
+            compute_gradients(network, step, worker)
+            optimizer.step()
+        for fragment, at in zip(fragments, due, strict=True):
+            if (step + 1) % spec.every == at % spec.every:
+                outer.zero_grad()
+                for index in fragment:
+                    own = [list(network.parameters())[index].detach() for network in networks]
+                    parameters[index].grad = torch.stack([parameters[index].detach() - each for each in own]).mean(0)
+                outer.step()
+                arriving[step + spec.delay] = fragment
+        for index in arriving.pop(step, range(0)):
+            for network in networks:
+                with torch.no_grad():
+                    list(network.parameters())[index].lerp_(parameters[index], 1 - blend)
+    return [each.detach() for each in parameters]
+
+
+def test_more_fragments_than_parameters_are_refused() -> None:
+    assert divide_fragments([10, 10, 100, 10], 3) == [range(2), range(2, 3), range(3, 4)]
+    with pytest.raises(ConfigError, match=r"sync\.fragments"):
+        divide_fragments([1, 2], 3)
+
+
+def test_a_slow_worker_is_called_and_pushes_the_few_steps_that_it_has(tmp_path: Path) -> None:
+    """The mean is weighted by local steps, and those of both workers count."""
+    spec = SyncSpec(kind="local_sgd", every=4, quorum=1, grace_s=TIMEOUT_S)
+    addresses = [f"ipc://{tmp_path}/server-0"]
+    networks = [make_network() for _ in range(2)]
+
+    def make_outer(network: nn.Module) -> Optimizer:
+        return make_outer_optimizer(SGD(network.parameters(), 0.1), spec)
+
+    with running(tmp_path, spec, 2, make_outer) as (controller, _):
+        syncs = [
+            LocalStepsSync(
+                SGD(network.parameters(), 0.1), spec, worker, f"ipc://{tmp_path}/controller", addresses, TIMEOUT_S
+            )
+            for worker, network in enumerate(networks)
+        ]
+        start = [each.detach().clone() for each in make_network().parameters()]
+
+        def step(worker: int, number: int) -> None:
+            syncs[worker].before_step()
+            compute_gradients(networks[worker], number, worker)
+            syncs[worker].apply_gradients()
+
+        try:
+            for sync in syncs:
+                sync.begin(0)
+            step(1, 0)
+            fast = threading.Thread(target=lambda: [step(0, number) for number in range(4)])
+            fast.start()
+            wait_until(syncs[1]._is_called)  # as soon as the fast one has pushed
+            step(1, 1)
+            fast.join(TIMEOUT_S)
+            assert not fast.is_alive()
+            assert controller.clock.steps == (4 + 2) // 2
+            found = [each.detach().clone() for each in networks[0].parameters()]
+        finally:
+            for sync in syncs:
+                sync.close()
+    expected = []
+    for worker, count in ((0, 4), (1, 2)):
+        network = make_network()
+        optimizer = SGD(network.parameters(), 0.1)
+        for number in range(count):
+            compute_gradients(network, number, worker)
+            optimizer.step()
+        expected.append([each.detach() for each in network.parameters()])
+    mean = [
+        first - (4 * (first - one) + 2 * (first - two)) / 6 for first, one, two in zip(start, *expected, strict=True)
+    ]
+    torch.testing.assert_close(found, mean, rtol=1e-5, atol=1e-6)
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not is_true():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.002)
+
+
+def test_late_changes_are_in_the_next_mean_with_their_weight_also_after_a_servers_death() -> None:
+    spec = SyncSpec(kind="local_sgd")
+
+    def make_server() -> ParameterServer:
+        return ParameterServer(0, make_outer_optimizer(SGD(make_network().parameters(), 0.1), spec), spec, 3)
+
+    server, other = make_server(), make_server()
+    size = len(server.weights)
+    changes = [torch.full((size,), value) for value in (1.0, 2.0, 4.0)]
+    for each in (server, other):
+        for worker, change in enumerate(changes):
+            each.memory.gradients[worker].copy_(change)
+    server.load({"version": torch.tensor(0), "weights": torch.zeros(size)})
+    server.commit(Update(1, [Push(2, 1, 0, 0, num_batches=2)], is_late=True))
+    assert torch.equal(server.weights, torch.zeros(size))
+    other.load(server.dump())  # as a server that begins again does
+    for each in (server, other):
+        each.commit(Update(2, [Push(0, 1, 1, 1, num_batches=4), Push(1, 1, 1, 1, num_batches=4)]))
+        torch.testing.assert_close(each.weights, torch.full((size,), -(4 * 1.0 + 4 * 2.0 + 2 * 4.0) / 10))
+        each.commit(Update(3, [Push(0, 1, 2, 2, num_batches=4)]))  # it is in one mean only
+        torch.testing.assert_close(each.weights, torch.full((size,), -2.0 - 1.0))
+        each.close()
 
 
 def test_a_call_that_is_sent_again_is_made_once(tmp_path: Path) -> None:

@@ -21,11 +21,16 @@ from shoal.parallel.model import ParallelModel
 
 @contextmanager
 def profile_step(
-    model: ParallelModel, optimizer: Optimizer, is_pretended: bool = False, average: Sequence[Tensor] = ()
+    model: ParallelModel,
+    optimizer: Optimizer,
+    is_pretended: bool = False,
+    average: Sequence[Tensor] = (),
+    collectives: dict[tuple[int, ...], tuple[int, float]] | None = None,
 ) -> Iterator[dict[str, float]]:
     """Profile the one step in the body; the numbers are complete when it has ended.
 
-    average: of the weights, which is stored all the time
+    average:     of the weights, which is stored all the time
+    collectives: takes those of torch.distributed, by their ranks: how many, and the bytes that this rank sends
     """
     found: dict[str, float] = {}
     state = state_of(model.modules, optimizer)
@@ -36,6 +41,8 @@ def profile_step(
     past_group_bytes = model.shm_sent_bytes
     with track_growth(device) as grown, count_ops(grown, held, buckets, is_pretended, model.shared_memory) as reading:
         yield found
+    if collectives is not None:
+        collectives |= reading.collectives
     found |= {
         "parameters_rank": float(sum(to_local(parameter).numel() for parameter in parameters)),
         "flops_rank": reading.flops,

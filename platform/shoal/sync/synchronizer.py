@@ -33,7 +33,14 @@ class Synchronizer(ABC):
 
     @abstractmethod
     def before_step(self) -> None:
-        """Put the weights into the model with which the next gradients, or an evaluation, are computed."""
+        """Put the weights into the model with which the next gradients are computed."""
+
+    def before_evaluation(self) -> None:
+        """Put the weights into the model that are evaluated. The next `before_step` puts back what it needs."""
+        self.before_step()
+
+    def combine_gradients(self) -> None:  # noqa: B027 - most have the gradients of the step already, or hand them over
+        """Put the gradients of the step into `.grad`, before they are clipped and applied."""
 
     @abstractmethod
     def apply_gradients(self) -> int:

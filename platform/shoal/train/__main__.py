@@ -27,9 +27,9 @@ def main(words: list[str]) -> int:
     rank, is_alone = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1") == "1"
     try:
         spec = spec_from_overrides(words)
-        if spec.sync.kind == "all_reduce":
+        if not spec.has_replicas:
             _require_num_workers(last_override(words, "workers"))
-        outcome = fit_locally(spec, predicts=spec.sync.kind == "all_reduce", say=partial(print, flush=True))
+        outcome = fit_locally(spec, predicts=not spec.has_replicas, say=partial(print, flush=True))
     except ShoalError as error:
         # Each rank prints its own error, even if all have the same: torchrun ends the others as soon as one has ended.
         print(f"error: {error}" if is_alone else f"[rank {rank}] error: {error}", file=sys.stderr, flush=True)

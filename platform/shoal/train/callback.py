@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -23,11 +24,13 @@ class TrainingState:
     loss:      the newest step's mean loss over this rank's samples, detached; None before the first
     metrics:   of the newest evaluation, over all ranks
     is_first:  whether this rank writes the record
+    folder:    of the run; PNG files in its folder `pictures` are shown in the report
     """
 
     model: Sequence[nn.Module]
     optimizer: Optimizer
     is_first: bool
+    folder: Path
     step: int = 0
     epoch: float = 0.0
     loss: Tensor | None = None

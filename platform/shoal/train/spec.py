@@ -136,8 +136,9 @@ class TrainSpec(Spec):
 
     task:                  `lenet` (a file of ./jobs), `my_task.py:MyTask`, or `package.module:MyTask`
     args:                  the Task's keyword arguments
+    init:                  the weights to begin with: NAME@VERSION of the registry, or a file of a state dict; "": fresh
     workers:               processes that train; `[min, max]` sets min_workers too
-    min_workers:           with replicas that may leave and join: the fewest with which the run goes on; None: `workers`
+    min_workers:           with workers that may leave and join: the fewest with which the run goes on; None: `workers`
     batch_size:            over the whole group: each data rank gets its share
     average:               decay of an exponential moving average of the weights, to be evaluated and registered
     price_per_device_hour: for cost-to-accuracy and `stop.money`
@@ -167,6 +168,7 @@ class TrainSpec(Spec):
     price_per_device_hour: float = Field(default=0.0, ge=0)
     log_every_steps: int | None = Field(default=None, ge=1, description="None: about twice a second")
     histograms_every_steps: int | None = Field(default=None, ge=1)
+    init: str = ""
     name: str = ""
     aliases: AliasNames = ("champion",)
     resume: str = ""
@@ -194,24 +196,38 @@ class TrainSpec(Spec):
             raise ValueError("stop.money needs a price_per_device_hour")
         if self.selective_backprop is not None and self.parallel.pipeline != 1:
             raise ValueError("selective_backprop does not go with a pipeline: no rank sees both samples and losses")
-        if self.sync.kind != "all_reduce":
+        if self.has_replicas or self.sync.hogwild > 1:
             self._require_replicas_alone()
         if self.min_workers is not None and self.min_workers > self.workers:
             raise ValueError(f"min_workers={self.min_workers} is more than workers={self.workers}")
-        if self.min_workers is not None and self.sync.kind == "all_reduce":
-            raise ValueError("min_workers: with sync=all_reduce every step has all workers; choose another sync.kind")
         return self
 
+    @property
+    def is_elastic(self) -> bool:
+        """Whether every step has the gradients of all workers that take part, and these may change."""
+        return self.sync.kind == "all_reduce" and self.min_workers is not None
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether each worker is a replica of its own, which may be replaced while the others go on."""
+        return self.sync.kind != "all_reduce" or self.is_elastic
+
     def _require_replicas_alone(self) -> None:
-        """With a parameter server, each worker is a replica of its own."""
+        """Each worker is a replica of its own: with a parameter server, and when workers may leave and join."""
         degrees = self.parallel
         if degrees.shard or degrees.tensor != 1 or degrees.pipeline != 1 or degrees.data not in (None, 1):
-            raise ValueError(f"sync={self.sync.kind}: each worker has the whole model; leave out `parallel`")
-        for name in ("average", "selective_backprop"):
-            if getattr(self, name) is not None:
-                raise ValueError(f"{name} does not go with sync={self.sync.kind}: no worker sees every step")
+            word = "workers=[min,max]" if self.is_elastic else f"sync={self.sync.kind}"
+            raise ValueError(f"{word}: each worker has the whole model; leave out `parallel`")
+        if self.is_elastic and self.sync.hogwild > 1:
+            raise ValueError("sync.hogwild does not go with workers=[min,max]: a lane takes steps of its own")
+        if self.selective_backprop is not None:
+            raise ValueError(f"selective_backprop does not go with sync={self.sync.kind}: no worker sees all samples")
+        if self.average is not None and not self.is_elastic:
+            raise ValueError(f"average does not go with sync={self.sync.kind}: no worker sees every step")
         if self.batch_size % self.workers:
             raise ValueError(f"batch_size={self.batch_size} does not divide by {self.workers} workers")
+        if self.sync.hogwild > 1 and (self.workers > 1 or self.batch_size % self.sync.hogwild):
+            raise ValueError(f"sync.hogwild={self.sync.hogwild}: give workers=1, and a batch_size that it divides")
 
     def resolve_dims(self) -> ParallelDims:
         """The degrees of the plan. Raises PlanError when they do not fit the workers."""

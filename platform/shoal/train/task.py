@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.data import Data
@@ -104,6 +104,11 @@ class Task:
     def has_loss(self) -> bool:
         """Whether `loss` measures the model's outputs."""
         return type(self).loss is not Task.loss
+
+    def augmentations(self) -> Mapping[str, Callable[[Tensor, Tensor, Sequence[Generator]], Tensor]]:
+        """How a population may change the inputs of training, by name: see `shoal.population.augmentation`, which has
+        those for images. Each member has a strength of its own; other trainings apply none."""
+        return {}
 
     def stateful_metrics(self) -> Mapping[str, StatefulMetric]:
         """Further validation metrics that are not means over samples (AUROC, F1), by name: objects of torchmetrics,

@@ -59,7 +59,7 @@ def sent_bytes(op: Any, args: Sequence[Any], out: Any) -> float:
         index, factor = _FULL_ARGUMENT[name]
         if "reduce_scatter" in name and is_on_cpu(args):
             factor = 2.0
-        return factor * _count_bytes(args[index]) * _share(_group_size(args))
+        return factor * _count_bytes(args[index]) * _share(_find_group(args).size())
     if op.namespace in _NAMESPACES:
         name = name.removesuffix("_")
         if name not in _FUNCTIONAL:
@@ -67,8 +67,14 @@ def sent_bytes(op: Any, args: Sequence[Any], out: Any) -> float:
         takes_whole, factor = _FUNCTIONAL[name]
         if "reduce_scatter" in name and is_on_cpu(args):
             factor = 2.0
-        return factor * _count_bytes(args[0] if takes_whole else out) * _share(_named_group_size(op, args))
+        return factor * _count_bytes(args[0] if takes_whole else out) * _share(_find_named_group(op, args).size())
     return 0.0
+
+
+def find_group_ranks(op: Any, args: Sequence[Any]) -> tuple[int, ...]:
+    """The ranks of the group of a collective `op`, in order."""
+    group = _find_group(args) if op.namespace == "c10d" else _find_named_group(op, args)
+    return tuple(dist.get_process_group_ranks(group))
 
 
 def find_scratch_tensors(op: Any, args: Sequence[Any], out: Any) -> list[Tensor]:
@@ -114,13 +120,14 @@ def _share(num_ranks: int) -> float:
     return (num_ranks - 1) / num_ranks
 
 
-def _group_size(args: Sequence[Any]) -> int:
-    """The size of the group among the arguments."""
+def _find_group(args: Sequence[Any]) -> dist.ProcessGroup:
+    """The group among the arguments."""
     for each in args:
         group = _unbox_group(each)
         if group is not None:
-            return group.size()
-    return dist.get_world_size()
+            return group
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
 
 
 def _unbox_group(value: Any) -> dist.ProcessGroup | None:
@@ -134,14 +141,14 @@ def _unbox_group(value: Any) -> dist.ProcessGroup | None:
         return None
 
 
-def _named_group_size(op: Any, args: Sequence[Any]) -> int:
+def _find_named_group(op: Any, args: Sequence[Any]) -> dist.ProcessGroup:
     names = [argument.name for argument in op._schema.arguments]
     group = args[names.index("group_name")]
     if isinstance(group, str):
-        return _resolve_process_group(dist.GroupName(group)).size()
+        return _resolve_process_group(dist.GroupName(group))
     group = _unbox_group(group) or dist.group.WORLD
     assert group is not None
-    return int(group.size())
+    return group
 
 
 def _count_bytes(value: Any) -> int:

@@ -31,6 +31,7 @@ class OpCounts:
     held_bytes:  of earlier storages: named by `hold`, or used by the forward pass
     peak_bytes:  the most that was alive at once, including held_bytes
     saved_bytes: alive when the first backward pass began, without held_bytes: the activations
+    collectives: by their ranks: how many collectives, and the bytes that this rank sends in them
     unknown:     operators with unknown arithmetic, with their numbers of calls
     """
 
@@ -41,6 +42,7 @@ class OpCounts:
     flops_backward: float = 0.0
     sent_bytes: float = 0.0
     sent: Counter[str] = field(default_factory=Counter)
+    collectives: dict[tuple[int, ...], tuple[int, float]] = field(default_factory=dict)
     unknown: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -144,6 +146,10 @@ class OpCounter(TorchDispatchMode):
         if sent:
             self.counts.sent_bytes += sent
             self.counts.sent[func._overloadpacket.__name__] += int(sent)
+        if collective_bytes.is_collective(func):
+            ranks = collective_bytes.find_group_ranks(func, args)
+            num_calls, sent_bytes = self.counts.collectives.get(ranks, (0, 0.0))
+            self.counts.collectives[ranks] = num_calls + 1, sent_bytes + sent
 
     def _note_tensor(self, tensor: Tensor, is_new: bool) -> None:
         for storage in storages_of(tensor):

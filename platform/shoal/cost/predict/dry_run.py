@@ -62,9 +62,28 @@ def pick_representative_ranks(degrees: ParallelDims) -> list[int]:
 
 
 @dataclass(frozen=True)
-class DryRun:
-    """One rank's step. In a pipeline:
+class CollectiveTraffic:
+    """A step's collectives among the same ranks.
 
+    sent_bytes: that this rank sends in all of them, in rings
+    is_shared:  whether they go through memory of one host where all ranks are on it
+    """
+
+    ranks: tuple[int, ...]
+    num_calls: int
+    sent_bytes: float
+    is_shared: bool
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """One rank's step.
+
+    traffic: its collectives
+
+    In a pipeline:
+
+    outside_s:    seconds of the step outside of the schedule, such as the optimiser's
     busy_s:       seconds by (stage, "forward" or "backward")
     besides_s:    seconds that its schedules took in addition, without waiting and without messages
     messages_s:   by size in bytes, the seconds of sending a message, and of receiving one
@@ -73,6 +92,8 @@ class DryRun:
     """
 
     values: dict[str, float]
+    traffic: tuple[CollectiveTraffic, ...] = ()
+    outside_s: float = 0.0
     busy_s: dict[tuple[int, str], float] = field(default_factory=dict)
     besides_s: float = 0.0
     messages_s: dict[int, tuple[float, float]] = field(default_factory=dict)
@@ -87,6 +108,7 @@ class DryRun:
             messages_s[size] = (min(before[0], both[0]), min(before[1], both[1]))
         return replace(
             self,
+            outside_s=min(self.outside_s, again.outside_s),
             busy_s={name: min(seconds, again.busy_s.get(name, seconds)) for name, seconds in self.busy_s.items()},
             besides_s=min(self.besides_s, again.besides_s),
             messages_s=messages_s,
@@ -125,17 +147,31 @@ def dry_run(
             timed = [timer(next(steps)) for _ in range(_choose_repeats(warm, degrees))]
             messages_s = play.message_costs.compute_medians()
             average = allocate_averages(parameters) if spec.average is not None else []
-            with profile_step(model, optimizer, is_pretended=True, average=average) as found:
+            collectives: dict[tuple[int, ...], tuple[int, float]] = {}
+            play.shared_sums.clear()
+            with profile_step(model, optimizer, is_pretended=True, average=average, collectives=collectives) as found:
                 _run_step(model, optimizer, batch, next(steps), spec.clip_norm)
             values = {**found, "step_s": min(each.step_s for each in timed)}
+            traffic = _collect_traffic(collectives, play)
             if not isinstance(model, PipelineModel):
-                return DryRun(values)
+                return DryRun(values, traffic)
+            outside_s = min(each.step_s - each.scheduled_s for each in timed)
             busy_s = {name: min(each.busy_s[name] for each in timed) for name in warm.busy_s}
             besides_s = min(each.besides_s for each in timed)
             handed_bytes = {stage: float(size) for stage, size in model.stage_output_bytes.items()}
-            return DryRun(values, busy_s, besides_s, messages_s, handed_bytes, model.partition)
+            return DryRun(values, traffic, outside_s, busy_s, besides_s, messages_s, handed_bytes, model.partition)
         finally:
             model.close()
+
+
+def _collect_traffic(
+    collectives: dict[tuple[int, ...], tuple[int, float]], play: SimulatedRanks
+) -> tuple[CollectiveTraffic, ...]:
+    found = [CollectiveTraffic(ranks, *both, is_shared=False) for ranks, both in collectives.items()]
+    for ranks in dict.fromkeys(ranks for ranks, _ in play.shared_sums):
+        sent = [sent_bytes for each, sent_bytes in play.shared_sums if each == ranks]
+        found.append(CollectiveTraffic(ranks, len(sent), sum(sent), is_shared=True))
+    return tuple(found)
 
 
 def _make_eager_spec(parallel: ParallelSpec) -> ParallelSpec:
@@ -146,9 +182,11 @@ def _make_eager_spec(parallel: ParallelSpec) -> ParallelSpec:
 
 @dataclass(frozen=True)
 class _StepTimes:
-    """One step: seconds in total; of computation by stage and direction; of the schedules besides messages."""
+    """One step: seconds in total; of the schedules; of computation by stage and direction; of the schedules besides
+    messages."""
 
     step_s: float
+    scheduled_s: float
     busy_s: dict[tuple[int, str], float]
     besides_s: float
 
@@ -168,8 +206,9 @@ def _time_step(
         torch.cuda.synchronize()
     step_s = time.perf_counter() - began_s
     busy_s = {name: seconds - before_s.get(name, 0.0) for name, seconds in model.busy_by_stage.items()}
-    besides_s = model.scheduled_s - scheduled_s - sum(busy_s.values()) - (handled.total_s - handled_s)
-    return _StepTimes(step_s, busy_s, besides_s)
+    scheduled_s = model.scheduled_s - scheduled_s
+    besides_s = scheduled_s - sum(busy_s.values()) - (handled.total_s - handled_s)
+    return _StepTimes(step_s, scheduled_s, busy_s, besides_s)
 
 
 def _run_step(model: ParallelModel, optimizer: Optimizer, batch: Any, step: int, clip_norm: float | None) -> None:

@@ -62,11 +62,16 @@ class MessageCosts:
 
 @dataclass
 class SimulatedRanks:
-    """The messages of one round: from rank 0 to all, and from rank to rank. `handled`: by the simulated rank."""
+    """The messages of one round: from rank 0 to all, and from rank to rank.
+
+    message_costs: of the simulated rank
+    shared_sums:   of the simulated rank through shared memory: the ranks, and the bytes that this rank sends
+    """
 
     broadcasts: list[bytes] = field(default_factory=list)
     messages: dict[tuple[int, int], list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     message_costs: MessageCosts = field(default_factory=MessageCosts)
+    shared_sums: list[tuple[tuple[int, ...], float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,7 @@ def fake_world(rank: int, size: int, device: torch.device, play: SimulatedRanks)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     originals = DistributedDataParallel.__init__, ShmAllReduce.try_create, ShmP2P.try_create, dist.send, dist.recv
     DistributedDataParallel.__init__ = _add_comm_hook(originals[0])  # type: ignore[method-assign]
-    ShmAllReduce.try_create = _FakeAllReduce  # type: ignore[method-assign]
+    ShmAllReduce.try_create = partial(_FakeAllReduce, sums=play.shared_sums)  # type: ignore[method-assign]
     play.message_costs = MessageCosts()
     ShmP2P.try_create = partial(_FakeP2P, handled=play.message_costs)  # type: ignore[method-assign]
     dist.send, dist.recv = _make_send_recv(rank, play)
@@ -117,23 +122,26 @@ def fake_world(rank: int, size: int, device: torch.device, play: SimulatedRanks)
 
 
 class _FakeAllReduce(ShmAllReduce):
-    """Instead of shared memory: collectives, whose bytes are counted. The ranks are assumed to be on one host, which
+    """Instead of shared memory: this rank's values count as everybody's. The ranks are assumed to be on one host, which
     only affects how much memory gradients take in transit."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, sums: list[tuple[tuple[int, ...], float]]) -> None:
+        self._ranks, self._sums = tuple(dist.get_process_group_ranks(group)), sums
         self.size = dist.get_world_size(group)
         self.waited_s = self.sent_bytes = 0.0
         self.memory = torch.empty(0)
 
     def sum(self, values: Tensor, factor: float = 1.0) -> Tensor:
-        dist.all_reduce(values, group=self._group)
+        self._record(2 * values.nbytes * (self.size - 1) / self.size)
         return values.mul_(factor)
 
     def gather(self, mine: Tensor) -> Tensor:
-        everyone = mine.new_empty(self.size * mine.numel())
-        dist.all_gather_single(everyone, mine, self._group)
-        return everyone.view(self.size, *mine.shape)
+        self._record(mine.nbytes * (self.size - 1))
+        return mine.expand(self.size, *mine.shape).clone()
+
+    def _record(self, sent_bytes: float) -> None:
+        self.sent_bytes += sent_bytes
+        self._sums.append((self._ranks, sent_bytes))
 
     def close(self) -> None:
         """Nothing to leave."""

@@ -9,13 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import nn
 
 from shoal.cost.cost_table import CostTable, combine_ranks
-from shoal.cost.predict.dry_run import DryRun, MakeOptimizer, TrainSpecProtocol, dry_run, pick_representative_ranks
+from shoal.cost.predict.dry_run import (
+    CollectiveTraffic,
+    DryRun,
+    MakeOptimizer,
+    TrainSpecProtocol,
+    dry_run,
+    pick_representative_ranks,
+)
 from shoal.cost.predict.fake_process_group import NotYetSent, SimulatedRanks
 from shoal.cost.predict.message_latency import measure_latency_s
 from shoal.cost.predict.single_device import (
@@ -30,7 +38,7 @@ from shoal.data.loader import load_first_batch
 from shoal.parallel.comm.world import choose_device
 from shoal.parallel.pipeline.partition import StagePartition
 from shoal.parallel.pipeline.schedules import get_stage_ranks, plan_actions
-from shoal.parallel.pipeline.simulate import TransferTime
+from shoal.parallel.pipeline.simulate import SimulatedStep, TransferTime
 from shoal.parallel.pipeline.simulate import simulate_step as play
 from shoal.parallel.placement import PlacementRow, build_placement
 from shoal.parallel.spec import ParallelDims
@@ -40,6 +48,22 @@ NUM_PIPELINE_ROUNDS = 2  # dry runs of each rank
 BUDGET_S = 1.5  # for a step of a dry run; a longer one is scaled
 
 
+@dataclass(frozen=True)
+class DryPlan:
+    """A plan that was run rank by rank.
+
+    runs:   of the representative ranks
+    placed: which rank stores what
+    """
+
+    degrees: ParallelDims
+    device: torch.device
+    alone: SingleDeviceProfile
+    runs: dict[int, DryRun]
+    notes: tuple[str, ...]
+    placed: tuple[PlacementRow, ...]
+
+
 def predict_cost(task: CostTaskProtocol, spec: TrainSpecProtocol, make_optimizer: MakeOptimizer) -> CostTable:
     """The table for `task` under `spec`. Call it in one process, before a process group is joined.
 
@@ -47,6 +71,11 @@ def predict_cost(task: CostTaskProtocol, spec: TrainSpecProtocol, make_optimizer
 
     Raises PlanError, DataError or ConfigError for a run that is impossible.
     """
+    return build_cost_table(spec, dry_run_plan(task, spec, make_optimizer))
+
+
+def dry_run_plan(task: CostTaskProtocol, spec: TrainSpecProtocol, make_optimizer: MakeOptimizer) -> DryPlan:
+    """Profile the full model, and dry-run each kind of rank. As `predict_cost`."""
     degrees = spec.resolve_dims()
     samples = spec.parallel.compute_micro_batch_size(spec.batch_size, degrees)
     device = choose_device(spec.device, 0)
@@ -59,13 +88,20 @@ def predict_cost(task: CostTaskProtocol, spec: TrainSpecProtocol, make_optimizer
         layout = next(iter(runs.values())).layout
         batch = load_first_batch(data, samples, device, is_exact=True)
         placed = _build_placement_rows(task, spec, model, batch, layout)
-    ranks = {rank: run.values for rank, run in runs.items()}
-    values = _get_model_values(alone) | combine_ranks(ranks)
+    return DryPlan(degrees, device, alone, runs, notes, placed)
+
+
+def build_cost_table(spec: TrainSpecProtocol, plan: DryPlan) -> CostTable:
+    """The numbers of a plan that was run."""
+    degrees, layout = plan.degrees, next(iter(plan.runs.values())).layout
+    ranks = {rank: run.values for rank, run in plan.runs.items()}
+    values = _get_model_values(plan.alone) | combine_ranks(ranks)
     values["flops_step"] *= degrees.workers / len(ranks)  # the ranks of a stage do the same work
     if degrees.pipeline > 1:
-        values |= _simulate_pipeline(spec, degrees, runs, device)
+        played = simulate_pipeline(spec, plan)
+        values |= {"bubble": played.idle_share, "step_s": played.step_s * spec.parallel.accumulate}
     cuts = tuple(cut.module for cut in layout.split_points) if layout is not None else ()
-    return CostTable(values, alone.unknown, notes, cuts, ranks, placed)
+    return CostTable(values, plan.alone.unknown, plan.notes, cuts, ranks, plan.placed)
 
 
 def _get_model_values(alone: SingleDeviceProfile) -> dict[str, float]:
@@ -145,7 +181,17 @@ def _extrapolate(one: DryRun, two: DryRun, by: float) -> DryRun:
     values["memory_peak"] = max(values["memory_peak"], sum(values[name] for name in alive))
     busy_s = {name: one.busy_s[name] + (two.busy_s[name] - one.busy_s[name]) * by for name in one.busy_s}
     handed = {stage: size + (two.handed_bytes[stage] - size) * by for stage, size in one.handed_bytes.items()}
-    return DryRun(values, busy_s, two.besides_s, one.messages_s | two.messages_s, handed, two.layout)
+    small = {(each.ranks, each.is_shared): each.sent_bytes for each in one.traffic}
+    traffic = tuple(_extrapolate_traffic(each, small.get((each.ranks, each.is_shared)), by) for each in two.traffic)
+    messages_s = one.messages_s | two.messages_s
+    return DryRun(values, traffic, two.outside_s, busy_s, two.besides_s, messages_s, handed, two.layout)
+
+
+def _extrapolate_traffic(two: CollectiveTraffic, one_bytes: float | None, by: float) -> CollectiveTraffic:
+    """`by`: from the smaller step; activations grow with the samples, weights do not."""
+    if one_bytes is None:
+        return two
+    return replace(two, sent_bytes=one_bytes + (two.sent_bytes - one_bytes) * by)
 
 
 def _build_placement_rows(
@@ -160,11 +206,25 @@ def _build_placement_rows(
     return tuple(build_placement(model, degrees, split, along))
 
 
-def _simulate_pipeline(
-    spec: TrainSpecProtocol, degrees: ParallelDims, runs: dict[int, DryRun], device: torch.device
-) -> dict[str, float]:
-    """The bubble and the length of a step, simulated in the schedule's order from the stages' times."""
-    busy_s = {name: seconds for run in runs.values() for name, seconds in run.busy_s.items()}
+def _is_near(stage: int, size_bytes: float) -> float | None:
+    """All stages are on one host."""
+    return None
+
+
+def simulate_pipeline(
+    spec: TrainSpecProtocol,
+    plan: DryPlan,
+    slowdown: float = 1.0,
+    way_s: Callable[[int, float], float | None] = _is_near,
+) -> SimulatedStep:
+    """A pipeline's schedule, simulated in its order from the stages' times; one micro-step.
+
+    slowdown: how much longer the ranks compute than in the dry run
+    way_s:    the seconds that a message takes from a stage to the next one, by the stage and the bytes; None: as
+              between two processes of this host
+    """
+    runs, degrees = plan.runs, plan.degrees
+    busy_s = {name: slowdown * seconds for run in runs.values() for name, seconds in run.busy_s.items()}
     schedule, accumulate = spec.parallel.schedule, spec.parallel.accumulate
     micro = spec.parallel.num_micro_batches(degrees)
     stages = range(1 + max(stage for stage, _ in busy_s))
@@ -172,21 +232,23 @@ def _simulate_pipeline(
         [busy_s.get((stage, way), 0.0) / (micro * accumulate) for stage in stages] for way in ("forward", "backward")
     )
     num_works = sum(len(works) for works in plan_actions(schedule, degrees.pipeline, micro)) * accumulate
-    between_s = sum(run.besides_s for run in runs.values()) / num_works
-    messages = _estimate_transfers(runs) if device.type == "cpu" else []
-    played = play(schedule, degrees.pipeline, micro, forward_s, backward_s, messages, between_s)
-    return {"bubble": played.idle_share, "step_s": played.step_s * accumulate}
+    between_s = slowdown * sum(run.besides_s for run in runs.values()) / num_works
+    messages = _estimate_transfers(runs, way_s) if plan.device.type == "cpu" else []
+    return play(schedule, degrees.pipeline, micro, forward_s, backward_s, messages, between_s)
 
 
-def _estimate_transfers(runs: dict[int, DryRun]) -> list[TransferTime]:
+def _estimate_transfers(
+    runs: dict[int, DryRun], way_s: Callable[[int, float], float | None] = _is_near
+) -> list[TransferTime]:
     """The output message of each stage but the last, as sent and received in the dry runs."""
     known = {size: both for run in runs.values() for size, both in run.messages_s.items()}
     handed = {stage: size for run in runs.values() for stage, size in run.handed_bytes.items()}
     on_the_way_s = measure_latency_s()
     found = []
-    for _, size in sorted(handed.items()):
+    for stage, size in sorted(handed.items()):
         send_s, take_s = (_interpolate_s({each: both[way] for each, both in known.items()}, size) for way in (0, 1))
-        found.append(TransferTime(send_s, on_the_way_s, take_s))
+        elsewhere_s = way_s(stage, size)
+        found.append(TransferTime(send_s, on_the_way_s if elsewhere_s is None else elsewhere_s, take_s))
     return found
 
 

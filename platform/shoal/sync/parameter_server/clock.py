@@ -26,6 +26,10 @@ class Push(msgspec.Struct, frozen=True):
     lives:    of the servers that have the gradient
     absent:   the parameters without a gradient, by index
     settings: of the optimiser's groups at this step
+    num_bytes: that the gradient has, as it was sent
+    num_steps: of the worker since its push before
+    num_batches: micro-batches of which the gradient is the mean, or local steps that are in a change: its weight
+    batch_s:  that one of them took
     """
 
     worker: int
@@ -35,13 +39,21 @@ class Push(msgspec.Struct, frozen=True):
     lives: list[int] = []
     absent: list[int] = []
     settings: Settings = []
+    num_bytes: int = 0
+    num_steps: int = 1
+    num_batches: int = 1
+    batch_s: float = 0.0
 
 
 class Update(msgspec.Struct, frozen=True):
-    """The next step of the optimiser, on every server: over the mean of the gradients of `pushes`."""
+    """The next step of the optimiser, on every server: over the mean of all micro-batches of `pushes`.
+
+    is_late: no step is taken now, the next one also has these gradients in its mean
+    """
 
     sequence: int
     pushes: list[Push]
+    is_late: bool = False
 
     @property
     def staleness(self) -> list[int]:
@@ -62,6 +74,7 @@ class Clock:
 
     staleness: steps that a worker may be ahead of the slowest; 0: one update for a step of all; None: no bound
     backups:   with 0, how many of the workers an update does not wait for
+    min_workers: with fewer no worker goes on; None: all are waited for at the beginning, and none later
     """
 
     num_workers: int
@@ -69,21 +82,30 @@ class Clock:
     backups: int = 0
     sequence: int = 0  # updates so far
     num_dropped: int = 0  # pushes that came after their update (backups), or from an earlier life
+    min_workers: int | None = None
+    _first_step: int = 0  # of this attempt
+    _num_steps: int = 0  # of all workers together since then
     _workers: dict[int, _Worker] = field(default_factory=dict)
     _prepared: dict[int, Push] = field(default_factory=dict)  # of the present round, by worker
     _lives: dict[int, int] = field(default_factory=dict)
     _expected: set[int] = field(default_factory=set)  # workers that have not joined yet: they are waited for
 
     def __post_init__(self) -> None:
-        self._expected = set(range(self.num_workers))
+        self._expected = set(range(self.num_workers)) if self.min_workers is None else set()
 
     @property
     def steps(self) -> int:
         """Finished steps of the run: so many global batches are in the weights."""
-        return self.sequence if self.staleness == 0 else self.sequence // self.num_workers
+        return self.sequence if self.staleness == 0 else self._first_step + self._num_steps // self.num_workers
+
+    @property
+    def is_short_of_workers(self) -> bool:
+        """Whether fewer take part than the run needs to go on."""
+        return len(self._workers) < (self.min_workers or 0)
 
     def resume(self, steps: int) -> None:
         """Continue after so many steps."""
+        self._first_step, self._num_steps = steps, 0
         self.sequence = self.version_after(steps)
 
     def version_after(self, steps: int) -> int:
@@ -114,25 +136,41 @@ class Clock:
         self._prepared.pop(worker, None)
         return self._close_round()
 
-    def prepare(self, push: Push) -> list[Update]:
-        """A gradient has reached all servers. Returns the updates that follow, in order.
+    def prepare(self, push: Push, now_s: float = 0.0) -> list[Update]:
+        """A gradient has reached all servers at this time. Returns the updates that follow, in order.
 
         Until `take_released` names the worker, it may not begin another step.
         """
-        worker = self._workers.get(push.worker)
-        if worker is None or worker.incarnation != push.incarnation:
-            self.num_dropped += 1
+        worker = self._find_worker(push)
+        if worker is None:
             return []
-        worker.is_waiting = True
         if self.staleness != 0:
             worker.clock += 1
             self.sequence += 1
+            self._num_steps += push.num_steps
             return [Update(self.sequence, [push])]
         if push.clock < worker.clock:  # its round was closed without it
             self.num_dropped += 1
             return []
         self._prepared[push.worker] = push
         return self._close_round()
+
+    def _find_worker(self, push: Push) -> _Worker | None:
+        """The worker of this push, which waits from now on; None: it was taken for dead."""
+        worker = self._workers.get(push.worker)
+        if worker is None or worker.incarnation != push.incarnation:
+            self.num_dropped += 1
+            return None
+        worker.is_waiting = True
+        return worker
+
+    def advance(self, now_s: float) -> list[Update]:
+        """The updates that are due at this time, or because workers have joined."""
+        return self._close_round()
+
+    def is_closing(self, clock: int) -> bool:
+        """Whether the step of this number waits for late workers no longer than they need to push what they have."""
+        return False
 
     def take_back(self) -> list[int]:
         """A server has lost the gradients that are prepared and no update yet: their workers, which push them again."""
@@ -144,6 +182,8 @@ class Clock:
 
     def take_released(self) -> list[int]:
         """The waiting workers that may begin their next step now."""
+        if self.is_short_of_workers:
+            return []
         slowest = 0 if self._expected else min((each.clock for each in self._workers.values()), default=0)
         released = []
         for number, worker in self._workers.items():
@@ -167,7 +207,8 @@ class Clock:
     def _close_round(self) -> list[Update]:
         """With staleness 0: the update of this round, if enough workers have pushed."""
         enough = max(1, len(self._workers) + len(self._expected) - self.backups)
-        if self.staleness != 0 or not self._prepared or len(self._prepared) < enough:
+        is_short = self.is_short_of_workers or len(self._prepared) < enough
+        if self.staleness != 0 or not self._prepared or is_short:
             return []
         pushes = [self._prepared[worker] for worker in sorted(self._prepared)]
         self._prepared.clear()

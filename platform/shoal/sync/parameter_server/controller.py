@@ -7,28 +7,58 @@ Weights and gradients never pass through it: a message is a few hundred bytes.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+import time
+from collections import Counter, deque
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from shoal.errors import TrainError
+from shoal.sync.parameter_server.balance import BatchBalance
 from shoal.sync.parameter_server.clock import Clock, Push, Update
-from shoal.sync.parameter_server.rpc import LATER, CallId, RpcClient, RpcService
+from shoal.sync.parameter_server.rpc import LATER, CallId, CurveKeys, RpcClient, RpcService
 from shoal.sync.rank_signals import RankSignals
+from shoal.sync.spec import SyncSpec
 
+_DEFAULT = SyncSpec()
 AGAIN = "again"  # the answer to a push that a server has lost: the worker pushes the same gradient once more
 
 
 class Controller:
     """The state of one run. All methods are called by the thread of its service.
 
-    servers: addresses of their services
+    servers: addresses of their services; "" for one that will announce it
+    keys:    of the run, where its processes are on several hosts
+    spec:    with `durable`, the updates since the state of each server on its disk are retained here
     """
 
-    def __init__(self, address: str, servers: list[str], clock: Clock, timeout_s: float) -> None:
+    calls: tuple[str, ...] = (
+        *("join", "get_version", "load", "prepare", "exchange", "snapshot", "hold", "leave", "stop", "locate"),
+        *("resume_server", "note_written", "watch", "get_workers"),
+    )
+
+    def __init__(
+        self,
+        address: str,
+        servers: list[str],
+        clock: Clock,
+        timeout_s: float,
+        keys: CurveKeys | None = None,
+        spec: SyncSpec = _DEFAULT,
+    ) -> None:
         self.clock = clock
-        self._servers = [RpcClient(server, timeout_s) for server in servers]
+        self._connect = partial(RpcClient, timeout_s=timeout_s, keys=keys)
+        self._servers = {index: self._connect(server) for index, server in enumerate(servers) if server}
+        self._locating: list[tuple[CallId, int]] = []  # who asks for a server that has not begun
+        self._updates: deque[Update] = deque()  # the newest, which a server may not have
+        self._confirmed = -1  # a version that every server has had
+        self._written = [-1] * len(servers) if spec.durable else []  # the version of each server's state on disk
+        self.num_bytes = 0  # of all gradients that became updates or were dropped, as they were sent
+        self.num_repeated = 0  # updates that were sent to a server again, since its connection had broken
+        self._num_batches = spec.accumulate
+        self._balance = BatchBalance(spec.accumulate) if spec.balance else None
+        self._shares: dict[int, int] = {}  # micro-batches of a worker's next step, where they are balanced
         self._lives = [0] * len(servers)  # how often each server has started
         self.num_lost = [0] * len(servers)  # updates that were not in the snapshot of a server that came back
         self._waiting: dict[int, CallId] = {}  # workers whose push is prepared
@@ -38,8 +68,9 @@ class Controller:
         self._signals: dict[int, RankSignals] = {}  # since the chief's last exchange; by worker
         self._is_stopping = False
         self.staleness: Counter[int] = Counter()  # of all updates: how often each τ was seen
-        names = ("join", "get_version", "load", "prepare", "exchange", "snapshot", "leave", "stop")
-        self.service = RpcService(address, {name: getattr(self, f"_{name}") for name in (*names, "resume_server")})
+        self._watching: dict[bytes, tuple[CallId, int]] = {}  # workers to be called when their round closes
+        methods = {name: getattr(self, f"_{name}") for name in self.calls}
+        self.service = RpcService(address, methods, keys, self._advance)
 
     def start(self) -> None:
         self.service.start()
@@ -47,7 +78,7 @@ class Controller:
     def close(self) -> None:
         """Idempotent."""
         self.service.close()
-        for server in self._servers:
+        for server in self._servers.values():
             server.close()
 
     # -- calls of workers
@@ -58,6 +89,7 @@ class Controller:
             self._joining[worker] = caller
             return LATER
         self._incarnations[worker] = incarnation = self.clock.join(worker)
+        self._commit(self.clock.advance(time.monotonic()))  # those that have waited for it go on
         return incarnation, self.clock.get_clock(worker), self.clock.sequence, self.clock.steps, self._has_weights
 
     def _get_version(self, caller: CallId, steps: int) -> int:
@@ -82,7 +114,12 @@ class Controller:
         if self._incarnations.get(prepared.worker) != prepared.incarnation:
             return None  # it was taken for dead
         self._waiting[prepared.worker] = caller
-        self._commit(self.clock.prepare(prepared))
+        self.num_bytes += prepared.num_bytes
+        if self._balance is not None:
+            self._balance.note(prepared.worker, prepared.batch_s)
+        self._confirmed = max(self._confirmed, prepared.version)  # it was pulled: every server had it
+        self._forget_updates()
+        self._commit(self.clock.prepare(prepared, time.monotonic()))
         if self._is_stopping:
             self._answer_all()
         return LATER
@@ -98,20 +135,58 @@ class Controller:
     def _commit(self, updates: list[Update]) -> None:
         for update in updates:
             self.staleness.update(update.staleness)
-            for server in self._servers:
+            self._updates.append(update)
+            for server in self._servers.values():
                 server.send("commit", msgspec.to_builtins(update))
+        if updates and self._balance is not None:
+            self._shares = self._balance.divide(self.clock.workers)
         for worker in self.clock.take_released():
             self._answer(worker, self._waiting.pop(worker))
+        closing = [(caller, clock) for caller, clock in self._watching.values() if self.clock.is_closing(clock)]
+        for caller, _ in closing:
+            del self._watching[caller.identity]
+            self.service.reply(caller, True)
+
+    def _advance(self) -> None:
+        """Some times a second."""
+        self._repeat_lost()
+        self._commit(self.clock.advance(time.monotonic()))
+
+    def _watch(self, caller: CallId, clock: int) -> Any:
+        """Answers when a worker in the round of this number is to push what it has."""
+        if self.clock.is_closing(clock):
+            return True
+        self._watching[caller.identity] = caller, clock
+        return LATER
+
+    def _get_workers(self, caller: CallId) -> Any:
+        """Those that take part now, and whether that is too few to go on. At the end they leave one after the other."""
+        return self.clock.workers, self.clock.is_short_of_workers and not self._is_stopping
 
     def _answer(self, worker: int, caller: CallId) -> None:
-        state = self.clock.sequence, self.clock.get_clock(worker), self.clock.steps, self._is_stopping
-        self.service.reply(caller, state)
+        num_batches = self._shares.get(worker, self._num_batches)
+        clock = self.clock.get_clock(worker)
+        self.service.reply(caller, (self.clock.sequence, clock, self.clock.steps, self._is_stopping, num_batches))
 
-    def _snapshot(self, caller: CallId) -> int:
-        """Every server keeps its state at one version, which is returned."""
-        for server in self._servers:
-            server.send("snapshot", self.clock.sequence)
-        return self.clock.sequence
+    def _snapshot(self, caller: CallId) -> Any:
+        """Every server keeps its state at one version; returns it, and the lives of the servers that do so."""
+        return self._mark("snapshot", self.clock.sequence)
+
+    def _hold(self, caller: CallId, worker: int) -> Any:
+        """Every server keeps the weights of one version for this worker; returns as `snapshot`."""
+        return self._mark("hold", self.clock.sequence, worker)
+
+    def _mark(self, name: str, *arguments: Any) -> Any:
+        for server in self._servers.values():
+            server.send(name, *arguments)
+        return self.clock.sequence, self._lives
+
+    def _locate(self, caller: CallId, server: int) -> Any:
+        """The present address of a server, once it has begun."""
+        if server not in self._servers:
+            self._locating.append((caller, server))
+            return LATER
+        return self._servers[server].address
 
     def _exchange(self, caller: CallId, worker: int, is_chief: bool, mine: list[Any]) -> Any:
         """Signals of all workers since the chief's last exchange; only the chief takes the losses."""
@@ -153,20 +228,50 @@ class Controller:
 
     # -- calls of servers
 
-    def _resume_server(self, caller: CallId, server: int, version: int) -> Any:
+    def _resume_server(self, caller: CallId, server: int, version: int, address: str) -> Any:
         """A server begins, for the first time or again, with the state of `version` (-1: none).
 
-        Returns its life, and the version that it has from now on: the updates between them are lost for its part.
-        Pushes that a worker has written to its earlier life are made again.
+        Returns its life, the version that it has from now on, and the updates between them that its log has; without a
+        log they are lost for its part. Pushes that a worker has brought to its earlier life are made again.
         """
         if self._has_weights and version < 0:
             raise TrainError(f"server {server} died and left no state")
         self._lives[server] += 1
-        if self._has_weights:
+        if server not in self._servers or self._servers[server].address != address:
+            if server in self._servers:
+                self._servers[server].close()
+            self._servers[server] = self._connect(address)
+        found = [(asking, index) for asking, index in self._locating if index == server]
+        self._locating = [each for each in self._locating if each not in found]
+        for asking, _ in found:
+            self.service.reply(asking, address)
+        if not self._has_weights:
+            return self._lives[server], -1, []
+        for worker in self.clock.take_back():
+            self.service.reply(self._waiting.pop(worker), AGAIN)
+        missing = [msgspec.to_builtins(each) for each in self._updates if each.sequence > version]
+        if not self._written:
             self.num_lost[server] += self.clock.sequence - version
-            for worker in self.clock.take_back():
-                self.service.reply(self._waiting.pop(worker), AGAIN)
-        return self._lives[server], self.clock.sequence if self._has_weights else -1
+        return self._lives[server], self.clock.sequence, missing if self._written else []
+
+    def _note_written(self, caller: CallId, server: int, version: int) -> None:
+        """The state of a server with this version is on its disk."""
+        if self._written:
+            self._written[server] = version
+            self._forget_updates()
+
+    def _forget_updates(self) -> None:
+        known = min(self._confirmed, *self._written) if self._written else self._confirmed
+        while self._updates and self._updates[0].sequence <= known:
+            self._updates.popleft()
+
+    def _repeat_lost(self) -> None:
+        """Send the newest updates again over a connection that has replaced another: a server applies each once."""
+        for server in self._servers.values():
+            if server.has_reconnected():
+                self.num_repeated += len(self._updates)
+                for update in self._updates:
+                    server.send("commit", msgspec.to_builtins(update))
 
 
 def _add_up(every: list[tuple[float, ...]]) -> tuple[float, ...]:

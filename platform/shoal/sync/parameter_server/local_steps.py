@@ -4,7 +4,10 @@ A round is `every` steps of a worker's own (inner) optimiser, from the weights t
 change, pulled minus present weights, as if it were a gradient, and the servers take a step of the outer optimiser with
 the mean of all workers. Local SGD: SGD of rate 1, which averages the weights (Stich, 1805.09767). DiLoCo: SGD with
 Nesterov momentum (Douillard et al., 2311.08105, algorithm 1). A worker sends `every` times fewer bytes than with a push
-after each step. Called by the launchers.
+after each step. `rounds` decides when changes are merged; a worker that is called pushes what it has.
+
+With fragments, each part of the model has rounds of its own, at staggered steps, and a worker goes on with `delay`
+steps before it uses what was merged: θ ← α θ + (1 - α) θ_merged (Streaming DiLoCo, 2501.18512, algorithm 2).
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from shoal.sync.parameter_server.clock import Settings
+from shoal.sync.parameter_server.partition import divide_fragments
+from shoal.sync.parameter_server.rpc import CurveKeys, RpcClient
 from shoal.sync.parameter_server.worker import ParameterServerSync
 from shoal.sync.spec import SyncSpec
 
@@ -30,7 +35,10 @@ def make_outer_optimizer(inner: Optimizer, spec: SyncSpec) -> Optimizer:
 
 
 class LocalStepsSync(ParameterServerSync):
-    """Worker `worker` of a run with local steps. Its optimiser's state is its own, and that of the chief is saved."""
+    """Worker `worker` of a run with local steps. Its optimiser's state is its own, and that of the chief is saved.
+
+    outer: the optimiser of the servers; it has their state after `collect_state`
+    """
 
     def __init__(
         self,
@@ -40,36 +48,107 @@ class LocalStepsSync(ParameterServerSync):
         controller: str,
         servers: Sequence[str],
         timeout_s: float,
+        keys: CurveKeys | None = None,
     ) -> None:
-        super().__init__(make_outer_optimizer(optimizer, spec), worker, controller, servers, timeout_s)
-        self._inner, self._every = optimizer, spec.every
-        self._num_local = 0  # steps in this round
-        self._pulled: list[Tensor] = []
+        self.outer = make_outer_optimizer(optimizer, spec)
+        super().__init__(self.outer, spec, worker, controller, servers, timeout_s, keys)
+        self._inner, self._spec = optimizer, spec
+        self._fragments = divide_fragments([each.numel() for each in self._parameters], spec.fragments)
+        num = spec.fragments
+        self._due = [spec.every * (index + 1) // num for index in range(num)]  # after so many steps of a cycle
+        self._position = 0  # steps in this cycle
+        self._fragment = 0  # which is exchanged next
+        self._num_unsent = 0  # steps since the last push
+        self._ages = [0] * num  # steps since the last push of each fragment
+        self._arrives_in: int | None = None  # steps until the merge of the fragment on its way is used
+        self._pulled: list[Tensor] = []  # the weights from which changes count
+        self._retained: list[Tensor] = []  # the worker's own weights, while the model has those of the servers
+        self._calls = RpcClient(controller, timeout_s, keys=keys) if spec.quorum is not None else None
 
     def begin(self, step: int) -> int:
-        return self._every * super().begin(step // self._every)
+        super().begin(step)
+        self._pulled = [each.detach().clone() for each in self._parameters]
+        self._begin_segment()
+        return self._steps
+
+    def _begin_segment(self) -> None:
+        """The steps until the exchange of the fragment of this worker's round."""
+        self._fragment = self._clock % len(self._fragments)
+        self._position = self._due[self._fragment - 1] if self._fragment else 0
+        if self._calls is not None:
+            self._calls.send("watch", self._clock)
 
     def before_step(self) -> None:
-        """Pull at the beginning of a round."""
-        if self._num_local == 0:
-            super().before_step()
-            self._pulled = [each.detach().clone() for each in self._parameters]
+        """Go on with this worker's own weights after an evaluation or a save."""
+        self._leave_if_noticed()
+        if self._retained:
+            self._copy(self._retained, self._parameters)
+            self._retained = []
+
+    def before_evaluation(self) -> None:
+        """The newest weights of the servers."""
+        self._retain_own()
+        self._pull(self._parameters)
 
     def apply_gradients(self) -> int:
         self._inner.step()
-        self._num_local += 1
-        if self._num_local == self._every:
-            with torch.no_grad():
-                for parameter, pulled in zip(self._parameters, self._pulled, strict=True):
-                    parameter.grad = pulled - parameter
-            super().apply_gradients()
-            self._num_local = 0
-        return self._every * self._steps
+        self.num_steps += 1
+        self._num_unsent += 1
+        self._position += 1
+        self._ages = [age + 1 for age in self._ages]
+        if self._arrives_in is not None:
+            self._arrives_in -= 1
+            if self._arrives_in == 0:
+                self._use_merged()
+        elif self._position >= self._due[self._fragment] or self._is_called():
+            self._push_fragment()
+        return self._steps
+
+    def _is_called(self) -> bool:
+        """Whether the round ends and this worker is to push what it has."""
+        return self._calls is not None and self._calls.is_answered()
+
+    def _push_fragment(self) -> None:
+        chosen = self._fragments[self._fragment]
+        changes: list[Tensor | None] = [None] * len(self._parameters)
+        for index in chosen:
+            changes[index] = self._pulled[index] - self._parameters[index].detach()
+        self._begin_push(changes, chosen, self._num_unsent, self._ages[self._fragment])
+        self._ages[self._fragment] = self._num_unsent = 0
+        self._arrives_in = self._spec.delay
+        if self._spec.delay == 0:
+            self._use_merged()
+
+    def _use_merged(self) -> None:
+        """Wait for the merge of the fragment on its way, and go on with it."""
+        chosen, blend = self._fragments[self._fragment], self._spec.blend if self._spec.delay else 0.0
+        self._finish_push()
+        self._pull(self._pulled, chosen)
+        with torch.no_grad():
+            for index in chosen:
+                self._parameters[index].lerp_(self._pulled[index], 1.0 - blend)
+        self._arrives_in = None
+        self._begin_segment()
+        self._position += self._spec.delay
 
     def _get_settings(self) -> Settings:
         """The outer optimiser keeps its own."""
         return []
 
     def collect_state(self) -> None:
-        """The weights of the servers; the optimiser's state is this worker's own. The outer momentum is not saved."""
-        self.before_step()
+        """The servers' weights and outer optimiser; the inner optimiser's state is this worker's own."""
+        self._retain_own()
+        super().collect_state()
+
+    def _retain_own(self) -> None:
+        if not self._retained:
+            self._retained = [each.detach().clone() for each in self._parameters]
+
+    def _copy(self, source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
+        with torch.no_grad():
+            torch._foreach_copy_(list(target), list(source))
+
+    def close(self) -> None:
+        super().close()
+        if self._calls is not None:
+            self._calls.close()

@@ -10,10 +10,11 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop, SparseAdam
 
 from shoal.errors import ConfigError
 
@@ -49,21 +50,36 @@ class Partition:
         """Elements of the server's vector."""
         return sum(piece.size for piece in self.pieces[server])
 
-    def read(self, server: int, vector: Tensor, parameters: Sequence[Tensor]) -> None:
-        """Copy the server's vector into the parameters."""
-        for piece in self.pieces[server]:
-            parameters[piece.parameter].view(-1)[piece.begin : piece.end].copy_(
-                vector[piece.offset : piece.offset + piece.size]
-            )
+    def find_range(self, server: int, chosen: range) -> tuple[int, int]:
+        """Where the server's vector has these parameters: its first element, and the one after the last."""
+        found = [piece for piece in self.pieces[server] if piece.parameter in chosen]
+        return (found[0].offset, found[-1].offset + found[-1].size) if found else (0, 0)
 
-    def write(self, server: int, parameters: Sequence[Tensor | None], vector: Tensor) -> None:
-        """Copy the parameters, or zeros for None, into the server's vector."""
+    def read(self, server: int, vector: Tensor, parameters: Sequence[Tensor], chosen: range | None = None) -> int:
+        """Copy the server's vector into the parameters, or into the chosen ones; returns the bytes."""
+        num_bytes = 0
         for piece in self.pieces[server]:
+            if chosen is None or piece.parameter in chosen:
+                part = vector[piece.offset : piece.offset + piece.size]
+                parameters[piece.parameter].view(-1)[piece.begin : piece.end].copy_(part)
+                num_bytes += part.nbytes
+        return num_bytes
+
+    def write(
+        self, server: int, parameters: Sequence[Tensor | None], vector: Tensor, chosen: range | None = None
+    ) -> int:
+        """Copy the parameters, or the chosen ones, or zeros for None, into the server's vector; returns the bytes."""
+        num_bytes = 0
+        for piece in self.pieces[server]:
+            if chosen is not None and piece.parameter not in chosen:
+                continue
             part, given = vector[piece.offset : piece.offset + piece.size], parameters[piece.parameter]
+            num_bytes += part.nbytes
             if given is None:
                 part.zero_()
             else:
                 part.copy_(given.reshape(-1)[piece.begin : piece.end])
+        return num_bytes
 
 
 def divide(sizes: Sequence[int], num_servers: int, *, whole: bool) -> Partition:
@@ -78,6 +94,19 @@ def divide(sizes: Sequence[int], num_servers: int, *, whole: bool) -> Partition:
         what = "parameters, and this optimiser needs each whole" if whole else "elements"
         raise ConfigError("sync.servers", num_servers, f"is more than the model has {what}", f"at most {most}")
     return _divide_parameters(sizes, num_servers) if whole else _divide_elements(sizes, num_servers)
+
+
+def divide_fragments(sizes: Sequence[int], num_fragments: int) -> list[range]:
+    """Consecutive parameters of about equal bytes: the indices of each fragment. Raises ConfigError for too many."""
+    if num_fragments > len(sizes):
+        problem = "is more than the model has parameters, which stay whole"
+        raise ConfigError("sync.fragments", num_fragments, problem, f"at most {len(sizes)}")
+    ends, until = [0], list(accumulate(sizes))
+    for fragment in range(1, num_fragments):
+        wanted = until[-1] * fragment / num_fragments
+        possible = range(ends[-1] + 1, len(sizes) - num_fragments + fragment + 1)
+        ends.append(min(possible, key=lambda end: abs(until[end - 1] - wanted)))
+    return [range(begin, end) for begin, end in pairwise([*ends, len(sizes)])]
 
 
 def _divide_elements(sizes: Sequence[int], num_servers: int) -> Partition:
@@ -144,14 +173,27 @@ def take_part(optimizer: Optimizer, partition: Partition, server: int, vector: T
 def plan_partition(optimizer: Optimizer, num_servers: int) -> Partition:
     """Divide what `optimizer` optimises. Every process of a run computes the same.
 
-    Raises ConfigError for parameters that are not float32, and for more servers than there is to divide.
+    Raises ConfigError for parameters that are not float32, for more servers than there is to divide, and for an
+    optimiser that no server can step.
     """
+    _require_plain_step(optimizer)
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     for each in parameters:
         if each.dtype != torch.float32:
             problem = f"has a parameter of the type {each.dtype}, and servers keep float32"
             raise ConfigError("sync.kind", "parameter_server", f"the model {problem}", "use sync=all_reduce")
     return divide([each.numel() for each in parameters], num_servers, whole=not is_elementwise(optimizer))
+
+
+def _require_plain_step(optimizer: Optimizer) -> None:
+    """A server has dense gradients and no loss. Raises ConfigError for an optimiser that needs anything else."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    problem = "takes sparse gradients" if isinstance(optimizer, SparseAdam) else ""
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        problem = "computes the loss itself"
+    if problem:
+        kind = f"the optimiser {type(optimizer).__name__} {problem}, and a server has dense gradients alone"
+        raise ConfigError("sync.kind", "parameter_server", kind, "use sync=all_reduce")
 
 
 def describe_parameters(optimizer: Optimizer) -> list[list[int]]:

@@ -3,7 +3,9 @@
 Owns the socket of a service, and a caller's waiting for its answer. A service runs in one thread. A method that cannot
 answer yet returns `LATER`, and the service answers by `reply`. A call without an answer is sent again: the service may
 have died, and another may have taken its place at the same address. One service calls its method once all the same: it
-keeps the newest call of each caller, and its answer. Sockets are files in a folder that only this user can enter.
+keeps the newest call of each caller, and its answer. On one host sockets are files in a folder that only this user can
+enter. Between hosts they are TCP with CURVE: only a process that knows the run's public key can connect, and nothing
+can be read or changed on the way. There a call is sent again only on a new connection: a slow link is not loaded twice.
 
 | queue            | capacity  | what blocks     | who unblocks       | close()                          |
 |------------------|-----------|-----------------|--------------------|----------------------------------|
@@ -15,18 +17,47 @@ from __future__ import annotations
 
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any, NamedTuple
 
 import msgspec
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from shoal.errors import ConnectionLost, ShoalError, TrainError
 
 LATER = object()
 _POLL_MS = 100
+UNACKNOWLEDGED_MS = 10_000  # for which TCP keeps a connection on which nothing arrives
+_KEEPALIVE_S = 5
 Method = Callable[..., Any]
+
+
+class CurveKeys(NamedTuple):
+    """The pair of one run, in Z85. Every process of the run has it, and no other."""
+
+    public: bytes
+    secret: bytes
+
+    @classmethod
+    def make(cls) -> CurveKeys:
+        return cls(*zmq.curve_keypair())
+
+
+def _make_socket(kind: int, keys: CurveKeys | None) -> zmq.Socket[bytes]:
+    made: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    made.setsockopt(zmq.LINGER, 0)
+    made.setsockopt(zmq.SNDHWM, 0)
+    made.setsockopt(zmq.RCVHWM, 0)
+    if keys is not None:
+        made.curve_publickey, made.curve_secretkey = keys
+        made.setsockopt(zmq.TCP_MAXRT, UNACKNOWLEDGED_MS)
+        made.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        made.setsockopt(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE_S)
+        made.setsockopt(zmq.TCP_KEEPALIVE_INTVL, _KEEPALIVE_S)
+    return made
 
 
 class CallId(NamedTuple):
@@ -39,16 +70,25 @@ class CallId(NamedTuple):
 class RpcService:
     """Answers calls of `methods` in a thread of its own, until it is closed.
 
+    address: `ipc://FILE`, or `tcp://HOST:PORT` with keys; port 0 takes a free one
     methods: each takes the CallId and the call's arguments
+    tick:    called by the thread some times a second
     """
 
-    def __init__(self, address: str, methods: Mapping[str, Method]) -> None:
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
+    def __init__(
+        self,
+        address: str,
+        methods: Mapping[str, Method],
+        keys: CurveKeys | None = None,
+        tick: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._socket = _make_socket(zmq.ROUTER, keys)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a caller that connects again is the same caller
+        if keys is not None:
+            self._socket.curve_server = True
         self._socket.bind(address)
-        self._methods = methods
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._methods, self._tick = methods, tick
         self._newest: dict[bytes, tuple[int, bytes | None]] = {}  # by caller: its newest call, and the answer
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name=f"service {address}", daemon=True)
@@ -64,6 +104,7 @@ class RpcService:
 
     def _run(self) -> None:
         while not self._is_closing:
+            self._tick()
             if self._socket.poll(_POLL_MS):
                 identity, data = self._socket.recv_multipart()
                 number, name, arguments = msgspec.msgpack.decode(data)
@@ -99,19 +140,30 @@ class RpcClient:
     """Calls of one service. For one thread.
 
     timeout_s: how long a call waits for its answer
-    again_s:   after so long without one it is sent again
+    again_s:   after so long without one it is sent again (ipc), and `locate` is asked (tcp)
+    locate:    where the service is now; None: always at `address`
     """
 
-    def __init__(self, address: str, timeout_s: float, again_s: float = 1.0) -> None:
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
+    def __init__(
+        self,
+        address: str,
+        timeout_s: float,
+        again_s: float = 1.0,
+        keys: CurveKeys | None = None,
+        locate: Callable[[], str] | None = None,
+    ) -> None:
+        self._socket = _make_socket(zmq.DEALER, keys)
+        if keys is not None:
+            self._socket.curve_serverkey = keys.public
+        self._socket.setsockopt(zmq.ROUTING_ID, uuid.uuid4().bytes)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 10)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) if keys else None
+        self._num_connections = 0
         self._socket.connect(address)
-        self._address, self._timeout_s, self._again_s = address, timeout_s, again_s
+        self.address, self._timeout_s, self._again_s, self._locate = address, timeout_s, again_s, locate
         self._numbers = count()
         self._sent = b""
-        self._number = -1
+        self._number = self._answered = -1
 
     def send(self, name: str, *arguments: Any) -> None:
         """Begin a call; `receive` has its answer."""
@@ -123,10 +175,9 @@ class RpcClient:
         """The answer to the newest call. Raises ConnectionLost after the timeout, TrainError for the method's error."""
         deadline = time.monotonic() + self._timeout_s
         while True:
-            if not self._socket.poll(round(1e3 * self._again_s)):
+            if not self._wait():
                 if time.monotonic() > deadline:
-                    raise ConnectionLost(f"{self._address} has not answered for {self._timeout_s:g} s")
-                self._socket.send(self._sent)
+                    raise ConnectionLost(f"{self.address} has not answered for {self._timeout_s:g} s")
                 continue
             number, error, answer = msgspec.msgpack.decode(self._socket.recv())
             if number != self._number:
@@ -135,6 +186,43 @@ class RpcClient:
                 raise TrainError(error)
             return answer
 
+    def is_answered(self) -> bool:
+        """Whether the answer to the newest call has come. It is not retained: nothing receives it."""
+        while self._socket.poll(0):
+            self._answered, _, _ = msgspec.msgpack.decode(self._socket.recv())
+        return self._answered == self._number
+
+    def _wait(self) -> bool:
+        """Whether an answer is there; after a while without one, what may have been lost is sent again."""
+        if self._monitor is None:
+            if self._socket.poll(round(1e3 * self._again_s)):
+                return True
+            self._socket.send(self._sent)
+            return False
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        ready = dict(poller.poll(round(1e3 * self._again_s)))
+        if self._socket in ready:
+            return True
+        if self.has_reconnected():
+            self._socket.send(self._sent)
+        elif not ready and self._locate is not None and (now := self._locate()) != self.address:
+            self._num_connections = max(1, self._num_connections)
+            self._socket.disconnect(self.address)
+            self._socket.connect(now)  # as a new connection, on which the call is sent again
+            self.address = now
+        return False
+
+    def has_reconnected(self) -> bool:
+        """Whether another connection has replaced one since the last time, so that messages may have been lost."""
+        found = False
+        while self._monitor is not None and self._monitor.poll(0):
+            recv_monitor_message(self._monitor)
+            self._num_connections += 1
+            found = found or self._num_connections > 1
+        return found
+
     def call(self, name: str, *arguments: Any) -> Any:
         """The answer of `name`. Raises as `receive`."""
         self.send(name, *arguments)
@@ -142,4 +230,7 @@ class RpcClient:
 
     def close(self) -> None:
         """Idempotent."""
+        if self._monitor is not None and not self._socket.closed:
+            self._socket.disable_monitor()
+            self._monitor.close()
         self._socket.close()

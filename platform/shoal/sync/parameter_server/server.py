@@ -20,6 +20,7 @@ from shoal.sync.parameter_server.partition import NUMBER, describe_parameters, p
 from shoal.sync.parameter_server.shared_weights import SharedWeights
 from shoal.sync.spec import SyncSpec
 
+LATE, LATE_WEIGHTS = "late", "late_weights"  # in a dump: [size], and for each piece
 SETTINGS = ("lr", "momentum", "betas")  # of an optimiser's group, that a schedule may change
 
 
@@ -32,7 +33,7 @@ class ParameterServer:
     def __init__(self, index: int, optimizer: Optimizer, spec: SyncSpec, num_workers: int) -> None:
         partition = plan_partition(optimizer, spec.servers)
         self.parameters = describe_parameters(optimizer)
-        self._pieces, self._spec = partition.pieces[index], spec
+        self._pieces, self.spec = partition.pieces[index], spec
         size = partition.get_size(index)
         self.memory = SharedWeights.create(size, num_workers)
         self._weights, self._gradient = torch.zeros(size), torch.zeros(size)
@@ -43,6 +44,8 @@ class ParameterServer:
         self._pulled: dict[int, Tensor] = {}  # by worker, where staleness is compensated
         self.version = -1  # no weights yet
         self._waiting: dict[int, Update] = {}  # updates that came before an earlier one
+        self._late = torch.empty(0)  # [size] once there is a late gradient: their sum, weighted
+        self._late_weights = [0.0] * len(self._pieces)
 
     def commit(self, update: Update) -> None:
         """Apply an update once all earlier ones are applied."""
@@ -52,27 +55,71 @@ class ParameterServer:
         while (following := self._waiting.pop(self.version + 1, None)) is not None:
             self._apply(following)
 
-    def remember_pull(self, worker: int, version: int) -> None:
-        """A worker computes its next gradient with this version."""
-        if self._spec.compensation:
-            buffer = self.memory.find_buffer(version)
-            self._pulled[worker] = (self._weights if buffer is None else buffer).clone()
+    def remember_pull(self, worker: int, weights: Tensor) -> None:
+        """A worker computes its next gradient with these."""
+        if self.spec.compensation:
+            self._pulled[worker] = weights.clone()
+
+    @property
+    def weights(self) -> Tensor:
+        """[size]: of `version`."""
+        return self._weights
+
+    def copy_weights(self) -> bytes:
+        return self._weights.numpy().tobytes()
 
     def _apply(self, update: Update) -> None:
         first, *others = update.pushes
-        gradient = self._gradient.copy_(self._compensate(first))
-        for push in others:
-            gradient += self._compensate(push)
-        if others:
-            gradient /= len(update.pushes)
         absent = set(first.absent).intersection(*(push.absent for push in others))
-        for piece, view in zip(self._pieces, self._views, strict=True):
-            part = gradient[piece.offset : piece.offset + piece.size]
-            view.grad = None if piece.parameter in absent else part.view(view.shape)
-        self._use_settings(first.settings, max(update.staleness))
-        self._optimizer.step()
+        present = [index for index, piece in enumerate(self._pieces) if piece.parameter not in absent]
+        if update.is_late:
+            self._add_late(first, present)
+        else:
+            gradient = self._average(update.pushes, present)
+            for view in self._views:
+                view.grad = None
+            for index in present:
+                self._views[index].grad = self._slice(gradient, index).view(self._views[index].shape)
+            self._use_settings(first.settings, max(update.staleness))
+            self._optimizer.step()
         self.version = update.sequence
         self.memory.publish(self._weights, self.version)
+
+    def _average(self, pushes: list[Push], present: list[int]) -> Tensor:
+        """The mean of the gradients by their weights, and of those that came too late for the last update."""
+        first, *others = pushes
+        gradient = self._compensate(first)  # where a worker wrote it: it writes there again only after this step
+        has_late = any(self._late_weights[index] for index in present)
+        if not others and not has_late:
+            return gradient
+        unit = max(
+            push.num_batches for push in pushes
+        )  # so that equal weights are 1, and the mean to the bit the plain one
+        gradient = self._gradient.copy_(gradient).mul_(first.num_batches / unit)
+        for push in others:
+            gradient.add_(self._compensate(push), alpha=push.num_batches / unit)
+        total = sum(push.num_batches / unit for push in pushes)
+        if not has_late:
+            return gradient.div_(total)
+        for index in present:
+            late, part = self._slice(self._late, index), self._slice(gradient, index)
+            part.add_(late, alpha=1 / unit).div_(total + self._late_weights[index] / unit)
+            late.zero_()
+            self._late_weights[index] = 0.0
+        return gradient
+
+    def _add_late(self, push: Push, present: list[int]) -> None:
+        if not len(self._late):
+            self._late = torch.zeros_like(self._weights)
+        gradient = self._compensate(push)
+        for index in present:
+            self._slice(self._late, index).add_(self._slice(gradient, index), alpha=push.num_batches)
+            self._late_weights[index] += push.num_batches
+
+    def _slice(self, vector: Tensor, index: int) -> Tensor:
+        """The piece of this index."""
+        piece = self._pieces[index]
+        return vector[piece.offset : piece.offset + piece.size]
 
     def _compensate(self, push: Push) -> Tensor:
         """DC-ASGD, equation 10: the gradient at the present weights, by a diagonal approximation of the Hessian."""
@@ -80,12 +127,12 @@ class ParameterServer:
         before = self._pulled.get(push.worker)
         if before is None:
             return gradient
-        return gradient + self._spec.compensation * gradient.square() * (self._weights - before)
+        return gradient + self.spec.compensation * gradient.square() * (self._weights - before)
 
     def _use_settings(self, settings: Settings, staleness: int) -> None:
         if not settings:  # its own
             return
-        rate = 1 / max(1, staleness) if self._spec.rate == "per_staleness" else 1.0
+        rate = 1 / max(1, staleness) if self.spec.rate == "per_staleness" else 1.0
         for group in self._optimizer.param_groups:
             chosen = settings[group[NUMBER]]
             group.update({name: tuple(value) if name == "betas" else value for name, value in chosen.items()})
@@ -104,6 +151,8 @@ class ParameterServer:
                 self._optimizer.state[view] = {
                     name: each.view(view.shape) if each.ndim else each for name, each in values.items()
                 }
+        if LATE in state:
+            self._late, self._late_weights = state[LATE].clone(), state[LATE_WEIGHTS].tolist()
         self.version = int(state["version"])
         self.memory.publish(self._weights, self.version)
 
@@ -116,8 +165,13 @@ class ParameterServer:
         self._waiting = {sequence: update for sequence, update in self._waiting.items() if sequence > version}
 
     def dump(self) -> dict[str, Tensor]:
-        """`version`, `weights` [size], and `INDEX.NAME`: what the optimiser stores for each piece. Not copied."""
+        """`version`, `weights` [size], and `INDEX.NAME`: what the optimiser stores for each piece. Not copied.
+
+        With late gradients, which the next update takes in, also their sum and weights.
+        """
         state = {"version": torch.tensor(self.version), "weights": self._weights}
+        if any(self._late_weights):
+            state |= {LATE: self._late, LATE_WEIGHTS: torch.tensor(self._late_weights, dtype=torch.double)}
         for index, view in enumerate(self._views):
             values = self._optimizer.state.get(view, {})
             _require_tensors(values)

@@ -3,6 +3,7 @@
 Called by the process of a server. The controller's messages come over one connection and so in their order; pulls and
 snapshots of a version that is still to come are answered when it has come. The state goes to a file every few seconds,
 in the background, so that a server that died begins again from there, while workers wait for it and the others go on.
+A durable one also applies again what its log has since then.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from typing import Any
 
 import msgspec
 import safetensors.torch
+import torch
 
 from shoal.atomic_file import replace_synced
 from shoal.sync.parameter_server.clock import Update
-from shoal.sync.parameter_server.rpc import LATER, CallId, RpcClient, RpcService
+from shoal.sync.parameter_server.compression import decompress
+from shoal.sync.parameter_server.rpc import LATER, CallId, CurveKeys, RpcClient, RpcService
 from shoal.sync.parameter_server.server import ParameterServer
+from shoal.sync.parameter_server.update_log import GradientKey, UpdateLog
 
 
 class ServerService:
@@ -27,6 +31,7 @@ class ServerService:
     controller: the address of the run's
     file:       of the state; None: nothing is kept for a second life
     every_s:    between two writings of the state
+    keys:       of the run, where its processes are on several hosts
     """
 
     def __init__(
@@ -38,18 +43,24 @@ class ServerService:
         timeout_s: float,
         file: Path | None = None,
         every_s: float = 5.0,
+        keys: CurveKeys | None = None,
     ) -> None:
         self._server, self._index, self._file, self._every_s = server, index, file, every_s
-        self._controller = RpcClient(controller, timeout_s)
+        self._controller = RpcClient(controller, timeout_s, keys=keys)
+        self._log = UpdateLog(file) if file is not None and server.spec.durable else None
         self._life = 0
         self._pulls: dict[CallId, tuple[int, int]] = {}  # those that wait: worker, version needed
-        self._dumps: dict[CallId, int] = {}
+        self._dumps: dict[CallId, tuple[int, int]] = {}  # those that wait: version, life
         self._snapshot_at = -1
         self._kept = b""  # the state of the version `_snapshot_at`, as safetensors
+        self._held: dict[int, tuple[int, bytes]] = {}  # by worker: the weights of a version
+        self._fetches: dict[CallId, tuple[int, int, int, int]] = {}  # those that wait: worker, version, range
+        self._incarnations: dict[int, int] = {}  # by worker, of its newest push
         self._written_s, self._written_version = time.monotonic(), -1
+        self._saved_version = self._noted_version = -1  # that is on the disk; that the controller knows to be there
         self._writer: threading.Thread | None = None
-        names = ("address", "load", "pull", "commit", "snapshot", "dump")
-        self.service = RpcService(address, {name: getattr(self, f"_{name}") for name in names})
+        names = ("address", "load", "pull", "push", "append", "hold", "fetch", "commit", "snapshot", "dump")
+        self.service = RpcService(address, {name: getattr(self, f"_{name}") for name in names}, keys)
 
     def start(self) -> None:
         """Begin, or begin again where the file is. Raises ConnectionLost without a controller."""
@@ -57,15 +68,37 @@ class ServerService:
         if self._file is not None and self._file.exists():
             self._server.load(safetensors.torch.load(self._file.read_bytes()))
             version = self._server.version
-        self._life, version = self._controller.call("resume_server", self._index, version)
+        address = self.service.address
+        answer = self._controller.call("resume_server", self._index, version, address)
+        self._life, version, updates = answer
+        for each in updates:
+            self._replay(msgspec.convert(each, Update))
         self._server.set_version(version)
         self.service.start()
+
+    def _replay(self, update: Update) -> None:
+        """Apply an update that came after the state on disk. Its gradients are in the log."""
+        assert self._log is not None
+        for push in update.pushes:
+            key = GradientKey(push.worker, push.incarnation, push.clock)
+            gradient = torch.frombuffer(bytearray(self._log.read(key)), dtype=torch.float32)
+            self._server.memory.gradients[push.worker].copy_(gradient)
+        self._apply(update)
+
+    def _apply(self, update: Update) -> None:
+        self._server.commit(update)
+        if self._log is not None:
+            for push in update.pushes:
+                key = GradientKey(push.worker, push.incarnation, push.clock)
+                self._log.note_applied(key, update.sequence)
 
     def close(self) -> None:
         """End, and leave the newest state on disk. Idempotent."""
         self.service.close()
         self._controller.close()
         self.wait_until_written()
+        if self._log is not None:
+            self._log.close()
         if self._file is not None and self._written_version < self._server.version:
             self._write(self._file)
             self.wait_until_written()
@@ -90,39 +123,103 @@ class ServerService:
         if self._server.version < needed:
             self._pulls[caller] = worker, needed
             return LATER
-        self._server.remember_pull(worker, self._server.version)
+        self._server.remember_pull(worker, self._server.weights)
         return self._life, self._server.memory.get_versions()
 
+    def _push(self, caller: CallId, key: list[int], payload: bytes, begin: int, end: int) -> None:
+        """A gradient of a range of the vector, by message. One of an earlier life of the worker comes too late."""
+        worker, incarnation, _ = key
+        if incarnation >= self._incarnations.get(worker, 0):
+            self._incarnations[worker] = incarnation
+            if begin < end:
+                decompress(self._server.spec.compression, payload, self._server.memory.gradients[worker][begin:end])
+            self._append(caller, key)
+
+    def _append(self, caller: CallId, key: list[int]) -> None:
+        """A gradient is in the memory: log it, if the run is durable."""
+        if self._log is not None:
+            gradient = self._server.memory.gradients[key[0]].numpy()
+            self._log.append(GradientKey(*key), gradient.data.cast("B"))
+
+    def _hold(self, caller: CallId, version: int, worker: int) -> Any:
+        """Keep the weights of this version for the worker; the controller asks for it between two updates."""
+        if self._server.version == version:  # else updates were lost on the way, and come again
+            self._held[worker] = version, self._server.copy_weights()
+            self._answer_fetches()
+        return LATER
+
+    def _fetch(self, caller: CallId, worker: int, version: int, life: int, begin: int, end: int) -> Any:
+        """A range of the weights of a version that is held for the worker; None: hold another."""
+        held_version, held = self._held.get(worker, (-1, b""))
+        if life == self._life and held_version == version:
+            if self._server.spec.compensation:
+                self._server.remember_pull(worker, torch.frombuffer(bytearray(held), dtype=torch.float32))
+            return held[4 * begin : 4 * end]
+        if life != self._life or self._server.version > version:
+            return None
+        if self._server.version == version:
+            self._held[worker] = version, self._server.copy_weights()
+            return self._fetch(caller, worker, version, life, begin, end)
+        self._fetches[caller] = worker, version, begin, end
+        return LATER
+
+    def _answer_fetches(self) -> None:
+        for waiting, (worker, version, begin, end) in list(self._fetches.items()):
+            if version <= self._server.version:
+                del self._fetches[waiting]
+                self.service.reply(waiting, self._fetch(waiting, worker, version, self._life, begin, end))
+
     def _commit(self, caller: CallId, update: dict[str, Any]) -> Any:
-        self._server.commit(msgspec.convert(update, Update))
+        self._apply(msgspec.convert(update, Update))
         for waiting, (worker, needed) in list(self._pulls.items()):
             if needed <= self._server.version:
                 del self._pulls[waiting]
                 self.service.reply(waiting, self._pull(waiting, worker, needed))
+        self._answer_fetches()
+        for waiting, (version, life) in list(self._dumps.items()):
+            if version <= self._server.version:
+                del self._dumps[waiting]
+                self.service.reply(waiting, self._dump(waiting, version, life))
         if self._file is not None and time.monotonic() - self._written_s > self._every_s:
             self._write(self._file)
+        self._forget_saved()
         return LATER  # the controller does not wait for an answer
 
     def _snapshot(self, caller: CallId, version: int) -> Any:
         """Keep the state of this version; the controller asks for it between two updates."""
-        self._snapshot_at, self._kept = version, safetensors.torch.save(self._server.dump())
-        for waiting, wanted in list(self._dumps.items()):
-            if wanted == version:
-                del self._dumps[waiting]
-                self.service.reply(waiting, self._kept)
+        if self._server.version == version:  # else as `hold`
+            self._snapshot_at, self._kept = version, safetensors.torch.save(self._server.dump())
         return LATER
 
-    def _dump(self, caller: CallId, version: int) -> Any:
-        if version != self._snapshot_at:
-            self._dumps[caller] = version
-            return LATER
-        return self._kept
+    def _dump(self, caller: CallId, version: int, life: int) -> Any:
+        """The state of a version of which a snapshot is kept; None: ask for another."""
+        if life == self._life and version == self._snapshot_at:
+            return self._kept
+        if life != self._life or self._server.version > version:
+            return None
+        if self._server.version == version:
+            return safetensors.torch.save(self._server.dump())
+        self._dumps[caller] = version, life
+        return LATER
 
     def _write(self, file: Path) -> None:
         """Write the present state in the background, unless the last one is still being written."""
         if self._writer is not None and self._writer.is_alive():
             return
+        if self._log is not None:
+            self._log.begin_segment()
         self._written_s, self._written_version = time.monotonic(), self._server.version
-        arguments = file, safetensors.torch.save(self._server.dump())
-        self._writer = threading.Thread(target=replace_synced, args=arguments, name=f"state of server {self._index}")
+        arguments = file, safetensors.torch.save(self._server.dump()), self._written_version
+        self._writer = threading.Thread(target=self._save, args=arguments, name=f"state of server {self._index}")
         self._writer.start()
+
+    def _save(self, file: Path, state: bytes, version: int) -> None:
+        replace_synced(file, state)
+        self._saved_version = version
+
+    def _forget_saved(self) -> None:
+        """What is in the state on disk need not be in the log, nor in the controller's list of updates."""
+        if self._log is not None and self._saved_version > self._noted_version:
+            self._noted_version = self._saved_version
+            self._log.remove_until(self._noted_version)
+            self._controller.call("note_written", self._index, self._noted_version)

@@ -12,20 +12,29 @@ from __future__ import annotations
 
 import mmap
 import os
+import secrets
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 _HEADER_BYTES, _ALIGNMENT = 64, 64
+_NAME = "shoal-weights"
 WRITING = -1  # in place of a version
 
 
 class MemoryAddress(NamedTuple):
-    """Where the memory is: a descriptor of a process of this host, and its division."""
+    """Where the memory is: a descriptor of a process of a host, and its division.
 
+    boot: the id of the host's system since it runs
+    mark: a random number in the memory's header, since another container's process may have the same number
+    """
+
+    boot: str
     process: int
     descriptor: int
+    mark: int
     num_elements: int
     num_workers: int
 
@@ -43,28 +52,39 @@ class SharedWeights:
             first = _HEADER_BYTES + index * stride
             return everything[first : first + 4 * size].view(torch.float32)
 
-        self._versions = everything[:_HEADER_BYTES].view(torch.int64)[:2]  # of both buffers
+        header = everything[:_HEADER_BYTES].view(torch.int64)
+        self._versions, self._mark = header[:2], header[2:3]  # the versions of both buffers
         self._buffers = [vector(0), vector(1)]
         self.gradients = [vector(2 + worker) for worker in range(n)]
 
     @classmethod
     def create(cls, num_elements: int, num_workers: int) -> SharedWeights:
         """The server's: the descriptor stays open, so that workers can open it by this process's number."""
-        descriptor = os.memfd_create("shoal-weights")
-        address = MemoryAddress(os.getpid(), descriptor, num_elements, num_workers)
+        descriptor = os.memfd_create(_NAME)
+        mark = secrets.randbits(62)
+        address = MemoryAddress(_get_boot_id(), os.getpid(), descriptor, mark, num_elements, num_workers)
         os.truncate(descriptor, _size_bytes(address))
         made = cls(address, mmap.mmap(descriptor, _size_bytes(address)), owns_descriptor=True)
         made._versions.fill_(WRITING)
+        made._mark.fill_(mark)
         return made
 
     @classmethod
     def open(cls, address: MemoryAddress) -> SharedWeights:
-        """A worker's. Raises OSError when the server is gone, or on another host."""
-        descriptor = os.open(f"/proc/{address.process}/fd/{address.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        """A worker's. Raises OSError when the server is gone, or on another host or in another container."""
+        place = f"/proc/{address.process}/fd/{address.descriptor}"
+        if address.boot != _get_boot_id() or not os.readlink(place).startswith(f"/memfd:{_NAME}"):
+            raise FileNotFoundError(place)
+        descriptor = os.open(place, os.O_RDWR | os.O_CLOEXEC)
         try:
-            return cls(address, mmap.mmap(descriptor, _size_bytes(address)))
+            if os.fstat(descriptor).st_size != _size_bytes(address):
+                raise FileNotFoundError(place)
+            found = cls(address, mmap.mmap(descriptor, _size_bytes(address)))
         finally:
             os.close(descriptor)
+        if int(found._mark) != address.mark:
+            raise FileNotFoundError(place)
+        return found
 
     def publish(self, weights: Tensor, version: int) -> int:
         """Make `weights` the newest ones; returns their buffer. Called by the server alone."""
@@ -91,10 +111,14 @@ class SharedWeights:
     def close(self) -> None:
         """Release the mapping. Idempotent."""
         self._buffers, self.gradients = [], []
-        self._versions = torch.empty(0, dtype=torch.int64)
+        self._versions = self._mark = torch.empty(0, dtype=torch.int64)
         if self._owns_descriptor:
             os.close(self.address.descriptor)
             self._owns_descriptor = False
+
+
+def _get_boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _aligned(size: int) -> int:

@@ -1,14 +1,16 @@
 """The synchronizer of a worker in asynchronous training: pulls weights, pushes gradients, and waits only if it must.
 
-Owns the worker's connections and its view of the servers' memory. Called by the Trainer. On one host weights and
-gradients lie in shared memory, so a step costs one message to the controller and one to each server.
+Owns the worker's connections. Called by the Trainer. On one host weights and gradients lie in shared memory, so a step
+costs one message to the controller and one to each server. Where a server's memory cannot be opened, they travel in the
+messages (`server_link`): the controller has every server hold the weights of one version for the worker, which fetches
+them, whatever updates come meanwhile.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 import safetensors.torch
@@ -16,14 +18,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoal.errors import SpecMismatch, TrainError
+from shoal.errors import SpecMismatch, TrainError, WorkerDeparted
 from shoal.sync.parameter_server.clock import Push, Settings
 from shoal.sync.parameter_server.controller import AGAIN
 from shoal.sync.parameter_server.partition import ParameterSlice, describe_parameters, plan_partition
-from shoal.sync.parameter_server.rpc import RpcClient
+from shoal.sync.parameter_server.rpc import CurveKeys, RpcClient
 from shoal.sync.parameter_server.server import SETTINGS
-from shoal.sync.parameter_server.shared_weights import WRITING, MemoryAddress, SharedWeights
+from shoal.sync.parameter_server.server_link import ServerLink
+from shoal.sync.parameter_server.shared_weights import WRITING
+from shoal.sync.parameter_server.update_log import GradientKey
 from shoal.sync.rank_signals import RankSignals
+from shoal.sync.spec import SyncSpec
 from shoal.sync.synchronizer import Synchronizer
 
 EXCHANGE_S = 0.25  # between two exchanges of signals
@@ -33,106 +38,179 @@ class ParameterServerSync(Synchronizer):
     """Worker `worker` of a run; the chief, which evaluates, saves and reports, is worker 0.
 
     optimizer: its parameters get the weights, and its settings go with each push; its state is the servers'
+    servers:   their addresses; "" for one that the controller will know
+    keys:      of the run, where its processes are on several hosts
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
+        spec: SyncSpec,
         worker: int,
         controller: str,
         servers: Sequence[str],
         timeout_s: float,
+        keys: CurveKeys | None = None,
     ) -> None:
         self._optimizer, self._partition = optimizer, plan_partition(optimizer, len(servers))
         self._parameters = [each for group in optimizer.param_groups for each in group["params"]]
         self._worker, self.is_chief = worker, worker == 0
-        self._controller = RpcClient(controller, timeout_s)
-        self._servers = [RpcClient(server, timeout_s) for server in servers]
-        self._memories: list[SharedWeights] = []
-        self._lives: list[int] = []  # of the servers whose memory is mapped
+        self._controller = RpcClient(controller, timeout_s, keys=keys)
+        self._pushes = RpcClient(controller, timeout_s, keys=keys)  # whose answer may be awaited later
+        self._links: list[ServerLink] = []
+        for index, server in enumerate(servers):
+            locate = partial(self._controller.call, "locate", index)
+            client = RpcClient(server or locate(), timeout_s, keys=keys, locate=locate)
+            self._links.append(ServerLink(client, self._partition, index, worker, spec))
         self._incarnation = self._clock = self._needed = self._version = self._steps = 0
+        self._accumulate = self._num_batches = spec.accumulate  # on average, and in the present step
+        self._sums: list[Tensor | None] = []  # of the gradients of the micro-batches so far
+        self._num_done = 0  # micro-batches
+        self._batch_began_s = self._computed_s = 0.0  # this micro-batch; all of the step
         self._is_stopping = False
+        self._push: Push  # the newest
+        self.num_steps = 0  # of this worker
+        self.is_noticed: Callable[[], bool] = lambda: False  # that it is to leave, between two steps
         self._exchanged_s = time.monotonic()
         self.waited_s = 0.0
 
     def begin(self, step: int) -> int:
-        self._open_memories()
+        self._open_servers()
         joined = self._controller.call("join", self._worker, self.is_chief)
         self._incarnation, self._clock, self._needed, self._steps, has_weights = joined
         if not has_weights:
-            self._load_servers(step)
-            self._steps = step
-        self.before_step()
-        return self._steps
+            self._steps = step // self._accumulate
+            self._load_servers(self._steps)
+        self._pull(self._parameters)
+        return self._accumulate * self._steps
 
-    def _open_memories(self) -> None:
-        """Map the memory of every server: at the beginning, and again when one of them has begun another life."""
-        for memory in self._memories:
-            memory.close()
-        self._memories, self._lives = [], []
-        for server in self._servers:
-            address, life, parameters = server.call("address")
-            self._lives.append(life)
-            if parameters != describe_parameters(self._optimizer):
+    def _open_servers(self) -> None:
+        """Open every server's memory: at the beginning, and again when one of them has begun another life."""
+        for link in self._links:
+            if link.open() != describe_parameters(self._optimizer):
                 problem = "has parameters of other shapes than the servers'"
                 raise SpecMismatch(
                     "task", f"worker {self._worker}", problem, "every worker needs the same Task and args"
                 )
-            self._memories.append(SharedWeights.open(MemoryAddress(*address)))
 
     def before_step(self) -> None:
-        """Pull: the newest weights that all servers have, and at least those of the last update of this worker."""
+        self._leave_if_noticed()
+        self._batch_began_s = time.perf_counter()
+        if not self._num_done:  # not in the middle of an accumulation
+            self._pull(self._parameters)
+        self._batch_began_s = time.perf_counter()
+
+    def _leave_if_noticed(self) -> None:
+        """Raises WorkerDeparted."""
+        if self.is_noticed():
+            self._controller.call("leave", self._worker)
+            raise WorkerDeparted(f"worker {self._worker} left after {self.num_steps:,} steps of its own")
+
+    def _pull(self, parameters: Sequence[Tensor], chosen: range | None = None) -> None:
+        """The newest weights that all servers have, and at least those of the last update of this worker.
+
+        chosen: the parameters that are pulled; None: all
+        """
         began_s = time.perf_counter()
-        needed = self._needed
-        while True:
-            for server in self._servers:
-                server.send("pull", self._worker, needed)
-            answers = [server.receive() for server in self._servers]
-            if [life for life, _ in answers] != self._lives:
-                self._open_memories()
-                continue
-            common = set.intersection(*(set(versions) for _, versions in answers))
-            version = max(common, default=WRITING)
-            if version >= needed and self._copy_weights(version):
-                break
-            needed = max(needed, *(min(versions) for _, versions in answers))  # a server does not go back
+        while not (self._copy_shared if all(link.memory for link in self._links) else self._fetch)(parameters, chosen):
+            pass
         self.waited_s += time.perf_counter() - began_s
 
-    def _copy_weights(self, version: int) -> bool:
-        """Whether all servers had the version until it was copied."""
+    def _copy_shared(self, parameters: Sequence[Tensor], chosen: range | None) -> bool:
+        """Copy the weights out of the servers' memory; whether they had a version in common until it was copied."""
+        for link in self._links:
+            link.client.send("pull", self._worker, self._needed)
+        answers = [link.client.receive() for link in self._links]
+        if [life for life, _ in answers] != self._server_incarnations:
+            self._open_servers()
+            return False
+        version = max(set.intersection(*(set(versions) for _, versions in answers)), default=WRITING)
         with torch.no_grad():
-            for server, memory in enumerate(self._memories):
-                buffer = memory.find_buffer(version)
-                if buffer is None:
-                    return False
-                self._partition.read(server, buffer, self._parameters)
-                if version not in memory.get_versions():
-                    return False
+            if version >= self._needed and all(
+                link.copy_shared_weights(version, parameters, chosen) for link in self._links
+            ):
+                self._version = version
+                return True
+        self._needed = max(self._needed, *(min(versions) for _, versions in answers))  # a server does not go back
+        return False
+
+    def _fetch(self, parameters: Sequence[Tensor], chosen: range | None) -> bool:
+        """Take the weights of one version in messages; whether every server still lived that held them."""
+        version, lives = self._controller.call("hold", self._worker)
+        for link, life in zip(self._links, lives, strict=True):
+            link.fetch(version, life, chosen)
+        answers = [link.client.receive() for link in self._links]
+        if lives != self._server_incarnations:
+            self._open_servers()
+        if any(weights is None for weights in answers):
+            return False
+        with torch.no_grad():
+            for link, weights in zip(self._links, answers, strict=True):
+                link.copy_weights(weights, parameters, chosen)
         self._version = version
         return True
 
+    @property
+    def _server_incarnations(self) -> list[int]:
+        """Of the servers, as this worker knows them."""
+        return [link.life for link in self._links]
+
     def apply_gradients(self) -> int:
-        """Push: the gradient into every server's memory, then a word to the controller, which makes it an update."""
+        """Push the mean gradient of the step's micro-batches, after the last of them."""
         found = [parameter.grad for parameter in self._parameters]
         if any(gradient is not None and gradient.is_sparse for gradient in found):
             raise TrainError("a parameter server takes dense gradients: use sparse=False, or sync=all_reduce")
-        absent = [index for index, gradient in enumerate(found) if gradient is None]
-        settings = self._get_settings()
+        self.num_steps += 1
+        self._num_done += 1
+        self._computed_s += time.perf_counter() - self._batch_began_s
+        if self._num_batches > 1:
+            found = self._sums = _add_gradients(self._sums, found)
+            if self._num_done < self._num_batches:
+                return self._accumulate * self._steps
+            found = [None if each is None else each / self._num_done for each in found]
+        self._begin_push(found, num_batches=self._num_done, batch_s=self._computed_s / self._num_done)
+        self._finish_push()
+        self._sums, self._num_done, self._computed_s = [], 0, 0.0
+        return self._accumulate * self._steps
+
+    def _begin_push(
+        self,
+        gradients: Sequence[Tensor | None],
+        chosen: range | None = None,
+        num_steps: int = 1,
+        num_batches: int = 1,
+        batch_s: float = 0.0,
+    ) -> None:
+        """Bring gradients to all servers, of all parameters or the chosen ones. They may not change until the end."""
         began_s = time.perf_counter()
-        answer: Any = AGAIN
-        while answer == AGAIN:  # once, unless a server dies meanwhile
-            for server, memory in enumerate(self._memories):
-                self._partition.write(server, found, memory.gradients[self._worker])
-            key = (self._worker, self._incarnation, self._clock, self._version)
-            push = Push(*key, lives=self._lives, absent=absent, settings=settings)
-            answer = self._controller.call("prepare", msgspec.to_builtins(push))
-            if answer == AGAIN:
-                self._open_memories()
+        for link in self._links:
+            link.take(gradients, chosen)
+        absent = [index for index, gradient in enumerate(gradients) if gradient is None]
+        num_bytes = sum(link.num_bytes for link in self._links)
+        key = self._worker, self._incarnation, self._clock, self._version
+        self._push = Push(*key, [], absent, self._get_settings(), num_bytes, num_steps, num_batches, batch_s)
+        self._bring_push()
+        self.waited_s += time.perf_counter() - began_s
+
+    def _bring_push(self) -> None:
+        key = GradientKey(self._push.worker, self._push.incarnation, self._push.clock)
+        for link in self._links:
+            link.send(key)
+        for link in self._links:
+            link.finish()
+        push = msgspec.structs.replace(self._push, lives=self._server_incarnations)
+        self._pushes.send("prepare", msgspec.to_builtins(push))
+
+    def _finish_push(self) -> None:
+        """Wait until this worker may go on."""
+        began_s = time.perf_counter()
+        while (answer := self._pushes.receive()) == AGAIN:  # a server died meanwhile
+            self._open_servers()
+            self._bring_push()
         self.waited_s += time.perf_counter() - began_s
         if answer is None:
             raise TrainError(f"worker {self._worker} was taken for dead, and another has its place")
-        self._needed, self._clock, self._steps, self._is_stopping = answer
-        return self._steps
+        self._needed, self._clock, self._steps, self._is_stopping, self._num_batches = answer
 
     def _get_settings(self) -> Settings:
         """Of each group of the optimiser, for the servers' step."""
@@ -154,7 +232,7 @@ class ParameterServerSync(Synchronizer):
 
     def _load_servers(self, step: int) -> None:
         version = torch.tensor(self._controller.call("get_version", step))
-        for server, client in enumerate(self._servers):
+        for server, link in enumerate(self._links):
             weights = torch.empty(self._partition.get_size(server))
             self._partition.write(server, [each.detach() for each in self._parameters], weights)
             state = {"version": version, "weights": weights}
@@ -162,21 +240,35 @@ class ParameterServerSync(Synchronizer):
                 stored = self._optimizer.state.get(self._parameters[piece.parameter], {})
                 for name, each in stored.items():
                     state[f"{index}.{name}"] = each.reshape(-1)[piece.begin : piece.end] if each.ndim else each
-            client.call("load", safetensors.torch.save(state))
+            link.client.call("load", safetensors.torch.save(state))
         self._needed = self._controller.call("load", step)
+
+    @property
+    def num_elements(self) -> int:
+        """Of the model."""
+        return sum(each.numel() for each in self._parameters)
+
+    def count_bytes(self) -> tuple[int, int]:
+        """Of gradients that this worker has written to servers, and of weights that it has read."""
+        return sum(link.num_pushed_bytes for link in self._links), sum(link.num_pulled_bytes for link in self._links)
 
     def collect_state(self) -> None:
         """The state of one version, from all servers, into the chief's model and optimiser."""
-        version = self._controller.call("snapshot")
-        for server in self._servers:
-            server.send("dump", version)
-        for index, server in enumerate(self._servers):
-            state = safetensors.torch.load(server.receive())
+        states: list[bytes | None] = [None]
+        while None in states:  # once, unless a server dies meanwhile
+            version, lives = self._controller.call("snapshot")
+            for link, life in zip(self._links, lives, strict=True):
+                link.client.send("dump", version, life)
+            states = [link.client.receive() for link in self._links]
+        for index, encoded in enumerate(states):
+            assert encoded is not None
+            state = safetensors.torch.load(encoded)
             with torch.no_grad():
                 self._partition.read(index, state.pop("weights"), self._parameters)
-            del state["version"]
             for name, value in state.items():
-                number, _, stored = name.partition(".")
+                number, is_stored, stored = name.partition(".")
+                if not is_stored:  # the version; late gradients
+                    continue
                 self._join_state(self._partition.pieces[index][int(number)], stored, value)
         self._version = version
 
@@ -191,7 +283,20 @@ class ParameterServerSync(Synchronizer):
         own[name].view(-1)[piece.begin : piece.end] = value
 
     def close(self) -> None:
-        for memory in self._memories:
-            memory.close()
-        for caller in (self._controller, *self._servers):
-            caller.close()
+        for link in self._links:
+            link.close()
+        self._controller.close()
+        self._pushes.close()
+
+
+def _add_gradients(sums: list[Tensor | None], found: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The sums with these gradients added; None where there was none so far."""
+    if not sums:
+        return [None if each is None else each.detach().clone() for each in found]
+    for index, each in enumerate(found):
+        before = sums[index]
+        if before is None:
+            sums[index] = None if each is None else each.detach().clone()
+        elif each is not None:
+            before += each
+    return sums

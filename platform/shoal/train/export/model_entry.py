@@ -6,19 +6,15 @@ registered model is loaded, and needs no file of the user's: the source is part 
 
 from __future__ import annotations
 
-import hashlib
-import linecache
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from torch import nn
 
-from shoal.errors import ConfigError
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature
+from shoal.registry.source_module import load_source
 from shoal.runs import RunRecorder
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
@@ -74,11 +70,13 @@ def register_model(
     signature: Signature,
     data: Mapping[str, str],
     recorder: RunRecorder,
+    lineage: Mapping[str, object] | None = None,
 ) -> ModelVersion:
     """Register the network that a run retained, and record that.
 
     factory: how to build it, with the source as of the run's beginning
     data:    fingerprints of the datasets, by part
+    lineage: where a search has found it
 
     Raises RegistryError, and ConfigError for a name or alias that does not fit.
     """
@@ -92,6 +90,7 @@ def register_model(
         run_id=recorder.id,
         metrics=outcome.metrics,
         data=data,
+        lineage=lineage,
         aliases=spec.aliases,
     )
     recorder.record_model(version.name, version.version, version.aliases)
@@ -99,25 +98,7 @@ def register_model(
 
 
 def _make_task(task: str, args: Mapping[str, Any], source: str, name: str) -> Task:
-    made: object = getattr(_load_source(source, task), name)(**args) if source else find_task(task)(**args)
+    factory = getattr(load_source(source, task, "model.kwargs.source"), name) if source else find_task(task)
+    made: object = factory(**args)
     assert isinstance(made, Task)
     return made
-
-
-def _load_source(source: str, task: str) -> ModuleType:
-    """The module of the source, executed once per process. Registered sources are the user's own code."""
-    name = f"shoal_registered_{hashlib.sha256(source.encode()).hexdigest()[:16]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    module, file = ModuleType(name), f"<{task}, as registered>"
-    module.__file__ = file
-    sys.modules[name] = module
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # tracebacks show the lines
-    try:
-        exec(compile(source, file, "exec", dont_inherit=True), module.__dict__)
-    except Exception as error:  # user code may raise anything
-        del sys.modules[name]
-        problem = f"the registered source does not run: {type(error).__name__}: {error}"
-        remedy = "what it imports must be installed here; files beside the Task's are not registered with it"
-        raise ConfigError("model.kwargs.source", task, problem, remedy) from error
-    return module

@@ -18,6 +18,7 @@ from shoal.errors import ConfigError, ShoalError
 from shoal.home import home
 from shoal.parallel import World
 from shoal.runs import Run, RunRecorder, Status
+from shoal.train.launch.hogwild import make_hogwild_arguments
 from shoal.train.launch.parameter_server import fit_replicas
 from shoal.train.launch.shutdown_signal import TORCHRUN, shutdown_event
 from shoal.train.launch.training_run import TrainingRun
@@ -48,7 +49,7 @@ class LocalBackend:
         self._world, self._should_stop = world, should_stop
 
     def attempt(self, run: TrainingRun) -> TrainResult:
-        if run.spec.sync.kind != "all_reduce":
+        if run.spec.has_replicas:
             return fit_replicas(run.spec, run.run_id, run.folder, run.log, self._should_stop)
         task = make_task(run.spec.task, run.spec.args)
         trainer = Trainer(
@@ -59,6 +60,7 @@ class LocalBackend:
             run_id=run.run_id,
             journal=run.log,
             should_stop=self._should_stop,
+            **make_hogwild_arguments(run.spec, self._world, run.log),
         )
         return trainer.run()
 
@@ -82,10 +84,10 @@ def fit_locally(
     predicts:  record the predicted cost, which takes a second or two at the end
     say:       receives lines about progress and problems
     """
-    is_synchronous = spec.sync.kind == "all_reduce"
-    if not is_synchronous and "WORLD_SIZE" in os.environ:
-        raise ConfigError("sync.kind", spec.sync.kind, "starts its workers itself", "leave out torchrun")
-    workers = int(os.environ.get("WORLD_SIZE", "1")) if is_synchronous else spec.workers
+    if spec.has_replicas and "WORLD_SIZE" in os.environ:
+        field, value = ("workers", f"[{spec.min_workers}, {spec.workers}]") if spec.is_elastic else ("sync.kind", "")
+        raise ConfigError(field, value or spec.sync.kind, "starts its workers itself", "leave out torchrun")
+    workers = spec.workers if spec.has_replicas else int(os.environ.get("WORLD_SIZE", "1"))
     spec = spec.model_copy(update={"workers": workers})
     if renews:
         unload_if_changed(spec.task)

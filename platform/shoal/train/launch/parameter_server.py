@@ -1,39 +1,49 @@
 """Asynchronous training: servers and workers on one machine, and the controller in the process that starts them.
 
-Owns the processes, the folder of their sockets and the controller. Called by `fit_locally`, and with Ray workers by
+Owns the folder of the processes' sockets, and the controller. Called by `fit_locally`, and with Ray workers by
 `flows.training`. The Trainer of worker 0, the chief, sends what it reports to this process, which writes the record.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import os
+import signal
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
 import torch
-from torch.optim import Optimizer
 
-from shoal.errors import RankLost, ShoalError, TrainError
+from shoal.errors import ShoalError, TrainError, WorkerDeparted
+from shoal.network_address import find_local_address
 from shoal.parallel import World
 from shoal.random_state import seed_everything
-from shoal.sync.parameter_server.clock import Clock
+from shoal.sync.elastic.controller import ElasticController
+from shoal.sync.elastic.worker import ElasticSync, ReplicaState
 from shoal.sync.parameter_server.controller import Controller
 from shoal.sync.parameter_server.local_steps import LocalStepsSync, make_outer_optimizer
-from shoal.sync.parameter_server.rpc import CallId, Method, RpcClient, RpcService
+from shoal.sync.parameter_server.rounds import RoundClock, make_clock
+from shoal.sync.parameter_server.rpc import CallId, CurveKeys, Method, RpcClient, RpcService
 from shoal.sync.parameter_server.server import ParameterServer
 from shoal.sync.parameter_server.server_service import ServerService
+from shoal.sync.parameter_server.update_log import remove_log
 from shoal.sync.parameter_server.worker import ParameterServerSync
-from shoal.sync.synchronizer import Synchronizer
+from shoal.sync.spec import SyncSpec
+from shoal.train.launch.process_group import (
+    ForkedProcess,
+    ProcessGroup,
+    StartProcess,
+    Target,
+    end_with_parent,
+)
+from shoal.train.loop.components import TrainComponents
 from shoal.train.loop.trainer import Trainer
 from shoal.train.optim.optimizers import make_optimizer
 from shoal.train.reporting.event_log import EventLog, NullLog
@@ -42,28 +52,73 @@ from shoal.train.spec import TrainSpec
 from shoal.train.task import build_model, make_task
 
 CALL_TIMEOUT_S = 120.0
+WAIT_TIMEOUT_S = 900.0  # the same for a worker that may have to wait for others to join
 POLL_S = 0.05
-END_TIMEOUT_S = 10.0
-MAX_DEATHS = 3  # of one place
 
 
 @dataclass(frozen=True)
 class Addresses:
-    """The sockets of one run."""
+    """The sockets of one run.
+
+    servers: "": a free port of its host, which the server announces to the controller
+    keys:    None on one host
+    """
 
     controller: str
     journal: str
     servers: list[str]
+    keys: CurveKeys | None = None
 
     @classmethod
     def within(cls, folder: str, num_servers: int) -> Addresses:
+        """Files of `folder`."""
         names = ("controller", "journal", *(f"server-{index}" for index in range(num_servers)))
         controller, journal, *servers = [f"ipc://{folder}/{name}" for name in names]
         return cls(controller, journal, servers)
 
+    @classmethod
+    def at(cls, host: str, num_servers: int) -> Addresses:
+        """Free ports of `host` for the processes that start the others."""
+        return cls(f"tcp://{host}:0", f"tcp://{host}:0", num_servers * [""], CurveKeys.make())
+
+    def choose_server_address(self, index: int) -> str:
+        """Where server `index` binds, on the host on which this is called."""
+        if self.keys is None:
+            return self.servers[index]
+        controller = urlsplit(self.controller).hostname
+        assert controller is not None
+        host = find_local_address(controller)
+        if host is None:
+            raise TrainError(f"server {index}: this host has no route to {controller}, where the run was started")
+        return f"tcp://{host}:0"
+
+
+def count_servers(spec: TrainSpec) -> int:
+    return 0 if spec.is_elastic else spec.sync.servers
+
+
+def _make_controller(spec: TrainSpec, addresses: Addresses) -> Controller:
+    clock = make_clock(spec.sync, spec.workers, spec.min_workers)
+    if spec.is_elastic:
+        return ElasticController(addresses.controller, clock, CALL_TIMEOUT_S, addresses.keys)
+    servers = addresses.servers
+    return Controller(addresses.controller, servers, clock, CALL_TIMEOUT_S, addresses.keys, spec.sync)
+
 
 def _state_files(spec: TrainSpec, folder: Path) -> list[Path]:
-    return [folder / f"server-{index}.safetensors" for index in range(spec.sync.servers)]
+    return [folder / f"server-{index}.safetensors" for index in range(count_servers(spec))]
+
+
+class Traffic(msgspec.Struct):
+    """What one worker has exchanged with the servers.
+
+    num_elements: of its model
+    """
+
+    num_steps: int
+    num_elements: int
+    pushed_bytes: int
+    pulled_bytes: int
 
 
 @dataclass
@@ -72,90 +127,18 @@ class _Inbox:
 
     error: str = ""
     outcome: dict[str, Any] | None = None
+    departed: set[int] = field(default_factory=set)  # workers that have left in order, and are not replaced yet
+    traffic: list[Traffic] = field(default_factory=list)
 
 
-class ProcessHandle(Protocol):
-    """A server's or a worker's process."""
-
-    def poll(self) -> str | None:
-        """None while it runs; "" once it has ended; else what it died of."""
-        ...
-
-    def end(self) -> None:
-        """End it, if it runs. Idempotent."""
-        ...
-
-
-StartProcess = Callable[[str, Callable[..., None], tuple[Any, ...]], ProcessHandle]  # its name, function and arguments
-
-
-class ForkedProcess:
-    """A process on this machine, forked from a server that has loaded torch once for all."""
-
-    def __init__(self, name: str, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, "torch._dynamo"])
-        self._process = context.Process(target=target, args=arguments, name=name)
-        self._process.start()
-
-    @property
-    def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
-
-    def poll(self) -> str | None:
-        code = self._process.exitcode
-        return None if code is None else f"status {code}" if code else ""
-
-    def end(self) -> None:
-        self._process.terminate()
-        self._process.join(END_TIMEOUT_S)
-
-
-class _ProcessGroup:
-    """The processes of servers and workers."""
-
-    def __init__(
-        self, spec: TrainSpec, addresses: Addresses, run_id: str, folder: Path, journal: EventLog, start: StartProcess
-    ) -> None:
-        self._journal, self._start_process = journal, start
-        self._controller = RpcClient(addresses.controller, CALL_TIMEOUT_S)
-        self._targets: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {}
-        for index, file in enumerate(_state_files(spec, folder)):
-            self._targets[f"server {index}"] = run_server, (spec, index, addresses, file)
-        for index in range(spec.workers):
-            self._targets[f"worker {index}"] = run_worker, (spec, index, addresses, run_id, folder)
-        self._processes: dict[str, ProcessHandle] = {}
-        self._num_deaths: Counter[str] = Counter()
-
-    def start(self) -> None:
-        for name, (target, arguments) in self._targets.items():
-            self._processes[name] = self._start_process(name, target, arguments)
-
-    def is_running(self) -> bool:
-        """Whether any worker runs."""
-        return any(process.poll() is None for name, process in self._processes.items() if name.startswith("worker"))
-
-    def replace_dead(self) -> None:
-        """Start another process for each that has died. Raises RankLost."""
-        for name, process in list(self._processes.items()):
-            cause = process.poll()
-            if not cause:
-                continue
-            self._num_deaths[name] += 1
-            kind, index = name.split()
-            self._journal.record_event(f"{kind}_lost", index=int(index), cause=cause)
-            if self._num_deaths[name] >= MAX_DEATHS:
-                raise RankLost(f"{name} died {MAX_DEATHS} times: {cause}")
-            if kind == "worker":
-                self._controller.call("leave", int(index))
-            self._processes[name] = self._start_process(name, *self._targets[name])
-
-    def close(self) -> None:
-        """End all processes."""
-        for process in self._processes.values():
-            process.end()
-        self._controller.close()
+def _list_targets(spec: TrainSpec, addresses: Addresses, run_id: str, folder: Path) -> dict[str, Target]:
+    """What each process of a run does."""
+    targets: dict[str, Target] = {}
+    for index, file in enumerate(_state_files(spec, folder)):
+        targets[f"server {index}"] = run_server, (spec, index, addresses, file)
+    for index in range(spec.workers):
+        targets[f"worker {index}"] = run_worker, (spec, index, addresses, run_id, folder)
+    return targets
 
 
 def fit_replicas(
@@ -166,44 +149,86 @@ def fit_replicas(
     should_stop: Callable[[], bool],
     start: StartProcess = ForkedProcess,
     tick: Callable[[], object] = lambda: None,
+    host: str = "",
 ) -> TrainResult:
     """Train to the end; returns the chief's outcome.
 
     start: how a process begins
     tick:  called a few times a second; what it raises ends the run
+    host:  the address of this host for the others on which processes may begin; "": all are on this one
 
     A worker or server that dies is replaced, while the others go on. Raises the error of a process that failed of
-    itself, and RankLost when one has died MAX_DEATHS times.
+    itself, and RankLost when one has died MAX_DEATHS times that the run cannot do without.
     """
     with ExitStack() as closing:
         sockets = closing.enter_context(tempfile.TemporaryDirectory(prefix="shoal-sync-"))
-        addresses = Addresses.within(sockets, spec.sync.servers)
+        num_servers = count_servers(spec)
+        addresses = Addresses.at(host, num_servers) if host else Addresses.within(sockets, num_servers)
         for file in _state_files(spec, folder):
             file.unlink(missing_ok=True)  # of an earlier attempt, which ended with a checkpoint
-        clock = Clock(spec.workers, spec.sync.staleness, spec.sync.backups)
-        controller = Controller(addresses.controller, addresses.servers, clock, CALL_TIMEOUT_S)
+            remove_log(file)
+        controller = _make_controller(spec, addresses)
         closing.callback(controller.close)
         controller.start()
         inbox = _Inbox()
-        log = _serve_journal(addresses.journal, journal, inbox, should_stop)
+        log = _serve_journal(addresses, journal, inbox, should_stop)
         closing.callback(log.close)
-        group = _ProcessGroup(spec, addresses, run_id, folder, journal, start)
+        addresses = replace(addresses, controller=controller.service.address, journal=log.address)
+        calls = RpcClient(addresses.controller, CALL_TIMEOUT_S, keys=addresses.keys)
+        targets = _list_targets(spec, addresses, run_id, folder)
+        group = ProcessGroup(targets, spec.min_workers, calls, journal, start, inbox.departed)
         closing.callback(group.close)
         group.start()
-        while group.is_running():
+        while group.is_running(has_outcome=inbox.outcome is not None):
             time.sleep(POLL_S)
             if inbox.error:
                 raise TrainError(inbox.error)
             group.replace_dead()
+            group.replace_departed()
+            group.note_workers(time.monotonic())
             tick()
-        counts = {str(staleness): count for staleness, count in sorted(controller.staleness.items())}
-        lost = sum(controller.num_lost)
-        journal.record_event("staleness", updates=clock.sequence, counts=counts, dropped=clock.num_dropped, lost=lost)
         assert inbox.outcome is not None
-        return msgspec.convert(inbox.outcome, TrainResult, dec_hook=lambda kind, value: kind(value))
+        outcome = msgspec.convert(inbox.outcome, TrainResult, dec_hook=lambda kind, value: kind(value))
+        if isinstance(controller, ElasticController):
+            journal.record_event("elastic", healed=controller.num_healed, restarts=controller.num_restarts - 1)
+        else:
+            _record_updates(controller, journal, outcome.steps)
+            _record_traffic(inbox.traffic, spec.sync, journal)
+        return outcome
 
 
-def _serve_journal(address: str, journal: EventLog, inbox: _Inbox, should_stop: Callable[[], bool]) -> RpcService:
+def _record_updates(controller: Controller, journal: EventLog, step: int) -> None:
+    """What became of all pushes, for the record: how often each τ was seen, what was lost or dropped, the bytes."""
+    clock, seen = controller.clock, sorted(controller.staleness.items())
+    counts, lost = {str(staleness): count for staleness, count in seen}, sum(controller.num_lost)
+    sent = {"bytes_pushed": controller.num_bytes, "repeated": controller.num_repeated}
+    rounds = {"rounds": clock.round, "late": clock.num_late} if isinstance(clock, RoundClock) else {}
+    details = {"counts": counts, "dropped": clock.num_dropped, "lost": lost, **sent, **rounds}
+    journal.record_event("staleness", updates=clock.sequence, **details)
+    journal.log(step, {"sync/bytes_pushed": float(controller.num_bytes)})
+    if seen:
+        highest = seen[-1][0]
+        number = np.array([controller.staleness[staleness] for staleness in range(highest + 1)])
+        journal.log_histogram(step, "sync/staleness", number, np.arange(highest + 2) - 0.5)
+
+
+def _record_traffic(traffic: list[Traffic], sync: SyncSpec, journal: EventLog) -> None:
+    """The bytes that a worker exchanged in a step, on the average of those that have ended, beside the predicted."""
+    num_steps = sum(each.num_steps for each in traffic)
+    if num_steps:
+        pushed, pulled = sync.predict_bytes(traffic[0].num_elements)
+        journal.record_event(
+            "communication",
+            pushed_bytes_per_step=sum(each.pushed_bytes for each in traffic) / num_steps,
+            pulled_bytes_per_step=sum(each.pulled_bytes for each in traffic) / num_steps,
+            predicted_pushed_bytes_per_step=pushed,
+            predicted_pulled_bytes_per_step=pulled,
+        )
+
+
+def _serve_journal(
+    addresses: Addresses, journal: EventLog, inbox: _Inbox, should_stop: Callable[[], bool]
+) -> RpcService:
     def log(caller: CallId, step: int, values: dict[str, float]) -> bool:
         journal.log(step, values)
         return should_stop()
@@ -225,8 +250,15 @@ def _serve_journal(address: str, journal: EventLog, inbox: _Inbox, should_stop: 
     def poll(caller: CallId) -> bool:
         return should_stop()
 
+    def count(caller: CallId, traffic: dict[str, Any]) -> None:
+        inbox.traffic.append(msgspec.convert(traffic, Traffic))
+
+    def leave(caller: CallId, worker: int) -> None:
+        inbox.departed.add(worker)
+
     methods: dict[str, Method] = {"log": log, "record_event": record_event, "log_histogram": log_histogram}
-    service = RpcService(address, {**methods, "fail": fail, "finish": finish, "poll": poll})
+    methods = {**methods, "fail": fail, "finish": finish, "poll": poll, "count": count, "leave": leave}
+    service = RpcService(addresses.journal, methods, addresses.keys)
     service.start()
     return service
 
@@ -252,7 +284,7 @@ class _ForwardedLog:
 
 def run_server(spec: TrainSpec, index: int, addresses: Addresses, file: Path) -> None:
     """The process of server `index`: until it is ended."""
-    _end_with_parent()
+    end_with_parent()
     torch.set_num_threads(1)
     task = make_task(spec.task, spec.args)
     seed_everything(spec.seed)
@@ -261,34 +293,55 @@ def run_server(spec: TrainSpec, index: int, addresses: Addresses, file: Path) ->
     if spec.sync.has_local_steps:
         optimizer = make_outer_optimizer(optimizer, spec.sync)
     server = ParameterServer(index, optimizer, spec.sync, spec.workers)
-    ServerService(addresses.servers[index], index, server, addresses.controller, CALL_TIMEOUT_S, file).start()
+    where = addresses.choose_server_address(index), index, server, addresses.controller, CALL_TIMEOUT_S, file
+    ServerService(*where, keys=addresses.keys).start()
     threading.Event().wait()
 
 
-def _end_with_parent() -> None:
-    """End this process when the one that started it is gone, however that ended. Ray does so for its own workers."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
+def _make_synchronizer(
+    spec: TrainSpec, parts: TrainComponents, index: int, addresses: Addresses, is_noticed: Callable[[], bool]
+) -> ParameterServerSync | ElasticSync:
+    timeout_s = CALL_TIMEOUT_S if spec.min_workers is None else WAIT_TIMEOUT_S
+    if spec.is_elastic:
+        place = index, spec.workers, addresses.controller, timeout_s, addresses.keys
+        return ElasticSync(parts.optimizer, _make_replica_state(parts), *place, is_noticed)
+    where = index, addresses.controller, addresses.servers, timeout_s, addresses.keys
+    if not spec.sync.has_local_steps:
+        made = ParameterServerSync(parts.optimizer, spec.sync, *where)
+    else:
+        made = LocalStepsSync(parts.optimizer, spec.sync, *where)
+        parts.outer = made.outer
+    made.is_noticed = is_noticed
+    return made
 
-        def watch() -> None:
-            parent.join()
-            os._exit(1)
 
-        threading.Thread(target=watch, name="parent watch", daemon=True).start()
+def _make_replica_state(parts: TrainComponents) -> ReplicaState:
+    def get() -> dict[str, Any]:
+        return {"state": parts.state(), "counts": parts.get_counts()}
 
+    def load(found: dict[str, Any]) -> None:
+        parts.load_state(found["state"])
+        parts.load_counts(found["counts"])
 
-def _make_synchronizer(spec: TrainSpec, optimizer: Optimizer, index: int, addresses: Addresses) -> Synchronizer:
-    where = index, addresses.controller, addresses.servers, CALL_TIMEOUT_S
-    if spec.sync.has_local_steps:
-        return LocalStepsSync(optimizer, spec.sync, *where)
-    return ParameterServerSync(optimizer, *where)
+    return ReplicaState(get, load, lambda: (parts.training.num_samples, parts.training.num_global))
 
 
 def run_worker(spec: TrainSpec, index: int, addresses: Addresses, run_id: str, folder: Path) -> None:
     """The process of worker `index`: a Trainer, to its end."""
-    _end_with_parent()
+    end_with_parent()
     torch.set_num_threads(spec.threads or 1)
-    calls = RpcClient(addresses.journal, CALL_TIMEOUT_S)
+    calls = RpcClient(addresses.journal, CALL_TIMEOUT_S, keys=addresses.keys)
+    made: list[ParameterServerSync | ElasticSync] = []
+    notice = threading.Event()
+    if threading.current_thread() is threading.main_thread():
+        # With servers, the chief stays until it is killed: it has the run to save when all processes are told to end.
+        is_leaving = spec.is_elastic or index != 0
+        signal.signal(signal.SIGTERM, (lambda number, frame: notice.set()) if is_leaving else signal.SIG_IGN)
+
+    def make_synchronizer(parts: TrainComponents) -> ParameterServerSync | ElasticSync:
+        made.append(_make_synchronizer(spec, parts, index, addresses, notice.is_set))
+        return made[0]
+
     try:
         trainer = Trainer(
             spec,
@@ -299,11 +352,17 @@ def run_worker(spec: TrainSpec, index: int, addresses: Addresses, run_id: str, f
             journal=_ForwardedLog(calls) if index == 0 else NullLog(),
             should_stop=lambda: bool(calls.call("poll")),
             replica=(index, spec.workers),
-            make_synchronizer=lambda parts: _make_synchronizer(spec, parts.optimizer, index, addresses),
+            make_synchronizer=make_synchronizer,
         )
         outcome = trainer.run()
+    except WorkerDeparted as departure:
+        if not departure.is_over:
+            calls.call("leave", index)
+        return
     except ShoalError as error:
         calls.call("fail", f"worker {index}: {error}")
         return
+    if isinstance(worker := made[0], ParameterServerSync):
+        calls.call("count", msgspec.to_builtins(Traffic(worker.num_steps, worker.num_elements, *worker.count_bytes())))
     if index == 0:
         calls.call("finish", msgspec.to_builtins(outcome, enc_hook=str))

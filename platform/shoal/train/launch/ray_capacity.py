@@ -51,14 +51,17 @@ class WorkerPlacement:
 
 
 def require_capacity(spec: TrainSpec, wait_s: float) -> None:
-    """Raises PlanError when the cluster can never hold so many workers, ClusterError when none fit within `wait_s`."""
-    resource, there = _resource_name(spec), count_workers_that_fit(spec)
-    if there < spec.workers:
+    """Raises PlanError when the cluster can never hold so many workers, ClusterError when none fit within `wait_s`.
+
+    Of a range of workers the smallest number must fit.
+    """
+    resource, there, needed = _resource_name(spec), count_workers_that_fit(spec), spec.min_workers or spec.workers
+    if there < needed:
         remedy = f"use workers={there}, or a larger cluster" if there else f"start a cluster with {resource}s"
-        raise PlanError("workers", spec.workers, f"the cluster has {there} {resource}s", remedy)
-    free = wait_for_resource(resource, spec.workers, wait_s)
-    if free < spec.workers:
-        problem = f"{spec.workers} workers need a {resource} each, and {int(free)} of {there} are free"
+        raise PlanError("workers", needed, f"the cluster has {there} {resource}s", remedy)
+    free = wait_for_resource(resource, needed, wait_s)
+    if free < needed:
+        problem = f"{needed} workers need a {resource} each, and {int(free)} of {there} are free"
         raise ClusterError(f"{problem}: wait for what runs, or end it (`shoal status`), or use fewer workers")
 
 

@@ -1,6 +1,7 @@
-"""Processes of a run that are Ray workers on this node: each runs one function to its end.
+"""Processes of a run that are Ray workers: each runs one function to its end.
 
-Called by `flows.training` for asynchronous training, whose processes share memory and sockets of one host.
+Called by `flows.training` for asynchronous training. Its processes share memory and sockets of this node, or are on any
+nodes of the cluster, as Ray places them.
 """
 
 from __future__ import annotations
@@ -18,13 +19,19 @@ from shoal.errors import summarize_error
 
 
 class RayProcess:
-    """One Ray worker, as a ProcessHandle of `parameter_server`. Workers take a CPU each, servers none."""
+    """One Ray worker, as a ProcessHandle of `parameter_server`. Workers take a CPU each, servers none.
 
-    def __init__(self, name: str, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    is_anywhere: on any node; otherwise on this one
+    """
+
+    def __init__(
+        self, name: str, target: Callable[..., None], arguments: tuple[Any, ...], *, is_anywhere: bool = False
+    ) -> None:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         num_cpus = 1 if name.startswith("worker") else 0
         task = ray.remote(num_cpus=num_cpus, max_retries=0, max_calls=1, name=name)(_run_in)
-        self._reference = task.options(scheduling_strategy=here).remote(Path.cwd(), target, arguments)
+        where = "SPREAD" if is_anywhere else here
+        self._reference = task.options(scheduling_strategy=where).remote(Path.cwd(), target, arguments)
         self._cause: str | None = None
 
     def poll(self) -> str | None:
@@ -41,6 +48,13 @@ class RayProcess:
             ray.cancel(self._reference, force=True)
 
 
+def find_host_address() -> str:
+    """The address of this node for processes on others; "" when the cluster has one node."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    return str(ray.util.get_node_ip_address()) if len(nodes) > 1 else ""
+
+
 def _run_in(folder: Path, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    os.chdir(folder)
+    if folder.is_dir():  # else this is another node, where Ray has chosen the folder with the job's files
+        os.chdir(folder)
     target(*arguments)

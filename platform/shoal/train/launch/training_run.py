@@ -61,7 +61,7 @@ class TrainingRun:
         result = self._attempt_until_over(backend)
         if self.recorder is None:
             return result
-        if self.predicts and not result.is_interrupted and self.spec.sync.kind == "all_reduce":
+        if self.predicts and not result.is_interrupted and not self.spec.has_replicas:
             from shoal.train.launch.predicted_cost import predict_cost_details  # loads parts of torch
 
             self.log.record_event(PREDICTED, **predict_cost_details(self.spec))

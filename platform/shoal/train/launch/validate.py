@@ -28,6 +28,7 @@ from shoal.registry import ModelFactory, Signature, require_name
 from shoal.runs import Status
 from shoal.train.export.model_entry import make_factory, make_model_name
 from shoal.train.export.signature import infer_signature
+from shoal.train.initial_weights import load_initial_weights
 from shoal.train.loop.oom import is_out_of_memory
 from shoal.train.optim.lr_schedule import resolve_total_steps
 from shoal.train.spec import TrainSpec
@@ -63,7 +64,7 @@ def validate_run(spec: TrainSpec) -> ValidatedRun:
     _require_backend(spec)
     task = make_task(spec.task, spec.args)
     _require_methods(task, spec)
-    if spec.workers > 1:
+    if spec.workers > 1 or spec.sync.hogwild > 1:
         _require_picklable(task, spec)
     data = load_data(task, spec.task)
     _require_samples(data)
@@ -85,6 +86,7 @@ def _validate_model(spec: TrainSpec, task: Task, data: Data, samples: int) -> Va
     resolve_total_steps(spec, steps_per_epoch)
     seed_everything(spec.seed)
     model = _build_model(task, spec)
+    load_initial_weights(model, spec.init)
     # The workers' hosts may have a CUDA that this one lacks.
     device = "cuda" if spec.device == "cuda" else choose_device(spec.device, 0).type
     check_plan(model, task, spec.parallel, degrees, batch, device)
@@ -155,9 +157,17 @@ def _require_own_step_fits(task: Task, spec: TrainSpec, model: nn.Module) -> Non
     if task.train_step is not None and spec.selective_backprop is not None:
         problem = f"needs the loss of each sample, and {type(task).__name__} has a train_step of its own"
         raise ConfigError("selective_backprop", type(task).__name__, problem, "leave it out")
-    if spec.sync.kind == "parameter_server" and task.optimizers(model) is not None:
+    if task.optimizers(model) is None:
+        return
+    if spec.sync.kind == "parameter_server":
         problem = f"{type(task).__name__} has several optimizers, and servers apply the gradients of one"
         raise ConfigError("sync.kind", "parameter_server", problem, "use all_reduce, local_sgd or diloco")
+    if spec.is_elastic:
+        problem = f"{type(task).__name__} has several optimizers, and workers that join share the gradients of one"
+        raise ConfigError("workers", f"[{spec.min_workers}, {spec.workers}]", problem, "use workers=N")
+    if spec.sync.hogwild > 1:
+        problem = f"{type(task).__name__} has several optimizers, and a lane has one"
+        raise ConfigError("sync.hogwild", spec.sync.hogwild, problem, "leave it out")
 
 
 def _require_inputs(task: Task, spec: TrainSpec, batch: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from torch import Tensor
 
@@ -12,17 +13,18 @@ from shoal.train.loop.components import TrainComponents
 
 
 class CallbackRunner:
-    """The callbacks of one rank. log: into the record, with a step"""
+    """The callbacks of one rank. folder: of the run; log: into the record, with a step"""
 
     def __init__(
         self,
         callbacks: Sequence[object],
         parts: TrainComponents,
         is_first: bool,
+        folder: Path,
         log: Callable[[int, Mapping[str, float]], None],
     ) -> None:
         self._callbacks, self._parts = [_require_callback(each) for each in callbacks], parts
-        self._state = TrainingState(parts.model.modules, parts.optimizer, is_first, _log=log)
+        self._state = TrainingState(parts.model.modules, parts.optimizer, is_first, folder, _log=log)
 
     @property
     def stop_reason(self) -> str:

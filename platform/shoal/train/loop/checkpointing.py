@@ -21,7 +21,7 @@ from shoal.errors import CheckpointError, NotFinite
 from shoal.parallel import World
 from shoal.parallel.state import gradients
 from shoal.random_state import get_random_state, set_random_state
-from shoal.train.loop.components import AVERAGE, HAS_STATE, TrainComponents
+from shoal.train.loop.components import AVERAGE, HAS_STATE, OUTER_MOMENTUM, TrainComponents
 from shoal.train.reporting.event_log import EventLog
 from shoal.train.spec import CheckpointSpec
 
@@ -100,7 +100,7 @@ class CheckpointManager:
 
     def _load(self, found: Found, state: dict[str, Any]) -> Extras:
         """Fill `state`; entries that the checkpoint lacks are removed from it."""
-        extras = self._checkpointer.load(found, state, may_lack=(AVERAGE, HAS_STATE))
+        extras = self._checkpointer.load(found, state, may_lack=(AVERAGE, HAS_STATE, OUTER_MOMENTUM))
         for name in extras.absent & state.keys():
             del state[name]
         return extras

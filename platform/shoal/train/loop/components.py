@@ -23,6 +23,7 @@ from shoal.parallel.build import parallelize
 from shoal.parallel.model import ParallelModel
 from shoal.parallel.spmd.base import SpmdModel
 from shoal.random_state import seed_everything
+from shoal.train.initial_weights import load_initial_weights
 from shoal.train.optim.ema import WeightAverage
 from shoal.train.optim.lr_schedule import (
     SchedulePosition,
@@ -47,6 +48,7 @@ from shoal.train.stateful_metric import MetricSet
 from shoal.train.task import Task, build_model, load_data
 
 AVERAGE = "average"  # its key in the state; missing in a run that began without one
+OUTER_MOMENTUM = "outer_momentum"  # of DiLoCo; missing in a run of another kind
 HAS_STATE = "begun"  # the parameters with optimiser state; missing in older checkpoints
 
 
@@ -88,6 +90,7 @@ class TrainComponents:
     num_parameters: int
     stateful: MetricSet
     finished_steps: int | None = None  # of the run, where replicas are at steps of their own
+    outer: Optimizer | None = None  # that of the servers, of the same parameters, where workers take local steps
 
     def train_step(self, batch: Any, step: int) -> Tensor:
         """Run one step over this rank's share: computes the gradients, returns the mean loss, detached."""
@@ -189,7 +192,19 @@ class TrainComponents:
         kept = self.optimizer.state
         begun = {name: bool(kept.get(each)) for name, each in self._iter_trained()}
         optimizer = self.model.optimizer_state(self.optimizer, to_fill=to_fill)
-        return {**self.network_state(), "optimizer": optimizer, HAS_STATE: begun}
+        state = {**self.network_state(), "optimizer": optimizer, HAS_STATE: begun}
+        return {**state, OUTER_MOMENTUM: self._get_outer_momentum()} if self._has_outer_momentum else state
+
+    @property
+    def _has_outer_momentum(self) -> bool:
+        return self.outer is not None and any(group.get("momentum") for group in self.outer.param_groups)
+
+    def _get_outer_momentum(self) -> dict[str, Tensor]:
+        """By parameter. Before the first step of the outer optimiser it is zero."""
+        assert self.outer is not None
+        stored = {name: self.outer.state[each].get("momentum_buffer") for name, each in self._iter_trained()}
+        zeros = {name: torch.zeros_like(each) for name, each in self._iter_trained() if stored[name] is None}
+        return {name: zeros[name] if each is None else each for name, each in stored.items()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Load a `state` that a checkpoint has filled; the optimiser settings of the spec are kept."""
@@ -198,6 +213,9 @@ class TrainComponents:
         for name, each in self._iter_trained():
             if HAS_STATE in state and not state[HAS_STATE][name]:
                 self.optimizer.state.pop(each, None)
+        if self.outer is not None and OUTER_MOMENTUM in state:
+            for name, each in self._iter_trained():
+                self.outer.state[each]["momentum_buffer"] = state[OUTER_MOMENTUM][name]
         restore_spec_settings(self.optimizer, self.spec.optimizer)
 
     def _iter_trained(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -264,6 +282,7 @@ def build_components(
     validation = _make_loader(spec, data, world, share, is_training=False) if data.validation is not None else None
     seed_everything(spec.seed)
     network = build_model(task, spec.task)
+    load_initial_weights(network, spec.init)
     num_parameters = sum(parameter.numel() for parameter in network.parameters())
     example = load_first_batch(data, spec.batch_size // (replica[1] if replica else degrees.data), world.device)
     model = parallelize(network, task, spec.parallel, degrees, world, example, spec.seed)

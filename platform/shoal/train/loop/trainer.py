@@ -91,7 +91,7 @@ class Trainer:
         self._loss_names: tuple[str, ...] = ()  # of the Task's further losses
         self._loss_sum, self._num_losses = 0.0, 0.0  # over all ranks, since the last report
         self._named_sums: list[float] = []  # of the further losses
-        self._callbacks = CallbackRunner(task.callbacks(), parts, world.is_first, self._report)
+        self._callbacks = CallbackRunner(task.callbacks(), parts, world.is_first, folder, self._report)
 
     def run(self) -> TrainResult:
         """Train to the end and return the outcome, the same on every rank.
@@ -172,6 +172,7 @@ class Trainer:
                 if self._is_first_step:  # of this attempt; later ones wait before an evaluation or a save
                     parts.model.check_buffers()
                     self._is_first_step = False
+                self._sync.combine_gradients()
                 if self.spec.clip_norm is not None:
                     norm = parts.model.clip_gradients(self.spec.clip_norm)
                 self._wait_until_copied()
@@ -306,7 +307,7 @@ class Trainer:
         if parts.validation is None:
             return None
         with self._meter.pause(), parts.apply_average():
-            self._sync.before_step()
+            self._sync.before_evaluation()
             parts.model.check_buffers()
             metrics = evaluate(parts.model, parts.validation, parts.stateful)
         self._progress.evaluated, self._progress.metrics = step, metrics

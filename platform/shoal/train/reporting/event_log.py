@@ -67,7 +67,7 @@ class RecordLog:
 
     def record_event(self, kind: str, /, **details: object) -> None:
         """Remove an earlier attempt's metrics of steps that this attempt will repeat."""
-        if kind == "training":
+        if kind in ("training", "population"):
             step = details["step"]
             assert isinstance(step, int)
             with suppress(RecordUnwritable):

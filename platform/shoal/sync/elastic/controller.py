@@ -1,0 +1,161 @@
+"""The controller of elastic synchronous training: whose gradients a step has, and who gives a new worker its state.
+
+Owns the membership and the run's memory. The order of steps is the `Clock`'s with staleness 0: a step is taken by all
+that take part or by none, at the moment when this process decides so. By then the gradients lie in memory that no
+worker owns, so the death of a worker afterwards takes nothing from the others.
+
+    a worker joins ► no step is taken without it ► one that waits writes its state ► the new one reads it ► it pushes
+
+While a worker has no state yet, no step can be taken, so the state that is written is that of all. When no worker has a
+state, worker 0 begins with the newest checkpoint, and the others take its state: the restart of the whole group.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from shoal.errors import TrainError
+from shoal.sync.elastic.run_memory import RunMemory
+from shoal.sync.parameter_server.clock import Clock, Update
+from shoal.sync.parameter_server.controller import Controller
+from shoal.sync.parameter_server.rpc import LATER, CallId, CurveKeys
+
+GIVE = "give"  # the answer to a push: write your state, then ask again
+CHIEF = 0
+
+
+class ElasticController(Controller):
+    """One run's.
+
+    num_restarts: how often the group began with a checkpoint, as no worker had a state
+    num_healed:   workers that took the state of another
+    """
+
+    calls = ("join", "load", "prepare", "exchange", "leave", "depart", "give", "stop", "get_workers")
+
+    def __init__(self, address: str, clock: Clock, timeout_s: float, keys: CurveKeys | None = None) -> None:
+        self._num_places = clock.num_workers
+        self._shapes: list[list[int]] | None = None
+        self._memory: RunMemory | None = None
+        self._unhealed: dict[int, CallId] = {}  # workers that have joined, and wait for a state
+        self._healed: set[int] = set()  # those that have the state, or may read it now
+        self._donor: int | None = None  # the worker that writes its state
+        self._owed: tuple[Any, ...] | None = None  # the donor's answer, when its step was taken meanwhile
+        self._given_at = self._giving_at = -1  # steps that are in the state in memory; in the one that is written
+        self._pushes: list[tuple[int, int, list[int]]] = []  # of the step that is taken now: worker, samples, absent
+        self.num_restarts = self.num_healed = 0
+        super().__init__(address, [], clock, timeout_s, keys)
+
+    def close(self) -> None:
+        super().close()
+        if self._memory is not None:
+            self._memory.close()
+
+    # -- joining
+
+    def _join(self, caller: CallId, worker: int, shapes: Any) -> Any:
+        """A worker with parameters of these shapes; answers when it may begin."""
+        if self._memory is None:
+            self._shapes = shapes
+            self._memory = RunMemory.create(sum(map(math.prod, shapes)), self._num_places)
+        if shapes != self._shapes:
+            raise TrainError(
+                "has parameters of other shapes than the others': every worker needs the same Task and args"
+            )
+        if self._is_stopping:
+            if worker == CHIEF:
+                raise TrainError("died while it ended the run: resume the run, from its newest checkpoint")
+            return None
+        self._incarnations[worker] = self.clock.join(worker)
+        self._unhealed[worker] = caller
+        self._heal()
+        return LATER
+
+    def _heal(self) -> None:
+        """Let those without a state begin, or have a state written for them."""
+        if not self._unhealed or self._donor is not None:
+            return
+        if self._given_at == self.clock.sequence:
+            for worker, caller in self._unhealed.items():
+                self._admit(worker, caller, has_state=True)
+            self._healed |= self._unhealed.keys()
+            self.num_healed += len(self._unhealed)
+            self._unhealed.clear()
+        elif not self._healed:
+            if CHIEF in self._unhealed:
+                self._admit(CHIEF, self._unhealed.pop(CHIEF), has_state=False)
+        elif donors := sorted(self._healed & self._waiting.keys()):
+            self._donor, self._giving_at = donors[0], self.clock.sequence
+            self.service.reply(self._waiting[donors[0]], GIVE)
+
+    def _admit(self, worker: int, caller: CallId, *, has_state: bool) -> None:
+        assert self._memory is not None
+        begun = self._incarnations[worker], self.clock.get_clock(worker), self.clock.sequence
+        self.service.reply(caller, (*begun, has_state, self._memory.address))
+
+    def _load(self, caller: CallId, steps: int) -> Any:
+        """The chief begins after `steps` steps, with a state that the others take."""
+        self.clock.resume(steps)
+        self._has_weights, self._given_at = True, -1
+        self._healed.add(CHIEF)
+        self.num_restarts += 1
+        self._heal()
+        return steps
+
+    def _give(self, caller: CallId, worker: int, leaves: bool) -> Any:
+        """The donor has written its state. Answers as `prepare` would have, unless it leaves now."""
+        self._donor, self._given_at = None, self._giving_at
+        if leaves:
+            self._leave(caller, worker)
+            return None
+        owed, self._owed = self._owed, None
+        if owed is None:
+            self._waiting[worker] = caller
+        self._heal()
+        return LATER if owed is None else owed
+
+    # -- steps
+
+    def _prepare(self, caller: CallId, push: dict[str, Any]) -> Any:
+        answer = super()._prepare(caller, push)
+        self._heal()
+        return answer
+
+    def _commit(self, updates: list[Update]) -> None:
+        self._pushes = [(each.worker, each.num_batches, each.absent) for update in updates for each in update.pushes]
+        super()._commit(updates)
+        self._pushes = []
+
+    def _answer(self, worker: int, caller: CallId) -> None:
+        """The pushes of the step that is taken; none when the run ends."""
+        answer = self.clock.sequence, self.clock.get_clock(worker), self._is_stopping, self._pushes
+        if worker == self._donor:
+            self._owed = answer
+        else:
+            self.service.reply(caller, answer)
+
+    # -- leaving
+
+    def _depart(self, caller: CallId, worker: int) -> bool:
+        """A worker leaves between two steps. Whether it has to write its state first, which no other has."""
+        if self._healed == {worker} and self._given_at != self.clock.sequence:
+            self._donor, self._giving_at = worker, self.clock.sequence
+            return True
+        self._leave(caller, worker)
+        return False
+
+    def _leave(self, caller: CallId, worker: int) -> None:
+        if worker == self._donor:
+            self._donor = self._owed = None
+        if worker in self._unhealed:
+            self.service.reply(self._unhealed.pop(worker), None)
+        self._healed.discard(worker)
+        super()._leave(caller, worker)
+        self._heal()
+
+    def _stop(self, caller: CallId) -> None:
+        super()._stop(caller)
+        for waiting in self._unhealed.values():
+            self.service.reply(waiting, None)
+        self._unhealed.clear()
