@@ -42,8 +42,8 @@ class Raw:
             heard.append(decode(self.socket.recv_multipart(), MessageLimits()))
         return heard
 
-    def enter(self, actor_id: str = "raw", incarnation: int = 1) -> Welcome:
-        self.say(Hello(1, TOKEN, actor_id, incarnation))
+    def enter(self, actor_id: str = "raw", incarnation: int = 1, inference: str = "local") -> Welcome:
+        self.say(Hello(1, TOKEN, actor_id, incarnation, inference=inference))
         welcome = self.hear(Welcome)
         assert isinstance(welcome, Welcome)
         return welcome

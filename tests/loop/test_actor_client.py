@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+import msgspec
 import numpy as np
 import pytest
 
@@ -75,7 +76,7 @@ def test_another_run_on_the_same_port_is_joined_and_told() -> None:
             assert actor.drain(60)
             parts.gateway.close()
             with serving(port=port) as other:
-                other.gateway._run_id = "run-2"
+                other.gateway._handshake.run_id = "run-2"
                 with pytest.raises(RunChanged, match="run-2"):
                     wait_for(lambda: actor.newer_weights(10**9))
                 assert actor.run_id == "run-2"
@@ -93,7 +94,7 @@ def test_who_connects_again_after_a_run_has_ended_plays_for_the_next_one(run_id:
         parts.gateway.close(finished=True)
         wait_for(lambda: actor.newer_weights(10**9) or actor.finished)
         with serving(port=parts.gateway.port, queue_capacity=2) as other:
-            other.gateway._run_id = run_id
+            other.gateway._handshake.run_id = run_id
             assert actor.connect() == EXPERIENCE
             assert (actor.run_id, actor.finished) == (run_id, False)
             for _ in range(2):
@@ -105,6 +106,22 @@ def test_who_connects_again_after_a_run_has_ended_plays_for_the_next_one(run_id:
             post = actor._send_message
             actor._send_message = lambda message: (posted.append(message), post(message))[1]  # type: ignore[method-assign]
             wait_for(lambda: Ping() in posted)  # by its keeper: nothing else is done
+
+
+def test_a_segment_that_an_error_names_is_discarded_and_the_others_arrive() -> None:
+    with serving() as parts, client(parts) as actor:
+        bad = PackedSegment.from_segment(segment())
+        actor._outbox.add(PackedSegment.from_segment(segment()))
+        actor._outbox.add(bad._replace(header=msgspec.structs.replace(bad.header, terminated="no")))
+        for _ in range(2):
+            actor._outbox.add(PackedSegment.from_segment(segment()))
+        actor._send_pending()  # all four are in flight: the two after the bad one are answered with a gap
+        assert actor.drain(20)
+        assert (actor.reconnects, actor.drops) == (1, {"malformed": 1})
+        assert actor.send(segment()) == 3
+        assert actor.drain(20)
+        totals = parts.ledger.get_totals()
+        assert (totals.received, totals.duplicates, totals.dropped.total()) == (4, 0, 0)
 
 
 class Endless:
@@ -122,7 +139,7 @@ def test_the_ready_loop_begins_anew_with_another_run() -> None:
         assert actor.drain(60)
         parts.gateway.close()
         with serving(queue_capacity=200, max_credits=200, port=port) as other:
-            other.gateway._run_id = "run-2"
+            other.gateway._handshake.run_id = "run-2"
             assert play(Endless(), actor, max_steps=64) == 64
             assert actor.drain(60)
             assert other.ledger.get_totals().queued > 0

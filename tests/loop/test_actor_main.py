@@ -17,9 +17,11 @@ from rl_setting import EXPERIENCE, TOKEN, Parts, serving
 from shoal.actor.__main__ import main
 from shoal.actor.connection import format_actor_command, format_actor_options
 from shoal.home import read_existing_token
+from shoal.rl.experience.queue import BatchRequest
 from shoal_program import Program
 
 WORDS = ("--connect", "tcp://127.0.0.1:1", "--env", "CartPole-v1", "--timeout-s", "0.1")
+TAKE_ALL = BatchRequest(1, 100_000, 1_000, 0.05)
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +75,7 @@ def test_what_is_wrong_is_said_in_one_line(
 def test_no_game_is_started_for_an_address_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_TOKEN", TOKEN)
     made: list[str] = []
-    monkeypatch.setattr("shoal.actor.__main__.make_environment", made.append)
+    monkeypatch.setattr("shoal.actor.__main__.open_environment", made.append)
     assert main([*WORDS, "--connect", "tcp://127.0.0.1"]) == 1
     assert made == []
 
@@ -123,6 +125,30 @@ def test_a_signal_ends_an_actor_whose_gateway_is_gone() -> None:
             assert program.wait() == 0
 
 
+def test_processes_are_actors_of_their_own_each_with_several_environments() -> None:
+    """Each stream of an actor has its own episodes, and all of them end with the command."""
+    with serving() as parts:
+        words = ["--connect", parts.address, "--env", "CartPole-v1", "--actor-id", "host", "--seed", "1"]
+        with actor(*words, "--processes", "2", "--envs", "3") as program:
+
+            def have_both_played() -> bool:
+                parts.queue.take("learner", TAKE_ALL)  # otherwise the first actor fills the queue for good
+                actors = parts.gateway.stats()["actors"]
+                return len(actors) == 2 and all(each["steps"] >= 3 for each in actors)
+
+            program.wait_until(have_both_played, "their episodes")
+            program.interrupt(signal.SIGTERM)
+            assert program.wait() == 0
+        actors = parts.gateway.stats()["actors"]
+        assert sorted(each["actor_id"] for each in actors) == ["host-0", "host-1"]
+        program.wait_until(lambda: not any(each["connected"] for each in parts.gateway.stats()["actors"]), "the end")
+
+
+def test_the_status_of_a_process_that_fails_is_that_of_the_command() -> None:
+    with actor(*WORDS, "--processes", "2") as program:
+        assert program.wait() == 1
+
+
 def test_an_actor_does_not_play_along_when_a_run_of_another_game_takes_the_address() -> None:
     """It could not be told from the right one by what it observes."""
     with serving() as parts:
@@ -132,9 +158,9 @@ def test_an_actor_does_not_play_along_when_a_run_of_another_game_takes_the_addre
             program.wait_until(lambda: plays(parts), "its first steps")
             parts.gateway.close()
             other = Parts(port=port)
-            other.gateway._run_id = "run-2"
+            other.gateway._handshake.run_id = "run-2"
             three = msgspec.structs.replace(EXPERIENCE.action, high=2)
-            other.gateway.experience = msgspec.structs.replace(EXPERIENCE, action=three)
+            other.gateway._handshake._experience = msgspec.structs.replace(EXPERIENCE, action=three)
             other.gateway.start()
             try:
                 program.wait_for_line(r"acts with Discrete\(2\), and this run with Discrete\(3\)")
@@ -145,7 +171,17 @@ def test_an_actor_does_not_play_along_when_a_run_of_another_game_takes_the_addre
                 other.ledger.close()
 
 
-@pytest.mark.parametrize("words", [("--seed", "-1"), ("--max-steps", "0"), ("--timeout-s", "-1"), ("--seed", "x")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--seed", "-1"),
+        ("--max-steps", "0"),
+        ("--envs", "0"),
+        ("--processes", "0"),
+        ("--timeout-s", "-1"),
+        ("--seed", "x"),
+    ],
+)
 def test_a_number_that_means_nothing_is_refused(words: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([*WORDS, *words])

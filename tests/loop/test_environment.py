@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rl_setting import EXPERIENCE
-from shoal.actor.environment import get_first_observation, make_environment, require_matching_spaces
+from shoal.actor.environment import make_environment, require_matching_spaces, reset_environment
 from shoal.errors import ConfigError
 from shoal.flows.rl_policy import inspect_environment
 from shoal.rl.spec import RLSpec
@@ -73,8 +73,8 @@ def test_a_job_finds_the_modules_of_the_folder_that_it_is_run_in(tmp_path: Path)
 
 def test_one_that_cannot_begin_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"env = 'F': raised OSError: no joystick \(some_games\.py:13\)"):
-        get_first_observation(make_environment("some_games:Faultreset-v0"), "F")
-    assert get_first_observation(make_environment("some_games:Fault-v0"), "F").shape == (4,)
+        reset_environment(make_environment("some_games:Faultreset-v0"), "F")
+    assert reset_environment(make_environment("some_games:Fault-v0"), "F")[0].shape == (4,)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:gymnasium")  # it warns of both, and goes on

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgpack
 import numpy as np
 import pytest
 import zmq
@@ -65,6 +66,15 @@ def test_a_wrong_protocol_version_is_refused() -> None:
         assert isinstance(error, ErrorMessage)
         assert (error.code, error.fatal) == ("bad_version", True)
         assert "protocol 1" in error.message
+
+
+def test_the_protocol_version_is_decided_before_any_other_field() -> None:
+    with serving() as parts, Raw(parts) as raw:
+        raw.socket.send(msgpack.packb({"kind": "hello", "protocol": 2, "token": b"other", "actor": {}}))
+        error = raw.hear(ErrorMessage)
+        assert isinstance(error, ErrorMessage)
+        assert (error.code, error.fatal) == ("bad_version", True)
+        assert "not 2" in error.message
 
 
 @pytest.mark.parametrize(("actor_id", "incarnation"), [("", 1), ("x" * 65, 1), ("one", -1), ("one", 2**63)])

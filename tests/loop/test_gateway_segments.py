@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgpack
 import numpy as np
 import pytest
 
@@ -70,14 +71,14 @@ def test_who_sends_what_breaks_the_spec_is_told_of_once_for_each_reason() -> Non
         }  # fmt: skip
 
 
-def test_frames_that_do_not_fit_their_header_are_dropped_as_malformed() -> None:
+def test_frames_that_do_not_fit_their_header_are_dropped_under_a_word_of_their_own() -> None:
     with serving() as parts, Raw(parts) as raw:
         raw.enter()
         frames = pack_segment(segment(), 0)
         raw.socket.send_multipart([*frames[:-1], frames[-1][:-3]])
         ack = raw.hear(Ack)
         assert isinstance(ack, Ack)
-        assert (ack.status, ack.reason) == ("dropped", "malformed")
+        assert (ack.status, ack.reason) == ("dropped", "invalid_frames")
 
 
 def test_a_duplicate_is_acknowledged_and_trained_on_once() -> None:
@@ -110,6 +111,37 @@ def test_a_gap_in_the_sequence_is_refused_with_the_number_that_was_expected() ->
         assert parts.ledger.get_totals().received == 0
 
 
+@pytest.mark.parametrize(
+    ("header", "num_frames", "code", "seq"),
+    [
+        ({"kind": "segment", "seq": 0}, 0, "malformed", 0),
+        ({"kind": "segment", "seq": -1, "tensors": []}, 0, "malformed", -1),
+        ({"kind": "segment", "seq": 0, "tensors": []}, 40, "too_large", 0),
+        ({"kind": "segment", "seq": 3, "tensors": []}, 0, "sequence_gap", 3),
+        ({"kind": "segment", "seq": 1.5, "tensors": []}, 0, "malformed", None),
+        ({"kind": "segment", "seq": 0, "tensors": [], "x": "x" * 65536}, 0, "too_large", None),
+        ({"kind": "pull"}, 0, "malformed", None),
+    ],
+)
+def test_an_error_names_the_segment_that_it_is_about(
+    header: dict[str, object], num_frames: int, code: str, seq: int | None
+) -> None:
+    with serving() as parts, Raw(parts) as raw:
+        raw.enter()
+        raw.socket.send_multipart([msgpack.packb(header), *[b""] * num_frames])
+        error = raw.hear(ErrorMessage)
+        assert isinstance(error, ErrorMessage)
+        assert (error.code, error.seq) == (code, seq)
+
+
+def test_a_segment_without_a_session_is_named_too() -> None:
+    with serving() as parts, Raw(parts) as raw:
+        raw.socket.send_multipart(pack_segment(segment(), 5))
+        error = raw.hear(ErrorMessage)
+        assert isinstance(error, ErrorMessage)
+        assert (error.code, error.seq) == ("hello_required", 5)
+
+
 def test_experience_that_is_too_old_is_dropped_at_admission() -> None:
     with serving(max_version_lag=3) as parts, Raw(parts) as raw:
         raw.enter()
@@ -134,7 +166,7 @@ def test_unknown_kinds_are_answered_and_the_session_goes_on() -> None:
         raw.say(SegmentMessage(0, ()))
         ack = raw.hear(Ack)
         assert isinstance(ack, Ack)
-        assert ack.reason == "malformed"
+        assert ack.reason == "invalid_frames"
         raw.say(Ping(17))
         pong = raw.hear(Pong)
         assert isinstance(pong, Pong)

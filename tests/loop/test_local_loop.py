@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import socket as network
+import subprocess
+import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from rl_setting import EXPERIENCE as OTHER_MODEL
@@ -18,6 +18,7 @@ from shoal.actor import ActorClient, play
 from shoal.errors import Closed, ConfigError, RunError
 from shoal.rl.local_loop import LocalLoop
 from shoal.rl.spec import RLSpec, policy_spec
+from sign_game import SignGame
 from waiting import wait_for
 
 SPEC = RLSpec(hidden=(16,)).override(
@@ -30,27 +31,6 @@ SPEC = RLSpec(hidden=(16,)).override(
     ]
 )
 EXPERIENCE = msgspec.structs.replace(OTHER_MODEL, policy=policy_spec(SPEC.hidden))
-
-
-class SignGame:
-    """Eight steps; the right action tells the sign of the first number that is seen. Returns 8 at best, 4 by chance."""
-
-    def __init__(self) -> None:
-        self._random = np.random.default_rng()
-
-    def reset(self, *, seed: int | None = None) -> tuple[np.ndarray, dict[str, Any]]:
-        self._random = np.random.default_rng(seed) if seed is not None else self._random
-        self._steps = 0
-        return self._look(), {}
-
-    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        reward = float(action == int(self._seen[0] > 0))
-        self._steps += 1
-        return self._look(), reward, False, self._steps == 8, {}
-
-    def _look(self) -> np.ndarray:
-        self._seen = self._random.uniform(-1, 1, 4).astype(np.float32)
-        return self._seen
 
 
 def actor(loop: LocalLoop, index: int) -> threading.Thread:
@@ -110,3 +90,11 @@ def test_a_loop_that_cannot_start_leaves_nothing_open(tmp_path: Path) -> None:
         assert len(os.listdir("/proc/self/fd")) < before  # the ledger's file is closed, and the gateway's sockets
         with pytest.raises(Closed):
             loop.store.publish(loop.learner.snapshot())
+
+
+def test_actors_without_numpy_teach_a_policy_by_remote_inference(tmp_path: Path) -> None:
+    script = Path(__file__).parent / "bare_sign_actor.py"
+    with LocalLoop(SPEC, EXPERIENCE, tmp_path / "run", TOKEN, target_return=7.0) as loop:
+        actors = [subprocess.Popen([sys.executable, script, loop.address, TOKEN, f"bare-{i}"]) for i in range(2)]
+        assert loop.wait_until_solved(timeout_s=120) > 0
+    assert [each.wait(30) for each in actors] == [0, 0]

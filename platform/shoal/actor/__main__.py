@@ -1,20 +1,24 @@
-"""`python -m shoal.actor`: one external actor, as a game client would run it. Needs gymnasium for the environment."""
+"""`python -m shoal.actor`: external actors, as a game client would run them. Needs gymnasium for the environment."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import signal
+import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TypeVar
 
+from shoal.actor.agent_streams import is_parallel
 from shoal.actor.client import ActorClient
-from shoal.actor.environment import make_environment, require_matching_spaces
+from shoal.actor.environment import open_environment, require_matching_spaces
 from shoal.actor.environment_loop import play
+from shoal.actor.remote import RemoteClient, run_remote_actor
 from shoal.errors import ConfigError, ShoalError
 from shoal.home import read_existing_token
 
@@ -23,6 +27,7 @@ Number = TypeVar("Number", int, float)
 _EXAMPLES = """examples:
   python -m shoal.actor --connect tcp://127.0.0.1:5555 --env CartPole-v1
   SHOAL_TOKEN=... python -m shoal.actor --connect tcp://10.0.0.7:5555 --server-key KEY --env CartPole-v1
+  python -m shoal.actor --connect tcp://127.0.0.1:5555 --env CartPole-v1 --processes 4 --envs 8
 
 The token is $SHOAL_TOKEN, or the file `token` in $SHOAL_HOME (default ~/.shoal). On another machine than the job's, set
 SHOAL_TOKEN to what that file holds there.
@@ -35,9 +40,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "shoal actor", description=__doc__, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--connect", required=True, metavar="ADDRESS", help="the gateway: tcp://host:port")
-    parser.add_argument("--env", required=True, help="a gymnasium environment id; module:Id imports module first")
+    parser.add_argument(
+        "--env", required=True, help="a gymnasium id; module:Id imports module first, module:function calls it"
+    )
     parser.add_argument("--actor-id", type=_parse_nonempty, help="unique in the run; default: host name and process id")
+    parser.add_argument(
+        "--envs", type=_make_minimum_parser(1, int), default=1, help="environments, which act as one batch (default 1)"
+    )
+    parser.add_argument(
+        "--processes",
+        type=_make_minimum_parser(1, int),
+        default=1,
+        help="actors, each a process of its own, which adds -0, -1, ... to the id (default 1)",
+    )
     parser.add_argument("--server-key", default="", help="the gateway's CURVE public key, when it is on another host")
+    parser.add_argument(
+        "--inference",
+        choices=("local", "remote"),
+        default="local",
+        help="where the policy runs: here, with the weights, or at the gateway, which gets each observation",
+    )
     parser.add_argument("--seed", type=_make_minimum_parser(0, int), default=None)
     parser.add_argument(
         "--max-steps", type=_make_minimum_parser(1, int), default=None, help="stop after so many environment steps"
@@ -52,11 +74,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--lifeline", action="store_true", help="end when standard input closes: for a program that starts actors"
     )
     options = parser.parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     if options.lifeline:
         threading.Thread(target=_exit_on_stdin_close, name="lifeline", daemon=True).start()
     try:
-        return _run(options)
+        return _run_processes(options, words) if options.processes > 1 else _run(options)
     except KeyboardInterrupt:
         return 130
     except ShoalError as error:
@@ -93,28 +116,51 @@ def _run(options: argparse.Namespace) -> int:
     if not token:
         remedy = "set SHOAL_TOKEN to the content of $SHOAL_HOME/token on the host where the job runs"
         raise ConfigError("token", token, "neither $SHOAL_TOKEN nor the file $SHOAL_HOME/token has one", remedy)
-    client = ActorClient(
+    if options.inference == "remote" and options.envs > 1:
+        problem = "is for an actor that runs the policy itself"
+        raise ConfigError("envs", options.envs, problem, "with --inference remote start several: --processes")
+    client = (RemoteClient if options.inference == "remote" else ActorClient)(
         options.connect, token, options.actor_id or "", server_key=options.server_key, timeout_s=options.timeout_s
     )
-    environment = make_environment(options.env)  # last: it may start a game, and is closed from here on
     trying = f"no gateway answers at {options.connect} yet: trying for {options.timeout_s:g} s"
     silence = threading.Timer(CONNECT_NOTICE_S, lambda: print(trying, file=sys.stderr, flush=True))
     silence.daemon = True
-    silence.start()
-    try:
+    with ExitStack() as opened:
+        # Last: one may start a game, and is closed from here on.
+        environments = [opened.enter_context(open_environment(options.env)) for _ in range(options.envs)]
+        opened.callback(silence.cancel)
+        if options.inference == "remote" and is_parallel(environments[0]):
+            raise ConfigError("env", options.env, "has several agents", "leave out --inference remote")
+        silence.start()
         with client:
             silence.cancel()
-            play(
-                environment,
-                client,
-                options.seed,
-                options.max_steps,
-                on_run=partial(require_matching_spaces, environment, options.env),
-            )
-    finally:
-        silence.cancel()
-        environment.close()
+            on_run = partial(require_matching_spaces, environments[0], options.env)
+            if isinstance(client, RemoteClient):
+                run_remote_actor(environments[0], client, options.seed, options.max_steps, on_run)
+            else:
+                play(environments, client, options.seed, options.max_steps, on_run=on_run)
     return 0
+
+
+def _run_processes(options: argparse.Namespace, words: Sequence[str]) -> int:
+    """Start each actor as a process of its own; returns the exit status of the first that failed, or 0."""
+    prefix = options.actor_id or f"{socket.gethostname()[:40]}-{os.getpid()}"
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    actors: list[subprocess.Popen[bytes]] = []
+    try:
+        for index in range(options.processes):
+            own = ["--processes", "1", "--lifeline", "--actor-id", f"{prefix}-{index}"]
+            own += ["--seed", str(options.seed + index)] if options.seed is not None else []
+            # A later option overrides an earlier one. An actor ends when its standard input does.
+            command = [sys.executable, "-m", "shoal.actor", *words, *own]
+            actors.append(subprocess.Popen(command, stdin=subprocess.PIPE, env=environment))
+        return next((status for status in [actor.wait() for actor in actors] if status), 0)
+    finally:
+        for actor in actors:
+            if actor.stdin is not None:
+                actor.stdin.close()
+        for actor in actors:
+            actor.wait()
 
 
 if __name__ == "__main__":

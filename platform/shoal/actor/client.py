@@ -16,7 +16,7 @@ import secrets
 import socket as network
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
@@ -39,14 +39,17 @@ from shoal.wire import ExperienceSpec, MessageLimits, PackedSegment, Segment, de
 from shoal.wire.messages import (
     PROTOCOL_VERSION,
     Ack,
+    ActionMessage,
     Bye,
     Credit,
     ErrorMessage,
     Hello,
     Message,
+    OpponentMessage,
     Ping,
     Pong,
     Pull,
+    PullOpponent,
     WeightsMessage,
     Welcome,
 )
@@ -54,7 +57,9 @@ from shoal.wire.segment import estimate_segment_bytes
 
 _log = logging.getLogger(__name__)
 _RETRYABLE_CODES = frozenset({"hello_required", "sequence_gap"})  # errors that a new hello resolves
+_DISCARD_CODES = frozenset({"malformed", "too_large"})  # the segment that such an error names can never be counted
 _HELLO_TIMEOUT_S = 2.0
+_MAX_HEADER_BYTES = 2**24  # a welcome may hold the graph of a policy
 
 
 class ActorClient:
@@ -69,6 +74,8 @@ class ActorClient:
     max_weights_bytes: weights above this size end the connection
     first_pause_s: between the first two attempts to connect; each further pause doubles, up to a second
     """
+
+    inference = "local"
 
     def __init__(
         self,
@@ -92,11 +99,12 @@ class ActorClient:
         self._closing = threading.Event()  # no new session once set
         self._closed = threading.Event()
         self._keepalive_thread: threading.Thread | None = None
-        self._limits = MessageLimits(max_message_bytes=max_weights_bytes)
+        self._limits = MessageLimits(_MAX_HEADER_BYTES, max_weights_bytes)
         self._welcome: Welcome | None = None
         self._outbox = Outbox()
         self._is_session_lost = False  # the session is over: send hello again
         self._latest: tuple[int, dict[str, np.ndarray]] | None = None
+        self._opponents: dict[int, dict[str, np.ndarray]] = {}  # replaced, never changed: other threads read it
         self._last_received_at = time.monotonic()
         self._last_used_at = time.monotonic()
         self._pinged_beats = 0
@@ -104,7 +112,7 @@ class ActorClient:
         self.finished = False  # the gateway has reported the end of the run
         self.reconnects = 0  # sessions after the first one
         self.acknowledged: dict[str, int] = {"accepted": 0, "dropped": 0, "duplicate": 0}
-        self.drops: dict[str, int] = {}  # dropped segments by reason
+        self.drops: dict[str, int] = {}  # dropped segments by reason, or by the error that named them
         self.last_drop = ""  # reason and detail of the newest drop
 
     # -- life ---------------------------------------------------------------------------------------------------
@@ -181,19 +189,29 @@ class ActorClient:
         run's segments."""
         with self._lock:
             self._pump(time.monotonic() + self._timeout_s)
-        return self._get_newer(than)
+        return self.received_weights(than)
 
     def wait_for_weights(self, than: int = 0, timeout_s: float = 30.0) -> tuple[int, dict[str, np.ndarray]]:
         """Like `newer_weights`, but waits. Raises ConnectionLost after `timeout_s`, or the client's during a reconnect,
         and Closed when the run ends before any have come."""
-        self._wait(lambda: self._get_newer(than) or self.finished, timeout_s, "weights")
-        if (newer := self._get_newer(than)) is None:
+        self._wait(lambda: self.received_weights(than) or self.finished, timeout_s, "weights")
+        if (newer := self.received_weights(than)) is None:
             raise Closed("the run is over")
         return newer
 
-    def _get_newer(self, than: int) -> tuple[int, dict[str, np.ndarray]] | None:
+    def received_weights(self, than: int) -> tuple[int, dict[str, np.ndarray]] | None:
+        """Like `newer_weights`, of what another thread has received already. Never waits, and takes no lock."""
         latest = self._latest  # one read: another thread may replace it meanwhile
         return latest if latest is not None and latest[0] > than else None
+
+    def wait_for_opponents(self, timeout_s: float = 30.0) -> None:
+        """Wait until the first member of the pool has come, in a run with self-play. Raises as `wait_for_weights`."""
+        self._wait(lambda: self._opponents or self.finished, timeout_s, "opponents")
+
+    @property
+    def opponents(self) -> Mapping[int, Mapping[str, np.ndarray]]:
+        """The weights of all members of the pool that have come, by version, the oldest first."""
+        return self._opponents
 
     def send(self, segment: Segment, timeout_s: float | None = 600.0) -> int:
         """Send a segment and return its sequence number; waits for credit up to `timeout_s` (None: without end).
@@ -204,7 +222,8 @@ class ActorClient:
         """
         if self._closing.is_set():
             raise Closed("the client is closed")
-        self._wait(lambda: self._outbox.has_credit or self.finished, timeout_s, "credit")
+        if not self.has_credit or self._is_session_lost:
+            self.wait_for_credit(timeout_s)
         with self._lock:
             size_bytes = estimate_segment_bytes(segment)
             if self._welcome is not None and size_bytes > self._welcome.max_message_bytes:
@@ -220,6 +239,25 @@ class ActorClient:
         with suppress(ConnectionLost):
             self._wait(lambda: not self._outbox or self.finished, timeout_s, "acknowledgements")
         return not self._outbox
+
+    @property
+    def has_credit(self) -> bool:
+        """Whether the gateway takes another segment now."""
+        return self._outbox.has_credit
+
+    @property
+    def num_credits(self) -> int:
+        """How many segments the gateway takes now."""
+        return self._outbox.num_credits
+
+    def wait_for_credit(self, timeout_s: float | None = None) -> None:
+        """Wait until the gateway takes another segment, or the run is over. Raises as `send` does."""
+        self._wait(lambda: self._outbox.has_credit or self.finished, timeout_s, "credit")
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether actors pause while they have no credit, so that every step is of the newest weights."""
+        return self._welcome is not None and self._welcome.synchronous
 
     @property
     def num_unacknowledged(self) -> int:
@@ -247,11 +285,9 @@ class ActorClient:
         if self._closed.is_set() or self._socket is None or self._welcome is None:
             raise Closed("the client is not connected")
         self._last_used_at = time.monotonic()
-        while not self._is_session_lost:
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                break
+        # Asking costs half of what it takes to receive nothing: this runs at every pull.
+        while not self._is_session_lost and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            frames = self._socket.recv_multipart(zmq.NOBLOCK)
             self._last_received_at, self._pinged_beats = self._last_used_at, 0
             self._handle_message(frames)
         if self.finished:
@@ -283,6 +319,8 @@ class ActorClient:
             self._send_pending()
         elif isinstance(message, WeightsMessage):
             self._on_weights(message, frames)
+        elif isinstance(message, OpponentMessage):
+            self._on_opponent(message, frames)
         elif isinstance(message, Ping):
             self._send_message(Pong(message.nonce))
         elif isinstance(message, Bye):
@@ -290,38 +328,54 @@ class ActorClient:
             self._is_session_lost = not self.finished
         elif isinstance(message, ErrorMessage):
             self._on_error(message)
+        elif isinstance(message, ActionMessage):
+            self._on_action(message)
+
+    def _on_action(self, action: ActionMessage) -> None:
+        """No gateway sends one to a session of segments."""
 
     def _on_ack(self, ack: Ack) -> None:
         self._backoff.reset()
         self.acknowledged[ack.status] = self.acknowledged.get(ack.status, 0) + 1
         if ack.status == "dropped":
-            self._on_drop(ack)
+            if ack.reason not in self.drops:  # the first of each reason is logged: no bad data without a word
+                _log.warning("the gateway dropped segment %d (%s: %s)", ack.seq, ack.reason, ack.detail)
+            self._count_drop(ack.reason, ack.detail)
         self._outbox.acknowledge(ack.seq)
         self._outbox.raise_send_limit(ack.send_limit)
         self._send_pending()
         self.published_version = max(self.published_version, ack.weights_version)
 
-    def _on_drop(self, ack: Ack) -> None:
-        """Log the first drop of each reason, so that an actor does not send bad data silently."""
-        self.last_drop = f"{ack.reason}: {ack.detail}"
-        if ack.reason not in self.drops:
-            _log.warning("the gateway dropped segment %d (%s: %s)", ack.seq, ack.reason, ack.detail)
-        self.drops[ack.reason] = self.drops.get(ack.reason, 0) + 1
+    def _count_drop(self, reason: str, detail: str) -> None:
+        self.last_drop = f"{reason}: {detail}"
+        self.drops[reason] = self.drops.get(reason, 0) + 1
 
     def _on_weights(self, message: WeightsMessage, frames: list[bytes]) -> None:
-        if len(frames) != 2 or hashlib.sha256(frames[1]).hexdigest() != message.sha256:
-            raise ProtocolViolation("malformed", f"weights {message.version}: the checksum does not match")
-        self._latest = (message.version, decode_tensors(frames[1]))
+        self._latest = (message.version, self._decode_weights(message, frames))
         self.published_version = max(self.published_version, message.version)
         self._send_message(Pull(message.version))  # one pull is always open: newer weights come as soon as they exist
+
+    def _on_opponent(self, message: OpponentMessage, frames: list[bytes]) -> None:
+        known = {**self._opponents, message.version: self._decode_weights(message, frames)}
+        members = message.members or known.keys()
+        self._opponents = {version: weights for version, weights in known.items() if version in members}
+        self._send_message(PullOpponent(message.version))
+
+    def _decode_weights(self, message: WeightsMessage | OpponentMessage, frames: list[bytes]) -> dict[str, np.ndarray]:
+        if len(frames) != 2 or hashlib.sha256(frames[1]).hexdigest() != message.sha256:
+            raise ProtocolViolation("malformed", f"weights {message.version}: the checksum does not match")
+        return decode_tensors(frames[1])
 
     def _on_error(self, error: ErrorMessage) -> None:
         if error.fatal:
             raise Refused(error.code, error.message)
         if error.code in _RETRYABLE_CODES:
             self._is_session_lost = True
-        else:
-            _log.warning("the gateway answered with an error (%s: %s)", error.code, error.message)
+            return
+        _log.warning("the gateway answered with an error (%s: %s)", error.code, error.message)
+        if error.code in _DISCARD_CODES and error.seq is not None and self._outbox.discard(error.seq):
+            self._count_drop(error.code, error.message)
+            self._is_session_lost = True  # the segments behind it are numbered anew by the next welcome
 
     def _reconnect(self, deadline: float) -> None:
         """Open a fresh socket, send hello, and resend every unacknowledged segment.
@@ -347,7 +401,8 @@ class ActorClient:
         if self._socket is not None:
             self._socket.close(linger=0)
         self._socket = connect_socket(self._context, self._address, self._server_key, self._limits.max_message_bytes)
-        self._send_message(Hello(PROTOCOL_VERSION, self._token, self.actor_id, self.incarnation, "shoal-python"))
+        hello = Hello(PROTOCOL_VERSION, self._token, self.actor_id, self.incarnation, "shoal-python", self.inference)
+        self._send_message(hello)
         return self._await_welcome(deadline)
 
     def _await_welcome(self, deadline: float) -> Welcome | None:
@@ -371,13 +426,19 @@ class ActorClient:
         changed = before is not None and before.run_id != welcome.run_id
         if changed:
             self._outbox.clear()
-            self._latest, self.published_version = None, 0
+            self._latest, self.published_version, self._opponents = None, 0, {}
         self._outbox.begin_session(welcome.next_seq, welcome.send_limit)
         self.published_version = max(self.published_version, welcome.weights_version)
-        self._send_message(Pull(self._latest[0] if self._latest else 0))
-        self._send_pending()
+        self._begin_exchange(welcome, changed)
         if changed:
             raise RunChanged(f"{self._address} now serves run {welcome.run_id!r}")
+
+    def _begin_exchange(self, welcome: Welcome, changed: bool) -> None:
+        """Send what a new session begins with. `changed`: it is of another run than the one before."""
+        self._send_message(Pull(self._latest[0] if self._latest else 0))
+        if welcome.spec.self_play:
+            self._send_message(PullOpponent(max(self._opponents, default=0)))
+        self._send_pending()
 
     def _send_pending(self) -> None:
         for seq, segment in self._outbox.take_sendable():

@@ -1,19 +1,41 @@
-"""Create a run's gymnasium environment, with one-line errors. For actors, and for checks of a run."""
+"""Create a run's environment, with one-line errors. For actors, and for checks of a run."""
 
 from __future__ import annotations
 
+import importlib
+import math
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
+from shoal.actor.agent_streams import is_parallel
 from shoal.errors import ConfigError, ShoalError
 from shoal.wire import ExperienceSpec
+from shoal.wire.action_masks import INFO_KEY
+
+# Observations that make_environment flattens to one array, as gymnasium.spaces.flatten does: parts in the
+# order of the space, choices as one-hot vectors.
+FLATTENED = ("Dict", "Tuple", "Discrete", "MultiDiscrete", "MultiBinary")
 
 
 def make_environment(name: str) -> Any:
-    """The environment of a gymnasium id; `module:Id` imports the module first. Raises ConfigError."""
+    """The environment of a gymnasium id; `module:Id` imports the module first. `module:function` calls the function,
+    which returns an environment of one agent or of several (`agent_streams`). Raises ConfigError.
+
+    Observations of a Dict, a Tuple, or of integers that are no Box become a flat Box; those of booleans become bytes.
+    A Dict's "action_mask" moves to info.
+    """
+    if (function := _find_function(name)) is not None:
+        with translate_environment_errors(name):
+            made = function()
+        if not all(callable(getattr(made, method, None)) for method in ("reset", "step")):
+            problem = f"returned a {type(made).__name__}, which has no reset and step"
+            raise ConfigError("env", name, problem, "return an environment")
+        return made
     try:
         import gymnasium
     except ImportError:
@@ -23,9 +45,23 @@ def make_environment(name: str) -> Any:
     module = name.partition(":")[0]
     with translate_environment_errors(name):
         try:
-            return gymnasium.make(name)
+            environment = gymnasium.make(name)
+            if INFO_KEY in getattr(environment.observation_space, "spaces", ()):
+                environment = _separate_mask(environment)
+            space = environment.observation_space
+            if type(space).__name__ in FLATTENED:
+                environment = gymnasium.wrappers.FlattenObservation(environment)
+            elif space.dtype == np.bool_:
+                space = gymnasium.spaces.Box(0, 1, space.shape, np.uint8)
+                environment = gymnasium.wrappers.TransformObservation(environment, _to_bytes, space)
+            return environment
+        except gymnasium.error.DependencyNotInstalled as error:
+            remedy = "install what it names"
+            if "box2d" in str(error):
+                remedy = "pip install 'CHECKOUT[box2d]', with the folder of Shoal's sources"
+            raise ConfigError("env", name, f"cannot be made: {error}", remedy) from None
         except gymnasium.error.Error as error:
-            remedy = "name one that gymnasium knows, or module:Id to import module first"
+            remedy = "name one that gymnasium knows, module:Id to import module first, or module:function"
             raise ConfigError("env", name, f"cannot be made: {error}", remedy) from None
         except ModuleNotFoundError as error:
             missing = getattr(error.__cause__ or error, "name", None)  # gymnasium wraps it
@@ -36,23 +72,134 @@ def make_environment(name: str) -> Any:
             raise ConfigError("env", name, problem, remedy) from None
 
 
-def get_first_observation(environment: Any, name: str) -> Any:
-    """The environment's first observation. Raises ConfigError."""
+@contextmanager
+def open_environment(name: str) -> Iterator[Any]:
+    """`make_environment`, closed at the end if it can be closed."""
+    environment = make_environment(name)
+    try:
+        yield environment
+    finally:
+        getattr(environment, "close", lambda: None)()
+
+
+def _to_bytes(observation: np.ndarray) -> np.ndarray:
+    return observation.astype(np.uint8)
+
+
+def _find_function(name: str) -> Callable[[], Any] | None:
+    """The function that `module:function` names, if there is one: otherwise it is an id for gymnasium."""
+    module, _, attribute = name.partition(":")
+    if not attribute.isidentifier():
+        return None
     with translate_environment_errors(name):
-        return environment.reset(seed=0)[0]
+        try:
+            found = getattr(importlib.import_module(module), attribute, None)
+        except ModuleNotFoundError as error:
+            if error.name not in (module, module.partition(".")[0]):
+                raise  # what the module itself imports
+            return None
+    return found if callable(found) else None
+
+
+def get_spaces(environment: Any, name: str) -> tuple[Any, Any]:
+    """The spaces of its observations and its actions; of several agents, those that all of them have. Raises
+    ConfigError."""
+    if not is_parallel(environment):
+        return environment.observation_space, environment.action_space
+    with translate_environment_errors(name):
+        agents = list(environment.possible_agents)
+        spaces = [(environment.observation_space(agent), environment.action_space(agent)) for agent in agents]
+    for agent, each in zip(agents, spaces, strict=True):
+        if each != spaces[0]:
+            problem = f"gives {agent} other spaces than {agents[0]}: {each} and {spaces[0]}"
+            raise ConfigError("env", name, problem, "pad them to the same: all agents have one policy")
+    return spaces[0]
+
+
+def _separate_mask(environment: Any) -> Any:
+    """The environment with the "action_mask" of its Dict observations in info, and the other parts as observations: the
+    part itself where there is but one, as in PettingZoo's classic games."""
+    import gymnasium
+
+    parts = {name: space for name, space in environment.observation_space.spaces.items() if name != INFO_KEY}
+    single = next(iter(parts)) if len(parts) == 1 else None
+
+    class SeparateMask(gymnasium.Wrapper):  # type: ignore[misc]
+        def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
+            return self._split(*self.env.reset(**options))
+
+        def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+            observation, reward, terminated, truncated, info = self.env.step(action)
+            observation, info = self._split(observation, info)
+            return observation, reward, terminated, truncated, info
+
+        def _split(self, observation: Any, info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            others = {name: observation[name] for name in parts}
+            return others if single is None else others[single], {**info, INFO_KEY: observation[INFO_KEY]}
+
+    wrapped = SeparateMask(environment)
+    wrapped.observation_space = gymnasium.spaces.Dict(parts) if single is None else parts[single]
+    return wrapped
+
+
+def reset_environment(environment: Any, name: str) -> tuple[Any, dict[str, Any]]:
+    """The environment's first observation and its info; of several agents, those of the first. Raises ConfigError."""
+    with translate_environment_errors(name):
+        observation, *rest = environment.reset(seed=0)  # one that gives no info is refused by its observation
+        info = rest[0] if len(rest) == 1 else {}
+        if not is_parallel(environment):
+            return observation, info
+        agent = next(iter(observation))
+        return observation[agent], info.get(agent, {})
 
 
 def require_matching_spaces(environment: Any, name: str, spec: ExperienceSpec) -> None:
     """Raise ConfigError unless the run at the gateway has this environment's actions and observations."""
-    actions, observations = environment.action_space, environment.observation_space
-    count, wanted = getattr(actions, "n", None), int(spec.action.high or 0) + 1
-    if type(actions).__name__ != "Discrete" or count != wanted or actions.start != 0:
-        raise ConfigError(
-            "env", name, f"acts with {actions}, and this run with Discrete({wanted})", "take the run's own"
+    observations, actions = get_spaces(environment, name)
+    if not _fits(actions, spec):
+        wanted = (
+            f"choices of {list(spec.policy.action_sizes)}"
+            if spec.policy.action_sizes
+            else f"Discrete({int(spec.action.high or 0) + 1})"
+            if spec.action.numpy_dtype().kind != "f"
+            else f"a Box of {list(spec.action.shape)} from {list(spec.policy.action_low)}"
+            f" to {list(spec.policy.action_high)}"
         )
+        raise ConfigError("env", name, f"acts with {actions}, and this run with {wanted}", "take the run's own")
     if tuple(observations.shape or ()) != spec.observation.shape:
         problem = f"observes {observations}, and this run {spec.observation.dtype} {list(spec.observation.shape)}"
         raise ConfigError("env", name, problem, "take the run's own")
+
+
+def _fits(actions: Any, spec: ExperienceSpec) -> bool:
+    """Whether a gymnasium space has the actions of a run."""
+    if spec.policy.action_sizes or type(actions).__name__ in ("MultiDiscrete", "MultiBinary"):
+        return actions.shape == spec.action.shape and get_action_sizes(actions) == spec.policy.action_sizes
+    if spec.action.numpy_dtype().kind != "f":
+        is_counted = type(actions).__name__ == "Discrete" and actions.start == 0
+        return is_counted and bool(actions.n == int(spec.action.high or 0) + 1)
+    return (
+        type(actions).__name__ == "Box"
+        and tuple(actions.shape) == spec.action.shape
+        and get_action_bounds(actions) == (spec.policy.action_low, spec.policy.action_high)
+    )
+
+
+def get_action_sizes(space: Any) -> tuple[int, ...]:
+    """How many values each number of a MultiDiscrete or a MultiBinary has, from 0 on; () for another space."""
+    if type(space).__name__ == "MultiBinary":
+        return (2,) * int(math.prod(space.shape))
+    if type(space).__name__ != "MultiDiscrete" or np.any(space.start):
+        return ()
+    return tuple(int(size) for size in space.nvec.ravel())
+
+
+def get_action_bounds(space: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """The lowest and the highest float32 within the bounds of each number of a Box, in C order."""
+    low, high = space.low.astype(np.float32), space.high.astype(np.float32)
+    low = np.where(low < space.low, np.nextafter(low, np.float32(np.inf)), low)
+    high = np.where(high > space.high, np.nextafter(high, np.float32(-np.inf)), high)
+    return tuple(low.ravel().tolist()), tuple(high.ravel().tolist())
 
 
 @contextmanager

@@ -39,7 +39,12 @@ class Outbox:
     @property
     def has_credit(self) -> bool:
         """Whether a segment added now may be sent at once."""
-        return self.next_seq < self.send_limit
+        return self.num_credits > 0
+
+    @property
+    def num_credits(self) -> int:
+        """How many segments added now may be sent at once."""
+        return max(0, self.send_limit - self.next_seq)
 
     def add(self, segment: PackedSegment) -> int:
         """Keep a segment until it is acknowledged; returns its number."""
@@ -58,6 +63,14 @@ class Outbox:
             self._unacknowledged.popleft()
             self._first_seq += 1
             self._num_sent = max(0, self._num_sent - 1)
+
+    def discard(self, seq: int) -> bool:
+        """Remove one segment that the gateway can never count; a new session numbers the later ones anew."""
+        position = seq - self._first_seq
+        if not 0 <= position < len(self._unacknowledged):
+            return False
+        del self._unacknowledged[position]
+        return True
 
     def raise_send_limit(self, send_limit: int) -> None:
         """Raise the limit; within a session it only grows."""

@@ -17,9 +17,12 @@ from collections.abc import Collection, Mapping
 from types import TracebackType
 from typing import Any, Self
 
+from numpy.typing import ArrayLike
+
 from shoal.client import requests
 from shoal.client.endpoint_status import EndpointStatus, ModelStatus
 from shoal.client.payload import Answer, Inputs, decode_answer, encode_inputs
+from shoal.client.requests import Episode
 from shoal.client.retry import EndpointRequest, Reply, RetryPolicy, request_with_retries, timeout_error
 from shoal.client.transport import AsyncTransport, Transport
 from shoal.errors import ConfigError, InferenceError
@@ -50,6 +53,10 @@ class _ClientBase:
     def _build_change_policy(self, timeout_s: object = None) -> RetryPolicy:
         endpoint_s = CHANGE_TIMEOUT_S if timeout_s is None else _parse_timeout("timeout_s", timeout_s)
         return RetryPolicy(endpoint_s + CHANGE_MARGIN_S, self._num_retries, is_change=True)
+
+    def _build_episode_policy(self) -> RetryPolicy:
+        """A step that was sent may have been taken: it is not sent again."""
+        return RetryPolicy(self._timeout_s, self._num_retries, is_change=True)
 
     def _build_infer_policy(self, deadline_s: float | None) -> RetryPolicy:
         """The policy of a call that begins now, including the request for a signature."""
@@ -202,6 +209,48 @@ class Client(_ClientBase):
         patience = self._build_change_policy(details.get("timeout_s"))
         return requests.decode(self._send(request, patience), ModelStatus)
 
+    def act(self, model: str, observation: ArrayLike, episode: Episode | None = None) -> tuple[Any, Episode]:
+        """Ask a live policy for an action that will be rewarded, of a run with `learn_from_endpoint=true`.
+
+            action, episode = client.act("cartpole", observation)
+            client.reward(episode, 1.0)
+            action, episode = client.act("cartpole", observation, episode)
+            client.end_episode(episode, reward=1.0)
+
+        observation: one, without a row axis
+        episode:     the one that goes on; None begins one
+
+        An episode that is not continued for `gateway.episode_timeout_s` of the run expires; without a reward for its
+        last action it teaches nothing. Raises InferenceError: 404 for a model that does not learn, 410 for an episode
+        that has ended or expired.
+        """
+        request = requests.build_episode_request(model, episode, observation)
+        return requests.decode_action(model, self._send(request, self._build_episode_policy()))
+
+    def reward(self, episode: Episode, value: float) -> None:
+        """Add to the reward of the episode's last action. Raises as `act`."""
+        self._send(requests.build_episode_request(episode.model, episode, None, value), self._build_episode_policy())
+
+    def end_episode(
+        self,
+        episode: Episode,
+        observation: ArrayLike | None = None,
+        *,
+        reward: float | None = None,
+        truncated: bool = False,
+    ) -> None:
+        """End an episode: in a terminal state or, `truncated`, by a limit.
+
+        observation: the one after the last action; matters where the episode was truncated
+        reward:      added to that of the last action
+
+        Raises as `act`.
+        """
+        request = requests.build_episode_request(
+            episode.model, episode, observation, reward, ended=True, truncated=truncated
+        )
+        self._send(request, self._build_episode_policy())
+
     def close(self) -> None:
         """Close every connection. Idempotent; later calls raise Closed."""
         self._transport.close()
@@ -316,6 +365,30 @@ class AsyncClient(_ClientBase):
         request = requests.build_rollout_request({"action": action, "model": model, **details})
         patience = self._build_change_policy(details.get("timeout_s"))
         return requests.decode(await self._send(request, patience), ModelStatus)
+
+    async def act(self, model: str, observation: ArrayLike, episode: Episode | None = None) -> tuple[Any, Episode]:
+        """See `Client.act`."""
+        request = requests.build_episode_request(model, episode, observation)
+        return requests.decode_action(model, await self._send(request, self._build_episode_policy()))
+
+    async def reward(self, episode: Episode, value: float) -> None:
+        """See `Client.reward`."""
+        request = requests.build_episode_request(episode.model, episode, None, value)
+        await self._send(request, self._build_episode_policy())
+
+    async def end_episode(
+        self,
+        episode: Episode,
+        observation: ArrayLike | None = None,
+        *,
+        reward: float | None = None,
+        truncated: bool = False,
+    ) -> None:
+        """See `Client.end_episode`."""
+        request = requests.build_episode_request(
+            episode.model, episode, observation, reward, ended=True, truncated=truncated
+        )
+        await self._send(request, self._build_episode_policy())
 
     async def close(self) -> None:
         """See `Client.close`."""

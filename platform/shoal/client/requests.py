@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 import msgspec
+import numpy as np
+from numpy.typing import ArrayLike
 
 from shoal.client.endpoint_status import ROLLOUT_PATH, STATUS_PATH
 from shoal.client.retry import EndpointRequest, Reply
 from shoal.errors import ConfigError, ConnectionLost, InferenceError
+from shoal.open_inference.episodes import EPISODES_PATH, EpisodeAnswer, EpisodeRequest
 from shoal.open_inference.messages import RepositoryRequest, Statistics, VersionStatistics
 
 T = TypeVar("T")
@@ -67,6 +70,38 @@ def build_rollout_request(change: Mapping[str, Value]) -> EndpointRequest:
     """Request a change of the rollout; fields of None are left out."""
     said = {name: value for name, value in change.items() if value is not None}
     return EndpointRequest("POST", ROLLOUT_PATH, _JSON, msgspec.json.encode(said))
+
+
+class Episode(NamedTuple):
+    """The handle of an episode that a live policy acts for a user: see `Client.act`."""
+
+    model: str
+    id: str
+
+
+def build_episode_request(
+    model: str,
+    episode: Episode | None,
+    observation: ArrayLike | None = None,
+    reward: float | None = None,
+    *,
+    ended: bool = False,
+    truncated: bool = False,
+) -> EndpointRequest:
+    """A step, a reward or the end of an episode. Raises ConfigError for NaN and infinity, which JSON cannot carry."""
+    for name, value in (("reward", reward), ("observation", observation)):
+        if value is not None and (array := np.asarray(value)).dtype.kind == "f" and not np.isfinite(array).all():
+            raise ConfigError(name, value, "has NaN or infinite values", "give finite numbers")
+    values = None if observation is None else np.asarray(observation).tolist()
+    asked = EpisodeRequest(model, episode.id if episode else "", values, reward, ended, truncated)
+    return EndpointRequest("POST", EPISODES_PATH, _JSON, msgspec.json.encode(asked))
+
+
+def decode_action(model: str, reply: Reply) -> tuple[Any, Episode]:
+    """The action, an array unless it is a number, and the handle."""
+    answer = decode(reply, EpisodeAnswer)
+    action = np.array(answer.action) if isinstance(answer.action, list) else answer.action
+    return action, Episode(model, answer.episode)
 
 
 def decode(reply: Reply, kind: type[T]) -> T:

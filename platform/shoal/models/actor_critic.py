@@ -7,11 +7,15 @@ its tensors is `policy_spec` of `rl.spec`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from shoal.models.action_distribution import Categorical, MultiCategorical, SquashedGaussian, mask_logits
+from shoal.models.frame_encoder import FrameEncoder
+from shoal.models.own_network import OwnNetwork
 
 
 class _TanhPerceptron(torch.autograd.Function):
@@ -71,20 +75,69 @@ class _Perceptron(nn.Sequential):
 
 
 class ActorCritic(nn.Module):
-    """Categorical policy and value over flat observations. Shapes: observation [B, observation_size]."""
+    """Policy and value over flat observations, or over frames, whose encoder they share (`frames`: its arguments).
 
-    def __init__(self, observation_size: int, num_actions: int, hidden: Sequence[int] = (64, 64)) -> None:
+    The policy is categorical; or of independent choices, of `action_sizes` each, for actions of `action_shape`; or
+    squashed Gaussian between `action_low` and `action_high` (nested lists), with standard deviations that do not depend
+    on the observation. With `network`, the arguments of an OwnNetwork, that one computes the outputs and the value.
+
+    Shapes: observation [B, observation_size]; num_actions is the number of choices, or of numbers in an action.
+    """
+
+    def __init__(
+        self,
+        observation_size: int,
+        num_actions: int,
+        hidden: Sequence[int] = (64, 64),
+        action_low: Sequence[object] | None = None,
+        action_high: Sequence[object] | None = None,
+        frames: Mapping[str, Any] | None = None,
+        action_sizes: Sequence[int] | None = None,
+        action_shape: Sequence[int] = (),
+        network: Mapping[str, Any] | None = None,
+    ) -> None:
         super().__init__()
+        self.encoder = FrameEncoder(**frames) if frames is not None else None
+        observation_size = self.encoder.size if self.encoder is not None else observation_size
+        self.distribution: Categorical | MultiCategorical | SquashedGaussian = Categorical()
+        self._action_shape = list(action_shape)
+        if action_sizes is not None:
+            self.distribution = MultiCategorical(action_sizes)
+        self.log_std: nn.Parameter | None = None
+        if action_low is not None and action_high is not None:
+            self.distribution = SquashedGaussian(action_low, action_high)
+        self.network = OwnNetwork(**network) if network is not None else None
+        if self.network is not None:
+            return
+        if isinstance(self.distribution, SquashedGaussian):
+            self.log_std = nn.Parameter(torch.zeros(num_actions))
         self.policy = _make_perceptron(observation_size, hidden, num_actions, output_gain=0.01)
         self.value = _make_perceptron(observation_size, hidden, 1, output_gain=1.0)
 
     def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [B, num_actions] and values [B]."""
-        return self.policy(observation), self.value(observation).squeeze(-1)
+        """Outputs of the distribution (logits [B, num_actions]; or means, log stds, [B, 2 num_actions]), values [B]."""
+        if self.network is not None:
+            outputs, value = self.network(observation)
+            return outputs, value
+        if self.encoder is not None:
+            observation = self.encoder(observation)
+        outputs = self.policy(observation)
+        if self.log_std is not None:
+            outputs = torch.cat([outputs, self.log_std.expand_as(outputs)], -1)
+        return outputs, self.value(observation).squeeze(-1)
 
-    def predict(self, observation: Tensor) -> dict[str, Tensor]:
-        """What an endpoint answers: the most probable action int64 [B], logits [B, num_actions], value [B]."""
+    def predict(self, observation: Tensor, action_mask: Tensor | None = None) -> dict[str, Tensor]:
+        """What an endpoint answers: the most probable action int64 [B], logits [B, num_actions], value [B]; of a Box,
+        the action float32 [B, *shape] at the mean, mean [B, num_actions], value [B]. action_mask: bool
+        [B, num_actions], the allowed choices."""
         logits, value = self(observation)
+        logits = mask_logits(logits, action_mask)
+        if isinstance(self.distribution, SquashedGaussian):
+            mean, _ = self.distribution.split(logits)
+            return {"action": self.distribution.squash(mean), "mean": mean, "value": value}
+        if isinstance(self.distribution, MultiCategorical):
+            action = self.distribution.choose(logits).reshape(-1, *self._action_shape)
+            return {"action": action, "logits": logits, "value": value}
         return {"action": logits.argmax(-1), "logits": logits, "value": value}
 
 

@@ -103,6 +103,7 @@ class Registry:
         run_id: str | None = None,
         metrics: Mapping[str, float] | None = None,
         data: Mapping[str, str] | None = None,
+        lineage: Mapping[str, object] | None = None,
         aliases: Sequence[str] = ("champion",),
     ) -> ModelVersion:
         """Add the next version of `name`, and point `aliases` at it. The snapshot's payload is of the model's format.
@@ -131,6 +132,7 @@ class Registry:
                     signature=signature,
                     metrics=dict(metrics or {}),
                     data=dict(data or {}),
+                    lineage=dict(lineage or {}),
                 )
                 try:
                     incoming = _write_version(folder, manifest, snapshot.payload)

@@ -6,28 +6,82 @@ Owns the table of algorithms. Imports no torch: launchers and the gateway read a
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, SerializeAsAny
 
 from shoal.config import Spec
+from shoal.wire.experience_spec import PolicySpec
 
 # The configuration and the algorithm of each: modules are imported at their first use.
 CONFIGS = {
     "impala": "shoal.rl.algorithms.impala.config:ImpalaConfig",
     "ppo": "shoal.rl.algorithms.ppo.config:PPOConfig",
+    "dqn": "shoal.rl.algorithms.dqn.config:DQNConfig",
+    "sac": "shoal.rl.algorithms.sac.config:SACConfig",
+    "r2d2": "shoal.rl.algorithms.r2d2.config:R2D2Config",
 }
 ALGORITHMS = {
     "impala": "shoal.rl.algorithms.impala.algorithm:Impala",
     "ppo": "shoal.rl.algorithms.ppo.algorithm:PPO",
+    "dqn": "shoal.rl.algorithms.dqn.algorithm:DQN",
+    "sac": "shoal.rl.algorithms.sac.algorithm:SAC",
+    "r2d2": "shoal.rl.algorithms.r2d2.algorithm:R2D2",
 }
 
 
 class AlgorithmConfig(Spec):
-    """What every algorithm has. Subclasses give `name` a default, their word."""
+    """What every algorithm has. Subclasses give `name` a default, their word.
+
+    model_factory: of the model that learner, endpoint and registry build
+    recurrent_factory: of the model of a run with a recurrent core
+    score_output:  the endpoint's name for the numbers of the actions
+    has_value:     the endpoint answers the value of the observation, too
+    has_value_head: the model gives it beside the policy's outputs
+    takes_masks:   learns from allowed actions alone, where an environment gives masks
+    cores:         recurrent cores that its network can have, "none" among them; the first one is the default
+    action_spaces: gymnasium's names of the spaces that it can act in
+    is_off_policy: learns from experience of any age: `gateway.max_version_lag` does not apply
+    changeable:    fields that a learner can change while it learns, as populations do; () where it cannot
+    has_replicas:  several learners can share a batch: the algorithm adds up gradients over its `group`
+    batch_steps:   environment steps in a batch, at least, unless `learner.batch_steps` is given; at most twice as many
+    updates_between_trials: steps of the optimizer after which weights that failed their trial get another one
+    """
 
     name: str
+
+    model_factory: ClassVar[str] = "shoal.models.actor_critic:ActorCritic"
+    recurrent_factory: ClassVar[str] = "shoal.models.recurrent_actor_critic:RecurrentActorCritic"
+    score_output: ClassVar[str] = "logits"
+    has_value: ClassVar[bool] = True
+    has_value_head: ClassVar[bool] = True
+    takes_masks: ClassVar[bool] = True
+    cores: ClassVar[tuple[str, ...]] = ("none",)
+    action_spaces: ClassVar[tuple[str, ...]] = ("Discrete", "Box", "MultiDiscrete", "MultiBinary")
+    is_off_policy: ClassVar[bool] = False
+    changeable: ClassVar[tuple[str, ...]] = ()
+    has_replicas: ClassVar[bool] = False
+    batch_steps: ClassVar[int] = 2048
+    updates_between_trials: ClassVar[int] = 50
+
+    @property
+    def pauses_actors(self) -> bool:
+        """Whether actors wait while the learner updates, so that no step of a batch is of older weights."""
+        return False
+
+    @property
+    def disk_mb(self) -> float:
+        """MiB that its replay takes on the disk; 0 if there is none, or it is in memory."""
+        return float(getattr(self, "replay_mb", 0.0)) if getattr(self, "replay_on_disk", False) else 0.0
+
+    def describe_policy(self, hidden: Sequence[int]) -> PolicySpec | None:
+        """How actors act with the published weights; None: as with those of an actor-critic."""
+        return None
+
+    def get_model_options(self) -> dict[str, Any]:
+        """The arguments of the model's constructor beyond sizes."""
+        return {}
 
     @classmethod
     def from_override(cls, word: str, before: Mapping[str, Any]) -> object:

@@ -6,12 +6,13 @@ workers and by `local_loop.py`; knows neither Ray nor sockets nor the environmen
 
 from __future__ import annotations
 
+import io
+import math
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,12 +22,16 @@ import torch
 from shoal import atomic_file, checkpoint
 from shoal.errors import CheckpointError, Closed, LedgerUnwritable, SpecMismatch, summarize_error
 from shoal.rl.algorithms.algorithm import NonFiniteLoss, make_algorithm
+from shoal.rl.experience.quarantine import compute_evidence
 from shoal.rl.experience.queue import UNWRITABLE_PAUSE_S, BatchRequest, ExperienceBatch, ExperienceSource
+from shoal.rl.learner_group import LearnerHub
 from shoal.rl.spec import RLSpec
 from shoal.weights import PublishedVersion, WeightSnapshot
 from shoal.wire import DropReason, ExperienceSpec
 
 POLL_S = 1.0  # how long the learner waits for experience before it checks whether to stop
+CHECK_INTERVAL_S = 0.1  # between two checks, at least: one takes a millisecond
+CHECKED_STEPS = 256  # of a batch, to within one segment, whose log-probabilities the learner checks
 VERSIONS_RESERVED = 50  # at a time, on disk
 # The run fails after so many batches in a row without a usable segment, and so many seconds: in a slow game, the
 # batches between two segments of good actors may all be of one actor that sends bad data.
@@ -50,25 +55,28 @@ class Learner:
         sink: WeightSink,
         folder: Path,
         used_version: int = 0,
+        hub: LearnerHub | None = None,
     ) -> None:
         """Restore from the newest checkpoint in `folder`, if there is one, and publish at once.
 
         `used_version`: the newest version that this run has used so far, if known; new ones are above it. If unknown,
-        they are above every version reserved in `folder`.
+        they are above every version reserved in `folder`. `hub`: other learners take shares of each batch.
         """
         torch.set_num_threads(spec.learner.torch_threads)
         torch.manual_seed(spec.learner.seed)
         self.spec, self._source, self._sink, self._folder = spec, source, sink, folder
-        learner = spec.learner
-        self._request = BatchRequest(
-            learner.batch_steps,
-            learner.max_batch_steps,
-            max(1, spec.gateway.queue_capacity // 2),
-            learner.take_timeout_s,
-        )
+        self._pauses_actors = spec.algorithm.pauses_actors
+        # Actors that do not pause fill one half of the queue while the learner has the other.
+        max_segments = max(1, spec.gateway.queue_capacity // (1 if self._pauses_actors else 2))
+        self._request = BatchRequest(*spec.batch_limits, max_segments, spec.take_timeout_s)
+        self._max_version_lag = spec.applied_gateway.max_version_lag
         self._waiting_since: float | None = None  # for the next batch, by time.monotonic()
         self.consumer = f"learner-{os.getpid()}-{time.time_ns()}"
-        self._algorithm = make_algorithm(spec, experience)
+        self.algorithm = make_algorithm(spec, experience, folder)
+        self._random, self._checked_at = np.random.default_rng(spec.learner.seed % 2**64), -math.inf
+        self._hub = hub
+        if hub is not None:
+            self.algorithm.group = hub
         self.updates = 0  # steps of the optimiser
         self.steps = 0  # environment steps that entered an update
         self.version = 0
@@ -81,7 +89,7 @@ class Learner:
         self._num_reserved = int(self._reserved_path.read_text()) if self._reserved_path.exists() else 0
         self.version = max(self.version, used_version or self._num_reserved)
         self._num_bad_batches, self._bad_since = 0, 0.0  # in a row; by time.monotonic(), if there are any
-        self._unacknowledged: tuple[int, Sequence[DropReason | None]] | None = None  # the lease of the last batch
+        self._unacknowledged: tuple[int, Sequence[DropReason | None], Sequence[float]] | None = None  # the last batch's
         self._is_superseded = False  # by another incarnation of this learner
         self._metrics: dict[str, float] = {}
         self._published: deque[PublishedVersion] = deque(maxlen=10_000)
@@ -107,9 +115,11 @@ class Learner:
                         if self._running.is_set():  # `pause` may have come in between
                             self.step()
         finally:
+            if self._hub is not None:
+                self._hub.close()
             if not self._is_superseded:
                 if self.updates != self._published_updates:
-                    self._try_publish()
+                    self.try_publish()
                 self.save()
 
     def run_as_thread(self) -> None:
@@ -132,7 +142,7 @@ class Learner:
         while not self._stop.is_set():
             with self._step_lock:
                 if self.updates != self._published_updates:
-                    self._try_publish()
+                    self.try_publish()
                 if self.updates == self._published_updates:
                     return self.snapshot()
             self._stop.wait(UNWRITABLE_PAUSE_S)
@@ -163,22 +173,26 @@ class Learner:
                 self._publish_if_due()
             self._save_if_due()
             return False
+        evidence = self._weigh(batch)  # before the weights depend on the batch
         fates = self._learn(batch)
         num_dropped = sum(fate is not None for fate in fates)
         self.counts["dropped"] += num_dropped
         self.counts["consumed"] += len(fates) - num_dropped
-        self._unacknowledged = (batch.lease_id, fates)
+        self._unacknowledged = (batch.lease_id, fates, evidence)
         return True
 
     def _take_batch(self) -> ExperienceBatch | None:
         """A batch, or None after POLL_S, so that stopping or pausing does not wait for all of take_timeout_s."""
         now = time.monotonic()
         self._waiting_since = now if self._waiting_since is None else self._waiting_since
-        left_s = self._waiting_since + self.spec.learner.take_timeout_s - now
+        left_s = self._waiting_since + self.spec.take_timeout_s - now
         is_patient = left_s > POLL_S
         number = self._request.number + 1
         timeout_s = POLL_S if is_patient else max(0.0, left_s)
-        self._request = self._request._replace(number=number, timeout_s=timeout_s, is_patient=is_patient)
+        version = self.version if self._pauses_actors else 0
+        self._request = self._request._replace(
+            number=number, timeout_s=timeout_s, is_patient=is_patient, version=version
+        )
         batch = self._source.take(self.consumer, self._request)
         if batch is not None or not is_patient:
             self._waiting_since = None
@@ -203,7 +217,7 @@ class Learner:
 
     @property
     def model(self) -> torch.nn.Module:
-        return self._algorithm.model
+        return self.algorithm.model
 
     def stats(self) -> dict[str, Any]:
         """Counters and the newest metrics. Plain values."""
@@ -216,6 +230,7 @@ class Learner:
                 "damaged_checkpoints": list(self.damaged_checkpoints),
                 "checkpoint_failure": self.failure,
                 "pid": os.getpid(),
+                "replica_pids": self._hub.pids if self._hub is not None else [],
                 "metrics": dict(self._metrics),
             }
 
@@ -233,7 +248,7 @@ class Learner:
     def save(self) -> None:
         """Write a checkpoint: weights, optimiser, versions, counts and the random state."""
         state = {
-            **self._algorithm.state_dict(),
+            **self.algorithm.state_dict(),
             "rng": torch.get_rng_state(),
             "updates": self.updates,
             "steps": self.steps,
@@ -248,34 +263,60 @@ class Learner:
         """The progress by which to tell whether the last checkpoint is up to date."""
         return self.updates, self.version, *self.counts.values()
 
+    def _weigh(self, batch: ExperienceBatch) -> list[float]:
+        """The evidence against the actor of each segment; 0 for those outside the sample that is checked. [S]
+
+        Empty for an algorithm that needs no log-probabilities, and where the last check was just now.
+        """
+        now = time.monotonic()
+        if self.spec.algorithm.is_off_policy or now < self._checked_at + CHECK_INTERVAL_S:
+            return []
+        self._checked_at = now
+        evidence = np.zeros(len(batch.lengths))
+        order = self._random.permutation(len(evidence))
+        chosen = np.zeros(len(evidence), np.bool_)
+        chosen[order[: 1 + np.searchsorted(np.cumsum(batch.lengths[order]), CHECKED_STEPS)]] = True
+        sample = batch.select(chosen)
+        log_ratios = self.algorithm.compute_log_ratios(sample)
+        if np.isfinite(log_ratios).all():
+            evidence[chosen] = compute_evidence(log_ratios, sample.log_probabilities, sample.lengths)
+        found: list[float] = evidence.tolist()
+        return found
+
     def _learn(self, batch: ExperienceBatch) -> list[DropReason | None]:
         """The outcome of each segment: learnt from (None), or the drop reason. [S]
 
         When the batch's loss is not finite, segments whose own loss is not finite are dropped: one actor's bad data.
         """
-        stale = self.version - batch.oldest_versions() > self.spec.gateway.max_version_lag
+        stale = self.version - batch.oldest_versions() > self._max_version_lag
         left = ~stale
         if left.any() and not self._update(batch.select(left) if stale.any() else batch):
-            left &= [self._algorithm.is_usable(batch.select(one)) for one in np.eye(len(left), dtype=bool)]
+            left &= [self.algorithm.is_usable(batch.select(one)) for one in np.eye(len(left), dtype=bool)]
             if not left.any() or not self._update(batch.select(left)):
                 left[:] = False
                 if not self._num_bad_batches:
                     self._bad_since = time.monotonic()
                 self._num_bad_batches += 1
-        return [
+        outcomes = [
             None if learnt else DropReason.STALE_CONSUMPTION if old else DropReason.NON_FINITE
             for learnt, old in zip(left, stale, strict=True)
         ]
+        if self._hub is not None and left.any():
+            for index in np.flatnonzero(left)[self._hub.lost]:
+                outcomes[index] = DropReason.LEARNER_CRASH
+        return outcomes
 
     def _update(self, batch: ExperienceBatch) -> bool:
         """Learn from a batch; False when not one step was taken, since its loss was not finite."""
         started = time.perf_counter()
-        num_updates, metrics = 0, dict[str, float]()
-        with suppress(NonFiniteLoss):  # of a later step: the earlier ones stay
-            for found in self._algorithm.update(batch):
-                metrics, num_updates = dict(found), num_updates + 1
-        if not num_updates:
-            return False
+        num_updates, metrics = 0, self._metrics  # a batch without a step leaves them
+        share = batch if self._hub is None else self._hub.distribute(batch, self._serialize)
+        try:
+            for found in self.algorithm.update(share):
+                metrics, num_updates = {**found}, num_updates + 1
+        except NonFiniteLoss:
+            if not num_updates:  # otherwise the earlier steps stay
+                return False
         self._num_bad_batches = 0
         lag = float(np.mean(self.version - batch.versions))
         with self._lock:
@@ -287,14 +328,24 @@ class Learner:
                 "learner/update_ms": 1e3 * (time.perf_counter() - started),
                 "learner/batch_steps": float(batch.num_steps),
             }
+            if self._hub is not None:
+                self._metrics["learner/replicas"] = float(1 + len(self._hub.pids))
         self._publish_if_due()
         return True
 
-    def _publish_if_due(self) -> None:
-        if time.monotonic() - self._published_at >= self.spec.learner.publish_interval_s:
-            self._try_publish()
+    def _serialize(self) -> bytes:
+        """The algorithm's state, for a learner that joins."""
+        buffer = io.BytesIO()
+        torch.save(self.algorithm.state_dict(), buffer)
+        return buffer.getvalue()
 
-    def _try_publish(self) -> None:
+    def _publish_if_due(self) -> None:
+        """After each batch that actors wait for; otherwise at most once in `publish_interval_s`."""
+        if self._pauses_actors or time.monotonic() - self._published_at >= self.spec.learner.publish_interval_s:
+            self.try_publish()
+
+    def try_publish(self) -> None:
+        """Publish the weights; later, where no version can be reserved now. For other threads only while it pauses."""
         try:
             self._publish()
         except OSError as error:  # the version could not be reserved: retried later
@@ -328,12 +379,13 @@ class Learner:
         self.damaged_checkpoints = loaded.damaged
         state = loaded.state
         try:
-            self._algorithm.load_state_dict(state)
+            self.algorithm.load_state_dict(state)
         except RuntimeError as error:
             problem = "does not fit the checkpoint of this run"
-            raise SpecMismatch(
-                "hidden", list(self.spec.hidden), problem, summarize_error(error, line=-1, max_chars=None)
-            ) from None
+            field, value = "hidden", str(list(self.spec.hidden))
+            if self.spec.model is not None:
+                field, value = "model", self.spec.model.word
+            raise SpecMismatch(field, value, problem, summarize_error(error, line=-1, max_chars=None)) from None
         torch.set_rng_state(state["rng"])
         self.updates, self.steps, self.version = state["updates"], state["steps"], state["version"]
         self.counts = dict(state["counts"])
@@ -341,4 +393,4 @@ class Learner:
 
 def model_arrays(model: torch.nn.Module) -> dict[str, np.ndarray]:
     """The state dict as NumPy arrays."""
-    return {name: tensor.detach().numpy() for name, tensor in model.state_dict().items()}
+    return {name: tensor.detach().cpu().numpy() for name, tensor in model.state_dict().items()}

@@ -13,10 +13,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from shoal.errors import RunError
+from shoal.errors import ConfigError, RunError
 from shoal.rl.experience.queue import ExperienceQueue
-from shoal.rl.experience.segment_ledger import Ledger
+from shoal.rl.experience.segment_ledger import LEDGER_NAME, Ledger
 from shoal.rl.gateway.gateway import Gateway
+from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.learner import Learner
 from shoal.rl.spec import RLSpec
 from shoal.weights import WeightStore
@@ -34,12 +35,24 @@ class LocalLoop:
         token: str,
         target_return: float | None = None,
     ) -> None:
+        if spec.learner.replicas > 1:
+            problem = "needs a cluster, and this loop is one process"
+            raise ConfigError("learner.replicas", spec.learner.replicas, problem, "use 1, or shoal run")
         folder.mkdir(parents=True, exist_ok=True)
         self.store = WeightStore()
-        self.ledger = Ledger(folder / "ledger.sqlite")
+        self.ledger = Ledger(folder / LEDGER_NAME)
         self.queue = ExperienceQueue(spec.gateway.queue_capacity, self.ledger)
         self.gateway = Gateway(
-            spec.gateway, experience, self.queue, self.store, token, folder.name, target_return=target_return
+            spec.applied_gateway,
+            experience,
+            self.queue,
+            self.store,
+            token,
+            folder.name,
+            target_return=target_return,
+            synchronous=spec.algorithm.pauses_actors,
+            learns_from_users=spec.learn_from_endpoint,
+            opponents=OpponentPool.of_run(spec.self_play, folder),
         )
         self.learner = Learner(spec, experience, self.queue, self.store, folder / "checkpoints")
         self._thread = threading.Thread(target=self._learn, name="learner", daemon=True)
@@ -61,10 +74,14 @@ class LocalLoop:
             stats = self.gateway.stats()
             if stats["solved_s"] is not None:
                 return float(stats["solved_s"])
-            if self._failure is not None:
-                raise RunError(f"the learner failed: {self._failure}") from self._failure
+            self.require_learner()
             self._thread.join(timeout=0.05)
         raise RunError(f"not solved within {timeout_s} s: mean return {self.gateway.stats()['mean_return']:.1f}")
+
+    def require_learner(self) -> None:
+        """Raise RunError when the learner has failed."""
+        if self._failure is not None:
+            raise RunError(f"the learner failed: {self._failure}") from self._failure
 
     def close(self) -> None:
         """Stop the learner, end the actors, close the ledger. Idempotent."""

@@ -9,21 +9,34 @@ from __future__ import annotations
 import os
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from shoal.errors import ClusterError, ConnectionLost, LedgerUnwritable
+from shoal.cluster.capacity import count_gpu_slots, gpus_by_host
+from shoal.errors import (
+    Closed,
+    ClusterError,
+    ConfigError,
+    ConnectionLost,
+    InferenceError,
+    LedgerUnwritable,
+    summarize_error,
+)
 from shoal.gc_freeze import freeze_loaded_objects
+from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.ray_call import AWAY, CALL_TIMEOUT_S, NAMESPACE, RETRY_S, call_or_none, call_until_answered
 from shoal.rl.experience.queue import BatchRequest, ExperienceBatch, ExperienceQueue
-from shoal.rl.experience.segment_ledger import Ledger
+from shoal.rl.experience.segment_ledger import LEDGER_NAME, Ledger
 from shoal.rl.gateway.gateway import Gateway
+from shoal.rl.gateway.opponent_pool import OpponentPool
+from shoal.rl.gateway.user_episodes import EpisodeRejection
 from shoal.rl.gateway.zmq_listener import format_tcp_address, resolve_reachable_host
 from shoal.rl.spec import RLSpec
 from shoal.weights import PublishedVersion, WeightSnapshot
@@ -35,7 +48,11 @@ from shoal.weights.ray_weight_store import (
 )
 from shoal.wire import DropReason, ExperienceSpec
 
+if TYPE_CHECKING:
+    from shoal.rl.learner_group import HubLink
+
 START_TIMEOUT_S = 300.0  # the learner may wait for a CPU of a busy cluster, and the gateway for the first weights
+USER_TIMEOUT_S = 10.0  # for the answer to a user of the endpoint
 ACKNOWLEDGE_TIMEOUT_S = 60.0  # how long a learner retries its acknowledgement while the gateway restarts
 
 
@@ -55,10 +72,10 @@ class GatewayWorker:
     """A Gateway in a process of its own. After a restart, segments queued before are dropped as GATEWAY_CRASH."""
 
     def __init__(self, spec: RLSpec, experience: ExperienceSpec, setting: RunSetting) -> None:
-        self._ledger = Ledger(setting.folder / "ledger.sqlite")
+        self._ledger = Ledger(setting.folder / LEDGER_NAME)
         self._queue = ExperienceQueue(spec.gateway.queue_capacity, self._ledger)
         self._gateway = Gateway(
-            spec.gateway,
+            spec.applied_gateway,
             experience,
             self._queue,
             RayWeightSource(start_weight_store(setting.run_id)),
@@ -66,6 +83,9 @@ class GatewayWorker:
             setting.run_id,
             setting.target_return,
             setting.curve_keys,
+            spec.algorithm.pauses_actors,
+            learns_from_users=spec.learn_from_endpoint,
+            opponents=OpponentPool.of_run(spec.self_play, setting.folder),
         )
         self._gateway.start(START_TIMEOUT_S)
 
@@ -79,8 +99,15 @@ class GatewayWorker:
         batch = self._queue.take(consumer, request)
         return None if batch is None else batch.to_bytes()
 
-    def acknowledge(self, lease_id: int, fates: Sequence[DropReason | None]) -> bool:
-        return self._queue.acknowledge(lease_id, fates)
+    def acknowledge(self, lease_id: int, fates: Sequence[DropReason | None], evidence: Sequence[float]) -> bool:
+        return self._queue.acknowledge(lease_id, fates, evidence)
+
+    def take_episode(self, request: EpisodeRequest) -> EpisodeAnswer | EpisodeRejection:
+        """Answer a user of the endpoint."""
+        try:
+            return self._gateway.answer_user(request, USER_TIMEOUT_S)
+        except TimeoutError:
+            return EpisodeRejection(504, f"no action within {USER_TIMEOUT_S:g} s: the learner is busy or restarting")
 
     def stats(self) -> dict[str, Any]:
         if not self._gateway.is_alive:
@@ -108,12 +135,32 @@ class RayExperienceSource:
         payload = call_or_none(self._gateway.take, consumer, request, timeout_s=limit_s, away=AWAY, pause_s=RETRY_S)
         return None if payload is None else ExperienceBatch.from_bytes(payload)
 
-    def acknowledge(self, lease_id: int, fates: Sequence[DropReason | None]) -> bool:
+    def acknowledge(self, lease_id: int, fates: Sequence[DropReason | None], evidence: Sequence[float] = ()) -> bool:
         try:
             method = self._gateway.acknowledge
-            return bool(call_until_answered(method, lease_id, fates, patience_s=ACKNOWLEDGE_TIMEOUT_S))
+            return bool(call_until_answered(method, lease_id, fates, evidence, patience_s=ACKNOWLEDGE_TIMEOUT_S))
         except AWAY as error:
             raise ConnectionLost(f"the gateway has been away for {ACKNOWLEDGE_TIMEOUT_S} s") from error
+
+
+class RayEpisodeService:
+    """An EpisodeService on the gateway of a run, for the replicas of its endpoint."""
+
+    def __init__(self, run_id: str) -> None:
+        self._name = _gateway_name(run_id)
+        self._gateway: ActorHandle | None = None
+
+    async def take(self, request: EpisodeRequest) -> EpisodeAnswer:
+        try:
+            if self._gateway is None:
+                self._gateway = ray.get_actor(self._name, NAMESPACE)
+            answer = await self._gateway.take_episode.remote(request)
+        except (*AWAY, ValueError) as error:  # no actor has the name yet
+            reason = f"the run's gateway is away: {summarize_error(error)}"
+            raise InferenceError(503, reason, retry_after_s=1.0) from error
+        if isinstance(answer, EpisodeRejection):
+            raise InferenceError(answer.status, answer.message)
+        return cast("EpisodeAnswer", answer)
 
 
 @ray.remote(max_concurrency=4)
@@ -125,12 +172,15 @@ class LearnerWorker:
             import torch._dynamo  # noqa: F401 - as every optimiser does
 
             from shoal.rl.learner import Learner
+            from shoal.rl.learner_group import LearnerHub
 
         store = start_weight_store(setting.run_id)
         self._publisher = RayWeightPublisher(store)
         source = RayExperienceSource(ray.get_actor(_gateway_name(setting.run_id), NAMESPACE))
         folder = setting.folder / "checkpoints"
-        self._learner = Learner(spec, experience, source, self._publisher, folder, get_stored_version(store))
+        has_replicas = spec.learner.replicas > 1
+        self._hub = LearnerHub(ray.util.get_node_ip_address(), setting.token.encode()) if has_replicas else None
+        self._learner = Learner(spec, experience, source, self._publisher, folder, get_stored_version(store), self._hub)
         self._failure, self._finished = "", False
         self._thread = threading.Thread(target=self._run, name="learner", daemon=True)
         self._thread.start()
@@ -138,6 +188,11 @@ class LearnerWorker:
     def stats(self) -> dict[str, Any]:
         ended = "" if self._thread.is_alive() or self._finished else "its thread has ended"
         return {**self._learner.stats(), "failure": self._failure or ended}
+
+    def hub_address(self) -> tuple[str, int]:
+        """Where the other learners of the run join."""
+        assert self._hub is not None
+        return self._hub.address
 
     def take_published(self) -> list[PublishedVersion]:
         return self._learner.take_published()
@@ -165,10 +220,47 @@ class LearnerWorker:
             raise
 
 
-class ActorLearnerWorkers:
-    """The store, the gateway and the learner of one run: started, called and closed together."""
+@ray.remote(max_concurrency=2)
+class LearnerReplicaWorker:
+    """A LearnerReplica in a process of its own; it joins the learner of the run at once, and each later incarnation."""
 
     def __init__(self, spec: RLSpec, experience: ExperienceSpec, setting: RunSetting) -> None:
+        with freeze_loaded_objects():
+            import torch._dynamo  # noqa: F401 - as every optimiser does
+
+            from shoal.rl.learner_replica import LearnerReplica
+
+        self._setting = setting
+        self._replica = LearnerReplica(spec, experience)
+        threading.Thread(target=self._run, name="learner-replica", daemon=True).start()
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def _run(self) -> None:
+        try:
+            self._replica.run(self._connect)
+        except BaseException:  # noqa: BLE001 - reported, and the process ends with it
+            traceback.print_exc()
+            os._exit(1)  # Ray restarts this worker, which takes the learner's state
+
+    def _connect(self) -> HubLink:
+        from shoal.rl.learner_group import HubLink
+
+        learner = ray.get_actor(_learner_name(self._setting.run_id), NAMESPACE)
+        address = call_until_answered(learner.hub_address, patience_s=START_TIMEOUT_S)
+        try:
+            return HubLink(address, self._setting.token.encode())
+        except Closed:
+            time.sleep(RETRY_S)  # the learner is on its way back, or the run ends
+            raise
+
+
+class ActorLearnerWorkers:
+    """The store, the gateway and the learners of one run: started, called and closed together."""
+
+    def __init__(self, spec: RLSpec, experience: ExperienceSpec, setting: RunSetting) -> None:
+        self._run_id = setting.run_id
         self._store = start_weight_store(setting.run_id)
         # Workers find each other by name: a handle among a constructor's arguments would prevent its restart.
         options = {"namespace": NAMESPACE, "max_restarts": spec.learner.max_restarts}
@@ -177,9 +269,23 @@ class ActorLearnerWorkers:
         self._gateway: Any = GatewayWorker.options(  # type: ignore[attr-defined]
             name=_gateway_name(setting.run_id), scheduling_strategy=here, **options
         ).remote(spec, experience, setting)
+        num_gpus = spec.learner.num_gpus if uses_gpu(spec) else 0
+        if num_gpus and count_gpu_slots(num_gpus, gpus_by_host()) < spec.learner.replicas:
+            problem = f"the cluster has no {num_gpus:g} GPUs for each of {spec.learner.replicas} learners"
+            raise ConfigError("learner.device", "cuda", problem, "use learner.device=cpu, or a cluster with GPUs")
+        options |= {"num_cpus": spec.learner.num_cpus, "num_gpus": num_gpus}
         self._learner: Any = LearnerWorker.options(  # type: ignore[attr-defined]
-            name=f"learner-{setting.run_id}", num_cpus=spec.learner.num_cpus, **options
+            name=_learner_name(setting.run_id), **options
         ).remote(spec, experience, setting)
+        self._replicas: list[Any] = [
+            LearnerReplicaWorker.options(  # type: ignore[attr-defined]
+                name=f"{_learner_name(setting.run_id)}-{number}", **options
+            ).remote(spec, experience, setting)
+            for number in range(1, spec.learner.replicas)
+        ]
+
+    def make_episode_service(self) -> RayEpisodeService:
+        return RayEpisodeService(self._run_id)
 
     def make_weight_source(self) -> RayWeightSource:
         return RayWeightSource(self._store)
@@ -231,7 +337,7 @@ class ActorLearnerWorkers:
 
     def close(self) -> None:
         """End the workers, without restarts. Idempotent."""
-        for worker in (self._learner, self._gateway, self._store):
+        for worker in (*self._replicas, self._learner, self._gateway, self._store):
             ray.kill(worker, no_restart=True)
 
     def _call_until_answered(self, method: Any) -> Any:
@@ -248,5 +354,16 @@ class ActorLearnerWorkers:
             raise ClusterError(f"a worker is gone for good: {error}") from error
 
 
+def uses_gpu(spec: RLSpec) -> bool:
+    """Whether the learners compute on GPUs: on `auto`, if the cluster has one for each."""
+    if spec.learner.device != "auto":
+        return spec.learner.device == "cuda"
+    return count_gpu_slots(spec.learner.num_gpus, gpus_by_host()) >= spec.learner.replicas
+
+
 def _gateway_name(run_id: str) -> str:
     return f"gateway-{run_id}"
+
+
+def _learner_name(run_id: str) -> str:
+    return f"learner-{run_id}"

@@ -5,18 +5,35 @@ Called by jobs, by `local_loop.py` and by the Ray workers. Knows the environment
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 from pydantic import Field, model_validator
 
+from shoal.actor.environment import get_action_bounds, get_action_sizes
 from shoal.config import Spec
 from shoal.errors import ConfigError
+from shoal.models.network_source import AnyNetworkSource
 from shoal.network_address import is_loopback
-from shoal.rl.algorithm_config import AnyAlgorithmConfig
-from shoal.wire.experience_spec import DTYPES, ExperienceSpec, PolicySpec, TensorSpec
+from shoal.rl.algorithm_config import CONFIGS, AnyAlgorithmConfig, find_config_type, load_named
+from shoal.wire.action_masks import describe_masks
+from shoal.wire.experience_spec import (
+    DTYPES,
+    STATE,
+    ConvolutionSpec,
+    ExperienceSpec,
+    ExtraSpec,
+    PolicySpec,
+    TensorSpec,
+)
 from shoal.wire.segment import largest_segment_bytes
+
+CORE_TENSORS = tuple(f"core.rnn.{name}_l0" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
+LARGEST_GRU_STATE = 1.001  # |h| ≤ 1, with a margin for rounding
 
 
 class GatewaySpec(Spec):
@@ -27,9 +44,12 @@ class GatewaySpec(Spec):
     curve: bool = False
     queue_capacity: int = Field(default=96, ge=2, description="segments; at least one for every actor")
     max_credits: int = Field(default=8, ge=1, description="segments that one actor may have on their way")
-    max_version_lag: int = Field(default=30, ge=0, description="weight versions")
+    max_version_lag: int = Field(default=30, ge=0, description="weight versions; not for dqn")
     heartbeat_s: float = Field(default=1.0, gt=0)
     timeout_s: float = Field(default=6.0, gt=0)
+    episode_timeout_s: float = Field(
+        default=300.0, gt=0, description="after which an episode of remote inference that no one continues expires"
+    )
     max_message_bytes: int = Field(default=64 * 1024 * 1024, ge=1024)
 
     @model_validator(mode="after")
@@ -44,35 +64,110 @@ class GatewaySpec(Spec):
 class LearnerSpec(Spec):
     """How the learner takes experience, and how often it publishes and saves."""
 
-    batch_steps: int = Field(default=2048, ge=1, description="environment steps in an update, at least")
-    max_batch_steps: int = Field(default=4096, ge=1, description="at most, when the learner has fallen behind")
-    take_timeout_s: float = Field(default=0.5, gt=0, description="after which a smaller batch is taken")
+    batch_steps: int | None = Field(
+        default=None, ge=1, description="environment steps in a batch, at least; default: the algorithm's"
+    )
+    max_batch_steps: int | None = Field(
+        default=None, ge=1, description="at most, when the learner has fallen behind; default: twice the algorithm's"
+    )
+    take_timeout_s: float | None = Field(
+        default=None, gt=0, description="after which a smaller batch is taken; default: 0.5, or 5 if actors pause"
+    )
     publish_interval_s: float = Field(default=0.05, ge=0, description="between two weight versions, at least")
     checkpoint_every_s: float = Field(default=5.0, gt=0)
     keep_checkpoints: int = Field(default=2, ge=1)
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: CUDA where there is a GPU")
+    replicas: int = Field(default=1, ge=1, description="learners that share each batch; not for off-policy algorithms")
     torch_threads: int = Field(default=1, ge=1)
-    num_cpus: float = Field(default=0.5, ge=0, description="what it reserves of the cluster")
+    num_cpus: float = Field(default=0.5, ge=0, description="what each reserves of the cluster")
+    num_gpus: float = Field(default=1.0, gt=0, description="likewise, on cuda")
     max_restarts: int = Field(default=3, ge=0, description="of the gateway and of the learner, after a crash")
     seed: int = Field(default=0, ge=-(2**63), lt=2**64)  # torch's range
 
     @model_validator(mode="after")
     def _limits_fit(self) -> LearnerSpec:
-        if self.max_batch_steps < self.batch_steps:
+        if self.max_batch_steps and self.batch_steps and self.max_batch_steps < self.batch_steps:
             raise ValueError(f"max_batch_steps = {self.max_batch_steps} is below batch_steps = {self.batch_steps}")
         return self
+
+
+class SelfPlaySpec(Spec):
+    """Of an environment with several agents, one has the newest weights and the others a past version, which is drawn
+    for each episode from a pool."""
+
+    snapshot_every: int = Field(
+        default=0, ge=0, description="environment steps between two versions that enter the pool; 0: no self-play"
+    )
+    max_versions: int = Field(
+        default=64, ge=2, description="of the pool; of more, those between the oldest and the newest thin out evenly"
+    )
 
 
 class RLSpec(Spec):
     """One actor-learner run."""
 
     env: str = "CartPole-v1"
+    model: AnyNetworkSource = Field(default=None, description="my_net.py:Net, a network of your own")
     hidden: tuple[Annotated[int, Field(ge=1)], ...] = (64, 64)
+    core: Literal["none", "gru", "lstm"] | None = Field(
+        default=None, description="a recurrent layer in the network; default: the algorithm's"
+    )
+    core_size: int = Field(default=64, ge=1, description="outputs of the core")
     segment_length: int = Field(default=256, ge=1, description="environment steps in a segment, at most")
     gateway: GatewaySpec = GatewaySpec()
+    learn_from_endpoint: bool = Field(default=False, description="from users of the endpoint, who act and reward")
     learner: LearnerSpec = LearnerSpec()
+    self_play: SelfPlaySpec = SelfPlaySpec()
     algorithm: AnyAlgorithmConfig = Field(  # the numbers were chosen on CartPole: docs/log
         default={"name": "impala", "discount": 0.98, "learning_rate": 1.5e-3}, validate_default=True
     )
+
+    @property
+    def batch_limits(self) -> tuple[int, int]:
+        """Environment steps in a batch, at least and at most."""
+        least = self.learner.batch_steps or self.algorithm.batch_steps
+        most = self.learner.max_batch_steps or max(least, 2 * self.algorithm.batch_steps)
+        return min(least, most), most
+
+    @property
+    def applied_core(self) -> str:
+        return self.core or self.algorithm.cores[0]
+
+    @property
+    def model_factory(self) -> str:
+        """Of the model that learner, endpoint and registry build."""
+        return self.algorithm.model_factory if self.applied_core == "none" else self.algorithm.recurrent_factory
+
+    @property
+    def state_size(self) -> int:
+        """Numbers in the recurrent state of an episode; 0 without a core."""
+        return {"none": 0, "gru": self.core_size, "lstm": 2 * self.core_size}[self.applied_core]
+
+    @property
+    def take_timeout_s(self) -> float:
+        """How long the learner waits for a full batch."""
+        return self.learner.take_timeout_s or (5.0 if self.algorithm.pauses_actors else 0.5)
+
+    @property
+    def applied_gateway(self) -> GatewaySpec:
+        """The gateway's settings, as this algorithm needs them."""
+        if self.algorithm.pauses_actors:
+            return self.gateway.model_copy(update={"max_version_lag": 0})
+        if not self.algorithm.is_off_policy:
+            return self.gateway
+        return self.gateway.model_copy(update={"max_version_lag": sys.maxsize})
+
+    @model_validator(mode="after")
+    def _replicas_fit(self) -> RLSpec:
+        if self.learner.replicas > 1 and not self.algorithm.has_replicas:
+            names = [name for name in CONFIGS if find_config_type(name).has_replicas]
+            problem = (
+                f"learner.replicas = {self.learner.replicas}: learners of {self.algorithm.name} cannot share a batch"
+            )
+            raise ValueError(f"{problem}; those of algorithm={' or algorithm='.join(names)} can")
+        if self.learner.replicas > 1 and self.applied_core != "none":
+            raise ValueError(f"learner.replicas = {self.learner.replicas}: learners with a core cannot share a batch")
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -84,19 +179,18 @@ class RLSpec(Spec):
         return values
 
 
-def experience_spec(observation_space: Any, action_space: Any, spec: RLSpec) -> ExperienceSpec:
-    """The format of segments of an environment with these gymnasium spaces.
+def experience_spec(observation_space: Any, action_space: Any, spec: RLSpec, has_masks: bool = False) -> ExperienceSpec:
+    """The format of segments of an environment with these gymnasium spaces. has_masks: it gives action masks.
 
     Raises ConfigError for spaces that the algorithm cannot learn from, and for segments too large for a message.
     """
-    if type(observation_space).__name__ != "Box" or len(observation_space.shape) != 1 or not observation_space.shape[0]:
+    shape = observation_space.shape
+    is_box = type(observation_space).__name__ == "Box" and len(shape) > 0 and 0 not in shape
+    is_frame = is_box and len(shape) == 3 and spec.model is None
+    if not (is_box and (len(shape) == 1 or is_frame or spec.model is not None)):
         remedy = "this algorithm needs a flat Box: gymnasium.wrappers.FlattenObservation makes one of most spaces"
+        remedy += "; a network of your own takes a Box of any rank: model=my_net.py:Net" if is_box else ""
         raise ConfigError("env", spec.env, f"observes {observation_space}", remedy)
-    if type(action_space).__name__ != "Discrete":
-        raise ConfigError("env", spec.env, f"acts with {action_space}", "this algorithm needs a Discrete space")
-    if action_space.start != 0:
-        problem = f"acts with {action_space}, which starts at {action_space.start}"
-        raise ConfigError("env", spec.env, problem, "this algorithm counts actions from 0: wrap the environment")
     dtype = np.dtype(observation_space.dtype).name
     if dtype not in DTYPES:
         problem, remedy = f"observes {dtype}, which cannot travel", f"wrap it; these can: {', '.join(DTYPES)}"
@@ -108,10 +202,150 @@ def experience_spec(observation_space: Any, action_space: Any, spec: RLSpec) -> 
         low if np.isfinite(low) else None,
         high if np.isfinite(high) else None,
     )
-    action = TensorSpec("int64", (), 0, int(action_space.n) - 1)
-    experience = ExperienceSpec(observation, action, spec.segment_length, policy_spec(spec.hidden))
+    action, bounds = describe_actions(action_space, spec)
+    policy = spec.algorithm.describe_policy(spec.hidden) or policy_spec(
+        spec.hidden, is_continuous="action_low" in bounds, has_core=spec.applied_core != "none"
+    )
+    policy = msgspec.structs.replace(policy, **bounds, **(describe_convolutions(observation) if is_frame else {}))
+    policy, extras = add_core(policy, spec)
+    if has_masks:
+        extras += (describe_masks(action, policy.action_sizes),)
+        require_masks_fit(spec, policy)
+    has_self_play = spec.self_play.snapshot_every > 0
+    experience = ExperienceSpec(observation, action, spec.segment_length, policy, extras, has_self_play)
+    if spec.model is not None:
+        experience = msgspec.structs.replace(experience, policy=describe_graph(spec, spec.model.word, experience))
     require_segment_fits(spec.gateway, experience)
     return experience
+
+
+def require_masks_fit(spec: RLSpec, policy: PolicySpec) -> None:
+    """Raise ConfigError unless the algorithm learns from allowed actions alone, of which there are finitely many."""
+    fitting = [name for name in CONFIGS if find_config_type(name).takes_masks]
+    if policy.action_low or not spec.algorithm.takes_masks:
+        problem = "gives an action_mask, and acts with a Box" if policy.action_low else "gives an action_mask"
+        remedy = f"masks are for choices, and for algorithm={' or algorithm='.join(fitting)}"
+        raise ConfigError("env", spec.env, problem, remedy)
+
+
+def describe_graph(spec: RLSpec, word: str, experience: ExperienceSpec) -> PolicySpec:
+    """The policy by a network of the user's own: as ours, with a graph in place of layers.
+
+    Raises ConfigError for a network that does not keep its contract, or that actors could not compute.
+    """
+    from shoal.rl.policy_graph import export_policy  # it imports torch, which other runs need not
+
+    policy = experience.policy
+    if spec.applied_core != "none":
+        problem, fitting = (
+            "has no place for a recurrent core",
+            [n for n in CONFIGS if "none" in find_config_type(n).cores],
+        )
+        raise ConfigError("model", word, problem, f"core=none, and algorithm={' or algorithm='.join(fitting)}")
+    kwargs = network_kwargs(spec, experience)
+    model = load_named(spec.algorithm.model_factory)(**kwargs)
+    num_outputs = kwargs["num_actions"] * (2 if policy.action_low else 1)
+    return msgspec.structs.replace(
+        policy,
+        kind=policy.kind.replace("mlp_", "graph_"),
+        activation="",
+        layers=(),
+        log_std="",
+        graph=export_policy(model, experience.observation, num_outputs, word),
+    )
+
+
+def describe_actions(space: Any, spec: RLSpec) -> tuple[TensorSpec, dict[str, Any]]:
+    """One action of a gymnasium space, and what the policy knows of its numbers: a Box's bounds, the sizes of choices.
+
+    Raises ConfigError.
+    """
+    kind, algorithm = type(space).__name__, spec.algorithm
+    if kind not in algorithm.action_spaces:
+        fitting = [name for name in CONFIGS if kind in find_config_type(name).action_spaces]
+        remedy = f"algorithm={' or algorithm='.join(fitting)}" if fitting else "wrap the environment"
+        problem = f"acts with {space}; {algorithm.name} needs a {' or a '.join(algorithm.action_spaces)} action space"
+        raise ConfigError("env", spec.env, problem, remedy)
+    if kind == "Discrete":
+        if space.start != 0:
+            problem = f"acts with {space}, which starts at {space.start}"
+            raise ConfigError("env", spec.env, problem, "actions count from 0: wrap the environment")
+        return TensorSpec("int64", (), 0, int(space.n) - 1), {}
+    if kind != "Box":
+        sizes = get_action_sizes(space)
+        if not sizes:
+            raise ConfigError("env", spec.env, f"acts with {space}", "actions count from 0: wrap the environment")
+        action = TensorSpec(np.dtype(space.dtype).name, tuple(space.shape), 0, max(sizes) - 1)
+        return action, {"kind": "mlp_multi_categorical", "action_sizes": sizes}
+    low, high = np.asarray(space.low), np.asarray(space.high)
+    if low.dtype.kind != "f" or not low.size or not (np.isfinite(low) & np.isfinite(high) & (low < high)).all():
+        problem = f"acts with {space}: each number of a Box needs to be a float with finite bounds, low < high"
+        raise ConfigError("env", spec.env, problem, "wrap it in gymnasium.wrappers.RescaleAction, for instance")
+    lows, highs = get_action_bounds(space)
+    action = TensorSpec("float32", tuple(space.shape), min(lows), max(highs))
+    return action, {"action_low": lows, "action_high": highs}
+
+
+def add_core(policy: PolicySpec, spec: RLSpec) -> tuple[PolicySpec, tuple[ExtraSpec, ...]]:
+    """The policy with the run's recurrent core, if it has one, and the state that segments carry for it.
+
+    Raises ConfigError for a core that the algorithm does not take.
+    """
+    core, cores = spec.applied_core, spec.algorithm.cores
+    if core not in cores:
+        fitting = [name for name in CONFIGS if core in find_config_type(name).cores]
+        problem = f"is not for {spec.algorithm.name}, whose core is {' or '.join(cores)}"
+        raise ConfigError("core", core, problem, f"algorithm={' or algorithm='.join(fitting)}")
+    if core == "none":
+        return policy, ()
+    limit = LARGEST_GRU_STATE if core == "gru" else None
+    state = TensorSpec("float32", (spec.state_size,), None if limit is None else -limit, limit)
+    kind = "recurrent_" + policy.kind.removeprefix("mlp_")
+    policy = msgspec.structs.replace(policy, kind=kind, core=core, core_tensors=CORE_TENSORS)
+    return policy, (ExtraSpec(STATE, state, "segment"),)
+
+
+def plan_convolutions(shape: tuple[int, ...]) -> list[tuple[int, int, bool]]:
+    """Of each layer of a FrameEncoder: output channels, stride, whether it is residual. [H, W, C] or [C, H, W].
+
+    Halves the frame until no side is above 11, each time with a residual layer after it.
+    """
+    size = max(shape[:2] if has_channels_last(shape) else shape[1:])
+    layers: list[tuple[int, int, bool]] = [] if size > 11 else [(16, 1, False), (16, 1, True)]
+    while size > 11:
+        channels = 16 if not layers else 32
+        layers += [(channels, 2, False), (channels, 1, True)]
+        size //= 2
+    return layers
+
+
+def has_channels_last(shape: tuple[int, ...]) -> bool:
+    """Whether a frame is [H, W, C]: the channels are the fewest; in doubt, the last axis."""
+    return shape[2] <= shape[0]
+
+
+def describe_convolutions(observation: TensorSpec) -> dict[str, Any]:
+    """The fields of the policy of an ActorCritic over these frames."""
+    layers = plan_convolutions(observation.shape)
+    return {
+        "convolutions": tuple(
+            ConvolutionSpec(f"encoder.layers.{index}.weight", f"encoder.layers.{index}.bias", stride, is_residual)
+            for index, (_, stride, is_residual) in enumerate(layers)
+        ),
+        "channels_last": has_channels_last(observation.shape),
+        "observation_scale": 1 / (observation.high or 255) if observation.dtype == "uint8" else 1.0,
+    }
+
+
+def describe_encoder(observation: TensorSpec) -> dict[str, Any]:
+    """The constructor arguments of a FrameEncoder over these frames."""
+    policy = describe_convolutions(observation)
+    return {
+        "shape": list(observation.shape),
+        "channels_last": policy["channels_last"],
+        "scale": policy["observation_scale"],
+        "convolutions": plan_convolutions(observation.shape),
+    }
 
 
 def require_segment_fits(gateway: GatewaySpec, experience: ExperienceSpec) -> None:
@@ -124,16 +358,40 @@ def require_segment_fits(gateway: GatewaySpec, experience: ExperienceSpec) -> No
 
 
 def network_kwargs(spec: RLSpec, experience: ExperienceSpec) -> dict[str, Any]:
-    """The constructor arguments of this run's ActorCritic, for the learner, the endpoint and later loaders."""
-    num_actions = int(experience.action.high or 0) + 1
+    """The constructor arguments of this run's model, for the learner, the endpoint and later loaders."""
+    action, policy, bounds = experience.action, experience.policy, dict[str, Any]()
+    num_actions = int(action.high or 0) + 1
+    if policy.action_sizes:
+        num_actions = sum(policy.action_sizes)
+        bounds.update(action_sizes=list(policy.action_sizes), action_shape=list(action.shape))
+    if policy.action_low:
+        num_actions = len(policy.action_low)
+        for name in ("action_low", "action_high"):
+            bounds[name] = np.reshape(getattr(policy, name), action.shape).tolist()
+    shape = experience.observation.shape
+    sizes = {"observation_size": math.prod(shape), "num_actions": num_actions, "hidden": list(spec.hidden)}
+    if policy.convolutions:
+        bounds["frames"] = describe_encoder(experience.observation)
+    if spec.model is not None:
+        outputs = {"is_gaussian": bool(policy.action_low), "has_value": spec.algorithm.has_value_head}
+        bounds["network"] = {**spec.model.model_dump(), **sizes, "observation_shape": list(shape), **outputs}
+    if spec.applied_core != "none":
+        bounds.update(core=spec.applied_core, core_size=spec.core_size)
     return {
-        "observation_size": experience.observation.shape[0],
-        "num_actions": num_actions,
-        "hidden": list(spec.hidden),
+        **sizes,
+        **bounds,
+        **spec.algorithm.get_model_options(),
     }
 
 
-def policy_spec(hidden: Sequence[int]) -> PolicySpec:
-    """How an actor runs the policy of an ActorCritic with these hidden layers."""
-    layers = tuple((f"policy.{2 * i}.weight", f"policy.{2 * i}.bias") for i in range(len(hidden) + 1))
-    return PolicySpec("mlp_categorical", "tanh", layers)
+def policy_spec(hidden: Sequence[int], is_continuous: bool = False, has_core: bool = False) -> PolicySpec:
+    """How an actor runs the policy of an ActorCritic with these hidden layers, or of a RecurrentActorCritic, whose core
+    `add_core` describes; of a Box's, without its bounds."""
+    trunk = [f"trunk.{2 * i}" for i in range(len(hidden) - 1)] if has_core else []
+    prefix = "head." if has_core else ""
+    names = [*trunk, *(f"{prefix}policy.{2 * i}" for i in range(len(hidden) - len(trunk) + 1))]
+    layers = tuple((f"{name}.weight", f"{name}.bias") for name in names)
+    if is_continuous:
+        log_std = f"{prefix}log_std"
+        return PolicySpec("mlp_squashed_gaussian", "tanh", layers, log_std=log_std, core_position=len(trunk))
+    return PolicySpec("mlp_categorical", "tanh", layers, core_position=len(trunk))

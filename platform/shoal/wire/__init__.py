@@ -1,6 +1,6 @@
 """The messages of external processes: typed, versioned, free of pickle (docs/protocol.md)."""
 
-from shoal.wire.experience_spec import ExperienceSpec, PolicySpec, TensorSpec
+from shoal.wire.experience_spec import ExperienceSpec, ExtraSpec, PolicySpec, TensorSpec
 from shoal.wire.messages import (
     PROTOCOL_VERSION,
     Ack,
@@ -30,6 +30,7 @@ __all__ = [
     "DropReason",
     "ErrorMessage",
     "ExperienceSpec",
+    "ExtraSpec",
     "Hello",
     "Message",
     "MessageLimits",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import msgspec
 
@@ -34,19 +35,22 @@ class TensorHeader(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
 
 
-class Hello(msgspec.Struct, frozen=True, tag_field="kind", tag="hello"):
-    """actor → gateway, first on every connection. `incarnation` grows with every start of the same actor id."""
+class Hello(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="hello"):
+    """actor → gateway, first on every connection. `incarnation` grows with every start of the same actor id.
+    `inference`: "local", or "remote" for a session of `act` and `action`."""
 
     protocol: int
     token: str
     actor_id: str
     incarnation: int
     client: str = ""
+    inference: str = "local"
 
 
-class Welcome(msgspec.Struct, frozen=True, tag_field="kind", tag="welcome"):
+class Welcome(msgspec.Struct, frozen=True, tag_field="kind", tag="welcome", omit_defaults=True):
     """gateway → actor. `next_seq` is the first sequence number that the gateway still needs; segments with
-    `seq < send_limit` may be sent."""
+    `seq < send_limit` may be sent. `synchronous`: the actor pauses without credit, and sends no step of older weights.
+    """
 
     protocol: int
     run_id: str
@@ -57,10 +61,13 @@ class Welcome(msgspec.Struct, frozen=True, tag_field="kind", tag="welcome"):
     heartbeat_s: float
     timeout_s: float
     max_message_bytes: int
+    synchronous: bool = False
+    inference: str = "local"
 
 
 class SegmentMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="segment"):
-    """actor → gateway. Consecutive steps of one episode; `tensors` describes the frames that follow."""
+    """actor → gateway. Consecutive steps of one episode; `tensors` describes the frames that follow. `opponent`: with
+    self-play, the version that the other agents had."""
 
     seq: int
     tensors: tuple[TensorHeader, ...]
@@ -68,6 +75,7 @@ class SegmentMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="segment
     truncated: bool = False
     episode_return: float | None = None
     episode_length: int | None = None
+    opponent: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class Ack(msgspec.Struct, frozen=True, tag_field="kind", tag="ack"):
@@ -100,6 +108,22 @@ class WeightsMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="weights
     sha256: str
 
 
+class PullOpponent(msgspec.Struct, frozen=True, tag_field="kind", tag="pull_opponent"):
+    """actor → gateway, in a run with self-play. Answered by `opponent` with the oldest version of the pool above
+    `newer_than`, as soon as there is one; one is open at a time."""
+
+    newer_than: int
+
+
+class OpponentMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="opponent"):
+    """gateway → actor. A version of the pool; one frame follows, as of `weights`. `members`: all versions of the pool
+    now; the actor may forget others. Empty: unknown."""
+
+    version: int
+    sha256: str
+    members: tuple[int, ...] = ()
+
+
 class Ping(msgspec.Struct, frozen=True, tag_field="kind", tag="ping"):
     """Either way; answered by `pong` with the same `nonce`."""
 
@@ -120,14 +144,54 @@ class Bye(msgspec.Struct, frozen=True, tag_field="kind", tag="bye"):
 
 
 class ErrorMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="error"):
-    """gateway → actor. `fatal` means: do not retry unchanged."""
+    """gateway → actor. `fatal` means: do not retry unchanged. `seq` is the segment that it is about, if any."""
 
     code: str
     message: str
     fatal: bool = False
+    seq: int | None = None
 
 
-Message = Hello | Welcome | SegmentMessage | Ack | Credit | Pull | WeightsMessage | Ping | Pong | Bye | ErrorMessage
+class ActMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="act"):
+    """actor → gateway; one frame follows: the observation before step `step` of `episode`. `reward` is that of the step
+    before; at step 0, the return until then. `terminated` or `truncated`: the episode ended after the step before, and
+    the observation is its last."""
+
+    episode: int
+    step: int
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+
+
+class ActionMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="action"):
+    """gateway → actor, once for every `act`. `action`: a number, or an array's in C order; None after the last
+    observation, and when `reason` says why the step was not taken."""
+
+    episode: int
+    step: int
+    action: int | list[int | float] | None = None
+    version: int = 0
+    reason: str = ""
+
+
+Message = (
+    Hello
+    | Welcome
+    | SegmentMessage
+    | Ack
+    | Credit
+    | Pull
+    | WeightsMessage
+    | PullOpponent
+    | OpponentMessage
+    | Ping
+    | Pong
+    | Bye
+    | ErrorMessage
+    | ActMessage
+    | ActionMessage
+)
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Message)
@@ -137,42 +201,83 @@ class _KindHeader(msgspec.Struct):
     kind: str
 
 
+class _VersionHeader(msgspec.Struct, tag_field="kind", tag="hello"):
+    protocol: int
+
+
+class _SeqHeader(msgspec.Struct, tag_field="kind", tag="segment"):
+    seq: int
+
+
 _KIND_DECODER = msgspec.msgpack.Decoder(_KindHeader)
-_KINDS = frozenset({"hello", "welcome", "segment", "ack", "credit", "pull", "weights", "ping", "pong", "bye", "error"})
+_VERSION_DECODER = msgspec.msgpack.Decoder(_VersionHeader)
+_SEQ_DECODER = msgspec.msgpack.Decoder(_SeqHeader)
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_KINDS = frozenset(kind.__struct_config__.tag for kind in get_args(Message))
 
 
 def encode(message: Message) -> bytes:
     """The header frame of a message."""
+    if isinstance(
+        message, Welcome
+    ):  # the size of a struct of 16 fields or more takes two bytes too many, if few are set
+        return _ENCODER.encode(msgspec.to_builtins(message, builtin_types=(bytes,)))
     return _ENCODER.encode(message)
 
 
 def decode(frames: Sequence[bytes], limits: MessageLimits) -> Message:
     """The message with header `frames[0]`. The other frames are only counted and measured.
 
-    Raises ProtocolViolation with code `too_large`, `unknown_kind` or `malformed`.
+    Raises ProtocolViolation with code `too_large`, `unknown_kind`, `malformed`, or `bad_version` for a `hello` that
+    names another protocol version and does not fit this one.
     """
     if not frames:
         raise ProtocolViolation("malformed", "a message has at least one frame")
-    if len(frames) > limits.max_frames:
-        raise ProtocolViolation("too_large", f"{len(frames)} frames, at most {limits.max_frames}")
     if len(frames[0]) > limits.max_header_bytes:
         raise ProtocolViolation("too_large", f"a header of {len(frames[0])} bytes, at most {limits.max_header_bytes}")
+    if len(frames) > limits.max_frames:
+        problem = f"{len(frames)} frames, at most {limits.max_frames}"
+        raise ProtocolViolation("too_large", problem, _read_seq(frames[0]))
     size_bytes = sum(map(len, frames))
     if size_bytes > limits.max_message_bytes:
-        raise ProtocolViolation("too_large", f"a message of {size_bytes} bytes, at most {limits.max_message_bytes}")
+        problem = f"a message of {size_bytes} bytes, at most {limits.max_message_bytes}"
+        raise ProtocolViolation("too_large", problem, _read_seq(frames[0]))
     try:
         message: Message = _DECODER.decode(frames[0])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise _make_violation(frames[0], error) from None
     return message
+
+
+def reject_version(protocol: int) -> ProtocolViolation:
+    """The answer to a `hello` of another protocol version."""
+    return ProtocolViolation("bad_version", f"this gateway speaks protocol {PROTOCOL_VERSION}, not {protocol}")
+
+
+def _read_seq(header: bytes) -> int | None:
+    """The number of a segment whose header is wrong in another place."""
+    try:
+        return _SEQ_DECODER.decode(header).seq
+    except _UNREADABLE:
+        return None
+
+
+def _read_protocol(header: bytes) -> int:
+    """The version of a `hello` whose other fields are wrong, or of another version."""
+    try:
+        return _VERSION_DECODER.decode(header).protocol
+    except _UNREADABLE:
+        return PROTOCOL_VERSION
 
 
 def _make_violation(header: bytes, error: Exception) -> ProtocolViolation:
     """Distinguish an unknown kind, which a newer peer may send in good faith, from an invalid header."""
     try:
         kind = _KIND_DECODER.decode(header).kind
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except _UNREADABLE:
         return ProtocolViolation("malformed", f"the header is not a msgpack map with a `kind`: {error}")
     if kind not in _KINDS:
         return ProtocolViolation("unknown_kind", f"no message of kind {kind[:40]!r}")
-    return ProtocolViolation("malformed", f"{kind}: {error}")
+    if (protocol := _read_protocol(header)) != PROTOCOL_VERSION:
+        return reject_version(protocol)
+    return ProtocolViolation("malformed", f"{kind}: {error}", _read_seq(header))

@@ -10,20 +10,23 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from shoal.errors import InvalidSegment
+from shoal.wire.action_masks import MASKS, check_masks
 from shoal.wire.experience_spec import DTYPES, ExperienceSpec, TensorSpec
 from shoal.wire.messages import SegmentMessage, TensorHeader, encode
 
 _NAMES = {np.dtype(code): name for name, code in DTYPES.items()}
 _TENSORS = ("observations", "actions", "rewards", "log_probabilities", "versions")
 _HEADER_BYTES = 1024  # more than the header of five tensors ever needs
+_EXTRA_HEADER_BYTES = 256  # and of each further one
 _LOG_PROBABILITY = TensorSpec("float32", (), None, 1e-3)  # log p ≤ 0, with a margin for rounding
+_LOG_DENSITY = TensorSpec("float32", ())  # of an action that is not one of finitely many
 _REWARD = TensorSpec("float32", ())
 _VERSION = TensorSpec("int64", (), 1, None)
 
@@ -31,7 +34,7 @@ _VERSION = TensorSpec("int64", (), 1, None)
 class DropReason(enum.StrEnum):
     """Why a received segment did not, or will not, enter training."""
 
-    MALFORMED = "malformed"  # the frames do not match their own header
+    INVALID_FRAMES = "invalid_frames"  # the frames do not match their own header
     INVALID_DTYPE = "invalid_dtype"
     INVALID_SHAPE = "invalid_shape"
     INVALID_RANGE = "invalid_range"
@@ -39,9 +42,11 @@ class DropReason(enum.StrEnum):
     OVER_CREDIT = "over_credit"  # sent beyond the send limit, or when the queue was full
     STALE_ADMISSION = "stale_admission"  # older than max_version_lag when it arrived
     STALE_CONSUMPTION = "stale_consumption"  # older than max_version_lag when the learner took it
+    EXPIRED = "expired"  # of an episode at the gateway that its client has not continued, or its user not rewarded
     GATEWAY_CRASH = "gateway_crash"  # queued in a gateway that died
     LEARNER_CRASH = "learner_crash"  # leased to a learner that died before it acknowledged
     LEASE_LOST = "lease_lost"  # leased in an answer that never reached the learner
+    QUARANTINED = "quarantined"  # of an actor whose log-probabilities are impossible
     SHUTDOWN = "shutdown"  # still queued when the run ended
 
 
@@ -55,6 +60,8 @@ class Segment:
     versions int64 [L]: the weights version that chose each action
     terminated, truncated: how the episode ended after the last step; at most one is true
     episode_return, episode_length: of the whole episode, given when it ended here
+    opponent: with self-play, the version that the other agents had; 0 without
+    extras: further tensors by name: [1, ...] of the segment's first observation, or [L+1, ...] of each
     """
 
     observations: np.ndarray
@@ -66,6 +73,8 @@ class Segment:
     truncated: bool = False
     episode_return: float | None = None
     episode_length: int | None = None
+    extras: Mapping[str, np.ndarray] = field(default_factory=dict)
+    opponent: int = 0
 
     @property
     def num_steps(self) -> int:
@@ -79,14 +88,19 @@ class Segment:
 def largest_segment_bytes(spec: ExperienceSpec) -> int:
     """The size of a message with the longest segment that fits the spec, header included."""
     length = spec.segment_length
-    observation = math.prod(spec.observation.shape) * spec.observation.numpy_dtype().itemsize
-    action = math.prod(spec.action.shape) * spec.action.numpy_dtype().itemsize
-    return _HEADER_BYTES + (length + 1) * observation + length * (action + 4 + 4 + 8)
+    extras = sum(_EXTRA_HEADER_BYTES + each.count_rows(length) * _row_bytes(each.tensor) for each in spec.extras)
+    steps = (length + 1) * _row_bytes(spec.observation) + length * (_row_bytes(spec.action) + 4 + 4 + 8)
+    return _HEADER_BYTES + steps + extras
+
+
+def _row_bytes(spec: TensorSpec) -> int:
+    return math.prod(spec.shape) * spec.numpy_dtype().itemsize
 
 
 def estimate_segment_bytes(segment: Segment) -> int:
     """The size of its message, header included."""
-    return _HEADER_BYTES + sum(int(getattr(segment, name).nbytes) for name in _TENSORS)
+    extras = sum(_EXTRA_HEADER_BYTES + int(array.nbytes) for array in segment.extras.values())
+    return _HEADER_BYTES + sum(int(getattr(segment, name).nbytes) for name in _TENSORS) + extras
 
 
 class PackedSegment(NamedTuple):
@@ -99,8 +113,9 @@ class PackedSegment(NamedTuple):
     def from_segment(cls, segment: Segment) -> PackedSegment:
         """Raises InvalidSegment when an array has an unsupported dtype."""
         headers, tensors = [], []
-        for name in _TENSORS:
-            array = np.ascontiguousarray(getattr(segment, name))
+        named = [(name, getattr(segment, name)) for name in _TENSORS]
+        for name, array in (*named, *segment.extras.items()):
+            array = np.ascontiguousarray(array)
             dtype = _dtype_name(name, array)
             headers.append(TensorHeader(name, dtype, array.shape))
             tensors.append(array.astype(DTYPES[dtype], copy=False).tobytes())
@@ -111,6 +126,7 @@ class PackedSegment(NamedTuple):
             bool(segment.truncated),
             None if segment.episode_return is None else float(segment.episode_return),
             None if segment.episode_length is None else int(segment.episode_length),
+            segment.opponent or msgspec.UNSET,
         )
         return cls(header, tensors)
 
@@ -140,28 +156,37 @@ def unpack_segment(message: SegmentMessage, frames: Sequence[bytes], spec: Exper
     """
     if len(message.tensors) != len(frames):
         problem = f"{len(message.tensors)} described, but {len(frames)} frames follow"
-        raise InvalidSegment(DropReason.MALFORMED, "tensors", problem)
+        raise InvalidSegment(DropReason.INVALID_FRAMES, "tensors", problem)
     described = {header.name: (header, frame) for header, frame in zip(message.tensors, frames, strict=True)}
     if len(described) != len(frames):
-        raise InvalidSegment(DropReason.MALFORMED, "tensors", "one name stands there twice")
+        raise InvalidSegment(DropReason.INVALID_FRAMES, "tensors", "one name stands there twice")
     length = _read_length(described, spec.segment_length)
     _check_ending(message, length)
+    log_probability = _LOG_PROBABILITY if spec.action.numpy_dtype().kind != "f" else _LOG_DENSITY
+    extras = {
+        each.name: _read_tensor(each.name, described, each.count_rows(length), each.tensor) for each in spec.extras
+    }
+    actions = _check_bounds(_read_tensor("actions", described, length, spec.action), spec)
+    if MASKS in extras:
+        check_masks(actions, extras[MASKS], message.terminated, spec)
     return Segment(
         _read_tensor("observations", described, length + 1, spec.observation),
-        _read_tensor("actions", described, length, spec.action),
+        actions,
         _read_tensor("rewards", described, length, _REWARD),
-        _read_tensor("log_probabilities", described, length, _LOG_PROBABILITY),
+        _read_tensor("log_probabilities", described, length, log_probability),
         _read_tensor("versions", described, length, _VERSION),
         message.terminated,
         message.truncated,
         message.episode_return,
         message.episode_length,
+        extras,
+        message.opponent or 0,
     )
 
 
 def _read_length(described: Mapping[str, tuple[TensorHeader, bytes]], segment_length: int) -> int:
     if "rewards" not in described:
-        raise InvalidSegment(DropReason.MALFORMED, "rewards", "is missing")
+        raise InvalidSegment(DropReason.INVALID_FRAMES, "rewards", "is missing")
     shape = described["rewards"][0].shape
     if len(shape) != 1 or not 1 <= shape[0] <= segment_length:
         problem = f"{list(shape)[:9]}, expected [L] with 1 ≤ L ≤ {segment_length}"
@@ -170,21 +195,21 @@ def _read_length(described: Mapping[str, tuple[TensorHeader, bytes]], segment_le
 
 
 def _read_tensor(
-    name: str, described: Mapping[str, tuple[TensorHeader, bytes]], length: int, spec: TensorSpec
+    name: str, described: Mapping[str, tuple[TensorHeader, bytes]], num_rows: int, spec: TensorSpec
 ) -> np.ndarray:
     """One tensor, checked in order: present, dtype, shape, size of the frame, finite, range."""
     if name not in described:
-        raise InvalidSegment(DropReason.MALFORMED, name, "is missing")
+        raise InvalidSegment(DropReason.INVALID_FRAMES, name, "is missing")
     header, frame = described[name]
     if header.dtype != spec.dtype:
         raise InvalidSegment(DropReason.INVALID_DTYPE, name, f"{header.dtype[:20]}, expected {spec.dtype}")
-    expected = (length, *spec.shape)
+    expected = (num_rows, *spec.shape)
     if header.shape != expected:
         raise InvalidSegment(DropReason.INVALID_SHAPE, name, f"{list(header.shape)[:9]}, expected {list(expected)}")
     dtype = spec.numpy_dtype()
     if len(frame) != math.prod(expected) * dtype.itemsize:
         problem = f"{header.dtype} {list(expected)} does not fit a frame of {len(frame)} bytes"
-        raise InvalidSegment(DropReason.MALFORMED, name, problem)
+        raise InvalidSegment(DropReason.INVALID_FRAMES, name, problem)
     array: np.ndarray = np.frombuffer(frame, dtype).reshape(expected)
     if dtype.kind == "f" and not np.isfinite(array).all():
         raise InvalidSegment(DropReason.NON_FINITE, name, "has NaN or infinite values")
@@ -197,6 +222,22 @@ def _read_tensor(
     return array
 
 
+def _check_bounds(actions: np.ndarray, spec: ExperienceSpec) -> np.ndarray:
+    """`actions` [L, *act], each number of which lies within its own bounds. Raises InvalidSegment."""
+    low, high = np.array(spec.policy.action_low), np.array(spec.policy.action_high)
+    if spec.policy.action_sizes:
+        low, high = np.zeros(len(spec.policy.action_sizes)), np.array(spec.policy.action_sizes) - 1
+    if low.size:
+        rows = actions.reshape(len(actions), -1)
+        outside = (rows < low) | (rows > high)
+        if outside.any():
+            step, index = np.argwhere(outside)[0]
+            bounds = f"[{low[index]:g}, {high[index]:g}]"
+            problem = f"number {index} of step {step} is {rows[step, index]:g}, expected within {bounds}"
+            raise InvalidSegment(DropReason.INVALID_RANGE, "actions", problem)
+    return actions
+
+
 def _check_ending(message: SegmentMessage, length: int) -> None:
     if message.terminated and message.truncated:
         raise InvalidSegment(DropReason.INVALID_RANGE, "truncated", "an episode is terminated or truncated, not both")
@@ -206,7 +247,7 @@ def _check_ending(message: SegmentMessage, length: int) -> None:
         problem = f"{message.episode_length} is below the {length} steps of this segment"
         raise InvalidSegment(DropReason.INVALID_RANGE, "episode_length", problem)
     ended = message.terminated or message.truncated
-    for field in ("episode_return", "episode_length"):
-        if (getattr(message, field) is not None) != ended:
+    for name in ("episode_return", "episode_length"):
+        if (getattr(message, name) is not None) != ended:
             problem = "is missing, though the episode ended" if ended else "is given, though the episode goes on"
-            raise InvalidSegment(DropReason.INVALID_RANGE, field, problem)
+            raise InvalidSegment(DropReason.INVALID_RANGE, name, problem)

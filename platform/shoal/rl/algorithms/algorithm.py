@@ -8,13 +8,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from shoal.errors import ShoalError
-from shoal.rl.algorithm_config import ALGORITHMS, load_named
+from shoal.errors import ConfigError, ShoalError
+from shoal.rl.algorithm_config import ALGORITHMS, AlgorithmConfig, load_named
 from shoal.rl.experience.queue import ExperienceBatch
+from shoal.rl.learner_group import SINGLE, LearnerGroup
 from shoal.rl.spec import RLSpec
 from shoal.wire import ExperienceSpec
 
@@ -29,20 +34,40 @@ class Algorithm(ABC):
     """The algorithm of one learner, with fresh weights from torch's generator.
 
     model: its weights are published, saved and registered
+    device: of the model and of each batch; what leaves the algorithm is on the CPU
+    group: the learners that share each batch
     """
 
     model: nn.Module
+    device = torch.device("cpu")
+    group: LearnerGroup = SINGLE
+
+    def to_device(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
 
     @abstractmethod
     def update(self, batch: ExperienceBatch) -> Iterator[Metrics]:
         """Learn from a batch; each yield is a step of an optimiser, with its metrics. Weights are published after all.
 
-        Raises NonFiniteLoss in place of a step that would spoil the weights.
+        There may be no step at all: a replay stores the batch for later ones. Raises NonFiniteLoss in place of a step
+        that would spoil the weights; before the first one, the batch has had no effect.
         """
 
     @abstractmethod
     def is_usable(self, segment: ExperienceBatch) -> bool:
         """Whether one segment by itself has a finite loss. Leaves the weights unchanged."""
+
+    def compute_log_ratios(self, batch: ExperienceBatch) -> np.ndarray:
+        """log π(a|x) - log μ(a|x) of each step [N], of the present policy and of the one that has acted; unless the
+        algorithm is off-policy, and needs no behaviour policy."""
+        raise NotImplementedError
+
+    def configure(self, config: AlgorithmConfig) -> None:
+        """Go on with the fields of `config` that are `changeable`, from the next batch on; others stay the same.
+
+        Of an algorithm without such fields, not implemented.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -53,7 +78,28 @@ class Algorithm(ABC):
         """Restore a `state_dict`; other entries are ignored. Settings of the present spec stay."""
 
 
-def make_algorithm(spec: RLSpec, experience: ExperienceSpec) -> Algorithm:
-    """The algorithm of a run."""
-    made: Algorithm = load_named(ALGORITHMS[spec.algorithm.name])(spec, experience)
+def restore_optimizer(optimizer: Optimizer, state: dict[str, Any], learning_rate: float) -> None:
+    """Its state with the learning rate of the present spec, which may be another than that of the state."""
+    optimizer.load_state_dict(state)
+    set_learning_rate(optimizer, learning_rate)
+
+
+def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:
+    """Of all its parameters, from the next step on."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
+def find_device(spec: RLSpec) -> torch.device:
+    """The device of `learner.device`. Raises ConfigError for `cuda` where there is none."""
+    has_cuda = torch.cuda.is_available()
+    if spec.learner.device == "cuda" and not has_cuda:
+        problem = "torch finds no GPU where the learner runs"
+        raise ConfigError("learner.device", "cuda", problem, "use learner.device=cpu, or a machine with a GPU")
+    return torch.device("cuda" if has_cuda and spec.learner.device != "cpu" else "cpu")
+
+
+def make_algorithm(spec: RLSpec, experience: ExperienceSpec, folder: Path | None = None) -> Algorithm:
+    """The algorithm of a run. A replay that is wanted on disk lies in `folder`."""
+    made: Algorithm = load_named(ALGORITHMS[spec.algorithm.name])(spec, experience, folder)
     return made

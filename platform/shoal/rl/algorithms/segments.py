@@ -11,12 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.models.action_distribution import mask_logits
+from shoal.models.recurrent_actor_critic import AnyActorCritic
 from shoal.rl.experience.queue import ExperienceBatch
+from shoal.wire.action_masks import MASKS
+from shoal.wire.experience_spec import STATE
+
+CPU = torch.device("cpu")
 
 
 class SegmentBatch(NamedTuple):
     """S segments laid end to end: observations [N+S, *obs] (one more a segment), actions, rewards and behaviour
-    log_probabilities [N], lengths_B int64 [S], terminated_B bool [S]."""
+    log_probabilities [N], lengths_B int64 [S], terminated_B bool [S]; of a recurrent policy, the states [S, size]
+    before their first observations; masks bool [N+S, K], where the run has action masks."""
 
     observations: Tensor
     actions: Tensor
@@ -24,6 +31,8 @@ class SegmentBatch(NamedTuple):
     log_probabilities: Tensor
     lengths_B: Tensor
     terminated_B: Tensor
+    masks: Tensor | None = None
+    states: Tensor | None = None
 
 
 class SegmentGrid(NamedTuple):
@@ -62,28 +71,63 @@ def build_batch(
     log_probabilities: np.ndarray,
     lengths: np.ndarray,
     terminated: np.ndarray,
+    device: torch.device = CPU,
+    masks: np.ndarray | None = None,
 ) -> SegmentBatch:
-    """Tensors from the arrays of an experience batch; observations become float32."""
-    return SegmentBatch(
-        torch.from_numpy(np.array(observations, np.float32)),
-        torch.from_numpy(np.array(actions)),
-        torch.from_numpy(np.array(rewards)),
-        torch.from_numpy(np.array(log_probabilities)),
-        torch.from_numpy(np.array(lengths)),
-        torch.from_numpy(np.array(terminated)),
-    )
+    """Tensors from the arrays of an experience batch; observations become float32, but for frames of bytes."""
+    arrays = [*map(np.array, (actions, rewards, log_probabilities, lengths, terminated))]
+    if masks is not None:
+        arrays.append(np.array(masks))
+    return SegmentBatch(to_observations(observations, device), *(torch.from_numpy(each).to(device) for each in arrays))
 
 
-def to_tensors(batch: ExperienceBatch) -> SegmentBatch:
+def to_observations(observations: np.ndarray, device: torch.device = CPU) -> Tensor:
+    """float32 [N, *obs], in memory of its own; frames of bytes stay uint8."""
+    is_bytes = observations.dtype == np.uint8 and observations.ndim > 2
+    return torch.from_numpy(np.array(observations, np.uint8 if is_bytes else np.float32)).to(device)
+
+
+def to_tensors(batch: ExperienceBatch, device: torch.device = CPU) -> SegmentBatch:
     """The tensors of a batch as it comes from the queue."""
-    return build_batch(
+    tensors = build_batch(
         batch.observations,
         batch.actions,
         batch.rewards,
         batch.log_probabilities,
         batch.lengths,
         batch.terminated,
+        device,
+        batch.extras.get(MASKS),
     )
+    states = batch.extras.get(STATE)
+    return tensors if states is None else tensors._replace(states=torch.from_numpy(np.array(states)).to(device))
+
+
+def evaluate_rows(model: AnyActorCritic, batch: SegmentBatch) -> tuple[Tensor, Tensor]:
+    """The model's outputs [N+S, ...], of which action masks leave the allowed ones, and values [N+S] at every
+    observation; a recurrent one unrolls each segment from its stored state."""
+    outputs: Tensor
+    values: Tensor
+    if batch.states is None:
+        outputs, values = model(batch.observations)
+        return mask_logits(outputs, batch.masks), values
+    grid = make_grid(batch.lengths_B)
+    size = (grid.longest + 1, grid.num_segments)
+    rows = batch.observations.new_zeros(size[0] * size[1], *batch.observations.shape[1:])
+    observations = rows.index_copy_(0, grid.place_of_row, batch.observations).unflatten(0, size)
+    outputs, values, _ = model(observations, batch.states)
+    outputs, values = outputs.flatten(0, 1)[grid.place_of_row], values.flatten()[grid.place_of_row]
+    return mask_logits(outputs, batch.masks), values
+
+
+@torch.no_grad()
+def compute_log_ratios(model: AnyActorCritic, batch: SegmentBatch) -> np.ndarray:
+    """log π(a|x) - log μ(a|x) of each step [N]: of `model`, and of the policy that has acted."""
+    outputs, _ = evaluate_rows(model, batch)
+    step_rows = make_grid(batch.lengths_B).step_rows
+    log_pi, _ = model.distribution.evaluate(outputs.index_select(0, step_rows), batch.actions)
+    found: np.ndarray = (log_pi - batch.log_probabilities).cpu().numpy()
+    return found
 
 
 def make_grid(lengths_B: Tensor) -> SegmentGrid:
@@ -91,13 +135,16 @@ def make_grid(lengths_B: Tensor) -> SegmentGrid:
 
     Observation rows: segment b starts at sum(lengths[:b]) + b and has lengths[b] + 1 rows, the last the bootstrap.
     """
-    num_segments, longest = len(lengths_B), int(lengths_B.max())
+    device, num_segments, longest = lengths_B.device, len(lengths_B), int(lengths_B.max())
     num_rows_B = lengths_B + 1
     end_B = num_rows_B.cumsum(0)
     num_rows = int(end_B[-1])
-    step_rows = torch.ones(num_rows, dtype=torch.bool).index_fill_(0, end_B - 1, False).nonzero().squeeze(-1)
-    column_of_row = torch.repeat_interleave(torch.arange(num_segments), num_rows_B)
-    place_of_row = (torch.arange(num_rows) - (end_B - num_rows_B)[column_of_row]) * num_segments + column_of_row
+    step_rows = (
+        torch.ones(num_rows, dtype=torch.bool, device=device).index_fill_(0, end_B - 1, False).nonzero().squeeze(-1)
+    )
+    column_of_row = torch.repeat_interleave(torch.arange(num_segments, device=device), num_rows_B)
+    row_in_column = torch.arange(num_rows, device=device) - (end_B - num_rows_B)[column_of_row]
+    place_of_row = row_in_column * num_segments + column_of_row
     return SegmentGrid(step_rows, place_of_row[step_rows], place_of_row, longest, num_segments)
 
 

@@ -25,6 +25,7 @@ from shoal.wire.segment import DropReason
 # Temporary errors: a full or failing disk, or another process that locks the file.
 _TRANSIENT_ERRORS = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
 
+LEDGER_NAME = "ledger.sqlite"  # in a run's folder
 BUSY_TIMEOUT_MS = 100  # for a commit while another process locks the file; the gateway answers no actor meanwhile
 
 ActorKey = tuple[str, int]  # (actor id, incarnation)
@@ -36,6 +37,7 @@ CREATE TABLE IF NOT EXISTS accounts (
 );
 CREATE TABLE IF NOT EXISTS leases (lease_id INTEGER PRIMARY KEY, consumer TEXT, keys TEXT);
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT);
+CREATE TABLE IF NOT EXISTS quarantine (actor_id TEXT PRIMARY KEY, reason TEXT);
 """
 
 
@@ -91,6 +93,8 @@ class Ledger:
         self._dirty: set[ActorKey] = set()
         self._dirty_leases: set[int] = set()
         self._new_facts: dict[str, str] = {}
+        self.quarantined: dict[str, str] = {}  # actor id -> reason; see `load_quarantine`
+        self._new_quarantined: dict[str, str] = {}
         self._next_lease = 1  # never reused, also after a crash: a late acknowledgement must not hit another lease
         self._last_acknowledged = 0
         self._closed = False
@@ -193,6 +197,23 @@ class Ledger:
             for key, count in Counter(keys).items():
                 self._drop(key, count, reason)
 
+    def get_leased(self, lease_id: int) -> tuple[ActorKey, ...]:
+        """The keys of an open lease's segments, in batch order; empty for a lease that is not open."""
+        with self.lock:
+            lease = self._leases.get(lease_id)
+            return () if lease is None else lease.keys
+
+    def quarantine(self, actor_id: str, reason: str) -> None:
+        """Put an actor in quarantine, until `release_actor`."""
+        with self.lock:
+            self.quarantined[actor_id] = self._new_quarantined[actor_id] = reason
+
+    def load_quarantine(self) -> None:
+        """Notice whom another process has released."""
+        with self.lock:
+            rows = self._database.execute("SELECT actor_id, reason FROM quarantine")
+            self.quarantined = {**dict(rows), **self._new_quarantined}
+
     def get_totals(self) -> Account:
         """The sum of all accounts."""
         with self.lock:
@@ -218,7 +239,7 @@ class Ledger:
     def commit(self) -> None:
         """Write the changes in one transaction. Raises LedgerUnwritable; the next commit then writes them all."""
         with self.lock:
-            if not self._dirty and not self._dirty_leases and not self._new_facts:
+            if not (self._dirty or self._dirty_leases or self._new_facts or self._new_quarantined):
                 return
             try:
                 self._database.execute("BEGIN")
@@ -233,6 +254,7 @@ class Ledger:
             self._dirty.clear()
             self._dirty_leases.clear()
             self._new_facts.clear()
+            self._new_quarantined.clear()
 
     def close(self) -> None:
         """Commit and close the file, which is closed even if the commit fails (LedgerUnwritable). Idempotent."""
@@ -274,6 +296,7 @@ class Ledger:
         for lease_id in self._dirty_leases:
             self._write_lease(lease_id)
         self._database.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", self._new_facts.items())
+        self._database.executemany("INSERT OR REPLACE INTO quarantine VALUES (?, ?)", self._new_quarantined.items())
 
     def _write_lease(self, lease_id: int) -> None:
         lease = self._leases.get(lease_id)
@@ -288,8 +311,12 @@ class Ledger:
         for actor_id, incarnation, next_seq, received, consumed, duplicates, dropped in self._database.execute(
             "SELECT * FROM accounts"
         ):
-            account = Account(next_seq, received, consumed, 0, duplicates, Counter(json.loads(dropped)))
+            reasons = json.loads(dropped)
+            if former := reasons.pop("malformed", 0):  # the former word, in older records
+                reasons[DropReason.INVALID_FRAMES.value] = reasons.get(DropReason.INVALID_FRAMES.value, 0) + former
+            account = Account(next_seq, received, consumed, 0, duplicates, Counter(reasons))
             self._add_account((actor_id, incarnation), account)
+        self.load_quarantine()
         self._next_lease = int(self.get_fact("next_lease") or 1)
         self._last_acknowledged = int(self.get_fact("last_settled") or 0)
         for lease_id, consumer, text in self._database.execute("SELECT * FROM leases"):

@@ -9,7 +9,7 @@ import json
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,8 +98,10 @@ class RunProgress:
     _started_at: float | None = None  # first segment of this incarnation, by time.monotonic(): clocks can be reset
     returns: deque[float] = field(default_factory=lambda: deque(maxlen=EPISODE_WINDOW))
     lengths: deque[int] = field(default_factory=lambda: deque(maxlen=EPISODE_WINDOW))
+    by_opponent: dict[int, deque[float]] = field(default_factory=dict)  # with self-play: the returns against a version
     protocol_errors: Counter[str] = field(default_factory=Counter)
     events: deque[tuple[float, str, dict[str, Any]]] = field(default_factory=lambda: deque(maxlen=1000))
+    quarantined: dict[str, str] = field(default_factory=dict)  # actors of whom an event was recorded
     _rejections_reported_at: float = -math.inf
 
     def record_event(self, kind: str, **details: Any) -> None:
@@ -112,6 +114,14 @@ class RunProgress:
             self._rejections_reported_at = time.monotonic()
             count = self.protocol_errors["bad_token"]
             self.record_event("actor_refused", actor_id=actor_id, reason="bad_token", count=count)
+
+    def record_quarantine(self, quarantined: Mapping[str, str]) -> None:
+        """Record an event for each actor that has been put in quarantine, with the reason, or has been released."""
+        for actor_id in quarantined.keys() - self.quarantined.keys():
+            self.record_event("actor_quarantined", actor_id=actor_id, reason=quarantined[actor_id])
+        for actor_id in self.quarantined.keys() - quarantined.keys():
+            self.record_event("actor_released", actor_id=actor_id)
+        self.quarantined = dict(quarantined)
 
     def record_invalid_segment(self, actor: ActorProgress, reason: str, detail: str) -> None:
         """Count a segment that violated the spec, and record an event for the actor's first of this reason."""
@@ -132,6 +142,8 @@ class RunProgress:
         self.episodes += 1
         self.returns.append(segment.episode_return)
         self.lengths.append(segment.episode_length or segment.num_steps)
+        if segment.opponent:
+            self.by_opponent.setdefault(segment.opponent, deque(maxlen=EPISODE_WINDOW)).append(segment.episode_return)
         full = len(self.returns) == EPISODE_WINDOW
         if self.target_return is not None and self.solved_s is None and full and self.mean_return >= self.target_return:
             self.solved_s = self.elapsed_s
@@ -156,9 +168,18 @@ class RunProgress:
             "mean_return": self.mean_return,
             "episodes_in_window": len(self.returns),
             "first_segment_at": self.first_segment_at,
+            "elapsed_s": self.elapsed_s,
             "solved_s": self.solved_s,
             "solved_steps": self.solved_steps,
             "protocol_errors": dict(self.protocol_errors),
+            "opponents": {
+                version: {
+                    "episodes": len(returns),
+                    "win_rate": sum(each > 0 for each in returns) / len(returns),
+                    "mean_return": sum(returns) / len(returns),
+                }
+                for version, returns in sorted(self.by_opponent.items())
+            },
         }
 
     def to_json(self) -> str:

@@ -6,6 +6,7 @@ always fits, and a slow learner stops its actors instead of filling memory. Call
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -31,4 +32,22 @@ def grant_credit(open_credit: Mapping[K, int], queued: int, capacity: int, max_c
             break
         grants[session] = min(window - credit, free)
         free -= grants[session]
+    return grants
+
+
+def grant_round_credit(open_credit: Mapping[K, int], num_missing: int, max_credits: int) -> dict[K, int]:
+    """The same where actors pause between batches: credit for the `num_missing` segments of this batch, and no more.
+
+    `open_credit` is what each session may still send of this batch. Segments are shared out one by one, each to a
+    session with the least credit; of equal ones, the first in the order of `open_credit`.
+    """
+    grants: dict[K, int] = {}
+    waiting = [(credit, order, session) for order, (session, credit) in enumerate(open_credit.items())]
+    heapq.heapify(waiting)
+    for _ in range(num_missing):
+        if not waiting or waiting[0][0] >= max_credits:
+            break
+        credit, order, session = waiting[0]
+        grants[session] = grants.get(session, 0) + 1
+        heapq.heapreplace(waiting, (credit + 1, order, session))
     return grants

@@ -8,7 +8,6 @@ queue grants no credit, and without credit the actors stop; memory is bounded th
 
 from __future__ import annotations
 
-import hmac
 import os
 import threading
 import time
@@ -18,31 +17,36 @@ from typing import Any
 
 import zmq
 
-from shoal.errors import Closed, ConfigError, InvalidSegment, LedgerUnwritable, ProtocolViolation
+from shoal.errors import ConfigError, InvalidSegment, LedgerUnwritable, ProtocolViolation
+from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.rl.experience.queue import ExperienceQueue
-from shoal.rl.experience.segment_ledger import ActorKey
 from shoal.rl.gateway.actor_stats import ActorTable, RunProgress
+from shoal.rl.gateway.admission import Admission
+from shoal.rl.gateway.gateway_inference import GatewayInference
+from shoal.rl.gateway.handshake import Handshake
+from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.gateway.send_queue import SendQueue
-from shoal.rl.gateway.sessions import Session, Sessions
+from shoal.rl.gateway.sessions import LOCAL, REMOTE, Session, Sessions, to_printable
+from shoal.rl.gateway.user_episodes import EpisodeRejection
 from shoal.rl.gateway.zmq_listener import bind_router, format_tcp_address
 from shoal.rl.spec import GatewaySpec, require_segment_fits
 from shoal.weights import WeightSnapshot, WeightSource
-from shoal.wire import DropReason, ExperienceSpec, MessageLimits, Segment, decode, encode, unpack_segment
+from shoal.wire import ExperienceSpec, MessageLimits, decode, encode
 from shoal.wire.messages import (
-    PROTOCOL_VERSION,
+    ActionMessage,
+    ActMessage,
     Bye,
-    ErrorMessage,
     Hello,
+    OpponentMessage,
     Ping,
     Pong,
     Pull,
+    PullOpponent,
     SegmentMessage,
     WeightsMessage,
-    Welcome,
 )
 
 _MAX_ROUND_MESSAGES = 256  # messages handled between two commits, at most
-_FATAL = frozenset({"bad_token", "bad_version", "stale_incarnation", "superseded"})
 
 
 class Gateway:
@@ -58,18 +62,39 @@ class Gateway:
         run_id: str = "",
         target_return: float | None = None,
         curve_keys: tuple[bytes, bytes] | None = None,
+        synchronous: bool = False,
+        learns_from_users: bool = False,
+        opponents: OpponentPool | None = None,
     ) -> None:
-        """`curve_keys` are (public, secret) as zmq.curve_keypair() makes them; required when `spec.curve`."""
+        """`curve_keys` are (public, secret) as zmq.curve_keypair() makes them; required when `spec.curve`.
+        `synchronous`: actors pause between two batches. `learns_from_users`: `answer_user` takes their episodes.
+        `opponents`: for self-play."""
         if not token:
             raise ConfigError("token", token, "is empty", "a gateway without a token would take anybody's experience")
         if spec.curve and curve_keys is None:
             raise ConfigError("gateway.curve", True, "needs a key pair", "pass curve_keys=zmq.curve_keypair()")
         self.spec, self.experience, self.queue = spec, experience, queue
-        self._weights, self._token, self._run_id, self._curve_keys = weights, token, run_id, curve_keys
+        self._weights, self._curve_keys = weights, curve_keys
         self._limits = MessageLimits(max_message_bytes=spec.max_message_bytes)
         require_segment_fits(spec, experience)
         self._progress = RunProgress(target_return)
-        self._actors, self._sessions, self._send_queue = ActorTable(), Sessions(), SendQueue()
+        self._opponents = opponents
+        self._sessions = Sessions(experience.segment_length if synchronous else 0)
+        self._actors, self._send_queue = ActorTable(), SendQueue()
+        self._admission = Admission(
+            experience, queue, self._progress, spec.max_version_lag, lambda: self._version, opponents
+        )
+        self._inference = GatewayInference(
+            experience,
+            synchronous,
+            queue,
+            self._sessions,
+            self._admission,
+            lambda: self._latest_weights,
+            self._wake,
+        )
+        self._handshake = self._make_handshake(run_id, token, synchronous)
+        self._learns_from_users = learns_from_users
         self._is_ledger_unwritable = False
         self._latest_weights: WeightSnapshot | None = None
         self._lock = threading.Lock()  # guards the state above; never held while waiting
@@ -80,6 +105,22 @@ class Gateway:
         self._socket: zmq.Socket[bytes]
         self.port = 0
 
+    def _make_handshake(self, run_id: str, token: str, synchronous: bool) -> Handshake:
+        return Handshake(
+            self.spec,
+            self.experience,
+            run_id,
+            token,
+            synchronous,
+            self.queue.ledger,
+            self._progress,
+            self._sessions,
+            self._actors,
+            self._send_queue,
+            self._inference,
+            lambda: self._version,
+        )
+
     # -- life ---------------------------------------------------------------------------------------------------
 
     def start(self, weights_timeout_s: float = 60.0) -> None:
@@ -89,6 +130,8 @@ class Gateway:
             self._latest_weights = self._weights.wait_newer(0, left_s)  # returns None at once while the store restarts
         if self._latest_weights is None:
             raise ConfigError("weights", None, f"none were published within {weights_timeout_s} s", "start the learner")
+        if self._learns_from_users:
+            self._inference.admit_users(self._actors)
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -107,13 +150,20 @@ class Gateway:
             self._threads.append(thread)
 
     @property
+    def _version(self) -> int:
+        """Of the newest weights."""
+        return self._latest_weights.version if self._latest_weights else 0
+
+    @property
     def address(self) -> str:
         return format_tcp_address(self.spec.host, self.port)
 
     @property
     def is_alive(self) -> bool:
         """Whether its threads run; True before `start` and after `close`."""
-        return self._stopping.is_set() or all(thread.is_alive() for thread in self._threads)
+        return self._stopping.is_set() or (
+            self._inference.is_alive and all(thread.is_alive() for thread in self._threads)
+        )
 
     def close(self, finished: bool = False) -> None:
         """Say bye to every actor, stop, and drop the queued segments as SHUTDOWN. Idempotent.
@@ -131,6 +181,7 @@ class Gateway:
         for thread in self._threads:
             thread.join(timeout=10)
         self.queue.on_space_freed = lambda: None
+        self._inference.close()
         self.queue.ledger.set_fact("progress", self._progress.to_json())
         try:
             self.queue.close()
@@ -142,17 +193,31 @@ class Gateway:
     def stats(self) -> dict[str, Any]:
         """A copy of all counts: progress, actors, queue, accounting. Plain values, ready for JSON."""
         with self._lock:
-            version = self._latest_weights.version if self._latest_weights else 0
             return {
                 "pid": os.getpid(),
-                "weights_version": version,
+                "weights_version": self._version,
                 **self._progress.to_dict(),
                 "queue_depth": len(self.queue),
                 "queue_capacity": self.queue.capacity,
-                "actors": [actor.to_dict(version) for actor in self._actors],
+                "actors": [actor.to_dict(self._version) for actor in self._actors],
+                "quarantined": dict(self.queue.ledger.quarantined),
                 "counted_at": time.time(),
                 "segments": self.queue.ledger.get_totals().to_dict(),
+                **self._inference.get_counts(),
             }
+
+    def answer_user(self, request: EpisodeRequest, timeout_s: float) -> EpisodeAnswer | EpisodeRejection:
+        """Act, reward or end for a user of the run's endpoint. From any thread. Raises TimeoutError: the queue is full
+        for so long, or the ledger cannot be written."""
+        if not self._inference.has_users:
+            return EpisodeRejection(404, "this run does not learn from its endpoint's users: learn_from_endpoint=true")
+        return self._inference.put_user_request(request).result(timeout_s)
+
+    def reset_returns(self) -> None:
+        """The mean return is of episodes that end from now on."""
+        with self._lock:
+            self._progress.returns.clear()
+            self._progress.lengths.clear()
 
     def take_events(self) -> list[tuple[float, str, dict[str, Any]]]:
         """(time, kind, details) of the events since the last call: joins, losses, rejections."""
@@ -176,8 +241,11 @@ class Gateway:
                 if time.monotonic() >= sweep_at:
                     sweep_at = time.monotonic() + self.spec.heartbeat_s
                     self.queue.ledger.set_fact("progress", self._progress.to_json())
+                    self.queue.ledger.load_quarantine()
+                    self._progress.record_quarantine(self.queue.ledger.quarantined)
                     for route in self._sessions.find_silent(self.spec.timeout_s):
-                        self._end_session(route, "timed out")
+                        self._handshake.end_session(route, "timed out")
+                    self._inference.expire_episodes(self.spec.episode_timeout_s)
                 self._send_round()
         with self._lock:
             if not self._try_commit():
@@ -187,12 +255,12 @@ class Gateway:
                     route, Bye("the run is over" if self._finished else "the gateway stops", self._finished)
                 )
             self._send_all()
+            self._inference.close_users()
         self._socket.close(linger=500)
 
     def _follow_weights(self) -> None:
         while not self._stopping.is_set():
-            current = self._latest_weights.version if self._latest_weights else 0
-            newer = self._weights.wait_newer(current, timeout_s=0.25)  # also how long close() may take
+            newer = self._weights.wait_newer(self._version, timeout_s=0.25)  # also how long close() may take
             if newer is not None:
                 self._latest_weights = newer  # one reference: readers see the old snapshot or the new one
                 self._wake()
@@ -216,22 +284,35 @@ class Gateway:
 
     def _send_round(self) -> None:
         """Commit first, then send credit, acknowledgements and weights; without a commit, nothing about the ledger."""
+        for route, answer in self._inference.run_round():
+            self._send_queue.add(route, answer)
         if not self._try_commit():
             return self._send_all(is_written=False)
         self._sessions.grant_credit(self.queue, self.spec.max_credits)
         snapshot = self._latest_weights
+        if self._opponents is not None and snapshot is not None:
+            self._opponents.offer(snapshot, self._progress.steps)
         payload: list[bytes] | None = None
         for route, session in self._sessions.items():
             if not session.is_welcomed:
-                self._send_queue.add(route, self._make_welcome(session))
+                self._send_queue.add(route, self._handshake.make_welcome(session))
             if (credit := session.take_credit()) is not None:
                 self._send_queue.add(route, credit)
-            self._queue_acks(route, session)
+            self._handshake.queue_acks(route, session)
             if snapshot and session.pull_newer_than is not None and snapshot.version > session.pull_newer_than:
                 payload = payload or [encode(WeightsMessage(snapshot.version, snapshot.sha256)), snapshot.payload]
                 self._send_queue.add_frames(route, payload)
                 session.pull_newer_than = None
+            if self._opponents is not None and session.pull_opponent_newer_than is not None:
+                self._send_opponent(route, session, self._opponents.find_next(session.pull_opponent_newer_than))
         self._send_all()
+
+    def _send_opponent(self, route: bytes, session: Session, member: WeightSnapshot | None) -> None:
+        if member is not None:
+            members = tuple(self._opponents.versions) if self._opponents is not None else ()
+            message = OpponentMessage(member.version, member.sha256, members)
+            self._send_queue.add_frames(route, [encode(message), member.payload])
+            session.pull_opponent_newer_than = None
 
     def _try_commit(self) -> bool:
         """Write the ledger; False when that fails now. Records events when the failure begins and ends."""
@@ -247,11 +328,6 @@ class Gateway:
         self._is_ledger_unwritable = False
         return True
 
-    def _queue_acks(self, route: bytes, session: Session) -> None:
-        """Acks are sent after the next commit."""
-        for ack in session.take_acks(self._latest_weights.version if self._latest_weights else 0):
-            self._send_queue.add(route, ack)
-
     def _send_all(self, is_written: bool = True) -> None:
         for route, frames, _ in self._send_queue.take(is_written):
             try:
@@ -261,7 +337,9 @@ class Gateway:
                 # resends.
                 if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                     raise
-                self._end_session(route, "unreachable" if error.errno == zmq.EHOSTUNREACH else "does not read")
+                self._handshake.end_session(
+                    route, "unreachable" if error.errno == zmq.EHOSTUNREACH else "does not read"
+                )
 
     # -- messages -----------------------------------------------------------------------------------------------
 
@@ -272,80 +350,34 @@ class Gateway:
         try:
             message = decode(frames, self._limits)
         except ProtocolViolation as violation:
-            self._reject(route, violation.code, violation.message)
-            return
+            return self._handshake.reject(route, violation.code, violation.message, violation.seq)
+        seq = message.seq if isinstance(message, SegmentMessage) else None
         if isinstance(message, Hello):
-            self._on_hello(route, message)
+            self._handshake.take_hello(route, message)
         elif session is None:
-            self._reject(route, "hello_required", "say hello first")
-        elif isinstance(message, SegmentMessage) and message.seq < 0:
-            self._reject(route, "malformed", "segments are counted from 0")
+            self._handshake.reject(route, "hello_required", "say hello first", seq)
+        elif seq is not None and seq < 0:
+            self._handshake.reject(route, "malformed", "segments are counted from 0", seq)
+        elif isinstance(message, SegmentMessage if session.is_remote else ActMessage):
+            self._handshake.reject(
+                route, "malformed", f"this session's inference is {REMOTE if session.is_remote else LOCAL}", seq
+            )
         elif isinstance(message, SegmentMessage):
             self._on_segment(route, session, message, frames[1:])
+        elif isinstance(message, ActMessage):
+            self._on_act(route, session, message, frames[1:])
         elif isinstance(message, Pull):
             session.pull_newer_than = message.newer_than
+        elif isinstance(message, PullOpponent):
+            session.pull_opponent_newer_than = message.newer_than
         elif isinstance(message, Ping):
             self._send_queue.add(route, Pong(message.nonce))
         elif isinstance(message, Bye):
-            self._end_session(route, "bye", message=_to_printable(message.reason))
+            self._handshake.end_session(route, "bye", message=to_printable(message.reason))
         elif not isinstance(message, Pong):
-            self._reject(
+            self._handshake.reject(
                 route, "malformed", f"{type(message).__struct_config__.tag} goes from the gateway to the actor"
             )
-
-    def _reject(self, route: bytes, code: str, message: str) -> None:
-        self._progress.protocol_errors[code] += 1
-        self._send_queue.add(route, ErrorMessage(code, message, code in _FATAL))
-
-    def _on_hello(self, route: bytes, hello: Hello) -> None:
-        if hello.protocol != PROTOCOL_VERSION:
-            known = f"this gateway speaks protocol {PROTOCOL_VERSION}, not {hello.protocol}"
-            return self._reject(route, "bad_version", known)
-        if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
-            self._reject(route, "bad_token", "the token is not the one of this gateway")
-            return self._progress.record_rejected_actor(_to_printable(hello.actor_id))
-        if not 1 <= len(hello.actor_id) <= 64 or not hello.actor_id.isprintable():
-            return self._reject(route, "malformed", "actor_id takes 1 to 64 printable characters")
-        if not 0 <= hello.incarnation < 2**63:
-            return self._reject(route, "malformed", "incarnation takes 0 to 2^63-1")
-        newest = self.queue.ledger.newest_incarnation(hello.actor_id)
-        if newest is not None and hello.incarnation < newest:
-            return self._reject(route, "stale_incarnation", f"incarnation {newest} has been seen: use a larger one")
-        self._supersede(route, hello)
-        self._open_session(route, (hello.actor_id, hello.incarnation))
-
-    def _supersede(self, route: bytes, hello: Hello) -> None:
-        """End other connections of the actor: an older incarnation for good, the same one because it has
-        reconnected."""
-        self._send_queue.drop_route(route)
-        self._end_session(route, "said hello again")
-        if (other := self._sessions.find_route(hello.actor_id)) is not None:
-            is_older = self._sessions[other].key[1] < hello.incarnation
-            if is_older:
-                self._reject(other, "superseded", f"incarnation {hello.incarnation} has taken over")
-            self._end_session(other, "superseded" if is_older else "reconnected")
-
-    def _open_session(self, route: bytes, key: ActorKey) -> None:
-        """Open a new session. It is welcomed after all hellos of this round have shared the credit."""
-        for older in self._actors.remove_older(key):
-            self._progress.record_event("actor_restarted", actor_id=older.actor_id, steps_before=older.steps)
-        next_seq = self.queue.ledger.open_account(key).next_seq
-        self._sessions[route] = Session(key, self._actors.join(key), next_seq)
-        self._progress.record_event("actor_joined", actor_id=key[0], incarnation=key[1], next_seq=next_seq)
-
-    def _make_welcome(self, session: Session) -> Welcome:
-        session.is_welcomed, session.reported_limit = True, session.send_limit
-        return Welcome(
-            PROTOCOL_VERSION,
-            self._run_id,
-            self.experience,
-            self.queue.ledger.get_account(session.key).next_seq,
-            session.send_limit,
-            self._latest_weights.version if self._latest_weights else 0,
-            self.spec.heartbeat_s,
-            self.spec.timeout_s,
-            self.spec.max_message_bytes,
-        )
 
     def _on_segment(self, route: bytes, session: Session, message: SegmentMessage, frames: Sequence[bytes]) -> None:
         ledger, key, seq = self.queue.ledger, session.key, message.seq
@@ -354,53 +386,19 @@ class Gateway:
             ledger.count_duplicate(key)
             return session.add_ack(seq, "duplicate")
         if seq > expected:
-            return self._reject(route, "sequence_gap", f"segment {seq} came, {expected} was expected")
-        reason, detail = self._admit(session, message, frames)
+            return self._handshake.reject(route, "sequence_gap", f"segment {seq} came, {expected} was expected", seq)
+        reason, detail = self._admission.admit(session, message, frames)
         if reason is not None:
             ledger.record_received(key, seq, reason)
         session.send_limit = max(session.send_limit, seq + 1)
         session.add_ack(seq, "dropped" if reason else "accepted", reason or "", detail)
 
-    def _admit(
-        self, session: Session, message: SegmentMessage, frames: Sequence[bytes]
-    ) -> tuple[DropReason | None, str]:
-        """Validate and queue. Returns why the segment must be dropped and a detail, or (None, "") when it is queued."""
-        version = self._latest_weights.version if self._latest_weights else 0
+    def _on_act(self, route: bytes, session: Session, message: ActMessage, frames: Sequence[bytes]) -> None:
         try:
-            segment = unpack_segment(message, frames, self.experience)
-            if int(segment.versions.max()) > version:
-                problem = f"{segment.versions.max()} was never published"
-                raise InvalidSegment(DropReason.INVALID_RANGE, "versions", problem)
+            answer = self._inference.take_act(session, message, frames)
         except InvalidSegment as error:
-            detail = f"{error.field}: {error.problem}"
-            self._progress.record_invalid_segment(session.progress, error.reason, detail)
-            return DropReason(error.reason), detail
-        self._progress.record_segment(session.progress, segment)
-        lag = version - segment.oldest_version
-        if lag > self.spec.max_version_lag:
-            return DropReason.STALE_ADMISSION, f"{lag} versions old, at most {self.spec.max_version_lag}"
-        return self._enqueue(session, message.seq, segment)
-
-    def _enqueue(self, session: Session, seq: int, segment: Segment) -> tuple[DropReason | None, str]:
-        if seq >= session.send_limit:
-            return DropReason.OVER_CREDIT, f"the send limit is {session.send_limit}"
-        try:
-            queued = self.queue.put(session.key, seq, segment)
-        except Closed:
-            return DropReason.SHUTDOWN, "the run is ending"
-        return (None, "") if queued else (DropReason.OVER_CREDIT, "the queue is full")
-
-    def _end_session(self, route: bytes, reason: str, **details: str) -> None:
-        session = self._sessions.remove(route)
-        if session is not None:
-            self._queue_acks(route, session)
-            self._actors.leave(session.key)
-            kind = "actor_lost" if reason in ("timed out", "unreachable", "does not read") else "actor_left"
-            self._progress.record_event(
-                kind, actor_id=session.key[0], incarnation=session.key[1], reason=reason, **details
-            )
-
-
-def _to_printable(text: str) -> str:
-    """An actor's text about itself, made safe for a log."""
-    return "".join(character if character.isprintable() else "?" for character in text[:64])
+            self._progress.record_invalid_segment(session.progress, error.reason, f"{error.field}: {error.problem}")
+            reason = "too_many_episodes" if error.field == "episode" else "invalid"
+            answer = ActionMessage(message.episode, message.step, reason=reason)
+        if answer is not None:
+            self._send_queue.add(route, answer)

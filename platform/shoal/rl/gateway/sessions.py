@@ -12,8 +12,11 @@ from dataclasses import dataclass, field
 from shoal.rl.experience.queue import ExperienceQueue
 from shoal.rl.experience.segment_ledger import ActorKey
 from shoal.rl.gateway.actor_stats import ActorProgress
-from shoal.rl.gateway.flow_control import grant_credit
-from shoal.wire.messages import Ack, Credit
+from shoal.rl.gateway.flow_control import grant_credit, grant_round_credit
+from shoal.wire.messages import Ack, Credit, Hello
+
+USERS_ACTOR_ID = "endpoint-users"
+LOCAL, REMOTE = "local", "remote"  # where a session's policy runs
 
 
 @dataclass
@@ -26,7 +29,10 @@ class Session:
     last_seen: float = field(default_factory=time.monotonic)
     reported_limit: int = 0
     is_welcomed: bool = False  # `welcome` was sent
+    is_remote: bool = False  # it sends observations: it needs no credit
     pull_newer_than: int | None = None  # an open pull
+    pull_opponent_newer_than: int | None = None  # likewise
+    round_start: int = 0  # the send limit when the present batch began, if actors pause between batches
     _pending_acks: list[tuple[int, str, str, str]] = field(default_factory=list)  # seq, status, reason, detail
 
     def add_ack(self, seq: int, status: str, reason: str = "", detail: str = "") -> None:
@@ -47,10 +53,14 @@ class Session:
 
 
 class Sessions(dict[bytes, Session]):
-    """Sessions by route (the socket's address of a connection); one for each actor."""
+    """Sessions by route (the socket's address of a connection); one for each actor.
 
-    def __init__(self) -> None:
+    round_length: steps of the longest segment, if actors pause between batches; otherwise 0
+    """
+
+    def __init__(self, round_length: int = 0) -> None:
         super().__init__()
+        self._round_length, self._round = round_length, 0
         self._routes: dict[str, bytes] = {}  # by actor id: thousands may reconnect at once
 
     def __setitem__(self, route: bytes, session: Session) -> None:
@@ -67,16 +77,67 @@ class Sessions(dict[bytes, Session]):
             del self._routes[session.key[0]]
         return session
 
+    def compute_open_credit(self, queue: ExperienceQueue) -> dict[bytes, int]:
+        """How many segments each session of segments may still send."""
+        get_account = queue.ledger.get_account
+        sending = [(route, each) for route, each in self.items() if not each.is_remote]
+        return {route: each.send_limit - get_account(each.key).next_seq for route, each in sending}
+
+    def has_space(self, queue: ExperienceQueue) -> bool:
+        """Whether the queue has a slot that no session may fill."""
+        return len(queue) + sum(self.compute_open_credit(queue).values()) < queue.capacity
+
     def grant_credit(self, queue: ExperienceQueue, max_credits: int) -> None:
-        """Share the queue's free slots among all sessions; of those with equal credit, the longest waiting comes
-        first."""
-        ledger = queue.ledger
-        open_credit = {route: each.send_limit - ledger.get_account(each.key).next_seq for route, each in self.items()}
-        for route, grant in grant_credit(open_credit, len(queue), queue.capacity, max_credits).items():
+        """Share the queue's free slots among the sessions of segments; of those with equal credit, the longest waiting
+        comes first."""
+        open_credit = self.compute_open_credit(queue)
+        if self._round_length:
+            grants = self._share_round(queue, open_credit, max_credits)
+        else:
+            grants = grant_credit(open_credit, len(queue), queue.capacity, max_credits)
+        for route, grant in grants.items():
             session = self[route] = self.pop(route)
             session.send_limit += grant
+
+    def _share_round(self, queue: ExperienceQueue, open_credit: dict[bytes, int], max_credits: int) -> dict[bytes, int]:
+        """Credit for the batch that the learner waits for, to actors that have its weights, as their pull says.
+
+        Credit left from an earlier batch does not count: its actor may be dead, or may play on for long.
+        """
+        if self._round != queue.num_batches:
+            self._round = queue.num_batches
+            for each in self.values():
+                each.round_start = each.send_limit
+        credit = {
+            route: min(num, self[route].send_limit - self[route].round_start) for route, num in open_credit.items()
+        }
+        num_free = queue.capacity - len(queue) - sum(open_credit.values())
+        num_missing = min(queue.count_missing(self._round_length) - sum(credit.values()), num_free)
+        version = queue.awaited_version
+        ready = {route: num for route, num in credit.items() if (self[route].pull_newer_than or 0) >= version}
+        return grant_round_credit(ready, num_missing, max_credits)
 
     def find_silent(self, timeout_s: float) -> list[bytes]:
         """The routes of sessions that were silent for `timeout_s`."""
         deadline = time.monotonic() - timeout_s
         return [route for route, session in self.items() if session.last_seen < deadline]
+
+
+def find_hello_problem(hello: Hello, newest_incarnation: int | None) -> tuple[str, str] | None:
+    """The code and the message of an error about this hello; None for a good one. newest_incarnation: of the actor"""
+    if hello.actor_id == USERS_ACTOR_ID:
+        return "malformed", f"actor_id {USERS_ACTOR_ID} is the endpoint's"
+    if not 1 <= len(hello.actor_id) <= 64 or not hello.actor_id.isprintable():
+        return "malformed", "actor_id takes 1 to 64 printable characters"
+    if not 0 <= hello.incarnation < 2**63:
+        return "malformed", "incarnation takes 0 to 2^63-1"
+    if newest_incarnation is not None and hello.incarnation < newest_incarnation:
+        return "stale_incarnation", f"incarnation {newest_incarnation} has been seen: use a larger one"
+    if hello.inference not in (LOCAL, REMOTE):
+        return "malformed", f'inference is "{LOCAL}" or "{REMOTE}"'
+    return None
+
+
+def to_printable(text: str) -> str:
+    """An actor's text about itself, made safe for a log."""
+    return "".join(character if character.isprintable() else "?" for character in text[:64])

@@ -1,13 +1,17 @@
-"""Create and bind the gateway's socket: buffer sizes, encryption and port.
+"""Create and bind the gateway's socket: buffer sizes, encryption with the run's keys, and port.
 
 Called by the gateway when it starts. Never reads or writes a message.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import resource
 import time
+from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 
 import zmq
 
@@ -111,3 +115,15 @@ def _try_bind(socket: zmq.Socket[bytes], host: str, port: int) -> bool:
             time.sleep(0.05)
         else:
             return True
+
+
+def load_curve_keys(folder: Path) -> tuple[bytes, bytes]:
+    """The run's CURVE key pair (public, secret), created once and stored privately in its folder."""
+    path = folder / "curve.json"
+    if not path.exists():
+        public, secret = zmq.curve_keypair()
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump({"public": public.decode(), "secret": secret.decode()}, file)
+    pair: Mapping[str, str] = json.loads(path.read_text())
+    return pair["public"].encode(), pair["secret"].encode()

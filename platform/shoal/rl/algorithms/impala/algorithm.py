@@ -8,24 +8,42 @@ Legend: N steps, S segments laid end to end, B = S segments padded to T = the lo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shoal.models.actor_critic import ActorCritic
-from shoal.rl.algorithms.algorithm import Algorithm, Metrics, NonFiniteLoss
+from shoal.models.action_distribution import Categorical, MultiCategorical, SquashedGaussian
+from shoal.models.recurrent_actor_critic import AnyActorCritic
+from shoal.rl.algorithm_config import AlgorithmConfig, load_named
+from shoal.rl.algorithms.algorithm import (
+    Algorithm,
+    Metrics,
+    NonFiniteLoss,
+    find_device,
+    restore_optimizer,
+    set_learning_rate,
+)
 from shoal.rl.algorithms.impala.config import ImpalaConfig
-from shoal.rl.algorithms.segments import SegmentBatch, get_discounts, make_grid, to_tensors
+from shoal.rl.algorithms.segments import (
+    SegmentBatch,
+    compute_log_ratios,
+    evaluate_rows,
+    get_discounts,
+    make_grid,
+    to_tensors,
+)
 from shoal.rl.algorithms.vtrace import vtrace
 from shoal.rl.experience.queue import ExperienceBatch
+from shoal.rl.learner_group import SINGLE, LearnerGroup, standardize
 from shoal.rl.spec import RLSpec, network_kwargs
 from shoal.wire import ExperienceSpec
 
 
 class Losses(NamedTuple):
-    """Scalars; `total` is minimised, means over the N steps."""
+    """Scalars; `total` is minimised. Sums over the N steps divided by those of all learners: means, where it is one."""
 
     total: Tensor
     policy: Tensor
@@ -33,15 +51,24 @@ class Losses(NamedTuple):
     entropy: Tensor
 
 
-def impala_loss(logits: Tensor, values: Tensor, batch: SegmentBatch, config: ImpalaConfig) -> Losses:
+def impala_loss(
+    outputs: Tensor,
+    values: Tensor,
+    batch: SegmentBatch,
+    config: ImpalaConfig,
+    distribution: Categorical | MultiCategorical | SquashedGaussian,
+    num_steps: int | None = None,
+    group: LearnerGroup = SINGLE,
+) -> Losses:
     """The loss of §4.2: policy gradient with V-trace advantages, squared error to V-trace targets, entropy bonus.
 
-    logits [N+S, num_actions] and values [N+S] are the learner's, for every observation; differentiable in both.
+    outputs [N+S, ...] of the distribution and values [N+S] are the learner's, for every observation; differentiable in
+    both. num_steps: of the `group` of learners, if the batch is a share of one
     """
+    num_steps = num_steps or len(batch.rewards)
     grid = make_grid(batch.lengths_B)
-    log_policy = torch.log_softmax(logits.index_select(0, grid.step_rows), -1)
-    log_pi = log_policy.gather(-1, batch.actions.unsqueeze(-1)).squeeze(-1)
-    entropy = -(log_policy.exp() * log_policy).sum(-1).mean()
+    log_pi, entropies = distribution.evaluate(outputs.index_select(0, grid.step_rows), batch.actions)
+    entropy = entropies.sum() / num_steps
 
     discounts = get_discounts(batch, config.discount)
     per_step = torch.stack(
@@ -54,18 +81,27 @@ def impala_loss(logits: Tensor, values: Tensor, batch: SegmentBatch, config: Imp
     )
     advantages = grid.collect(trace.advantages_TB)
     if config.normalize_advantages:
-        advantages = (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
-    policy_loss = -(advantages * log_pi).mean()
-    value_loss = 0.5 * (grid.collect(trace.targets_TB) - values.index_select(0, grid.step_rows)).square().mean()
+        advantages = standardize(advantages, group)
+    policy_loss = -(advantages * log_pi).sum() / num_steps
+    errors = grid.collect(trace.targets_TB) - values.index_select(0, grid.step_rows)
+    value_loss = 0.5 * errors.square().sum() / num_steps
     total = policy_loss + config.value_cost * value_loss - config.entropy_cost * entropy
     return Losses(total, policy_loss, value_loss, entropy)
 
 
 def update(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: SegmentBatch, config: ImpalaConfig
+    model: AnyActorCritic,
+    optimizer: torch.optim.Optimizer,
+    batch: SegmentBatch,
+    config: ImpalaConfig,
+    num_steps: int | None = None,
+    group: LearnerGroup = SINGLE,
 ) -> dict[str, float]:
-    """One gradient step on `batch`. Returns metrics. Raises NonFiniteLoss, leaving the weights as they were."""
-    metrics = _compute_gradients(model, batch, config)
+    """One gradient step on `batch`, with the `group` of learners that have the other of its `num_steps`.
+
+    Returns metrics. Raises NonFiniteLoss, leaving the weights as they were.
+    """
+    metrics = _compute_gradients(model, batch, config, num_steps, group)
     bad = [name for name, value in metrics.items() if not np.isfinite(value)]
     if bad:
         raise NonFiniteLoss(f"{', '.join(bad)} is not finite; lower algorithm.learning_rate or check the rewards")
@@ -73,47 +109,61 @@ def update(
     return metrics
 
 
-def has_finite_loss(model: nn.Module, batch: SegmentBatch, config: ImpalaConfig) -> bool:
+def has_finite_loss(model: AnyActorCritic, batch: SegmentBatch, config: ImpalaConfig) -> bool:
     """Whether `update` could learn from `batch`; the weights stay unchanged."""
-    return bool(np.isfinite(list(_compute_gradients(model, batch, config).values())).all())
+    return bool(np.isfinite(list(_compute_gradients(model, batch, config, None, SINGLE).values())).all())
 
 
-def _compute_gradients(model: nn.Module, batch: SegmentBatch, config: ImpalaConfig) -> dict[str, float]:
+def _compute_gradients(
+    model: AnyActorCritic, batch: SegmentBatch, config: ImpalaConfig, num_steps: int | None, group: LearnerGroup
+) -> dict[str, float]:
     """Store the clipped gradients of the loss in the model; returns an update's metrics."""
-    logits, values = model(batch.observations)
-    losses = impala_loss(logits, values, batch, config)
+    num_mine = len(batch.rewards)
+    outputs, values = evaluate_rows(model, batch)
+    losses = impala_loss(outputs, values, batch, config, model.distribution, num_steps, group)
     model.zero_grad(set_to_none=True)
     losses.total.backward()
-    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
-    return {
-        "learner/loss": losses.total.item(),
-        "learner/policy_loss": losses.policy.item(),
-        "learner/value_loss": losses.value.item(),
-        "learner/entropy": losses.entropy.item(),
-        "learner/grad_norm": grad_norm.item(),
+    metrics = {
+        "learner/loss": losses.total,
+        "learner/policy_loss": losses.policy,
+        "learner/value_loss": losses.value,
+        "learner/entropy": losses.entropy,
     }
+    found = group.sum_gradients(model, metrics, num_mine, num_steps or num_mine)
+    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+    return {**found, "learner/grad_norm": grad_norm.item()}
 
 
 class Impala(Algorithm):
     """One step of Adam for each batch."""
 
-    def __init__(self, spec: RLSpec, experience: ExperienceSpec) -> None:
+    def __init__(self, spec: RLSpec, experience: ExperienceSpec, folder: Path | None = None) -> None:
         assert isinstance(spec.algorithm, ImpalaConfig)
         self._config = spec.algorithm
-        self.model: ActorCritic = ActorCritic(**network_kwargs(spec, experience))
+        self.device = find_device(spec)
+        self.model: AnyActorCritic = load_named(spec.model_factory)(**network_kwargs(spec, experience))
+        self.model.to(self.device)
         self._optimizer = torch.optim.Adam(self.model.parameters(), lr=self._config.learning_rate, fused=True)
 
     def update(self, batch: ExperienceBatch) -> Iterator[Metrics]:
-        yield update(self.model, self._optimizer, to_tensors(batch), self._config)
+        _, num_steps = self.group.locate(batch)
+        tensors = to_tensors(batch, self.device)
+        yield update(self.model, self._optimizer, tensors, self._config, num_steps, self.group)
 
     def is_usable(self, segment: ExperienceBatch) -> bool:
-        return has_finite_loss(self.model, to_tensors(segment), self._config)
+        return has_finite_loss(self.model, to_tensors(segment, self.device), self._config)
+
+    def compute_log_ratios(self, batch: ExperienceBatch) -> np.ndarray:
+        return compute_log_ratios(self.model, to_tensors(batch, self.device))
+
+    def configure(self, config: AlgorithmConfig) -> None:
+        assert isinstance(config, ImpalaConfig)
+        self._config = config
+        set_learning_rate(self._optimizer, config.learning_rate)
 
     def state_dict(self) -> dict[str, Any]:
         return {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
-        for group in self._optimizer.param_groups:  # restored with the old rate; the spec may have another
-            group["lr"] = self._config.learning_rate
+        restore_optimizer(self._optimizer, state["optimizer"], self._config.learning_rate)

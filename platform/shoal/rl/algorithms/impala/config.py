@@ -5,7 +5,7 @@ Used in run specs and by `algorithm`.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -25,3 +25,10 @@ class ImpalaConfig(AlgorithmConfig):
     lambda_: float = Field(default=1.0, ge=0, le=1)
     max_grad_norm: float = Field(default=40.0, gt=0)
     normalize_advantages: bool = False
+
+    cores: ClassVar[tuple[str, ...]] = ("none", "gru", "lstm")
+    changeable: ClassVar[tuple[str, ...]] = (
+        *("discount", "learning_rate", "value_cost", "entropy_cost"),
+        *("rho_bar", "c_bar", "lambda_", "max_grad_norm"),
+    )
+    has_replicas: ClassVar[bool] = True

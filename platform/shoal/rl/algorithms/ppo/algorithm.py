@@ -6,52 +6,89 @@ before the batch, whatever weights have acted. Knows no clock, device, run or Ra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shoal.models.actor_critic import ActorCritic
-from shoal.rl.algorithms.algorithm import Algorithm, Metrics, NonFiniteLoss
+from shoal.models.action_distribution import mask_logits
+from shoal.models.recurrent_actor_critic import AnyActorCritic
+from shoal.rl.algorithm_config import AlgorithmConfig, load_named
+from shoal.rl.algorithms.algorithm import (
+    Algorithm,
+    Metrics,
+    NonFiniteLoss,
+    find_device,
+    restore_optimizer,
+    set_learning_rate,
+)
 from shoal.rl.algorithms.ppo.config import PPOConfig
 from shoal.rl.algorithms.ppo.loss import PPOTargets, estimate_advantages, ppo_loss
-from shoal.rl.algorithms.segments import SegmentBatch, get_discounts, make_grid, to_tensors
+from shoal.rl.algorithms.segments import (
+    SegmentBatch,
+    compute_log_ratios,
+    evaluate_rows,
+    get_discounts,
+    make_grid,
+    to_tensors,
+)
 from shoal.rl.experience.queue import ExperienceBatch
+from shoal.rl.learner_group import SINGLE, LearnerGroup, standardize
 from shoal.rl.spec import RLSpec, network_kwargs
 from shoal.wire import ExperienceSpec
 
 
 class PPO(Algorithm):
-    """`epochs` times over the steps of each batch, in `minibatches` at random."""
+    """`epochs` times over the steps of each batch, in `minibatches` at random: of steps, or of whole segments where the
+    policy is recurrent."""
 
-    def __init__(self, spec: RLSpec, experience: ExperienceSpec) -> None:
+    def __init__(self, spec: RLSpec, experience: ExperienceSpec, folder: Path | None = None) -> None:
         assert isinstance(spec.algorithm, PPOConfig)
         self._config = spec.algorithm
-        self.model: ActorCritic = ActorCritic(**network_kwargs(spec, experience))
+        self.device = find_device(spec)
+        self.model: AnyActorCritic = load_named(spec.model_factory)(**network_kwargs(spec, experience))
+        self.model.to(self.device)
         self._optimizer = torch.optim.Adam(self.model.parameters(), lr=self._config.learning_rate, eps=1e-5, fused=True)
 
     def update(self, batch: ExperienceBatch) -> Iterator[Metrics]:
-        tensors = to_tensors(batch)
-        step_rows, targets = self._prepare(tensors)
+        tensors = to_tensors(batch, self.device)
+        step_rows, targets = self._prepare(tensors, self.group)
+        positions, num_steps = self.group.locate(batch)
+        index_of_position = torch.full((num_steps,), -1).index_copy_(0, positions, torch.arange(len(positions)))
         for _ in range(self._config.epochs):
-            for chosen in torch.randperm(len(step_rows)).tensor_split(self._config.minibatches):
-                if len(chosen):
-                    yield self._step(tensors, step_rows[chosen], chosen, targets)
+            if tensors.states is not None:  # a single learner: it has the whole batch
+                for segments in torch.randperm(len(batch.lengths)).tensor_split(self._config.minibatches):
+                    if len(segments):
+                        is_chosen = np.isin(np.arange(len(batch.lengths)), segments.numpy())
+                        yield self._step_on_segments(batch, is_chosen, targets)
+                continue
+            for minibatch in torch.randperm(num_steps).tensor_split(self._config.minibatches):
+                if len(minibatch):
+                    mine = index_of_position[minibatch]  # -1: another learner has the step
+                    chosen = mine[mine >= 0].to(self.device)
+                    rows = step_rows[chosen]
+                    outputs, values = self.model(tensors.observations[rows])
+                    outputs = mask_logits(outputs, None if tensors.masks is None else tensors.masks[rows])
+                    actions, selected = tensors.actions[chosen], targets.select(chosen)
+                    yield self._step(outputs, values, actions, selected, len(minibatch))
 
     def is_usable(self, segment: ExperienceBatch) -> bool:
-        tensors = to_tensors(segment)
+        tensors = to_tensors(segment, self.device)
         step_rows, targets = self._prepare(tensors)
-        metrics = self._compute_gradients(tensors, step_rows, torch.arange(len(step_rows)), targets)
+        outputs, values = (each[step_rows] for each in evaluate_rows(self.model, tensors))
+        metrics = self._compute_gradients(outputs, values, tensors.actions, targets, len(step_rows), SINGLE)
         return _find_non_finite(metrics) == []
 
     @torch.no_grad()
-    def _prepare(self, batch: SegmentBatch) -> tuple[Tensor, PPOTargets]:
+    def _prepare(self, batch: SegmentBatch, group: LearnerGroup = SINGLE) -> tuple[Tensor, PPOTargets]:
         """The observation's row of each step, and what the weights before the batch say of it."""
         grid = make_grid(batch.lengths_B)
-        logits, values = self.model(batch.observations)
-        log_policy = torch.log_softmax(logits[grid.step_rows], -1)
-        log_prox = log_policy.gather(-1, batch.actions.unsqueeze(-1)).squeeze(-1)
+        outputs, values = evaluate_rows(self.model, batch)
+        log_prox, _ = self.model.distribution.evaluate(outputs[grid.step_rows], batch.actions)
         discounts = get_discounts(batch, self._config.discount)
         per_step = torch.stack([discounts, batch.rewards, torch.ones_like(batch.rewards)])
         discounts_TB, rewards_TB, mask_TB = grid.spread(per_step)
@@ -61,44 +98,68 @@ class PPO(Algorithm):
         advantages = grid.collect(advantages_TB)
         targets = advantages + values[grid.step_rows]
         if self._config.normalize_advantages:
-            advantages = (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
+            advantages = standardize(advantages, group)
         weights = (log_prox - batch.log_probabilities).exp().clamp(max=self._config.rho_bar)
         return grid.step_rows, PPOTargets(log_prox, advantages, targets, weights)
 
-    def _step(self, batch: SegmentBatch, rows: Tensor, chosen: Tensor, targets: PPOTargets) -> Metrics:
-        metrics = self._compute_gradients(batch, rows, chosen, targets)
+    def _step_on_segments(self, batch: ExperienceBatch, is_chosen: np.ndarray, targets: PPOTargets) -> Metrics:
+        """A step on the segments where `is_chosen` (bool [S]) is true, each unrolled from its stored state."""
+        selected = to_tensors(batch.select(is_chosen), self.device)
+        rows = make_grid(selected.lengths_B).step_rows
+        outputs, values = (each[rows] for each in evaluate_rows(self.model, selected))
+        chosen = torch.from_numpy(np.flatnonzero(np.repeat(is_chosen, batch.lengths))).to(self.device)
+        return self._step(outputs, values, selected.actions, targets.select(chosen), len(chosen))
+
+    def _step(self, outputs: Tensor, values: Tensor, actions: Tensor, targets: PPOTargets, num_steps: int) -> Metrics:
+        metrics = self._compute_gradients(outputs, values, actions, targets, num_steps, self.group)
         if bad := _find_non_finite(metrics):
             raise NonFiniteLoss(f"{', '.join(bad)} is not finite; lower algorithm.learning_rate or check the rewards")
         self._optimizer.step()
         return metrics
 
-    def _compute_gradients(self, batch: SegmentBatch, rows: Tensor, chosen: Tensor, targets: PPOTargets) -> Metrics:
-        """Store the clipped gradients of the loss over the chosen steps in the model; returns a step's metrics."""
-        logits, values = self.model(batch.observations[rows])
-        selected = PPOTargets(*(each[chosen] for each in targets))
-        losses = ppo_loss(logits, values, batch.actions[chosen], selected, self._config)
+    def _compute_gradients(
+        self,
+        outputs: Tensor,
+        values: Tensor,
+        actions: Tensor,
+        targets: PPOTargets,
+        num_steps: int,
+        group: LearnerGroup,
+    ) -> Metrics:
+        """Store the clipped gradients of the loss over some steps in the model; returns a step's metrics.
+
+        num_steps: of the minibatch, of which the other learners of the group have the others
+        """
+        losses = ppo_loss(outputs, values, actions, targets, self._config, self.model.distribution, num_steps)
         self.model.zero_grad(set_to_none=True)
         losses.total.backward()
-        grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm)
-        return {
-            "learner/loss": losses.total.item(),
-            "learner/policy_loss": losses.policy.item(),
-            "learner/value_loss": losses.value.item(),
-            "learner/entropy": losses.entropy.item(),
-            "learner/clip_fraction": losses.clip_fraction.item(),
-            "learner/kl": losses.kl.item(),
-            "learner/grad_norm": grad_norm.item(),
+        metrics = {
+            "learner/loss": losses.total,
+            "learner/policy_loss": losses.policy,
+            "learner/value_loss": losses.value,
+            "learner/entropy": losses.entropy,
+            "learner/clip_fraction": losses.clip_fraction,
+            "learner/kl": losses.kl,
         }
+        found = group.sum_gradients(self.model, metrics, len(actions), num_steps)
+        grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm)
+        return {**found, "learner/grad_norm": grad_norm.item()}
+
+    def compute_log_ratios(self, batch: ExperienceBatch) -> np.ndarray:
+        return compute_log_ratios(self.model, to_tensors(batch, self.device))
+
+    def configure(self, config: AlgorithmConfig) -> None:
+        assert isinstance(config, PPOConfig)
+        self._config = config
+        set_learning_rate(self._optimizer, config.learning_rate)
 
     def state_dict(self) -> dict[str, Any]:
         return {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
-        for group in self._optimizer.param_groups:  # restored with the old rate; the spec may have another
-            group["lr"] = self._config.learning_rate
+        restore_optimizer(self._optimizer, state["optimizer"], self._config.learning_rate)
 
 
 def _find_non_finite(metrics: Metrics) -> list[str]:
-    return [name for name, value in metrics.items() if not torch.isfinite(torch.tensor(value))]
+    return [name for name, value in metrics.items() if not math.isfinite(value)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -15,6 +15,7 @@ class PPOConfig(AlgorithmConfig):
     epochs, minibatches: steps of the optimiser for a batch: epochs * minibatches
     clip:    ε of the clipped objective, around the weights before the batch
     rho_bar: of experience by older weights, the most that a step counts (π_prox / π_behaviour, truncated)
+    synchronous: actors pause while the learner updates, as in the paper: every step is of the newest weights
     """
 
     name: Literal["ppo"] = "ppo"
@@ -29,3 +30,15 @@ class PPOConfig(AlgorithmConfig):
     rho_bar: float = Field(default=2.0, gt=0)
     max_grad_norm: float = Field(default=0.5, gt=0)
     normalize_advantages: bool = True
+    synchronous: bool = False
+
+    cores: ClassVar[tuple[str, ...]] = ("none", "gru", "lstm")
+    changeable: ClassVar[tuple[str, ...]] = (
+        *("discount", "lambda_", "learning_rate", "epochs", "minibatches", "clip"),
+        *("value_cost", "entropy_cost", "rho_bar", "max_grad_norm"),
+    )
+    has_replicas: ClassVar[bool] = True
+
+    @property
+    def pauses_actors(self) -> bool:
+        return self.synchronous

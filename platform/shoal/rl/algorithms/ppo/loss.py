@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shoal.models.action_distribution import Categorical, MultiCategorical, SquashedGaussian
 from shoal.rl.algorithms.ppo.config import PPOConfig
 from shoal.rl.algorithms.vtrace import vtrace
 
@@ -23,9 +24,13 @@ class PPOTargets(NamedTuple):
     values: Tensor
     weights: Tensor
 
+    def select(self, chosen: Tensor) -> PPOTargets:
+        """Those of some steps."""
+        return PPOTargets(*(each[chosen] for each in self))
+
 
 class PPOLosses(NamedTuple):
-    """Scalars; `total` is minimised, means over the N steps."""
+    """Scalars; `total` is minimised. Sums over the N steps divided by those of all learners: means, where it is one."""
 
     total: Tensor
     policy: Tensor
@@ -54,27 +59,30 @@ def estimate_advantages(
 
 
 def ppo_loss(
-    logits: Tensor,  # [N, num_actions], differentiable as `values` [N]
+    outputs: Tensor,  # of the distribution, [N, ...], differentiable as `values` [N]
     values: Tensor,
     actions: Tensor,
     targets: PPOTargets,
     config: PPOConfig,
+    distribution: Categorical | MultiCategorical | SquashedGaussian,
+    num_steps: int | None = None,
 ) -> PPOLosses:
     """The clipped objective around π_prox, each step weighted by π_prox / π_behaviour: equation (3) of 2110.00641.
 
     With experience of the newest weights, π_prox is π_behaviour and this is PPO, equation (7) of 1707.06347.
+    num_steps: of all learners, where others have the other steps of the minibatch
     """
-    log_policy = torch.log_softmax(logits, -1)
-    log_pi = log_policy.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
-    entropy = -(log_policy.exp() * log_policy).sum(-1).mean()
+    num_steps = num_steps or len(values)
+    log_pi, entropies = distribution.evaluate(outputs, actions)
+    entropy = entropies.sum() / num_steps
     log_ratios = log_pi - targets.log_probabilities
     ratios = log_ratios.exp()
     clipped = ratios.clamp(1 - config.clip, 1 + config.clip)
     gains = torch.minimum(ratios * targets.advantages, clipped * targets.advantages)
-    policy_loss = -(targets.weights * gains).mean()
-    value_loss = 0.5 * (values - targets.values).square().mean()
+    policy_loss = -(targets.weights * gains).sum() / num_steps
+    value_loss = 0.5 * (values - targets.values).square().sum() / num_steps
     total = policy_loss + config.value_cost * value_loss - config.entropy_cost * entropy
     with torch.no_grad():
-        clip_fraction = ((ratios - 1).abs() > config.clip).float().mean()
-        kl = (ratios - 1 - log_ratios).mean()
+        clip_fraction = ((ratios - 1).abs() > config.clip).float().sum() / num_steps
+        kl = (ratios - 1 - log_ratios).sum() / num_steps
     return PPOLosses(total, policy_loss, value_loss, entropy, clip_fraction, kl)

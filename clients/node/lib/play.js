@@ -1,0 +1,72 @@
+'use strict';
+// Play a game's episodes until the run ends: the ready loop, for a game that can be stepped.
+
+const { MlpPolicy, parseSafetensors } = require('./policy');
+const { SegmentBuilder, packTensor } = require('./segment_builder');
+
+/**
+ * client: connected. game: reset() returns an observation, step(action) {observation, reward, terminated, truncated};
+ * an observation is an array of numbers. Resolves to {steps, episodes} at the end of the run, or after `maxSteps`.
+ */
+async function play(game, client, { maxSteps = Infinity } = {}) {
+  let steps = 0;
+  let episodes = 0;
+  while (!client.finished && steps < maxSteps) {
+    const run = client.runId;
+    const policy = new MlpPolicy(client.spec.policy);
+    const builder = new SegmentBuilder(client.spec);
+    let observation = null; // of the running episode
+    while (client.runId === run && steps < maxSteps) {
+      const newer = policy.version ? client.weights : await client.waitForWeights();
+      if (client.finished) return { steps, episodes };
+      if (newer && newer.version > policy.version) policy.load(newer.version, parseSafetensors(newer.payload));
+      if (!observation) builder.begin((observation = game.reset()));
+      const choice = policy.act(observation);
+      const outcome = game.step(choice.action);
+      const segment = builder.step(choice, policy.version, outcome);
+      const hasEnded = Boolean(outcome.terminated || outcome.truncated);
+      observation = hasEnded ? null : outcome.observation;
+      steps++;
+      episodes += Number(hasEnded);
+      if (segment && !(await client.send(segment))) break; // the run has ended or changed
+      if (steps % 64 === 0) await new Promise(setImmediate); // let messages in
+    }
+  }
+  return { steps, episodes };
+}
+
+/** The same with `inference: 'remote'`: the gateway computes the policy, and any policy that it knows will do. */
+async function playRemotely(game, client, { maxSteps = Infinity } = {}) {
+  let steps = 0;
+  let episodes = 0;
+  let number = -1;
+  while (!client.finished && steps < maxSteps) {
+    let observation = game.reset();
+    let outcome = { reward: 0 };
+    let step = 0;
+    let total = 0;
+    number++;
+    for (;;) {
+      const { reward, terminated = false, truncated = false } = outcome;
+      const frame = packTensor('observation', client.spec.observation.dtype, client.spec.observation.shape, Array.from(observation)).frame;
+      const header = { episode: number, step, reward, terminated, truncated: truncated && !terminated };
+      const answer = await client.act(header, frame);
+      if (client.finished) return { steps, episodes };
+      if (terminated || truncated) break; // an episode that the gateway has lost is over, too
+      if (!answer || ['unknown_episode', 'ended_episode', 'failed'].includes(answer.reason)) {
+        [number, step, outcome] = [number + 1, 0, { reward: total }]; // the gateway has restarted: go on under a new number
+        continue;
+      }
+      if (answer.reason) throw new Error(`the gateway took no step: ${answer.reason}`);
+      outcome = game.step(typeof answer.action === 'bigint' ? Number(answer.action) : answer.action);
+      observation = outcome.observation;
+      total += outcome.reward;
+      step++;
+      steps++;
+    }
+    episodes++;
+  }
+  return { steps, episodes };
+}
+
+module.exports = { play, playRemotely };

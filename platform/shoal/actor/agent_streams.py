@@ -1,0 +1,314 @@
+"""The games of an actor: environments, whose agents' steps become segments.
+
+An environment has one agent, with gymnasium's `reset` and `step`, or several, with PettingZoo's parallel API by its
+methods (`parallel_game`). Each agent is a stream of experience of its own. Called by the ready loop, which chooses the
+actions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from shoal.actor.policy import Policy
+from shoal.actor.segment_builder import SegmentBuilder, convert_rows
+from shoal.errors import ConfigError
+from shoal.wire import ExperienceSpec, Segment
+from shoal.wire.action_masks import INFO_KEY, MASKS, find_choices, read_mask
+from shoal.wire.experience_spec import NO_EXTRAS
+
+
+class Environment(Protocol):
+    """One agent; gymnasium's `Env` implements it."""
+
+    def reset(self, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]: ...
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]: ...
+
+
+class ParallelEnvironment(Protocol):
+    """Several agents; PettingZoo's `ParallelEnv` implements it. Everything is by agent.
+
+    An agent acts next when it has an observation, so agents may also take turns. Rewards that it gets meanwhile count
+    for its last action. An agent that terminates or is truncated gets its last observation with that. The episode is
+    over when every agent that has acted has ended.
+    """
+
+    possible_agents: Sequence[str]
+
+    def reset(self, seed: int | None = None) -> tuple[Mapping[str, Any], Mapping[str, Any]]: ...
+
+    def step(
+        self, actions: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, bool], Mapping[str, bool], Mapping[str, Any]]: ...
+
+    def observation_space(self, agent: str) -> Any: ...
+
+    def action_space(self, agent: str) -> Any: ...
+
+
+class AgentStream(SegmentBuilder):
+    """The episodes of one agent, one after the other, as segments. `observation` is the newest one, and `mask` its
+    action mask, in a run with masks."""
+
+    def __init__(self, number: int, spec: ExperienceSpec, policy: Policy) -> None:
+        super().__init__(spec)
+        self.number, self._policy = number, policy
+        self._choices = find_choices(spec)
+        self.observation: Any = None
+        self.mask: np.ndarray | None = None
+        self.num_segments = 0  # that are complete
+        self.opponent = 0  # with self-play, the version that the other agents have in this episode
+
+    def restart(self) -> None:
+        super().restart()
+        self._policy.reset(self.number)
+
+    def start_episode(self, observation: Any, info: Mapping[str, Any]) -> None:
+        """Begin an episode with this observation, whose info has its action mask."""
+        self.observation = observation
+        self.restart()
+        self.begin(observation, self.find_extras(info))
+
+    def end_step(
+        self,
+        choice: tuple[Any, float, int],
+        reward: float,
+        observation: Any,
+        terminated: bool,
+        truncated: bool,
+        info: Mapping[str, Any],
+    ) -> Segment | None:
+        """Add a step: the choice (action, log-probability, version), and what came of it."""
+        self.observation = observation
+        extras = self.find_extras(info, terminated, truncated) if self._extras else NO_EXTRAS
+        return self.step(*choice, reward, observation, terminated, truncated, extras)
+
+    def find_extras(
+        self, info: Mapping[str, Any], terminated: bool = False, truncated: bool = False
+    ) -> Mapping[str, Any]:
+        """Those of the newest observation, which has this info."""
+        self.mask = find_mask(info, self._choices, terminated, truncated)
+        extras = self._policy.get_extras(self.number)
+        return extras if self.mask is None else {**extras, MASKS: self.mask}
+
+
+def find_mask(
+    info: Mapping[str, Any], choices: Sequence[int], terminated: bool = False, truncated: bool = False
+) -> np.ndarray | None:
+    """The mask of an observation, in a run with masks; after an episode's end no action is chosen by it."""
+    if not choices:
+        return None
+    if terminated or (truncated and INFO_KEY not in info):
+        return np.ones(sum(choices), np.bool_)
+    if INFO_KEY not in info:
+        raise ConfigError("env", INFO_KEY, "is missing in info, and this run has action masks")
+    return read_mask(info[INFO_KEY], tuple(choices))
+
+
+class Runner(Protocol):
+    """Of a game: who gives it its streams, and takes their segments."""
+
+    def make_stream(self) -> AgentStream: ...
+
+    def send(self, stream: AgentStream, segment: Segment) -> None: ...
+
+
+class Game(Protocol):
+    """One or several environments that are played for ever.
+
+    observations: of the agents that act next; numbers: of their streams; masks: of the observations, in a run with
+    masks, else None
+    """
+
+    @property
+    def observations(self) -> Sequence[Any] | np.ndarray: ...
+
+    @property
+    def numbers(self) -> Sequence[int]: ...
+
+    @property
+    def masks(self) -> Sequence[np.ndarray | None] | None: ...
+
+    def reset(self, seeds: Sequence[int | None]) -> None:
+        """Begin, with the seeds of the environments."""
+        ...
+
+    def step(self, actions: Sequence[Any], log_probabilities: Sequence[float], version: int) -> None:
+        """Take a step: an action and its log-probability for each of `observations`, by weights of this version."""
+        ...
+
+
+class StreamGame:
+    """An environment whose agents' steps are collected one by one. `acting`: those of `streams` that act next."""
+
+    def __init__(self) -> None:
+        self.acting: list[AgentStream] = []
+
+    @property
+    def streams(self) -> Sequence[AgentStream]:
+        return self.acting
+
+    @property
+    def observations(self) -> Sequence[Any]:
+        return [stream.observation for stream in self.acting]
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        return [stream.number for stream in self.acting]
+
+    @property
+    def masks(self) -> Sequence[np.ndarray | None] | None:
+        return [stream.mask for stream in self.acting] if self.acting[0].mask is not None else None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no segment has begun."""
+        return all(stream.is_empty for stream in self.streams)
+
+    @property
+    def num_open(self) -> int:
+        """How many segments have begun or begin with the next step."""
+        return len({stream.number for stream in self.streams if stream in self.acting or not stream.is_empty})
+
+    @property
+    def num_segments(self) -> int:
+        """How many segments are complete."""
+        return sum(stream.num_segments for stream in self.streams)
+
+    def discard_steps(self) -> None:
+        """Forget the steps of begun segments."""
+        for stream in self.streams:
+            if not stream.is_empty:
+                stream.discard_steps()
+
+
+class SingleGame(StreamGame):
+    """An environment with one agent."""
+
+    def __init__(self, environment: Environment, runner: Runner) -> None:
+        self._environment, self._runner, self._stream = environment, runner, runner.make_stream()
+        self.acting = [self._stream]
+
+    def reset(self, seeds: Sequence[int | None]) -> None:
+        self._stream.start_episode(*self._environment.reset(seed=seeds[0]))
+
+    def step(self, actions: Sequence[Any], log_probabilities: Sequence[float], version: int) -> None:
+        stream = self._stream
+        observation, reward, terminated, truncated, info = self._environment.step(actions[0])
+        choice = actions[0], log_probabilities[0], version
+        segment = stream.end_step(choice, to_float(reward), observation, terminated, truncated, info)
+        if segment is not None:
+            self._runner.send(stream, segment)
+        if terminated or truncated:
+            self.reset([None])
+
+
+class _Step(NamedTuple):
+    """What was chosen in a step of all environments [B], the rewards, and the extras of the observations before it."""
+
+    actions: Sequence[Any]
+    rewards: list[float]
+    log_probabilities: Sequence[float]
+    version: int
+    extras: Sequence[Mapping[str, Any]]
+
+
+class BatchGame:
+    """Several environments with one agent each, which step together.
+
+    The newest steps of all are stored together, and a segment is cut from them when it is complete: for each agent,
+    that is much cheaper than to collect its steps one by one.
+    """
+
+    def __init__(self, environments: Sequence[Environment], runner: Runner, spec: ExperienceSpec) -> None:
+        self._environments, self._runner, self._spec = environments, runner, spec
+        self._length, num_environments = spec.segment_length, len(environments)
+        self._shape, self._dtype = spec.observation.shape, spec.observation.numpy_dtype()
+        self._streams = [runner.make_stream() for _ in environments]
+        self.numbers = [stream.number for stream in self._streams]
+        self._num_steps = 0
+        self._starts = [0] * num_environments  # of each incomplete segment, in steps
+        # Step t is at t % segment_length.
+        self._rows = np.empty((self._length, num_environments, *self._shape), self._dtype)
+        self._steps: list[_Step] = [_Step((), [], (), 0, ())] * self._length
+        self._newest: list[Any] = [None] * num_environments
+        self._extras: list[Mapping[str, Any]] = [NO_EXTRAS] * num_environments
+        self._batch_shape = (num_environments, *self._shape)
+        self.observations = self._rows[0]
+
+    @property
+    def masks(self) -> Sequence[np.ndarray | None] | None:
+        return None if self._streams[0].mask is None else [stream.mask for stream in self._streams]
+
+    def reset(self, seeds: Sequence[int | None]) -> None:
+        for index, seed in enumerate(seeds):
+            self._reset_environment(index, seed)
+        self._take_observations()
+
+    def step(self, actions: Sequence[Any], log_probabilities: Sequence[float], version: int) -> None:
+        rewards, newest, starts, has_extras = list[float](), self._newest, self._starts, self._spec.extras
+        self._steps[self._num_steps % self._length] = _Step(actions, rewards, log_probabilities, version, self._extras)
+        self._num_steps += 1
+        full_start = self._num_steps - self._length
+        if has_extras:
+            self._extras = self._extras.copy()
+        for index, (environment, action) in enumerate(zip(self._environments, actions, strict=True)):
+            newest[index], reward, terminated, truncated, info = environment.step(action)
+            rewards.append(to_float(reward))
+            if has_extras:
+                self._extras[index] = self._streams[index].find_extras(info, terminated, truncated)
+            if terminated or truncated or starts[index] == full_start:
+                self._send_segment(index, terminated, truncated)
+                if terminated or truncated:
+                    self._reset_environment(index)
+        self._take_observations()
+
+    def _reset_environment(self, index: int, seed: int | None = None) -> None:
+        stream = self._streams[index]
+        self._newest[index], info = self._environments[index].reset(seed=seed)
+        stream.restart()
+        self._extras[index] = stream.find_extras(info)
+
+    def _take_observations(self) -> None:
+        """Copy the newest ones, since an environment may reuse one array."""
+        observations = np.array(self._newest)
+        if observations.dtype is not self._dtype or observations.shape != self._batch_shape:
+            observations = convert_rows("observation", observations, self._dtype, self._batch_shape)
+        self._rows[self._num_steps % self._length] = self.observations = observations
+
+    def _send_segment(self, index: int, terminated: bool, truncated: bool) -> None:
+        """Cut a segment, which ends with the newest observation, the real one, and send it."""
+        positions = [step % self._length for step in range(self._starts[index], self._num_steps)]
+        steps, stream = [self._steps[each] for each in positions], self._streams[index]
+        self._starts[index] = self._num_steps
+        observations = np.empty((len(steps) + 1, *self._shape), self._dtype)
+        observations[:-1] = self._rows[positions, index]
+        observations[-1] = convert_rows("observation", np.asarray(self._newest[index]), self._dtype, self._shape)
+        columns = (
+            [step.actions[index] for step in steps],
+            [step.rewards[index] for step in steps],
+            [step.log_probabilities[index] for step in steps],
+            [step.version for step in steps],
+        )
+        extras = {}
+        for each in self._spec.extras:
+            found = [*(step.extras[index] for step in steps), self._extras[index]][: each.count_rows(len(steps))]
+            rows, shape = np.array([row[each.name] for row in found]), (len(found), *each.tensor.shape)
+            extras[each.name] = convert_rows(each.name, rows, each.tensor.numpy_dtype(), shape)
+        self._runner.send(stream, stream.make_segment(observations, *columns, terminated, truncated, extras))
+
+
+def to_float(reward: Any) -> float:
+    """A reward as a float. Raises ConfigError."""
+    try:
+        return float(reward)
+    except (TypeError, ValueError):
+        raise ConfigError("reward", reward, "of the environment's step is no number", "give a float") from None
+
+
+def is_parallel(environment: Any) -> bool:
+    """Whether an environment has several agents: its spaces are methods, by agent."""
+    return callable(getattr(environment, "observation_space", None))

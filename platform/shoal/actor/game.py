@@ -1,0 +1,250 @@
+"""An actor for a game that owns its loop: it asks for actions and reports rewards, and never waits for the network.
+
+A thread of the actor's own sends the segments and receives the weights. The game's thread takes what has arrived.
+Called by games, through `shoal.connect`; imports neither torch nor ray.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from shoal.actor.client import ActorClient
+from shoal.actor.policy import Policy, make_policy
+from shoal.actor.segment_builder import SegmentBuilder
+from shoal.errors import Closed, ConfigError, RunChanged, ShoalError
+from shoal.wire import Segment
+from shoal.wire.action_masks import MASKS, find_choices, read_mask
+
+_POLL_S = 0.01  # how often the thread looks for new weights while the game sends nothing
+
+
+@dataclass
+class _Episode:
+    """An episode that the game is playing; `step` is its last action, whose reward is not complete."""
+
+    builder: SegmentBuilder
+    step: tuple[Any, float, int]  # action, log-probability, version
+    reward: float = 0.0
+    is_recorded: bool = True  # not after another run has taken the address: it has seen half of the episode
+
+
+class GameActor:
+    """Acts for a game, and sends its experience.
+
+        with shoal.connect("tcp://127.0.0.1:5555") as actor:
+            while not actor.finished:
+                observation = game.restart()
+                while game.is_on:
+                    action = actor.act(observation)
+                    observation, reward = game.tick(action)
+                    actor.reward(reward)
+                actor.end_episode(observation)
+
+    Several episodes may run at once, each under a key of the game's choice. All calls come from one thread.
+
+    client:       connected
+    seed:         of the sampled actions
+    budget_s:     how long a call may wait for a busy learner before it discards the oldest waiting segment
+    max_waiting:  segments that wait to be sent
+    discarded:    how many segments were discarded, because the learner was busy for longer
+
+    | queue            | capacity      | what blocks              | who unblocks | close()              |
+    |------------------|---------------|--------------------------|--------------|----------------------|
+    | waiting segments | `max_waiting` | the game, for `budget_s` | the thread   | sends what is waiting |
+    """
+
+    def __init__(
+        self, client: ActorClient, seed: int | None = None, budget_s: float = 0.002, max_waiting: int = 16
+    ) -> None:
+        self.client = client
+        self.discarded = 0
+        self._seed, self._budget_s, self._max_waiting = seed, budget_s, max_waiting
+        self._episodes: dict[Hashable, _Episode] = {}
+        self._waiting: deque[tuple[int, Segment]] = deque()  # with the run that it belongs to
+        self._changed = threading.Condition()
+        self._run = 0  # counts the runs that have taken the address
+        self._error: ShoalError | None = None
+        self._is_closing = False
+        self._joined_run = 0  # the run of the policy and the recorded episodes
+        self._policy = self._make_policy(self.client.wait_for_weights())
+        self._thread = threading.Thread(target=self._exchange, name="game-actor", daemon=True)
+        self._thread.start()
+
+    # -- for the game -------------------------------------------------------------------------------------------
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run is over. The actor still acts, with its last weights; nothing is recorded any more."""
+        return self.client.finished
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that chose the last action."""
+        return self._policy.version
+
+    def act(self, observation: Any, episode: Hashable = None, mask: Any = None) -> Any:
+        """The action for an observation, sampled with the newest weights that have arrived.
+
+        episode: the key of the episode; a key that is not in use begins one
+        mask:    in a run with action masks, 1 for each action that is allowed here, and 0 for the others
+
+        Raises InvalidSegment for an observation of another shape than the run's, and Refused or ConnectionLost when the
+        gateway has rejected the actor or has been away for longer than the client's `timeout_s`.
+        """
+        self._check()
+        allowed = self._read_mask(mask)
+        playing = self._episodes.get(episode)
+        if playing is None:
+            builder = SegmentBuilder(self.client.spec)
+            self._policy.reset(episode)
+            builder.begin(observation, self._get_extras(episode, allowed))
+        elif playing.is_recorded:
+            self._record(playing, observation, episode, allowed)
+        action, log_probability = self._policy.act(np.asarray(observation), episode, allowed)
+        step = (action, log_probability, self._policy.version)
+        if playing is None:
+            self._episodes[episode] = _Episode(builder, step, is_recorded=self._joined_run == self._run)
+        else:
+            playing.step, playing.reward = step, 0.0
+        return action
+
+    def reward(self, value: float, episode: Hashable = None) -> None:
+        """Add to the reward of the last action. May be called several times, or never, which is 0."""
+        self._find(episode).reward += float(value)
+
+    def end_episode(self, observation: Any, *, truncated: bool = False, episode: Hashable = None) -> None:
+        """End an episode. `observation` is the real one after its last step; `truncated`: a limit has cut it off."""
+        playing = self._find(episode)
+        self._check()
+        if playing.is_recorded:
+            choices = find_choices(self.client.spec)
+            allowed = np.ones(sum(choices), np.bool_) if choices else None  # no action is chosen by it
+            self._record(playing, observation, episode, allowed, not truncated, truncated)
+        self._policy.reset(episode)
+        del self._episodes[episode]
+
+    def close(self, drain_timeout_s: float = 2.0) -> None:
+        """Send what waits, for at most `drain_timeout_s`, and disconnect. Idempotent."""
+        deadline = time.monotonic() + drain_timeout_s
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting or not self._thread.is_alive(), drain_timeout_s)
+            self._is_closing = True
+            self._changed.notify_all()
+        self._thread.join(max(0.0, deadline - time.monotonic()))  # it may be sending the last one
+        self.client.close(max(0.0, deadline - time.monotonic()))
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- of the game's thread -----------------------------------------------------------------------------------
+
+    def _make_policy(self, weights: tuple[int, dict[str, np.ndarray]]) -> Policy:
+        spec = self.client.spec
+        policy = make_policy(spec.policy, self._seed, self.client.actor_id, spec.action.shape)
+        policy.load(*weights)
+        return policy
+
+    def _check(self) -> None:
+        """Raise the thread's error, and apply newer weights. Until those of another run have arrived, the game goes on
+        with the policy that it has."""
+        if self._error is not None:
+            raise self._error
+        run = self._run
+        is_same = run == self._joined_run
+        newer = self.client.received_weights(self._policy.version if is_same else 0)
+        if not is_same:
+            for playing in self._episodes.values():
+                playing.is_recorded = False
+        if newer is not None and is_same:
+            self._policy.load(*newer)
+        elif newer is not None:
+            self._policy, self._joined_run = self._make_policy(newer), run
+
+    def _read_mask(self, mask: Any) -> np.ndarray | None:
+        choices = find_choices(self.client.spec)
+        if not choices:
+            return None
+        if mask is None:
+            raise ConfigError("mask", mask, "is missing, and this run has action masks", "act(observation, mask=...)")
+        return read_mask(mask, choices)
+
+    def _get_extras(self, episode: Hashable, allowed: np.ndarray | None) -> Mapping[str, Any]:
+        extras = self._policy.get_extras(episode)
+        return extras if allowed is None else {**extras, MASKS: allowed}
+
+    def _find(self, episode: Hashable) -> _Episode:
+        if episode not in self._episodes:
+            raise ConfigError("episode", episode, "has no action yet", "call act(observation) first")
+        return self._episodes[episode]
+
+    def _record(
+        self,
+        playing: _Episode,
+        observation: Any,
+        episode: Hashable,
+        allowed: np.ndarray | None,
+        terminated: bool = False,
+        truncated: bool = False,
+    ) -> None:
+        action, log_probability, version = playing.step
+        extras = self._get_extras(episode, allowed)
+        segment = playing.builder.step(
+            action, log_probability, version, playing.reward, observation, terminated, truncated, extras
+        )
+        if segment is None or self.finished:
+            return
+        with self._changed:
+            if len(self._waiting) >= self._max_waiting:
+                self._changed.wait_for(lambda: len(self._waiting) < self._max_waiting, self._budget_s)
+            if len(self._waiting) >= self._max_waiting:
+                self._waiting.popleft()  # the newest experience is the most useful
+                self.discarded += 1
+            self._waiting.append((self._joined_run, segment))
+            self._changed.notify_all()
+
+    # -- the thread ---------------------------------------------------------------------------------------------
+
+    def _exchange(self) -> None:
+        """Send and receive until the end. An error is raised by the game's next call."""
+        try:
+            while not self._is_closing and not self.finished:
+                self._exchange_once()
+        except Closed:
+            if not self._is_closing and not self.finished:
+                raise
+        except ShoalError as error:
+            self._error = error
+        with self._changed:
+            self._waiting.clear()
+            self._changed.notify_all()
+
+    def _exchange_once(self) -> None:
+        with self._changed:
+            if not self._waiting:
+                self._changed.wait(_POLL_S)
+        try:
+            self.client.newer_weights(2**63)  # receives all that has arrived
+            if self._waiting and self.client.has_credit:
+                with self._changed:
+                    run, segment = self._waiting.popleft()
+                    self._changed.notify_all()
+                if run == self._run:
+                    self.client.send(segment)
+            elif self._waiting:
+                time.sleep(_POLL_S / 4)
+        except RunChanged:
+            self._run += 1  # what waits belongs to the one before

@@ -1,0 +1,239 @@
+"""An actor whose policy runs at the gateway: it sends observations and receives actions.
+
+It needs no weights, and computes nothing. Called by `python -m shoal.actor --inference remote`, and by games through
+`shoal.connect(address, inference="remote")`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from shoal.actor.agent_streams import Environment
+from shoal.actor.client import ActorClient
+from shoal.actor.segment_builder import SegmentBuilder
+from shoal.errors import Closed, ConfigError, ConnectionLost, InvalidSegment, ProtocolViolation, Refused, RunChanged
+from shoal.wire import ExperienceSpec, encode
+from shoal.wire.messages import ActionMessage, ActMessage, Welcome
+
+_POLL_MS = 50  # how long another thread may wait for the socket
+_LOST = frozenset({"unknown_episode", "ended_episode", "failed"})  # the gateway has restarted, or the game has rested
+
+
+class RemoteClient(ActorClient):
+    """An `ActorClient` of a session of observations and actions. It repeats what is unanswered after a reconnect.
+
+    All calls come from one thread.
+    """
+
+    inference = "remote"
+
+    def __init__(self, address: str, token: str, actor_id: str = "", **options: Any) -> None:
+        """As an `ActorClient`'s."""
+        super().__init__(address, token, actor_id, **options)
+        self._unanswered: dict[tuple[int, int], list[bytes]] = {}  # by episode and step, in order
+        self._answers: dict[tuple[int, int], ActionMessage] = {}
+
+    def ask(self, message: ActMessage, observation: bytes) -> None:
+        """Send one observation, whose answer `wait_for_action` takes. Several may be on their way, of one episode
+        each."""
+        with self._lock:
+            frames = [encode(message), observation]
+            self._unanswered[message.episode, message.step] = frames
+            self._send_frames(frames)
+
+    def wait_for_action(self, episode: int, step: int, timeout_s: float | None = None) -> ActionMessage:
+        """The answer to an observation; by default waits as long as the gateway answers.
+
+        Raises Closed when the run ends, ConnectionLost, RunChanged: what was unanswered is dropped then.
+        """
+        answers, key = self._answers, (episode, step)
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while key not in answers:
+            with self._lock:  # also while it polls, which is cheaper: no other thread waits for a message
+                if self._socket is not None and not self._is_session_lost:
+                    self._socket.poll(_POLL_MS)
+                self._pump(deadline)
+            if self.finished and key not in answers:
+                raise Closed("the run is over")
+            if time.monotonic() >= deadline and key not in answers:
+                raise ConnectionLost(f"no action from {self._address} within {timeout_s} s")
+        return answers.pop(key)
+
+    def _begin_exchange(self, welcome: Welcome, changed: bool) -> None:
+        if welcome.inference != self.inference:
+            raise Refused("no_remote_inference", f"the gateway at {self._address} infers in the actor alone")
+        if changed:
+            self._unanswered.clear()
+            self._answers.clear()
+        for frames in self._unanswered.values():
+            self._send_frames(frames)
+
+    def _on_action(self, action: ActionMessage) -> None:
+        key = (action.episode, action.step)
+        if self._unanswered.pop(key, None) is not None:  # else it is the answer to one that was sent twice
+            self._answers[key] = action
+
+
+class _ObservationEncoder(SegmentBuilder):
+    """Checks and encodes single observations."""
+
+    def encode(self, observation: Any) -> bytes:
+        """Raises InvalidSegment for one of another shape, or for other integers, than the run's."""
+        self._observations.store(0, observation)
+        return self._observations.rows[0]
+
+
+@dataclass
+class _Episode:
+    """An episode as the game sees it. Its number changes when the gateway has lost it.
+
+    reward: since the newest action
+    total:  of all steps, this reward included
+    """
+
+    number: int
+    step: int = 0
+    reward: float = 0.0
+    total: float = 0.0
+
+    def advance(self) -> _Episode:
+        """The same one, at the next observation."""
+        return replace(self, step=self.step + 1)
+
+
+class RemoteActor:
+    """The same calls as a `GameActor`'s, with the policy at the gateway. `act` waits for the answer over the network,
+    and while the learner is busy for that, too.
+
+    client: connected
+    version: of the weights that chose the last action
+    """
+
+    def __init__(self, client: RemoteClient) -> None:
+        self.client = client
+        self.version = 0
+        self._encoder = _ObservationEncoder(client.spec)
+        self._run_id = client.run_id
+        self._episodes: dict[Hashable, _Episode] = {}
+        self._next_number = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run is over: `act` raises Closed then."""
+        return self.client.finished
+
+    def act(self, observation: Any, episode: Hashable = None) -> Any:
+        """The action for an observation.
+
+        episode: the key of the episode; a key that is not in use begins one
+
+        Raises InvalidSegment for an observation that does not fit the run, Closed when the run is over, and Refused or
+        ConnectionLost as the client does.
+        """
+        playing = self._episodes.get(episode)
+        asked = self._begin(0.0) if playing is None else playing.advance()
+        answer = self._ask(asked, observation)
+        while answer is None or answer.reason in _LOST:
+            asked = self._begin(asked.total)
+            answer = self._ask(asked, observation)
+        _require_taken(answer)
+        if answer.action is None:
+            raise ProtocolViolation("malformed", "the gateway gave no action")
+        self._episodes[episode] = _Episode(asked.number, asked.step, 0.0, asked.total)
+        self.version = answer.version
+        spec = self.client.spec.action
+        return np.array(answer.action, spec.numpy_dtype()).reshape(spec.shape) if spec.shape else answer.action
+
+    def reward(self, value: float, episode: Hashable = None) -> None:
+        """Add to the reward of the last action. May be called several times, or never, which is 0."""
+        playing = self._find(episode)
+        playing.reward, playing.total = playing.reward + float(value), playing.total + float(value)
+
+    def end_episode(self, observation: Any, *, truncated: bool = False, episode: Hashable = None) -> None:
+        """End an episode. `observation` is the real one after its last step; `truncated`: a limit has cut it off."""
+        answer = self._ask(self._find(episode).advance(), observation, not truncated, truncated)
+        if answer is not None and answer.reason not in _LOST:  # one that is lost is over, too
+            _require_taken(answer)
+        del self._episodes[episode]
+
+    def close(self, drain_timeout_s: float = 2.0) -> None:
+        """Disconnect. Idempotent."""
+        self.client.close(drain_timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _begin(self, total: float) -> _Episode:
+        self._next_number += 1
+        return _Episode(self._next_number - 1, 0, total, total)  # at step 0, the reward is the return until then
+
+    def _find(self, episode: Hashable) -> _Episode:
+        if episode not in self._episodes:
+            raise ConfigError("episode", episode, "has no action yet", "call act(observation) first")
+        return self._episodes[episode]
+
+    def _ask(
+        self, playing: _Episode, observation: Any, terminated: bool = False, truncated: bool = False
+    ) -> ActionMessage | None:
+        """The gateway's answer; None: another run has taken the address."""
+        if self._run_id != self.client.run_id:
+            self._run_id, self._encoder = self.client.run_id, _ObservationEncoder(self.client.spec)
+        message = ActMessage(playing.number, playing.step, playing.reward, terminated, truncated)
+        try:
+            self.client.ask(message, self._encoder.encode(observation))
+            return self.client.wait_for_action(playing.number, playing.step)
+        except RunChanged:
+            return None
+
+
+def _require_taken(answer: ActionMessage) -> None:
+    """Raise InvalidSegment, ConfigError or ProtocolViolation for a step that the gateway has not taken."""
+    if answer.reason == "invalid":
+        raise InvalidSegment("invalid_range", "observation or reward", "the gateway finds it outside of the spec")
+    if answer.reason == "too_many_episodes":
+        raise ConfigError("episode", answer.episode, "is one too many for this actor", "end others first: end_episode")
+    if answer.reason:
+        raise ProtocolViolation("malformed", f"the gateway took no step: {answer.reason}")
+
+
+def run_remote_actor(
+    environment: Environment,
+    client: RemoteClient,
+    seed: int | None = None,
+    max_steps: int | None = None,
+    on_run: Callable[[ExperienceSpec], None] | None = None,
+) -> int:
+    """`play` without a policy: until the run is over, or for `max_steps`; returns the number of steps.
+
+    It calls `on_run`, which may raise, with each run's spec before the first step. Raises Refused or ConnectionLost as
+    the client does.
+    """
+    steps, run_id, actor = 0, "", RemoteActor(client)
+    observation, _ = environment.reset(seed=seed)
+    while not client.finished and (max_steps is None or steps < max_steps):
+        if on_run is not None and run_id != client.run_id:
+            on_run(client.spec)
+        run_id = client.run_id
+        try:
+            observation, reward, terminated, truncated, _ = environment.step(actor.act(observation))
+            actor.reward(reward)
+            steps += 1
+            if terminated or truncated:
+                actor.end_episode(observation, truncated=truncated and not terminated)
+                observation, _ = environment.reset()
+        except Closed:
+            if not client.finished:
+                raise
+    return steps

@@ -1,0 +1,189 @@
+"""The steps of an episode become segments. Called by the ready loop, and by games with a loop of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from shoal.errors import InvalidSegment
+from shoal.wire import DropReason, ExperienceSpec, Segment, TensorSpec
+from shoal.wire.experience_spec import NO_EXTRAS
+
+
+def convert_rows(name: str, rows: np.ndarray, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray:
+    """Rows of the run's dtype. Raises InvalidSegment for another shape, and, if the run's are integers, for others."""
+    if rows.shape != shape:
+        raise InvalidSegment(DropReason.INVALID_SHAPE, name, f"{rows.shape}, expected {shape}")
+    if rows.dtype is dtype or dtype.kind not in "iu":
+        return rows.astype(dtype, copy=False)
+    if rows.dtype.kind not in "iub":  # a conversion would truncate or wrap values
+        raise InvalidSegment(DropReason.INVALID_DTYPE, name, f"{rows.dtype}, expected {dtype}")
+    converted = rows.astype(dtype)
+    if not np.array_equal(converted, rows):
+        raise InvalidSegment(DropReason.INVALID_RANGE, name, f"from {rows.min()} to {rows.max()}, expected {dtype}")
+    return converted
+
+
+class _RowBuffer:
+    """Rows of one tensor, as bytes: a copy, since an environment may reuse one array for every step, and the cheapest
+    one."""
+
+    def __init__(self, name: str, spec: TensorSpec, num_rows: int) -> None:
+        self._name, self._shape, self._dtype = name, spec.shape, spec.numpy_dtype()
+        self.rows = [b""] * num_rows
+
+    def store(self, index: int, row: Any) -> None:
+        """Copy it, with checks: NumPy would broadcast a scalar to a row, and wrap 300 to 44 in bytes."""
+        if not isinstance(row, np.ndarray) or row.dtype is not self._dtype or row.shape != self._shape:
+            row = convert_rows(self._name, np.asarray(row), self._dtype, self._shape)
+        self.rows[index] = row.tobytes()
+
+    def take(self, num_rows: int, next_first: int) -> np.ndarray:
+        """The first `num_rows`; the row `next_first` becomes the first."""
+        taken = np.frombuffer(bytearray().join(self.rows[:num_rows]), self._dtype).reshape(num_rows, *self._shape)
+        self.rows[0] = self.rows[next_first]
+        return taken
+
+
+class EpisodeSegments:
+    """Makes the segments of episodes, one after the other, and counts the return and the length of each."""
+
+    def __init__(self, spec: ExperienceSpec) -> None:
+        self._spec = spec
+        self._return, self._length = 0.0, 0  # of the episode, up to the segment
+
+    def restart(self) -> None:
+        """Begin an episode."""
+        self._return, self._length = 0.0, 0
+
+    def count(self, rewards: Sequence[float]) -> None:
+        """Count steps, with these rewards, as the episode's."""
+        self._return = float(sum(rewards, self._return))
+        self._length += len(rewards)
+
+    def make_segment(
+        self,
+        observations: np.ndarray,
+        actions: Sequence[Any],
+        rewards: Sequence[float],
+        log_probabilities: Sequence[float],
+        versions: Sequence[int],
+        terminated: bool,
+        truncated: bool,
+        extras: Mapping[str, np.ndarray],
+    ) -> Segment:
+        """Count the steps and make a segment of them."""
+        self.count(rewards)
+        has_ended = terminated or truncated
+        return Segment(
+            observations,
+            self._to_action_array(actions),
+            np.array(rewards, np.float32),
+            np.array(log_probabilities, np.float32),
+            np.array(versions, np.int64),
+            bool(terminated),
+            bool(truncated and not terminated),
+            self._return if has_ended else None,
+            self._length if has_ended else None,
+            extras,
+        )
+
+    def _to_action_array(self, actions: Sequence[Any]) -> np.ndarray:
+        found = np.array(actions)
+        wanted = self._spec.action
+        if found.dtype.kind not in ("iubf" if wanted.numpy_dtype().kind == "f" else "iub"):
+            raise InvalidSegment(DropReason.INVALID_DTYPE, "action", f"{found.dtype}, expected {wanted.dtype}")
+        if found.shape[1:] != wanted.shape:
+            raise InvalidSegment(DropReason.INVALID_SHAPE, "action", f"{found.shape[1:]}, expected {wanted.shape}")
+        return found.astype(wanted.numpy_dtype())
+
+
+class SegmentBuilder(EpisodeSegments):
+    """Collects the steps of one episode into segments of at most `segment_length` steps.
+
+    Each observation comes with its extras, if the run has some: a mapping of their names to rows. Of those that belong
+    to a segment, only the row of its first observation is stored.
+    """
+
+    def __init__(self, spec: ExperienceSpec) -> None:
+        super().__init__(spec)
+        self._segment_length = spec.segment_length
+        self._observations = _RowBuffer("observation", spec.observation, spec.segment_length + 1)
+        self._extras = [
+            (each, _RowBuffer(each.name, each.tensor, max(2, each.count_rows(spec.segment_length))))
+            for each in spec.extras
+        ]
+        self._steps: list[tuple[Any, float, float, int]] = []  # action, reward, log-probability, version
+
+    def begin(self, observation: Any, extras: Mapping[str, Any] = NO_EXTRAS) -> None:
+        """Set the first observation of an episode. Raises InvalidSegment for a wrong shape, and, if the run's
+        observations are integers, for other values or values out of range; likewise for its extras."""
+        self._observations.store(0, observation)
+        if self._extras or extras:
+            self._store_extras(0, extras)
+        self._steps = []
+        self.restart()
+
+    def step(
+        self,
+        action: Any,
+        log_probability: float,
+        version: int,
+        reward: float,
+        observation: Any,
+        terminated: bool,
+        truncated: bool,
+        extras: Mapping[str, Any] = NO_EXTRAS,
+    ) -> Segment | None:
+        """Add a step and the observation after it; returns a segment when one is complete.
+
+        `observation` after a truncated or terminated step is the episode's real final one; then call `begin`. Raises
+        InvalidSegment as `begin` does, and for actions of another kind or shape than the run's.
+        """
+        # Expensive checks wait for the end of the segment: this runs at every step of a possibly very fast environment.
+        num_steps = len(self._steps) + 1
+        self._observations.store(num_steps, observation)  # first: a rejected observation adds no step
+        if self._extras or extras:
+            self._store_extras(num_steps, extras)
+        self._steps.append((action, reward, log_probability, version))
+        if terminated or truncated or num_steps == self._segment_length:
+            return self._build_segment(terminated, truncated)
+        return None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the next step begins a segment."""
+        return not self._steps
+
+    def discard_steps(self) -> None:
+        """Forget the steps of an incomplete segment; the next one begins at the present observation. They stay in the
+        episode's return and length."""
+        num_steps = len(self._steps)
+        self._observations.take(0, next_first=num_steps)
+        for each, buffer in self._extras:
+            buffer.take(0, next_first=num_steps if each.per == "observation" else 1)
+        self.count([reward for _, reward, _, _ in self._steps])
+        self._steps = []
+
+    def _store_extras(self, index: int, extras: Mapping[str, Any]) -> None:
+        if len(extras) != len(self._extras) or any(each.name not in extras for each, _ in self._extras):
+            problem = f"{sorted(extras)}, expected {[each.name for each, _ in self._extras]}"
+            raise InvalidSegment(DropReason.INVALID_FRAMES, "extras", problem)
+        for each, buffer in self._extras:
+            is_first_only = (
+                each.per == "segment"
+            )  # then the first row is of this segment, the other of the one after it
+            buffer.store(min(index, 1) if is_first_only else index, extras[each.name])
+
+    def _build_segment(self, terminated: bool, truncated: bool) -> Segment:
+        steps, self._steps, extras = self._steps, [], {}
+        for each, buffer in self._extras:
+            num_rows = each.count_rows(len(steps))
+            extras[each.name] = buffer.take(num_rows, next_first=max(num_rows - 1, 1))
+        observations = self._observations.take(len(steps) + 1, next_first=len(steps))
+        actions, rewards, log_probabilities, versions = zip(*steps, strict=True)
+        return self.make_segment(
+            observations, actions, rewards, log_probabilities, versions, terminated, truncated, extras
+        )

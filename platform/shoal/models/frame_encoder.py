@@ -1,0 +1,48 @@
+"""A small residual convolutional network over frames. Called by the models; an actor computes the same in NumPy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class FrameEncoder(nn.Module):
+    """Features [B, size] of frames [B, *shape], of any number type, each number multiplied by `scale`.
+
+    shape:         [H, W, C], or [C, H, W] unless `channels_last`
+    convolutions:  of each layer the output channels, the stride and whether it is residual; kernels are 4 x 4 where the
+                   stride is 2, and else 3 x 3; one row or column of zeros pads each side
+    A layer gives max(0, conv(x)), or, if it is residual, max(0, x + conv(x)), as in He et al. (1512.03385, figure 2)
+    with one convolution in a block.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        channels_last: bool,
+        scale: float,
+        convolutions: Sequence[tuple[int, int, bool]],
+    ) -> None:
+        super().__init__()
+        height, width, channels = shape if channels_last else (*shape[1:], shape[0])
+        self._channels_last, self._scale = channels_last, scale
+        self._is_residual = [is_residual for _, _, is_residual in convolutions]
+        self.layers = nn.ModuleList()
+        for num_channels, stride, _ in convolutions:
+            layer = nn.Conv2d(channels, num_channels, 4 if stride == 2 else 3, stride, padding=1)
+            nn.init.orthogonal_(layer.weight, math.sqrt(2))
+            nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
+            self.layers.append(layer)
+            channels, height, width = num_channels, height // stride, width // stride
+        self.size = channels * height * width
+
+    def forward(self, frames: Tensor) -> Tensor:
+        x = frames.float() * self._scale
+        if self._channels_last:
+            x = x.permute(0, 3, 1, 2)
+        for layer, is_residual in zip(self.layers, self._is_residual, strict=True):
+            x = torch.relu(x + layer(x) if is_residual else layer(x))
+        return x.flatten(1)

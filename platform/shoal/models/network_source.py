@@ -1,0 +1,49 @@
+"""Where a network of the user's own comes from: `model=my_net.py:Net` or `model=package.module:Net`.
+
+Part of the spec of a run. A file is read once, where the word is given: from then on its text is in the spec, in the
+run's record and in the registry, and travels to every process. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BeforeValidator
+
+from shoal.config import Spec
+
+
+class NetworkSource(Spec):
+    """word: as it was given; name: of the class; source: the text of its file, or "" for an installed module."""
+
+    word: str
+    name: str
+    source: str = ""
+
+
+def _parse_source(value: object) -> object:
+    if isinstance(value, Mapping):
+        return NetworkSource.parse(value)
+    return _read_source(value) if isinstance(value, str) else value
+
+
+def _read_source(word: str) -> NetworkSource:
+    """Raises ValueError when it names no class, or a file that cannot be read."""
+    place, _, name = word.rpartition(":")
+    if not place or not name.isidentifier():
+        raise ValueError("name a class: my_net.py:Net, or package.module:Net")
+    if not place.endswith(".py"):
+        if not all(part.isidentifier() for part in place.split(".")):
+            raise ValueError(f"{place!r} is no file and no module: give my_net.py:Net, or package.module:Net")
+        return NetworkSource(word=word, name=name)
+    try:
+        source = Path(place).read_text()
+    except (OSError, UnicodeError) as error:
+        reason = "there is no such file" if isinstance(error, FileNotFoundError) else str(error)
+        raise ValueError(f"{place} cannot be read from {Path.cwd()}: {reason}") from None
+    return NetworkSource(word=word, name=name, source=source)
+
+
+AnyNetworkSource = Annotated[NetworkSource | None, BeforeValidator(_parse_source)]

@@ -1,0 +1,163 @@
+"""SAC: each batch goes into a replay, from which every step of the optimizers draws (Haarnoja et al., 1812.05905).
+
+External actors sample the policy, so they explore as it does. Experience of any age is welcome: the losses need no
+behaviour policy. Knows no clock, device, run or Ray.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.errors import RunError
+from shoal.models.gaussian_actor import GaussianActor, TwinCritic
+from shoal.rl.algorithms.algorithm import Algorithm, Metrics, NonFiniteLoss, find_device, restore_optimizer
+from shoal.rl.algorithms.sac.config import SACConfig
+from shoal.rl.algorithms.sac.loss import actor_loss, critic_loss, soft_targets, temperature_loss
+from shoal.rl.algorithms.segments import to_observations
+from shoal.rl.experience.queue import ExperienceBatch
+from shoal.rl.replay.replay import Replay, SegmentRows, sum_returns
+from shoal.rl.spec import RLSpec, describe_encoder, network_kwargs
+from shoal.wire import ExperienceSpec
+
+
+class SAC(Algorithm):
+    """`updates_per_step` steps of Adam for every inserted environment step. Only the policy's weights are published."""
+
+    def __init__(self, spec: RLSpec, experience: ExperienceSpec, folder: Path | None = None) -> None:
+        assert isinstance(spec.algorithm, SACConfig)
+        self._config = config = spec.algorithm
+        kwargs = network_kwargs(spec, experience)
+        self.device = find_device(spec)
+        self.model: GaussianActor = GaussianActor(**kwargs).to(self.device)
+        sizes = kwargs["observation_size"], kwargs["num_actions"]
+        self._critic: TwinCritic = TwinCritic(*sizes, spec.hidden, _describe_frames(experience)).to(self.device)
+        self._target = copy.deepcopy(self._critic).requires_grad_(False)
+        self._log_alpha = torch.tensor(math.log(config.initial_temperature), device=self.device, requires_grad=True)
+        self._target_entropy = -float(kwargs["num_actions"]) if config.target_entropy is None else config.target_entropy
+        self._optimizers = {
+            name: torch.optim.Adam(parameters, lr=config.learning_rate, fused=True)
+            for name, parameters in (
+                ("actor_optimizer", [each for each in self.model.parameters() if each.requires_grad]),
+                ("critic_optimizer", list(self._critic.parameters())),
+                ("temperature_optimizer", [self._log_alpha]),
+            )
+        }
+        self._replay = Replay(
+            experience,
+            int(config.replay_mb * 2**20),
+            0.0,  # uniform
+            np.random.default_rng(int(torch.randint(2**62, ()))),
+            folder / "replay" if folder is not None and config.replay_on_disk else None,
+        )
+        self._num_inserted = self._replay.num_steps  # environment steps that this process can or could draw
+        self._num_owed = 0.0  # steps of the optimizers that inserted steps still allow
+
+    def update(self, batch: ExperienceBatch) -> Iterator[Metrics]:
+        if not self.is_usable(batch):
+            raise NonFiniteLoss("the critics' loss of a step is not finite; check the rewards")
+        self._replay.insert(batch)
+        self._num_inserted += batch.num_steps
+        if self._num_inserted < self._config.learning_starts:
+            return
+        self._num_owed += self._config.updates_per_step * batch.num_steps
+        while self._num_owed >= 1:
+            self._num_owed -= 1
+            yield self._step()
+
+    @torch.no_grad()
+    def is_usable(self, segment: ExperienceBatch) -> bool:
+        rows = SegmentRows.of(segment)
+        step_rows = np.flatnonzero(rows.is_step)
+        returns, discounts, following = sum_returns(rows, step_rows, 1, self._config.discount)
+        observations = to_observations(segment.observations, self.device)
+        q = self._critic(observations[step_rows], self._scale(segment.actions))
+        targets = self._compute_targets(returns, discounts, observations[following])
+        return bool(critic_loss(q, targets).isfinite())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "critic": self._critic.state_dict(),
+            "target": self._target.state_dict(),
+            "log_alpha": self._log_alpha.detach(),
+            **{name: optimizer.state_dict() for name, optimizer in self._optimizers.items()},
+            "replay": self._replay.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self._critic.load_state_dict(state["critic"])
+        self._target.load_state_dict(state["target"])
+        with torch.no_grad():
+            self._log_alpha.copy_(state["log_alpha"])
+        for name, optimizer in self._optimizers.items():
+            restore_optimizer(optimizer, state[name], self._config.learning_rate)
+        self._replay.load_state_dict(state["replay"])
+
+    def _step(self) -> Metrics:
+        """One step of each optimizer: critics, policy, temperature, then the target critics."""
+        config, distribution = self._config, self.model.distribution
+        sample = self._replay.sample(config.batch_size, 1, config.discount, beta=0.0)
+        observations = to_observations(sample.observations, self.device)
+        following = to_observations(sample.next_observations, self.device)
+        targets = self._compute_targets(sample.returns, sample.discounts, following)
+        q = self._critic(observations, self._scale(sample.actions))
+        loss_of_critics = critic_loss(q, targets)
+        self._minimize("critic_optimizer", loss_of_critics)
+
+        outputs = self.model(observations)
+        scaled_actions, log_pi = distribution.sample(outputs, self._draw_noise(outputs))
+        alpha = self._log_alpha.detach().exp()
+        loss_of_actor = actor_loss(log_pi, self._critic(observations, scaled_actions), alpha)
+        self._minimize("actor_optimizer", loss_of_actor)
+        self._minimize("temperature_optimizer", temperature_loss(self._log_alpha, log_pi, self._target_entropy))
+        with torch.no_grad():
+            torch._foreach_lerp_(list(self._target.parameters()), list(self._critic.parameters()), config.tau)
+        return {
+            "learner/critic_loss": loss_of_critics.item(),
+            "learner/actor_loss": loss_of_actor.item(),
+            "learner/q_value": q.mean().item(),
+            "learner/entropy": -log_pi.mean().item(),
+            "learner/temperature": alpha.item(),
+            "learner/replay_steps": float(self._replay.num_steps),
+        }
+
+    def _minimize(self, name: str, loss: Tensor) -> None:
+        """One step of an optimizer. Raises RunError, leaving its weights, when the loss is not finite any more."""
+        if not loss.isfinite():
+            raise RunError("the loss of replayed experience is not finite: lower algorithm.learning_rate")
+        optimizer = self._optimizers[name]
+        parameters = optimizer.param_groups[0]["params"]
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)  # a user's network may have spare ones
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+
+    @torch.no_grad()
+    def _compute_targets(self, returns: np.ndarray, discounts: np.ndarray, following: Tensor) -> Tensor:
+        outputs = self.model(following)
+        scaled_actions, log_pi = self.model.distribution.sample(outputs, self._draw_noise(outputs))
+        next_q = self._target(following, scaled_actions)
+        returns_B, discounts_B = (torch.from_numpy(each).to(self.device) for each in (returns, discounts))
+        return soft_targets(returns_B, discounts_B, next_q, log_pi, self._log_alpha.exp())
+
+    def _draw_noise(self, outputs: Tensor) -> Tensor:
+        """[N, A], from the CPU's generator, whose state is in the checkpoint."""
+        return torch.randn(len(outputs), outputs.shape[-1] // 2).to(self.device)
+
+    def _scale(self, actions: np.ndarray) -> Tensor:
+        return self.model.distribution.scale(torch.from_numpy(np.array(actions)).to(self.device)).float()
+
+
+def _describe_frames(experience: ExperienceSpec) -> dict[str, Any] | None:
+    """The arguments of the critics' encoder, if observations are frames; others enter them flat."""
+    observation = experience.observation
+    return describe_encoder(observation) if len(observation.shape) == 3 else None

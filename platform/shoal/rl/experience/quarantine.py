@@ -1,0 +1,89 @@
+"""Actors whose log-probabilities are impossible: the evidence against each, and who is in quarantine.
+
+Called by the queue, which gets the evidence from the learner, and by the command line, which shows and releases actors
+by the file of a run's ledger. Knows no policy.
+
+The evidence. An honest actor chooses a with probability μ(a) and says so. Then the mean of π(a) / μ(a) is at most 1,
+for any other policy π and however far the actor lags behind. So exp of a segment's evidence, the product over its steps
+of 1 - λ + λ π(a) / μ(a), has a mean of at most 1, too. The sum of evidence, which begins anew where it would fall below
+0, is the CUSUM of such a process (Shin, Ramdas and Rinaldo, arXiv:2203.03532): of an honest actor it passes LIMIT once
+in e^LIMIT segments on average, or more seldom. Of an actor that claims less probability than it has, it grows with each
+step.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from shoal.rl.experience.segment_ledger import ActorKey
+
+LIMIT = 30.0  # nats: 10^13 : 1
+BET = 0.05  # λ: what one step can take from the evidence, at most, is log(1 - λ)
+# By how much the logarithms of actor and learner may differ, rounding: densities far from their mean have large ones.
+TOLERANCE, RELATIVE_TOLERANCE = 1e-3, 1e-5
+_MAX_LOG_RATIO = 50.0
+
+
+def compute_evidence(log_ratios: np.ndarray, log_probabilities: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The evidence against the actor of each segment, nats [S].
+
+    log_ratios: log π(a) - log μ(a) of each step [N], where π does not depend on these steps
+    log_probabilities: log μ(a) [N], as the actor claims; lengths: of segments [S]
+    """
+    tolerances = TOLERANCE + RELATIVE_TOLERANCE * np.abs(log_probabilities.astype(np.float64))
+    ratios = np.exp(np.minimum(log_ratios.astype(np.float64) - tolerances, _MAX_LOG_RATIO))
+    per_step = np.log1p(BET * (ratios - 1.0))
+    evidence: np.ndarray = np.add.reduceat(per_step, np.concatenate([[0], np.cumsum(lengths)[:-1]]))
+    return evidence
+
+
+class EvidenceTable:
+    """The present evidence against each actor, in nats, and the number of segments that it is of."""
+
+    def __init__(self) -> None:
+        self._evidence: dict[str, tuple[float, int]] = {}
+
+    def add(self, keys: Iterable[ActorKey], evidence: Sequence[float]) -> dict[str, str]:
+        """Add that of one segment for each key; returns the actors against whom it is too much now, with the reason."""
+        found: dict[str, str] = {}
+        for (actor_id, _), value in zip(keys, evidence, strict=True):
+            before, num_segments = self._evidence.get(actor_id, (0.0, 0))
+            total, num_segments = before + value, num_segments + (value != 0.0)
+            if total > LIMIT:
+                found[actor_id] = (
+                    "claims log-probabilities that its actions cannot have: too low"
+                    f" (1 : e^{total:.0f} that it is by chance, over {num_segments} segments)"
+                )
+            if total > LIMIT or not total > 0.0:
+                self._evidence.pop(actor_id, None)
+            else:
+                self._evidence[actor_id] = total, num_segments
+        return found
+
+
+def read_quarantine(ledger: Path) -> dict[str, str]:
+    """The actors in quarantine in a run, with the reasons, from the file of its ledger."""
+    if not ledger.exists():
+        return {}
+    database = sqlite3.connect(f"file:{ledger}?mode=ro", uri=True)
+    try:
+        return dict(database.execute("SELECT actor_id, reason FROM quarantine"))
+    except sqlite3.OperationalError:  # a ledger from before there was a quarantine
+        return {}
+    finally:
+        database.close()
+
+
+def release_actor(ledger: Path, actor_id: str) -> bool:
+    """Release an actor of a run, which notices within a heartbeat. False if the actor is not in quarantine."""
+    if actor_id not in read_quarantine(ledger):
+        return False
+    database = sqlite3.connect(ledger, isolation_level=None)
+    try:
+        return database.execute("DELETE FROM quarantine WHERE actor_id = ?", (actor_id,)).rowcount > 0
+    finally:
+        database.close()

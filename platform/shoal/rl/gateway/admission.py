@@ -1,0 +1,80 @@
+"""Which segments are queued, and why the others are dropped.
+
+Called by the gateway in its thread, for the segments that actors send and for those that are assembled here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from shoal.errors import Closed, InvalidSegment
+from shoal.rl.experience.queue import ExperienceQueue
+from shoal.rl.experience.segment_ledger import ActorKey
+from shoal.rl.gateway.actor_stats import ActorProgress, RunProgress
+from shoal.rl.gateway.opponent_pool import OpponentPool
+from shoal.rl.gateway.sessions import Session
+from shoal.wire import DropReason, ExperienceSpec, Segment, unpack_segment
+from shoal.wire.messages import SegmentMessage
+
+
+class Admission:
+    """Validates segments, counts them in the run's progress, and queues them.
+
+    max_version_lag: of the oldest step, behind `get_version`, the newest weights
+    opponents:       those that segments may name, in a run with self-play
+    """
+
+    def __init__(
+        self,
+        experience: ExperienceSpec,
+        queue: ExperienceQueue,
+        progress: RunProgress,
+        max_version_lag: int,
+        get_version: Callable[[], int],
+        opponents: OpponentPool | None,
+    ) -> None:
+        self._experience, self._queue, self._progress = experience, queue, progress
+        self._max_version_lag, self._get_version, self._opponents = max_version_lag, get_version, opponents
+
+    def admit(
+        self, session: Session, message: SegmentMessage, frames: Sequence[bytes]
+    ) -> tuple[DropReason | None, str]:
+        """Validate and queue. Returns why the segment must be dropped and a detail, or (None, "") when it is queued."""
+        try:
+            segment = unpack_segment(message, frames, self._experience)
+            if int(segment.versions.max()) > self._get_version():
+                problem = f"{segment.versions.max()} was never published"
+                raise InvalidSegment(DropReason.INVALID_RANGE, "versions", problem)
+            if segment.opponent and (self._opponents is None or segment.opponent not in self._opponents):
+                problem = f"{segment.opponent} is not in the pool of opponents"
+                raise InvalidSegment(DropReason.INVALID_RANGE, "opponent", problem)
+        except InvalidSegment as error:
+            detail = f"{error.field}: {error.problem}"
+            self._progress.record_invalid_segment(session.progress, error.reason, detail)
+            return DropReason(error.reason), detail
+        if (reason := self._queue.ledger.quarantined.get(session.key[0])) is not None:
+            return DropReason.QUARANTINED, reason
+        return self._enqueue(session.key, session.progress, message.seq, segment, session.send_limit)
+
+    def store(self, key: ActorKey, progress: ActorProgress, segment: Segment) -> None:
+        """Count a segment that was assembled here, and queue it."""
+        seq = self._queue.ledger.get_account(key).next_seq
+        reason, _ = self._enqueue(key, progress, seq, segment, seq + 1)
+        if reason is not None:
+            self._queue.ledger.record_received(key, seq, reason)
+
+    def _enqueue(
+        self, key: ActorKey, progress: ActorProgress, seq: int, segment: Segment, send_limit: int
+    ) -> tuple[DropReason | None, str]:
+        """Count and queue a valid segment, unless it is too old."""
+        self._progress.record_segment(progress, segment)
+        lag = self._get_version() - segment.oldest_version
+        if lag > self._max_version_lag:
+            return DropReason.STALE_ADMISSION, f"{lag} versions old, at most {self._max_version_lag}"
+        if seq >= send_limit:
+            return DropReason.OVER_CREDIT, f"the send limit is {send_limit}"
+        try:
+            queued = self._queue.put(key, seq, segment)
+        except Closed:
+            return DropReason.SHUTDOWN, "the run is ending"
+        return (None, "") if queued else (DropReason.OVER_CREDIT, "the queue is full")

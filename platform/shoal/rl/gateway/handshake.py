@@ -1,0 +1,129 @@
+"""How sessions begin and end: hello, welcome, rejections, bye.
+
+Owned by the gateway, which calls it in its thread; it fills the send queue, and touches no socket.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable
+
+from shoal.errors import ConfigError
+from shoal.rl.experience.segment_ledger import ActorKey, Ledger
+from shoal.rl.gateway.actor_stats import ActorTable, RunProgress
+from shoal.rl.gateway.gateway_inference import GatewayInference
+from shoal.rl.gateway.send_queue import SendQueue
+from shoal.rl.gateway.sessions import LOCAL, REMOTE, Session, Sessions, find_hello_problem, to_printable
+from shoal.rl.spec import GatewaySpec
+from shoal.wire import ExperienceSpec
+from shoal.wire.messages import PROTOCOL_VERSION, ErrorMessage, Hello, Welcome, reject_version
+
+_FATAL = frozenset({"bad_token", "bad_version", "no_remote_inference", "stale_incarnation", "superseded"})
+
+
+class Handshake:
+    """Opens and ends the sessions of one gateway.
+
+    run_id, token:  of the run, as the actors must know them
+    get_version:    of the newest weights
+    is_synchronous: actors pause between two batches
+    """
+
+    def __init__(
+        self,
+        spec: GatewaySpec,
+        experience: ExperienceSpec,
+        run_id: str,
+        token: str,
+        is_synchronous: bool,
+        ledger: Ledger,
+        progress: RunProgress,
+        sessions: Sessions,
+        actors: ActorTable,
+        send_queue: SendQueue,
+        inference: GatewayInference,
+        get_version: Callable[[], int],
+    ) -> None:
+        self._spec, self._experience, self.run_id, self._token = spec, experience, run_id, token
+        self._is_synchronous, self._get_version = is_synchronous, get_version
+        self._ledger, self._progress, self._sessions, self._actors = ledger, progress, sessions, actors
+        self._send_queue, self._inference = send_queue, inference
+
+    def reject(self, route: bytes, code: str, message: str, seq: int | None = None) -> None:
+        """Answer with an error, about the segment `seq` if that is known."""
+        self._progress.protocol_errors[code] += 1
+        self._send_queue.add(route, ErrorMessage(code, message, code in _FATAL, seq))
+
+    def take_hello(self, route: bytes, hello: Hello) -> None:
+        """Open a session, in the place of the actor's earlier one, or reject the actor."""
+        if hello.protocol != PROTOCOL_VERSION:
+            violation = reject_version(hello.protocol)
+            return self.reject(route, violation.code, violation.message)
+        if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
+            self.reject(route, "bad_token", "the token is not the one of this gateway")
+            return self._progress.record_rejected_actor(to_printable(hello.actor_id))
+        if (rejection := find_hello_problem(hello, self._ledger.newest_incarnation(hello.actor_id))) is not None:
+            return self.reject(route, *rejection)
+        if hello.inference == REMOTE:
+            try:
+                self._inference.start()
+            except ConfigError as error:
+                return self.reject(route, "no_remote_inference", str(error))
+        self._supersede(route, hello)
+        self._open_session(route, (hello.actor_id, hello.incarnation), hello.inference == REMOTE)
+
+    def _supersede(self, route: bytes, hello: Hello) -> None:
+        """End other connections of the actor: an older incarnation for good, the same one because it has
+        reconnected."""
+        self._send_queue.drop_route(route)
+        self.end_session(route, "said hello again")
+        if (other := self._sessions.find_route(hello.actor_id)) is not None:
+            is_older = self._sessions[other].key[1] < hello.incarnation
+            if is_older:
+                self.reject(other, "superseded", f"incarnation {hello.incarnation} has taken over")
+            self.end_session(other, "superseded" if is_older else "reconnected")
+
+    def _open_session(self, route: bytes, key: ActorKey, is_remote: bool) -> None:
+        """Open a new session. It is welcomed after all hellos of this round have shared the credit."""
+        for older in self._actors.remove_older(key):
+            self._progress.record_event("actor_restarted", actor_id=older.actor_id, steps_before=older.steps)
+        next_seq = self._ledger.open_account(key).next_seq
+        session = self._sessions[route] = Session(key, self._actors.join(key), next_seq, is_remote=is_remote)
+        if is_remote:
+            self._inference.add_client(key, session.progress)
+        self._progress.record_event("actor_joined", actor_id=key[0], incarnation=key[1], next_seq=next_seq)
+
+    def make_welcome(self, session: Session) -> Welcome:
+        """The answer to a hello."""
+        session.is_welcomed, session.reported_limit = True, session.send_limit
+        return Welcome(
+            PROTOCOL_VERSION,
+            self.run_id,
+            self._experience,
+            self._ledger.get_account(session.key).next_seq,
+            session.send_limit,
+            self._get_version(),
+            self._spec.heartbeat_s,
+            self._spec.timeout_s,
+            self._spec.max_message_bytes,
+            self._is_synchronous,
+            REMOTE if session.is_remote else LOCAL,
+        )
+
+    def queue_acks(self, route: bytes, session: Session) -> None:
+        """Acks are sent after the next commit."""
+        for ack in session.take_acks(self._get_version()):
+            self._send_queue.add(route, ack)
+
+    def end_session(self, route: bytes, reason: str, **details: str) -> None:
+        """End a session, if the route has one, for this reason."""
+        session = self._sessions.remove(route)
+        if session is not None:
+            self.queue_acks(route, session)
+            if reason in ("bye", "superseded"):  # otherwise it may return, and go on
+                self._inference.forget(session.key)
+            self._actors.leave(session.key)
+            kind = "actor_lost" if reason in ("timed out", "unreachable", "does not read") else "actor_left"
+            self._progress.record_event(
+                kind, actor_id=session.key[0], incarnation=session.key[1], reason=reason, **details
+            )

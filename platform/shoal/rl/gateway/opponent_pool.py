@@ -1,0 +1,92 @@
+"""The pool of a run with self-play: past versions of the policy, which actors play against.
+
+Fictitious play (Brown 1951; 1503.03474 for learned policies): the newest policy learns to beat the mixture of its past
+ones, so it does not run in circles as one that only plays against itself. Called by the gateway's thread, which offers
+each round's weights and sends the members to actors, one after the other.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+from collections.abc import Sequence
+from pathlib import Path
+
+from shoal import atomic_file
+from shoal.rl.spec import SelfPlaySpec
+from shoal.weights import WeightSnapshot
+
+logger = logging.getLogger(__name__)
+_SUFFIX, _GONE_SUFFIX = ".safetensors", ".gone"
+
+
+class OpponentPool:
+    """Versions that were the newest at a multiple of `snapshot_every` environment steps, and the first one.
+
+    At most `max_versions`: of more, one goes whose neighbours are the closest, never the oldest or the newest, so the
+    others stay spread over the run. Members rest as files in `folder`, and are there again after a restart; those that
+    have gone leave an empty file, since actors may still play against them.
+    """
+
+    def __init__(self, folder: Path, snapshot_every: int, max_versions: int = 64) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._snapshot_every = folder, snapshot_every
+        self.versions = sorted(int(path.stem) for path in folder.glob(f"*{_SUFFIX}"))
+        self._max_versions = max_versions
+        self._gone = {int(path.stem) for path in folder.glob(f"*{_GONE_SUFFIX}")}
+        self._taken_at: int | None = None  # environment steps, at the newest member
+
+    @classmethod
+    def of_run(cls, spec: SelfPlaySpec, folder: Path) -> OpponentPool | None:
+        """The pool of a run with files in `folder`; None without self-play."""
+        return cls(folder / "opponents", spec.snapshot_every, spec.max_versions) if spec.snapshot_every else None
+
+    def offer(self, snapshot: WeightSnapshot, num_steps: int) -> None:
+        """Add the newest weights if it is time, by the run's environment steps so far."""
+        if self._taken_at is None and self.versions:
+            self._taken_at = num_steps  # of a run that goes on
+        if self.versions and (num_steps < (self._taken_at or 0) + self._snapshot_every or snapshot.version in self):
+            return
+        self._taken_at = num_steps
+        try:
+            atomic_file.replace_synced(self._folder / f"{snapshot.version}{_SUFFIX}", snapshot.payload)
+        except OSError as error:  # a full disk costs a member, not the run
+            logger.warning("version %d does not enter the pool of opponents: %s", snapshot.version, error)
+            return
+        self.versions.append(snapshot.version)
+        if len(self.versions) > self._max_versions:
+            self._remove(select_closest(self.versions))
+
+    def _remove(self, version: int) -> None:
+        self.versions.remove(version)
+        self._gone.add(version)
+        try:
+            (self._folder / f"{version}{_SUFFIX}").rename(self._folder / f"{version}{_GONE_SUFFIX}")
+            (self._folder / f"{version}{_GONE_SUFFIX}").write_bytes(b"")
+        except OSError as error:  # it is a member again after a restart
+            logger.warning("version %d leaves the pool of opponents, and not the disk: %s", version, error)
+
+    def __contains__(self, version: int) -> bool:
+        """Whether it is or was a member."""
+        index = bisect_right(self.versions, version)
+        return version in self._gone or (index > 0 and self.versions[index - 1] == version)
+
+    def find_next(self, newer_than: int) -> WeightSnapshot | None:
+        """The oldest member above this version, if there is one."""
+        index = bisect_right(self.versions, newer_than)
+        while index < len(self.versions):
+            version = self.versions[index]
+            try:
+                payload = (self._folder / f"{version}{_SUFFIX}").read_bytes()
+            except OSError as error:  # a missing file costs a member, not the run
+                logger.warning("version %d leaves the pool of opponents: %s", version, error)
+                del self.versions[index]
+            else:
+                return WeightSnapshot.from_payload(version, payload)
+        return None
+
+
+def select_closest(versions: Sequence[int]) -> int:
+    """Of sorted versions, the one whose neighbours are the closest to each other; never the first or the last."""
+    triples = zip(versions, versions[1:], versions[2:], strict=False)
+    return min(triples, key=lambda triple: triple[2] - triple[0])[1]

@@ -1,0 +1,166 @@
+"""The open episodes of clients that send observations: each step is taken once, and becomes part of a segment.
+
+Owns the episodes and their segments' assembly, and nothing else: no policy, no clock, no socket, no queue. Called by
+`RemoteInference`. A step that is sent again gets the answer that it got before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shoal.errors import InvalidSegment
+from shoal.rl.experience.segment_ledger import ActorKey
+from shoal.rl.gateway.actor_stats import ActorProgress
+from shoal.wire import DropReason, ExperienceSpec, Segment
+from shoal.wire.experience_spec import NO_EXTRAS
+from shoal.wire.messages import ActionMessage, ActMessage
+
+ENDED_EPISODE = "ended_episode"
+UNKNOWN_EPISODE = "unknown_episode"
+WRONG_STEP = "wrong_step"
+LARGEST_REWARD = float(np.finfo(np.float32).max)
+
+
+class Choice(NamedTuple):
+    """An action, as the policy returned it, its log-probability, the version of the weights, and what a segment that
+    begins with its observation carries."""
+
+    action: Any
+    log_probability: float
+    version: int
+    extras: Mapping[str, Any] = NO_EXTRAS
+
+    def to_message(self, episode: int, step: int) -> ActionMessage:
+        """The answer to a client; the numbers of an array in C order."""
+        action = self.action.ravel().tolist() if isinstance(self.action, np.ndarray) else self.action
+        return ActionMessage(episode, step, action, self.version)
+
+
+@dataclass(eq=False)
+class RemoteEpisode:
+    """An open episode: the observations and steps since its last segment, and its newest answer.
+
+    step:    of the newest observation
+    choice:  the answer to it; None: not computed yet
+    used_at: of the newest message, by the caller's clock
+    is_full: its open segment is complete, and waits for room in the queue
+    """
+
+    number: int
+    observations: list[bytes]
+    total: float
+    used_at: float
+    steps: list[tuple[Choice, float]] = field(default_factory=list)  # with the reward
+    step: int = 0
+    choice: Choice | None = None
+    is_full: bool = False
+
+
+@dataclass(eq=False)
+class OpenEpisodes:
+    """A client and its open episodes. `last_number` is the highest episode that it has begun: numbers only grow."""
+
+    key: ActorKey
+    progress: ActorProgress
+    max_episodes: int
+    episodes: dict[int, RemoteEpisode] = field(default_factory=dict)
+    last_number: int = -1
+
+    def find_episode(self, message: ActMessage, observation: bytes, now_s: float) -> RemoteEpisode | ActionMessage:
+        """The episode that takes this step or already has it; a new one for step 0. Otherwise the answer.
+
+        Raises InvalidSegment when too many episodes are open.
+        """
+        number, step = message.episode, message.step
+        episode = self.episodes.get(number)
+        if episode is None:
+            ended = message.terminated or message.truncated
+            if number <= self.last_number:  # the answer to the end of an episode may have been lost
+                return ActionMessage(number, step, reason="" if ended else ENDED_EPISODE)
+            if step != 0 or ended:
+                return ActionMessage(number, step, reason=UNKNOWN_EPISODE)
+            if len(self.episodes) >= self.max_episodes:
+                problem = f"{len(self.episodes)} are open, at most {self.max_episodes}"
+                raise InvalidSegment(DropReason.INVALID_RANGE, "episode", problem)
+            self.last_number = number
+            episode = self.episodes[number] = RemoteEpisode(number, [observation], message.reward, now_s)
+            return episode
+        episode.used_at = now_s
+        if step == episode.step:
+            return episode if episode.choice is None else episode.choice.to_message(number, step)
+        if step != episode.step + 1 or episode.choice is None:
+            return ActionMessage(number, step, reason=WRONG_STEP)
+        return episode
+
+    def take_idle(self, before_s: float) -> Iterator[RemoteEpisode]:
+        """Remove the episodes whose answers no message has followed since `before_s`."""
+        for episode in list(self.episodes.values()):
+            if episode.choice is not None and episode.used_at < before_s and not episode.is_full:
+                yield self.episodes.pop(episode.number)
+
+
+def read_observation(message: ActMessage, frames: Sequence[bytes], experience: ExperienceSpec) -> bytes:
+    """The frame of the observation. Raises InvalidSegment when it or the reward is outside of the spec."""
+    spec = experience.observation
+    dtype = spec.numpy_dtype()
+    size = math.prod(spec.shape) * dtype.itemsize
+    if len(frames) != 1 or len(frames[0]) != size:
+        problem = f"{[len(frame) for frame in frames]} bytes, expected one frame of {size}"
+        raise InvalidSegment(DropReason.INVALID_FRAMES, "observation", problem)
+    if not abs(message.reward) <= LARGEST_REWARD:
+        raise InvalidSegment(DropReason.NON_FINITE, "reward", "is NaN, or infinite in float32")
+    observation: np.ndarray = np.frombuffer(frames[0], dtype)
+    if (dtype.kind in "iu" and spec.low is None and spec.high is None) or not observation.size:
+        return frames[0]
+    if dtype.kind == "b":
+        observation, spec_low, spec_high = observation.view(np.uint8), 0.0, 1.0
+    else:
+        spec_low = -math.inf if spec.low is None else spec.low
+        spec_high = math.inf if spec.high is None else spec.high
+    low, high = observation.min(), observation.max()
+    if dtype.kind == "f" and not math.isfinite(high - low):  # NaN and infinity reach the extremes
+        raise InvalidSegment(DropReason.NON_FINITE, "observation", "has NaN or infinite values")
+    if low < spec_low or high > spec_high:
+        problem = f"from {low} to {high}, expected within [{spec_low}, {spec_high}]"
+        raise InvalidSegment(DropReason.INVALID_RANGE, "observation", problem)
+    return frames[0]
+
+
+def completes_segment(episode: RemoteEpisode, message: ActMessage, experience: ExperienceSpec) -> bool:
+    """Whether this step is the last of a segment."""
+    return message.terminated or message.truncated or len(episode.steps) + 1 == experience.segment_length
+
+
+def take_step(episode: RemoteEpisode, message: ActMessage, observation: bytes) -> None:
+    """Add the step before this observation, whose answer was `episode.choice`."""
+    assert episode.choice is not None
+    episode.steps.append((episode.choice, message.reward))
+    episode.observations.append(observation)
+    episode.step, episode.choice = message.step, None
+    episode.total += message.reward
+
+
+def take_segment(episode: RemoteEpisode, message: ActMessage, experience: ExperienceSpec) -> Segment:
+    """The steps since the last segment, which end with `message`. The next segment begins with its observation."""
+    choices, rewards = zip(*episode.steps, strict=True)
+    length, ended = len(rewards), message.terminated or message.truncated
+    observation, action = experience.observation, experience.action
+    segment = Segment(
+        np.frombuffer(b"".join(episode.observations), observation.numpy_dtype()).reshape(-1, *observation.shape),
+        np.array([choice.action for choice in choices], action.numpy_dtype()).reshape(length, *action.shape),
+        np.array(rewards, np.float32),
+        np.array([choice.log_probability for choice in choices], np.float32),
+        np.array([choice.version for choice in choices], np.int64),
+        message.terminated,
+        message.truncated and not message.terminated,
+        episode.total if ended else None,
+        episode.step if ended else None,
+        {each.name: np.asarray(choices[0].extras[each.name])[None] for each in experience.extras},
+    )
+    episode.observations, episode.steps, episode.is_full = episode.observations[-1:], [], False
+    return segment

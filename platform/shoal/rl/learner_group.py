@@ -1,0 +1,318 @@
+"""The learners that share each batch: how it is divided among them, and how their gradients become one.
+
+Learner 0, the hub, takes a batch and sends each of the others a share of its segments. All compute the gradients of
+their shares, the hub adds them up, and each takes the step with an optimizer of its own: their weights stay equal. Only
+the hub publishes and saves. A learner that dies is missing in the sums from then on; one that joins gets the hub's
+state with its first share. If the hub dies, its next incarnation restores its checkpoint and the others join it.
+
+Called by the algorithms, for sums, and by the learner and its replicas. Knows neither Ray nor losses.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+import socket as network
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import Closed
+from shoal.rl.experience.queue import ExperienceBatch
+from shoal.weights import decode_tensors, encode_tensors
+
+REPLY_TIMEOUT_S = 60.0  # after which the hub goes on without a learner that does not answer
+_CONNECT_TIMEOUT_S = 10.0
+_ACCEPT_PAUSE_S = 0.5
+_MAX_STRANGERS = 64  # connections that have not proved the key
+_STATE, _SHARE = b"S", b"B"
+_GONE = (EOFError, OSError)
+
+
+class BatchShare(NamedTuple):
+    """One learner's part of a batch. positions int64 [n]: of its steps among the `num_steps` of the whole batch."""
+
+    batch: ExperienceBatch
+    positions: np.ndarray
+    num_steps: int
+
+    @classmethod
+    def select(cls, batch: ExperienceBatch, keep: np.ndarray) -> BatchShare:
+        """The share with the segments where `keep` (bool [S]) is true."""
+        return cls(batch.select(keep), np.flatnonzero(np.repeat(keep, batch.lengths)), batch.num_steps)
+
+
+def divide(lengths: np.ndarray, num_learners: int) -> np.ndarray:
+    """The learner of each segment [S]: the longest first, each to one with the fewest steps so far (Graham 1969)."""
+    learners = np.zeros(len(lengths), np.int64)
+    loads = [(0, learner) for learner in range(num_learners)]
+    for segment in np.argsort(-lengths, kind="stable"):
+        num_steps, learner = loads[0]
+        learners[segment] = learner
+        heapq.heapreplace(loads, (num_steps + int(lengths[segment]), learner))
+    return learners
+
+
+class LearnerGroup:
+    """A single learner: its shares are whole batches, and its sums are its own."""
+
+    num_learners = 1  # that share the present batch
+
+    def __init__(self) -> None:
+        self._share: BatchShare | None = None
+
+    def locate(self, batch: ExperienceBatch) -> tuple[Tensor, int]:
+        """The positions int64 [n] of a share's steps in the whole batch, and the number of steps in that."""
+        if self._share is None or self._share.batch is not batch:
+            return torch.arange(batch.num_steps), batch.num_steps
+        return torch.from_numpy(self._share.positions), self._share.num_steps
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum of `values` over the learners of the batch, equal on all of them."""
+        return values
+
+    def sum_gradients(
+        self, model: nn.Module, metrics: Mapping[str, Tensor], num_mine: int, num_steps: int
+    ) -> dict[str, float]:
+        """Make the gradients in `model` those of all learners, and return the sums of the metrics.
+
+        Both are sums over `num_mine` steps, divided by the `num_steps` of all learners. Where one has died, what the
+        others have is scaled to the steps that they have.
+        """
+        values = torch.stack([each.detach().float() for each in metrics.values()])
+        if self.num_learners == 1:
+            return dict(zip(metrics, values.tolist(), strict=True))
+        gradients = [each.grad for each in model.parameters() if each.grad is not None]
+        mine = torch.cat([*(each.flatten() for each in gradients), values, values.new_tensor([num_mine])])
+        total = self.sum(mine)
+        if 0 < (num_summed := float(total[-1])) != num_steps:
+            total *= num_steps / num_summed
+        parts = total.split([*(each.numel() for each in gradients), len(values) + 1])
+        for each, part in zip(gradients, parts[:-1], strict=True):
+            each.copy_(part.view_as(each))
+        return dict(zip(metrics, parts[-1][:-1].tolist(), strict=True))
+
+
+SINGLE = LearnerGroup()
+
+
+def standardize(values: Tensor, group: LearnerGroup) -> Tensor:
+    """`values` [n] with the mean 0 and the standard deviation 1 that they have over the steps of all learners."""
+    wide = values.double()
+    total, squares, count = group.sum(torch.stack([wide.sum(), wide.square().sum(), wide.new_tensor(len(wide))]))
+    mean = total / count
+    deviation = (squares / count - mean.square()).clamp(min=0).sqrt()
+    standardized: Tensor = (wide - mean) / (deviation + 1e-8)
+    return standardized.to(values.dtype)
+
+
+class _Member:
+    """The hub's connection to another learner. has_weights: those of the hub, as the last batch has left them."""
+
+    def __init__(self, connection: Connection, pid: int) -> None:
+        self.connection, self.pid, self.has_weights = connection, pid, False
+
+    def receive(self) -> bytes:
+        """Raises EOFError or OSError when the learner is gone, or does not answer in time."""
+        if not self.connection.poll(REPLY_TIMEOUT_S):
+            raise EOFError
+        return self.connection.recv_bytes()
+
+
+class LearnerHub(LearnerGroup):
+    """Learner 0. The others connect to `address` with the key; they take part from the next batch on.
+
+    | queue                  | capacity  | what blocks | who unblocks | close()          |
+    |------------------------|-----------|-------------|--------------|------------------|
+    | learners that connect  | unbounded | nothing     |              | disconnects them |
+    """
+
+    def __init__(self, host: str, key: bytes) -> None:
+        super().__init__()
+        self._key = key
+        self._server = network.create_server((host, 0))
+        self._is_closing = False
+        self._strangers = threading.Semaphore(_MAX_STRANGERS)
+        self.address: tuple[str, int] = (host, self._server.getsockname()[1])
+        self._arrived: list[_Member] = []
+        self._members: list[_Member] = []
+        self._working: dict[int, _Member] = {}  # by the number of the learner in the present batch, from 1 on
+        self._learners = np.zeros(0, np.int64)  # [S], of each segment of the present batch
+        self.lost = np.zeros(0, np.bool_)  # [S], whether a segment's learner has died
+        threading.Thread(target=self._accept, name="learner-hub", daemon=True).start()
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the other learners."""
+        return [each.pid for each in self._members]
+
+    def distribute(self, batch: ExperienceBatch, serialize: Callable[[], bytes]) -> ExperienceBatch:
+        """Send the others their shares, and return this learner's. A learner for which there is no segment sits out.
+
+        serialize: the algorithm's state before this batch, for learners that lack it
+        """
+        self._admit()
+        working = self._members[: len(batch.lengths) - 1]
+        self._working = dict(enumerate(working, 1))
+        self._learners = divide(batch.lengths, 1 + len(working))
+        self.lost = np.zeros(len(batch.lengths), np.bool_)
+        self.num_learners = 1 + len(working)
+        state: bytes | None = None
+        random_state = torch.get_rng_state().numpy()
+        for number, member in list(self._working.items()):
+            share = BatchShare.select(batch, self._learners == number)
+            try:
+                if not member.has_weights:
+                    state = state or serialize()
+                    member.connection.send_bytes(_STATE + state)
+                member.connection.send_bytes(_SHARE + _pack(share, random_state))
+            except _GONE:
+                self._lose(number)
+        for each in self._members:
+            each.has_weights = each in working
+        self._share = BatchShare.select(batch, self._learners == 0)
+        return self._share.batch
+
+    def sum(self, values: Tensor) -> Tensor:
+        total = values.cpu()
+        for number, member in list(self._working.items()):
+            try:
+                total = total + _read(member.receive(), total.dtype)
+            except _GONE:
+                self._lose(number)
+        payload = total.numpy().tobytes()
+        for number, member in list(self._working.items()):
+            try:
+                member.connection.send_bytes(payload)
+            except _GONE:
+                self._lose(number)
+        return total.to(values.device)
+
+    def close(self) -> None:
+        """Disconnect the others, which then look for the next hub. Idempotent."""
+        self._is_closing = True
+        with suppress(OSError):  # closed before
+            self._server.shutdown(network.SHUT_RDWR)  # wakes the thread
+        self._server.close()
+        self._admit()
+        for each in self._members:
+            each.connection.close()
+        self._members, self._working = [], {}
+
+    def _lose(self, number: int) -> None:
+        member = self._working.pop(number)
+        member.connection.close()
+        self._members.remove(member)
+        self.lost |= self._learners == number
+
+    def _admit(self) -> None:
+        while self._arrived:
+            self._members.append(self._arrived.pop(0))
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                accepted, _ = self._server.accept()
+            except OSError:
+                if self._is_closing:
+                    return
+                time.sleep(_ACCEPT_PAUSE_S)  # out of files, for instance
+                continue
+            if self._strangers.acquire(blocking=False):
+                threading.Thread(target=self._authenticate, args=(accepted,), daemon=True).start()
+            else:
+                accepted.close()
+
+    def _authenticate(self, accepted: network.socket) -> None:
+        # Of a learner that is stopped in the middle of a message nothing more may be expected.
+        _limit_waiting(accepted, network.SO_RCVTIMEO, _CONNECT_TIMEOUT_S)
+        connection = _make_connection(accepted)
+        try:
+            deliver_challenge(connection, self._key)
+            answer_challenge(connection, self._key)
+            self._arrived.append(_Member(connection, int(connection.recv_bytes())))
+        except (*_GONE, AuthenticationError, ValueError):  # no learner of this run
+            connection.close()
+        finally:
+            self._strangers.release()
+
+
+class HubLink(LearnerGroup):
+    """Another learner's connection to the hub. Raises Closed when the hub is gone."""
+
+    def __init__(self, address: tuple[str, int], key: bytes) -> None:
+        super().__init__()
+        try:
+            self._connection = _make_connection(network.create_connection(address, _CONNECT_TIMEOUT_S))
+            answer_challenge(self._connection, key)
+            deliver_challenge(self._connection, key)
+            self._connection.send_bytes(str(os.getpid()).encode())
+        except _GONE as error:
+            raise Closed(f"there is no learner at {address}") from error
+
+    def wait_for_share(self, load: Callable[[bytes], None]) -> ExperienceBatch:
+        """The next share, when its random state, and before it the hub's state (by `load`), have been applied."""
+        while (message := self._receive())[:1] == _STATE:
+            load(message[1:])
+        self._share, random_state = _unpack(message[1:])
+        torch.set_rng_state(torch.from_numpy(random_state.copy()))
+        self.num_learners = 2  # or more: each of them has a part of the steps
+        return self._share.batch
+
+    def sum(self, values: Tensor) -> Tensor:
+        mine = values.cpu()
+        try:
+            self._connection.send_bytes(mine.numpy().tobytes())
+        except _GONE as error:
+            raise Closed("the hub is gone") from error
+        return _read(self._receive(), mine.dtype).to(values.device)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _receive(self) -> bytes:
+        try:
+            return self._connection.recv_bytes()
+        except _GONE as error:
+            raise Closed("the hub is gone") from error
+
+
+def _make_connection(socket: network.socket) -> Connection:
+    socket.settimeout(None)
+    socket.setsockopt(network.IPPROTO_TCP, network.TCP_NODELAY, 1)
+    socket.setsockopt(network.SOL_SOCKET, network.SO_KEEPALIVE, 1)
+    _limit_waiting(socket, network.SO_SNDTIMEO, REPLY_TIMEOUT_S)
+    return Connection(socket.detach())
+
+
+def _limit_waiting(socket: network.socket, option: int, timeout_s: float) -> None:
+    """Make reading or writing raise OSError when nothing moves for so long."""
+    seconds = int(timeout_s)
+    value = struct.pack("ll", seconds, int(1e6 * (timeout_s - seconds)))
+    socket.setsockopt(network.SOL_SOCKET, option, value)
+
+
+def _read(payload: bytes, dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer(bytearray(payload), dtype=dtype)
+
+
+def _pack(share: BatchShare, random_state: np.ndarray) -> bytes:
+    parts = {"positions": share.positions, "num_steps": np.array([share.num_steps]), "random_state": random_state}
+    head = encode_tensors(parts)
+    return len(head).to_bytes(8, "little") + head + share.batch.to_bytes()
+
+
+def _unpack(payload: bytes) -> tuple[BatchShare, np.ndarray]:
+    size = int.from_bytes(payload[:8], "little")
+    parts = decode_tensors(payload[8 : 8 + size])
+    batch = ExperienceBatch.from_bytes(payload[8 + size :])
+    return BatchShare(batch, parts["positions"].copy(), int(parts["num_steps"][0])), parts["random_state"]

@@ -1,0 +1,1 @@
+"""Replay: the newest experience in a bounded ring, drawn by priority. For algorithms that learn from it repeatedly."""

@@ -1,0 +1,129 @@
+"""An actor for a game that owns its loop: what it records, and that the game never waits for the network."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shoal
+from loop.test_local_loop import EXPERIENCE as OF_SIGNS
+from loop.test_local_loop import SPEC, SignGame
+from rl_setting import TOKEN, Parts, serving, weights
+from shoal.actor import GameActor
+from shoal.errors import ConfigError, InvalidSegment, Refused
+from shoal.rl.experience.queue import BatchRequest
+from shoal.rl.local_loop import LocalLoop
+from waiting import wait_for
+
+
+@contextmanager
+def connected(parts: Parts, **options: Any) -> Iterator[GameActor]:
+    with shoal.connect(parts.address, token=TOKEN, actor_id="game", **options) as actor:
+        yield actor
+
+
+def observe(value: float) -> list[float]:
+    return [value, 0.0, 0.0, 0.0]
+
+
+def test_two_episodes_at_once_become_a_segment_each() -> None:
+    with serving() as parts, connected(parts) as actor:
+        for step in range(3):
+            assert actor.act(observe(step), "red") in (0, 1)
+            actor.reward(0.5, "red")
+            actor.reward(0.25, "red")
+            actor.act(observe(-step), "blue")
+        actor.end_episode(observe(9), episode="red")
+        actor.end_episode(observe(-9), truncated=True, episode="blue")
+        wait_for(lambda: parts.ledger.get_totals().received == 2)
+        batch = parts.queue.take("learner", BatchRequest(6, 6, 4, 10))
+        assert batch is not None
+        assert batch.observations[:, 0].tolist() == [0, 1, 2, 9, 0, -1, -2, -9]
+        assert batch.rewards.tolist() == [0.75] * 3 + [0.0] * 3
+        assert (batch.lengths.tolist(), batch.terminated.tolist()) == ([3, 3], [True, False])
+        assert batch.versions.tolist() == [1] * 6
+        assert parts.gateway.stats()["episodes"] == 2
+        assert actor.client.drops == {}
+
+
+def test_a_game_goes_on_while_the_learner_is_busy_and_the_newest_experience_is_kept() -> None:
+    with serving(queue_capacity=2) as parts, connected(parts, budget_s=0.0) as actor:
+        for number in range(40):
+            actor.act(observe(number / 10))
+            actor.end_episode(observe(0))
+        wait_for(lambda: parts.ledger.get_totals().received == 2)
+        assert actor.discarded >= 40 - 2 - 16
+        seen: list[float] = []
+        while 3.9 not in seen:  # of the last episode
+            batch = parts.queue.take("learner", BatchRequest(1, 1, 1, 10))
+            assert batch is not None
+            seen.append(round(float(batch.observations[0, 0]), 1))
+            parts.queue.acknowledge(batch.lease_id, [None])
+        assert parts.ledger.get_totals().dropped.total() == 0
+
+
+def test_a_game_goes_on_with_older_weights_while_its_connection_is_being_mended() -> None:
+    with serving() as parts, connected(parts) as actor:
+        actions: list[int] = []
+        with actor.client._lock:  # as a reconnect holds it
+            game = threading.Thread(target=lambda: actions.extend(actor.act(observe(0)) for _ in range(200)))
+            game.start()
+            game.join(60)
+            assert len(actions) == 200
+        parts.store.publish(weights(2))
+        wait_for(lambda: actor.act(observe(0)) in (0, 1) and actor.version == 2)
+
+
+def test_errors_reach_the_game_with_its_next_call() -> None:
+    with serving() as parts, connected(parts, incarnation=1) as actor:
+        with pytest.raises(ConfigError, match="has no action yet"):
+            actor.reward(1.0)
+        with pytest.raises(InvalidSegment):
+            actor.act([0.0])
+        with shoal.connect(parts.address, token=TOKEN, actor_id="game", incarnation=2):
+            wait_for(lambda: actor._error)
+            with pytest.raises(Refused, match="superseded"):
+                actor.act(observe(0))
+
+
+def test_an_episode_in_which_the_run_changes_is_not_recorded_and_the_next_one_is() -> None:
+    with serving() as parts, connected(parts) as actor:
+        actor.act(observe(0))
+        parts.gateway.close()
+        with serving(port=parts.gateway.port) as other:
+            other.gateway._handshake.run_id = "run-2"
+            wait_for(lambda: actor.act(observe(1)) in (0, 1) and actor._joined_run == 1)
+            actor.end_episode(observe(2))
+            actor.act(observe(3))
+            actor.end_episode(observe(4))
+            wait_for(lambda: other.ledger.get_totals().received == 1)
+            batch = other.queue.take("learner", BatchRequest(1, 1, 1, 10))
+            assert batch is not None
+            assert batch.observations[:, 0].tolist() == [3, 4]
+
+
+def test_a_policy_is_learnt_from_a_game_that_owns_its_loop(tmp_path: Path) -> None:
+    with LocalLoop(SPEC, OF_SIGNS, tmp_path / "run", TOKEN, target_return=7.0) as loop:
+
+        def run_game() -> None:
+            with shoal.connect(loop.address, token=TOKEN, budget_s=0.1) as actor:
+                game, is_over = SignGame(), True
+                while not actor.finished:
+                    if is_over:
+                        observation, _ = game.reset(seed=None)
+                    observation, reward, _, is_over, _ = game.step(actor.act(np.array(observation)))
+                    actor.reward(reward)
+                    if is_over:
+                        actor.end_episode(observation, truncated=True)
+
+        thread = threading.Thread(target=run_game)
+        thread.start()
+        assert loop.wait_until_solved(timeout_s=120) > 0
+        loop.close()
+        thread.join()

@@ -1,0 +1,299 @@
+"""Several learners that share each batch: their weights are those of one learner, whoever of them dies or joins."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_setting import EXPERIENCE as OTHER_MODEL
+from rl_setting import segment
+from shoal.errors import Closed, ConfigError
+from shoal.rl import learner_group
+from shoal.rl.experience.queue import ExperienceBatch, ExperienceQueue
+from shoal.rl.experience.segment_ledger import Ledger
+from shoal.rl.learner import Learner
+from shoal.rl.learner_group import HubLink, LearnerHub, divide
+from shoal.rl.learner_replica import LearnerReplica
+from shoal.rl.spec import RLSpec, policy_spec
+from shoal.weights import WeightStore
+from waiting import wait_for
+
+A, KEY, HOST = ("a", 1), b"a key of the tests", "127.0.0.1"
+# Float32 sums in another order, and Adam's quotients of them, over 5 batches.
+TOLERANCE = {"rtol": 1e-4, "atol": 2e-5}
+ALGORITHMS = {
+    "impala": [],
+    "impala-normalized": ["algorithm.normalize_advantages=true"],
+    "ppo": ["algorithm=ppo", "algorithm.epochs=2"],
+}
+
+
+def make_spec(*words: str) -> RLSpec:
+    small = (
+        "learner.batch_steps=48",
+        "learner.max_batch_steps=48",
+        "learner.take_timeout_s=0.05",
+        "learner.publish_interval_s=0",
+    )
+    return RLSpec(hidden=(8,)).override([*small, "gateway.max_version_lag=1000", *words])
+
+
+EXPERIENCE = msgspec.structs.replace(OTHER_MODEL, policy=policy_spec(make_spec().hidden))
+
+
+def run_replica(spec: RLSpec, *hubs: LearnerHub) -> None:
+    """Join these hubs, one after the other."""
+    for hub in hubs:
+        hub._server.close()  # the forked process has a copy
+    addresses = [hub.address for hub in hubs]
+    LearnerReplica(spec, EXPERIENCE).run(lambda: HubLink(addresses.pop(0), KEY) if addresses else None)
+
+
+class Bench:
+    """A learner with its queue, and replicas of it in processes of their own."""
+
+    def __init__(self, folder: Path, *words: str, replicas: int = 0, hub: LearnerHub | None = None) -> None:
+        self.spec = make_spec(*words)
+        self.queue = ExperienceQueue(64, Ledger())
+        self.hub = LearnerHub(HOST, KEY) if replicas else hub
+        self.learner = Learner(self.spec, EXPERIENCE, self.queue, WeightStore(), folder, hub=self.hub)
+        self.processes: list[BaseProcess] = []
+        for _ in range(replicas):
+            self.start_replica()
+
+    def start_replica(self, *later: LearnerHub) -> BaseProcess:
+        assert self.hub is not None
+        started = multiprocessing.get_context("fork").Process(target=run_replica, args=(self.spec, self.hub, *later))
+        started.start()
+        self.processes.append(started)
+        wait_for(lambda: len(self.hub._arrived) > 0, timeout_s=60)  # type: ignore[union-attr]
+        self.hub._admit()
+        return started
+
+    def learn(self, random: np.random.Generator, num_batches: int) -> None:
+        """From segments of 3 to 16 steps, without an equal division."""
+        for _ in range(num_batches):
+            while self.queue._num_steps < 48:
+                self.queue.put(A, self.queue.ledger.get_account(A).next_seq, random_segment(random))
+            assert self.learner.step()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return self.learner.model.state_dict()
+
+
+@contextmanager
+def bench(folder: Path, *words: str, replicas: int = 0, hub: LearnerHub | None = None) -> Iterator[Bench]:
+    made = Bench(folder, *words, replicas=replicas, hub=hub)
+    try:
+        yield made
+    finally:
+        if made.hub is not None:
+            made.hub.close()
+        for process in made.processes:
+            process.join(30)
+            assert process.exitcode is not None
+        made.queue.ledger.close()
+
+
+def random_segment(random: np.random.Generator) -> object:
+    length = int(random.integers(3, 17))
+    return segment(
+        length,
+        1,
+        observations=random.normal(size=(length + 1, 4)).astype(np.float32),
+        actions=random.integers(0, 2, length),
+        rewards=random.normal(size=length).astype(np.float32),
+        terminated=False,
+    )
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_three_learners_have_the_weights_of_one(tmp_path: Path, name: str) -> None:
+    with bench(tmp_path / "one", *ALGORITHMS[name]) as one:
+        one.learn(np.random.default_rng(3), 5)
+        with bench(tmp_path / "three", *ALGORITHMS[name], replicas=2) as three:
+            three.learn(np.random.default_rng(3), 5)
+            assert three.learner.stats()["metrics"]["learner/replicas"] == 3.0
+            for key, value in one.weights().items():
+                torch.testing.assert_close(three.weights()[key], value, **TOLERANCE)
+            for key, value in one.learner.stats()["metrics"].items():
+                if not key.endswith("_ms"):
+                    assert three.learner.stats()["metrics"][key] == pytest.approx(value, rel=1e-3, abs=1e-4), key
+            assert three.queue.ledger.get_account(A).consumed == one.queue.ledger.get_account(A).consumed
+
+
+def test_a_learner_that_is_killed_is_missed_and_its_segments_are_counted(tmp_path: Path) -> None:
+    with bench(tmp_path, "algorithm=ppo", replicas=2) as three:
+        random = np.random.default_rng(3)
+        three.learn(random, 2)
+        os.kill(three.processes[0].pid or 0, signal.SIGKILL)
+        three.processes[0].join()
+        three.learn(random, 2)
+        account = three.queue.ledger.get_account(A)
+        assert account.is_balanced
+        assert set(account.dropped) <= {"learner_crash"}
+        assert account.consumed + account.dropped["learner_crash"] == account.received
+        assert three.learner.stats()["replica_pids"] == [three.processes[1].pid]
+        assert three.learner.updates == 4 * 16
+
+
+class DyingHub(LearnerHub):
+    """One learner dies in the middle of a batch: after its first sum."""
+
+    victim: BaseProcess | None = None
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        total = super().sum(values)
+        if self.victim is not None:
+            os.kill(self.victim.pid or 0, signal.SIGKILL)
+            self.victim.join()
+            self.victim = None
+        return total
+
+
+def test_a_learner_that_dies_within_a_batch_takes_its_share_with_it(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(globals(), "LearnerHub", DyingHub)
+    with bench(tmp_path, "algorithm=ppo", replicas=2) as three:
+        random = np.random.default_rng(3)
+        three.learn(random, 1)
+        assert isinstance(three.hub, DyingHub)
+        three.hub.victim = three.processes[1]
+        three.learn(random, 1)
+        account = three.queue.ledger.get_account(A)
+        assert account.is_balanced
+        assert account.dropped["learner_crash"] > 0
+        assert len(three.hub.pids) == 1
+        assert all(value.isfinite().all() for value in three.weights().values())
+        three.start_replica()  # the replacement takes the hub's state
+        three.learn(random, 2)
+        assert len(three.hub.pids) == 2
+        assert account.dropped.total() == account.dropped["learner_crash"]
+
+
+def test_a_learner_that_joins_late_has_the_weights_of_the_others(tmp_path: Path) -> None:
+    with bench(tmp_path / "one") as one, bench(tmp_path / "late", replicas=1) as late:
+        one.learn(np.random.default_rng(3), 5)
+        random = np.random.default_rng(3)
+        late.learn(random, 2)
+        late.start_replica()
+        late.learn(random, 3)
+        for key, value in one.weights().items():
+            torch.testing.assert_close(late.weights()[key], value, **TOLERANCE)
+
+
+def test_the_others_join_the_first_learner_again_when_it_has_come_back_from_its_checkpoint(tmp_path: Path) -> None:
+    with bench(tmp_path / "one") as one:
+        one.learn(np.random.default_rng(3), 5)
+    random, second_hub = np.random.default_rng(3), LearnerHub(HOST, KEY)
+    with bench(tmp_path / "run", hub=LearnerHub(HOST, KEY)) as first:
+        first.start_replica(second_hub)
+        first.learn(random, 3)
+        first.learner.save()
+        assert first.hub is not None
+        first.hub.close()  # as its death does
+        with bench(tmp_path / "run", hub=second_hub) as again:
+            assert again.learner.restored_updates == 3
+            wait_for(lambda: second_hub._arrived, timeout_s=60)
+            again.learn(random, 2)
+            assert again.learner.stats()["replica_pids"] == [first.processes[0].pid]
+            for key, value in one.weights().items():
+                torch.testing.assert_close(again.weights()[key], value, **TOLERANCE)
+            assert again.queue.ledger.get_account(A).dropped == {}
+
+
+def test_data_that_is_not_finite_is_dropped_by_all_alike(tmp_path: Path) -> None:
+    with bench(tmp_path, replicas=1) as two:
+        random = np.random.default_rng(3)
+        two.learn(random, 1)
+        bad = segment(16, 1, rewards=np.full(16, 3e38, np.float32))
+        two.queue.put(A, two.queue.ledger.get_account(A).next_seq, bad)
+        two.learn(random, 2)
+        account = two.queue.ledger.get_account(A)
+        assert account.dropped == {"non_finite": 1}
+        assert two.learner.updates == 3
+        assert len(two.hub.pids if two.hub else []) == 1
+
+
+def test_nobody_without_the_key_becomes_a_learner() -> None:
+    hub = LearnerHub(HOST, KEY)
+    with pytest.raises((Closed, multiprocessing.AuthenticationError)):
+        HubLink(hub.address, b"another key")
+    hub.close()
+    with pytest.raises(Closed):
+        HubLink(hub.address, KEY)
+    assert hub.pids == []
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=40), st.integers(1, 6))
+def test_segments_are_divided_evenly_by_their_steps(lengths: list[int], num_learners: int) -> None:
+    num_learners = min(num_learners, len(lengths))
+    learners = divide(np.array(lengths), num_learners)
+    loads = np.bincount(learners, lengths, minlength=num_learners)
+    assert loads.min() > 0
+    assert loads.max() - loads.min() <= max(lengths)
+
+
+@pytest.mark.parametrize("name", ["dqn", "sac"])
+def test_learners_of_a_replay_are_refused_by_name(name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"of {name} cannot share a batch; those of algorithm=impala or algorithm=ppo"
+    ):
+        RLSpec().override([f"algorithm={name}", "learner.replicas=2"])
+
+
+def test_a_share_knows_where_its_steps_are_in_the_batch() -> None:
+    hub = LearnerHub(HOST, KEY)
+    batch = ExperienceBatch.from_segments(1, [segment(3), segment(5)])
+    share = hub.distribute(batch, bytes)
+    assert share.num_steps == 8
+    positions, num_steps = hub.locate(share)
+    assert positions.tolist() == list(range(8))
+    assert num_steps == 8
+    hub.close()
+
+
+def test_a_learner_that_reads_no_more_is_lost_and_the_hub_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that the system has stopped: its connection stays open."""
+    monkeypatch.setattr(learner_group, "REPLY_TIMEOUT_S", 0.5)
+    hub = LearnerHub(HOST, KEY)
+    link = HubLink(hub.address, KEY)
+    try:
+        wait_for(lambda: hub._arrived)
+        large = [segment(16) for _ in range(2)]
+        batch = ExperienceBatch.from_segments(1, large)
+        hub.distribute(batch, lambda: bytes(2**26))  # more than the kernel holds for a reader
+        assert hub.lost.tolist().count(True) == 1
+        assert hub.pids == []
+    finally:
+        link.close()
+        hub.close()
+
+
+def test_connections_without_the_key_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learner_group, "_CONNECT_TIMEOUT_S", 0.5)
+    hub = LearnerHub(HOST, KEY)
+    before = threading.active_count()
+    strangers = [socket.create_connection(hub.address) for _ in range(learner_group._MAX_STRANGERS + 20)]
+    try:
+        wait_for(lambda: threading.active_count() > before)
+        assert threading.active_count() - before <= learner_group._MAX_STRANGERS
+        wait_for(lambda: threading.active_count() == before)
+        HubLink(hub.address, KEY).close()
+    finally:
+        for each in strangers:
+            each.close()
+        hub.close()

@@ -1,0 +1,224 @@
+"""The Node client against real gateways: it learns in one run together with a Python actor, and outlives faults."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from rl_setting import EXPERIENCE as OF_SIGNS
+from rl_setting import TOKEN, serving, weights
+from shoal.actor import ActorClient, play
+from shoal.actor.environment import make_environment
+from shoal.rl.experience.queue import ExperienceQueue
+from shoal.rl.experience.segment_ledger import Ledger
+from shoal.rl.gateway.gateway import Gateway
+from shoal.rl.local_loop import LocalLoop
+from shoal.rl.spec import GatewaySpec, RLSpec, experience_spec, policy_spec
+from shoal.weights import WeightSnapshot, WeightStore
+from shoal.wire import PolicySpec
+from waiting import wait_for
+
+CLIENT = Path(__file__).parents[2] / "clients" / "node"
+GAME = Path(__file__).parent / "endless_game.js"
+NODE = shutil.which("node")
+pytestmark = pytest.mark.skipif(NODE is None, reason="needs Node.js 18 or newer: apt-get install nodejs npm")
+SPEC = RLSpec(env="catch:Catch-v0", hidden=(16,), segment_length=64).override(
+    [
+        "learner.batch_steps=256",
+        "learner.max_batch_steps=512",
+        "learner.take_timeout_s=0.1",
+        "learner.publish_interval_s=0.02",
+        "algorithm.learning_rate=0.01",
+        "algorithm.discount=0.9",
+    ]
+)
+
+
+@contextmanager
+def node_actor(address: str, *options: str, token: str = TOKEN) -> Iterator[subprocess.Popen[str]]:
+    """The ready actor of the Node client, playing its game for the run at `address`."""
+    assert (CLIENT / "node_modules" / "zeromq").is_dir(), "its packages are missing: npm ci --prefix clients/node"
+    command = ["node", str(CLIENT / "actor.js"), "--connect", address, *options]
+    environment = {**os.environ, "SHOAL_TOKEN": token}
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_it_learns_in_one_run_together_with_a_python_actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(CLIENT / "games"))
+    catch = make_environment(SPEC.env)
+
+    def play_in_python(address: str) -> None:
+        with ActorClient(address, TOKEN, "python", timeout_s=60) as client:
+            play(catch, client, seed=1)
+
+    experience = experience_spec(catch.observation_space, catch.action_space, SPEC)
+
+    with (
+        LocalLoop(SPEC, experience, tmp_path / "run", TOKEN, target_return=4.0) as loop,
+        node_actor(loop.address, "--actor-id", "node") as process,
+    ):
+        python = threading.Thread(target=play_in_python, args=[loop.address])
+        python.start()
+        assert loop.wait_until_solved(timeout_s=120) > 0
+        actors = {each["actor_id"]: each for each in loop.gateway.stats()["actors"]}
+        assert actors["node"]["steps"] > 500
+        assert actors["python"]["steps"] > 500
+        assert actors["node"]["invalid"] == {}
+        loop.close()
+        output, _ = process.communicate(timeout=30)
+        assert process.returncode == 0, output
+        assert "episodes" in output
+        python.join()
+
+
+def test_it_plays_with_the_policy_at_the_gateway_and_goes_on_at_one_that_has_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(CLIENT / "games"))
+    catch = make_environment(SPEC.env)
+    experience = experience_spec(catch.observation_space, catch.action_space, SPEC)
+    folder = tmp_path / "run"
+    with LocalLoop(SPEC, experience, folder, TOKEN) as first:
+        address = first.address
+        with node_actor(address, "--actor-id", "node", "--inference", "remote") as process:
+            wait_for(lambda: first.gateway.stats()["episodes"] > 20, 120)
+            first.gateway.close()
+            first.learner.stop()
+            first._thread.join(30)
+            first.ledger.close()
+            with LocalLoop(SPEC, experience, folder, TOKEN) as second:
+                assert second.address == address
+                wait_for(lambda: any(actor["steps"] > 100 for actor in second.gateway.stats()["actors"]), 120)
+                assert second.gateway.stats()["remote_inference"]["actions"] > 100
+                second.close()
+                output, _ = process.communicate(timeout=30)
+                assert process.returncode == 0, output
+                assert "episodes" in output
+            assert second.ledger.get_totals().is_balanced
+
+
+def test_its_policy_computes_what_the_platform_s_own_does() -> None:
+    rng = np.random.default_rng(0)
+    for activation in ("tanh", "relu"):
+        spec = PolicySpec("mlp_categorical", activation, policy_spec((16, 8)).layers)
+        sizes = [4, 16, 8, 3]
+        arrays = {}
+        for (weight, bias), inputs, outputs in zip(spec.layers, sizes[:-1], sizes[1:], strict=True):
+            arrays[weight] = rng.normal(size=(outputs, inputs)).astype(np.float32)
+            arrays[bias] = rng.normal(size=outputs).astype(np.float32)
+        observations = rng.normal(size=(50, 4)).astype(np.float32)
+        program = """
+            const { MlpPolicy, parseSafetensors } = require(process.argv[1]);
+            const { spec, weights, observations } = JSON.parse(require('fs').readFileSync(0));
+            const policy = new MlpPolicy(spec);
+            policy.load(1, parseSafetensors(Buffer.from(weights, 'base64')));
+            console.log(JSON.stringify(observations.map((each) => policy.logProbabilities(each))));
+        """
+        asked = {
+            "spec": msgspec.to_builtins(spec),
+            "weights": base64.b64encode(WeightSnapshot.of(1, arrays).payload).decode(),
+            "observations": observations.tolist(),
+        }
+        command = ["node", "-e", program, str(CLIENT / "lib")]
+        answer = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, check=True).stdout
+        hidden = observations.astype(np.float64)
+        for index, (weight, bias) in enumerate(spec.layers):
+            hidden = hidden @ arrays[weight].T + arrays[bias]
+            if index < 2:
+                hidden = np.tanh(hidden) if activation == "tanh" else np.maximum(hidden, 0)
+        expected = hidden - np.log(np.exp(hidden).sum(axis=1, keepdims=True))
+        np.testing.assert_allclose(np.array(json.loads(answer)), expected, atol=2e-6)  # float32 between the layers
+
+
+def test_it_comes_back_to_a_gateway_that_was_restarted_and_counts_each_segment_once(tmp_path: Path) -> None:
+    with serving(tmp_path, queue_capacity=4) as parts, node_actor(parts.address, "--game", str(GAME)) as process:
+        wait_for(lambda: parts.ledger.get_totals().received == 4, 30, "segments up to the limit")
+        port = parts.gateway.port
+        parts.gateway.close()
+        with serving(tmp_path, queue_capacity=4, port=port) as again:
+            wait_for(lambda: again.ledger.get_totals().received == 8, 30, "the segments that wait for credit")
+            totals = again.ledger.get_totals()
+            assert (totals.duplicates, totals.dropped) == (0, {"shutdown": 4})
+            again.gateway.close(finished=True)
+            output, _ = process.communicate(timeout=30)
+            assert process.returncode == 0, output
+
+
+def test_a_segment_that_an_error_names_is_discarded_and_the_others_arrive() -> None:
+    program = """
+        const { ActorClient, SegmentBuilder } = require(process.argv[1]);
+        const [address, token] = process.argv.slice(2);
+        (async () => {
+          const client = new ActorClient({ address, token, actorId: 'node' });
+          const builder = new SegmentBuilder(await client.connect());
+          const play = () => {
+            builder.begin([0, 0, 0, 0]);
+            const choice = { action: 0, logProbability: -0.7 };
+            return builder.step(choice, 1, { observation: [0, 0, 0, 1], reward: 1, terminated: true });
+          };
+          const bad = play();
+          bad.header.terminated = 1;
+          for (const each of [play(), bad, play(), play()]) await client.send(each);
+          const isDrained = await client.drain(20000);
+          await client.close();
+          const { acknowledged, drops, reconnects } = client;
+          console.log(JSON.stringify({ isDrained, acknowledged, drops, reconnects }));
+        })();
+    """
+    with serving() as parts:
+        command = ["node", "-e", program, str(CLIENT / "lib"), parts.address, TOKEN]
+        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        said = json.loads(answer.stdout)
+        assert (said["isDrained"], said["drops"], said["reconnects"]) == (True, {"malformed": 1}, 1)
+        totals = parts.ledger.get_totals()
+        assert (totals.received, totals.duplicates) == (3, 0)
+        wait_for(lambda: not parts.gateway.stats()["actors"][0]["connected"], 30, "its bye")
+        left = [details for _, kind, details in parts.gateway.take_events() if kind == "actor_left"]
+        assert left[-1]["reason"] == "bye"
+
+
+def test_a_wrong_token_ends_it_with_the_reason() -> None:
+    with serving() as parts, node_actor(parts.address, token="guess") as process:
+        output, _ = process.communicate(timeout=30)
+        assert process.returncode == 1
+        assert "bad_token" in output
+
+
+def test_curve_with_the_right_key_plays_and_with_a_wrong_one_names_the_key() -> None:
+    public, secret = zmq.curve_keypair()
+    store, ledger = WeightStore(), Ledger()
+    store.publish(weights(1))
+    queue = ExperienceQueue(2, ledger)
+    gateway = Gateway(GatewaySpec(curve=True), OF_SIGNS, queue, store, TOKEN, curve_keys=(public, secret))
+    gateway.start()
+    key = f"--server-key={public.decode()}"
+    wrong = f"--server-key={zmq.curve_keypair()[0].decode()}"
+    try:
+        with node_actor(gateway.address, "--game", str(GAME), key):
+            wait_for(lambda: ledger.get_totals().received == 2, 30, "segments over an encrypted connection")
+        with node_actor(gateway.address, "--give-up-after", "1", wrong) as process:
+            output, _ = process.communicate(timeout=30)
+            assert process.returncode == 1
+            assert "is the server key right?" in output
+    finally:
+        store.close()
+        gateway.close()
+        ledger.close()

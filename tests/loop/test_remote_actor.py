@@ -1,0 +1,258 @@
+"""Actors whose policy runs at the gateway: a game's, the ready one, and what they do when a side goes away."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+import shoal
+from loop.test_local_loop import EXPERIENCE as OF_SIGNS
+from loop.test_local_loop import SPEC, SignGame
+from rl_setting import TOKEN, Parts, serving, weights
+from shoal.actor import RemoteActor, RemoteClient
+from shoal.actor.remote import run_remote_actor
+from shoal.errors import Closed, ConfigError, InvalidSegment, Refused
+from shoal.rl.experience.queue import BatchRequest
+from shoal.rl.gateway.gateway import Gateway
+from shoal.rl.gateway.remote_inference import RemoteInference
+from shoal.rl.learner import Learner
+from shoal.rl.local_loop import LocalLoop
+from shoal.rl.spec import RLSpec, experience_spec
+from shoal.wire.messages import ActMessage
+from waiting import wait_for
+
+TAKE_ALL = BatchRequest(1, 10_000, 1_000, 10.0)
+
+
+def connect(parts: Parts, **options: Any) -> RemoteActor:
+    return shoal.connect(parts.address, token=TOKEN, actor_id="game", inference="remote", **options)
+
+
+def observe(value: float) -> list[float]:
+    return [value, 0.0, 0.0, 0.0]
+
+
+def test_two_episodes_at_once_become_a_segment_each() -> None:
+    with serving() as parts, connect(parts) as actor:
+        for step in range(3):
+            assert actor.act(observe(step), "red") in (0, 1)
+            actor.reward(0.5, "red")
+            actor.reward(0.25, "red")
+            actor.act(observe(-step), "blue")
+        actor.end_episode(observe(9), episode="red")
+        actor.end_episode(observe(-9), truncated=True, episode="blue")
+        batch = parts.queue.take("learner", TAKE_ALL)
+        assert batch is not None
+        assert batch.observations[:, 0].tolist() == [0, 1, 2, 9, 0, -1, -2, -9]
+        assert batch.rewards.tolist() == [0.75] * 3 + [0.0] * 3
+        assert (batch.lengths.tolist(), batch.terminated.tolist()) == ([3, 3], [True, False])
+        assert parts.gateway.stats()["remote_inference"]["actions"] == 6
+        with pytest.raises(ConfigError, match="has no action yet"):
+            actor.reward(1.0)
+        with pytest.raises(InvalidSegment, match="expected"):
+            actor.act([0.0])
+        with pytest.raises(InvalidSegment, match="outside"):
+            actor.act(observe(11))
+        parts.gateway.close(finished=True)
+        with pytest.raises(Closed):
+            actor.act(observe(0), "green")
+
+
+def test_an_end_that_the_gateway_does_not_take_is_an_error_and_the_episode_stays() -> None:
+    with serving() as parts, connect(parts) as actor:
+        actor.act(observe(0))
+        with pytest.raises(InvalidSegment, match="outside"):
+            actor.end_episode(observe(11))
+        actor.end_episode(observe(1))
+        batch = parts.queue.take("learner", TAKE_ALL)
+        assert batch is not None
+        assert batch.observations[:, 0].tolist() == [0, 1]
+
+
+def test_too_many_open_episodes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RemoteInference.add_client, "__defaults__", (2,))
+    with serving() as parts, connect(parts) as actor:
+        for key in range(2):
+            actor.act(observe(0), key)
+        with pytest.raises(ConfigError, match="one too many"):
+            actor.act(observe(0), 2)
+
+
+def test_an_action_for_an_earlier_incarnation_is_not_sent_to_the_next_one() -> None:
+    with serving() as parts:
+        inference = parts.gateway._inference.start()
+        is_free = threading.Event()
+
+        def act_slowly(observations: np.ndarray, streams: object) -> tuple[list[int], list[float]]:
+            is_free.wait(60)
+            return [int(each[0]) for each in observations], [-0.7] * len(observations)
+
+        inference._policy.act_batch = act_slowly  # type: ignore[method-assign]
+        before = RemoteClient(parts.address, TOKEN, "game")
+        after = RemoteClient(parts.address, TOKEN, "game")
+        try:
+            before.connect()
+            before.ask(ActMessage(0, 0), np.array(observe(0), np.float32).tobytes())
+            wait_for(lambda: inference.get_counts()["open_episodes"])
+            after.connect()  # as the game's next process does
+            after.ask(ActMessage(0, 0), np.array(observe(1), np.float32).tobytes())
+            is_free.set()
+            assert after.wait_for_action(0, 0, 60.0).action == 1
+        finally:
+            is_free.set()
+            before.close(0.0)
+            after.close(0.0)
+
+
+def test_an_episode_goes_on_at_a_gateway_that_has_restarted_with_its_whole_return(tmp_path: Path) -> None:
+    with serving(tmp_path) as first, connect(first) as actor:
+        for _ in range(3):
+            actor.act(observe(1))
+            actor.reward(1.0)
+        first.gateway.close()
+        with serving(tmp_path) as second:
+            actor.act(observe(2))
+            actor.reward(1.0)
+            actor.end_episode(observe(3))
+            assert actor.client.reconnects >= 1
+            batch = second.queue.take("learner", TAKE_ALL)
+            assert batch is not None
+            assert batch.observations[:, 0].tolist() == [2, 3]  # the steps before were lost, and never counted
+            assert list(second.gateway._progress.returns) == [4.0]
+
+
+def test_another_run_that_takes_the_address_gets_the_steps_from_then_on() -> None:
+    with serving() as parts, connect(parts) as actor:
+        actor.act(observe(0))
+        parts.gateway.close()
+        with serving(port=parts.gateway.port) as other:
+            other.gateway._handshake.run_id = "run-2"
+            actor.act(observe(1))
+            actor.end_episode(observe(2))
+            batch = other.queue.take("learner", TAKE_ALL)
+            assert batch is not None
+            assert batch.observations[:, 0].tolist() == [1, 2]
+
+
+def test_a_gateway_that_does_not_infer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving() as parts:
+        welcome = parts.gateway._handshake.make_welcome
+        older = lambda session: replace(welcome(session), inference="local")  # noqa: E731
+        monkeypatch.setattr(parts.gateway._handshake, "make_welcome", older)
+        with pytest.raises(Refused, match="in the actor alone"):
+            connect(parts)
+
+
+def test_an_actor_waits_for_a_busy_learner_and_goes_on() -> None:
+    with serving(queue_capacity=2) as parts, connect(parts) as actor:
+        ended: list[int] = []
+
+        def play() -> None:
+            for number in range(6):
+                actor.act(observe(number))
+                actor.end_episode(observe(0))
+                ended.append(number)
+
+        game = threading.Thread(target=play)
+        game.start()
+        wait_for(lambda: len(parts.queue) == 2 and len(ended) == 2)
+        parts.store.publish(weights(2))
+        taken = []
+        while len(taken) < 6:
+            batch = parts.queue.take("learner", BatchRequest(1, 1, 1, 10))
+            assert batch is not None
+            taken += batch.observations[::2, 0].tolist()
+            parts.queue.acknowledge(batch.lease_id, [None])
+        game.join(60)
+        assert taken == [0, 1, 2, 3, 4, 5]
+        assert not parts.ledger.get_totals().dropped
+
+
+def start_player(loop: LocalLoop, index: int) -> threading.Thread:
+    def run() -> None:
+        with RemoteClient(loop.address, TOKEN, f"actor-{index}", timeout_s=60) as client:
+            run_remote_actor(SignGame(), client, seed=index)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_the_actions_go_on_while_the_learner_restarts(tmp_path: Path) -> None:
+    loop = LocalLoop(SPEC, OF_SIGNS, tmp_path / "run", TOKEN)
+    with loop:
+        players = [start_player(loop, index) for index in range(2)]
+        wait_for(lambda: loop.learner.updates > 3)
+        loop.learner.stop()
+        loop._thread.join(60)
+        stopped, version = loop.gateway.stats(), loop.learner.version
+
+        def count_actions() -> int:
+            return int(loop.gateway.stats()["remote_inference"]["actions"])
+
+        wait_for(lambda: count_actions() > stopped["remote_inference"]["actions"] + 100)
+        loop.learner = Learner(SPEC, OF_SIGNS, loop.queue, loop.store, tmp_path / "run" / "checkpoints", version)
+        loop._thread = threading.Thread(target=loop._learn, daemon=True)
+        loop._thread.start()
+        wait_for(lambda: any(actor["weights_version"] > version + 3 for actor in loop.gateway.stats()["actors"]))
+    for player in players:
+        player.join(60)
+        assert not player.is_alive()
+    assert loop.ledger.get_totals().is_balanced
+
+
+def test_cart_pole_is_learnt_by_the_ready_actor_with_the_policy_at_the_gateway(tmp_path: Path) -> None:
+    spec = RLSpec()
+    environment = gymnasium.make("CartPole-v1")
+    experience = experience_spec(environment.observation_space, environment.action_space, spec)
+    with LocalLoop(spec, experience, tmp_path / "run", TOKEN, target_return=45.0) as loop:
+        words = [sys.executable, "-m", "shoal.actor", "--connect", loop.address, "--env", "CartPole-v1"]
+        actors = [
+            subprocess.Popen(
+                [*words, "--inference", "remote", "--actor-id", f"actor-{index}", "--seed", str(index)],
+                env={**os.environ, "SHOAL_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"},
+            )
+            for index in range(2)
+        ]
+        assert loop.wait_until_solved(timeout_s=180) > 0
+        counts = loop.gateway.stats()["remote_inference"]
+        assert counts["actions"] >= loop.gateway.stats()["steps"]
+    assert [each.wait(30) for each in actors] == [0, 0]
+
+
+def test_the_actions_of_a_box_are_arrays() -> None:
+    spec = RLSpec().override(["algorithm=ppo"])
+    space = gymnasium.spaces.Box(np.array([-1, 0], np.float32), np.array([1, 2], np.float32))
+    experience = experience_spec(gymnasium.spaces.Box(-1, 1, (4,), np.float32), space, spec)
+    size = {"policy.0": (64, 4), "policy.2": (64, 64), "policy.4": (2, 64)}
+    arrays = {f"{name}.weight": np.zeros(shape, np.float32) for name, shape in size.items()}
+    arrays |= {f"{name}.bias": np.zeros(shape[0], np.float32) for name, shape in size.items()}
+    from shoal.weights import WeightSnapshot
+
+    parts = Parts()
+    parts.gateway = Gateway(parts.spec, experience, parts.queue, parts.store, TOKEN, "run-1")
+    parts.store.publish(WeightSnapshot.of(2, {**arrays, "log_std": np.zeros(2, np.float32)}))
+    parts.gateway.start()
+    try:
+        wait_for(lambda: parts.gateway.stats()["weights_version"] == 2)
+        with connect(parts) as actor:
+            action = actor.act(observe(0))
+            assert (action.shape, action.dtype) == ((2,), np.float32)
+            assert space.contains(action)
+            actor.end_episode(observe(0))
+            batch = parts.queue.take("learner", TAKE_ALL)
+            assert batch is not None
+            np.testing.assert_array_equal(batch.actions[0], action)
+    finally:
+        parts.store.close()
+        parts.gateway.close()
+        parts.ledger.close()

@@ -1,0 +1,174 @@
+"""Actors that send observations and receive actions: each step is taken once, and its segment is in the books."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from gateway_asking import Raw
+from msgspec.structs import replace
+
+from rl_setting import EXPERIENCE, TOKEN, segment, serving, weights
+from shoal.rl.experience.queue import BatchRequest
+from shoal.wire import encode, pack_segment
+from shoal.wire.messages import ActionMessage, ActMessage, ErrorMessage, Hello
+from waiting import wait_for
+
+TAKE_ALL = BatchRequest(1, 10_000, 1_000, 5.0)
+BARE = Path(__file__).parent / "bare_remote_actor.py"
+
+
+def ask(raw: Raw, episode: int, step: int, value: float = 0.5, **fields: object) -> ActionMessage:
+    """Send one observation, four times `value`, and return the answer."""
+    frame = np.full(4, value, np.float32).tobytes()
+    raw.socket.send_multipart([encode(ActMessage(episode, step, **fields)), frame])  # type: ignore[arg-type]
+    answer = raw.hear(ActionMessage)
+    assert isinstance(answer, ActionMessage)
+    return answer
+
+
+def test_an_episode_becomes_one_segment_with_versions_and_log_probabilities() -> None:
+    with serving() as parts, Raw(parts) as raw:
+        raw.enter(inference="remote")
+        actions = [ask(raw, 7, step, 0.1 * step, reward=float(step)).action for step in range(3)]
+        end = ask(raw, 7, 3, 0.3, reward=3.0, terminated=True)
+        assert (end.action, end.reason) == (None, "")
+        batch = parts.queue.take("test", TAKE_ALL)
+        assert batch is not None
+        assert batch.actions.tolist() == actions
+        assert batch.rewards.tolist() == [1.0, 2.0, 3.0]
+        assert batch.versions.tolist() == [1, 1, 1]
+        assert batch.terminated.tolist() == [True]
+        np.testing.assert_allclose(batch.observations[:, 0], [0.0, 0.1, 0.2, 0.3], rtol=1e-6)
+        # Both rows of the weights are equal: each of two actions has one half.
+        np.testing.assert_allclose(batch.log_probabilities, np.log(0.5), rtol=1e-5)
+
+
+def test_a_step_that_is_sent_again_after_a_reconnect_is_taken_once() -> None:
+    with serving() as parts, Raw(parts) as raw:
+        raw.enter(inference="remote")
+        ask(raw, 0, 0)
+        before = ask(raw, 0, 1, reward=1.0)
+        with Raw(parts) as again:
+            again.enter(inference="remote")
+            assert ask(again, 0, 1, reward=1.0) == before
+            ask(again, 0, 2, reward=1.0, truncated=True)
+            ask(again, 0, 2, reward=1.0, truncated=True)  # its answer was lost
+            batch = parts.queue.take("test", TAKE_ALL)
+        assert batch is not None
+        assert batch.num_steps == 2
+        assert parts.ledger.get_totals().received == 1
+
+
+def test_unknown_ended_and_wrong_steps_and_invalid_observations_are_named() -> None:
+    with serving() as parts, Raw(parts) as raw:
+        raw.enter(inference="remote")
+        assert ask(raw, 4, 9).reason == "unknown_episode"
+        assert ask(raw, 4, 0, float("nan")).reason == "invalid"
+        assert ask(raw, 4, 0, 11.0).reason == "invalid"
+        assert ask(raw, 4, 0, reward=float("inf")).reason == "invalid"
+        assert ask(raw, 4, 0, reward=1e39).reason == "invalid"
+        assert ask(raw, 4, 0).action is not None
+        assert ask(raw, 4, 5).reason == "wrong_step"
+        assert ask(raw, 4, 1, terminated=True).reason == ""
+        assert ask(raw, 4, 0).reason == "ended_episode"  # a number is used once
+        assert ask(raw, 3, 0).reason == "ended_episode"  # and numbers grow
+        assert ask(raw, 5, 0).action is not None
+        assert parts.gateway.stats()["actors"][0]["invalid"] == {"non_finite": 3, "invalid_range": 1}
+
+
+def test_a_session_does_what_its_hello_says() -> None:
+    with serving() as parts, Raw(parts) as raw:
+        assert raw.enter().inference == "local"
+        raw.socket.send_multipart([encode(ActMessage(0, 0)), np.zeros(4, np.float32).tobytes()])
+        assert raw.hear(ErrorMessage).code == "malformed"
+        welcome = raw.enter(inference="remote")
+        assert (welcome.inference, welcome.send_limit) == ("remote", welcome.next_seq)  # it needs no credit
+        raw.socket.send_multipart(pack_segment(segment(), 0))
+        assert raw.hear(ErrorMessage).code == "malformed"
+        raw.say(Hello(1, TOKEN, "other", 1, inference="elsewhere"))
+        assert raw.hear(ErrorMessage).code == "malformed"
+
+
+def test_a_policy_that_is_unknown_here_refuses_the_session_for_good() -> None:
+    with serving() as parts, Raw(parts) as raw:
+        parts.gateway._inference._experience = replace(
+            EXPERIENCE, policy=replace(EXPERIENCE.policy, kind="of_tomorrow")
+        )
+        raw.say(Hello(1, TOKEN, "raw", 1, inference="remote"))
+        error = raw.hear(ErrorMessage)
+        assert (error.code, error.fatal) == ("no_remote_inference", True)
+
+
+def test_an_episode_that_no_one_continues_expires_and_is_counted() -> None:
+    with serving(heartbeat_s=0.05, episode_timeout_s=0.2) as parts, Raw(parts) as raw:
+        raw.enter(inference="remote")
+        ask(raw, 0, 0)
+        wait_for(lambda: parts.ledger.get_totals().dropped["expired"] == 1, what="the end of the episode")
+        assert ask(raw, 0, 1).reason == "ended_episode"
+        assert parts.gateway.stats()["remote_inference"]["open_episodes"] == 0
+
+
+def test_the_episode_of_a_vanished_actor_expires() -> None:
+    with serving(heartbeat_s=0.05, timeout_s=0.1, episode_timeout_s=0.2) as parts:
+        with Raw(parts) as raw:
+            raw.enter(inference="remote")
+            ask(raw, 0, 0)
+        wait_for(lambda: parts.ledger.get_totals().dropped["expired"] == 1, what="the end of the episode")
+        wait_for(lambda: not parts.gateway._inference.start()._clients, what="an actor that is forgotten")
+
+
+def test_a_segment_older_than_the_permitted_lag_is_dropped() -> None:
+    with serving(max_version_lag=1) as parts, Raw(parts) as raw:
+        raw.enter(inference="remote")
+        ask(raw, 0, 0)
+        for version in (2, 3):
+            parts.store.publish(weights(version))
+        wait_for(lambda: parts.gateway.stats()["weights_version"] == 3, what="new weights")
+        ask(raw, 0, 1, terminated=True)
+        assert parts.ledger.get_totals().dropped == {"stale_admission": 1}
+
+
+def test_new_weights_serve_from_the_next_batch_on() -> None:
+    with serving() as parts, Raw(parts) as raw:
+        raw.enter(inference="remote")
+        first = ask(raw, 0, 0)
+        parts.store.publish(weights(2))
+        step, answer = 0, first
+        while answer.version == 1:
+            step += 1
+            answer = ask(raw, 0, step)
+        assert (first.version, answer.version) == (1, 2)
+
+
+def test_a_completed_segment_waits_for_room_and_takes_no_credit_of_others() -> None:
+    with serving(queue_capacity=4, max_credits=1) as parts, Raw(parts) as local, Raw(parts) as raw:
+        limit = local.enter("local").send_limit
+        raw.enter(inference="remote")
+        for seq in range(100, 104 - limit):
+            parts.queue.put(("other", 1), seq, segment())
+        ask(raw, 0, 0)
+        end = [encode(ActMessage(0, 1, 1.0, terminated=True)), np.zeros(4, np.float32).tobytes()]
+        for _ in range(2):  # sent again, it waits once
+            raw.socket.send_multipart(end)
+        assert not [each for each in raw.rest(0.3) if isinstance(each, ActionMessage)]
+        assert len(parts.queue) == 4 - limit
+        assert local.send(0, segment()).status == "accepted"
+        assert parts.queue.take("test", TAKE_ALL) is not None
+        assert raw.hear(ActionMessage).reason == ""
+        assert parts.ledger.get_account(("raw", 1)).received == 1
+        assert not parts.ledger.get_totals().dropped
+
+
+def test_a_client_without_numpy_and_torch_plays_episodes_of_several_at_once() -> None:
+    with serving() as parts:
+        done = subprocess.run(
+            [sys.executable, BARE, parts.address, TOKEN], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        batch = parts.queue.take("test", TAKE_ALL)
+        assert batch is not None
+        assert batch.lengths.tolist() == [5, 5]
+        assert parts.ledger.get_totals().received == 2

@@ -1,0 +1,171 @@
+"""Continuous actions and frames through the whole loop: external actors over the wire, gateway, ledger, learner."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium.spaces import Box, Discrete, MultiDiscrete
+
+from aim_game import AimGame
+from rl_setting import TOKEN
+from shoal.actor import ActorClient, GameActor, play
+from shoal.actor.environment import make_environment
+from shoal.flows.rl_policy import inspect_environment
+from shoal.rl.local_loop import LocalLoop
+from shoal.rl.spec import RLSpec, experience_spec
+from shoal.wire import ExperienceSpec
+
+BASE = ["hidden=[16]", "segment_length=32", "learner.take_timeout_s=0.1", "learner.publish_interval_s=0.01"]
+LEARNERS = {
+    "impala": ["learner.batch_steps=64", "algorithm.learning_rate=0.02", "algorithm.entropy_cost=0"],
+    "ppo": ["algorithm=ppo", "learner.batch_steps=128", "algorithm.learning_rate=0.01", "algorithm.entropy_cost=0"],
+    "dqn": [
+        *("algorithm=dqn", "algorithm.learning_rate=0.003", "algorithm.learning_starts=256", "algorithm.discount=0"),
+        *("algorithm.num_steps=1", "algorithm.batch_size=64", "algorithm.samples_per_insert=4"),
+        *(
+            "algorithm.epsilon_steps=1000",
+            "algorithm.epsilon=0.02",
+            "gateway.queue_capacity=4",
+            "gateway.max_credits=1",
+        ),
+    ],
+    "sac": [
+        *("algorithm=sac", "algorithm.learning_rate=0.01", "algorithm.learning_starts=256", "algorithm.discount=0.1"),
+        *("algorithm.batch_size=64", "algorithm.updates_per_step=0.5", "algorithm.initial_temperature=0.1"),
+        *("gateway.queue_capacity=4", "gateway.max_credits=1"),
+    ],
+}
+
+
+class PairGame(AimGame):
+    """Eight steps of two choices; each tells in which part of its range the number is: a half, a third. 8 at best."""
+
+    action_space = MultiDiscrete([2, 3])
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        seen = float(self._seen[0])
+        reward = 0.5 * (action[0] == (seen > 0)) + 0.5 * (action[1] == int((seen + 1) * 1.5))
+        self._steps += 1
+        return self._observe(), float(reward), False, self._steps == 8, {}
+
+
+class PictureGame:
+    """Eight steps; the right action tells in which half of a noisy frame of bytes the bright spot is. 8 at best, 4 by
+    chance."""
+
+    observation_space, action_space = Box(0, 255, (8, 8, 1), np.uint8), Discrete(2)
+
+    def __init__(self) -> None:
+        self._random = np.random.default_rng()
+
+    def reset(self, *, seed: int | None = None) -> tuple[np.ndarray, dict[str, Any]]:
+        self._random = np.random.default_rng(seed) if seed is not None else self._random
+        self._steps = 0
+        return self._observe(), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        reward = float(action == int(self._column >= 4))
+        self._steps += 1
+        return self._observe(), reward, False, self._steps == 8, {}
+
+    def _observe(self) -> np.ndarray:
+        row, self._column = self._random.integers(0, 8, 2)
+        frame = self._random.integers(0, 60, (8, 8, 1), np.uint8)
+        frame[row, self._column] = 255
+        return frame
+
+
+CASES = [
+    *((AimGame, 6.0, name, words) for name, words in LEARNERS.items() if name != "dqn"),
+    (PairGame, 6.5, "ppo", LEARNERS["ppo"]),
+    (PictureGame, 7.0, "impala", ["learner.batch_steps=128", "algorithm.learning_rate=0.005"]),
+    (PictureGame, 7.0, "dqn", LEARNERS["dqn"]),
+    (PictureGame, 7.0, "ppo", ["algorithm=ppo", "learner.batch_steps=128", "algorithm.learning_rate=0.003"]),
+]
+
+# A network of the user's own, which actors compute by onnxruntime.
+NETWORK = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, num_actions):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GELU(), nn.Flatten(), nn.Linear(144, 32), nn.GELU())
+        self.policy, self.value = nn.Linear(32, num_actions), nn.Linear(32, 1)
+
+    def forward(self, x):
+        h = self.layers(x.permute(0, 3, 1, 2) / 255)
+        return self.policy(h), self.value(h).squeeze(-1)
+"""
+OWN = ["model={}:Net", "learner.batch_steps=128", "algorithm.learning_rate=0.003", "algorithm.discount=0"]
+CASES.append((PictureGame, 6.5, "own", OWN))
+
+
+@pytest.mark.parametrize(
+    ("game", "target", "name", "words"), CASES, ids=lambda each: getattr(each, "__name__", None) or str(each)[:6]
+)
+def test_external_actors_teach_a_policy(game: Any, target: float, name: str, words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "my_net.py").write_text(NETWORK)
+    spec = RLSpec().override([*BASE, *(word.format(tmp_path / "my_net.py") for word in words)])
+    experience = experience_spec(game.observation_space, game.action_space, spec)
+
+    def run(index: int, address: str) -> None:
+        with ActorClient(address, TOKEN, f"actor-{index}", timeout_s=60) as client:
+            play(game(), client, seed=index)
+
+    solve(spec, experience, target, run, tmp_path / "run")
+
+
+def test_a_board_game_is_learned_with_masks(tmp_path: Path) -> None:
+    """One actor is the bundled loop; the other one a game that owns its loop. Both choose free fields alone."""
+    words = ["algorithm=dqn", "algorithm.num_steps=1", "algorithm.learning_starts=500", "algorithm.epsilon_steps=2000"]
+    queue = ["gateway.queue_capacity=16", "gateway.max_credits=4", "algorithm.epsilon=0.02"]
+    spec = RLSpec(env="shoal.games:TicTacToe-v0").override([*BASE, *words, *queue, "hidden=[64]"])
+    experience, _ = inspect_environment(spec)
+
+    def run(index: int, address: str) -> None:
+        with ActorClient(address, TOKEN, f"actor-{index}", timeout_s=60) as client:
+            game = make_environment(spec.env)
+            if index == 0:
+                play(game, client, seed=index)
+            else:
+                play_own_loop(game, client, index)
+
+    solve(spec, experience, 0.6, run, tmp_path / "run")  # by chance 0
+
+
+def play_own_loop(game: Any, client: ActorClient, seed: int) -> None:
+    with GameActor(client, seed, budget_s=10.0) as actor:
+        while not actor.finished:
+            observation, info = game.reset(seed=seed)
+            seed, terminated = seed + 1, False
+            while not terminated:
+                mask = info["action_mask"]
+                action = actor.act(observation, mask=mask)
+                assert mask[action]
+                observation, reward, terminated, _, info = game.step(action)
+                actor.reward(reward)
+            actor.end_episode(observation)
+
+
+def solve(
+    spec: RLSpec, experience: ExperienceSpec, target: float, run: Callable[[int, str], None], folder: Path
+) -> None:
+    """Two actors reach the target, and none of their segments is dropped."""
+    with LocalLoop(spec, experience, folder, TOKEN, target_return=target) as loop:
+        threads = [threading.Thread(target=run, args=(index, loop.address), daemon=True) for index in range(2)]
+        for thread in threads:
+            thread.start()
+        assert loop.wait_until_solved(timeout_s=100) > 0
+        segments = loop.gateway.stats()["segments"]
+        assert segments["balanced"]
+        assert not segments["dropped"], segments
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()

@@ -1,0 +1,263 @@
+"""A stream from a real mosquitto: delivery, acknowledgement, kill -9, and what users see of faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from paho.mqtt import client as paho
+from paho.mqtt.enums import CallbackAPIVersion
+from paho.mqtt.packettypes import PacketTypes
+from paho.mqtt.properties import Properties
+
+from shoal.checkpoint import files
+from shoal.cluster.ports import find_free_port
+from shoal.errors import ConfigError, DataError
+from shoal.stream.batch_log import read_batches
+from shoal.stream.broker import PrivateBroker
+from shoal.stream.fleet import Fleet
+from shoal.stream.loop import StreamLoop
+from shoal.stream.mqtt_source import MqttSource, parse_address
+from shoal.stream.source import Message, StreamState, encode_payload
+from shoal.stream.spec import CommitSpec, MqttSpec
+from shoal.stream.trainer import OnlineTrainer
+from stream_case import SMALL, differing_tensors, relearn
+from waiting import wait_for
+
+TESTS = Path(__file__).parents[1]
+NUM_MESSAGES = 400
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateBroker]:
+    with PrivateBroker(tmp_path_factory.mktemp("broker")) as started:
+        yield started
+
+
+@pytest.fixture
+def spec(broker: PrivateBroker, request: pytest.FixtureRequest) -> MqttSpec:
+    """Topics and a session of the test's own."""
+    name = request.node.name.partition("[")[0]
+    return MqttSpec(broker=broker.address, topic=f"{name}/+", answers=f"{name}-answers", client_id=name)
+
+
+def publish(spec: MqttSpec, packets: list[tuple[str, bytes, int | None]]) -> None:
+    """Publish (sensor, payload, sequence) with QoS 1, and wait until the broker has them."""
+    client = paho.Client(CallbackAPIVersion.VERSION2, protocol=paho.MQTTv5)
+    client.connect(*parse_address(spec))
+    client.loop_start()
+    for sensor, payload, sequence in packets:
+        properties = Properties(PacketTypes.PUBLISH)
+        if sequence is not None:
+            properties.UserProperty = [("publisher", "p"), ("sequence", str(sequence))]
+        client.publish(spec.topic.replace("+", sensor), payload, 1, properties=properties).wait_for_publish(30)
+    client.disconnect()
+    client.loop_stop()
+
+
+def begin_session(spec: MqttSpec) -> None:
+    """From now on, the broker holds messages for it."""
+    source = MqttSource(spec, 1)
+    source.open(StreamState())
+    source.close()
+
+
+def make_packets(first: int, last: int) -> list[tuple[str, bytes, int | None]]:
+    return [(f"s{at % 3}", encode_payload((at / 7,), float(at)), at) for at in range(first, last + 1)]
+
+
+def poll(source: MqttSource, count: int) -> list[Message]:
+    """The next `count` messages."""
+    found: list[Message] = []
+    wait_for(lambda: found.extend(source.poll(count - len(found), 0.1).messages) or len(found) == count, 30)
+    return found
+
+
+def test_what_is_not_committed_comes_again_in_order_to_the_next_process(spec: MqttSpec) -> None:
+    first = MqttSource(spec, 1)
+    first.open(StreamState())
+    publish(spec, make_packets(1, 9))
+    messages = poll(first, 9)
+    assert messages == [Message(f"s{at % 3}", (at / 7,), float(at), "p", at) for at in range(1, 10)]
+    first.commit(StreamState(num_delivered=4))
+    first.close()
+    publish(spec, make_packets(10, 11))  # to the session of a process that is away
+    second = MqttSource(spec, 1)
+    second.open(StreamState())
+    assert [message.sequence for message in poll(second, 7)] == [5, 6, 7, 8, 9, 10, 11]
+    second.commit(StreamState(num_delivered=7))
+    second.close()
+    third = MqttSource(spec, 1)
+    third.open(StreamState())
+    publish(spec, make_packets(12, 12))
+    assert [message.sequence for message in poll(third, 1)] == [12]
+    third.close()
+    third.close()
+
+
+def test_an_example_is_not_consumed(spec: MqttSpec) -> None:
+    source = MqttSource(spec, 1)
+    source.open(StreamState())
+    found: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    asking = threading.Thread(target=lambda: found.put(MqttSource(spec, 1).example()))
+    asking.start()
+    sequence = 0
+    while found.empty() and sequence < 1000:
+        sequence += 1
+        publish(spec, make_packets(sequence, sequence))
+    asking.join()
+    assert isinstance(found.get(), Message)
+    assert [message.sequence for message in poll(source, sequence)] == list(range(1, sequence + 1))
+    source.close()
+
+
+def test_the_broker_sends_no_more_than_the_window_before_an_acknowledgement(spec: MqttSpec) -> None:
+    """A slow consumer holds messages back in the broker."""
+    source = MqttSource(spec.model_copy(update={"receive_maximum": 5}), 1)
+    source.open(StreamState())
+    publish(spec, make_packets(1, 30))
+    assert [message.sequence for message in poll(source, 5)] == [1, 2, 3, 4, 5]
+    assert source.poll(100, 0.3).messages == []
+    source.commit(StreamState(num_delivered=3))
+    assert [message.sequence for message in poll(source, 3)] == [6, 7, 8]
+    source.close()
+
+
+def test_a_broker_that_is_down_is_named_with_host_and_port() -> None:
+    port = find_free_port()
+    for call in ("open", "example"):
+        source = MqttSource(MqttSpec(broker=f"127.0.0.1:{port}", client_id="x"), 1)
+        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}.*refused.*host 127\.0\.0\.1, port {port}"):
+            source.open(StreamState()) if call == "open" else source.example()
+    with pytest.raises(ConfigError, match="HOST:PORT"):
+        MqttSource(MqttSpec(broker="there:x"), 1)
+
+
+def test_a_topic_without_messages_is_named(spec: MqttSpec) -> None:
+    source = MqttSource(spec.model_copy(update={"connect_timeout_s": 0.3}), 1)
+    with pytest.raises(DataError, match="no message came"):
+        source.example()
+
+
+def run_loop(
+    spec: MqttSpec, folder: Path, stop: Callable[[StreamLoop], bool]
+) -> tuple[StreamLoop, list[tuple[str, dict[str, Any]]]]:
+    events: list[tuple[str, dict[str, Any]]] = []
+    source = MqttSource(spec, 1, lambda kind, **details: events.append((kind, details)))
+    loop = StreamLoop(
+        OnlineTrainer(SMALL),
+        source,
+        folder,
+        CommitSpec(messages=20, interval_s=0.1, keep_log=True),
+        source.publish,
+        lambda kind, **details: events.append((kind, details)),
+    )
+    loop.run(lambda: stop(loop))
+    return loop, events
+
+
+def test_malformed_payloads_and_clock_jumps_are_counted_and_answers_come_back(spec: MqttSpec, tmp_path: Path) -> None:
+    begin_session(spec)
+    packets = make_packets(1, 12)
+    packets.insert(3, ("s1", b"hot", None))
+    packets.insert(5, ("s1", b'{"value": null}', 99))
+    packets[8] = (packets[8][0], encode_payload((1.0,), -100.0), packets[8][2])
+    answers: queue.SimpleQueue[paho.MQTTMessage] = queue.SimpleQueue()
+    client = paho.Client(CallbackAPIVersion.VERSION2, protocol=paho.MQTTv5)
+    client.on_message = lambda client, data, packet: answers.put(packet)
+    client.connect(*parse_address(spec))
+    client.subscribe(f"{spec.answers}/+")
+    client.loop_start()
+    publish(spec, packets)
+    loop, events = run_loop(spec, tmp_path, lambda loop: loop.trainer.totals.num_messages >= 12)
+    assert (loop.num_malformed, loop.trainer.totals.num_clock_jumps) == (2, 1)
+    malformed = [details for kind, details in events if kind == "malformed"]
+    assert [(each["origin"].rpartition("/")[2], each["text"]) for each in malformed] == [("s1", "hot")]
+    received = [json.loads(answers.get(timeout=30).payload) for _ in range(12)]
+    client.disconnect()
+    client.loop_stop()
+    assert [each["sequence"] for each in received] == list(range(1, 13))
+    again = MqttSource(spec, 1)  # all was acknowledged, the malformed ones too
+    again.open(StreamState())
+    assert again.poll(1, 0.3).messages == []
+    again.close()
+
+
+def test_a_broker_that_goes_and_comes_back_costs_no_message(spec: MqttSpec, tmp_path: Path) -> None:
+    folder, port = tmp_path / "broker", find_free_port()
+    broker = PrivateBroker(folder, port)
+    own = spec.model_copy(update={"broker": broker.address})
+    restarted: list[PrivateBroker] = []
+
+    def stop(loop: StreamLoop) -> bool:
+        if not restarted and loop.trainer.totals.num_messages >= 10:
+            broker.close()
+            restarted.append(PrivateBroker(folder, port))
+            publish(own, make_packets(11, 20))
+        return loop.trainer.totals.num_messages >= 20
+
+    begin_session(own)
+    publish(own, make_packets(1, 10))
+    try:
+        loop, events = run_loop(own, tmp_path / "run", stop)
+    finally:
+        for each in (broker, *restarted):
+            each.close()
+    learnt = [message.sequence for batch in read_batches(tmp_path / "run" / "log") for message in batch.messages]
+    assert learnt == list(range(1, 21))
+    kinds = [kind for kind, _ in events]
+    assert kinds.count("broker_lost") == kinds.count("broker_back") == 1
+    assert dict(events)["broker_back"] == {"has_session": True}
+    assert differing_tensors(loop.trainer.state_dict(), relearn(tmp_path / "run").state_dict()) == []
+
+
+def test_killed_at_any_moment_it_ends_in_the_same_weights(spec: MqttSpec, tmp_path: Path) -> None:
+    """SIGKILL, at moments drawn by a seed, of a process that learns from a real broker."""
+    begin_session(spec)
+    fleet, chance = Fleet(spec, num_sensors=20), random.Random(0)
+    for number in range(NUM_MESSAGES):
+        fleet.publish(number)
+    command = [
+        sys.executable,
+        str(TESTS / "stream_program.py"),
+        spec.broker,
+        spec.client_id,
+        str(tmp_path),
+        str(NUM_MESSAGES),
+    ]
+    kills = sorted(chance.sample(range(3, NUM_MESSAGES // 10), 4))
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdin is not None
+        assert program.stdout is not None
+        endings = []
+        for moment in [*kills, None]:
+            program.stdin.write("\n")
+            program.stdin.flush()
+            child = int(program.stdout.readline())
+            if moment is not None:
+                wait_for(lambda moment=moment: count_batches(tmp_path) >= moment, what=f"batch {moment}")
+                os.kill(child, signal.SIGKILL)
+            endings.append(int(program.stdout.readline()))
+        program.stdin.close()
+    fleet.close()
+    assert endings == [-signal.SIGKILL] * len(kills) + [0]
+    learnt = Counter(message.sequence for batch in read_batches(tmp_path / "log") for message in batch.messages)
+    assert learnt == Counter(range(1, NUM_MESSAGES + 1))
+    stored = files.load_latest(tmp_path / "checkpoints")
+    assert stored is not None
+    assert differing_tensors(stored.state["trainer"], relearn(tmp_path).state_dict()) == []
+
+
+def count_batches(folder: Path) -> int:
+    return sum(1 for _ in read_batches(folder / "log")) if (folder / "log").exists() else 0
