@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rl_setting import EXPERIENCE
 from shoal.errors import (
     ClusterError,
     ConnectionLost,
@@ -79,10 +80,12 @@ def test_episodes_are_played_in_pieces_of_what_the_endpoint_takes_at_once(monkey
     num_rows: list[int] = []
 
     class Connection:
-        def __init__(self, url: str, model: str, token: str) -> None:
-            pass
+        def __init__(self, url: str, model: str, token: str, *, state_size: int) -> None:
+            assert state_size == 0
 
-        def insist(self, observations: np.ndarray, patience_s: float = 60.0) -> ActionAnswer:
+        def insist(
+            self, observations: np.ndarray, patience_s: float = 60.0, masks: np.ndarray | None = None
+        ) -> ActionAnswer:
             num_rows.append(len(observations))
             return ActionAnswer({"action": np.zeros(len(observations), np.int64)}, SNAPSHOT.version)
 
@@ -92,7 +95,11 @@ def test_episodes_are_played_in_pieces_of_what_the_endpoint_takes_at_once(monkey
     monkeypatch.setattr(actor_learner, "InferenceConnection", Connection)
     spec = ActorLearnerSpec(env="CartPole-v1", eval_episodes=5).override(["endpoint.model.max_batch_size=2"])
     flow: Any = SimpleNamespace(
-        spec=spec, token="", _endpoint=SimpleNamespace(url="http://h"), _first_observation=np.zeros(4, np.float32)
+        spec=spec,
+        token="",
+        experience=EXPERIENCE,
+        _endpoint=SimpleNamespace(url="http://h"),
+        _first_observation=np.zeros(4, np.float32),
     )
     assert len(actor_learner._ActorLearnerRun._play(flow, SNAPSHOT, evaluate).returns) == 5
     assert (
@@ -134,7 +141,7 @@ def sent_nothing_valid(monkeypatch: pytest.MonkeyPatch, record: Callable[..., No
         "segments": {"received": 7682, "consumed": 0, "queued": 0, "dropped": {"non_finite": 7682}},
     }  # fmt: skip
     flow: Any = object.__new__(actor_learner._ActorLearnerRun)
-    flow.spec = SimpleNamespace(env="CartPole-v1", max_wall_s=0.0, target_return=475.0)
+    flow.spec = ActorLearnerSpec(max_wall_s=1e-9)
     flow.recorder = SimpleNamespace(id="one", log=record, log_group=record, record_event=record, record_endpoint=record)
     flow._workers = SimpleNamespace(stats=lambda: (stats, {}), take_events=list, take_published=list)
     flow._endpoint = SimpleNamespace(stats=list)
@@ -142,7 +149,7 @@ def sent_nothing_valid(monkeypatch: pytest.MonkeyPatch, record: Callable[..., No
     flow._gateway_stats, flow._learner_stats = {}, {}
     flow._learning_since, flow._printed_at, flow._tried_at, flow._solved = None, 0.0, 0, False
     flow._metrics, flow._history_sampler = ActorLearnerMetrics(), HistorySampler(0.0)
-    flow._server_key = ""
+    flow._server_key, flow._replica_pids = "", set()
     return flow
 
 

@@ -86,7 +86,7 @@ class FakeServe:
 @contextmanager
 def faked(serve: FakeServe, actors: tuple[str, ...] = ()) -> Iterator[None]:
     """`shoal.serve.on_ray.deployment` on a cluster with these named actors, on which one driver lives."""
-    from shoal.serve.on_ray import deployment, ownership, removal
+    from shoal.serve.on_ray import deployment, ownership, removal, shared_cluster
 
     class Controller:
         def __init__(self, setting: ControllerConfig) -> None:
@@ -99,8 +99,10 @@ def faked(serve: FakeServe, actors: tuple[str, ...] = ()) -> Iterator[None]:
             serve.done.append("end")
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (deployment, removal):
+        for module in (deployment, removal, shared_cluster):
             patch.setattr(module, "serve", serve)
+        patch.setattr(shared_cluster, "get_driver_id", lambda: LIVING)
+        patch.setattr(shared_cluster, "is_serve_running", serve.has_serve)
         patch.setattr(deployment, "RayControllerClient", Controller)
         patch.setattr(deployment, "build_application", lambda *arguments: None)
         patch.setattr(deployment, "get_driver_id", lambda: LIVING)
@@ -220,14 +222,16 @@ def test_an_endpoint_that_another_driver_makes_meanwhile_stays() -> None:
     assert serve.done == []
 
 
-def test_who_would_need_an_endpoint_is_refused_before_anything_starts() -> None:
-    from shoal.serve.on_ray.ownership import require_no_endpoint
+def test_a_name_that_is_taken_is_refused_before_anything_starts() -> None:
+    from shoal.serve.on_ray.ownership import require_free_name
 
-    refusal = pytest.raises(ClusterError, match=r"Serve runs on this cluster \(old\): close that endpoint first")
+    refusal = pytest.raises(ClusterError, match="this cluster has an endpoint 'old', and each has a name of its own")
     with faked(FakeServe(), (f"endpoint-old-0a1b2c3d@{LIVING}",)), refusal:
-        require_no_endpoint()
+        require_free_name("old")
+    with faked(FakeServe(), (f"endpoint-old-0a1b2c3d@{LIVING}",)):
+        require_free_name("new")
     with faked(FakeServe(), (f"endpoint-old-0a1b2c3d@{GONE}", "weights-of-a-run")):
-        require_no_endpoint()  # it makes room
+        require_free_name("old")  # it makes room
 
 
 def test_a_controller_whose_endpoint_never_came_to_be_is_ended() -> None:
@@ -429,3 +433,42 @@ def test_grpc_is_refused_where_uvicorn_has_no_way_for_it(is_installed: bool, mon
         return
     with pytest.raises(ConfigError, match="gRPC needs a class of uvicorn's"):
         deployment.install_fast_path(with_grpc, entrance)
+
+
+SHARED_DRIVER = """
+import sys, ray
+ray.init(namespace="shoal", log_to_driver=False)
+from shoal.serve.spec.endpoint import EndpointSpec
+from shoal.serve.on_ray.deployment import deploy
+from shoal.serve.spec.model_source import model_from_ref
+endpoint = deploy(EndpointSpec(name=sys.argv[1], num_cpus=0.1), [model_from_ref("shared@1")], is_shared=True)
+print(endpoint.url, flush=True)
+sys.stdin.read()
+endpoint.close()
+print("closed", flush=True)
+"""
+
+
+@pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Serve's own specs
+def test_endpoints_of_several_drivers_share_a_cluster_until_the_last_one_ends(cluster: EmbeddedCluster) -> None:
+    from shoal.serve.on_ray.ownership import is_serve_running
+
+    weights = WeightSnapshot.of(1, {"weight": np.ones((1, 1), np.float32), "bias": np.zeros(1, np.float32)})
+    linear = ModelFactory(factory="torch.nn:Linear", kwargs={"in_features": 1, "out_features": 1})
+    Registry().register("shared", weights, model=linear, signature=SIGNATURE)
+    programs = [Program([sys.executable, "-c", SHARED_DRIVER, name], stdin=subprocess.PIPE) for name in ("one", "two")]
+    with programs[0] as one, programs[1] as two:  # both at once
+        urls = [each.wait_for_line("^http://.*")[0] for each in (one, two)]
+        assert sum(url.count("/") == 2 for url in urls) == 1  # one has the root, whichever was first
+        for url in urls:
+            with Client(url) as client:
+                assert client.infer("shared", np.array([[3.0]], np.float32))["x"].tolist() == [[3.0]]
+                assert client.status().models[0].name == "shared"
+        for leaving, staying, url in ((one, two, urls[1]), (two, None, "")):
+            assert leaving.process.stdin is not None
+            leaving.process.stdin.close()
+            leaving.wait_for_line("closed")
+            assert is_serve_running() == (staying is not None)
+            if staying is not None:
+                with Client(url) as client:
+                    assert client.infer("shared", np.array([[4.0]], np.float32))["x"].tolist() == [[4.0]]

@@ -18,7 +18,9 @@ COMMANDS = {
     "status": ("cluster", "Show what is running: the cluster, its jobs, gateways and endpoints."),
     "doctor": ("doctor", "Check this machine and show the remedy for each problem."),
     "run": ("run", "Run a job, with a live display."),
+    "sweep": ("launch.sweep", "Search for a task's best hyper-parameters: many trials, with a live table."),
     "inspect": ("inspect", "Predict what a task costs; after a run, compare with the measurements."),
+    "plan": ("inspect", "Rank the ways of training a task in parallel on given hardware, and say why."),
     "find": ("find", "Find a learning rate, or the largest batch that fits, for a task."),
     "ablate": ("ablate", "Measure what each part of a task adds in accuracy, time and memory."),
     "actor": ("actor", "Play an environment and send the experience to a gateway."),
@@ -27,6 +29,7 @@ COMMANDS = {
     "compare": ("compare", "Put runs side by side, in a table and a picture."),
     "models": ("models", "List, show, add, promote and roll back registered models."),
     "serve": ("serve", "Serve models: deploy, show, roll out, roll back, delete."),
+    "release": ("runs", "Release an actor of a run from quarantine."),
     "predict": ("predict", "Send requests to a model of an endpoint."),
     "batch-predict": ("batch_predict", "Predict every row of a file or folder with a registered model."),
 }

@@ -11,27 +11,22 @@ record; the gateway, the learner and the replicas do the work.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import zmq
 from pydantic import SecretStr
 
 import shoal.runs
 from shoal.actor.connection import format_actor_command
-from shoal.cluster.capacity import require_cpus
+from shoal.cluster.capacity import require_cpus, require_gpus
 from shoal.cluster.job_main import expected_run_id
 from shoal.errors import ClusterError, ConnectionLost, InferenceError, RecordUnwritable, RunError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.policy_evaluation import (
-    UPDATES_BETWEEN_TRIALS,
     Evaluation,
     InferenceConnection,
     PolicyConnection,
@@ -40,18 +35,19 @@ from shoal.flows.policy_evaluation import (
     is_sure,
     wait_for_version,
 )
-from shoal.flows.rl_metrics import ActorLearnerMetrics, HistorySampler, select_lags
-from shoal.flows.rl_policy import check, describe_policy_model
+from shoal.flows.rl_metrics import ActorLearnerMetrics, HistorySampler, select_lags, select_win_rates
+from shoal.flows.rl_policy import check, describe_policy_model, register_policy
 from shoal.flows.serving import list_addresses, record_changes
 from shoal.home import load_access_token
-from shoal.registry import ModelVersion, Registry
+from shoal.rl.gateway.zmq_listener import load_curve_keys
 from shoal.rl.ray_workers import ActorLearnerWorkers, RunSetting
 from shoal.runs import RunRecorder
 from shoal.runs.formatting import format_number
-from shoal.serve.on_ray.ownership import require_no_endpoint
+from shoal.serve.on_ray.ownership import require_free_name
 from shoal.serve.spec.model_source import EndpointModel, LiveModel
 from shoal.weights import WeightSnapshot
 from shoal.wire import ExperienceSpec
+from shoal.wire.action_masks import find_choices
 
 if TYPE_CHECKING:
     from shoal.serve.on_ray.deployment import DeployedEndpoint
@@ -104,12 +100,13 @@ class _ActorLearnerRun:
         self._gateway_stats: dict[str, Any] = {}
         self._learner_stats: dict[str, Any] = {}
         self._pids: dict[str, int] = {}
+        self._replica_pids: set[int] = set()  # of the other learners
         self._metrics, self._history_sampler = ActorLearnerMetrics(), HistorySampler(time.monotonic())
         self._printed_at = 0.0
         self._learning_since: float | None = None  # by time.monotonic(), in this incarnation of the run
         self._solved, self._num_requests = False, 0.0
         self._candidate: WeightSnapshot | None = None  # the version that passed its trial
-        self._tried_at = -UPDATES_BETWEEN_TRIALS  # the learner's updates at the last trial
+        self._tried_at = -spec.algorithm.updates_between_trials  # the learner's updates at the last trial
         self._server_key, self._checkpoint_failure = "", ""
         self._addresses: dict[str, tuple[str, str]] = {}  # name -> kind, address
 
@@ -120,16 +117,22 @@ class _ActorLearnerRun:
         spec, recorder = self.spec, self.recorder
         keys = load_curve_keys(recorder.folder) if spec.gateway.curve else None
         setting = RunSetting(recorder.id, recorder.folder, self.token, spec.target_return, keys)
-        require_no_endpoint()
-        num_cpus = spec.learner.num_cpus + spec.endpoint.num_replicas * spec.endpoint.num_cpus
+        require_free_name(spec.model_name)
+        num_cpus = spec.learner.replicas * spec.learner.num_cpus + spec.endpoint.num_replicas * spec.endpoint.num_cpus
         require_cpus(num_cpus, "learner.num_cpus, endpoint.num_cpus or endpoint.num_replicas")
+        if spec.learner.device == "cuda":
+            require_gpus(spec.learner.num_gpus, spec.learner.replicas, "learner.num_gpus or learner.replicas")
         self._workers = ActorLearnerWorkers(spec, self.experience, setting)
         closing.callback(self._workers.close)
         endpoint_spec = spec.endpoint.model_copy(update={"name": spec.model_name, "token": SecretStr(self.token)})
-        policy = LiveModel(*describe_policy_model(spec, self.experience), self._workers.make_weight_source())
+        policy = LiveModel(
+            *describe_policy_model(spec, self.experience),
+            self._workers.make_weight_source(),
+            self._workers.make_episode_service() if spec.learn_from_endpoint else None,
+        )
         from shoal.serve.on_ray.deployment import deploy  # Serve takes a second to load: not for `--check`
 
-        self._endpoint = deploy(endpoint_spec, [EndpointModel(spec.model_name, policy)])
+        self._endpoint = deploy(endpoint_spec, [EndpointModel(spec.model_name, policy)], is_shared=True)
         closing.callback(self._endpoint.close)
         for name, (kind, address) in list_addresses(self._endpoint).items():
             self._record_endpoint(name, kind, address)
@@ -208,7 +211,7 @@ class _ActorLearnerRun:
                 f" {stats['solved_s']:.1f} s after the first segment, {stats['solved_steps']:,} environment steps",
                 flush=True,
             )
-        if int(self._learner_stats.get("updates", 0)) < self._tried_at + UPDATES_BETWEEN_TRIALS:
+        if int(self._learner_stats.get("updates", 0)) < self._tried_at + self.spec.algorithm.updates_between_trials:
             return False
         return float(stats["mean_return"]) >= self.spec.target_return
 
@@ -259,6 +262,7 @@ class _ActorLearnerRun:
                 self._pids[name] = stats["pid"]
                 damaged = stats.get("damaged_checkpoints", [])
                 self._note(f"{name}_restarted", pid=stats["pid"], damaged_checkpoints=damaged)
+        self._note_replicas()
         failure = self._learner_stats.get("checkpoint_failure", "")
         if failure and failure != self._checkpoint_failure:
             self._note("checkpoint_failed", step=self._learner_stats["steps"], error=failure)
@@ -276,7 +280,19 @@ class _ActorLearnerRun:
             with suppress(RecordUnwritable):
                 self.recorder.log(step, metrics, in_history=in_history)
                 self.recorder.log_group(step, "actor_lag", select_lags(self._gateway_stats))
+                self.recorder.log_group(step, "win_rate", select_win_rates(self._gateway_stats))
         self._print_progress()
+
+    def _note_replicas(self) -> None:
+        """Record which of the other learners have joined, and which are gone."""
+        pids = set(self._learner_stats.get("replica_pids", []))
+        for kind, changed in (
+            ("replica_lost", self._replica_pids - pids),
+            ("replica_joined", pids - self._replica_pids),
+        ):
+            for pid in sorted(changed):
+                self._note(kind, pid=pid)
+        self._replica_pids = pids
 
     def _note(self, kind: str, **details: Any) -> None:
         """Record an event. The recorder retries failed writes later, so the run goes on."""
@@ -318,7 +334,8 @@ class _ActorLearnerRun:
     def finish(self) -> None:
         """Register the weights that passed their trial, and evaluate them through the endpoint."""
         assert self._candidate is not None
-        model = self._register(self._candidate)
+        model = register_policy(self.spec, self.experience, self._candidate, self.recorder.id, self._gateway_stats)
+        self.recorder.record_model(model.name, model.version, model.aliases)
         evaluation = self._play(self._candidate, evaluate)
         self.recorder.log(
             int(self._gateway_stats["steps"]) + 1,
@@ -364,44 +381,17 @@ class _ActorLearnerRun:
         for name, (kind, address) in self._addresses.items():
             self.recorder.record_endpoint(name, kind, address, "closed")
 
-    def _register(self, snapshot: WeightSnapshot) -> ModelVersion:
-        factory, signature = describe_policy_model(self.spec, self.experience)
-        model = Registry().register(
-            self.spec.model_name,
-            snapshot,
-            model=factory,
-            signature=signature,
-            run_id=self.recorder.id,
-            metrics={
-                "mean_return_100": float(self._gateway_stats["mean_return"]),
-                "steps": float(self._gateway_stats["steps"]),
-            },
-            aliases=self.spec.aliases,
-        )
-        self.recorder.record_model(model.name, model.version, model.aliases)
-        return model
-
     def _play(
         self, snapshot: WeightSnapshot, play: Callable[[Sequence[PolicyConnection], ActorLearnerSpec], Evaluation]
     ) -> Evaluation:
         """The result of `play`, through the endpoint, which must serve `snapshot` by then."""
         assert self._endpoint is not None
-        url, name = self._endpoint.url, self.spec.model_name
+        url, name, size = self._endpoint.url, self.spec.model_name, self.spec.state_size
         with ExitStack() as opened:
-            connections = [InferenceConnection(url, name, self.token) for _ in range(NUM_CONNECTIONS)]
+            connections = [InferenceConnection(url, name, self.token, state_size=size) for _ in range(NUM_CONNECTIONS)]
             for each in connections:
                 opened.callback(each.close)
-            wait_for_version(connections[0], self._first_observation, snapshot.version)
+            choices = find_choices(self.experience)
+            mask = np.ones(sum(choices), np.bool_) if choices else None
+            wait_for_version(connections[0], self._first_observation, snapshot.version, mask=mask)
             return play(connections, self.spec)
-
-
-def load_curve_keys(folder: Path) -> tuple[bytes, bytes]:
-    """The run's CURVE key pair (public, secret), created once and stored privately in its folder."""
-    path = folder / "curve.json"
-    if not path.exists():
-        public, secret = zmq.curve_keypair()
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            json.dump({"public": public.decode(), "secret": secret.decode()}, file)
-    pair: Mapping[str, str] = json.loads(path.read_text())
-    return pair["public"].encode(), pair["secret"].encode()

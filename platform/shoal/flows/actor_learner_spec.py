@@ -6,6 +6,7 @@ Used by the files of `jobs/` and `serve_apps/`, by `actor_learner` and by its wo
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
@@ -20,6 +21,7 @@ NAMED_BY_ENV = "named-by-env"
 OLDER_FIELDS = {
     f"impala.{name}": f"algorithm.{name}" for name in find_config_type("impala").model_fields if name != "name"
 }
+_IS_JOB = re.compile(r"\bActorLearnerSpec\b")
 TRIAL_FACTOR = 6  # measured on CartPole: docs/log.md
 
 
@@ -53,3 +55,8 @@ class ActorLearnerSpec(RLSpec):
             return self.endpoint.name.lower()
         name = re.sub(r"-v\d+$", "", self.env.rpartition(":")[2].rpartition("/")[2]).lower()
         return re.sub(r"[^a-z0-9._-]+", "-", name).strip("-._") or "policy"
+
+
+def is_loop_job(path: Path) -> bool:
+    """Whether a file is a job of the loop, whose `spec()` gives an ActorLearnerSpec. Runs nothing of it."""
+    return path.is_file() and bool(_IS_JOB.search(path.read_text(errors="replace")))

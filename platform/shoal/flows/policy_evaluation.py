@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 import numpy as np
 
-from shoal.actor.environment import make_environment, translate_environment_errors
+from shoal.actor.agent_streams import is_parallel
+from shoal.actor.environment import open_environment, translate_environment_errors
 from shoal.errors import ConnectionLost, InferenceError, RunError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
+from shoal.wire.action_masks import INFO_KEY
 
 PATIENCE_S = 60.0  # with an unavailable endpoint: a dead replica restarts within it
 TRIAL_SEED, EVALUATION_SEED = 20_000, 10_000  # the trial selects, so the evaluation must have other episodes
-UPDATES_BETWEEN_TRIALS = 50
 MAX_MISS_PROBABILITY = 1e-3  # that an evaluation misses the target after a passed trial
 MIN_EPISODES = 20  # for a mean: with fewer, luck decides in many environments
 HEADER_LENGTH = "Inference-Header-Content-Length"
@@ -42,35 +44,62 @@ class ActionAnswer(NamedTuple):
 class PolicyConnection(Protocol):
     """A connection for playing episodes."""
 
-    def insist(self, observations: np.ndarray, patience_s: float = PATIENCE_S) -> ActionAnswer:
-        """The answer to `observations` [B, *obs]."""
+    def insist(
+        self,
+        observations: np.ndarray,
+        patience_s: float = PATIENCE_S,
+        states: np.ndarray | None = None,
+        masks: np.ndarray | None = None,
+    ) -> ActionAnswer:
+        """The answer to `observations` [B, *obs]; of a recurrent policy to their `states` [B, S], too: None, at the
+        beginning of the episodes, is zero. It then has the `next_state`s. Of a policy with action masks to `masks` bool
+        [B, K], too."""
         ...
 
 
 class InferenceConnection:
-    """One kept-alive connection to one model of an endpoint. Not for use by several threads."""
+    """One kept-alive connection to one model of an endpoint. Not for use by several threads.
 
-    def __init__(self, url: str, model: str, token: str, timeout_s: float = 10.0) -> None:
+    state_size: numbers in the state of a recurrent policy; 0 of others
+    """
+
+    def __init__(self, url: str, model: str, token: str, timeout_s: float = 10.0, state_size: int = 0) -> None:
         parts = urlsplit(url)
         self._connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
-        self._path = f"/v2/models/{model}/infer"
-        self._token = token
+        self._path = f"{parts.path}/v2/models/{model}/infer"
+        self._token, self._state_size = token, state_size
 
-    def infer(self, observations: np.ndarray) -> ActionAnswer:
+    def infer(
+        self, observations: np.ndarray, states: np.ndarray | None = None, masks: np.ndarray | None = None
+    ) -> ActionAnswer:
         """Request actions for `observations` [B, *obs], as bytes, which take the endpoint and this client half the time
         of JSON. Raises InferenceError with the endpoint's message, or ConnectionLost.
 
         Retrying is safe: a request changes nothing. See `insist`.
         """
-        rows = np.ascontiguousarray(observations, "<f4")
-        tensor: dict[str, Any] = {"name": "observation", "datatype": "FP32", "shape": list(rows.shape)}
-        tensor["parameters"] = {"binary_data_size": rows.nbytes}
-        action = {"name": "action", "parameters": {"binary_data": True}}
-        head = json.dumps({"inputs": [tensor], "outputs": [action]}).encode()
+        inputs = {"observation": np.ascontiguousarray(observations, "<f4")}
+        if self._state_size:
+            zeros = np.zeros((len(observations), self._state_size))
+            inputs["state"] = np.ascontiguousarray(zeros if states is None else states, "<f4")
+        if masks is not None:
+            inputs[INFO_KEY] = np.ascontiguousarray(masks, np.bool_)
+        described = [
+            {
+                "name": name,
+                "datatype": "BOOL" if name == INFO_KEY else "FP32",
+                "shape": rows.shape,
+                "parameters": {"binary_data_size": rows.nbytes},
+            }
+            for name, rows in inputs.items()
+        ]
+        names = ["action", "next_state"] if self._state_size else ["action"]
+        outputs = [{"name": name, "parameters": {"binary_data": True}} for name in names]
+        head = json.dumps({"inputs": described, "outputs": outputs}).encode()
+        payload = head + b"".join(rows.tobytes() for rows in inputs.values())
         headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/octet-stream"}
         headers[HEADER_LENGTH] = str(len(head))
         try:
-            self._connection.request("POST", self._path, head + rows.tobytes(), headers)
+            self._connection.request("POST", self._path, payload, headers)
             response = self._connection.getresponse()
             answer = response.read()
             size = int(response.getheader(HEADER_LENGTH, len(answer)))
@@ -80,15 +109,25 @@ class InferenceConnection:
             raise ConnectionLost(f"the endpoint did not answer: {error}") from error
         if response.status != 200:
             raise InferenceError(response.status, str(body.get("error", body)))
-        actions = np.frombuffer(answer, "<i8", offset=size).reshape(body["outputs"][0]["shape"])
-        return ActionAnswer({"action": actions}, int(body["model_version"]))
+        arrays, offset = {}, size
+        for output in body["outputs"]:
+            dtype, count = {"INT64": "<i8", "FP32": "<f4"}[output["datatype"]], math.prod(output["shape"])
+            arrays[output["name"]] = np.frombuffer(answer, dtype, count, offset).reshape(output["shape"])
+            offset += arrays[output["name"]].nbytes
+        return ActionAnswer(arrays, int(body["model_version"]))
 
-    def insist(self, observations: np.ndarray, patience_s: float = PATIENCE_S) -> ActionAnswer:
+    def insist(
+        self,
+        observations: np.ndarray,
+        patience_s: float = PATIENCE_S,
+        states: np.ndarray | None = None,
+        masks: np.ndarray | None = None,
+    ) -> ActionAnswer:
         """`infer`, retried while the endpoint is unavailable or answers 503: a replica may be restarting."""
         deadline = time.monotonic() + patience_s
         while True:
             try:
-                return self.infer(observations)
+                return self.infer(observations, states, masks)
             except (InferenceError, ConnectionLost) as error:
                 if time.monotonic() > deadline or (isinstance(error, InferenceError) and error.status != 503):
                     raise
@@ -120,13 +159,19 @@ class Evaluation(NamedTuple):
 
 
 def wait_for_version(
-    connection: PolicyConnection, observation: np.ndarray, version: int, timeout_s: float = PATIENCE_S
+    connection: PolicyConnection,
+    observation: np.ndarray,
+    version: int,
+    timeout_s: float = PATIENCE_S,
+    mask: np.ndarray | None = None,
 ) -> None:
-    """Return when `version` or a newer one answers. Raises ConnectionLost after `timeout_s`."""
+    """Return when `version` or a newer one answers to an observation, and to its action mask, if the policy has masks.
+    Raises ConnectionLost after `timeout_s`."""
+    masks = {} if mask is None else {"masks": mask[None]}
     deadline = time.monotonic() + timeout_s
     seen = 0
     while time.monotonic() < deadline:
-        seen = connection.insist(np.asarray(observation, np.float32)[None], timeout_s).version
+        seen = connection.insist(np.asarray(observation, np.float32)[None], timeout_s, **masks).version
         if seen >= version:
             return
         time.sleep(0.02)
@@ -174,29 +219,90 @@ def _max_rows(spec: ActorLearnerSpec) -> int:
     return spec.endpoint.options(spec.model_name).max_batch_size
 
 
+class _Episode:
+    """One episode; several agents have the same policy. `observations` are those of the agents that act next."""
+
+    def __init__(self, environment: Any, seed: int) -> None:
+        self._environment, self._is_parallel = environment, is_parallel(environment)
+        observations, infos = environment.reset(seed=seed)
+        self._observations: Mapping[Any, Any] = observations if self._is_parallel else {None: observations}
+        self._infos: Mapping[Any, Mapping[str, Any]] = infos if self._is_parallel else {None: infos}
+        self._returns = dict.fromkeys(self._observations, 0.0)
+        self._states: dict[Any, np.ndarray] = {}  # of a recurrent policy, by agent, after its first answer
+
+    @property
+    def observations(self) -> list[Any]:
+        return list(self._observations.values())
+
+    @property
+    def masks(self) -> list[Any]:
+        """The action masks of the agents that act next; None of one without."""
+        return [self._infos.get(agent, {}).get(INFO_KEY) for agent in self._observations]
+
+    @property
+    def mean_return(self) -> float:
+        """Of its agents."""
+        return sum(self._returns.values()) / len(self._returns)
+
+    def get_states(self, first: np.ndarray) -> list[np.ndarray]:
+        """Of the agents that act next; `first` is that of an episode's beginning."""
+        return [self._states.get(agent, first) for agent in self._observations]
+
+    def step(self, actions: Sequence[Any], states: Sequence[np.ndarray] | np.ndarray = ()) -> None:
+        """`states`: those after the actions, of a recurrent policy."""
+        self._states.update(zip(self._observations, states, strict=False))
+        if not self._is_parallel:
+            observation, reward, terminated, truncated, info = self._environment.step(actions[0])
+            self._infos = {None: info}
+            self._observations = {} if terminated or truncated else {None: observation}
+            self._returns[None] += float(reward)
+            return
+        chosen = dict(zip(self._observations, actions, strict=True))
+        observations, rewards, terminations, truncations, self._infos = self._environment.step(chosen)
+        for agent, reward in rewards.items():
+            self._returns[agent] = self._returns.get(agent, 0.0) + float(reward)
+        ended = {agent for each in (terminations, truncations) for agent, is_over in each.items() if is_over}
+        self._observations = {agent: each for agent, each in observations.items() if agent not in ended}
+
+
 class _Group:
-    """Episodes that share requests: each request has one observation of every unfinished episode. The caller's thread
+    """Episodes that share requests: each request has the observations of every unfinished episode. The caller's thread
     steps the environments; it steps another group while a request is in flight."""
 
     def __init__(self, env: str, environments: Sequence[Any], seed: int) -> None:
-        self._env, self._environments = env, environments
+        self._env = env
         with translate_environment_errors(env):
-            self._observations = [each.reset(seed=seed + index)[0] for index, each in enumerate(environments)]
-        self.returns = [0.0] * len(environments)
-        self.playing = list(range(len(environments)))
+            self._episodes = [_Episode(each, seed + index) for index, each in enumerate(environments)]
+        self.playing = list(self._episodes)
+        self._state_size: int | None = None  # of a recurrent policy, after its first answer
 
-    def rows(self) -> np.ndarray:
-        return np.stack([self._observations[index] for index in self.playing]).astype(np.float32)
+    @property
+    def returns(self) -> list[float]:
+        return [episode.mean_return for episode in self._episodes]
 
-    def step(self, actions: Sequence[int]) -> None:
-        still = []
-        for index, action in zip(self.playing, actions, strict=True):
+    def ask(self, connection: PolicyConnection) -> ActionAnswer:
+        rows = [observation for episode in self.playing for observation in episode.observations]
+        observations = np.stack(rows).astype(np.float32)
+        masks = [mask for episode in self.playing for mask in episode.masks]
+        if masks[0] is not None:
+            return connection.insist(observations, masks=np.stack(masks).astype(np.bool_))
+        if self._state_size is None:
+            return connection.insist(observations)
+        first = np.zeros(self._state_size, np.float32)
+        states = [state for episode in self.playing for state in episode.get_states(first)]
+        return connection.insist(observations, states=np.stack(states))
+
+    def step(self, answer: ActionAnswer) -> None:
+        rows, states = answer.outputs["action"], answer.outputs.get("next_state", np.empty(0))
+        actions = rows.tolist() if rows.ndim == 1 else list(rows)
+        self._state_size = states.shape[1] if len(states) else None
+        begin = 0
+        for episode in self.playing:
+            end = begin + len(episode.observations)
             with translate_environment_errors(self._env):
-                self._observations[index], reward, terminated, truncated, _ = self._environments[index].step(action)
-            self.returns[index] += float(reward)
-            if not (terminated or truncated):
-                still.append(index)
-        self.playing = still
+                episode.step(actions[begin:end], states[begin:end])
+            begin = end
+        self.playing = [episode for episode in self.playing if episode.observations]
 
 
 def play_through(
@@ -214,10 +320,11 @@ def play_through(
     `InferenceConnection.insist` does.
     """
     started = time.monotonic()
-    num_groups = -(-num_episodes // max_rows)
-    bounds = [num_episodes * number // num_groups for number in range(num_groups + 1)]
     with ExitStack() as opened:  # close unfinished environments, too: another trial may follow
-        environments = [opened.enter_context(closing(make_environment(env))) for _ in range(num_episodes)]
+        environments = [opened.enter_context(open_environment(env)) for _ in range(num_episodes)]
+        num_agents = len(environments[0].possible_agents) if is_parallel(environments[0]) else 1
+        num_groups = -(-num_episodes // max(1, max_rows // num_agents))
+        bounds = [num_episodes * number // num_groups for number in range(num_groups + 1)]
         groups = [_Group(env, environments[begin:end], seed + begin) for begin, end in pairwise(bounds)]
         threads = [opened.enter_context(ThreadPoolExecutor(1)) for _ in connections]
         versions: set[int] = set()
@@ -225,7 +332,7 @@ def play_through(
 
         def ask(number: int) -> Future[ActionAnswer]:
             index = number % len(connections)
-            return threads[index].submit(connections[index].insist, groups[number].rows())
+            return threads[index].submit(groups[number].ask, connections[index])
 
         answers = {number: ask(number) for number in range(num_groups)}
         while answers:
@@ -237,7 +344,7 @@ def play_through(
                 answer = future.result()
                 num_requests += 1
                 versions.add(answer.version)
-                groups[number].step(answer.outputs["action"].tolist())
+                groups[number].step(answer)
                 if groups[number].playing:
                     answers[number] = ask(number)
                 else:

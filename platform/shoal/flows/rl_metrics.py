@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_LAG_METRICS = 16  # actors with a lag metric of their own
+MAX_WIN_RATES = 16  # opponents with a win rate of their own
 POLLS_PER_EFOLD = 7200  # that enter the history while the run's age grows by a factor of e
 
 
@@ -78,12 +79,35 @@ class ActorLearnerMetrics:
             **learner.get("metrics", {}),
         }
         metrics |= {f"drops/{reason}": count for reason, count in segments["dropped"].items()}
+        metrics |= _summarize_opponents(gateway)
         return {name: float(value) for name, value in metrics.items()}
 
 
 def select_lags(gateway: Mapping[str, Any]) -> dict[str, float]:
     """The lag in versions of the first connected actors, by actor; not for curves, since actors come and go."""
     return dict(itertools.islice(_get_lags(gateway).items(), MAX_LAG_METRICS))
+
+
+def select_win_rates(gateway: Mapping[str, Any]) -> dict[str, float]:
+    """With self-play, the share of episodes won against versions of the pool, by version; of many, some at equal
+    distances and the newest."""
+    opponents = gateway.get("opponents", {})
+    stride = -(-len(opponents) // MAX_WIN_RATES)
+    chosen = list(opponents)[:: -stride or 1]
+    return {str(version): float(opponents[version]["win_rate"]) for version in sorted(chosen)}
+
+
+def _summarize_opponents(gateway: Mapping[str, Any]) -> dict[str, float]:
+    opponents = gateway.get("opponents", {}).values()
+    if not opponents:
+        return {}
+    rates = [each["win_rate"] for each in opponents]
+    return {
+        "self_play/opponents": len(rates),
+        "self_play/win_rate_mean": statistics.fmean(rates),
+        "self_play/win_rate_min": min(rates),
+        "self_play/return_mean": statistics.fmean(each["mean_return"] for each in opponents),
+    }
 
 
 def _get_lags(gateway: Mapping[str, Any]) -> dict[str, float]:

@@ -1,35 +1,59 @@
 """The policy of a run: its environment's spaces, and the model that represents it.
 
-Used by the flow of a run, by its endpoint and by the registry; starts nothing, and holds nothing.
+Used by the flow of a run, by its endpoint and by the registry; starts nothing.
 """
 
 from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
 
 import shoal.runs
-from shoal.actor.environment import get_first_observation, make_environment
-from shoal.actor.environment_loop import SegmentBuilder
+from shoal.actor.agent_streams import is_parallel
+from shoal.actor.environment import get_spaces, open_environment, reset_environment
+from shoal.actor.segment_builder import SegmentBuilder
+from shoal.cluster.job_main import ACTORS_INFERENCE
 from shoal.errors import ConfigError, InvalidSegment, SpecMismatch
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
-from shoal.registry import ModelFactory, Signature, TensorSignature
+from shoal.home import home
+from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
+from shoal.rl.gateway.gateway_inference import require_remote_inference
+from shoal.rl.gateway.sessions import LOCAL, REMOTE
 from shoal.rl.spec import RLSpec, experience_spec, network_kwargs
 from shoal.runs import Run, Status
+from shoal.weights import WeightSnapshot
 from shoal.wire import ExperienceSpec
+from shoal.wire.action_masks import INFO_KEY, MASKS, find_choices, read_mask
 
 
-def inspect_environment(spec: RLSpec) -> tuple[ExperienceSpec, np.ndarray]:
+def inspect_environment(spec: RLSpec, inference: str = LOCAL) -> tuple[ExperienceSpec, np.ndarray]:
     """The format of its experience, and a first observation. Raises ConfigError for an environment that cannot be
-    created or learned from; called before anything starts."""
-    environment = make_environment(spec.env)
-    experience = experience_spec(environment.observation_space, environment.action_space, spec)
-    observation: np.ndarray = get_first_observation(environment, spec.env)
-    environment.close()
+    created or learned from, or not with the actors' policy where `inference` says; called before anything starts."""
+    with open_environment(spec.env) as environment:
+        if inference == REMOTE and is_parallel(environment):
+            raise ConfigError("env", spec.env, "has several agents", "leave out --inference remote")
+        if spec.self_play.snapshot_every and not is_parallel(environment):
+            problem, remedy = "has one agent, and self-play needs several", "leave out self_play.snapshot_every"
+            raise ConfigError("env", spec.env, problem, remedy)
+        observation, info = reset_environment(environment, spec.env)
+        has_masks = INFO_KEY in info
+        experience = experience_spec(*get_spaces(environment, spec.env), spec, has_masks)
+    if inference == REMOTE:
+        require_remote_inference(experience, spec.algorithm.pauses_actors)
     try:
-        SegmentBuilder(experience).begin(observation)  # fails here as each actor would
+        extras = {each.name: np.zeros(each.tensor.shape, each.tensor.numpy_dtype()) for each in experience.extras}
+        SegmentBuilder(experience).begin(observation, extras)  # fails here as each actor would
+        if has_masks:
+            read_mask(info[INFO_KEY], find_choices(experience))
     except InvalidSegment as error:
-        problem = f"begins with what is not in its observation_space: {error.problem}"
+        what = "a wrong action_mask" if error.field == MASKS else "what is not in its observation_space"
+        problem = f"begins with {what}: {error.problem}"
         remedy = "give what the space says; reset returns (observation, info)"
         raise ConfigError("env", spec.env, problem, remedy) from None
     return experience, observation
@@ -38,12 +62,39 @@ def inspect_environment(spec: RLSpec) -> tuple[ExperienceSpec, np.ndarray]:
 def check(spec: ActorLearnerSpec) -> tuple[ExperienceSpec, np.ndarray]:
     """`inspect_environment`; raises ConfigError also if the resumed run's checkpoint does not fit, or the run has
     already reached its target. Called before anything starts, and before its record changes."""
-    experience, observation = inspect_environment(spec)
-    if spec.resume:
-        run = shoal.runs.load(spec.resume)
+    experience, observation = inspect_environment(spec, os.environ.get(ACTORS_INFERENCE, LOCAL))
+    if spec.learn_from_endpoint:
+        _require_answerable(spec, experience)
+    run = shoal.runs.load(spec.resume) if spec.resume else None
+    if spec.algorithm.disk_mb:
+        _require_disk_space(spec.algorithm.disk_mb, None if run is None else run.folder / "checkpoints" / "replay")
+    if run is not None:
         _require_unfinished(spec, run)
         _require_compatible_checkpoint(spec, experience, run)
     return experience, observation
+
+
+def _require_answerable(spec: ActorLearnerSpec, experience: ExperienceSpec) -> None:
+    """Raise ConfigError for a run whose gateway cannot act for users."""
+    if spec.algorithm.pauses_actors:
+        remedy = "leave it out, or use an algorithm that does not pause its actors"
+        raise ConfigError("learn_from_endpoint", True, f"{spec.algorithm.name} pauses actors, not users", remedy)
+    if experience.self_play:
+        problem = "is for one agent, and self-play has several"
+        raise ConfigError("learn_from_endpoint", True, problem, "leave out self_play.snapshot_every")
+    if any(each.per == "observation" for each in experience.extras):
+        problem = "an endpoint's users give no action masks"
+        raise ConfigError("learn_from_endpoint", True, problem, "leave it out, or learn from actors")
+
+
+def _require_disk_space(needed_mb: float, existing: Path | None) -> None:
+    """Raise ConfigError when the replay does not fit the disk of the runs' record. existing: its folder, if resumed"""
+    files = existing.iterdir() if existing is not None and existing.is_dir() else ()
+    free_mb = (shutil.disk_usage(home()).free + sum(path.stat().st_size for path in files)) / 2**20
+    if needed_mb > free_mb:
+        problem = f"is larger than the {free_mb:,.0f} MiB that are free in {home()}"
+        remedy = "lower it, set $SHOAL_HOME to a larger disk, or use algorithm.replay_on_disk=false"
+        raise ConfigError("algorithm.replay_mb", needed_mb, problem, remedy)
 
 
 def _require_unfinished(spec: ActorLearnerSpec, run: Run) -> None:
@@ -63,6 +114,13 @@ def _require_compatible_checkpoint(spec: ActorLearnerSpec, experience: Experienc
     remedy = "leave it out, or begin a new run"
     if spec.hidden != before.hidden:
         raise SpecMismatch("hidden", list(spec.hidden), f"run {run.id} has learnt with {list(before.hidden)}", remedy)
+    words = [each.model.word if each.model is not None else "" for each in (spec, before)]
+    if words[0] != words[1]:
+        raise SpecMismatch("model", words[0], f"run {run.id} has learnt with {words[1] or 'layers of ours'}", remedy)
+    networks = [(each.model_factory, each.algorithm.get_model_options(), each.state_size) for each in (spec, before)]
+    if networks[0] != networks[1]:
+        problem = f"run {run.id} has learnt with another network, by {before.algorithm}"
+        raise SpecMismatch("algorithm", spec.algorithm.name, problem, remedy)
     if spec.env != before.env:
         learnt, _ = inspect_environment(before)
         if describe_policy_model(spec, experience) != describe_policy_model(spec, learnt):
@@ -73,14 +131,46 @@ def _require_compatible_checkpoint(spec: ActorLearnerSpec, experience: Experienc
 def describe_policy_model(spec: RLSpec, experience: ExperienceSpec) -> tuple[ModelFactory, Signature]:
     """The policy's factory, for the endpoint and the registry, and its signature."""
     kwargs = network_kwargs(spec, experience)
-    size, num_actions = kwargs["observation_size"], kwargs["num_actions"]
-    factory = ModelFactory(factory="shoal.models.actor_critic:ActorCritic", kwargs=kwargs)
+    num_actions = kwargs["num_actions"]
+    factory = ModelFactory(factory=spec.model_factory, kwargs=kwargs)
+    action = TensorSignature(name="action", datatype="INT64", shape=[-1, *experience.action.shape])
+    scores = spec.algorithm.score_output
+    if experience.policy.action_low:
+        action, scores = TensorSignature(name="action", datatype="FP32", shape=[-1, *experience.action.shape]), "mean"
+    state = [spec.state_size] if spec.state_size else []
     signature = Signature(
-        inputs=[TensorSignature(name="observation", datatype="FP32", shape=[-1, size])],
+        inputs=[
+            TensorSignature(name="observation", datatype="FP32", shape=[-1, *experience.observation.shape]),
+            *[TensorSignature(name="state", datatype="FP32", shape=[-1, size]) for size in state],
+            *[TensorSignature(name=INFO_KEY, datatype="BOOL", shape=[-1, num_actions])]
+            * bool(find_choices(experience)),
+        ],
         outputs=[
-            TensorSignature(name="action", datatype="INT64", shape=[-1]),
-            TensorSignature(name="logits", datatype="FP32", shape=[-1, num_actions]),
-            TensorSignature(name="value", datatype="FP32", shape=[-1]),
+            action,
+            TensorSignature(name=scores, datatype="FP32", shape=[-1, num_actions]),
+            *([TensorSignature(name="value", datatype="FP32", shape=[-1])] if spec.algorithm.has_value else []),
+            *[TensorSignature(name="next_state", datatype="FP32", shape=[-1, size]) for size in state],
         ],
     )
     return factory, signature
+
+
+def register_policy(
+    spec: ActorLearnerSpec,
+    experience: ExperienceSpec,
+    snapshot: WeightSnapshot,
+    run_id: str,
+    gateway_stats: Mapping[str, Any],
+) -> ModelVersion:
+    """Register these weights as a version of the run's model, under its aliases."""
+    factory, signature = describe_policy_model(spec, experience)
+    metrics = {"mean_return_100": float(gateway_stats["mean_return"]), "steps": float(gateway_stats["steps"])}
+    return Registry().register(
+        spec.model_name,
+        snapshot,
+        model=factory,
+        signature=signature,
+        run_id=run_id,
+        metrics=metrics,
+        aliases=spec.aliases,
+    )

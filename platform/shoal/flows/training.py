@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -122,12 +124,21 @@ OCCUPIED_CAPACITY = _Shortage("room_taken", CAPACITY_WAIT_S, "beside what runs",
 
 
 class RayBackend:
-    """Workers on the connected cluster."""
+    """Workers on the connected cluster.
+
+    should_stop: polled, in addition to the signals that end this process
+    """
 
     is_restartable = True
 
-    def __init__(self, spec: TrainSpec, recorder: RunRecorder, log: EventLog) -> None:
-        self.spec, self.recorder, self._log = spec, recorder, log
+    def __init__(
+        self,
+        spec: TrainSpec,
+        recorder: RunRecorder,
+        log: EventLog,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.spec, self.recorder, self._log, self._should_stop = spec, recorder, log, should_stop
         self.step = -1
         self._beat_at = time.monotonic()
         self._has_started = False  # whether the present attempt has reported anything
@@ -136,7 +147,7 @@ class RayBackend:
 
     def attempt(self, run: TrainingRun) -> TrainResult:
         """Also raises ClusterError when the cluster has no room, and KeyboardInterrupt."""
-        if self.spec.sync.kind != "all_reduce":
+        if self.spec.has_replicas:
             return self._attempt_replicas()
         from shoal.train.launch.ray_train import (
             RayTrainAttempt,
@@ -149,7 +160,7 @@ class RayBackend:
         with shutdown_event() as asked, closing(RayTrainAttempt(setting)) as fit:
             deadline = math.inf
             while not self._poll_or_abort(fit, group):
-                if asked.is_set() and deadline == math.inf:
+                if (asked.is_set() or self._should_stop()) and deadline == math.inf:
                     print("stopping: saving a checkpoint ...", flush=True)
                     fit.stop()
                     deadline = time.monotonic() + STOP_TIMEOUT_S
@@ -158,18 +169,28 @@ class RayBackend:
             try:
                 return fit.get_outcome()
             except RankLost:
-                if asked.is_set():
+                if asked.is_set() or self._should_stop():
                     raise KeyboardInterrupt from None  # the user stopped it: no further attempt
                 raise
 
     def _attempt_replicas(self) -> TrainResult:
         from shoal.train.launch.parameter_server import fit_replicas
-        from shoal.train.launch.ray_processes import RayProcess
+        from shoal.train.launch.ray_processes import RayProcess, find_host_address
 
+        shares_memory = self.spec.is_elastic or self.spec.sync.transport == "shared_memory"
+        host = "" if shares_memory else find_host_address()
+        start = partial(RayProcess, is_anywhere=bool(host))
         with shutdown_event() as asked:
             folder = self.recorder.folder
             return fit_replicas(
-                self.spec, self.recorder.id, folder, self._log, asked.is_set, RayProcess, self._send_heartbeat
+                self.spec,
+                self.recorder.id,
+                folder,
+                self._log,
+                lambda: asked.is_set() or self._should_stop(),
+                start,
+                self._send_heartbeat,
+                host,
             )
 
     def _send_heartbeat(self) -> bool:

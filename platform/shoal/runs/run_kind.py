@@ -17,14 +17,20 @@ class RunKind(StrEnum):
 
     LOOP = "loop"
     TRAINING = "training"
+    POPULATION = "population"
     SERVING = "serving"
     PREDICTION = "prediction"
+    SWEEP = "sweep"
+    STREAM = "stream"
     OTHER = "other"
 
 
 # The fields that a spec of the kind has, whatever else it has; the first match counts.
 _FIELDS = (
     (RunKind.LOOP, {"target_return"}),
+    (RunKind.POPULATION, {"task", "members", "evolution"}),
+    (RunKind.SWEEP, {"train", "space", "trials"}),
+    (RunKind.STREAM, {"mqtt", "online", "commit"}),
     (RunKind.TRAINING, {"task"}),
     (RunKind.PREDICTION, {"model", "input", "output"}),
     (RunKind.SERVING, {"models", "endpoint"}),

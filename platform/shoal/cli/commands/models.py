@@ -21,7 +21,7 @@ from shoal.cli.support.console import CommandGroup, make_table, print_facts, pri
 from shoal.errors import ConfigError
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
 from shoal.registry.manifest import PAYLOAD_FILES, Format
-from shoal.runs.formatting import format_age, format_number, format_size, format_timestamp
+from shoal.runs.formatting import format_age, format_number, format_size, format_timestamp, format_value
 from shoal.weights import WeightSnapshot
 
 NUM_MOVES = 5
@@ -125,6 +125,7 @@ def show(model: str, as_json: bool) -> None:
         *(("input", _format_tensor(each)) for each in manifest.signature.inputs),
         *(("output", _format_tensor(each)) for each in manifest.signature.outputs),
         *((key, format_number(value)) for key, value in manifest.metrics.items()),
+        *((key, _format_lineage(value)) for key, value in manifest.lineage.items()),
         *((f"{part} data", fingerprint) for part, fingerprint in manifest.data.items()),
         ("weights" if manifest.model.format == "module" else "program", payload),
         ("sha256", manifest.sha256),
@@ -244,6 +245,12 @@ def _format_aliases(found: ModelVersion) -> Text:
 
 def _list_hooks(model: ModelFactory) -> list[tuple[str, str]]:
     return [("preprocess", model.preprocess), ("postprocess", model.postprocess)]
+
+
+def _format_lineage(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{path} {format_value(each)}" for path, each in value.items())
+    return str(value)
 
 
 def _format_tensor(tensor: TensorSignature) -> str:

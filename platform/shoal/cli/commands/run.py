@@ -1,58 +1,17 @@
-"""`shoal run`: start a cluster if needed, the job and its actors, and show the run until the end.
-
-It owns the processes that it starts and always ends them all; an existing cluster stays.
-"""
+"""`shoal run`: a job with its cluster and actors. Parse and call."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import time
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from pathlib import Path
-
 import click
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
-import shoal
-import shoal.runs
-from shoal.actor.connection import format_actor_options
-from shoal.cli.commands.runs import is_resumable
-from shoal.cli.display import run_view, train_display
-from shoal.cli.support.console import make_literal_console
-from shoal.cli.support.job_lookup import find_job, split_secret_overrides, validate_overrides
-from shoal.cli.support.job_output import (
-    JobLogReader,
-    describe_failure,
-    follow_lines,
-    ignore_further_interrupts,
-    interrupt_on_termination,
-    job_environment,
-    new_run_id,
-)
-from shoal.cluster import jobs as ray_jobs
-from shoal.cluster.attach import find_cluster
-from shoal.cluster.cluster_handle import ClusterHandle
-from shoal.cluster.embedded_cluster import start_cluster
-from shoal.config import format_override, last_override
-from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError
-from shoal.home import load_access_token
-from shoal.runs import Run, Status
-from shoal.runs.formatting import format_duration, format_number
-from shoal.runs.record.provenance import format_masked_command, make_command_variable
-
-ACTORS_END_S = 10.0
-REMOTE_TIMEOUT_S = 7 * 24 * 3600.0  # a job on a remote cluster
+from shoal.cli.commands.launch.session import RunArguments, launch_run
 
 
 @click.command(
     epilog="""\b
 examples:
   shoal run actor_learner --actors 4
+  shoal run actor_learner --actors 4 --envs 8
   shoal run actor_learner --actors 4 env=Acrobot-v1 target_return=-100
   shoal run jobs/my_job.py learner.batch_steps=4096 --address http://head.example:8265
   shoal run actor_learner resume=20261120-064501-3f2a"""
@@ -66,312 +25,27 @@ examples:
     show_default=True,
     help="External actor processes to start on this machine.",
 )
+@click.option(
+    "--envs",
+    default=1,
+    type=click.IntRange(min=1),
+    show_default=True,
+    help="Environments of each of these processes.",
+)
+@click.option(
+    "--inference",
+    default="local",
+    type=click.Choice(["local", "remote"]),
+    show_default=True,
+    help="Where these actors' policy runs: in them, or at the gateway.",
+)
 @click.option("--address", default=None, help="The cluster to use: a dashboard URL, or 'local' for a new one.")
 @click.option("--plain", is_flag=True, help="Plain lines, even on a terminal.")
-def run(job: str, words: tuple[str, ...], actors: int, address: str | None, plain: bool) -> None:
+def run(
+    job: str, words: tuple[str, ...], actors: int, envs: int, inference: str, address: str | None, plain: bool
+) -> None:
     """Run JOB, a file or the name of one in ./jobs, with fields of its spec set by A.B=C words.
 
     Without a cluster (see `shoal up`), one is started for this run and ends with it.
     """
-    interrupt_on_termination()
-    console = make_literal_console()
-    session: _Session | None = None
-    with ExitStack() as stack:
-        try:
-            path = find_job(job)
-            typed = RunArguments(job, words, actors, address)
-            found = find_cluster(address)
-            if found is not None and not found.is_local:
-                _run_remote(found, typed, path, console)
-                return
-            session = _Session(typed, path, console, plain or not console.is_terminal)
-            session.run(found, stack)
-        except KeyboardInterrupt:
-            ignore_further_interrupts()
-            console.print("stopping what was started for this run ...")
-            stack.close()
-            console.print(f"stopped. {session.format_resume_hint() if session else ''}".rstrip())
-            sys.exit(130)
-
-
-@dataclass(frozen=True)
-class RunArguments:
-    """The typed arguments, as far as they define the run."""
-
-    job: str
-    words: tuple[str, ...]
-    num_actors: int
-    address: str | None = None
-
-    def to_command_line(self) -> str:
-        """The command that starts the same run again, without secrets."""
-        actors = ["--actors", str(self.num_actors)] if self.num_actors else []
-        address = ["--address", self.address] if self.address else []
-        return format_masked_command(["shoal", "run", self.job, *actors, *address, *self.words])
-
-
-class _Session:
-    """One `shoal run` on a cluster of this machine: its processes and its display."""
-
-    def __init__(self, typed: RunArguments, path: Path, console: Console, plain: bool) -> None:
-        self._typed, self._path, self._words, self._num_actors = typed, path, typed.words, typed.num_actors
-        self._console, self._plain = console, plain
-        resumed = last_override(self._words, "resume")
-        if not resumed and any(word.startswith("resume=") for word in self._words):
-            raise ConfigError("resume", "", "names no run", "`shoal runs` lists them")
-        before = shoal.runs.load(resumed) if resumed else None
-        self.run_id = before.id if before else new_run_id()
-        self._incarnation_before = before.incarnation if before else 0
-        self._resumed = before is not None
-        self._actors: list[subprocess.Popen[bytes]] = []
-        self._notes: list[str] = []
-        self._printed_notes: list[str] = []  # the live display shows all notes all the time
-        self._view: run_view.View | None = None
-        self._record: Run | None = None
-        self._job: ray_jobs.JobHandle | None = None
-        self._line_throttle = run_view.LineThrottle()
-        self._job_log: JobLogReader | None = None
-
-    def run(self, cluster: ClusterHandle | None, stack: ExitStack) -> None:
-        """Start everything, show it, and report how it ended. Raises RunError when the job failed."""
-        self._console.print(f"run {self.run_id}: {self._path.stem} {format_masked_command(self._words)}".rstrip())
-        environment: dict[str, str] = {}
-        if cluster is None:
-            # On a running cluster, the job itself validates just as soon.
-            environment = validate_overrides(self._path, self._words)
-            self._console.print("starting a Ray cluster for this run ...")
-            embedded = start_cluster()
-            stack.callback(embedded.stop)
-            cluster = embedded
-        env = job_environment(self.run_id, self._typed.to_command_line())
-        words = [each for each in self._words if not each.startswith("resume=")]
-        words += [format_override("resume", self.run_id)] if self._resumed else []
-        shown, secrets = split_secret_overrides(self._path, words)
-        self._job = ray_jobs.JobHandle(cluster, ray_jobs.new_submission_id())
-        self._job_log = JobLogReader(self._job)
-        stack.callback(self._job.stop_quietly)  # before the submission: an interruption may come at any moment
-        stack.callback(self._end_actors)
-        entrypoint = [sys.executable, str(self._path), *shown]
-        ray_jobs.submit(cluster, entrypoint, env=env | secrets | environment, submission_id=self._job.submission_id)
-        try:
-            outcome = self._follow()
-        except (ClusterError, ConnectionLost) as error:
-            lost = (f"the cluster has ended, or does not answer: {error}", self.format_resume_hint())
-            raise RunError("\n".join(lost).rstrip()) from None
-        notes = self._take_new_notes()  # of actors that ended by themselves, before the others are stopped
-        self._finish_actors()
-        if outcome is not ray_jobs.JobStatus.SUCCEEDED:
-            said = (
-                describe_failure(self._job, f"the job of run {self.run_id}", outcome),
-                *notes,
-                self.format_resume_hint(),
-            )
-            raise RunError("\n".join(said).rstrip())
-        self._print_summary()
-
-    def format_resume_hint(self) -> str:
-        """The command that resumes the run, if its record can be resumed, or that shows how it finished."""
-        if self._record is None and not self._resumed:
-            return ""
-        # The record has the overrides, unless this attempt failed before writing them there.
-        others = [] if self._record else [each for each in self._words if not each.startswith("resume=")]
-        record = shoal.runs.load(self.run_id)
-        if record.status is Status.FINISHED and not others:
-            return f"The run has finished: shoal runs {record.id}"
-        if not (self._resumed or is_resumable(record)):
-            return ""
-        return f"Go on with: {replace(self._typed, words=(f'resume={self.run_id}', *others)).to_command_line()}"
-
-    # -- while it runs --------------------------------------------------------------------------------------------
-
-    def _follow(self) -> ray_jobs.JobStatus:
-        if self._plain:
-            while (outcome := self._poll()) is None:
-                self._print_plain()
-            return outcome
-        with Live(console=self._console, refresh_per_second=4, transient=True) as live:
-            while (outcome := self._poll()) is None:
-                if self._view is not None:
-                    live.update(run_view.render(self._view, self._console.width))
-        return outcome
-
-    def _poll(self) -> ray_jobs.JobStatus | None:
-        """Read the run; returns the job's final state when it is over."""
-        assert self._job is not None
-        time.sleep(run_view.REFRESH_S)
-        self._read_record()
-        outcome = self._job.poll_outcome()  # first, so that the job's last output is not missed
-        if self._view is None or not (self._view.metrics or self._view.phase == train_display.TRAINING):
-            self._print_new_lines(is_over=outcome is ray_jobs.JobStatus.SUCCEEDED)
-            if outcome is None:
-                self._require_actors()
-        return outcome
-
-    def _print_new_lines(self, is_over: bool) -> None:
-        """Print the job's output while its record has nothing to show: not every job records metrics."""
-        assert self._job_log is not None
-        for line in self._job_log.read_new_lines(is_over=is_over):
-            self._console.print(line)
-
-    def _read_record(self) -> None:
-        try:
-            record = shoal.runs.load(self.run_id)
-        except RunError:
-            return  # the job has not begun to record yet
-        if record.incarnation <= self._incarnation_before:
-            return  # still the record of the earlier attempt
-        self._record = record
-        addresses = {point.kind: point.address for point in self._record.endpoints() if point.state == "ready"}
-        if "gateway" in addresses and not self._actors and self._num_actors:
-            self._start_actors(self._record)
-        notes = self._notes + self._describe_dead_actors()
-        self._view = run_view.make_view(record, self._view, notes)
-
-    def _print_plain(self) -> None:
-        if self._view is None:
-            return
-        for note in self._take_new_notes():
-            self._console.print(note)
-        if said := self._line_throttle.format_if_due(self._view):
-            self._console.print(said)
-
-    def _take_new_notes(self) -> list[str]:
-        """The problems not printed yet."""
-        seen = self._view.notes if self._view is not None else ()
-        found = [
-            note
-            for note in dict.fromkeys((*self._notes, *self._describe_dead_actors(), *seen))
-            if note not in self._printed_notes
-        ]
-        self._printed_notes += found
-        return found
-
-    # -- actors ---------------------------------------------------------------------------------------------------
-
-    def _start_actors(self, record: Run) -> None:
-        details = record.last_events(since_resumed=True)["gateway_ready"]
-        words = [sys.executable, "-m", "shoal.actor", "--lifeline"]
-        words += format_actor_options(details["address"], details["env"], details["server_key"])
-        environment = {**os.environ, "SHOAL_TOKEN": load_access_token(), "OMP_NUM_THREADS": "1"}
-        # Actors find modules next to the job's file, as the job does.
-        places = [os.environ.get("PYTHONPATH", ""), str(self._path.parent)]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, places))
-        for index in range(self._num_actors):
-            with (record.folder / f"actor-{index}.log").open("ab") as log:
-                self._actors.append(
-                    subprocess.Popen(
-                        [*words, "--actor-id", f"actor-{index}", "--seed", str(index)],
-                        env=environment,
-                        stdin=subprocess.PIPE,  # closes when this program ends
-                        stdout=log,
-                        stderr=log,
-                        start_new_session=True,  # only this program receives Ctrl-C, and then ends them in order
-                    )
-                )
-
-    def _describe_dead_actors(self) -> list[str]:
-        dead = [(index, actor.poll()) for index, actor in enumerate(self._actors) if actor.poll()]
-        return [f"actor-{index} ended with status {code}: {self._read_last_log_line(index)}" for index, code in dead]
-
-    def _require_actors(self) -> None:
-        """Raise RunError when all started actors have failed before the run received any experience."""
-        if self._actors and all(actor.poll() for actor in self._actors):
-            said = ("no actor is left, and none has sent anything", *self._take_new_notes(), self.format_resume_hint())
-            raise RunError("\n".join(said))
-
-    def _read_last_log_line(self, index: int) -> str:
-        assert self._record is not None
-        lines = (self._record.folder / f"actor-{index}.log").read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it said nothing"
-
-    def _finish_actors(self) -> None:
-        """The gateway has ended their sessions: give them a moment to exit."""
-        deadline = time.monotonic() + ACTORS_END_S
-        for actor in self._actors:
-            try:
-                actor.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                break
-        self._end_actors()
-
-    def _end_actors(self) -> None:
-        for actor in self._actors:
-            if actor.poll() is None:
-                actor.terminate()
-        for actor in self._actors:
-            try:
-                actor.wait(3.0)
-            except subprocess.TimeoutExpired:
-                actor.kill()
-                actor.wait()
-            if actor.stdin is not None:
-                actor.stdin.close()
-
-    # -- the end --------------------------------------------------------------------------------------------------
-
-    def _print_summary(self) -> None:
-        try:
-            record = shoal.runs.load(self.run_id)
-        except RunError:
-            return  # a program without a record: its output was shown
-        events, registered = record.last_events(since_resumed=True), record.models()
-        models = registered[registered["time"] >= record.last_started_at() - record.created_at].to_dict("records")
-        say = self._console.print
-        if "trained" in events:
-            trained = events["trained"]
-            ended = f" after {format_duration(trained['seconds'])}, step {trained['kept']:,} kept"
-            say(Text.assemble((trained["detail"], "green"), ended))
-            measured = [
-                Text.assemble(f"{name} ", (format_number(value), "bold")) for name, value in trained["metrics"].items()
-            ]
-            say(Text("evaluated ") + Text(", ").join(measured) if measured else "there was no validation data")
-        if "solved" in events:
-            seconds, steps = events["solved"]["seconds"], events["solved"]["steps"]
-            told = f" {seconds:.1f} s after the first segment, with {steps:,} environment steps"
-            say(Text.assemble(("solved", "green"), told))
-        for model in models:
-            ref = (f"{model['name']}@{model['version']}", "bold")
-            say(Text.assemble("registered ", ref, f" ({', '.join(model['aliases'])})"))
-        if "evaluated" in events:
-            played = events["evaluated"]
-            told = f" over {len(played['returns'])} episodes played through the endpoint's HTTP interface"
-            mean = (f"{played['mean_return']:.1f}", "bold")
-            say(Text.assemble("mean return ", mean, f"{told} ({played['requests']} requests)"))
-        say(f"run folder      {record.folder}")
-        for label, name in (("report", "report.html"), ("learning curve", "learning_curve.png")):
-            if (record.folder / name).exists():
-                say(f"{label:<15} {record.folder / name}")
-        say("what next:")
-        say(f"  shoal runs {record.id}")
-        say(f"  tensorboard --logdir {record.folder / 'tensorboard'}")
-        for model in models:
-            say(f"  shoal models show {model['name']}@{model['version']}")
-
-
-def _run_remote(cluster: ClusterHandle, typed: RunArguments, path: Path, console: Console) -> None:
-    """Submit to a remote cluster, which has the record, and follow the output."""
-    if typed.num_actors:
-        remedy = "start actors by hand, with the command that the job prints"
-        raise ConfigError("actors", typed.num_actors, "cannot be started for a cluster on another machine", remedy)
-    folder = Path.cwd().resolve()
-    if not path.is_relative_to(folder):
-        remedy = "run from the folder that holds it, or copy it here"
-        raise ConfigError("job", str(path), f"lies outside {folder}", remedy)
-    shown, secrets = split_secret_overrides(path, typed.words)
-    entrypoint = ["python", str(path.relative_to(folder)), *shown]
-    env = make_command_variable(typed.to_command_line()) | secrets
-    job = ray_jobs.JobHandle(cluster, ray_jobs.new_submission_id())
-    try:
-        ray_jobs.submit(cluster, entrypoint, env=env, working_dir=folder, submission_id=job.submission_id)
-        console.print(f"job {job.submission_id} on {cluster.dashboard_url}")
-        for line in follow_lines(job, REMOTE_TIMEOUT_S):
-            console.print(line)
-    except KeyboardInterrupt:
-        ignore_further_interrupts()
-        job.stop_quietly()
-        console.print("stopped")
-        sys.exit(130)
-    outcome = job.status()
-    if outcome is not ray_jobs.JobStatus.SUCCEEDED:
-        ended = "was stopped by another" if outcome is ray_jobs.JobStatus.STOPPED else "failed"
-        raise RunError(f"job {job.submission_id} {ended}")
+    launch_run(RunArguments(job, words, actors, address, envs, inference), plain=plain)

@@ -16,10 +16,14 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from shoal.cli.display import run_view
+from shoal.cli.display.sweep_display import render_trials
 from shoal.cli.support.console import make_literal_console, make_number_column, make_table, print_facts, print_json
 from shoal.errors import ConfigError
+from shoal.rl.experience.quarantine import read_quarantine, release_actor
+from shoal.rl.experience.segment_ledger import LEDGER_NAME
 from shoal.runs import Run, Status, list_runs, load, write_report
 from shoal.runs.formatting import format_age, format_duration, format_number, format_timestamp, format_value
+from shoal.runs.sweep_trials import SWEEPING, load_sweep
 
 NUM_EVENTS = 8
 MAX_UNFOLDED_ID_LENGTH = 32  # longer, user-chosen ids are folded to leave space for the other columns
@@ -96,6 +100,24 @@ def report(run: str, open_path: bool) -> None:
         click.echo(f"Its learning curve: {picture}")
 
 
+@click.command()
+@click.argument("run")
+@click.argument("actor")
+def release(run: str, actor: str) -> None:
+    """Release an ACTOR of a RUN from quarantine, as `shoal status` lists it, when it has been mended.
+
+    \b
+    Examples:
+      shoal release latest actor-3
+    """
+    found = load(run)
+    ledger = found.folder / LEDGER_NAME
+    if not release_actor(ledger, actor):
+        names = ", ".join(sorted(read_quarantine(ledger))) or "none"
+        raise ConfigError("actor", actor, f"is not in quarantine in run {found.id}", f"these are: {names}")
+    click.echo(f"{actor} is released: run {found.id} takes its segments again")
+
+
 def _follow(console: Console, run: Run) -> None:
     """Show it until it has ended, and how, or until Ctrl-C."""
     try:
@@ -143,7 +165,10 @@ def _show(console: Console, run: Run) -> None:
         ("files", str(run.folder)),
     ]
     print_facts(facts)
-    _show_metrics(console, run)
+    if run.list_events(SWEEPING):
+        _print_section(console, "Trials", render_trials(load_sweep(run)))
+    else:
+        _show_metrics(console, run)
     _show_endpoints(console, run)
     _show_events(console, run)
     _show_next(console, run)
@@ -212,7 +237,7 @@ def format_resume_command(run: Run) -> str:
     if "shoal.train" in typed[:4]:  # python -m, without Ray
         return f"python -m shoal.train resume={run.id}"
     job = typed[2] if is_job and len(typed) > 2 else run.job
-    options = [word for name in ("--actors", "--address") for word in _find_option(typed, name)]
+    options = [word for name in ("--actors", "--envs", "--address") for word in _find_option(typed, name)]
     return shlex.join(["shoal", "run", job, *options, f"resume={run.id}"])
 
 

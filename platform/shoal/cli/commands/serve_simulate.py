@@ -12,11 +12,11 @@ import click
 from rich.console import Console
 from rich.table import Column, Table
 
+from shoal.batching.simulate import ForwardTime, SimulatedLoad, simulate
 from shoal.cli.support.console import make_table, print_json
 from shoal.client import Client, ModelStatus
 from shoal.client.discovery import find_endpoint, token_for
 from shoal.errors import ConfigError
-from shoal.serve.batching.simulate import ForwardTime, SimulatedLoad, simulate
 
 TIMEOUT_S = 5.0
 DEFAULT_MAX_BATCH = 64  # that of ModelOptions

@@ -19,6 +19,7 @@ from rich.text import Text
 from shoal.cli.support.console import render_cells, render_line, render_run_panel
 from shoal.runs import Run
 from shoal.runs.report.event_messages import format_warning
+from shoal.wire import DropReason
 
 MAX_HISTORY, MAX_BARS = 120, 40
 _BARS = "▁▂▃▄▅▆▇█"
@@ -51,6 +52,13 @@ class RunView:
         """Metrics under `prefix/`, without it."""
         return {name[len(prefix) + 1 :]: v for name, v in self.metrics.items() if name.startswith(prefix + "/")}
 
+    @property
+    def drops(self) -> dict[str, float]:
+        """Segments by the reason of their drop, without those that were queued when the run ended: that is no
+        problem."""
+        dropped = self.get_group("drops").items()
+        return {reason: count for reason, count in dropped if count and reason != DropReason.SHUTDOWN}
+
 
 def make_view(
     run: Run, phase: str, target_return: float | None, before: RunView | None, notes: Sequence[str]
@@ -82,8 +90,12 @@ def render(view: RunView) -> RenderableType:
     lags = view.get_group("actor_lag")
     if lags:
         parts.append(_render_actors(view, lags))
-    drops = {reason: count for reason, count in view.get_group("drops").items() if count}
-    dropped = ", ".join(f"{reason} {count:,.0f}" for reason, count in sorted(drops.items())) or "none"
+    if won := view.get_group("win_rate"):
+        rates = "  ".join(
+            f"v{version} {rate:.0%}" for version, rate in sorted(won.items(), key=lambda each: int(each[0]))
+        )
+        parts.append(Text.assemble(("won       ", "dim"), rates))
+    dropped = ", ".join(f"{reason} {count:,.0f}" for reason, count in sorted(view.drops.items())) or "none"
     parts.append(Text.assemble(("drops     ", "dim"), dropped))
     if view.endpoint:
         parts.append(Text.assemble(("endpoint  ", "dim"), view.endpoint, ("   gateway  ", "dim"), view.gateway or "-"))
@@ -94,14 +106,13 @@ def format_plain_line(view: RunView) -> str:
     """One line for a log file."""
     if math.isnan(view.value("steps/total")):
         return f"[{view.elapsed_s:5.1f} s] {view.phase}"
-    drops = sum(view.get_group("drops").values())
     numbers = {
         "return": _format_number(view.value("return/mean_100"), ".1f"),
         "steps/s": _format_number(view.value("steps/per_s"), ",.0f"),
         "weights": _format_number(view.value("weights/version"), ".0f"),
         "max lag": _format_number(view.value("lag/max"), ".0f"),
         "queue": _format_number(view.value("queue/depth"), ".0f"),
-        "drops": f"{drops:.0f}",
+        "drops": f"{sum(view.drops.values()):.0f}",
         "endpoint requests/s": _format_number(view.value("endpoint/requests_per_s"), ".0f"),
     }
     return f"[{view.elapsed_s:5.1f} s] {view.phase}: " + ", ".join(f"{k} {v}" for k, v in numbers.items())

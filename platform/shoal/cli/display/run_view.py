@@ -7,9 +7,11 @@ own tools. Called by `shoal run` and by `shoal runs --follow`.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import yaml
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -17,19 +19,26 @@ from rich.constrain import Constrain
 from rich.live import Live
 
 import shoal.runs
-from shoal.cli.display import rl_display, train_display
+from shoal.cli.display import population_display, rl_display, sweep_display, train_display
 from shoal.errors import ConfigError
 from shoal.runs import Run, RunKind, Status
 
 REFRESH_S = 0.25
 PLAIN_INTERVAL_S = 2.0
-View = rl_display.RunView | train_display.TrainView
+View = rl_display.RunView | population_display.PopulationView | sweep_display.SweepView | train_display.TrainView
+_DISPLAYS: Mapping[type[View], Any] = {  # the modules that draw each
+    rl_display.RunView: rl_display,
+    population_display.PopulationView: population_display,
+    sweep_display.SweepView: sweep_display,
+    train_display.TrainView: train_display,
+}
 
 
 # The alternative for a kind of run that has no picture.
 KINDS_WITHOUT_DISPLAY = {
     RunKind.SERVING: "look at it with shoal serve status",
     RunKind.PREDICTION: "its command says how far it is",
+    RunKind.STREAM: "its command prints a line every two seconds",
     RunKind.OTHER: "`shoal runs ID` shows what it has recorded",
 }
 
@@ -40,14 +49,23 @@ def make_view(record: Run, before: View | None, notes: Sequence[str] = ()) -> Vi
         return None
     if record.kind is RunKind.TRAINING:
         return train_display.make_view(record, before if isinstance(before, train_display.TrainView) else None, notes)
+    if record.kind is RunKind.POPULATION:
+        seen = before if isinstance(before, population_display.PopulationView) else None
+        return population_display.make_view(record, seen, notes)
+    if record.kind is RunKind.SWEEP:
+        return sweep_display.make_view(record, notes)
     known = before if isinstance(before, rl_display.RunView) else None
     return rl_display.make_view(record, _infer_phase(record), _read_target_return(record.spec), known, notes)
 
 
 def render(view: View, width: int) -> RenderableType:
     """For a terminal of this width."""
-    drawn = train_display.render(view) if isinstance(view, train_display.TrainView) else rl_display.render(view)
-    return _Wrapped(drawn, width - len("^C"))  # which the terminal echoes
+    return _Wrapped(_draw(view), width - len("^C"))  # which the terminal echoes
+
+
+def _draw(view: View) -> RenderableType:
+    drawn: RenderableType = _DISPLAYS[type(view)].render(view)
+    return drawn
 
 
 class _Wrapped(Constrain):
@@ -59,28 +77,28 @@ class _Wrapped(Constrain):
 
 def format_plain_line(view: View) -> str:
     """For a log file."""
-    return (
-        train_display.format_plain_line(view)
-        if isinstance(view, train_display.TrainView)
-        else rl_display.format_plain_line(view)
-    )
+    line: str = _DISPLAYS[type(view)].format_plain_line(view)
+    return line
 
 
 LOST_GRACE_S = 2.0  # after a suspend the heartbeat is briefly too old
 
 
 class LineThrottle:
-    """Returns the line of a view when its phase changes, and every `PLAIN_S`."""
+    """Returns the line of a view when its phase changes, and what else it tells, every PLAIN_INTERVAL_S at most."""
 
     def __init__(self) -> None:
-        self._phase, self._printed_at_s = "", 0.0
+        self._phase, self._printed_at_s, self._news = "", 0.0, ""
 
     def format_if_due(self, view: View) -> str | None:
-        if view.phase == self._phase and not (
-            view.metrics and time.monotonic() - self._printed_at_s >= PLAIN_INTERVAL_S
-        ):
+        """None where the line would tell nothing but how much time has passed."""
+        is_soon = time.monotonic() - self._printed_at_s < PLAIN_INTERVAL_S
+        if view.phase == self._phase and (is_soon or not view.metrics):
             return None
-        self._phase, self._printed_at_s = view.phase, time.monotonic()
+        news = format_plain_line(replace(view, elapsed_s=0.0))
+        if news == self._news:
+            return None
+        self._phase, self._printed_at_s, self._news = view.phase, time.monotonic(), news
         return format_plain_line(view)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import RenderableType
@@ -17,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from shoal.cli.display.rl_display import MAX_HISTORY, Sparkline
+from shoal.cli.display.step_view import StepView
 from shoal.cli.support.console import render_cells, render_line, render_run_panel
 from shoal.runs import Run
 from shoal.runs.formatting import format_duration, format_number
@@ -32,30 +33,15 @@ RATES = (
 
 
 @dataclass(frozen=True)
-class TrainView:
+class TrainView(StepView):
     """One moment of a training run.
 
-    metrics: the newest values of this attempt of the run
     setting: the details of its event `training`: plan, workers, device, total_steps, ...
     history: the newest losses, oldest first, all finite
     """
 
-    run_id: str
-    phase: str
-    elapsed_s: float
-    metrics: dict[str, float] = field(default_factory=dict)
-    setting: dict[str, Any] = field(default_factory=dict)
     history: tuple[float, ...] = ()
     notes: tuple[str, ...] = ()
-
-    def value(self, name: str) -> float:
-        return self.metrics.get(name, math.nan)
-
-    @property
-    def progress(self) -> float:
-        """The finished share of the run, from 0 to 1; NaN when its end is unknown."""
-        total, step = self.setting.get("total_steps"), self.value("train/step")
-        return min(step / total, 1.0) if total else math.nan  # in this order: NaN before the first report
 
     @property
     def remaining_s(self) -> float:

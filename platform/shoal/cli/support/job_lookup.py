@@ -6,8 +6,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from shoal.errors import ConfigError, RunError
 from shoal.recipes import find_recipe, recipe_names
@@ -15,7 +16,7 @@ from shoal.runs.record.provenance import split_secrets
 
 CHECKED_RUN = "SHOAL_CHECKED_RUN"  # see shoal/train/launch/checked_run.py
 _PREFIX, _MAX_VARIABLE_CHARS = "checked run: ", 100_000  # Linux takes 131,072 bytes
-_TAKES_CHECK = re.compile(r"\b(job|train)_main\b")  # in the file of a job that parses overrides by Shoal
+_TAKES_CHECK = re.compile(r"\b(job|stream|sweep|train)_main\b")  # in the file of a job that parses overrides by Shoal
 
 
 def find_job(job: str) -> Path:
@@ -35,15 +36,19 @@ def split_secret_overrides(path: Path, words: Sequence[str]) -> tuple[list[str],
     return (shown, secrets) if secrets and _supports_check(path) else (list(words), {})
 
 
-def validate_overrides(path: Path, words: Sequence[str]) -> dict[str, str]:
-    """Let the job check its overrides before a cluster starts. Raises RunError with the job's own error.
+def validate_overrides(
+    path: Path, words: Sequence[str], variables: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, str]:
+    """Let the job check its overrides, and what the `variables` say, before a cluster starts. Raises RunError with the
+    job's own error.
 
     Returns variables for the job, with what its check has found: it need not check again.
     """
-    if not words or not _supports_check(path):
+    if not (words or variables) or not _supports_check(path):
         return {}
     command = [sys.executable, str(path), *words, "--check"]
-    checked = subprocess.run(command, capture_output=True, text=True, env={**os.environ, CHECKED_RUN: "print"})
+    environment = {**os.environ, **variables, CHECKED_RUN: "print"}
+    checked = subprocess.run(command, capture_output=True, text=True, env=environment)
     if checked.returncode:
         said = checked.stderr.strip() or "it said nothing"
         _, is_typed, error = f"\n{said}".rpartition("\nerror: ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,12 +22,37 @@ def format_warning(kind: str, details: Mapping[str, Any]) -> str:
         case "worker_lost" | "server_lost":
             lost = f"{kind.removesuffix('_lost')} {details['index']} died ({details['cause']})"
             return f"{lost}: another takes its place, the others go on"
+        case "replica_lost":
+            return f"the learner with the process id {details['pid']} is gone: the others go on"
+        case "worker_departed":
+            return f"worker {details['index']} was asked to leave: another takes its place, the others go on"
         case "hosts_missing":
             least = f"{details['workers']} workers have no room on the hosts that are left, which hold {details['fit']}"
             return f"{least}: waiting up to {details['wait_s'] / 60:.0f} min for another"
         case "room_taken":
             places = f"{details['workers']} workers have no room beside what runs ({details['fit']} places are free)"
             return f"{places}: waiting up to {details['wait_s'] / 60:.0f} min for it to end"
+        case "actor_quarantined":
+            release = f"shoal release RUN {shlex.quote(details['actor_id'])}"
+            return f"{details['actor_id']} is in quarantine, it {details['reason']}: mend it, then {release}"
         case "invalid_segment":
             return f"{details['actor_id']} sends what is dropped: {details['reason']}: {details['detail']}"
+        case "malformed":
+            shown = f"{details['origin']}: {details['problem']}: {details['text']!r}"
+            return f"a message is no reading, and is passed over ({shown}); more are counted"
+        case "publisher_restarted":
+            names = ", ".join(details["publishers"])
+            return f"{names} counts from the beginning again: such messages are duplicates; give it another name"
+        case "broker_lost":
+            return f"the broker {details['broker']} is gone ({details['reason']}): reconnecting"
+        case "broker_rejects":
+            return f"the broker {details['broker']} rejects this run: {details['reason']}"
+        case "broker_back" if not details["has_session"]:
+            return "the broker is back and has lost its session: what was sent meanwhile is lost; switch on persistence"
+        case "broker_back":
+            return "the broker is back"
+        case "drift":
+            return f"errors have grown at {details['count']} sensors: {', '.join(details['sensors'])}"
+        case "register_failed":
+            return f"a version could not be registered, learning goes on: {details['error']}"
     return "there is no checkpoint: it begins again, at step 0" if kind == NO_CHECKPOINT else ""

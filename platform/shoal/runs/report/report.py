@@ -6,6 +6,7 @@ The page omits everything that the run lacks.
 
 from __future__ import annotations
 
+import base64
 import logging
 import math
 import time
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.errors import RunError, needs_extra
 from shoal.runs.formatting import format_duration, format_number, format_timestamp, format_value
-from shoal.runs.report import plots
+from shoal.runs.report import plots, search_sections
 from shoal.runs.run_reader import MEAN_RETURN, VALIDATION, Run, is_higher_better, load
 from shoal.runs.run_status import Status
 
@@ -27,8 +28,10 @@ if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
 _log = logging.getLogger(__name__)
+PICTURES = "pictures"  # a folder of a run's folder
 MAX_SMALL_PLOTS = 12
 MAX_EVENTS, MAX_VALUES = 200, 32
+MAX_PICTURES, MAX_PICTURE_BYTES = 12, 4 << 20
 MAX_UNFOLDED_LENGTH = 32  # letters of a name that stays on one line of a table
 
 # metric -> its title in the report, in display order
@@ -49,6 +52,18 @@ _NAMES = {
     "step/seconds": "Seconds a step",
     "steps/total": "Environment steps",
     "weights/version": "Weight version",
+    "prequential/mae": "Mean absolute error, each message tested before it is learnt",
+    "prequential/as_now": 'The same of the forecast "as now"',
+    "stream/per_s": "Messages learnt a second",
+    "stream/lag_p50_ms": "Lag from sensor to learnt, median (ms)",
+    "stream/lag_p99_ms": "Lag from sensor to learnt, p99 (ms)",
+    "stream/learn_p50_ms": "Answering and learning a batch, median (ms)",
+    "stream/learn_p99_ms": "Answering and learning a batch, p99 (ms)",
+    "stream/commit_ms": "From snapshot to acknowledgement (ms)",
+    "stream/batch": "Messages a batch",
+    "stream/redelivered": "Messages delivered again",
+    "stream/duplicates": "Duplicates, not learnt",
+    "stream/drifts": "Drifts noticed",
 }
 _SHORT_NAMES = {MEAN_RETURN: "mean return"}
 _CARDS = (
@@ -62,11 +77,17 @@ _CARDS = (
     ("samples/per_s", "samples a second"),
     ("wait/data", "waiting for data"),
     ("wait/communication", "waiting for peers"),
+    ("stream/per_s", "messages a second"),
+    ("stream/lag_p99_ms", "lag, p99 (ms)"),
+    ("stream/malformed", "malformed"),
 )
 _SHARES = ("wait/", "flops/")  # of the time, or of a peak: shown as percentages
 TRAINING_LOSS, _HELD = "train/loss", f"{VALIDATION}loss"
 # Shown elsewhere, not among the small plots.
-_ELSEWHERE = ("steps/total", "weights/version", "drops/", "segments/", "train/step", "train/epoch", "time/")
+_ELSEWHERE = (
+    *("steps/total", "weights/version", "drops/", "segments/", "train/step", "train/epoch", "time/"),
+    *search_sections.PREFIXES,
+)
 
 
 @dataclass(frozen=True)
@@ -85,6 +106,14 @@ class Plot:
     label: str
     svg: str
     latest: str
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A PNG of the run's own; `data` is its base64."""
+
+    name: str
+    data: str
 
 
 @dataclass(frozen=True)
@@ -193,6 +222,10 @@ def _build_page(run: Run) -> dict[str, object]:
         "small_plots": _render_small_plots(read),
         "drawn_over": "steps" if TRAINING_LOSS in read.metrics else "wall seconds",
         "drops": _build_drop_bars(read.latest),
+        "pictures": _read_pictures(run.folder / PICTURES),
+        "sections": search_sections.build_search_sections(run),
+        "updates": read.run.last_events().get("staleness", {}),
+        "staleness": _build_staleness_bars(read.run.last_events().get("staleness", {})),
         "accounting": compute_accounting(read.metrics),
         "num_versions": read.num_versions,
         "versions": _render_versions_plot(read.versions),
@@ -203,6 +236,12 @@ def _build_page(run: Run) -> dict[str, object]:
         "events": read.events.tail(MAX_EVENTS).to_dict("records"),
         "num_events": len(read.events),
     }
+
+
+def _read_pictures(folder: Path) -> list[Picture]:
+    """The first PNG files of the folder, by name, without those that would make the page heavy."""
+    paths = [path for path in sorted(folder.glob("*.png")) if path.stat().st_size <= MAX_PICTURE_BYTES]
+    return [Picture(path.stem, base64.b64encode(path.read_bytes()).decode()) for path in paths[:MAX_PICTURES]]
 
 
 def _choose_cell_class(name: str) -> str:
@@ -325,9 +364,20 @@ def _get_x_values(read: _ReportData) -> Series[Any]:
 def _build_drop_bars(latest: Mapping[str, float]) -> list[CountBar]:
     counts = {name.removeprefix("drops/"): value for name, value in latest.items() if name.startswith("drops/")}
     finite = {reason: count for reason, count in counts.items() if math.isfinite(count)}
-    most = max(finite.values(), default=0.0) or 1.0
-    by_count = sorted(finite.items(), key=lambda item: (-item[1], item[0]))
-    return [CountBar(reason, format_number(count), 100 * count / most) for reason, count in by_count]
+    return _build_bars(sorted(finite.items(), key=lambda item: (-item[1], item[0])))
+
+
+def _build_staleness_bars(event: Mapping[str, Any]) -> list[CountBar]:
+    """How often each τ was seen, of an asynchronous training run."""
+    counts = {int(staleness): float(count) for staleness, count in event.get("counts", {}).items()}
+    return _build_bars(
+        [(str(staleness), counts.get(staleness, 0.0)) for staleness in range(max(counts, default=-1) + 1)]
+    )
+
+
+def _build_bars(counts: Sequence[tuple[str, float]]) -> list[CountBar]:
+    most = max((count for _, count in counts), default=0.0) or 1.0
+    return [CountBar(name, format_number(count), 100 * count / most) for name, count in counts]
 
 
 def _render_versions_plot(versions: DataFrame) -> str:
@@ -348,7 +398,11 @@ def _compute_version_rate(num_versions: int, versions: DataFrame) -> float | Non
 
 def _build_metric_rows(read: _ReportData) -> Sequence[tuple[str, str, str, str]]:
     """(name, newest, lowest, highest) of every metric; without extremes for one that was never a number."""
-    columns = {name: read.metrics[name].dropna() for name in read.metrics.columns if name != "time"}
+    columns = {
+        name: read.metrics[name].dropna()
+        for name in read.metrics.columns
+        if name != "time" and not name.startswith(search_sections.PREFIXES)
+    }
     rows = []
     for name, column in columns.items():
         newest = read.latest[name] if name in read.latest else float(column.iloc[-1])

@@ -1,0 +1,127 @@
+"""`shoal sweep`: many trials of a task, over a search space. Parse and call; the job is `jobs/sweep.py`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import click
+
+from shoal.cli.commands.launch.session import RunArguments, launch_run
+from shoal.cli.support.console import strip_task_key
+from shoal.cli.support.job_lookup import find_job
+from shoal.config import format_override, last_override
+from shoal.errors import ConfigError
+from shoal.flows.actor_learner_spec import is_loop_job
+from shoal.population.search_space import SearchSpace
+from shoal.runs.record.provenance import format_masked_command
+
+JOB = "sweep"
+_DISTRIBUTION = re.compile(r"\s*[A-Za-z_]+\s*\(.*\)\s*", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class SweepArguments(RunArguments):
+    """The words of the job, and the command line that was typed for it."""
+
+    command: tuple[str, ...] = ()
+
+    def to_command_line(self) -> str:
+        resumed = last_override(self.words, "resume")
+        address = ["--address", self.address] if self.address else []
+        typed = ["--resume", resumed] if resumed else [*self.command]
+        return format_masked_command(["shoal", "sweep", *typed, *address])
+
+
+@click.command(
+    epilog="""\b
+examples:
+  shoal sweep lenet 'optimizer.learning_rate=log(1e-4,1e-1)' --trials 20 stop.steps=500
+  shoal sweep lenet 'batch_size=choice(64,128)' 'args.dropout=uniform(0,0.5)' --scheduler asha stop.epochs=5
+  shoal sweep my_task.py:MyTask 'optimizer.weight_decay=log(1e-6,1e-2)' --search optuna --gpus-per-trial 0.25
+  shoal sweep actor_learner 'algorithm.learning_rate=log(1e-4,1e-2)' --trials 8 --actors 2 stop.steps=50000
+  shoal sweep --resume 20261120-064501-3f2a"""
+)
+@click.argument("task", required=False, callback=lambda c, p, task: strip_task_key(c, p, task or ""))
+@click.argument("words", nargs=-1, metavar="[A.B=C|A.B=log(1e-4,1e-1)]...")
+@click.option("--trials", type=click.IntRange(min=1), help="How many trials.  [default: 10]")
+@click.option(
+    "--search",
+    type=click.Choice(["random", "optuna", "bohb", "pbt"]),
+    help="Which values are tried: at random, by Optuna, by Optuna from trials that end early as well, or changed while "
+    "the trials go on (population-based training).  [default: random]",
+)
+@click.option(
+    "--scheduler",
+    type=click.Choice(["none", "asha"]),
+    help="Which trials end early.  [default: asha with --search bohb, else none]",
+)
+@click.option("--metric", help="Of the evaluation; default: that of stop.target, or the first but the loss.")
+@click.option("--direction", type=click.Choice(["max", "min"]), help="Whether more of it is better, or less.")
+@click.option("--seed", type=click.IntRange(min=0), help="Of the search.  [default: 0]")
+@click.option("--cpus-per-trial", type=float, help="Processors of a trial on one worker.  [default: 1]")
+@click.option("--gpus-per-trial", type=float, help="Devices of a trial, or a share of one.  [default: 0]")
+@click.option("--concurrent", type=click.IntRange(min=1), help="Trials at a time; default: as many as there is room.")
+@click.option("--actors", type=click.IntRange(min=1), help="Of each trial that is a run of the loop.  [default: 2]")
+@click.option("--resume", metavar="RUN", help="Go on with a sweep: its finished trials are not repeated.")
+@click.option("--retry-failed", is_flag=True, default=None, help="With --resume: run its failed trials again.")
+@click.option("--address", default=None, help="The cluster to use: a dashboard URL, or 'local' for a new one.")
+@click.option("--plain", is_flag=True, help="Plain lines, even on a terminal.")
+def sweep(
+    task: str,
+    words: tuple[str, ...],
+    resume: str | None,
+    address: str | None,
+    plain: bool,
+    actors: int | None,
+    **options: object,
+) -> None:
+    """Train TASK with values from a search space, and register the best network.
+
+    TASK is a Task, or a job of the loop such as actor_learner, whose trials have actors of their own.
+
+    A word whose value is a distribution is searched: uniform(LOW,HIGH), log(LOW,HIGH), int(LOW,HIGH),
+    logint(LOW,HIGH) or choice(A,B,...). Another word sets a field of every trial, as for `shoal run train`.
+    """
+    if options["retry_failed"] and not resume:
+        raise ConfigError("retry_failed", True, "is for a sweep that goes on", "give --resume RUN")
+    job_words = [f"{name}={value}" for name, value in options.items() if value is not None]
+    if resume:
+        if task or words or actors:
+            raise ConfigError("resume", resume, "has its task and search space in its record", "leave the words out")
+        job_words.append(format_override("resume", resume))
+    else:
+        job_words += make_overrides(task, words, actors)
+    typed_options = {**options, "actors": actors}
+    typed = SweepArguments(JOB, tuple(job_words), 0, address, command=_format_command(task, words, typed_options))
+    launch_run(typed, plain=plain)
+
+
+def make_overrides(task: str, words: tuple[str, ...], actors: int | None = None) -> list[str]:
+    """The overrides of `jobs/sweep.py` for a task and its words. Raises ConfigError for a wrong distribution."""
+    if not task:
+        raise ConfigError("task", task, "is missing", "name a recipe, or a file, as in my_task.py:MyTask")
+    prefix, source = ("loop.", "recipe") if _is_loop(task) else ("train.", "task")
+    if actors and source == "task":
+        raise ConfigError("actors", actors, f"{task} is a Task, which needs none", "leave --actors out")
+    searched = [word for word in words if _DISTRIBUTION.fullmatch(word.partition("=")[2])]
+    fixed = [f"{prefix}{word}" for word in words if word not in searched]
+    fixed += [f"loop.actors={actors}"] if actors else []
+    space = json.dumps(SearchSpace.from_overrides(searched).describe())
+    return [format_override(f"{prefix}{source}", task), *fixed, f"space={space}"]
+
+
+def _is_loop(task: str) -> bool:
+    """Whether the trials are runs of the loop: TASK is a job whose `spec()` gives an ActorLearnerSpec."""
+    try:
+        return is_loop_job(find_job(task))
+    except ConfigError:  # a Task by the name of its class
+        return False
+
+
+def _format_command(task: str, words: tuple[str, ...], options: Mapping[str, object]) -> tuple[str, ...]:
+    given = {name: value for name, value in options.items() if value is not None}
+    flags = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    return (task, *words, *flags)

@@ -1,0 +1,106 @@
+"""Actors that a program starts for a run, as processes of this machine, and ends with it.
+
+Each one has a lifeline: it ends when its standard input closes, so that none outlives the program that started it,
+however that ends. Called by `shoal run --actors`, by trials of a sweep and by members of a population.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from shoal.actor.connection import format_actor_options
+
+TERMINATION_TIMEOUT_S = 3.0  # after SIGTERM, before an actor is killed
+
+
+class ActorProcesses:
+    """The actors of one run; their output is in `folder`, `actor-0.log` and so on. Use as a context manager, or
+    `end()`.
+
+    environment: variables beside those of this process, such as the token
+    prefix:      of the actors' ids and of their logs
+    """
+
+    def __init__(self, folder: Path, environment: Mapping[str, str], prefix: str = "actor") -> None:
+        self._folder, self._environment, self._prefix = folder, environment, prefix
+        self._actors: list[subprocess.Popen[bytes]] = []
+
+    def start(
+        self, number: int, address: str, env: str, server_key: str = "", options: Sequence[str] = (), seed: int = 0
+    ) -> None:
+        """Start `number` actors that connect to the gateway at `address`. seed: of the first one's environment"""
+        words = [sys.executable, "-m", "shoal.actor", "--lifeline", *format_actor_options(address, env, server_key)]
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", **self._environment}
+        for index in range(number):
+            own = ["--actor-id", f"{self._prefix}-{index}", "--seed", str(seed + index)]
+            with self._get_log(index).open("ab") as log:
+                self._actors.append(
+                    subprocess.Popen(
+                        [*words, *options, *own],
+                        env=variables,
+                        stdin=subprocess.PIPE,  # closes when this program ends
+                        stdout=log,
+                        stderr=log,
+                        start_new_session=True,  # only this program receives Ctrl-C, and then ends them in order
+                    )
+                )
+
+    @property
+    def are_all_dead(self) -> bool:
+        """Whether there were actors, and each has ended with an error."""
+        return bool(self._actors) and all(actor.poll() for actor in self._actors)
+
+    def describe_dead(self) -> list[str]:
+        """A line for each actor that has ended with an error."""
+        dead = [(index, actor.poll()) for index, actor in enumerate(self._actors) if actor.poll()]
+        return [
+            f"{self._prefix}-{index} ended with status {code}: {self._read_last_log_line(index)}"
+            for index, code in dead
+        ]
+
+    def finish(self, timeout_s: float) -> None:
+        """The gateway has ended their sessions: give them a moment to exit, then `end` them."""
+        deadline = time.monotonic() + timeout_s
+        for actor in self._actors:
+            try:
+                actor.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                break
+        self.end()
+
+    def end(self) -> None:
+        """End all that still run, and forget them: others may be started. Idempotent."""
+        for actor in self._actors:
+            if actor.poll() is None:
+                actor.terminate()
+        for actor in self._actors:
+            try:
+                actor.wait(TERMINATION_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                actor.kill()
+                actor.wait()
+            if actor.stdin is not None:
+                actor.stdin.close()
+        self._actors.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+    def _get_log(self, index: int) -> Path:
+        return self._folder / f"{self._prefix}-{index}.log"
+
+    def _read_last_log_line(self, index: int) -> str:
+        lines = self._get_log(index).read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it said nothing"

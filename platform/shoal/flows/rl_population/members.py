@@ -1,0 +1,155 @@
+"""The members of a population of learners: each a loop in this process, with actors as processes of its own.
+
+A member's learner pauses between two rounds. Then another's weights and optimizer state are copied into it, in memory,
+and its algorithm gets other numbers; the learner and its actors go on without a restart. Called by `run`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import secrets
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from shoal.errors import RunError
+from shoal.flows.actor_processes import ActorProcesses
+from shoal.rl.algorithms.algorithm import make_algorithm
+from shoal.rl.local_loop import LocalLoop
+from shoal.rl.spec import RLSpec
+from shoal.wire import ExperienceSpec
+
+ACTORS_END_S = 5.0  # after the gateway has ended their sessions
+
+LearnerState = dict[str, Any]  # of an algorithm: `model`, `optimizer`
+
+
+class LoopMember:
+    """One learner with its gateway and its actors. Use as a context manager.
+
+    folder:    of its ledger, its checkpoints and its actors' logs
+    variables: of the actors' environment, but for the token
+    """
+
+    def __init__(
+        self,
+        number: int,
+        spec: RLSpec,
+        experience: ExperienceSpec,
+        folder: Path,
+        num_actors: int,
+        variables: dict[str, str],
+    ) -> None:
+        self.number, self.spec, self._experience = number, spec, experience
+        token = secrets.token_hex(16)
+        self.loop = LocalLoop(spec, experience, folder, token)
+        self.actors = ActorProcesses(folder, {**variables, "SHOAL_TOKEN": token})
+        self._num_actors = num_actors
+        self._round_end, self._min_episodes = 0, 1
+        self.is_stopped = False  # for good
+        self.has_failed = False  # in this round: its weights are not finite
+
+    def begin_round(self, num_steps: int, min_episodes: int) -> None:
+        """Go on for so many environment steps and until so many episodes have ended. A stopped member does not."""
+        if self.is_stopped:
+            return
+        if self.actors.describe_dead():  # an environment has refused the actions of weights that were not finite
+            self.actors.end()
+            self._start_actors()
+        self.loop.gateway.reset_returns()
+        self._round_end, self._min_episodes = self.loop.gateway.stats()["steps"] + num_steps, min_episodes
+        self.has_failed = False
+        self.loop.learner.resume()
+
+    def poll(self) -> bool:
+        """Whether the member's round is over; its learner pauses from then on.
+
+        Raises RunError when its learner or one of its actors has failed.
+        """
+        if self.is_stopped or self.has_failed:
+            return True
+        self.loop.require_learner()
+        if not is_finite(self.loop.learner.model.state_dict()):
+            self.has_failed = True
+            self.loop.learner.pause()
+            return True
+        if dead := self.actors.describe_dead():
+            raise RunError(f"member {self.number} needs all of its actors: {'; '.join(dead)}")
+        stats = self.loop.gateway.stats()
+        if stats["steps"] < self._round_end or stats["episodes_in_window"] < self._min_episodes:
+            return False
+        self.loop.learner.pause()
+        return True
+
+    def get_score(self) -> float:
+        """The mean return of the last episodes of the round, 100 at most; NaN where the member has failed or ended."""
+        is_scored = not (self.is_stopped or self.has_failed) and is_finite(self.loop.learner.model.state_dict())
+        return float(self.loop.gateway.stats()["mean_return"]) if is_scored else math.nan
+
+    # -- between two rounds -----------------------------------------------------------------------------------------
+
+    def copy_state(self) -> LearnerState:
+        """A copy of the weights and the optimizer's state."""
+        return copy.deepcopy(self.loop.learner.algorithm.state_dict())
+
+    def make_new_state(self) -> LearnerState:
+        """New weights, from torch's generator, and an empty optimizer state."""
+        return make_algorithm(self.spec, self._experience).state_dict()
+
+    def replace_state(self, state: LearnerState) -> None:
+        """Go on with this state, published at once; the learning rate stays this member's own."""
+        self.loop.learner.algorithm.load_state_dict(state)
+        self.loop.learner.try_publish()
+
+    def configure(self, spec: RLSpec) -> None:
+        """Go on with the algorithm's numbers of `spec`."""
+        self.spec = spec
+        self.loop.learner.algorithm.configure(spec.algorithm)
+
+    def stop(self) -> None:
+        """Learn no more: the learner stays paused, and its actors wait for it."""
+        self.is_stopped = True
+
+    # -- start and end ----------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        with ExitStack() as opened:
+            opened.enter_context(self.actors)
+            opened.enter_context(self.loop)
+            self.loop.learner.pause()
+            self._start_actors()
+            self._opened = opened.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.loop.close()
+            self.actors.finish(ACTORS_END_S)
+        finally:
+            self._opened.close()
+
+    def _start_actors(self) -> None:
+        seed = 1000 * self.number + self.spec.learner.seed
+        self.actors.start(self._num_actors, self.loop.address, self.spec.env, seed=seed)
+
+
+def is_finite(tensors: dict[str, Tensor]) -> bool:
+    """Whether no number of them is NaN or infinite."""
+    return all(bool(each.isfinite().all()) for each in tensors.values() if each.is_floating_point())
+
+
+@torch.no_grad()
+def shrink_and_perturb(old: LearnerState, new: LearnerState, shrink: float, perturb: float) -> LearnerState:
+    """shrink * old + perturb * new for weights (arXiv:1910.08475, section 4), with the new optimizer state."""
+    mixed = {
+        name: shrink * each + perturb * new["model"][name] if each.is_floating_point() else each
+        for name, each in old["model"].items()
+    }
+    return {**new, "model": mixed}

@@ -1,0 +1,229 @@
+"""Descriptions of the layers that can be lanes: sizes of one sample, without the batch, and options.
+
+Read from a module by `layer_graph`; the sources and the head are made from them. A misfit is a ValueError that says
+what the layer is or has. Legend: C channels, H, W image, F features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Self
+
+Shape = tuple[int, ...]
+Pair = tuple[int, int]
+
+
+def _pair(value: Any) -> Pair:
+    return (value, value) if isinstance(value, int) else tuple(value)
+
+
+def _require_image(shape: Shape) -> None:
+    if len(shape) != 3:
+        raise ValueError(f"expects images [C, H, W], and gets {list(shape)}")
+
+
+def _require_size(image: Pair, kernel: Pair, padding: Pair) -> None:
+    if any(size + 2 * pad < side for size, side, pad in zip(image, kernel, padding, strict=True)):
+        raise ValueError(f"has a kernel of {list(kernel)}, larger than its image of {list(image)}")
+
+
+@dataclass(frozen=True)
+class ConvLayer:
+    """input_shape (C, H, W); weights [channels, C, *kernel]."""
+
+    name: str
+    input_shape: Shape
+    channels: int
+    kernel: Pair
+    stride: Pair
+    padding: Pair
+    has_bias: bool
+
+    @classmethod
+    def of(cls, name: str, module: Any, shape: Shape) -> Self:
+        _require_image(shape)
+        if module.groups != 1:
+            raise ValueError("has groups")
+        if _pair(module.dilation) != (1, 1):
+            raise ValueError("is dilated")
+        if module.padding_mode != "zeros" and module.padding != "valid":
+            raise ValueError(f"pads by {module.padding_mode}")
+        if module.in_channels != shape[0]:
+            raise ValueError(f"expects {module.in_channels} channels, and gets {shape[0]}")
+        kernel, stride, padding = _pair(module.kernel_size), _pair(module.stride), module.padding
+        if padding == "same":
+            if kernel[0] % 2 == 0 or kernel[1] % 2 == 0:
+                raise ValueError("pads an even kernel to the same size")
+            padding = (kernel[0] // 2, kernel[1] // 2)
+        padding = (0, 0) if padding == "valid" else _pair(padding)
+        _require_size((shape[1], shape[2]), kernel, padding)
+        return cls(name, shape, module.out_channels, kernel, stride, padding, module.bias is not None)
+
+    @property
+    def output_shape(self) -> Shape:
+        return (self.channels, *_slide(self.input_shape, self.kernel, self.stride, self.padding))
+
+
+@dataclass(frozen=True)
+class PoolLayer:
+    """kind: "max" or "mean"."""
+
+    kind: str
+    input_shape: Shape
+    kernel: Pair
+    stride: Pair
+    padding: Pair
+
+    @classmethod
+    def of(
+        cls,
+        kind: str,
+        shape: Shape,
+        kernel: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        dilation: Any = 1,
+        is_ceil: bool = False,
+        counts_padding: bool = True,
+    ) -> Self:
+        _require_image(shape)
+        sides, steps, pads = _pair(kernel), _pair(stride or kernel), _pair(padding)
+        if is_ceil:
+            raise ValueError("rounds its size up (ceil_mode)")
+        if _pair(dilation) != (1, 1):
+            raise ValueError("is dilated")
+        if pads != (0, 0) and not counts_padding:
+            raise ValueError("pads without counting the padding")
+        if kind == "max" and prod(sides) > 126:
+            raise ValueError(f"has a kernel of {list(sides)}, more than 126 numbers")
+        _require_size((shape[1], shape[2]), sides, pads)
+        return cls(kind, shape, sides, steps, pads)
+
+    @classmethod
+    def of_adaptive(cls, shape: Shape, output_size: Any) -> Self:
+        _require_image(shape)
+        sizes = _pair(output_size)
+        if None in sizes or shape[1] % sizes[0] or shape[2] % sizes[1]:
+            raise ValueError(f"pools {list(shape[1:])} to {list(sizes)}, in windows of several sizes")
+        return cls.of("mean", shape, (shape[1] // sizes[0], shape[2] // sizes[1]))
+
+    @property
+    def output_shape(self) -> Shape:
+        return (self.input_shape[0], *_slide(self.input_shape, self.kernel, self.stride, self.padding))
+
+
+def _slide(shape: Shape, kernel: Pair, stride: Pair, padding: Pair) -> Pair:
+    height, width = (
+        (size + 2 * pad - side) // step + 1
+        for size, side, step, pad in zip(shape[1:], kernel, stride, padding, strict=True)
+    )
+    return height, width
+
+
+@dataclass(frozen=True)
+class ActivationLayer:
+    """kind: "relu", "tanh", "sigmoid", "gelu" or "silu"."""
+
+    kind: str
+    input_shape: Shape
+
+    @property
+    def needs_input(self) -> bool:
+        """Whether its gradient is a function of what it was given, not of what it gave."""
+        return self.kind in ("gelu", "silu")
+
+    @property
+    def output_shape(self) -> Shape:
+        return self.input_shape
+
+
+@dataclass(frozen=True)
+class BatchNormLayer:
+    """momentum: None for the mean over all batches."""
+
+    name: str
+    input_shape: Shape
+    epsilon: float
+    momentum: float | None
+    is_affine: bool
+
+    @property
+    def output_shape(self) -> Shape:
+        return self.input_shape
+
+
+@dataclass(frozen=True)
+class LayerNormLayer:
+    name: str
+    input_shape: Shape
+    epsilon: float
+    has_weight: bool
+    has_bias: bool
+
+    @property
+    def output_shape(self) -> Shape:
+        return self.input_shape
+
+
+@dataclass(frozen=True)
+class LinearLayer:
+    name: str
+    input_shape: Shape
+    features: int
+    has_bias: bool
+
+    @property
+    def output_shape(self) -> Shape:
+        return (self.features,)
+
+
+@dataclass(frozen=True)
+class DropoutLayer:
+    """drops_channels: all numbers of a channel together."""
+
+    probability: float
+    input_shape: Shape
+    drops_channels: bool = False
+
+    @property
+    def mask_shape(self) -> Shape:
+        return (self.input_shape[0], 1, 1) if self.drops_channels else self.input_shape
+
+    @property
+    def output_shape(self) -> Shape:
+        return self.input_shape
+
+
+@dataclass(frozen=True)
+class FlattenLayer:
+    input_shape: Shape
+
+    @classmethod
+    def of(cls, shape: Shape, start_dim: int, end_dim: int) -> Self:
+        if start_dim != 1 or end_dim not in (-1, len(shape)):
+            raise ValueError(f"flattens dimensions {start_dim} to {end_dim}, not a sample")
+        return cls(shape)
+
+    @classmethod
+    def of_view(cls, shape: Shape, sizes: tuple[Any, ...]) -> Self:
+        """sizes: with -1 for the batch, or for the features."""
+        if len(sizes) != 2 or sizes[0] != -1 or sizes[1] not in (-1, prod(shape)):
+            raise ValueError(f"is a view of {list(sizes)}, not of flat samples")
+        return cls(shape)
+
+    @property
+    def output_shape(self) -> Shape:
+        return (prod(self.input_shape),)
+
+
+Layer = (
+    ConvLayer
+    | PoolLayer
+    | ActivationLayer
+    | BatchNormLayer
+    | LayerNormLayer
+    | LinearLayer
+    | DropoutLayer
+    | FlattenLayer
+)

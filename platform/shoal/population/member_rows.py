@@ -1,0 +1,205 @@
+"""The numbers of many members of one architecture: one row a member in a few flat buffers.
+
+Owns the layout: which columns of a row belong to which parameter, and views of them by name. An update is then a
+handful of kernels over all members, and one member's numbers over another's is a copy of rows. Called by Population,
+its engines and the row optimizer. Never computes anything.
+Legend: K members, P numbers in a member's parameters, Q in its buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import ConfigError, SpecMismatch
+
+
+class RowLayout:
+    """Where each tensor of a model lies in a row.
+
+    Parameters with four dimensions lie as channels last, the order that convolutions on a CPU prefer. Tensors that do
+    not train lie among the buffers. Two names of one tensor (tied weights) share their columns. Raises ConfigError for
+    a model without parameters, of more than one floating type, or with buffers that are neither floats nor int64.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        frozen = {name: each for name, each in model.named_parameters() if not each.requires_grad}
+        others = {**frozen, **dict(model.named_buffers())}
+        if not trained:
+            raise ConfigError("model", type(model).__name__, "has no parameters to train")
+        self.dtype = next(iter(trained.values())).dtype
+        counters = {name: each for name, each in others.items() if each.dtype == torch.int64}
+        floats = {name: each for name, each in others.items() if name not in counters}
+        for name, each in {**trained, **floats}.items():
+            if each.dtype != self.dtype or not each.is_floating_point():
+                problem = f"{name} is {each.dtype}, other tensors are {self.dtype}"
+                raise ConfigError("model", type(model).__name__, problem, "members are rows of one type: convert it")
+        self.parameters = {name: each.shape for name, each in trained.items()}
+        self.buffers = {name: each.shape for name, each in floats.items()}
+        self.counters = {name: each.shape for name, each in counters.items()}
+        firsts = {id(each): name for name, each in [*model.named_parameters(), *model.named_buffers()]}
+        tensors = model.state_dict(keep_vars=True)
+        self.saved = {name: firsts[id(each)] for name, each in tensors.items() if isinstance(each, Tensor)}
+
+    @property
+    def num_parameters(self) -> int:
+        """P."""
+        return sum(shape.numel() for shape in self.parameters.values())
+
+    def row_bytes(self, num_slots: int) -> int:
+        """The memory of one member with its gradients and the optimizer's slots."""
+        floats = self.num_parameters * (2 + num_slots) + sum(shape.numel() for shape in self.buffers.values())
+        return floats * self.dtype.itemsize + sum(shape.numel() for shape in self.counters.values()) * 8 + 4
+
+
+def _view(rows: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """Views [K, *shape] of the columns of [K, *], by name."""
+    views, start = {}, 0
+    for name, shape in shapes.items():
+        columns = rows[:, start : start + shape.numel()]
+        if len(shape) == 4:
+            channels_last = (shape[0], shape[2], shape[3], shape[1])
+            views[name] = columns.unflatten(1, channels_last).permute(0, 1, 4, 2, 3)
+        else:
+            views[name] = columns.view(len(rows), *shape)
+        start += shape.numel()
+    return views
+
+
+class MemberRows:
+    """Weights, gradients, optimizer slots, buffers and counters of K members.
+
+    weights, gradients:     [K, P]
+    slots:                  {name: [K, P]} of the optimizer
+    has_gradients:          False for rows that are only stored: their gradients take no memory
+    steps:                  [K], the updates that each member has taken, as the optimizer counts them
+    buffer_rows:            [K, Q] floats that are not trained, such as the running means of batch normalisation
+    counter_rows:           int64 [K, *]
+    parameters, gradient_views, buffers: {name: [K, *shape]}, views of these; `buffers` has the counters too
+    """
+
+    def __init__(
+        self,
+        layout: RowLayout,
+        num_members: int,
+        slots: Iterable[str] = (),
+        device: torch.device | str = "cpu",
+        *,
+        has_gradients: bool = True,
+        is_pinned: bool = False,
+    ) -> None:
+        def zeros(columns: int, dtype: torch.dtype = layout.dtype) -> Tensor:
+            return torch.zeros(num_members, columns, dtype=dtype, device=device, pin_memory=is_pinned)
+
+        def count(shapes: Mapping[str, torch.Size]) -> int:
+            return sum(shape.numel() for shape in shapes.values())
+
+        size = layout.num_parameters
+        gradients = zeros(size) if has_gradients else torch.zeros(1, 1, dtype=layout.dtype).expand(num_members, size)
+        named = {name: zeros(size) for name in slots}
+        steps = zeros(1, torch.float32).squeeze(1)
+        buffers, counters = zeros(count(layout.buffers)), zeros(count(layout.counters), torch.int64)
+        self._set(layout, zeros(size), gradients, named, steps, buffers, counters)
+
+    def _set(
+        self,
+        layout: RowLayout,
+        weights: Tensor,
+        gradients: Tensor,
+        slots: dict[str, Tensor],
+        steps: Tensor,
+        buffer_rows: Tensor,
+        counter_rows: Tensor,
+    ) -> None:
+        self.layout, self.weights, self.gradients, self.slots, self.steps = layout, weights, gradients, slots, steps
+        self.buffer_rows, self.counter_rows = buffer_rows, counter_rows
+        self.parameters = _view(weights, layout.parameters)
+        self.gradient_views = _view(gradients, layout.parameters)
+        self.buffers = _view(buffer_rows, layout.buffers) | _view(counter_rows, layout.counters)
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def narrow(self, start: int, length: int) -> Self:
+        """The rows from `start`, in the same memory. Autograd does not see changes of other rows."""
+        rows = type(self).__new__(type(self))
+
+        def take(tensor: Tensor) -> Tensor:
+            return tensor.data[start : start + length]  # views of `.data` have a version counter of their own
+
+        slots = {name: take(slot) for name, slot in self.slots.items()}
+        tensors = (take(self.buffer_rows), take(self.counter_rows))
+        rows._set(self.layout, take(self.weights), take(self.gradients), slots, take(self.steps), *tensors)
+        return rows
+
+    def clone(self, device: torch.device | None = None) -> Self:
+        """The same numbers in memory of their own, on a device."""
+        rows = type(self).__new__(type(self))
+
+        def copy(tensor: Tensor) -> Tensor:
+            return tensor.to(device or tensor.device, copy=True)
+
+        slots = {name: copy(slot) for name, slot in self.slots.items()}
+        tensors = (copy(self.buffer_rows), copy(self.counter_rows))
+        rows._set(self.layout, copy(self.weights), copy(self.gradients), slots, copy(self.steps), *tensors)
+        return rows
+
+    def state(self) -> dict[str, Tensor]:
+        """Every tensor but the gradients, in the same memory: what a member is copied, moved and saved as."""
+        others = {"steps": self.steps, "buffers": self.buffer_rows, "counters": self.counter_rows}
+        return {"weights": self.weights, **{f"slot.{name}": slot for name, slot in self.slots.items()}, **others}
+
+    def copy(self, source: int, destination: int) -> None:
+        """Everything of one member but its gradients over another's."""
+        for rows in self.state().values():
+            rows[destination].copy_(rows[source])
+
+    def copy_from(self, other: MemberRows) -> None:
+        """Everything of as many members of other rows but their gradients."""
+        for rows, source in zip(self.state().values(), other.state().values(), strict=True):
+            rows.copy_(source)
+
+    def swap(self, one: int, other: int) -> None:
+        """Two members exchange their rows, but for gradients."""
+        for rows in self.state().values():
+            rows[[one, other]] = rows[[other, one]]
+
+    def state_dict(self, row: int) -> dict[str, Tensor]:
+        """A member as an ordinary state dict of the model: copies, on the rows' device."""
+        tensors = self.parameters | self.buffers
+        return {name: tensors[first][row].clone(memory_format=torch.contiguous_format) for name, first in self._saved()}
+
+    def load_state_dict(self, row: int, state: Mapping[str, Tensor]) -> None:
+        """Weights and buffers of a member from a state dict of the model. The optimizer starts afresh.
+
+        Raises SpecMismatch for other names or shapes.
+        """
+        saved = dict(self._saved())
+        if state.keys() != saved.keys():
+            problem = f"missing {sorted(saved.keys() - state.keys())}, unexpected {sorted(state.keys() - saved.keys())}"
+            raise SpecMismatch("state_dict", sorted(state), problem)
+        tensors = self.parameters | self.buffers
+        for name, first in saved.items():
+            if state[name].shape != tensors[first].shape[1:]:
+                problem = f"{name} is {list(state[name].shape)}, the member's is {list(tensors[first].shape[1:])}"
+                raise SpecMismatch("state_dict", name, problem)
+        with torch.no_grad():
+            for name, first in saved.items():
+                tensors[first][row].copy_(state[name])
+        for slot in (*self.slots.values(), self.steps):
+            slot[row].zero_()
+
+    def load_model(self, row: int, model: nn.Module) -> None:
+        """A member from a model, buffers that are not saved included. The optimizer starts afresh."""
+        self.load_state_dict(row, model.state_dict())
+        views = self.buffers
+        with torch.no_grad():
+            for name, value in model.named_buffers():
+                views[name][row].copy_(value)
+
+    def _saved(self) -> Iterable[tuple[str, str]]:
+        return self.layout.saved.items()

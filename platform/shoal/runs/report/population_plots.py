@@ -1,0 +1,191 @@
+"""The pictures of a population: who descends from whom, the schedules that were found, the metric of each member.
+
+Takes data frames and returns matplotlib figures; never reads the record. In all of them the best member's line of
+descent is blue, the other members are grey.
+
+A frame of stretches has a row for each stretch of training, with the columns member, begin, end and source (NaN: it
+began with new weights), and one for each hyper-parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shoal.runs.report.plots import (
+    GRID,
+    INK,
+    LINE,
+    MARK,
+    MAX_HEADING_LENGTH,
+    MUTED,
+    RULE,
+    hide_spines,
+    make_figure,
+    truncate_middle,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from pandas import DataFrame, Series
+
+WIDTH_INCHES = 10.8  # across the page
+MAX_LABELLED_MEMBERS = 40
+LINK_LENGTH = 0.5  # of a copy, in rounds
+SURVIVOR = "#9ca3af"
+LOG_RATIO = 50.0  # between the ends of positive numbers that are drawn over their logarithm
+
+
+def draw_genealogy(
+    stretches: DataFrame, survivors: DataFrame, ancestry: DataFrame, restarts: Sequence[int] = ()
+) -> Figure:
+    """Members over rounds: a line for each stretch of training, a link for each copy, a dot for new weights.
+
+    stretches: all of them, in light grey
+    survivors: those whose training the last members have in their weights, in dark grey
+    ancestry:  those of the best member, in blue
+    restarts:  rounds after which all members restarted
+    """
+    num_members = int(stretches["member"].max()) + 1
+    with make_figure((WIDTH_INCHES, min(1.2 + 0.17 * num_members, 8.0))) as figure:
+        axes = _add_panel(figure, left=0.05, bottom=max(0.08, 0.5 / figure.get_figheight()))
+        axes.grid(visible=False)
+        _draw_descent(axes, stretches, RULE, 0.8)
+        _draw_descent(axes, survivors, SURVIVOR, 1.3)
+        _draw_descent(axes, ancestry, LINE, 2.4)
+        for number in restarts:
+            axes.axvline(number, color=MARK, linewidth=1, linestyle=(0, (3, 3)), zorder=1)
+            axes.annotate("restart", (number, 1.0), (3, -9), xycoords=("data", "axes fraction"), color=MARK,
+                          textcoords="offset points", fontsize=8)  # fmt: skip
+        axes.set_ylim(num_members - 0.3, -0.7)
+        axes.set_xlabel("round", color=MUTED)
+        axes.set_ylabel("member", color=MUTED)
+        every = -(-num_members // MAX_LABELLED_MEMBERS)
+        axes.set_yticks(range(0, num_members, every))
+    return figure
+
+
+def draw_schedules(
+    stretches: DataFrame, ancestry: DataFrame, paths: Sequence[str], logarithmic: Collection[str] | None = None
+) -> Figure:
+    """One panel for each hyper-parameter: its value in each round, of all members and of the best one's ancestors.
+
+    stretches: of all members
+    ancestry:  of the best one
+    logarithmic: the hyper-parameters that are drawn over their logarithm; None: see `is_logarithmic`
+    """
+    num_rows = -(-len(paths) // 2)
+    with make_figure((WIDTH_INCHES, 2.7 * num_rows)) as figure:
+        figure.subplots_adjust(left=0.07, right=0.985, bottom=0.5 / figure.get_figheight(), top=1 - 0.06, hspace=0.6)
+        for number, path in enumerate(paths, start=1):
+            axes = figure.add_subplot(num_rows, 2, number)
+            values, ticks = to_numbers(stretches[path])
+            codes = dict(zip(ticks, range(len(ticks)), strict=True))
+            own = np.array([codes[str(value)] if ticks else value for value in ancestry[path]], float)
+            _style(axes)
+            _draw_steps(axes, stretches, values, RULE, 1.0)
+            _draw_steps(axes, ancestry, own, LINE, 2.2)
+            if not ticks and is_logarithmic(values, path, logarithmic):
+                axes.set_yscale("log")
+                axes.minorticks_off()
+                axes.yaxis.set_major_formatter("{x:g}")
+            if ticks:
+                axes.set_yticks(range(len(ticks)), ticks)
+            axes.margins(x=0.01, y=0.1)
+            axes.set_xlabel("round", color=MUTED)
+            _set_heading(axes, path)
+    return figure
+
+
+def draw_member_metric(scores: DataFrame, best: Series[Any], metric: str) -> Figure:
+    """A metric of all members over rounds, and the best one's ancestors.
+
+    scores: index round, a column for each member
+    best:   index round: what the best member's ancestor, and at the end itself, had
+    """
+    with make_figure((WIDTH_INCHES, 3.2)) as figure:
+        axes = _add_panel(figure, left=0.07, bottom=0.16, top=0.87)
+        for member in scores.columns:
+            axes.plot(scores.index, scores[member], color=RULE, linewidth=1)
+        axes.plot(scores.index, scores.median(axis=1), color=MUTED, linewidth=1.2, linestyle=(0, (4, 2)))
+        axes.plot(best.index, best, color=LINE, linewidth=2.2, marker="o", markersize=3)
+        axes.set_xlabel("round", color=MUTED)
+        axes.locator_params(axis="x", integer=True)
+        axes.margins(x=0.01, y=0.08)
+        _set_heading(axes, metric)
+    return figure
+
+
+def is_logarithmic(values: Sequence[float] | np.ndarray, name: str = "", named: Collection[str] | None = None) -> bool:
+    """Whether numbers are drawn over their logarithm: all are positive, and the name is among the named ones.
+
+    named: None: the largest number is 50 times the smallest
+    """
+    finite = np.asarray(values, float)
+    finite = finite[np.isfinite(finite)]
+    if not len(finite) or finite.min() <= 0:
+        return False
+    return bool(finite.max() / finite.min() >= LOG_RATIO) if named is None else name in named
+
+
+def to_numbers(column: Series[Any]) -> tuple[np.ndarray, list[str]]:
+    """Numbers as they are; other values as their number among the distinct ones, which are the second result."""
+    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in column):
+        return column.to_numpy(float), []
+    names = [str(value) for value in column]
+    distinct = sorted(set(names))
+    return np.array([distinct.index(name) for name in names], float), distinct
+
+
+def _draw_descent(axes: Axes, stretches: DataFrame, colour: str, width: float) -> None:
+    """Lines of training at the member's height, and the links to the members that were copied."""
+    from matplotlib.collections import LineCollection
+
+    lines, dots = [], []
+    columns = (stretches[name].tolist() for name in ("member", "begin", "end", "source"))
+    for member, begin, end, source in zip(*columns, strict=True):
+        is_new = source is None or source != source
+        start = begin + (0.0 if is_new or source == member else min(LINK_LENGTH, end - begin))
+        lines.append([(start, member), (end, member)])
+        if is_new:
+            dots.append((start, member))
+        elif source != member:
+            lines.append([(begin, source), (start, member)])
+    axes.add_collection(LineCollection(lines, colors=colour, linewidths=width, capstyle="round"))
+    axes.plot(*np.array(dots, float).reshape(-1, 2).T, "o", color=colour, markersize=width + 2)
+
+
+def _draw_steps(axes: Axes, stretches: DataFrame, values: np.ndarray, colour: str, width: float) -> None:
+    """The value of each stretch over its rounds, those of one line joined."""
+    from matplotlib.collections import LineCollection
+
+    begins, ends = stretches["begin"].to_numpy(float), stretches["end"].to_numpy(float)
+    lines = [[(begin, value), (end, value)] for begin, end, value in zip(begins, ends, values, strict=True)]
+    if colour == LINE:
+        pairs = zip(begins[1:], values[:-1], values[1:], strict=True)
+        lines += [[(begin, before), (begin, after)] for begin, before, after in pairs]
+    axes.add_collection(LineCollection(lines, colors=colour, linewidths=width, capstyle="round"))
+    axes.autoscale_view()
+
+
+def _add_panel(figure: Figure, *, left: float, bottom: float, top: float = 0.97) -> Axes:
+    figure.subplots_adjust(left=left, right=0.985, bottom=bottom, top=top)
+    axes = figure.add_subplot()
+    _style(axes)
+    return axes
+
+
+def _style(axes: Axes) -> None:
+    hide_spines(axes, "top", "right", "left")
+    axes.spines["bottom"].set_color(RULE)
+    axes.tick_params(colors=MUTED, length=0, pad=4)
+    axes.grid(axis="y", color=GRID, linewidth=1)
+    axes.set_axisbelow(True)
+
+
+def _set_heading(axes: Axes, words: str) -> None:
+    title = truncate_middle(words, MAX_HEADING_LENGTH)
+    axes.set_title(title, loc="left", color=INK, fontsize=10, fontweight="bold").set_parse_math(False)

@@ -1,0 +1,98 @@
+"""A population whose members are in several Ray workers: the same lineage as in one process, in a job of its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import shoal.runs
+from shoal.errors import SpecMismatch
+from shoal.flows.population.ray_members import RayMembers
+from shoal.flows.population.run import run_population
+from shoal.population.spec import PopulationSpec
+from shoal.registry import Registry
+from shoal.runs import RunKind, Status
+from shoal_program import Program
+
+if TYPE_CHECKING:
+    from shoal.cluster.embedded_cluster import EmbeddedCluster
+
+FIELDS: dict[str, Any] = {
+    "task": "tests/train_task.py:Toy",
+    "members": 5,
+    "rounds": 3,
+    "steps_per_round": 6,
+    "batch_size": 8,
+    "space": {"optimizer.learning_rate": "log(1e-3, 1e-1)"},
+    "metric": "loss",
+    "evolution": "pbt",
+    "engine": "looped",
+    "threads": 1,
+    "name": "toys",
+}
+
+
+def read_rounds(run_id: str) -> list[dict[str, Any]]:
+    events = shoal.runs.load(run_id).events()
+    return list(events[events["kind"] == "round"]["details"])
+
+
+@pytest.mark.parametrize("order", ["shared", "own"])
+@pytest.mark.usefixtures("cluster")
+def test_members_in_workers_are_those_of_one_process(order: str) -> None:
+    one = run_population(PopulationSpec.parse({**FIELDS, "order": order}), registers=False)
+    several = run_population(PopulationSpec.parse({**FIELDS, "order": order, "workers": 2}), registers=False)
+    rounds = read_rounds(several.run_id)
+    assert rounds == read_rounds(one.run_id)
+    shares = (range(2), range(2, 5))
+    copies = [pair for each in rounds for pair in each["copies"]]
+    assert any(loser in mine and winner not in mine for loser, winner in copies for mine in shares)  # between workers
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_state_of_other_workers_is_rejected() -> None:
+    spec = PopulationSpec.parse({**FIELDS, "workers": 2})
+    members = RayMembers(spec, [{"optimizer.learning_rate": 0.1}] * 5)
+    try:
+        with pytest.raises(SpecMismatch, match="use workers=3"):
+            members.load_state_dict({"shares": [{}, {}, {}]})
+    finally:
+        members.close()
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_worker_whose_members_are_all_retired_trains_and_scores_none() -> None:
+    spec = PopulationSpec.parse({**FIELDS, "workers": 2})
+    members = RayMembers(spec, [{"optimizer.learning_rate": 0.1}] * 5)
+    batch = (torch.randn(8, 8), torch.arange(8), torch.arange(8) % 3)
+    try:
+        for member in (0, 1):
+            members.retire(member)
+        results = list(members.train([batch]))
+        assert sorted(member for each in results for member in each.members) == [2, 3, 4]
+        assert members.evaluate([batch])["loss"].isnan().tolist() == [True, True, False, False, False]
+    finally:
+        members.close()
+
+
+def test_the_job_registers_the_best_member_and_the_ensemble(cluster: EmbeddedCluster) -> None:
+    words = [
+        "task=tests/train_task.py:Toy",
+        "members=3",
+        "rounds=2",
+        "steps_per_round=4",
+        "batch_size=8",
+        "metric=loss",
+    ]
+    words += ["ensemble=2", "name=toys-job", "engine=looped"]
+    env = {**os.environ, **cluster.environment, "SHOAL_RUN_ID": "population-job", "OMP_NUM_THREADS": "1"}
+    with Program([sys.executable, "jobs/population.py", *words], env=env) as program:
+        assert program.wait() == 0
+    run = shoal.runs.load("population-job")
+    assert (run.kind, run.status) == (RunKind.POPULATION, Status.FINISHED)
+    assert Registry().get("toys-job@champion").manifest.lineage["schedule"]
+    assert Registry().has("toys-job-ensemble@champion")
