@@ -1,0 +1,1 @@
+"""Learning from messages as they come, and answering them: sources, the online trainer, group commit."""

@@ -1,0 +1,55 @@
+"""What a stream run measures of itself between two reports: rate, lag, latency, errors. Called by `StreamLoop`."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from shoal.stream.source import Message
+
+
+class StreamStatistics:
+    """Collects since the last `take`."""
+
+    def __init__(self) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
+        self._began_s = time.monotonic()
+        self._learn_ms: list[float] = []
+        self._commit_ms: list[float] = []
+        self._lags_ms: list[float] = []
+        self._totals: defaultdict[str, float] = defaultdict(float)
+
+    def add(self, messages: Sequence[Message], learn_s: float, totals: Mapping[str, float]) -> None:
+        """A batch that took `learn_s` to be answered and learnt."""
+        now_s = time.time()
+        self._learn_ms.append(1e3 * learn_s)
+        self._lags_ms += [1e3 * (now_s - message.time_s) for message in messages]
+        for name, value in totals.items():
+            self._totals[name] += value
+
+    def add_commit(self, commit_s: float) -> None:
+        """A group that took `commit_s` from the snapshot to the acknowledgement."""
+        self._commit_ms.append(1e3 * commit_s)
+
+    def take(self) -> dict[str, float]:
+        """The metrics since the last call, by name. Lags are of the publishers' clocks, up to the end of learning."""
+        seconds, totals = time.monotonic() - self._began_s, self._totals
+        metrics = {"stream/per_s": totals["num_messages"] / seconds}
+        if self._learn_ms:
+            metrics["stream/batch"] = totals["num_messages"] / len(self._learn_ms)
+            for name, values in (("lag", self._lags_ms), ("learn", self._learn_ms)):
+                middle, high = np.percentile(values, (50, 99))
+                metrics |= {f"stream/{name}_p50_ms": float(middle), f"stream/{name}_p99_ms": float(high)}
+        if self._commit_ms:
+            metrics["stream/commit_ms"] = float(np.median(self._commit_ms))
+        if num_forecasts := totals["num_forecasts"]:
+            metrics["prequential/mae"] = totals["absolute_error"] / num_forecasts
+            metrics["prequential/as_now"] = totals["naive_error"] / num_forecasts
+            metrics["prequential/scaled"] = totals["scaled_error"] / num_forecasts
+        self._clear()
+        return metrics

@@ -1,0 +1,183 @@
+"""An LSTM that learns from each message as it comes, and answers it before: test, then learn.
+
+Called by `StreamLoop` and by benchmarks. Knows neither brokers nor disks: a function of batches, in their order. The
+same batches leave the same weights to the bit.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import SpecMismatch
+from shoal.stream.drift import PageHinkley
+from shoal.stream.network import MAX_DEVIATIONS, StreamNetwork
+from shoal.stream.sensor_table import SensorTable
+from shoal.stream.source import Message
+from shoal.stream.spec import OnlineSpec
+
+
+class SensorForecast(NamedTuple):
+    """A forecast of the sensor's value, `horizon` messages after `message`; `num_updates` tells which weights made
+    it."""
+
+    message: Message
+    prediction: float
+    num_updates: int
+
+
+@dataclass
+class PrequentialTotals:
+    """Sums over all forecasts whose value has come. Prequential: each was made before any learning from that value.
+
+    naive_error: of the forecast "as now"
+    """
+
+    num_messages: int = 0
+    num_forecasts: int = 0
+    absolute_error: float = 0.0
+    squared_error: float = 0.0
+    naive_error: float = 0.0
+    scaled_error: float = 0.0
+    num_clock_jumps: int = 0
+    num_drifts: int = 0
+
+
+@dataclass
+class BatchResult:
+    """What one batch has shown: its share of the totals, and the sensors that drift."""
+
+    totals: PrequentialTotals = field(default_factory=PrequentialTotals)
+    drifting: list[str] = field(default_factory=list)
+
+
+class OnlineTrainer:
+    """Answers and learns batches of messages; at most one step of a sensor at a time.
+
+    A batch in which a sensor has several messages is taken in waves: the first message of each sensor, then the second,
+    and so on. Each wave is answered, then learnt: one step of the optimizer over the windows of all its sensors that
+    are due. See `OnlineSpec`. The learner is on the CPU, in the caller's thread.
+    """
+
+    def __init__(self, spec: OnlineSpec) -> None:
+        self.spec = spec
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(spec.seed)
+            self.network = StreamNetwork(spec.width, spec.hidden, spec.horizon, spec.memory)
+        self.table = SensorTable(spec.width, spec.hidden, spec.horizon, spec.num_steps)
+        self.optimizer = torch.optim.Adam(self.network.parameters(), spec.learning_rate, fused=True)
+        self.drift = PageHinkley()
+        self.totals = PrequentialTotals()
+        self.num_batches = self.num_updates = 0
+
+    def process(self, messages: Sequence[Message], publish: Callable[[list[SensorForecast]], None]) -> BatchResult:
+        """SensorForecast each message through `publish`, and learn from it. No messages are no batch."""
+        result = BatchResult()
+        for wave in split_into_waves(messages):
+            rows = self.table.find_rows([message.sensor for message in wave])
+            values = torch.tensor([message.values for message in wave], dtype=torch.float64)
+            self._score(rows, values, wave, result)
+            predictions = self._predict(rows, values)
+            publish([SensorForecast(*each, self.num_updates) for each in zip(wave, predictions.tolist(), strict=True)])
+            self._learn(rows)
+        self.num_batches += 1
+        for name, value in vars(result.totals).items():
+            setattr(self.totals, name, getattr(self.totals, name) + value)
+        return result
+
+    def _score(self, rows: Tensor, values: Tensor, wave: list[Message], result: BatchResult) -> None:
+        """Compare the forecasts of these values [B, D] with them, before anything is learnt from them."""
+        times_s = torch.tensor([message.time_s for message in wave], dtype=torch.float64)
+        has_jumped = times_s < self.table.last_times_s[rows]
+        self.table.last_times_s[rows] = times_s
+        totals, counts = result.totals, self.table.counts[rows]
+        totals.num_messages += len(wave)
+        totals.num_clock_jumps += int(has_jumped.sum())
+        is_due = counts >= self.spec.horizon
+        rows, newest = rows[is_due], values[is_due, 0]
+        earlier, predictions = self.table.read_earlier(rows)
+        errors = (newest - predictions).abs()
+        scaled = errors / self.table.read_scaler(rows).change_deviations
+        is_judged = counts[is_due] > self.spec.horizon  # the first change is the scale's first value
+        scaled = scaled[is_judged].clamp(max=2 * MAX_DEVIATIONS)
+        totals.num_forecasts += len(rows)
+        totals.absolute_error += float(errors.sum())
+        totals.squared_error += float(errors.square().sum())
+        totals.naive_error += float((newest - earlier).abs().sum())
+        totals.scaled_error += float(scaled.sum())
+        drifting = self.drift.update(rows[is_judged].numpy(), scaled.numpy())
+        totals.num_drifts += len(drifting)
+        if len(drifting):
+            names = self.table.names
+            result.drifting += [names[row] for row in drifting]
+
+    @torch.no_grad()
+    def _predict(self, rows: Tensor, values: Tensor) -> Tensor:
+        """One step of the LSTM: forecasts [B], after values [B, D]."""
+        earlier, _ = self.table.read_earlier(rows)
+        features, scaler = self.network.observe(values, earlier, self.table.read_scaler(rows))
+        outputs, state = self.network.step(features, self.table.read_state(rows))
+        predictions = values[:, 0] + outputs * scaler.change_deviations
+        self.table.append(rows, values[:, 0], predictions, features, state, scaler)
+        return predictions
+
+    def _learn(self, rows: Tensor) -> None:
+        """One update from the windows of the sensors that are due; none if none is."""
+        counts = self.table.counts[rows]
+        due = rows[(counts > self.spec.horizon) & (counts % self.spec.learn_every == 0)]
+        if not len(due):
+            return
+        window = self.table.read_window(due)
+        outputs = self.network.unroll(window.features, window.state)
+        losses = nn.functional.huber_loss(outputs, window.targets, reduction="none")
+        loss = (losses * window.is_known).sum() / window.is_known.sum()
+        self.optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
+        self.optimizer.step()
+        self.num_updates += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of everything that further batches depend on."""
+        return {
+            "spec": self.spec.to_yaml(),
+            "network": {name: tensor.clone() for name, tensor in self.network.state_dict().items()},
+            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
+            "table": self.table.state_dict(),
+            "drift": self.drift.state_dict(),
+            "totals": vars(self.totals).copy(),
+            "counts": [self.num_batches, self.num_updates],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Become the trainer that made `state`. Raises SpecMismatch when that had another spec."""
+        learnt = OnlineSpec.from_yaml(state["spec"])
+        for name in OnlineSpec.model_fields:
+            if getattr(learnt, name) != getattr(self.spec, name):
+                problem = f"the stream was learnt with {getattr(learnt, name)}"
+                raise SpecMismatch(f"online.{name}", getattr(self.spec, name), problem, "leave it out, or begin anew")
+        self.network.load_state_dict(state["network"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.table.load_state_dict(state["table"])
+        self.drift.load_state_dict(state["drift"])
+        self.totals = PrequentialTotals(**state["totals"])
+        self.num_batches, self.num_updates = state["counts"]
+
+
+def split_into_waves(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """The first message of each sensor, then the second of each, and so on."""
+    seen: Counter[str] = Counter()
+    waves: list[list[Message]] = []
+    for message in messages:
+        number = seen[message.sensor]
+        seen[message.sensor] += 1
+        if number == len(waves):
+            waves.append([])
+        waves[number].append(message)
+    yield from waves
