@@ -27,6 +27,7 @@ from torch.utils.data import TensorDataset
 from shoal.data import Data
 from shoal.data.formats import Idx
 from shoal.models.lenet import MEAN, STD, LeNet, normalise
+from shoal.population.augmentation import Augmentation, erase, flip, shift
 from shoal.train import Task, TrainSpec
 
 INSTALLED = "/usr/share/datasets/fashion-mnist"
@@ -72,6 +73,10 @@ class FashionTask(Task):
 
     def metrics(self, outputs: Any, batch: Any) -> dict[str, Tensor]:
         return {"accuracy": (outputs.argmax(-1) == batch[1]).float().mean()}
+
+    def augmentations(self) -> dict[str, Augmentation]:
+        """For populations: see jobs/population.py."""
+        return {"shift": shift, "flip": flip, "erase": erase}
 
 
 class GeneratedStandIn(TensorDataset):

@@ -1,0 +1,37 @@
+"""External actors teach a policy of a simulated lander, which an endpoint already serves: PPO lands it.
+
+    pip install 'CHECKOUT[box2d]'                                     # its physics, wherever an actor or the job runs
+    shoal run lunar_lander --actors 4                                 # a cluster, the job and four actors
+    ray job submit --working-dir . -- python jobs/lunar_lander.py     # the same on a cluster that is up
+
+`python jobs/lunar_lander.py --help` lists the fields, docs/algorithms.md the algorithms.
+"""
+
+from shoal.cluster.job_main import job_main
+from shoal.flows.actor_learner import run_actor_learner
+from shoal.flows.actor_learner_spec import ActorLearnerSpec
+from shoal.flows.rl_policy import check
+
+
+def spec() -> ActorLearnerSpec:
+    """The recipe: a mean return of 200 over 100 episodes, which counts as solved."""
+    return ActorLearnerSpec.parse(
+        {
+            "env": "LunarLander-v3",
+            "algorithm": {
+                "name": "ppo",
+                "discount": 0.999,
+                "lambda_": 0.98,
+                "learning_rate": 0.0003,
+                "minibatches": 64,
+            },
+            "learner": {"batch_steps": 4096},
+            "gateway": {"queue_capacity": 16, "max_credits": 2},
+            "target_return": 200.0,
+            "max_wall_s": 1800.0,
+        }
+    )
+
+
+if __name__ == "__main__":
+    job_main(spec(), run_actor_learner, job="lunar_lander", check=check)
