@@ -9,6 +9,7 @@ number of every answer must equal the version that the answer names.
 import http.client
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -35,6 +36,7 @@ REQUEST_TIMEOUT_S = 100.0  # more than HAProxy waits for a replica
 IDLE_S = 2.0
 END_S = 300.0
 WORDS = 3000
+FOLDER_LINE = "the cluster is in "
 BODY = json.dumps(
     {"inputs": [{"name": "x", "shape": [1, NUM_FEATURES], "datatype": "FP32", "data": [0.5] * NUM_FEATURES}]}
 )
@@ -128,8 +130,16 @@ class EndpointProcess:
         raise RuntimeError(f"the endpoint's process ended: {self._last_words()}")
 
     def _last_words(self) -> str:
+        """What the driver has said at last, and then the parts of its Ray that have ended, or complained."""
         self._log.seek(0)
-        return self._log.read()[-WORDS:]
+        said = self._log.read()
+        words = [said[-WORDS:]]
+        if found := re.search(rf"^{FOLDER_LINE}(\S+)$", said, re.MULTILINE):  # what is left of it, if its head has died
+            folder = Path(found[1])
+            logs = folder / "ray/session_latest/logs"
+            files = [folder / "head.log", *logs.glob("gcs_server.*"), *logs.glob("raylet.*")]
+            words += [f"{file.name}: {file.read_text(errors='replace')[-WORDS:]}" for file in files if file.exists()]
+        return "\n".join(words)
 
 
 @dataclass
@@ -227,6 +237,7 @@ def _drive(spec: dict[str, Any], answer_s: str) -> None:
     with embedded_cluster.start_cluster(
         num_cpus=4, object_store_memory_bytes=STORE_BYTES, environment=environment
     ) as cluster:
+        print(f"{FOLDER_LINE}{cluster.temp_dir}", file=sys.stderr, flush=True)  # noqa: T201
         os.environ.update(cluster.environment)  # before anything imports Ray
         import ray
 

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from shoal.serve.batching.batcher import BatchQueue
+from shoal.batching.batcher import BatchQueue
 
 DEADLINE_S = 60.0
 T = TypeVar("T")

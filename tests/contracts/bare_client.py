@@ -279,5 +279,9 @@ class BareClient:
         self.errors.append(error)
         if error["fatal"]:
             raise Refused(error["code"])
-        if error["code"] in ("hello_required", "sequence_gap"):
+        position = next((at for at, (seq, _, _) in enumerate(self.kept) if seq == error["seq"]), None)
+        if error["code"] in ("malformed", "too_large") and position is not None:
+            del self.kept[position]
+            self.connect()
+        elif error["code"] in ("hello_required", "sequence_gap"):
             self.connect()

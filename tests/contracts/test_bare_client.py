@@ -142,7 +142,7 @@ def test_a_bad_segment_is_dropped_with_a_reason_and_the_next_is_welcome() -> Non
         assert [ack["reason"] for ack in client.acks] == [
             "non_finite",
             "invalid_range",
-            "malformed",
+            "invalid_frames",
             "invalid_shape",
             "",
         ]
@@ -168,6 +168,16 @@ def test_a_gap_is_refused_and_closed_by_reconnecting() -> None:
         assert client.wait_for_error()["code"] == "sequence_gap"
         client.wait_for_acks()
         assert (book(parts)["received"], book(parts)["duplicates"]) == (2, 0)
+
+
+def test_a_segment_that_an_error_names_is_discarded_and_those_behind_it_arrive() -> None:
+    with serving() as parts, joined(parts.address) as client:
+        client.send_segment({}, tensors())
+        client.send_segment({"terminated": 1}, tensors())
+        client.send_segment({}, tensors())
+        assert client.wait_for_error()["seq"] == 1
+        client.wait_for_acks()
+        assert (client.next_seq, book(parts)["received"], book(parts)["duplicates"]) == (2, 2, 0)
 
 
 def test_what_was_on_its_way_when_the_connection_broke_is_counted_exactly_once() -> None:
@@ -206,7 +216,7 @@ def test_it_starts_anew_when_another_run_answers_on_the_same_port() -> None:
         client.send_segment({}, tensors())
         client.wait_for_acks()
     other = Parts(port=port)
-    other.gateway._run_id = "run-2"
+    other.gateway._handshake.run_id = "run-2"
     other.gateway.start()
     client.wait_for_bye()
     client.wait_for_weights(0)

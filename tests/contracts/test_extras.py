@@ -34,6 +34,7 @@ MISSING = [
     ("jinja2", "from shoal.runs.report.report import _template; _template()", "report"),
     ("matplotlib", "from shoal.runs.report.plots import draw_wide_plot; draw_wide_plot(None)", "report"),
     ("tensorboard", "from shoal.runs.record.tensorboard_writer import EventFile; EventFile(None, 1)", "report"),
+    ("onnx", "from shoal.rl.policy_graph import _export; _export(None, None, '')", "export"),
     ("sklearn", "from shoal.train.task import make_task; make_task('tabular', {}).data()", "recipes"),
 ]
 PROGRAM = f"""

@@ -17,7 +17,7 @@ from schemathesis.checks import CHECKS, CheckFunction, load_all_checks
 
 from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.served_here import TOKEN, served
-from shoal.open_inference import messages
+from shoal.open_inference import episodes, messages
 from shoal.open_inference.datatypes import DATATYPES
 from shoal.serve.controller.change_request import ChangeRequest
 from shoal.serve.http.admin import openapi_document
@@ -36,6 +36,7 @@ from shoal.serve.http.routes import (
 DOCUMENT: dict[str, Any] = json.loads(openapi_document())
 SCHEMAS: dict[str, Any] = DOCUMENT["components"]["schemas"]
 MESSAGES = (messages.ServerMetadata, messages.ModelMetadata, messages.InferResponse, messages.Statistics)
+MESSAGES += (episodes.EpisodeRequest, episodes.EpisodeAnswer)
 MESSAGES += (messages.IndexedModel, messages.IndexRequest, messages.RepositoryRequest, messages.Error)
 # Who may answer so, besides what every path may: the statuses of requests as such, of keys and of bodies.
 OWN_STATUSES = {
@@ -49,6 +50,7 @@ OWN_STATUSES = {
     RouteAction.UNLOAD: {404, 409, 503},
     RouteAction.STATUS: {503},
     RouteAction.ROLLOUT: {404, 409, 503},
+    RouteAction.EPISODES: {404, 409, 410, 422, 500, 503, 504},
     RouteAction.METRICS: {404},
 }
 
@@ -131,7 +133,7 @@ def test_nothing_in_it_is_unused_and_every_reference_is_there() -> None:
 
 def checks(template: str) -> list[CheckFunction]:
     # Whether a tensor fits depends on the model; the document is of any.
-    excluded = {"positive_data_acceptance"} if template.endswith(("/infer", "/rollout")) else set()
+    excluded = {"positive_data_acceptance"} if template.endswith(("/infer", "/rollout", "/episodes")) else set()
     return [CHECKS.get_one(name) for name in CHECKS.get_all_names() if name not in excluded]
 
 

@@ -14,19 +14,26 @@ import msgpack
 import msgspec
 import numpy as np
 import pytest
+import zmq
 
 import shoal.rl.gateway.gateway
+import shoal.rl.gateway.handshake
+import shoal.rl.gateway.sessions
 import shoal.wire.messages
 import shoal.wire.segment
-from shoal.actor import MlpPolicy
+from shoal.actor.policy import make_policy
 from shoal.errors import ConfigError
-from shoal.rl.gateway.gateway import _FATAL
+from shoal.rl.experience.queue import ExperienceQueue
+from shoal.rl.experience.segment_ledger import Ledger
+from shoal.rl.gateway.gateway import Gateway
+from shoal.rl.gateway.handshake import _FATAL
 from shoal.rl.spec import GatewaySpec, RLSpec, experience_spec
-from shoal.weights import decode_tensors
+from shoal.weights import WeightSnapshot, WeightStore, decode_tensors
 from shoal.wire import (
     PROTOCOL_VERSION,
     DropReason,
     ExperienceSpec,
+    ExtraSpec,
     MessageLimits,
     PolicySpec,
     Segment,
@@ -40,30 +47,40 @@ from shoal.wire import (
     pack_segment,
     unpack_segment,
 )
-from shoal.wire.experience_spec import DTYPES
+from shoal.wire.experience_spec import DTYPES, ConvolutionSpec
 from shoal.wire.messages import Message
 
+EXCHANGE = json.loads((Path(__file__).parents[2] / "docs" / "protocol-example.json").read_text())
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
 KINDS = {kind.__struct_config__.tag: kind for kind in Message.__args__}
 NESTED = {
     "tensor header": TensorHeader,
     "experience spec": ExperienceSpec,
+    "extra spec": ExtraSpec,
     "tensor spec": TensorSpec,
     "policy spec": PolicySpec,
+    "convolution spec": ConvolutionSpec,
 }
 TYPES = {
     int: "int",
     str: "str",
     bool: "bool",
+    bytes: "bin",
     float: "float",
     float | None: "float or nil",
     int | None: "int or nil",
+    int | list[int | float] | None: "int, array of number or nil",
+    int | msgspec.UnsetType: "int",
     tuple[int, ...]: "array of int",
+    tuple[float, ...]: "array of float",
+    tuple[str, ...]: "array of str",
     tuple[TensorHeader, ...]: "array of tensor header",
     tuple[tuple[str, str], ...]: "array of [str, str]",
     ExperienceSpec: "experience spec",
     TensorSpec: "tensor spec",
     PolicySpec: "policy spec",
+    tuple[ConvolutionSpec, ...]: "array of convolution spec",
+    tuple[ExtraSpec, ...]: "array of extra spec",
 }
 
 
@@ -84,11 +101,16 @@ def column(title: str) -> list[str]:
     return [row[0] for row in table(title)]
 
 
+def _describe_default(default: object) -> str:
+    return default.decode() if isinstance(default, bytes) else "absent"
+
+
 def fields(struct: type[msgspec.Struct]) -> list[list[str]]:
     """The same table, out of the code: name, type, default."""
     rows = []
     for field in msgspec.structs.fields(struct):
-        default = "required" if field.required else json.dumps(field.default).replace("null", "nil")
+        default = "required" if field.required else json.dumps(field.default, default=_describe_default)
+        default = default.replace("null", "nil").replace('"absent"', "absent")
         rows.append([field.name, TYPES[field.type], default])
     return rows
 
@@ -155,18 +177,30 @@ def codes_in(module: object, function: str, position: int) -> set[str]:
 
 
 def test_error_codes_and_which_of_them_are_fatal() -> None:
-    codes = codes_in(shoal.wire.messages, "ProtocolViolation", 0) | codes_in(shoal.rl.gateway.gateway, "_reject", 1)
+    codes = codes_in(shoal.wire.messages, "ProtocolViolation", 0)
+    codes |= codes_in(shoal.rl.gateway.gateway, "reject", 1) | codes_in(shoal.rl.gateway.handshake, "reject", 1)
+    hello = next(
+        node
+        for node in ast.walk(ast.parse(Path(shoal.rl.gateway.sessions.__file__).read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name == "find_hello_problem"
+    )
+    found = [node.value.elts[0] for node in ast.walk(hello) if isinstance(getattr(node, "value", None), ast.Tuple)]  # type: ignore[attr-defined]
+    codes |= {each.value for each in found if isinstance(each, ast.Constant)}
     assert len(codes) > 5
     assert set(column("Errors")) == codes
     assert {row[0] for row in table("Errors") if row[1] == "yes"} == set(_FATAL)
 
 
 def test_policies_that_the_page_describes_are_those_that_the_actor_knows() -> None:
-    kind, activations = table("policy spec")[0][3], table("policy spec")[1][3]
-    for activation in re.findall(r'"(\w+)"', activations):
-        MlpPolicy(PolicySpec(kind.strip('`"'), activation, ()))
-    with pytest.raises(ConfigError):
-        MlpPolicy(PolicySpec(kind.strip('`"'), "swish", ()))
+    kinds, activations = table("policy spec")[0][3], table("policy spec")[1][3]
+    for kind in re.findall(r'"(\w+)"', kinds):
+        assert kind.startswith("mlp_")
+        for activation in re.findall(r'"(\w+)"', activations):
+            assert make_policy(PolicySpec(kind, activation, ())).kind == kind
+            recurrent = PolicySpec(kind.replace("mlp_", "recurrent_"), activation, (), core="gru")
+            assert make_policy(recurrent).kind == recurrent.kind
+        with pytest.raises(ConfigError):
+            make_policy(PolicySpec(kind, "swish", ()))
 
 
 def test_versions_limits_and_defaults() -> None:
@@ -203,15 +237,49 @@ def cart_pole() -> ExperienceSpec:
 EXAMPLES = re.findall(r"^```hex (\w+)$", PAGE, re.M)
 
 
-def test_the_example_has_every_message_of_a_first_exchange() -> None:
-    assert EXAMPLES == ["hello", "welcome", "pull", "weights", "segment", "ack"]
+def test_the_example_has_every_message_of_a_first_exchange_and_goes_on() -> None:
+    further = ["error_malformed", "error_gap", "pull_again", "ack_again", "bye"]
+    assert ["hello", "welcome", "pull", "weights", "segment", "ack", *further] == EXAMPLES
+
+
+def test_the_bytes_of_the_page_are_those_of_the_file() -> None:
+    messages = [bytes.fromhex("".join(message["frames"])) for message in EXCHANGE]
+    positions = [0, 1, 2, 3, 4, 5, 8, 9, 12, 14, 15]
+    assert [messages[position] for position in positions] == [b"".join(example(name)) for name in EXAMPLES]
+    assert [message["kind"] for message in EXCHANGE[:6]] == EXAMPLES[:6]
+
+
+def test_a_gateway_answers_the_actor_of_the_file_with_the_bytes_of_the_file() -> None:
+    store, ledger, context = WeightStore(), Ledger(), zmq.Context[zmq.Socket[bytes]]()
+    store.publish(WeightSnapshot.of(1, decode_tensors(example("weights")[1])))
+    queue = ExperienceQueue(64, ledger)
+    gateway = Gateway(GatewaySpec(max_credits=16), cart_pole(), queue, store, "secret", "run-1")
+    gateway.start()
+    try:
+        for number in (1, 2):
+            with context.socket(zmq.DEALER) as socket:
+                socket.connect(gateway.address)
+                for message in (each for each in EXCHANGE if each["connection"] == number):
+                    frames = [bytes.fromhex(frame) for frame in message["frames"]]
+                    if message["from"] == "actor":
+                        socket.send_multipart(frames)
+                    else:
+                        assert socket.poll(60_000), message["kind"]
+                        assert socket.recv_multipart() == frames
+        totals = ledger.get_totals()
+        assert (totals.received, totals.duplicates, totals.dropped.total()) == (2, 0, 0)
+    finally:
+        context.destroy(linger=0)
+        store.close()
+        gateway.close()
+        ledger.close()
 
 
 @pytest.mark.parametrize("kind", EXAMPLES)
 def test_the_bytes_of_the_example_are_those_that_the_code_writes(kind: str) -> None:
     header = example(kind)[0]
     message = decode(example(kind), MessageLimits())
-    assert isinstance(message, KINDS[kind])
+    assert isinstance(message, KINDS[kind.partition("_")[0]])
     if isinstance(message, Welcome):  # a whole number among low and high was decoded as a float: take what is sent
         message = msgspec.structs.replace(message, spec=cart_pole())
     assert encode(message) == header

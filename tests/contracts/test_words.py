@@ -42,6 +42,7 @@ EXCEPTIONS = {
     "play": "shoal.actor.play is public, and playing an environment is reinforcement learning's own term",
     "_play": "plays episodes of an environment",
     "play_through": "plays episodes of an environment through an endpoint",
+    "SelfPlaySpec": "self-play is the field's term",
     "pipeline_cuts": "a method of users' Tasks, and a field of specs",
 }
 

@@ -172,11 +172,12 @@ def test_a_run_that_misses_its_target_says_so_and_goes_on_where_it_was(cluster: 
 
 
 def test_an_environment_that_does_not_fit_is_refused_before_anything_starts(home: Path, nothing_stays: None) -> None:
-    status, output = shoal_command("run", "actor_learner", "env=Pendulum-v1")
+    status, output = shoal_command("run", "actor_learner", "env=Pendulum-v1", "algorithm=dqn")
     assert status == 1
     assert "starting a Ray cluster" not in output  # it is looked at before anything starts
     assert "error: env = 'Pendulum-v1'" in output
     assert "Discrete" in output
+    assert "algorithm=sac" in output  # which fits
     assert "Traceback" not in output
 
 

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import shoal.runs
 from rl_setting import TOKEN, serving
 from shoal.cli import cli
+from waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -102,8 +104,8 @@ class Game:
         return np.zeros(4, np.float32), 1.0, self.ticks == 20, False
 
 
-def test_the_guides_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    actor, local = blocks(ROOT / "docs" / "getting-started.md", "python")
+def test_the_guides_python_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    game, actor, local = blocks(ROOT / "docs" / "getting-started.md", "python")
     names: dict[str, Any] = {}
     exec(compile(actor, "getting-started.md", "exec"), names)
     with serving() as parts, names["ActorClient"](parts.address, TOKEN) as client:
@@ -113,5 +115,13 @@ def test_the_guides_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
         assert client.drain(60)
         assert parts.gateway.stats()["episodes"] == 1
         assert parts.gateway.stats()["steps"] == 20
+    exec(compile(game, "getting-started.md", "exec"), names)
+    monkeypatch.setattr("shoal.home.load_access_token", lambda: TOKEN)
+    with serving() as parts:
+        thread = threading.Thread(target=names["play_matches"], args=[parts.address, Game()])
+        thread.start()
+        wait_for(lambda: parts.gateway.stats()["episodes"] >= 2)
+        parts.gateway.close(finished=True)
+        thread.join()
     exec(compile(local, "getting-started.md", "exec"), {})
     assert "tcp://127.0.0.1:" in capsys.readouterr().out

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
-from shoal.serve.batching.fair_queue import QueuedRequest
-from shoal.serve.batching.scheduler import BatchScheduler, QueueFull, QueueState, ScheduledBatch
+from shoal.batching.fair_queue import QueuedRequest
+from shoal.batching.scheduler import BatchScheduler, QueueFull, QueueState, ScheduledBatch
 
 MAX_BATCH = 4
 MAX_QUEUE = 12

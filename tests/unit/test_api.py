@@ -26,6 +26,7 @@ NAMES = [
     "load_run",
     "runs",
     "serve",
+    "sweep",
 ]
 
 

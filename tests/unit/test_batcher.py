@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gated_forward import GatedForward, Request, answer, opened, run, until
+from shoal.batching.batcher import Batcher, DeadlineExceeded, QueueFull
 from shoal.errors import Closed, ConfigError, InferenceError
-from shoal.serve.batching.batcher import Batcher, DeadlineExceeded, QueueFull
 
 
 def test_one_request_is_answered_off_the_event_loop() -> None:

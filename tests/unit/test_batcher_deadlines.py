@@ -9,9 +9,9 @@ from collections.abc import Hashable, Sequence
 import pytest
 
 from gated_forward import GatedForward, Request, answer, opened, run, until
+from shoal.batching.batcher import Batcher, BatchReport, DeadlineExceeded
+from shoal.batching.deadline_timer import MIN_SWEEP_TICKS, TICK_S, DeadlineTimer
 from shoal.errors import InferenceError
-from shoal.serve.batching.batcher import Batcher, BatchReport, DeadlineExceeded
-from shoal.serve.batching.deadline_timer import MIN_SWEEP_TICKS, TICK_S, DeadlineTimer
 
 SOON_S = 0.02
 
@@ -165,9 +165,7 @@ def test_the_clock_of_the_batcher_is_what_times_are_told_by() -> None:
 def test_expiry_is_never_early_and_tells_each_once_who_was_not_discarded() -> None:
     async def body() -> None:
         told: list[tuple[str, float]] = []
-        expiry: DeadlineTimer[str] = DeadlineTimer(
-            asyncio.get_running_loop(), time.monotonic, lambda item: told.append((item, time.monotonic()))
-        )
+        expiry: DeadlineTimer[str] = DeadlineTimer(time.monotonic, lambda item: told.append((item, time.monotonic())))
         start_s = time.monotonic()
         deadlines = {name: start_s + SOON_S * (1 + number / 3) for number, name in enumerate("abcd")}
         ticks = {name: expiry.add(name, deadline_s) for name, deadline_s in deadlines.items()}
@@ -182,7 +180,7 @@ def test_expiry_is_never_early_and_tells_each_once_who_was_not_discarded() -> No
 
 def test_deadlines_that_nobody_waits_for_are_forgotten_long_before_they_come() -> None:
     async def body() -> None:
-        expiry: DeadlineTimer[int] = DeadlineTimer(asyncio.get_running_loop(), time.monotonic, lambda item: None)
+        expiry: DeadlineTimer[int] = DeadlineTimer(time.monotonic, lambda item: None)
         in_an_hour_s = time.monotonic() + 3600
         kept = [expiry.add(-number, in_an_hour_s + number) for number in range(1, 11)]
         for number in range(50 * MIN_SWEEP_TICKS):

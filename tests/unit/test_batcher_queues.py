@@ -9,8 +9,8 @@ from collections.abc import Hashable, Sequence
 import pytest
 
 from gated_forward import DEADLINE_S, GatedForward, Request, answer, opened, run, until
+from shoal.batching.batcher import Batcher, BatchReport, QueueFull
 from shoal.errors import Closed, ConfigError
-from shoal.serve.batching.batcher import Batcher, BatchReport, QueueFull
 
 
 def test_only_one_group_is_in_a_batch_and_the_forward_hears_which() -> None:

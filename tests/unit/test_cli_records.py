@@ -16,15 +16,17 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from shoal import runs
+from shoal.cli.commands.launch.session import RunArguments
+from shoal.cli.commands.launch.session import RunSession as Session
 from shoal.cli.commands.models import models
-from shoal.cli.commands.run import RunArguments
-from shoal.cli.commands.run import _Session as Session
+from shoal.cli.commands.run import run
 from shoal.cli.commands.runs import report
 from shoal.cli.commands.runs import runs as runs_command
 from shoal.cli.support.console import make_literal_console
 from shoal.cluster.cluster_handle import ClusterHandle
 from shoal.cluster.jobs import JobHandle
 from shoal.errors import ClusterError, ConfigError, ConnectionLost, RegistryError, RunError, ShoalError
+from shoal.flows.actor_processes import ActorProcesses
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.weights import WeightSnapshot
 
@@ -116,10 +118,10 @@ def test_a_run_that_ended_before_its_time_can_be_gone_on_with(home: Path) -> Non
 
 
 def test_what_was_typed_is_what_goes_on() -> None:
-    command = RunArguments("my games/play.py", ("a=1",), 3, "local").to_command_line()
+    command = RunArguments("my games/play.py", ("a=1",), 3, "local", 8).to_command_line()
     with runs.create("actor_learner", "resume: ''\n", "one", command=command) as run:
         run.finish("stopped")
-    expected = "  shoal run 'my games/play.py' --actors 3 --address local resume=one\n"
+    expected = "  shoal run 'my games/play.py' --actors 3 --envs 8 --address local resume=one\n"
     assert expected in typed(runs_command, "one")
 
 
@@ -151,6 +153,7 @@ def test_what_cannot_be_resumed_begins_again(job: str, spec: str, command: str, 
         (RunArguments("x", ("endpoint.keys=[{name: a, key: hush}]",), 0), "shoal run x 'endpoint.keys=***'"),
         (RunArguments("x", ("endpoint={keys: [{key: hush}]}",), 0), "shoal run x 'endpoint=***'"),
         (RunArguments("x", ("a=b c", "endpoint.token=hush"), 4), "shoal run x --actors 4 'a=b c' 'endpoint.token=***'"),
+        (RunArguments("x", (), 4, None, 8), "shoal run x --actors 4 --envs 8"),
         (RunArguments("j/x.py", ("a=1",), 0, "local"), "shoal run j/x.py --address local a=1"),
     ],
 )
@@ -283,10 +286,10 @@ def test_where_no_actor_is_left_there_is_nothing_to_wait_for(monkeypatch: pytest
     session._job_log = SimpleNamespace(read_new_lines=lambda is_over: [])  # type: ignore[assignment]
     with runs.reopen("one") as again:
         (run.folder / "actor-0.log").write_text("RuntimeError: motor burnt\n")
-        session._actors = [SimpleNamespace(poll=lambda: 1)]
-        session._actors.append(SimpleNamespace(poll=lambda: None))
+        session._actors = actors = ActorProcesses(run.folder, {})
+        actors._actors = [SimpleNamespace(poll=lambda: 1), SimpleNamespace(poll=lambda: None)]
         assert not session._poll()
-        session._actors.pop()
+        actors._actors.pop()
         with pytest.raises(RunError, match=r"no actor is left.*\n.*motor burnt\nGo on with"):
             session._poll()
         again.log(1, {"steps/total": 5.0})  # others may come back to what has begun
@@ -304,7 +307,7 @@ def test_a_cluster_that_has_ended_is_said_with_how_to_go_on(
     with runs.create("x", "target_return: 475", "one") as run:
         run.finish("stopped")
     session = a_session("resume=one")
-    monkeypatch.setattr("shoal.cli.commands.run.ray_jobs.submit", lambda *arguments, **more: None)
+    monkeypatch.setattr("shoal.cli.commands.launch.session.ray_jobs.submit", lambda *arguments, **more: None)
     monkeypatch.setattr("shoal.cluster.jobs.JobHandle.status", gone)
     monkeypatch.setattr("shoal.cluster.jobs.JobHandle.stop_quietly", lambda job: None)
     with (
@@ -321,7 +324,8 @@ def test_an_actor_that_died_is_said_once_in_plain_lines(capsys: pytest.CaptureFi
     session._console = Console(soft_wrap=True)
     with runs.reopen("one"):
         (run.folder / "actor-0.log").write_text("RuntimeError: motor burnt\n")
-        session._actors = [SimpleNamespace(poll=lambda: 1)]
+        session._actors = ActorProcesses(run.folder, {})
+        session._actors._actors = [SimpleNamespace(poll=lambda: 1)]
         session._read_record()
         session._print_plain()
         session._print_plain()
@@ -340,8 +344,8 @@ def test_the_job_is_told_what_the_user_typed(
         told.append(env["SHOAL_COMMAND"])
         raise RunError("enough")
 
-    monkeypatch.setattr("shoal.cli.commands.run.validate_overrides", lambda path, words: {})
-    monkeypatch.setattr("shoal.cli.commands.run.ray_jobs.submit", submit)
+    monkeypatch.setattr("shoal.cli.commands.launch.session.validate_overrides", lambda path, words, variables: {})
+    monkeypatch.setattr("shoal.cli.commands.launch.session.ray_jobs.submit", submit)
     monkeypatch.setattr(JobHandle, "stop_quietly", lambda job: None)
     cluster = ClusterHandle("127.0.0.1:1", "http://127.0.0.1:2", "token", {})
     monkeypatch.chdir(home)
@@ -363,8 +367,8 @@ def test_an_interruption_while_a_job_is_submitted_ends_the_job(home: Path, monke
         asked.append((method, path))
         raise RunError("Ray knows no such job")  # the request was interrupted before it was there
 
-    monkeypatch.setattr("shoal.cli.commands.run.validate_overrides", lambda path, words: {})
-    monkeypatch.setattr("shoal.cli.commands.run.ray_jobs.submit", submit)
+    monkeypatch.setattr("shoal.cli.commands.launch.session.validate_overrides", lambda path, words, variables: {})
+    monkeypatch.setattr("shoal.cli.commands.launch.session.ray_jobs.submit", submit)
     monkeypatch.setattr("shoal.cluster.jobs.request_json", ask)
     cluster = ClusterHandle("127.0.0.1:1", "http://127.0.0.1:2", "token", {})
     with pytest.raises(KeyboardInterrupt), ExitStack() as stack:
@@ -453,3 +457,26 @@ def test_every_help_has_examples(command: click.Command) -> None:
     shown = typed(command, "--help")
     assert "Examples:\n  " in shown
     assert "shoal " in shown
+
+
+@pytest.mark.parametrize(
+    ("job", "words", "problem"),
+    [
+        ("tictactoe", [], "gives no masks of an observation"),
+        ("actor_learner", ["algorithm=ppo", "algorithm.synchronous=true"], "does not pause while the learner updates"),
+        ("actor_learner", ["env=chase:Chase"], "has several agents. leave out --inference remote"),
+        ("actor_learner", ["--envs", "2"], "is for actors that run the policy themselves"),
+    ],
+)
+def test_remote_inference_that_a_run_cannot_have_is_refused_before_anything_starts(
+    job: str, words: list[str], problem: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start() -> None:
+        pytest.fail("a cluster starts")
+
+    monkeypatch.setattr("shoal.cli.commands.launch.session.start_cluster", start)
+    monkeypatch.setattr("shoal.cli.commands.launch.session.find_cluster", lambda address: None)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    result = CliRunner().invoke(run, [job, *words, "--actors", "1", "--inference", "remote"])
+    assert isinstance(result.exception, ShoalError)
+    assert problem in str(result.exception)

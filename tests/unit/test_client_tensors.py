@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from shoal.client.payload import ArrayLike, as_arrays
+from shoal.client.requests import Episode, build_episode_request
 from shoal.errors import ConfigError
 from shoal.open_inference.datatypes import bf16_values
 from shoal.open_inference.messages import ModelMetadata, TensorMetadata
@@ -79,3 +80,12 @@ def test_words_are_sent_as_they_are() -> None:
 def test_what_is_no_word_does_not_become_one(values: ArrayLike, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         converted("BYTES", values)
+
+
+@pytest.mark.parametrize(("observation", "reward"), [(None, float("nan")), (None, float("inf")), ([0.0, np.nan], None)])
+def test_an_episode_takes_no_numbers_that_json_cannot_carry(
+    observation: ArrayLike | None, reward: float | None
+) -> None:
+    """JSON has null for them, which would be no reward at all."""
+    with pytest.raises(ConfigError, match="NaN or infinite"):
+        build_episode_request("m", Episode("m", "e"), observation, reward)

@@ -342,7 +342,7 @@ def test_who_follows_a_job_elsewhere_outlasts_a_silence_but_not_for_ever(
 def test_a_log_that_is_read_in_the_middle_of_a_character_is_followed_whole(
     clock: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = tmp_path / "ray/session_latest/logs/job-driver-one.log"
+    log = tmp_path / "ray/session_2026-11-25_20-00-00_000000_1/logs/job-driver-one.log"
     log.parent.mkdir(parents=True)
     log.touch()
     written = iter([b"gr\xc3", b"\xbc\xc3", b"\x9fe \xff\n", b"\xe2\x82"])
@@ -357,6 +357,20 @@ def test_a_log_that_is_read_in_the_middle_of_a_character_is_followed_whole(
     monkeypatch.setattr("shoal.cluster.jobs.request_json", ask)
     job = JobHandle(ClusterHandle("127.0.0.1:1", "http://127.0.0.1:1", "token", {}, temp_dir=tmp_path), "one")
     assert list(job.follow(1e9)) == ["gr", "ü", "ße �\n", "�"]
+
+
+def test_a_log_is_read_while_the_link_to_its_session_is_renewed(tmp_path: Path) -> None:
+    """Each process that connects to Ray removes `session_latest` and links it again."""
+    log = tmp_path / "ray/session_2026-11-25_20-00-00_000000_1/logs/job-driver-one.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("trained\n")
+    job = JobHandle(ClusterHandle("127.0.0.1:1", "http://127.0.0.1:1", "token", {}, temp_dir=tmp_path), "one")
+    link = tmp_path / "ray/session_latest"
+    for is_linked in (False, True):
+        if is_linked:
+            link.symlink_to(log.parent.parent)
+        assert job.read_logs() == "trained\n"
+        assert job.read_logs_from(4, is_whole=True) == ("ned\n", 8)
 
 
 @pytest.mark.parametrize("silence", SILENCE)

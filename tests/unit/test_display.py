@@ -172,6 +172,15 @@ def test_the_line_tells_everything() -> None:
     )
 
 
+def test_what_is_dropped_because_the_run_has_ended_is_no_problem() -> None:
+    view = dataclasses.replace(VIEW, metrics={**METRICS, "drops/shutdown": 6.0})
+    assert "drops 9," in format_plain_line(view)
+    assert "shutdown" not in drawn(view)
+    ended = RunView("one", "over", 1.0, None, {"steps/total": 5.0, "drops/shutdown": 6.0})
+    assert "drops 0," in format_plain_line(ended)
+    assert "drops     none" in drawn(ended)
+
+
 def test_without_actors_nobody_lags() -> None:
     metrics = {name: value for name, value in METRICS.items() if not name.startswith("actor_lag/")}
     view = dataclasses.replace(VIEW, metrics={**metrics, "lag/max": math.nan})

@@ -107,3 +107,23 @@ def test_a_model_that_is_not_there_is_missed_before_a_cluster_is(field: str, war
     looked = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert (looked.returncode, looked.stdout) == (1, "")
     assert looked.stderr.startswith(f"{warning}error: there is no model 'absent'")
+
+
+@pytest.mark.parametrize("algorithm", ["dqn", "sac"])
+def test_a_replay_larger_than_the_free_disk_is_refused_before_anything_starts(
+    algorithm: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=100 * 2**20))
+    env = "CartPole-v1" if algorithm == "dqn" else "Pendulum-v1"
+    words = [f"env={env}", f"algorithm={algorithm}", "algorithm.replay_mb=150"]
+    check(ActorLearnerSpec().override(words))  # in memory
+    spec = ActorLearnerSpec().override([*words, "algorithm.replay_on_disk=true"])
+    with pytest.raises(ConfigError, match=r"algorithm.replay_mb = 150.0: is larger than the 100 MiB that are free in"):
+        check(spec)
+    check(spec.override(["algorithm.replay_mb=99"]))
+    run_id = a_run(f"env={env}", f"algorithm={algorithm}")
+    replay = runs.load(run_id).folder / "checkpoints" / "replay"
+    replay.mkdir(parents=True)
+    (replay / "rows.bin").write_bytes(bytes(60 * 2**20))  # of a resumed run: it has its space already
+    (runs.load(run_id).folder / "checkpoints/step-00000001").rmdir()
+    check(spec.override([f"resume={run_id}"]))

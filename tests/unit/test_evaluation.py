@@ -132,7 +132,9 @@ class AlwaysLeft:
     def __init__(self, max_rows: int = 64) -> None:
         self._max_rows = max_rows
 
-    def insist(self, observations: np.ndarray, patience_s: float = 60.0) -> ActionAnswer:
+    def insist(
+        self, observations: np.ndarray, patience_s: float = 60.0, masks: np.ndarray | None = None
+    ) -> ActionAnswer:
         if len(observations) > self._max_rows:
             raise InferenceError(400, f"{len(observations)} rows, and at most {self._max_rows} are taken")
         return ActionAnswer({"action": np.zeros(len(observations), np.int64)}, 3)
@@ -140,7 +142,7 @@ class AlwaysLeft:
 
 def test_a_first_observation_may_be_a_list_as_many_environments_return_one() -> None:
     class Measuring:
-        def insist(self, observations: np.ndarray, timeout_s: float) -> ActionAnswer:
+        def insist(self, observations: np.ndarray, timeout_s: float, masks: np.ndarray | None = None) -> ActionAnswer:
             assert (observations.shape, observations.dtype) == ((1, 2), np.float32)
             return ActionAnswer({}, 3)
 
@@ -158,6 +160,44 @@ def test_more_episodes_than_the_endpoint_takes_at_once_are_asked_for_in_pieces()
     pieces = play_through([AlwaysLeft(2)], "CartPole-v1", num_episodes=5, seed=1, max_rows=2)
     assert pieces.returns == whole.returns
     assert pieces.num_requests > whole.num_requests
+
+
+class Recalling(gymnasium.Env):  # type: ignore[type-arg]
+    """Episodes of a length of their own, whose number is seen at first only."""
+
+    observation_space, action_space = gymnasium.spaces.Box(-1, 99, (1,), np.float32), gymnasium.spaces.Discrete(99)
+
+    def reset(self, *, seed: int | None = None, options: object = None) -> tuple[np.ndarray, dict[str, object]]:
+        assert seed is not None
+        self._number, self._steps = seed, 0
+        return np.array([seed], np.float32), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, object]]:
+        self._steps += 1
+        is_right = action == self._number * 10 + self._steps
+        return np.zeros(1, np.float32), float(is_right), self._steps == 2 + self._number, False, {}
+
+
+class CountingUp:
+    """A policy whose state is the number that it has seen, times ten, and the step; its action tells both."""
+
+    def insist(
+        self, observations: np.ndarray, patience_s: float = 60.0, states: np.ndarray | None = None
+    ) -> ActionAnswer:
+        states = np.zeros_like(observations) if states is None else states
+        assert len(states) == len(observations)
+        states = states + 10 * observations + 1
+        return ActionAnswer({"action": states[:, 0].astype(np.int64), "next_state": states}, 3)
+
+
+@pytest.mark.parametrize("max_rows", [8, 2])
+def test_each_episode_goes_on_with_the_state_of_its_own(max_rows: int) -> None:
+    gymnasium.register("Recalling-v0", entry_point=Recalling)
+    try:
+        played = play_through([CountingUp()], "Recalling-v0", 4, 1, max_rows)
+    finally:
+        del gymnasium.registry["Recalling-v0"]
+    assert played.returns == [3.0, 4.0, 5.0, 6.0]
 
 
 def test_episodes_that_do_not_end_are_given_up() -> None:

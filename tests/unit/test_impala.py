@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from shoal.models.action_distribution import Categorical
 from shoal.models.actor_critic import ActorCritic
 from shoal.rl.algorithms.impala.algorithm import impala_loss
 from shoal.rl.algorithms.impala.config import ImpalaConfig
@@ -115,7 +116,11 @@ def test_loss_equals_the_oracle_on_segments_of_unequal_length(lengths: list[int]
     rows = sum(lengths) + len(lengths)
     logits, values = random.normal(size=(rows, 3)), random.normal(size=rows)
     losses = impala_loss(
-        torch.tensor(logits, dtype=torch.float32), torch.tensor(values, dtype=torch.float32), batch, config
+        torch.tensor(logits, dtype=torch.float32),
+        torch.tensor(values, dtype=torch.float32),
+        batch,
+        config,
+        Categorical(),
     )
     expected = oracle_loss(logits, values, arrays, config)
     np.testing.assert_allclose([float(loss) for loss in losses], expected, **TOLERANCE)
@@ -128,7 +133,7 @@ def test_the_entropys_gradient_equals_finite_differences_of_the_oracle() -> None
     logits = torch.tensor(random.normal(size=(8, 3)), dtype=torch.float64, requires_grad=True)
     values = torch.tensor(random.normal(size=8), dtype=torch.float64, requires_grad=True)
     double = batch._replace(rewards=batch.rewards.double(), log_probabilities=batch.log_probabilities.double())
-    losses = impala_loss(logits, values, double, config)
+    losses = impala_loss(logits, values, double, config, Categorical())
     losses.entropy.backward()
     epsilon = 1e-6
     numeric = np.zeros((8, 3))
@@ -150,7 +155,7 @@ def test_policy_gradient_pushes_by_the_advantage_and_values_to_their_targets() -
     logits = torch.tensor(random.normal(size=(7, 3)), dtype=torch.float64, requires_grad=True)
     values = torch.tensor(random.normal(size=7), dtype=torch.float64, requires_grad=True)
     double = batch._replace(rewards=batch.rewards.double(), log_probabilities=batch.log_probabilities.double())
-    losses = impala_loss(logits, values, double, config)
+    losses = impala_loss(logits, values, double, config, Categorical())
     (losses.policy + losses.value).backward()
 
     probabilities = torch.softmax(logits.detach()[:6], -1).numpy()
@@ -180,7 +185,7 @@ def test_the_gradient_of_the_whole_loss_is_the_papers(seed: int, normalize: bool
     logits = torch.tensor(random.normal(size=(num_rows, 3)), dtype=torch.float64, requires_grad=True)
     values = torch.tensor(random.normal(size=num_rows), dtype=torch.float64, requires_grad=True)
     double = batch._replace(rewards=batch.rewards.double(), log_probabilities=batch.log_probabilities.double())
-    impala_loss(logits, values, double, config).total.backward()
+    impala_loss(logits, values, double, config, Categorical()).total.backward()
 
     pi, v = torch.softmax(logits.detach(), -1).numpy(), values.detach().numpy()
     rows, targets, advantages, step, row = [], [], [], 0, 0
@@ -214,7 +219,7 @@ def test_truncation_bootstraps_from_the_final_observation_and_termination_does_n
         np.zeros((2, 1)), np.zeros(1, np.int64), np.ones(1), np.zeros(1), np.array([1]), np.array([terminated])
     )
     logits, values = torch.zeros(2, 1), torch.tensor([2.0, 10.0])
-    losses = impala_loss(logits, values, batch._replace(rewards=batch.rewards.float()), config)
+    losses = impala_loss(logits, values, batch._replace(rewards=batch.rewards.float()), config, Categorical())
     target = 1.0 if terminated else 1.0 + 0.9 * 10.0
     assert float(losses.value) == pytest.approx(0.5 * (target - 2.0) ** 2)
 
@@ -232,7 +237,7 @@ def test_a_segments_padding_and_its_neighbours_do_not_change_its_targets() -> No
         both.lengths_B[1:], both.terminated_B[1:],
     )  # fmt: skip
     with torch.no_grad():
-        whole = impala_loss(*model(both.observations), both, config)
-        parts = [impala_loss(*model(one.observations), one, config) for one in (alone, rest)]
+        whole = impala_loss(*model(both.observations), both, config, Categorical())
+        parts = [impala_loss(*model(one.observations), one, config, Categorical()) for one in (alone, rest)]
     expected = (3 * float(parts[0].total) + 10 * float(parts[1].total)) / 13
     assert float(whole.total) == pytest.approx(expected, rel=1e-4)

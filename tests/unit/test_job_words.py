@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from shoal.cli.commands.run import RunArguments
-from shoal.cli.commands.run import _Session as Session
+from shoal.cli.commands.launch.session import RunArguments
+from shoal.cli.commands.launch.session import RunSession as Session
 from shoal.cli.support.console import make_literal_console
 from shoal.cli.support.job_lookup import split_secret_overrides, validate_overrides
 from shoal.cli.support.job_output import JobLogReader, describe_failure, follow_lines

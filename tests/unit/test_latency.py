@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.serve.batching.latency_model import FRESH_S, QUANTILE, WINDOW, LatencyModel, size_class
+from shoal.batching.latency_model import FRESH_S, QUANTILE, WINDOW, LatencyModel, size_class
 
 observations = st.lists(st.tuples(st.integers(1, 300), st.floats(1e-5, 10.0)), min_size=1, max_size=80)
 

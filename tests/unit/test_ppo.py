@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rl_setting import EXPERIENCE
+from shoal.models.action_distribution import Categorical
 from shoal.models.actor_critic import ActorCritic
 from shoal.rl.algorithms.algorithm import NonFiniteLoss, make_algorithm
 from shoal.rl.algorithms.ppo.config import PPOConfig
@@ -91,7 +92,7 @@ def test_the_loss_is_that_of_the_equation(clip: float) -> None:
     policy, value = -(targets[3] * gains).mean(), 0.5 * ((values - targets[2]) ** 2).mean()
     entropy = -(np.exp(log_policy) * log_policy).sum(-1).mean()
     tensors = PPOTargets(*map(torch.tensor, targets))
-    found = ppo_loss(torch.tensor(logits), torch.tensor(values), torch.tensor(actions), tensors, config)
+    found = ppo_loss(torch.tensor(logits), torch.tensor(values), torch.tensor(actions), tensors, config, Categorical())
     expected = [policy + config.value_cost * value - config.entropy_cost * entropy, policy, value, entropy]
     np.testing.assert_allclose([float(each) for each in found[:4]], expected, rtol=1e-9)
     assert float(found.clip_fraction) == pytest.approx((np.abs(ratios - 1) > clip).mean())

@@ -105,6 +105,15 @@ def test_a_full_run_is_told_in_full(home: Path) -> None:
     assert "steps" in page.text
 
 
+def test_the_staleness_of_updates_is_drawn() -> None:
+    with runs.create("train", "", "one") as run:
+        run.record_event("staleness", updates=1_200, counts={"0": 400, "2": 800}, dropped=3, lost=5)
+    page = write(runs.load("one"))
+    assert "Staleness τ of the updates 1,200 updates, 3 dropped, 5 lost" in page.text
+    assert "0 400 1 0 2 800" in page.text
+    assert page.source.count('class="bar" style="width: 100.0%"') == 1
+
+
 def test_accounting_that_does_not_add_up_is_said_so() -> None:
     parts = [f"segments/{part}" for part in ("received", "consumed", "queued", "dropped")]
     with runs.create("cartpole", "", "one") as run:

@@ -279,3 +279,11 @@ def test_lifespan() -> None:
 
     asyncio.run(client().app({"type": "lifespan"}, receive, send))  # type: ignore[arg-type]
     assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
+
+
+def test_an_endpoint_below_a_path_of_its_own_has_all_of_its_paths_there() -> None:
+    subject = client(two_models(), root="/second")
+    assert subject.get("/second/v2/models/m").body["name"] == "m"
+    assert subject.infer(ROW, "/second/v2/models/m/infer").status == 200
+    assert subject.get("/v2/models/m").body["name"] == "m"  # what has come without it
+    assert subject.get("/other/v2/models/m").status == 404

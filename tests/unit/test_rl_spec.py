@@ -62,6 +62,7 @@ def test_values_with_which_nothing_can_be_learnt_are_refused(words: str, field: 
     [
         ("hidden=[8]", r"hidden = \[8\]: run one has learnt with \[64, 64\]"),
         ("env=Acrobot-v1", "has learnt CartPole-v1"),
+        ("algorithm=dqn", "algorithm = 'dqn': run one has learnt with another network, by name='impala'"),
     ],
 )
 def test_what_does_not_fit_what_a_run_has_learnt_is_refused(
@@ -121,6 +122,19 @@ def test_an_algorithm_is_chosen_by_its_name_and_set_by_its_fields() -> None:
     ):
         with pytest.raises(ConfigError, match=match):
             RLSpec().override(words)
+
+
+def test_an_algorithm_says_how_much_experience_it_takes_and_of_what_age() -> None:
+    assert RLSpec().batch_limits == (2048, 4096)
+    assert RLSpec().applied_gateway.max_version_lag == 30
+    dqn = RLSpec().override(["algorithm=dqn"])
+    assert dqn.batch_limits == (256, 512)
+    assert dqn.applied_gateway.max_version_lag > 10**9
+    assert dqn.override(["learner.batch_steps=64"]).batch_limits == (64, 512)
+    assert RLSpec().override(["learner.batch_steps=5000"]).batch_limits == (5000, 5000)
+    assert dqn.override(["learner.max_batch_steps=100"]).batch_limits == (100, 100)
+    with pytest.raises(ConfigError, match="max_batch_steps = 10 is below batch_steps = 20"):
+        dqn.override(["learner.batch_steps=20", "learner.max_batch_steps=10"])
 
 
 def test_a_record_from_before_there_were_algorithms_is_read() -> None:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.batching.fair_queue import QueuedRequest
+from shoal.batching.scheduler import BatchScheduler, DeadlineExceeded, QueueFull
 from shoal.errors import ConfigError
-from shoal.serve.batching.fair_queue import QueuedRequest
-from shoal.serve.batching.scheduler import BatchScheduler, DeadlineExceeded, QueueFull
 from unit.schedule_world import MAX_BATCH, MAX_QUEUE, QUEUES, Job, World, events, play
 
 

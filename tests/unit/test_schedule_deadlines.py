@@ -4,7 +4,7 @@ from collections import Counter
 
 from hypothesis import given, settings
 
-from shoal.serve.batching.fair_queue import DEFAULT_DEADLINE_S
+from shoal.batching.fair_queue import DEFAULT_DEADLINE_S
 from unit.schedule_world import MAX_BATCH, Job, World, events, play
 
 

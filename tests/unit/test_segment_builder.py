@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rl_setting import EXPERIENCE
-from shoal.actor.environment_loop import SegmentBuilder
+from shoal.actor.segment_builder import SegmentBuilder
 from shoal.errors import InvalidSegment
 from shoal.wire import Segment, pack_segment
 from shoal.wire.experience_spec import TensorSpec

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from shoal.batching.batcher import BatchReport
 from shoal.errors import ConfigError, InferenceError
-from shoal.serve.batching.batcher import BatchReport
 from shoal.serve.messages.inference import Prediction
 from shoal.serve.protocol.tracing import TracedArrays, Tracer
 from shoal.serve.spec.trace_destination import TraceDestination

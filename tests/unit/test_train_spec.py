@@ -150,7 +150,15 @@ def test_a_range_of_workers_is_two_fields() -> None:
     assert TrainSpec.from_yaml(spec.to_yaml()) == spec
 
 
-@pytest.mark.parametrize("words", [["workers=[2]"], ["workers=[4,2]"], ["workers=[2,4]", "sync=all_reduce"]])
+def test_a_range_of_workers_makes_synchronous_training_elastic() -> None:
+    spec = TrainSpec().override(["workers=[2,4]", "average=0.9"])
+    assert (spec.is_elastic, spec.has_replicas) == (True, True)
+    assert (TrainSpec(workers=4).is_elastic, TrainSpec(workers=4).has_replicas) == (False, False)
+    with pytest.raises(ConfigError, match=r"workers=\[min,max\]: each worker has the whole model"):
+        spec.override(["parallel=fsdp"])
+
+
+@pytest.mark.parametrize("words", [["workers=[2]"], ["workers=[4,2]"]])
 def test_a_range_of_workers_that_does_not_fit_is_rejected(words: list[str]) -> None:
     with pytest.raises(ConfigError, match="workers"):
         TrainSpec(sync="diloco").override([*words, "batch_size=64"])

@@ -13,14 +13,19 @@ from rich.console import Console
 
 from shoal import runs
 from shoal.cli.commands.runs import runs as runs_command
+from shoal.cli.display.population_display import PopulationView
 from shoal.cli.display.rl_display import RunView
 from shoal.cli.display.run_view import follow_run, make_view
+from shoal.cli.display.sweep_display import SweepView
 from shoal.cli.display.train_display import TrainView
 from shoal.errors import ConfigError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.batch_predict import BatchPredictSpec
 from shoal.flows.serving_spec import ServingSpec
+from shoal.flows.sweep.spec import SweepSpec
+from shoal.population.spec import PopulationSpec
 from shoal.runs import Run, RunKind, Status
+from shoal.stream.spec import StreamSpec
 from shoal.train.spec import TrainSpec
 
 
@@ -92,12 +97,16 @@ def test_who_has_seen_enough_of_a_run_does_not_end_it(monkeypatch: pytest.Monkey
 SPECS = {
     RunKind.LOOP: ActorLearnerSpec(),
     RunKind.TRAINING: TrainSpec(task="lenet"),
+    RunKind.POPULATION: PopulationSpec(task="lenet"),
     RunKind.SERVING: ServingSpec(models=["cartpole@champion"]),
     RunKind.PREDICTION: BatchPredictSpec(),
+    RunKind.STREAM: StreamSpec(),
+    RunKind.SWEEP: SweepSpec(train=TrainSpec(task="lenet"), space={"optimizer.learning_rate": "log(1e-3, 1e-1)"}),
 }
 REFUSED = {
     RunKind.SERVING: "look at it with shoal serve status",
     RunKind.PREDICTION: "its command says how far it is",
+    RunKind.STREAM: "its command prints a line every two seconds",
     RunKind.OTHER: "`shoal runs ID` shows what it has recorded",
 }
 
@@ -108,7 +117,13 @@ def test_what_is_shown_of_a_run_depends_on_what_it_does_and_not_on_its_name(kind
     with runs.create("mine", spec, "one"):
         record = runs.load("one")
         assert record.kind is kind
-        shown = {RunKind.LOOP: RunView, RunKind.TRAINING: TrainView}.get(kind, type(None))
+        views = {
+            RunKind.LOOP: RunView,
+            RunKind.TRAINING: TrainView,
+            RunKind.POPULATION: PopulationView,
+            RunKind.SWEEP: SweepView,
+        }
+        shown = views.get(kind, type(None))
         assert type(make_view(record, None)) is shown
         if kind in REFUSED:
             refused = CliRunner().invoke(runs_command, ["one", "--follow"]).exception

@@ -85,8 +85,11 @@ headers = st.builds(TensorHeader, names, names, st.lists(integers, max_size=4).m
 def _field(field: msgspec.structs.FieldInfo) -> st.SearchStrategy[object]:
     by_type = {int: integers, str: names, float: floats, bool: st.booleans(), ExperienceSpec: experience_specs}
     by_type[tuple[TensorHeader, ...]] = st.lists(headers, max_size=3).map(tuple)
+    by_type[tuple[int, ...]] = st.lists(integers, max_size=3).map(tuple)
     by_type[float | None] = st.none() | floats
     by_type[int | None] = st.none() | integers
+    by_type[int | list[int | float] | None] = st.none() | integers | st.lists(integers | floats, max_size=3)
+    by_type[int | msgspec.UnsetType] = st.just(msgspec.UNSET) | integers
     return by_type[field.type]
 
 
@@ -245,7 +248,7 @@ def test_a_missing_tensor_is_refused(name: str) -> None:
     tensors = msgpack.unpackb(frames[0])["tensors"]
     at = TENSORS.index(name)
     error = rejected(edited([*frames[: at + 1], *frames[at + 2 :]], tensors=tensors[:at] + tensors[at + 1 :]))
-    assert (error.reason, error.field, error.problem) == (DropReason.MALFORMED, name, "is missing")
+    assert (error.reason, error.field, error.problem) == (DropReason.INVALID_FRAMES, name, "is missing")
 
 
 @pytest.mark.parametrize("name", TENSORS)
@@ -255,13 +258,13 @@ def test_a_frame_of_another_size_is_refused(name: str, change: object) -> None:
     at = TENSORS.index(name) + 1
     frames[at] = change(frames[at])  # type: ignore[operator]
     error = rejected(frames)
-    assert (error.reason, error.field) == (DropReason.MALFORMED, name)
+    assert (error.reason, error.field) == (DropReason.INVALID_FRAMES, name)
 
 
 @pytest.mark.parametrize("change", [lambda f: f[:-1], lambda f: [*f, b""], lambda f: f[:1]])
 def test_another_number_of_frames_is_refused(change: object) -> None:
     error = rejected(change(frames_of(valid_segment())))  # type: ignore[operator]
-    assert (error.reason, error.field) == (DropReason.MALFORMED, "tensors")
+    assert (error.reason, error.field) == (DropReason.INVALID_FRAMES, "tensors")
 
 
 def test_a_tensor_that_is_there_twice_is_refused() -> None:
@@ -269,7 +272,7 @@ def test_a_tensor_that_is_there_twice_is_refused() -> None:
     tensors = msgpack.unpackb(frames[0])["tensors"]
     error = rejected(edited([*frames, frames[3]], tensors=[*tensors, tensors[2]]))
     assert (error.reason, error.field, error.problem) == (
-        DropReason.MALFORMED,
+        DropReason.INVALID_FRAMES,
         "tensors",
         "one name stands there twice",
     )

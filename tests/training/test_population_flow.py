@@ -1,0 +1,357 @@
+"""A population from its spec to its record, its checkpoints and its registered networks, in this process."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shoal.runs
+from shoal.errors import ConfigError, SpecMismatch, TrainError
+from shoal.flows.population.build import load_member
+from shoal.flows.population.continuation import choose_spec
+from shoal.flows.population.run import check_population, run_population
+from shoal.population.ensemble import Ensemble
+from shoal.population.spec import PopulationSpec
+from shoal.registry import Registry
+from shoal.runs import RunKind, Status
+from shoal.runs.lineage import Lineage
+from shoal.train.launch.local import fit_locally
+from shoal.train.spec import TrainSpec
+
+TASK = """
+import os, signal
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from shoal.data import Data
+from shoal.train import Task
+
+
+def points(count, seed):
+    random = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(count, 2, generator=random)
+    return TensorDataset(inputs, (inputs[:, 0] * inputs[:, 1] > 0).long())
+
+
+def blur(inputs, strengths, generators):
+    drawn = torch.stack([torch.randn(inputs.shape[1:], generator=each) for each in generators])
+    return inputs + drawn * strengths[:, None, None]
+
+
+class Quadrants(Task):
+    def __init__(self, *, hidden=16, fatal=0):
+        self.hidden, self.fatal = hidden, fatal
+
+    def model(self):
+        return nn.Sequential(nn.Linear(2, self.hidden), nn.Tanh(), nn.Linear(self.hidden, 2))
+
+    def data(self):
+        return Data(points(256, 1), validation=points(128, 2))
+
+    def loss(self, outputs, batch):
+        return nn.functional.cross_entropy(outputs, batch[1])
+
+    def metrics(self, outputs, batch):
+        return {"accuracy": (outputs.argmax(-1) == batch[1]).float().mean()}
+
+    def augmentations(self):
+        return {"blur": blur}
+"""
+
+FIELDS: dict[str, Any] = {
+    "task": "quadrants.py",
+    "members": 4,
+    "rounds": 4,
+    "steps_per_round": 8,
+    "batch_size": 32,
+    "space": {"optimizer.learning_rate": "log(1e-2, 1)", "augmentation.blur": "uniform(0, 0.3)"},
+    "ensemble": 2,
+    "threads": 1,
+    "engine": "looped",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "quadrants.py").write_text(TASK)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def make_spec(**fields: Any) -> PopulationSpec:
+    return PopulationSpec.parse(FIELDS | fields)
+
+
+def read_rounds(run_id: str) -> dict[int, dict[str, Any]]:
+    """The newest record of each round."""
+    events = shoal.runs.load(run_id).events()
+    return {each["round"]: each for each in events[events["kind"] == "round"]["details"]}
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_run_has_a_record_of_every_round_and_registers_the_best_member_and_the_ensemble() -> None:
+    result = run_population(make_spec())
+    run = shoal.runs.load(result.run_id)
+    assert (run.kind, run.status) == (RunKind.POPULATION, Status.FINISHED)
+    rounds = read_rounds(run.id)
+    assert list(rounds) == [1, 2, 3, 4]
+    assert rounds[4]["scores"] == pytest.approx(result.scores)
+    assert result.scores[result.best] == max(result.scores)
+    assert set(rounds[1]["hyper_parameters"]) == set(FIELDS["space"])
+    assert "member/03/accuracy" in run.metrics()
+    assert list(run.models()["name"]) == ["quadrants", "quadrants-ensemble"]
+    best = Registry().get("quadrants@champion").manifest
+    assert best.metrics == pytest.approx(result.metrics)
+    schedule = best.lineage["schedule"]
+    assert [each["first_round"] for each in schedule] == [1, *(each["last_round"] + 1 for each in schedule[:-1])]
+    assert schedule[-1]["member"] == result.best
+    for each in schedule:
+        rates = rounds[each["last_round"]]["hyper_parameters"]["optimizer.learning_rate"]
+        assert each["optimizer.learning_rate"] == rates[each["member"]]
+    page = (run.folder / "report.html").read_text()
+    assert "Genealogy" in page
+    assert "Schedules that were found" in page
+    assert (run.folder / "report.html").is_file()
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_registered_ensemble_answers_the_calibrated_average_of_its_members() -> None:
+    result = run_population(make_spec(members=2))
+    registered = Registry().get("quadrants-ensemble")
+    network: Any = registered.manifest.model.build()
+    assert isinstance(network, Ensemble)
+    network.load_state_dict({name: torch.tensor(each) for name, each in registered.snapshot().tensors().items()})
+    inputs = torch.randn(5, 2)
+    with torch.no_grad():
+        members = [
+            member(inputs) / temperature
+            for member, temperature in zip(network.members, network.temperatures, strict=True)
+        ]
+        mean = sum(each.softmax(-1) for each in members) / 2
+        expected = (mean.log() / network.mean_temperature).softmax(-1)
+        torch.testing.assert_close(network(inputs).exp(), expected)
+    assert result.ensemble["loss"] <= math.log(2)
+
+
+@pytest.mark.usefixtures("folder")
+def test_any_member_begins_a_training_and_a_training_begins_members() -> None:
+    result = run_population(make_spec(ensemble=0))
+    shared = {"task": "quadrants.py", "batch_size": 32, "threads": 1}
+    spec = TrainSpec.parse({**shared, "init": "quadrants", "stop": {"steps": 1}, "optimizer": {"learning_rate": 1e-9}})
+    trained = fit_locally(spec)
+    assert trained.metrics["accuracy"] == pytest.approx(result.metrics["accuracy"])
+    state = {name: torch.tensor(each) for name, each in Registry().get("quadrants").snapshot().tensors().items()}
+    torch.save(state, "member.pt")
+    still = {"optimizer.learning_rate": "uniform(1e-9, 2e-9)"}
+    again = run_population(make_spec(init="member.pt", rounds=1, steps_per_round=1, ensemble=0, space=still))
+    assert again.scores == pytest.approx([trained.metrics["accuracy"]] * 4)
+
+
+@pytest.mark.usefixtures("folder")
+def test_any_member_of_a_run_is_a_state_dict() -> None:
+    result = run_population(make_spec(rounds=1))
+    registered = Registry().get("quadrants").snapshot().tensors()
+    best = load_member(result.run_id, result.best)
+    assert {name: each.numpy().tolist() for name, each in best.items()} == {
+        name: each.tolist() for name, each in registered.items()
+    }
+    assert not torch.equal(load_member("latest", (result.best + 1) % 4)["0.weight"], best["0.weight"])
+    with pytest.raises(ConfigError, match="the run has members 0 to 3"):
+        load_member("latest", 4)
+
+
+@pytest.mark.usefixtures("folder")
+def test_weights_of_another_network_are_rejected_before_a_run_begins() -> None:
+    torch.save(torch.nn.Linear(2, 3).state_dict(), "other.pt")
+    for check in (
+        lambda: check_population(make_spec(init="other.pt")),
+        lambda: fit_locally(TrainSpec.parse({"task": "quadrants.py", "init": "other.pt", "stop": {"steps": 1}})),
+    ):
+        with pytest.raises(SpecMismatch, match="has other tensors than the network"):
+            check()
+    with pytest.raises(ConfigError, match=r"init = 'absent.pt': is no file"):
+        check_population(make_spec(init="absent.pt"))
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_member_that_diverges_is_retired_and_replaced() -> None:
+    space = {"optimizer.learning_rate": "choice(0.3, 1e38)"}
+    result = run_population(make_spec(space=space, rounds=2, ensemble=0, evolution="pbt"), registers=False)
+    first = read_rounds(result.run_id)[1]
+    diverged = [member for member, rate in enumerate(first["hyper_parameters"]["optimizer.learning_rate"]) if rate > 1]
+    assert diverged
+    assert first["retired"] == diverged
+    assert [member for member, score in enumerate(first["scores"]) if score is None] == diverged
+    assert {loser for loser, _ in first["copies"]} >= set(diverged)
+
+
+@pytest.mark.usefixtures("folder")
+def test_members_of_several_architectures_copy_within_their_own() -> None:
+    space = {"optimizer.learning_rate": "log(1e-2, 1)", "args.hidden": "choice(4, 16)"}
+    spec = make_spec(space=space, members=6, rounds=3, evolution="pbt")
+    result = run_population(spec)
+    lineage = Lineage.from_events(shoal.runs.load(result.run_id).list_events("round"))
+    hidden = [4, 16] * 3
+    assert all(each["hyper_parameters"]["args.hidden"] == hidden for each in lineage.rounds)
+    copies = lineage.list_copies()
+    assert copies
+    assert all(hidden[loser] == hidden[winner] for _, loser, winner in copies)
+    for member, width in enumerate(hidden):
+        assert load_member(result.run_id, member)["0.weight"].shape == (width, 2)
+    best = Registry().get("quadrants@champion").manifest.model
+    assert best.kwargs["args"] == {"hidden": hidden[result.best]}
+    assert best.build()[0].out_features == hidden[result.best]
+    ensemble: Any = Registry().get("quadrants-ensemble").manifest.model.build()
+    assert len({each[0].out_features for each in ensemble.members}) == 1
+
+
+@pytest.mark.parametrize(
+    ("space", "members", "problem"),
+    [
+        ({"args.width": "choice(4, 8)"}, 4, "args.width = 4: quadrants.py takes no such argument"),
+        ({"args.hidden": "int(4, 8)"}, 4, "name each architecture"),
+        ({"args.hidden": "choice(4, small)"}, 4, "is a number"),
+        ({"args.hidden": "choice(4, 8)", "optimizer.learning_rate": None}, 4, "architectures alone"),
+        ({"args.hidden": "choice(2, 4, 8)"}, 5, "members = 5: gives 1 to one of 3 architectures"),
+    ],
+)
+@pytest.mark.usefixtures("folder")
+def test_an_architecture_that_cannot_be_is_refused(space: dict[str, Any], members: int, problem: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_population(make_spec(space={"optimizer.learning_rate": "log(1e-2, 1)"} | space, members=members))
+    assert problem in str(raised.value)
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_run_without_any_finite_score_fails_with_the_remedy() -> None:
+    space = {"optimizer.learning_rate": "log(1e37, 1e38)"}
+    with pytest.raises(TrainError, match="all diverged"):
+        run_population(make_spec(space=space))
+    assert shoal.runs.load("latest").status is Status.FAILED
+
+
+@pytest.mark.usefixtures("folder")
+def test_members_with_batches_of_their_own_see_different_ones() -> None:
+    fixed = {"optimizer.learning_rate": "choice(0.1, 0.1000001)"}
+    result = run_population(make_spec(order="own", rounds=1, ensemble=0, space=fixed, metric="loss"), registers=False)
+    assert len(set(result.scores)) == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"metric": "auroc"}, "metric = 'auroc': is not measured of each member. there is loss, accuracy"),
+        ({"space": {"augmentation.crop": "uniform(0, 1)"}}, "Quadrants.augmentations has no 'crop'"),
+        ({"args": {"width": 2}}, "args.width = 2"),
+        ({"members": 1, "ensemble": 0}, "compares members, and needs 2 at least"),
+    ],
+)
+@pytest.mark.usefixtures("folder")
+def test_what_a_task_lacks_is_reported_before_a_run_begins(fields: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_population(make_spec(**fields))
+    assert problem in str(raised.value)
+    assert shoal.runs.list_runs() == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"space": {"optimizer.learning_rate": "log(1, 0.1)"}}, "is not below the upper end"),
+        ({"space": {"optimizer.rate": "log(0.1, 1)"}}, "no member has 'optimizer.rate'"),
+        ({"space": {}}, "space"),
+        ({"ensemble": 5}, "ensemble=5 is more than members=4"),
+        ({"metric": "quality"}, "say direction=max or min"),
+        ({"space": {"optimizer.momentum": "uniform(0.9, 1.2)"}}, "its values are from 0 to 1"),
+        (
+            {"space": {"augmentation.blur": "uniform(0, 1)"}, "augmentation": {"blur": 1.0}},
+            "space.augmentation.blur=null",
+        ),
+    ],
+)
+def test_a_spec_that_cannot_work_is_rejected(fields: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        make_spec(**fields)
+    assert problem in str(raised.value)
+
+
+def test_overrides_change_add_and_remove_hyper_parameters() -> None:
+    words = ["space.optimizer.momentum=uniform(0.1, 0.9)", "space.augmentation.blur=null", "evolution=pbt"]
+    spec = make_spec().override(words)
+    assert spec.space == {"optimizer.learning_rate": "log(1e-2, 1)", "optimizer.momentum": "uniform(0.1, 0.9)"}
+    assert PopulationSpec.from_yaml(spec.to_yaml()) == spec
+
+
+def test_a_fixed_value_of_what_the_space_has_too_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"add space.optimizer.learning_rate=null"):
+        choose_spec(make_spec(), ["optimizer.learning_rate=0.1"])
+    words = ["space.optimizer.learning_rate=null", "optimizer.learning_rate=0.1"]
+    assert choose_spec(make_spec(space={"optimizer.momentum": "uniform(0, 0.9)"}), words).optimizer.learning_rate == 0.1
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_run_that_has_ended_goes_on_for_more_rounds_of_the_same_members() -> None:
+    ended = run_population(make_spec(rounds=1, ensemble=0), registers=False)
+    with pytest.raises(ConfigError, match="has ended already, after 1 rounds"):
+        check_population(make_spec(rounds=1, resume=ended.run_id))
+    with pytest.raises(SpecMismatch, match="evolution: the run has"):
+        check_population(make_spec(rounds=2, evolution="pbt", resume=ended.run_id))
+    further = run_population(make_spec(rounds=2, ensemble=0, resume=ended.run_id), registers=False)
+    assert further.run_id == ended.run_id
+    assert list(read_rounds(ended.run_id)) == [1, 2]
+
+
+KILLED = """
+import os, signal, sys
+from shoal.flows.population import trainer as population_trainer
+from shoal.flows.population.run import run_population
+from shoal.population.spec import PopulationSpec
+
+moment, count = sys.argv[2], int(sys.argv[3])
+trainer = population_trainer.PopulationTrainer
+owner, name = {
+    "batch": (trainer, "_next_batch"), "score": (trainer, "_score"), "save": (population_trainer.checkpoint, "save")
+}[moment]
+original, calls = getattr(owner, name), []
+
+def die_at_last(*args, **options):
+    calls.append(1)
+    result = original(*args, **options)
+    if len(calls) == count:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return result
+
+setattr(owner, name, die_at_last)
+run_population(PopulationSpec.from_yaml(sys.argv[1]), registers=False)
+"""
+
+
+def test_a_run_that_is_killed_again_and_again_has_the_lineage_of_one_that_is_not(folder: Path) -> None:
+    """Before any checkpoint; with a round trained and not scored; between a checkpoint and the round's event."""
+    evolution = {"patience": 1}
+    expected = run_population(make_spec(rounds=10, evolution=evolution), registers=False)
+    resumed = ""
+    for moment, count in (("batch", 4), ("score", 3), ("save", 2)):  # the last two in rounds 3 and 4
+        spec = make_spec(rounds=10, evolution=evolution, resume=resumed)
+        command = [sys.executable, "-c", KILLED, spec.to_yaml(), moment, str(count)]
+        ended = subprocess.run(command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True)
+        assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+        killed = shoal.runs.load("latest").id
+        assert killed != expected.run_id
+        assert resumed in ("", killed)
+        resumed = killed
+    result = run_population(make_spec(rounds=10, evolution=evolution, resume=resumed), registers=False)
+    assert result.run_id == resumed
+    assert result.scores == expected.scores
+    rounds = read_rounds(expected.run_id)
+    assert read_rounds(resumed) == rounds
+    assert any("restart" in each for each in rounds.values())
+    assert any(each["copies"] for each in rounds.values())

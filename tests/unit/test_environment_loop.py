@@ -1,0 +1,149 @@
+"""The ready loop with several environments: whose step is whose, seeds, and the number of steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from rl_setting import EXPERIENCE, weights
+from shoal.actor import play
+from shoal.actor.environment_loop import spread_seeds
+from shoal.errors import ConfigError
+from shoal.wire import ExperienceSpec, Segment
+from shoal.wire.action_masks import describe_masks
+from sign_game import SignGame
+
+
+class RecordingClient:
+    """A connection that takes every segment; newer weights come at once."""
+
+    actor_id = "actor-0"
+    finished = False
+    is_synchronous = False
+
+    def __init__(self, spec: ExperienceSpec = EXPERIENCE) -> None:
+        self.spec = spec
+        self.segments: list[Segment] = []
+
+    def wait_for_weights(self) -> tuple[int, dict[str, np.ndarray]]:
+        return 1, weights(1).tensors()
+
+    def newer_weights(self, than: int) -> tuple[int, dict[str, np.ndarray]] | None:
+        return than + 1, weights(than + 1).tensors()
+
+    def send(self, segment: Segment, timeout_s: float | None) -> None:
+        self.segments.append(segment)
+
+
+class SynchronousClient(RecordingClient):
+    """Grants credit for three segments, and only when there is none; then newer weights come."""
+
+    is_synchronous = True
+    num_credits, version = 3, 1
+
+    def newer_weights(self, than: int) -> tuple[int, dict[str, np.ndarray]] | None:
+        return (self.version, weights(self.version).tensors()) if self.version > than else None
+
+    def send(self, segment: Segment, timeout_s: float | None) -> None:
+        assert (segment.versions == self.version).all()
+        self.num_credits -= 1
+        assert self.num_credits >= 0
+        super().send(segment, timeout_s)
+
+    def wait_for_credit(self) -> None:
+        if not self.num_credits:
+            self.num_credits, self.version = 3, self.version + 1
+
+
+class CountingGame(SignGame):
+    """Its episodes are of another length than those of other numbers."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.seeds = number, list[int | None]()
+
+    def reset(self, *, seed: int | None = None) -> tuple[np.ndarray, dict[str, Any]]:
+        self.seeds.append(seed)
+        return super().reset(seed=seed)
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        observation, reward, _, _, info = super().step(action)
+        return observation, reward, self._steps == 20 + self.number, False, info
+
+
+@pytest.mark.parametrize("num_environments", [1, 2, 5])
+def test_each_environment_has_segments_of_its_own(num_environments: int) -> None:
+    """The reward of a step tells the action and the observation that it belongs to."""
+    client, games = RecordingClient(), [CountingGame(number) for number in range(num_environments)]
+    assert play(games, client, seed=3, max_steps=200 * num_environments) == 200 * num_environments  # type: ignore[arg-type]
+    for segment in client.segments:
+        right = segment.actions == (segment.observations[:-1, 0] > 0)
+        np.testing.assert_array_equal(segment.rewards, right)
+        assert (np.diff(segment.versions) >= 0).all()
+    lengths = [segment.episode_length for segment in client.segments if segment.terminated]
+    assert set(lengths) == {20 + number for number in range(num_environments)}
+    assert sum(segment.num_steps for segment in client.segments) > 180 * num_environments
+    assert len({game.seeds[0] for game in games}) == num_environments
+    assert all(seed is None for game in games for seed in game.seeds[1:])
+
+
+class ReusingGame(CountingGame):
+    """Gives the same array each time, and masks."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self._array = np.zeros(4, np.float32)
+
+    def reset(self, *, seed: int | None = None) -> tuple[np.ndarray, dict[str, Any]]:
+        self._array[:], _ = super().reset(seed=seed)
+        return self._array, {"action_mask": self._get_mask()}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self._array[:], *others, _ = super().step(action)
+        return self._array, *others, {"action_mask": self._get_mask()}  # type: ignore[return-value]
+
+    def _get_mask(self) -> list[bool]:
+        return [True, bool(self._array[1] > 0)]
+
+
+@pytest.mark.parametrize("num_environments", [1, 3])
+def test_a_reused_array_and_masks_stay_with_their_steps(num_environments: int) -> None:
+    client = RecordingClient(msgspec.structs.replace(EXPERIENCE, extras=(describe_masks(EXPERIENCE.action, ()),)))
+    games = [ReusingGame(number) for number in range(num_environments)]
+    play(games, client, seed=3, max_steps=150 * num_environments)  # type: ignore[arg-type]
+    for segment in client.segments:
+        np.testing.assert_array_equal(segment.rewards, segment.actions == (segment.observations[:-1, 0] > 0))
+        masks = segment.extras["masks"]
+        num_rows = segment.num_steps if segment.terminated else segment.num_steps + 1
+        np.testing.assert_array_equal(masks[:num_rows, 1], segment.observations[:num_rows, 1] > 0)
+        assert masks[:, 0].all()
+        assert not (segment.actions & ~masks[:-1, 1]).any()
+    assert {each.episode_length for each in client.segments if each.terminated} == set(range(20, 20 + num_environments))
+
+
+def test_a_synchronous_run_has_no_more_open_segments_than_credit() -> None:
+    """All environments play, though never all at once."""
+    client, games = SynchronousClient(), [CountingGame(number) for number in range(5)]
+    play(games, client, seed=3, max_steps=2000)  # type: ignore[arg-type]
+    assert client.version > 20
+    assert {each.episode_length for each in client.segments if each.terminated} == {20, 21, 22, 23, 24}
+
+
+def test_one_environment_has_the_seed_of_the_actor() -> None:
+    assert spread_seeds(7, 1) == [7]
+    assert spread_seeds(7, 3)[:1] == [7]
+    assert spread_seeds(7, 3) == spread_seeds(7, 3) != spread_seeds(8, 3)
+    assert spread_seeds(None, 2) == [None, None]
+
+
+def test_a_reward_that_is_no_number_is_named() -> None:
+    class Wordy(SignGame):
+        def step(self, action: int) -> Any:
+            observation, _, *others = super().step(action)
+            return observation, "good", *others
+
+    with pytest.raises(ConfigError, match=r"reward = 'good'"):
+        play([SignGame(), Wordy()], RecordingClient(), max_steps=10)  # type: ignore[arg-type]

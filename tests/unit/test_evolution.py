@@ -1,0 +1,497 @@
+"""Evolutions: the toy problem of the PBT paper, whom each rule replaces, and that a killed run decides the same."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shoal.errors import ConfigError, TrainError
+from shoal.population.evolution import Decisions, Evolution, EvolutionSpec, build_evolution, select_scores
+from shoal.population.evolution.bandit import Bandit, standardize_ranks
+from shoal.population.evolution.gaussian_process import fit
+from shoal.population.evolution.growing_pbt import GrowingPBT
+from shoal.population.evolution.halving import Halving
+from shoal.population.search_space import SearchSpace
+
+Values = list[dict[str, Any]]
+RATE = SearchSpace.parse({"optimizer.learning_rate": "log(1e-4,1)"})
+MIXED = SearchSpace.parse(
+    {"rate": "log(1e-4,1)", "noise": "uniform(0,0.3)", "width": "int(1,9)", "act": ["relu", "tanh"]}
+)
+NAMES = ("growing_pbt", "pbt", "pb2", "halving", "random_search")
+
+
+def build(name: str, space: SearchSpace = RATE, members: int = 8, rounds: int | None = 40, **fields: Any) -> Evolution:
+    return build_evolution(EvolutionSpec.parse({"name": name, **fields}), space, members, num_rounds=rounds, seed=3)
+
+
+def apply(decisions: Decisions, values: Values) -> Values:
+    """The hyper-parameters of the next round."""
+    return [dict(decisions.changes.get(member, each)) for member, each in enumerate(values)]
+
+
+class World:
+    """A population without networks: a member's score rises by what its hyper-parameters are worth."""
+
+    def __init__(self, evolution: Evolution, worth: Callable[[Mapping[str, Any]], float]) -> None:
+        self.evolution, self.worth = evolution, worth
+        self.values: Values = evolution.sample()
+        self.scores = np.zeros(evolution.num_members)
+        self.round = 0
+
+    def step(self) -> Decisions:
+        self.round += 1
+        self.scores += [self.worth(values) for values in self.values]
+        decisions = self.evolution.next(self.round, self.scores, self.values)
+        for loser, winner in decisions.copies:
+            self.scores[loser] = self.scores[winner]
+        self.scores[list(decisions.fresh)] = 0.0
+        if decisions.restart:
+            self.scores[list(decisions.restart.members)] *= decisions.restart.shrink
+        self.values = apply(decisions, self.values)
+        return decisions
+
+
+def near(optimum: float) -> Callable[[Mapping[str, Any]], float]:
+    """Worth 1 at the optimum of the rate, and less with the distance in decades."""
+    return lambda values: 1.0 - abs(math.log10(values["optimizer.learning_rate"] / optimum))
+
+
+# -- the toy problem (1711.09846, figure 2) ---------------------------------------------------------------------------
+
+
+def climb(theta: np.ndarray, h: np.ndarray, num_steps: int) -> np.ndarray:
+    """Gradient ascent on the surrogate 1.2 - (h0 θ0² + h1 θ1²), with the rate 0.02."""
+    for _ in range(num_steps):
+        theta = theta - 0.02 * 2 * h * theta
+    return theta
+
+
+def judge(theta: np.ndarray) -> float:
+    return float(1.2 - (theta**2).sum())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_toy_problem_is_solved_as_the_paper_says(seed: int) -> None:
+    space = SearchSpace.parse({"h0": "uniform(0,1)", "h1": "uniform(0,1)"})
+    spec = EvolutionSpec(name="pbt", quantile=0.5, resample=0.0)
+    evolution = build_evolution(spec, space, 2, num_rounds=50, seed=seed)
+    values: Values = [{"h0": 0.0, "h1": 1.0}, {"h0": 1.0, "h1": 0.0}]
+    thetas = [np.array([0.9, 0.9])] * 2
+    for round_number in range(1, 51):  # 200 steps, as in the paper, with a decision after every fourth
+        thetas = [climb(theta, np.array([h["h0"], h["h1"]]), 4) for theta, h in zip(thetas, values, strict=True)]
+        decisions = evolution.next(round_number, [judge(theta) for theta in thetas], values)
+        thetas = [thetas[dict(decisions.copies).get(member, member)] for member in range(2)]
+        values = apply(decisions, values)
+    grid = [judge(climb(np.array([0.9, 0.9]), np.array(h), 200)) for h in ([0.0, 1.0], [1.0, 0.0])]
+    assert max(grid) == pytest.approx(0.39, abs=1e-3)  # 1.2 - 0.9²: one parameter never moves
+    assert max(judge(theta) for theta in thetas) > 1.15
+
+
+# -- selection --------------------------------------------------------------------------------------------------------
+
+
+def test_pbt_replaces_the_worst_by_the_best_and_nothing_else() -> None:
+    evolution = build("pbt", members=8, quantile=0.25)
+    values = evolution.sample()
+    decisions = evolution.next(1, [5, 1, 7, 3, 8, 2, 6, 4], values)
+    assert [loser for loser, _ in decisions.copies] == [1, 5]
+    assert {winner for _, winner in decisions.copies} <= {2, 4}
+    assert set(decisions.changes) == {1, 5}
+    for loser, winner in decisions.copies:
+        assert decisions.changes[loser] != values[winner]
+    assert decisions == Decisions(copies=decisions.copies, changes=decisions.changes)
+
+
+def test_pbt_waits_for_its_rounds_and_leaves_the_last_round_alone() -> None:
+    evolution = build("pbt", rounds=6, every=3)
+    decided = [bool(evolution.next(round_number, range(8), evolution.sample()).copies) for round_number in range(1, 7)]
+    assert decided == [False, False, True, False, False, False]
+
+
+@pytest.mark.parametrize("name", ["pbt", "pb2", "growing_pbt"])
+def test_a_member_without_a_number_is_retired_and_replaced_at_once(name: str) -> None:
+    evolution = build(name, every=5)
+    scores = [1.0, math.nan, 3.0, math.inf, 5.0, 6.0, 7.0, 8.0]
+    decisions = evolution.next(1, scores, evolution.sample())
+    assert decisions.retired == (1, 3)
+    assert [loser for loser, _ in decisions.copies] == [1, 3] == sorted(decisions.changes)
+    assert {winner for _, winner in decisions.copies} <= {6, 7}
+
+
+@pytest.mark.parametrize("name", ["pbt", "pb2", "growing_pbt"])
+def test_a_member_without_a_number_counts_as_worst(name: str) -> None:
+    evolution = build(name, members=4)
+    decisions = evolution.next(1, [math.nan, 1.0, 2.0, 3.0], evolution.sample())
+    assert [loser for loser, _ in decisions.copies] == [0]  # the quantile is one member
+
+
+def test_a_single_survivor_is_copied_by_all_others() -> None:
+    evolution = build("pbt", members=4)
+    decisions = evolution.next(1, [math.nan, math.nan, 2.0, math.nan], evolution.sample())
+    assert decisions.copies == ((0, 2), (1, 2), (3, 2))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_population_without_any_number_ends_with_the_cause(name: str) -> None:
+    evolution = build(name)
+    with pytest.raises(TrainError, match="no member has a finite score after round 2: all diverged"):
+        evolution.next(2, [math.nan] * 8, evolution.sample())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_winner_is_ever_a_loser_and_values_stay_in_the_space(name: str) -> None:
+    rng = np.random.default_rng(0)
+    evolution = build(name, MIXED, members=9, rounds=40)
+    values: Values = evolution.sample()
+    for round_number in range(1, 17):
+        scores = np.where(rng.random(9) < np.linspace(0, 0.2, 9), math.nan, rng.random(9))
+        decisions = evolution.next(round_number, scores, values)
+        losers = {loser for loser, _ in decisions.copies}
+        assert not losers & {winner for _, winner in decisions.copies}
+        assert not losers & set(decisions.fresh)
+        assert set(decisions.retired) <= losers | set(decisions.fresh) | set(decisions.stopped)
+        values = apply(decisions, values)
+        for each in values:
+            assert 1e-4 <= each["rate"] <= 1
+            assert 0 <= each["noise"] <= 0.3
+            assert each["width"] in range(1, 10)
+            assert each["act"] in ("relu", "tanh")
+
+
+def test_random_search_changes_nothing_and_stops_what_failed() -> None:
+    evolution = build("random_search")
+    decisions = evolution.next(1, [1, 2, math.nan, 4, 5, 6, 7, 8], evolution.sample())
+    assert decisions == Decisions(retired=(2,), stopped=(2,))
+    assert evolution.next(2, [1, 2, 99, 4, 5, 6, 7, 8], evolution.sample()) == Decisions()
+
+
+# -- the same decisions after a kill ----------------------------------------------------------------------------------
+
+
+def to_json(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    restored: Mapping[str, Any] = json.loads(json.dumps(state, allow_nan=False))
+    return restored
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("killed_after", [1, 6, 11])
+def test_a_killed_run_decides_the_same(name: str, killed_after: int) -> None:
+    def start() -> World:
+        fields = {"patience": 1} if name == "growing_pbt" else {}
+        return World(build(name, members=6, **fields), near(0.01))
+
+    undisturbed = start()
+    expected = [undisturbed.step() for _ in range(14)]
+    killed = start()
+    for _ in range(killed_after):
+        killed.step()
+    resumed = start()
+    resumed.evolution.load_state_dict(to_json(killed.evolution.state_dict()))
+    resumed.values, resumed.scores, resumed.round = killed.values, killed.scores.copy(), killed.round
+    assert [resumed.step() for _ in range(14 - killed_after)] == expected[killed_after:]
+
+
+@pytest.mark.parametrize("name", ["pbt", "halving", "growing_pbt"])
+def test_another_seed_decides_otherwise(name: str) -> None:
+    worlds = [
+        World(build_evolution(EvolutionSpec(name=name), RATE, 6, num_rounds=40, seed=seed), near(0.01))
+        for seed in (3, 4)
+    ]
+    assert worlds[0].values != worlds[1].values
+    worlds[1].values = [dict(each) for each in worlds[0].values]
+    assert [worlds[0].step() for _ in range(9)] != [worlds[1].step() for _ in range(9)]
+
+
+# -- PB2 --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_gaussian_process_interpolates_and_knows_what_it_does_not_know() -> None:
+    inputs = np.linspace(0, 1, 12)[:, None]
+    targets = np.sin(6 * inputs[:, 0])
+    targets = (targets - targets.mean()) / targets.std()
+    process = fit(inputs, np.zeros(12), targets)
+    mean, deviation = process.predict(inputs, np.zeros(12))
+    assert mean == pytest.approx(targets, abs=0.1)
+    assert deviation.max() < 0.1
+    _, far = process.predict(np.array([[3.0]]), np.zeros(1))
+    assert far[0] > 0.9  # the prior's is 1
+    again = process.condition(np.array([[3.0]]), np.zeros(1))
+    assert again.predict(np.array([[3.0]]), np.zeros(1))[1][0] < 0.5
+    assert again.predict(inputs, np.zeros(12))[0] == pytest.approx(mean, abs=1e-6)
+
+
+def test_the_gaussian_process_equals_the_textbook() -> None:
+    """Rasmussen & Williams, equations 2.25, 2.26 and 2.30, with plain inverses."""
+    rng = np.random.default_rng(0)
+    x, t, y, q, s = (
+        rng.random((20, 3)),
+        rng.integers(0, 5, 20).astype(float),
+        rng.normal(size=20),
+        rng.random((4, 3)),
+        np.full(4, 5.0),
+    )
+    process = fit(x, t, y)
+
+    def kernel(a: np.ndarray, u: np.ndarray, b: np.ndarray, v: np.ndarray) -> np.ndarray:
+        distance = np.array([[np.linalg.norm(first - second) for second in b] for first in a])
+        aged = np.array([[(1 - process.forgetting) ** (abs(first - second) / 2) for second in v] for first in u])
+        product: np.ndarray = np.exp(-(distance**2) / (2 * process.length**2)) * aged
+        return product
+
+    inverse = np.linalg.inv(kernel(x, t, x, t) + process.noise * np.eye(20))
+    cross = kernel(q, s, x, t)
+    mean, deviation = process.predict(q, s)
+    assert mean == pytest.approx(cross @ inverse @ y, abs=1e-6)
+    assert deviation**2 == pytest.approx(1 - np.einsum("mn,nk,mk->m", cross, inverse, cross), abs=1e-6)
+
+
+def test_old_observations_are_forgotten_where_the_world_changes() -> None:
+    inputs, times = np.tile(np.linspace(0, 1, 8), 6)[:, None], np.repeat(np.arange(6.0), 8)
+    wandering = np.sin(3 * inputs[:, 0] + 1.5 * times)
+    assert fit(inputs, times, standardize_ranks(wandering)).forgetting > 0.02
+    assert fit(inputs, times, standardize_ranks(np.sin(3 * inputs[:, 0]))).forgetting <= 0.02
+
+
+def test_ranks_become_normal_quantiles() -> None:
+    assert standardize_ranks(np.array([10.0, -1e9, 20.0])) == pytest.approx([0.0, -0.6745, 0.6745], abs=1e-3)
+
+
+def test_the_bandit_proposes_what_gains() -> None:
+    bandit, rng = Bandit(MIXED), np.random.default_rng(0)
+    for time in range(5):
+        for values in (MIXED.sample(rng) for _ in range(12)):
+            gain = -abs(math.log10(values["rate"] / 0.01)) + (0.5 if values["act"] == "tanh" else 0.0)
+            bandit.observe(values, 0.5, time, gain)
+    parent = {"rate": 0.3, "noise": 0.1, "width": 3, "act": "relu"}
+    proposals = [bandit.propose(parent, 0.5, 5, [], np.random.default_rng(seed)) for seed in range(10)]
+    assert sum(each["act"] == "tanh" for each in proposals) >= 9
+    assert np.median([abs(math.log10(each["rate"] / 0.01)) for each in proposals]) < 0.5
+    boxed = [bandit.propose(parent, 0.5, 5, [], np.random.default_rng(seed), width=0.2) for seed in range(10)]
+    assert all(each["rate"] >= 0.3 / 10**0.4 - 1e-9 for each in boxed)  # a tenth of four decades on each side
+    assert np.median([each["rate"] for each in boxed]) < 0.2
+
+
+def test_others_that_are_about_to_be_trained_spread_the_proposals() -> None:
+    bandit, rng = Bandit(RATE), np.random.default_rng(0)
+    for values in (RATE.sample(rng) for _ in range(6)):
+        bandit.observe(values, 0.0, 0, float(rng.normal()))
+    parent = {"optimizer.learning_rate": 0.01}
+
+    def propose_all(is_informed: bool) -> list[float]:
+        proposals: Values = []
+        for seed in range(6):
+            taken = proposals if is_informed else []
+            proposals.append(bandit.propose(parent, 0.0, 1, taken, np.random.default_rng(seed)))
+        return [math.log10(each["optimizer.learning_rate"]) for each in proposals]
+
+    assert np.std(propose_all(True)) > 2 * np.std(propose_all(False))
+
+
+def test_pb2_finds_the_rate_that_gains_most() -> None:
+    world = World(build("pb2", members=8), near(0.01))
+    for _ in range(14):
+        world.step()
+    best = world.values[int(np.argmax(world.scores))]["optimizer.learning_rate"]
+    assert abs(math.log10(best / 0.01)) < 0.3
+
+
+# -- growing PBT ------------------------------------------------------------------------------------------------------
+
+
+def stagnate(evolution: Evolution, num_rounds: int) -> dict[int, Decisions]:
+    """Decisions by round, for scores that never change."""
+    values: Values = evolution.sample()
+    found = {}
+    for round_number in range(1, num_rounds + 1):
+        found[round_number] = evolution.next(round_number, range(8), values)
+        values = apply(found[round_number], values)
+    return found
+
+
+def test_growing_pbt_restarts_where_scores_stagnate_with_longer_steps() -> None:
+    evolution = build("growing_pbt", rounds=64, patience=3)
+    decisions = stagnate(evolution, 64)
+    restarts = {number: each.restart for number, each in decisions.items() if each.restart}
+    # Decisions 2, 3 and 4 of each iteration are without progress. After round 28 two steps of 8 rounds fit, after the
+    # next iteration none of 16.
+    assert {number: restart.rounds for number, restart in restarts.items()} == {4: 2, 12: 4, 28: 8}
+    decided = [number for number, each in decisions.items() if each.copies]
+    assert decided == [1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28, 36, 44, 52, 60]
+
+
+def test_a_restart_shrinks_some_members_and_begins_others_anew() -> None:
+    decisions = stagnate(build("growing_pbt", rounds=64), 4)[4]
+    assert decisions.restart is not None
+    assert len(decisions.fresh) == len(decisions.restart.members) == 4
+    assert sorted((*decisions.fresh, *decisions.restart.members)) == list(range(8))
+    assert (decisions.restart.shrink, decisions.restart.perturb, decisions.restart.best) == (0.2, 0.1, 7)
+    assert sorted(decisions.changes) == list(range(8))
+    assert {loser for loser, _ in decisions.copies} == set(decisions.restart.members) - {6, 7}
+    assert {winner for _, winner in decisions.copies} <= {6, 7}
+
+
+def test_growing_pbt_goes_on_while_scores_rise() -> None:
+    evolution = build("growing_pbt", rounds=None)
+    values: Values = evolution.sample()
+    for round_number in range(1, 15):
+        decisions = evolution.next(round_number, [round_number + 0.1 * member for member in range(8)], values)
+        assert decisions.restart is None
+        values = apply(decisions, values)
+
+
+def test_growing_pbt_restarts_where_progress_is_slow() -> None:
+    evolution = build("growing_pbt", rounds=None, patience=100, slow_steps=6)
+    values: Values = evolution.sample()
+    restarted = []
+    for round_number in range(1, 15):
+        score = min(round_number, 4) + 0.001 * round_number  # rises a little for ever
+        if evolution.next(round_number, [score] * 8, values).restart:
+            restarted.append(round_number)
+            break
+    assert restarted == [8]  # the last 5 of 8 raised the best score from 3.0 to 4.0, by less than the deviation of 1.1
+
+
+def test_starts_after_a_restart_follow_what_earlier_ones_reached() -> None:
+    evolution = build("growing_pbt", members=16, rounds=None, patience=2, fresh=0.0)
+    assert isinstance(evolution, GrowingPBT)
+    world = World(evolution, lambda values: 0.0)
+    worth = near(0.01)
+    distances = []
+    for _ in range(60):
+        world.scores = np.array([worth(values) for values in world.values])  # a restart loses all progress
+        world.round += 1
+        decisions = world.evolution.next(world.round, world.scores, world.values)
+        world.values = apply(decisions, world.values)
+        if decisions.restart:
+            rates = [values["optimizer.learning_rate"] for values in world.values]
+            distances.append(float(np.mean([abs(math.log10(rate / 0.01)) for rate in rates])))
+    assert len(distances) >= 3
+    assert distances[-1] < 0.6  # uniform draws of the space have 1.0
+
+
+# -- halving ----------------------------------------------------------------------------------------------------------
+
+
+def test_halving_stops_all_but_the_best_third_at_each_age() -> None:
+    evolution = build("halving", members=9, rounds=27, refill=False)
+    assert isinstance(evolution, Halving)
+    assert evolution.rungs == [1, 3, 9]
+    alive = []
+    for round_number in range(1, 28):
+        decisions = evolution.next(round_number, np.arange(9.0), evolution.sample())
+        assert not decisions.fresh
+        if decisions.stopped:
+            alive.append((round_number, decisions.stopped))
+    assert alive == [(1, (0, 1, 2, 3, 4, 5)), (3, (6, 7))]
+
+
+def test_halving_fills_rows_with_new_members_judged_at_their_own_age() -> None:
+    evolution = build("halving", members=3, rounds=30, reduction=3)
+    values: Values = evolution.sample()
+    first = evolution.next(1, [1.0, 2.0, 3.0], values)
+    assert first.fresh == (0, 1) == tuple(first.changes)
+    second = evolution.next(2, [4.0, 0.0, 9.0], apply(first, values))  # 0 is better at age 1 than all before
+    assert second.fresh == (1,)
+    third = evolution.next(3, [4.0, 1.0, 9.0], apply(second, values))  # 2 comes to age 3 alone
+    assert third.fresh == (1,)
+
+
+@pytest.mark.parametrize(("rounds", "more"), [(3, 12), (9, 27), (20, 60)])
+def test_a_run_by_halving_goes_on_for_more_rounds(rounds: int, more: int) -> None:
+    before, after = (build("halving", members=9, rounds=each) for each in (rounds, more))
+    values: Values = before.sample()
+    for number in range(1, rounds + 1):
+        values = apply(before.next(number, np.arange(9.0), values), values)
+    after.load_state_dict(to_json(before.state_dict()))
+    for number in range(rounds + 1, more + 1):
+        values = apply(after.next(number, np.arange(9.0), values), values)
+
+
+def test_halving_stops_a_member_without_a_number() -> None:
+    evolution = build("halving", members=3, rounds=30, every=2)
+    decisions = evolution.next(1, [1.0, math.nan, 3.0], evolution.sample())
+    assert decisions.retired == decisions.fresh == (1,)
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "members", "rounds", "fields", "part"),
+    [
+        ("pbt", 1, 10, {}, "needs 2 at least"),
+        ("growing_pbt", 1, 10, {}, "needs 2 at least"),
+        ("halving", 2, 10, {}, "needs 3 at least"),
+        ("halving", 9, None, {}, "number of rounds"),
+        ("halving", 9, 4, {"every": 4}, "at most 3"),
+        ("random_search", 1, 0, {}, "at least 1"),
+        ("pbt", 4, 10, {"quantile": 0.6}, "quantile"),
+        ("pbt", 4, 10, {"factors": [1.1, 1.2]}, "one below 1"),
+        ("pbt", 4, 10, {"patience": 4}, "only with evolution.name=growing_pbt"),
+        ("cmaes", 4, 10, {}, "growing_pbt"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_work(
+    name: str, members: int, rounds: int | None, fields: Mapping[str, object], part: str
+) -> None:
+    with pytest.raises(ConfigError, match=part):
+        build(name, members=members, rounds=rounds, **fields)
+
+
+def test_one_member_can_search_at_random() -> None:
+    assert build("random_search", members=1).next(1, [0.5], [{}]) == Decisions()
+
+
+def test_a_metric_that_is_not_measured_is_named_with_those_that_are() -> None:
+    metrics: dict[str, Sequence[float]] = {"accuracy": [0.5, 0.7], "loss": [2.0, 1.0]}
+    assert select_scores(metrics, "loss", higher_is_better=False).tolist() == [-2.0, -1.0]
+    with pytest.raises(ConfigError, match="there is accuracy, loss"):
+        select_scores(metrics, "f1", higher_is_better=True)
+
+
+# -- several architectures --------------------------------------------------------------------------------------------
+
+WIDTHS = SearchSpace.parse({"args.width": [4, 8], "optimizer.learning_rate": "log(1e-4,1)"})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_architectures_take_no_rows_from_each_other_and_a_killed_run_decides_the_same(name: str) -> None:
+    world, twin = (World(build(name, WIDTHS, 12), near(0.01)) for _ in range(2))
+    widths = [4, 8] * 6
+    for number in range(12):
+        decisions = world.step()
+        assert all(widths[loser] == widths[winner] for loser, winner in decisions.copies)
+        assert [values["args.width"] for values in world.values] == widths
+        assert all(list(values) == list(WIDTHS) for values in world.values)
+        if number == 5:  # the twin goes on from its state
+            twin.step()
+            state = json.loads(json.dumps(twin.evolution.state_dict()))
+            twin.evolution = build(name, WIDTHS, 12)
+            twin.evolution.load_state_dict(state)
+        else:
+            twin.step()
+        assert twin.values == world.values
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_architecture_without_any_score_begins_again(name: str) -> None:
+    evolution = build(name, WIDTHS, 8)
+    values = evolution.sample()
+    scores = [math.nan if each["args.width"] == 8 else 1.0 + member for member, each in enumerate(values)]
+    decisions = evolution.next(1, scores, values)
+    lost = [1, 3, 5, 7]
+    assert decisions.retired == tuple(lost)
+    assert set(decisions.fresh) >= set(lost)  # halving replaces others, too
+    values = apply(decisions, values)
+    assert all(values[member]["args.width"] == 8 for member in lost)
+    for round_number in range(2, 12):  # and goes on as the others do
+        decisions = evolution.next(round_number, [round_number + each for each in range(8)], values)
+        values = apply(decisions, values)
+    if name in ("pbt", "pb2", "growing_pbt"):
+        assert {loser for loser, _ in decisions.copies} & set(lost)

@@ -1,0 +1,106 @@
+"""Rows of members: views by name, copies, and ordinary state dicts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.errors import ConfigError, SpecMismatch
+from shoal.population.member_rows import MemberRows, RowLayout
+
+
+class Tied(nn.Module):
+    """Two names of one weight, a frozen parameter, and buffers of which one is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+        self.convolution = nn.Conv2d(2, 4, 3)
+        self.scale = nn.Parameter(torch.rand(3), requires_grad=False)
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("hidden", torch.rand(2), persistent=False)
+
+
+def make_rows(num_members: int = 3) -> tuple[MemberRows, list[Tied]]:
+    models = [Tied() for _ in range(num_members)]
+    rows = MemberRows(RowLayout(models[0]), num_members, ["momentum"])
+    for row, model in enumerate(models):
+        model.norm.num_batches_tracked.fill_(row + 5)
+        rows.load_model(row, model)
+    return rows, models
+
+
+def test_a_member_leaves_as_the_state_dict_that_it_came_from() -> None:
+    rows, models = make_rows()
+    for row, model in enumerate(models):
+        state = rows.state_dict(row)
+        assert state.keys() == model.state_dict().keys()
+        for name, value in model.state_dict().items():
+            assert torch.equal(state[name], value)
+            assert state[name].is_contiguous()
+        Tied().load_state_dict(state)
+        assert torch.equal(rows.buffers["hidden"][row], model.hidden)
+
+
+def test_views_share_the_rows_memory_and_tied_weights_their_columns() -> None:
+    rows, models = make_rows()
+    assert rows.layout.num_parameters == sum(each.numel() for each in models[0].parameters() if each.requires_grad)
+    assert not {"second.weight", "scale"} & rows.parameters.keys()
+    rows.parameters["convolution.weight"][1].fill_(7)
+    assert (rows.weights[1] == 7).sum() == models[0].convolution.weight.numel()
+    assert not (rows.weights[[0, 2]] == 7).any()
+    assert torch.equal(rows.state_dict(1)["second.weight"], rows.state_dict(1)["first.weight"])
+
+
+def test_copy_takes_everything_of_a_member_and_nothing_of_others() -> None:
+    rows, _ = make_rows()
+    rows.slots["momentum"].normal_()
+    rows.steps.copy_(torch.arange(3.0))
+    before = {name: each.clone() for name, each in rows.state().items()}
+    rows.copy(2, 0)
+    for name, each in rows.state().items():
+        assert torch.equal(each, before[name][[2, 1, 2]])
+
+
+def test_swap_exchanges_two_members() -> None:
+    rows, _ = make_rows()
+    before = {name: each.clone() for name, each in rows.state().items()}
+    rows.swap(0, 2)
+    for name, each in rows.state().items():
+        assert torch.equal(each, before[name][[2, 1, 0]])
+
+
+def test_a_loaded_member_forgets_its_optimizer() -> None:
+    rows, models = make_rows()
+    rows.slots["momentum"].fill_(1)
+    rows.steps.fill_(9)
+    rows.load_state_dict(1, models[0].state_dict())
+    assert rows.slots["momentum"].sum(1).tolist() == [rows.layout.num_parameters, 0, rows.layout.num_parameters]
+    assert rows.steps.tolist() == [9, 0, 9]
+
+
+def test_a_state_dict_that_does_not_fit_is_refused_and_changes_nothing() -> None:
+    rows, models = make_rows()
+    before = rows.weights.clone()
+    state = models[0].state_dict()
+    with pytest.raises(SpecMismatch, match=r"first.weight is \[2, 3\]"):
+        rows.load_state_dict(1, {**state, "first.weight": torch.zeros(2, 3)})
+    del state["scale"]
+    with pytest.raises(SpecMismatch, match="missing \\['scale'\\]"):
+        rows.load_state_dict(1, state)
+    assert torch.equal(rows.weights, before)
+
+
+@pytest.mark.parametrize(
+    ("model", "problem"),
+    [
+        (nn.ReLU(), "no parameters"),
+        (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), "float64"),
+        (nn.Linear(2, 2).requires_grad_(False), "no parameters"),
+    ],
+)
+def test_models_that_are_no_rows_are_refused(model: nn.Module, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        RowLayout(model)

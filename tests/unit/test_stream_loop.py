@@ -1,0 +1,157 @@
+"""Group commit: killed at each step of the protocol, a stream ends in the same weights, each message learnt once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.checkpoint import files
+from shoal.errors import CheckpointError, ConfigError, SpecMismatch
+from shoal.stream import loop as loop_module
+from shoal.stream.batch_log import BatchLog, read_batches
+from shoal.stream.loop import StreamLoop
+from shoal.stream.source import MalformedPayload
+from shoal.stream.spec import CommitSpec, MqttSpec, StreamSpec
+from shoal.stream.trainer import OnlineTrainer
+from stream_case import SMALL, FakeBroker, FakeSource, differing_tensors, make_messages, relearn
+
+COMMIT = CommitSpec(messages=6, interval_s=1e6, max_batch=4, keep_log=True)
+NUM_MESSAGES = 24
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: no handler of the code under test may act on it."""
+
+
+class Killer:
+    """Raises Killed at the n-th step of the protocol, counted from 1; 0: never."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.num_steps = at, 0
+
+    def step(self) -> None:
+        self.num_steps += 1
+        if self.num_steps == self.at:
+            raise Killed
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, with a step before and after it."""
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            self.step()
+            result = function(*args, **kwargs)
+            self.step()
+            return result
+
+        return called
+
+
+def attempt(broker: FakeBroker, folder: Path, killer: Killer, seed: int = 0) -> StreamLoop | None:
+    """One process: the loop after it has learnt all; None if it was killed."""
+    source, trainer = FakeSource(broker, seed), OnlineTrainer(SMALL)
+    loop = StreamLoop(trainer, source, folder, COMMIT)
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in ((BatchLog, "append"), (BatchLog, "sync"), (loop_module.files, "save")):
+            patch.setattr(owner, name, killer.around(getattr(owner, name)))
+        patch.setattr(trainer, "process", killer.around(trainer.process))
+        patch.setattr(source, "commit", killer.around(source.commit))
+        try:
+            loop.run(lambda: False)
+        except Killed:
+            return None
+    return loop
+
+
+def require_learnt_once(broker: FakeBroker, folder: Path, loop: StreamLoop) -> None:
+    assert broker.waiting == []
+    learnt = [message.sequence for batch in read_batches(folder / "log") for message in batch.messages]
+    assert sorted(learnt) == list(range(1, NUM_MESSAGES + 1))
+    undisturbed = relearn(folder).state_dict()
+    assert differing_tensors(loop.trainer.state_dict(), undisturbed) == []
+    stored = files.load_latest(folder / "checkpoints")
+    assert stored is not None
+    assert differing_tensors(stored.state["trainer"], undisturbed) == []
+
+
+def make_broker() -> FakeBroker:
+    messages: list[Any] = make_messages(NUM_MESSAGES)
+    messages.insert(5, MalformedPayload("s0", "is no number", "{"))
+    return FakeBroker(messages)
+
+
+def test_killed_at_each_step_it_ends_in_the_same_weights(tmp_path: Path) -> None:
+    at, is_over = 0, False
+    while not is_over:
+        at += 1
+        broker, folder = make_broker(), tmp_path / str(at)
+        is_over = attempt(broker, folder, Killer(at)) is not None
+        done = attempt(broker, folder, Killer(0), seed=1)
+        assert done is not None
+        require_learnt_once(broker, folder, done)
+    assert at > 30  # steps that an undisturbed run has
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_again_and_again(tmp_path: Path, seed: int) -> None:
+    chance, broker = random.Random(seed), make_broker()
+    for number in range(8):
+        attempt(broker, tmp_path, Killer(chance.randint(1, 12)), seed=number)
+    done = attempt(broker, tmp_path, Killer(0))
+    assert done is not None
+    require_learnt_once(broker, tmp_path, done)
+    assert done.num_malformed >= 1
+
+
+def test_nothing_is_acknowledged_while_no_checkpoint_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker = make_broker()
+    num_waiting = len(broker.waiting)
+    save, events = files.save, []
+
+    def fail(*args: object) -> None:
+        raise CheckpointError("the disk is full")
+
+    monkeypatch.setattr(files, "save", fail)
+    loop = StreamLoop(
+        OnlineTrainer(SMALL), FakeSource(broker), tmp_path, COMMIT, report=lambda kind, **_: events.append(kind)
+    )
+    with pytest.raises(CheckpointError, match="full"):
+        loop.run(lambda: False)
+    assert len(broker.waiting) == num_waiting
+    assert "checkpoint_failed" in events
+    monkeypatch.setattr(files, "save", save)
+    done = attempt(broker, tmp_path, Killer(0))
+    assert done is not None
+    require_learnt_once(broker, tmp_path, done)
+
+
+def test_a_damaged_checkpoint_is_made_up_for_by_the_log(tmp_path: Path) -> None:
+    broker = make_broker()
+    spec = COMMIT.model_copy(update={"keep_log": False})
+    StreamLoop(OnlineTrainer(SMALL), FakeSource(broker), tmp_path, spec).run(lambda: False)
+    newest = sorted((tmp_path / "checkpoints").iterdir())[-1]
+    good = files.load_latest(tmp_path / "checkpoints")
+    assert good is not None
+    (newest / "state.pt").write_bytes(b"damaged")
+    loop = StreamLoop(OnlineTrainer(SMALL), FakeSource(broker), tmp_path, spec)
+    loop.recover()
+    assert differing_tensors(loop.trainer.state_dict(), good.state["trainer"]) == []
+
+
+def test_another_network_does_not_take_up_the_stream(tmp_path: Path) -> None:
+    broker = make_broker()
+    StreamLoop(OnlineTrainer(SMALL), FakeSource(broker), tmp_path, COMMIT).run(lambda: False)
+    other = OnlineTrainer(SMALL.model_copy(update={"hidden": 5}))
+    with pytest.raises(SpecMismatch, match=r"online\.hidden"):
+        StreamLoop(other, FakeSource(broker), tmp_path, COMMIT).recover()
+
+
+def test_a_group_that_would_never_fill_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"commit\.messages=101 .*receive_maximum=100"):
+        StreamSpec(mqtt=MqttSpec(receive_maximum=100), commit=CommitSpec(messages=101))
+    assert StreamSpec(mqtt=MqttSpec(receive_maximum=100), commit=CommitSpec(messages=100))

@@ -1,0 +1,191 @@
+"""Payloads, duplicates, the log of batches, and the test for drift: each against an oracle or by its bytes."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.errors import CheckpointError, DataError
+from shoal.stream.batch_log import BatchLog, LoggedBatch, read_batches
+from shoal.stream.deduplicator import Deduplicator
+from shoal.stream.drift import PageHinkley
+from shoal.stream.replay_source import ReplaySource
+from shoal.stream.source import MalformedPayload, Message, StreamState, encode_payload, parse_message
+from stream_case import make_messages
+
+
+def test_a_payload_is_read_as_it_was_written() -> None:
+    for values in ((21.5,), (1.0, -2.0)):
+        parsed = parse_message("a/b/s1", encode_payload(values, 12.25), "p", 3, 99.0, len(values))
+        assert parsed == Message("s1", values, 12.25, "p", 3)
+    assert parse_message("s1", b'{"value": 2}', "p", 3, 99.0, 1) == Message("s1", (2.0,), 99.0, "p", 3)
+
+
+@pytest.mark.parametrize(
+    ("payload", "problem"),
+    [
+        (b"21.5", "Expected `object`"),
+        (b'{"value": "warm", "time": 1}', r"Expected `float \| array`"),
+        (b'{"value": NaN, "time": 1}', "malformed"),
+        (b'{"value": 1e999, "time": 1}', "finite|out of range"),
+        (b'{"value": [1, 2], "time": 1}', "has 2 values, and the stream has 1"),
+        (b'{"value": 1}', "neither a time nor a publisher"),
+        (b"\xff\xfe", "malformed|invalid|UTF-8"),
+    ],
+)
+def test_what_is_no_reading_says_why(payload: bytes, problem: str) -> None:
+    parsed = parse_message("s1", payload, "", None, 99.0, 1)
+    assert isinstance(parsed, MalformedPayload)
+    assert re.search(problem, parsed.problem), parsed.problem
+    assert parsed.text == payload.decode(errors="backslashreplace")
+
+
+@given(st.lists(st.integers(1, 60), max_size=80))
+def test_each_sequence_is_admitted_once(sequences: list[int]) -> None:
+    deduplicator, seen = Deduplicator(window=64), set[int]()
+    for sequence in sequences:
+        assert deduplicator.admit(Message("s", (0.0,), 0.0, "p", sequence)) == (sequence not in seen)
+        seen.add(sequence)
+        again = Deduplicator(window=64)
+        again.load_state_dict(deduplicator.state_dict())
+        assert again.state_dict() == deduplicator.state_dict()
+        deduplicator = again
+    if seen:
+        missing = set(range(sequences[0], max(seen) + 1)) - seen
+        assert deduplicator.num_gaps == len(missing) if min(seen) == sequences[0] else True
+        assert deduplicator.sequences == {"p": max(seen)}
+
+
+def test_a_publisher_that_counts_anew_is_noticed_and_one_without_a_name_is_compared_by_hash() -> None:
+    deduplicator = Deduplicator(window=4)
+    assert deduplicator.admit(Message("s", (0.0,), 0.0, "p", 10))
+    assert not deduplicator.admit(Message("s", (0.0,), 0.0, "p", 1))
+    assert (deduplicator.num_stale, deduplicator.num_duplicates) == (1, 1)
+    first, other = (parse_message("s", encode_payload((1.0,), at), "", None, 0.0, 1) for at in (1.0, 2.0))
+    assert isinstance(first, Message)
+    assert isinstance(other, Message)
+    assert [deduplicator.admit(each) for each in (first, other, first)] == [True, True, False]
+
+
+def write_log(folder: Path, batches: list[list[Message]], commits: tuple[int, ...] = ()) -> None:
+    log = BatchLog(folder)
+    for number, messages in enumerate(batches, 1):
+        log.append(LoggedBatch(number, messages))
+        if number in commits:
+            log.sync(log.rotate())
+    log.close()
+
+
+def test_a_record_that_was_torn_is_removed_wherever_it_broke(tmp_path: Path) -> None:
+    messages = make_messages(6)
+    write_log(tmp_path / "log", [messages[:2], messages[2:4], messages[4:]], commits=(1,))
+    last = tmp_path / "log" / "batches-000000000002.log"
+    content = last.read_bytes()
+    (end,) = {len(content) // 2}  # two records of the same size
+    for size in range(len(content)):
+        last.write_bytes(content[:size])
+        expected = 1 + (size >= end)
+        assert [batch.number for batch in BatchLog(tmp_path / "log").recover(0)] == list(range(1, expected + 1))
+        log = BatchLog(tmp_path / "log")
+        log.append(LoggedBatch(expected + 1, messages[:1]))
+        log.close()
+        assert len(list(read_batches(tmp_path / "log"))) == expected + 1
+        (tmp_path / "log" / f"batches-{expected + 1:012d}.log").unlink()
+
+
+def test_a_log_that_lacks_a_batch_is_not_replayed(tmp_path: Path) -> None:
+    messages = make_messages(8)
+    write_log(tmp_path, [messages[:2], messages[2:4], messages[4:6], messages[6:]], commits=(1, 2, 3))
+    BatchLog(tmp_path).remove_before(1)
+    assert [batch.number for batch in read_batches(tmp_path, after=1)] == [2, 3, 4]
+    with pytest.raises(CheckpointError, match="batch 2 follows, where 1 was expected"):
+        list(read_batches(tmp_path))
+    (tmp_path / "batches-000000000003.log").write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match="4 follows, where 3"):
+        list(read_batches(tmp_path, after=1))
+
+
+def find_drift(errors: list[float], tolerance: float, threshold: float, min_count: int) -> list[int]:
+    """The test of Page and Hinkley as it is printed, of one series."""
+    found, count, total, cumulated, lowest = [], 0, 0.0, 0.0, 0.0
+    for at, error in enumerate(errors):
+        count, total = count + 1, total + error
+        cumulated += error - total / count - tolerance
+        lowest = min(lowest, cumulated)
+        if cumulated - lowest > threshold and count >= min_count:
+            found.append(at)
+            count, total, cumulated, lowest = 0, 0.0, 0.0, 0.0
+    return found
+
+
+def test_drift_is_noticed_as_by_one_series_at_a_time() -> None:
+    random = np.random.default_rng(0)
+    errors = random.exponential(1.0, (3, 400))
+    errors[1, 200:] += 3.0
+    errors[2, 100:] += 1.5
+    test = PageHinkley(0.25, 30.0, 50)
+    found: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for at in range(errors.shape[1]):
+        for sensor in test.update(np.arange(3), errors[:, at]):
+            found[int(sensor)].append(at)
+    assert found == {sensor: find_drift(errors[sensor].tolist(), 0.25, 30.0, 50) for sensor in range(3)}
+    assert not found[0]
+    assert 200 <= found[1][0] < 230
+
+
+def test_files_of_all_kinds_give_the_same_messages(tmp_path: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import csv, parquet
+
+    table = pa.table({"sensor": ["a", "b", "a"], "value": [1.0, 2.0, 3.0], "time": [10.0, 11.0, 12.0]})
+    parquet.write_table(table, tmp_path / "x.parquet")
+    csv.write_csv(table, tmp_path / "x.csv")
+    rows = [json.dumps(row) for row in table.to_pylist()]
+    (tmp_path / "x.jsonl").write_text("\n".join(rows))
+    for path in sorted(tmp_path.iterdir()):
+        source = ReplaySource([str(path)])
+        source.open(StreamState())
+        expected = [
+            Message(name, (value,), time, path.name, at)
+            for at, (name, value, time) in enumerate([("a", 1.0, 10.0), ("b", 2.0, 11.0), ("a", 3.0, 12.0)], 1)
+        ]
+        assert source.example() == expected[0]
+        assert source.poll(8, 0.0).messages == expected
+        assert source.is_exhausted
+        source.open(StreamState(0, {path.name: 2}))
+        assert source.poll(8, 0.0).messages == expected[2:]
+
+
+def test_files_with_gaps_name_the_row_and_others_the_file(tmp_path: Path) -> None:
+    (tmp_path / "gaps.csv").write_text("value,time\n1.5,1\n,2\n2.5,3\n")
+    source = ReplaySource([str(tmp_path / "*.csv")])
+    source.open(StreamState())
+    delivery = source.poll(8, 0.0)
+    assert [message.values for message in delivery.messages] == [(1.5,), (2.5,)]
+    assert [message.sensor for message in delivery.messages] == ["gaps", "gaps"]
+    assert delivery.malformed[0].origin == "gaps.csv, row 2"
+    (tmp_path / "other.csv").write_text("reading\n1\n")
+    (tmp_path / "empty.csv").write_text("value\n")
+    for name, problem in (
+        ("other.csv", "columns reading"),
+        ("none.csv", "no such file"),
+        ("empty.csv", "no row"),
+        ("a.txt", "kind"),
+    ):
+        with pytest.raises(DataError, match=f"{name}.*{problem}"):
+            ReplaySource([str(tmp_path / name)]).example()
+
+
+def test_times_may_be_dates(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("value,time\n1.5,2026-01-01 00:00:00\n2,2026-01-01 01:00:00\n")
+    source = ReplaySource([str(tmp_path / "x.csv")])
+    source.open(StreamState())
+    first, second = source.poll(8, 0.0).messages
+    assert math.isclose(second.time_s - first.time_s, 3600.0)
