@@ -13,9 +13,22 @@ import time
 from benchmarks.children import ROOT
 
 NAMES = (
-    *("time_to_solve", "champion_promise", "experience", "weights"),
-    *("training_step", "training_start", "checkpoint", "input", "fashion_mnist", "pipeline", "cost", "tree_recipe"),
-    *("shm_process_group", "trees", "trees.compiled", "asynchronous", "sync_accuracy"),
+    *("time_to_solve", "champion_promise", "experience", "weights", "algorithms", "actor_cost", "self_play"),
+    *("version_lag", "publish_latency", "remote_inference"),
+    *(
+        "training_step",
+        "training_start",
+        "sweep",
+        "checkpoint",
+        "input",
+        "fashion_mnist",
+        "pipeline",
+        "cost",
+        "tree_recipe",
+    ),
+    *("shm_process_group", "trees", "trees.compiled", "asynchronous", "sync_accuracy", "pull_push", "hogwild"),
+    *("population", "population_pbt", "som"),
+    *("sync_bytes", "straggler_and_kills", "elastic_pause", "plan_order", "stream"),
     *("serving.validate", "serving.small", "serving.binary", "serving.bodies", "serving.simulated"),
     *("serving.admission", "serving.real", "serving.swaps", "serving.soak", "serving.seen"),
 )

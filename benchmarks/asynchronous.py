@@ -32,19 +32,22 @@ SETTINGS: tuple[tuple[str, dict[str, float], int | None, float], ...] = (
 )
 
 
-class _Rates:
-    """An event log that keeps when each step was reported."""
+class Rates:
+    """An event log that keeps when each step was reported, and the newest event of each kind.
 
-    def __init__(self) -> None:
+    warm_up_s: after the first report, which do not count
+    """
+
+    def __init__(self, batch_size: int, warm_up_s: float) -> None:
+        self._batch_size, self._warm_up_s = batch_size, warm_up_s
         self.reports: list[tuple[float, int]] = []
-        self.staleness: dict[str, int] = {}
+        self.events: dict[str, dict[str, Any]] = {}
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.reports.append((time.perf_counter(), step))
 
     def record_event(self, kind: str, /, **details: Any) -> None:
-        if kind == "staleness":
-            self.staleness = details["counts"]
+        self.events[kind] = details
 
     def log_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
         """Not kept."""
@@ -53,10 +56,10 @@ class _Rates:
         """Nothing is waiting."""
 
     def samples_per_s(self) -> float:
-        began_s = self.reports[0][0] + WARM_UP_S
+        began_s = self.reports[0][0] + self._warm_up_s
         later = [(at_s, step) for at_s, step in self.reports if at_s >= began_s]
         (first_s, first), (last_s, last) = later[0], later[-1]
-        return BATCH_SIZE * (last - first) / (last_s - first_s)
+        return self._batch_size * (last - first) / (last_s - first_s)
 
 
 def measure(
@@ -69,9 +72,9 @@ def measure(
             "sync": {"kind": "parameter_server", "staleness": staleness}, "stop": {"wall_s": seconds},
         }
     )  # fmt: skip
-    log = _Rates()
+    log = Rates(BATCH_SIZE, WARM_UP_S)
     fit_replicas(spec, "benchmark", folder, log, lambda: False)
-    return log.samples_per_s(), log.staleness
+    return log.samples_per_s(), log.events["staleness"]["counts"]
 
 
 def main() -> None:

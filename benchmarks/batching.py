@@ -23,8 +23,8 @@ import numpy as np
 from benchmarks.children import ROOT
 from benchmarks.result import commit, machine
 from benchmarks.serving.classic import ClassicServer
-from shoal.serve.batching.batcher import Batcher, DeadlineExceeded
-from shoal.serve.batching.simulate import ForwardTime, ScheduleServer, SimulatedLoad, drive, poisson
+from shoal.batching.batcher import Batcher, DeadlineExceeded
+from shoal.batching.simulate import ForwardTime, ScheduleServer, SimulatedLoad, drive, poisson
 
 MEASURED = [(1, 0.0205), (32, 0.036)]
 FORWARD = ForwardTime(MEASURED)

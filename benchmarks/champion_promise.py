@@ -29,7 +29,6 @@ from benchmarks.result import QUICK_RESULTS, Row, compare, options, write
 from shoal.actor import ActorClient, play
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.policy_evaluation import (
-    UPDATES_BETWEEN_TRIALS,
     ActionAnswer,
     Evaluation,
     evaluate,
@@ -56,7 +55,9 @@ class PredictorConnection:
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
 
-    def insist(self, observations: np.ndarray, patience_s: float = 0.0) -> ActionAnswer:
+    def insist(
+        self, observations: np.ndarray, patience_s: float = 0.0, masks: np.ndarray | None = None
+    ) -> ActionAnswer:
         (outputs,) = self._model.predict_batch([{"observation": observations}])
         return ActionAnswer(outputs, self._model.version)
 
@@ -83,9 +84,9 @@ class Run:
 
     def _champion(self, deadline_s: float) -> PredictorConnection:
         """The first version that passes its trial, looked for as the flow does. Raises TimeoutError."""
-        tried_at = -UPDATES_BETWEEN_TRIALS
+        tried_at = -self._spec.algorithm.updates_between_trials
         while time.monotonic() < deadline_s:
-            is_due = self._loop.learner.stats()["updates"] >= tried_at + UPDATES_BETWEEN_TRIALS
+            is_due = self._loop.learner.stats()["updates"] >= tried_at + self._spec.algorithm.updates_between_trials
             if is_due and self._loop.gateway.stats()["mean_return"] >= TARGET:
                 snapshot = self._loop.learner.pause()
                 connection = PredictorConnection(self._predictor.load(snapshot))

@@ -30,10 +30,18 @@ from shoal.cluster.processes import CLUSTER_ID_VARIABLE, end_processes, find_clu
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = ROOT / ".venv-peers"
 DYNET = ROOT / ".venv-dynet"
+TORCHFT = ROOT / ".venv-torchft"
+SBX = ROOT / ".venv-sbx"
+TORCHRL = ROOT / ".venv-torchrl"
+DEEPRIVER = ROOT / ".venv-deepriver"
+SOM = ROOT / ".venv-som"
 TERMINATE_S = 15.0
 OUR_PYTHON = sys.executable
 PEERS_PYTHON = str(PEERS / "bin" / "python")
 DYNET_PYTHON = str(DYNET / "bin" / "python")
+SBX_PYTHON = str(SBX / "bin" / "python")
+DEEPRIVER_PYTHON = str(DEEPRIVER / "bin" / "python")
+SOM_PYTHON = str(SOM / "bin" / "python")
 
 
 class ChildFailed(Exception):

@@ -2,18 +2,20 @@
 
     python -m benchmarks.elastic_pause [--runs N] [--quick]
 
-A cluster of `shoal up`; both sides are `shoal run train` on two Ray workers, steps of 10 ms. Ours: synchronous updates
-by a parameter server (`sync.staleness=0`): the survivor goes on, and a new worker pulls weights. The peer: Ray Train's
-TorchTrainer, the engine of `parallel=ddp`: a lost worker ends the group, and another group begins from the newest
-checkpoint (one each second). Each process notes the time of its steps. The pause is the longest gap between two steps
-of the survivor after the kill; with the peer, whose survivor is ended, between the last step of the old group and the
-first of the new one.
+A cluster of `shoal up`; all sides are `shoal run train` on two Ray workers, steps of 10 ms. Ours, twice: elastic
+all-reduce (`workers=[1,2]`), where a new worker takes its state from the survivor; and synchronous updates by a
+parameter server (`sync.staleness=0`), where it pulls weights. The peer: Ray Train's TorchTrainer, the engine of
+`parallel=ddp`: a lost worker ends the group, and another group begins from the newest checkpoint (one each second).
+Each process notes the time of its steps. The pause is the longest gap between two steps of the survivor after the kill;
+with the peer, whose survivor is ended, between the last step of the old group and the first of the new one.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -24,11 +26,14 @@ import psutil
 
 from benchmarks.children import OUR_PYTHON, ROOT, scratch
 from benchmarks.result import Row, compare, options, write
+from shoal.cluster import jobs
+from shoal.cluster.attach import find_cluster
 
 SHOAL = [OUR_PYTHON, "-c", "from shoal.cli import main; main()"]
 WAYS = {
-    "ours": ["sync.kind=parameter_server"],
-    "Ray Train": ["parallel=ddp"],
+    "elastic": ["workers=[1,2]"],
+    "parameter server": ["workers=2", "sync.kind=parameter_server"],
+    "Ray Train": ["workers=2", "parallel=ddp"],
 }
 PAUSE_BAR_S, START_S = 1.0, 1.0
 TIMEOUT_S, BEFORE_S, AFTER_S = 90.0, 3.0, 4.0
@@ -45,15 +50,27 @@ class Pauses(NamedTuple):
 def measure(way: str) -> Pauses:
     with scratch() as folder:
         words = ["run", "train", "--plain", "task=benchmarks/ours/noting_task.py:NotingTask", f"args.notes={folder}"]
-        words += ["workers=2", "batch_size=64", "stop.wall_s=60", "checkpoint.every_s=1", *WAYS[way]]
+        words += ["batch_size=64", "stop.wall_s=60", "checkpoint.every_s=1", *WAYS[way]]
         log = (folder / "log").open("wb")
         run = subprocess.Popen([*SHOAL, *words], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
         try:
-            return _kill_one(folder, is_survived=way == "ours")
+            return _kill_one(folder, is_survived=way != "Ray Train")
         finally:
             run.terminate()
             run.wait(TIMEOUT_S)
             log.close()
+
+
+def measure_actor_start() -> float:
+    """Seconds until a bare Ray actor on the same cluster has loaded torch and answers."""
+    cluster = find_cluster()
+    assert cluster is not None
+    with scratch() as folder:
+        job = jobs.submit(cluster, [OUR_PYTHON, str(ROOT / "benchmarks/ours/actor_start.py"), str(folder / "seconds")])
+        status = job.wait(TIMEOUT_S)
+        if not (folder / "seconds").exists():
+            sys.exit(f"the job of an actor ended as {status}:\n{job.read_logs()[-2000:]}")
+        return float(json.loads((folder / "seconds").read_text()))
 
 
 def _kill_one(folder: Path, is_survived: bool) -> Pauses:
@@ -101,6 +118,7 @@ def _wait(is_true, folder: Path) -> None:  # type: ignore[no-untyped-def]
 def main() -> None:
     chosen = options(__doc__, runs=5)
     found: dict[str, list[Pauses]] = {way: [] for way in WAYS}
+    starts: list[float] = []
     with scratch() as folder:
         os.environ["SHOAL_HOME"] = str(folder / "home")
         subprocess.run([*SHOAL, "up"], check=True)
@@ -109,16 +127,22 @@ def main() -> None:
                 for way in list(WAYS) if turn % 2 else list(WAYS)[::-1]:
                     found[way].append(measure(way))
                     print(way, found[way][-1], flush=True)
+                starts.append(measure_actor_start())
+                print("an actor's start", starts[-1], flush=True)
         finally:
             subprocess.run([*SHOAL, "down"], check=False)
-    ours, peer = found["ours"], found["Ray Train"]
     rows: list[Row] = []
-    for field, title, bar in (
-        (0, "survivor's pause after kill -9 of one of two workers", PAUSE_BAR_S),
-        (1, "until the replacement of the killed worker takes a step", None),
-    ):
-        mine, theirs = ([each[field] for each in side] for side in (ours, peer))
-        rows.append(compare(title, "s", "lower", mine, theirs, "Ray Train", bar, "value" if bar else "ratio"))
+    for way in list(WAYS)[:-1]:
+        for field, title, bar in (
+            (0, "survivor's pause after kill -9 of one of two workers", PAUSE_BAR_S),
+            (1, "until the replacement of the killed worker takes a step", None),
+        ):
+            mine, theirs = ([each[field] for each in found[side]] for side in (way, "Ray Train"))
+            named = f"{way}: {title}"
+            rows.append(compare(named, "s", "lower", mine, theirs, "Ray Train", bar, "value" if bar else "ratio"))
+        beyond = [each.replacement_s - statistics.median(starts) for each in found[way]]
+        title = f"{way}: the same, beyond the start of a bare Ray actor that loads torch"
+        rows.append(compare(title, "s", "lower", beyond, starts, "the actor's start", START_S, "value"))
     write("elastic_pause", rows, chosen.results)
 
 

@@ -21,7 +21,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.children import DYNET, PEERS, ROOT
+from benchmarks.children import DEEPRIVER, DYNET, PEERS, ROOT, SBX, SOM, TORCHFT, TORCHRL
 
 RESULTS = ROOT / "benchmarks" / "results"
 QUICK_RESULTS = ROOT / "build" / "benchmarks"  # not committed
@@ -155,7 +155,15 @@ def versions() -> dict[str, str]:
     """Of Python, of our packages, and of the peers' as `peers/NAME`."""
     found = {"python": platform.python_version(), "linux": platform.release()}
     found |= _installed(sys.path, OUR_PACKAGES)
-    for folder, names in ((PEERS, PEER_PACKAGES), (DYNET, ("dynet38",))):
+    alone = (
+        (DYNET, ("dynet38",)),
+        (TORCHFT, ("torchft",)),
+        (SBX, ("sbx_rl", "jax")),
+        (TORCHRL, ("torchrl", "tensordict")),
+        (DEEPRIVER, ("deep_river", "river")),
+        (SOM, ("fastersom", "minisom", "river")),
+    )
+    for folder, names in ((PEERS, PEER_PACKAGES), *alone):
         site = [str(path) for path in folder.glob("lib/python*/site-packages")]
         found |= {f"peers/{name}": version for name, version in _installed(site, names).items()}
     return found
@@ -203,15 +211,23 @@ def _git(*words: str) -> str:
 
 
 def options(
-    description: str | None, runs: int, only: Sequence[str] = (), minutes: float | None = None
+    description: str | None,
+    runs: int,
+    only: Sequence[str] = (),
+    minutes: float | None = None,
+    rounds: int | None = None,
 ) -> argparse.Namespace:
     """The command line that all benchmarks share: `runs`, `quick`, `results`; for some, which peers, or how long."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=None, help=f"repetitions of each side (default {runs})")
+    parser.add_argument(
+        "--runs", "--seeds", type=int, default=None, help=f"repetitions, of each side and seed from 0 (default {runs})"
+    )
     parser.add_argument("--quick", action="store_true", help="one short run, to see that it works; not a measurement")
     parser.add_argument("--results", type=Path, default=None, help="the folder for NAME.json")
     if minutes is not None:
         parser.add_argument("--minutes", type=float, default=minutes, help=f"how long (default {minutes:g})")
+    if rounds is not None:
+        parser.add_argument("--rounds", type=int, default=rounds, help=f"rounds of a population (default {rounds})")
     if only:
         parser.add_argument("--only", nargs="+", choices=only, default=list(only), help="the peers to run")
     chosen = parser.parse_args()

@@ -16,17 +16,35 @@ import resource
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
-
-import gymnasium
+from typing import Any, Protocol
 
 from benchmarks.talk import commands, say
 from shoal.actor import ActorClient
+from shoal.actor.environment import make_environment
 from shoal.actor.environment_loop import play
 from shoal.actor.policy import MlpPolicy
 from shoal.weights import decode_tensors
 from shoal.wire import PolicySpec
+
+
+class Counted(Protocol):
+    """What counts its steps."""
+
+    @property
+    def steps(self) -> int: ...
+
+
+class Total:
+    """The steps of several environments."""
+
+    def __init__(self, environments: Sequence[CountedEnvironment]) -> None:
+        self._environments = environments
+
+    @property
+    def steps(self) -> int:
+        return sum(each.steps for each in self._environments)
 
 
 class CountedEnvironment:
@@ -36,7 +54,7 @@ class CountedEnvironment:
     """
 
     def __init__(self, name: str, steps_per_s: float | None, work: int = 0) -> None:
-        self._environment, self._work = gymnasium.make(name), range(work)
+        self._environment, self._work = make_environment(name), range(work)
         self._period_s = 1.0 / steps_per_s if steps_per_s else 0.0
         self._due_s = 0.0
         self.steps = 0
@@ -51,20 +69,22 @@ class CountedEnvironment:
             time.sleep(self._due_s - time.monotonic() if self._due_s > time.monotonic() else 0.0)
         if self._work:
             sum(self._work)
-        return self._environment.step(action)  # type: ignore[return-value]
+        return self._environment.step(action)
 
 
-def act_alone(environment: CountedEnvironment, policy: MlpPolicy, seed: int) -> None:
+def act_alone(environments: Sequence[CountedEnvironment], policy: MlpPolicy, seed: int) -> None:
     """The same acting as in `play`, and nothing besides: nothing is collected, sent or pulled."""
-    observation, _ = environment.reset(seed=seed)
+    numbers = range(len(environments))
+    observations = [each.reset(seed=seed + index)[0] for index, each in enumerate(environments)]
     while True:
-        action, _ = policy.act(observation)
-        observation, _, terminated, truncated, _ = environment.step(action)
-        if terminated or truncated:
-            observation, _ = environment.reset()
+        actions, _ = policy.act_batch(observations, numbers)
+        for index, (environment, action) in enumerate(zip(environments, actions, strict=True)):
+            observations[index], _, terminated, truncated, _ = environment.step(action)
+            if terminated or truncated:
+                observations[index], _ = environment.reset()
 
 
-def answer_questions(environment: CountedEnvironment) -> None:
+def answer_questions(environment: Counted) -> None:
     """Runs in a thread beside the loop that acts; ends the process when the parent closes the pipe."""
     while environment.steps == 0:
         time.sleep(0.01)
@@ -77,7 +97,7 @@ def answer_questions(environment: CountedEnvironment) -> None:
     os._exit(0)
 
 
-def _reading(environment: CountedEnvironment, at_s: float) -> tuple[float, float, float]:
+def _reading(environment: Counted, at_s: float) -> tuple[float, float, float]:
     time.sleep(max(0.0, at_s - time.monotonic()))
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return environment.steps, time.monotonic(), usage.ru_utime + usage.ru_stime
@@ -89,24 +109,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     where.add_argument("--connect", metavar="ADDRESS")
     where.add_argument("--alone", metavar="WEIGHTS", type=Path)
     parser.add_argument("--env", default="CartPole-v1")
+    parser.add_argument("--envs", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps-per-s", type=float, default=None)
     parser.add_argument("--work", type=int, default=0)
     parser.add_argument("--tell-weights", action="store_true")
     options = parser.parse_args(arguments)
-    environment = CountedEnvironment(options.env, options.steps_per_s, options.work)
-    threading.Thread(target=answer_questions, args=(environment,), daemon=True).start()
+    make = partial(CountedEnvironment, options.env, options.steps_per_s, options.work)
+    environments = [make() for _ in range(options.envs)]
+    threading.Thread(target=answer_questions, args=(Total(environments),), daemon=True).start()
     if options.alone:
         tensors = decode_tensors(options.alone.read_bytes())
         num_layers = sum(name.startswith("policy.") for name in tensors) // 2
         names = tuple((f"policy.{2 * index}.weight", f"policy.{2 * index}.bias") for index in range(num_layers))
         policy = MlpPolicy(PolicySpec("mlp_categorical", "tanh", names), options.seed)
         policy.load(1, tensors)
-        act_alone(environment, policy, options.seed)
+        act_alone(environments, policy, options.seed)
     client = ActorClient(options.connect, os.environ["SHOAL_TOKEN"], f"actor-{options.seed}")
     with client:
         tell = (lambda version: say(version=version, at_s=time.time())) if options.tell_weights else None
-        play(environment, client, options.seed, on_weights=tell)
+        play(environments, client, options.seed, on_weights=tell)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,14 @@ ACTOR_ENV = {"SHOAL_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
 @contextmanager
 def run_of(engine: str, folder: Path, **setting: Any) -> Iterator[tuple[Child, str]]:
     """A run on `engine` ("local" or "ray") and the address of its gateway."""
-    defaults: dict[str, Any] = {"spec": {}, "balancing": False, "still": False, "target_return": None}
+    defaults: dict[str, Any] = {
+        "spec": {},
+        "words": [],
+        "balancing": False,
+        "still": False,
+        "target_return": None,
+        "pause_s": 0,
+    }
     whole = {**defaults, **setting, "folder": str(folder / f"run-{os.urandom(4).hex()}")}
     env = {"SHOAL_TOKEN": TOKEN, "SHOAL_HOME": str(folder)}
     words = [OUR_PYTHON, "-m", "benchmarks.ours.run", engine, json.dumps(whole)]

@@ -1,9 +1,11 @@
 """One actor-learner run, without actors: gateway and learner in this process ("local"), or as Ray workers ("ray").
 
-    python -m benchmarks.ours.run local|ray '{"folder": ..., "spec": {...}, "balancing": false, "target_return": null}'
+    python -m benchmarks.ours.run local|ray '{"folder": ..., "spec": {...}, "words": ["a.b=c"], ...}'
 
-Says its address, then obeys: `solved` waits for the target, `stats` gives the gateway's, `published` the versions since
-the last question. Ends when its input closes. The token is $SHOAL_TOKEN.
+Says its address, then obeys: `solved` waits for the target, `curve` for a number of environment steps, `learnt` for one
+that the learner has learnt from, `stats` gives the gateway's, `published` the versions since the last question, and
+`steps` how long each batch has taken since, without Ray. Ends when its input closes. The token is $SHOAL_TOKEN.
+`benchmarks.ours.rl` has the other entries of a setting.
 """
 
 from __future__ import annotations
@@ -16,10 +18,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
-import gymnasium
-
 from benchmarks.balancing import still, write_checkpoint
 from benchmarks.talk import commands, say
+from shoal.actor.environment import make_environment
 from shoal.rl.spec import RLSpec, experience_spec
 from shoal.wire import ExperienceSpec
 
@@ -30,6 +31,8 @@ class Engine(Protocol):
     address: str
 
     def stats(self) -> dict[str, Any]: ...
+
+    def learner_stats(self) -> dict[str, Any]: ...
 
     def published(self) -> list[tuple[int, float]]:
         """Version and time of publication (Unix) of what was published since the last call."""
@@ -45,12 +48,22 @@ class LocalEngine:
         folder, token = Path(setting["folder"]), os.environ["SHOAL_TOKEN"]
         self._loop = closing.enter_context(LocalLoop(spec, experience, folder, token, setting["target_return"]))
         self.address = self._loop.address
+        self._step_s: list[float] = []
+        watch_updates(self._loop.learner, setting["pause_s"], self._step_s)
 
     def stats(self) -> dict[str, Any]:
         return self._loop.gateway.stats()
 
+    def learner_stats(self) -> dict[str, Any]:
+        return self._loop.learner.stats()
+
     def published(self) -> list[tuple[int, float]]:
         return [(one.version, one.published_at) for one in self._loop.learner.take_published()]
+
+    def take_step_s(self) -> list[float]:
+        """How long each batch since the last call took."""
+        taken, self._step_s[:] = list(self._step_s), []
+        return taken
 
 
 class RayEngine:
@@ -78,6 +91,9 @@ class RayEngine:
     def stats(self) -> dict[str, Any]:
         return self._workers.stats()[0] or {}
 
+    def learner_stats(self) -> dict[str, Any]:
+        return self._workers.stats()[1] or {}
+
     def published(self) -> list[tuple[int, float]]:
         return [(one.version, one.published_at) for one in self._workers.take_published()]
 
@@ -85,19 +101,68 @@ class RayEngine:
 ENGINES: dict[str, type[LocalEngine] | type[RayEngine]] = {"local": LocalEngine, "ray": RayEngine}
 
 
+def watch_updates(learner: Any, pause_s: float, step_s: list[float]) -> None:
+    """Add up how long the learner takes for each batch, publication included, and make it take `pause_s` longer."""
+    learn = learner._learn
+
+    def learn_and_note(batch: Any) -> Any:
+        began_s = time.perf_counter()
+        fates = learn(batch)
+        step_s.append(time.perf_counter() - began_s)
+        if pause_s:
+            time.sleep(pause_s)
+        return fates
+
+    learner._learn = learn_and_note
+
+
+def wait_learnt(engine: Engine, num_steps: int, timeout_s: float) -> dict[str, Any]:
+    """Until the learner has learnt from `num_steps`: the mean return then, the mean age in versions of the batches that
+    were looked at, and what became of the segments."""
+    deadline_s, lags = time.monotonic() + timeout_s, list[float]()
+    while True:
+        learner = engine.learner_stats()
+        lags.append(learner["metrics"].get("learner/policy_lag", 0.0))
+        if learner["steps"] >= num_steps or time.monotonic() > deadline_s:
+            stats = engine.stats()
+            found = {name: stats[name] for name in ("mean_return", "segments")}
+            return {**found, "steps": learner["steps"], "updates": learner["updates"], "lag": sum(lags) / len(lags)}
+        time.sleep(0.1)
+
+
 def wait_solved(engine: Engine, timeout_s: float) -> dict[str, Any]:
-    """Seconds from the first segment and steps until the target return; seconds is None when it was not reached."""
-    deadline_s = time.monotonic() + timeout_s
+    """Seconds from the first segment and steps until the target return; seconds is None when it was not reached. The
+    curve until then has a point each 0.2 s: steps and mean return."""
+    deadline_s, points = time.monotonic() + timeout_s, list[tuple[int, float]]()
     while True:
         stats = engine.stats()
+        if stats["episodes"]:
+            points.append((stats["steps"], round(stats["mean_return"], 2)))
         if stats["solved_s"] is not None or time.monotonic() > deadline_s:
-            return {"seconds": stats["solved_s"], "steps": stats["solved_steps"] or stats["steps"]}
+            return {"seconds": stats["solved_s"], "steps": stats["solved_steps"] or stats["steps"], "points": points}
+        time.sleep(0.2)
+
+
+def wait_steps(engine: Engine, num_steps: int, timeout_s: float, num_points: int) -> dict[str, Any]:
+    """The curve until actors have made `num_steps`: seconds since the first segment, steps, and the mean return of the
+    last 100 episodes, at `num_points` evenly spaced numbers of steps; fewer when the time is over before."""
+    deadline_s = time.monotonic() + timeout_s
+    points: list[tuple[float, int, float]] = []
+    while True:
+        stats = engine.stats()
+        is_over = stats["steps"] >= num_steps or time.monotonic() > deadline_s
+        if is_over or (stats["episodes"] and stats["steps"] >= num_steps * (len(points) + 1) / num_points):
+            seconds = time.time() - (stats["first_segment_at"] or time.time())
+            points.append((round(seconds, 2), stats["steps"], round(stats["mean_return"], 3)))
+        if is_over:
+            segments = stats["segments"]
+            return {"points": points, "episodes": stats["episodes"], "segments": segments}
         time.sleep(0.1)
 
 
 def main(name: str, setting: dict[str, Any]) -> None:
-    spec = RLSpec.parse(setting["spec"])
-    environment = gymnasium.make(spec.env)
+    spec = RLSpec.parse(setting["spec"]).override(setting["words"])
+    environment = make_environment(spec.env)
     experience = experience_spec(environment.observation_space, environment.action_space, spec)
     folder = Path(setting["folder"])
     folder.mkdir(parents=True, exist_ok=True)
@@ -112,10 +177,17 @@ def main(name: str, setting: dict[str, Any]) -> None:
             match command["do"]:
                 case "solved":
                     say(**wait_solved(engine, command["timeout_s"]))
+                case "curve":
+                    say(**wait_steps(engine, command["steps"], command["timeout_s"], command["points"]))
+                case "learnt":
+                    say(**wait_learnt(engine, command["steps"], command["timeout_s"]))
                 case "stats":
                     say(**engine.stats())
                 case "published":
                     say(versions=engine.published())
+                case "steps":
+                    assert isinstance(engine, LocalEngine)
+                    say(seconds=engine.take_step_s())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""RLlib's IMPALA on CartPole-v1 until it is solved: new API stack, the settings of RLlib's own tuned example.
+"""RLlib's PPO or IMPALA on CartPole-v1 until it is solved: new API stack, the settings of RLlib's own tuned examples.
 
-    python -m benchmarks.peers.rllib_impala '{"seed": 0, "target": 475, "cap_s": 90, "folder": "/tmp/x"}'
+    python -m benchmarks.peers.rllib '{"algorithm": "ppo", "seed": 0, "target": 475, "cap_s": 90, "folder": "/tmp/x"}'
 
 Says seconds (from the start of sampling) and steps; `solved` is false when the cap came first. Ray is one of its own.
 """
@@ -19,20 +19,17 @@ WINDOW = 100  # training episodes
 CHECK_S = 0.5  # how often the mean return is looked at
 
 
-def main(setting: dict[str, Any]) -> None:
-    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=os.urandom(32).hex(), RAY_ENABLE_UV_RUN_RUNTIME_ENV="0")
-    import ray
+def configure(name: str) -> Any:
+    """The algorithm's own settings."""
     from ray.rllib.algorithms.impala import IMPALAConfig
+    from ray.rllib.algorithms.ppo import PPOConfig
     from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 
-    ray.init(
-        _temp_dir=setting["folder"], _node_ip_address="127.0.0.1", num_cpus=4, include_dashboard=False,
-        log_to_driver=False,
-    )  # fmt: skip
-    config = (
+    if name == "ppo":
+        model = DefaultModelConfig(fcnet_hiddens=[32], fcnet_activation="linear", vf_share_layers=True)
+        return PPOConfig().training(lr=0.0003, num_epochs=6, vf_loss_coeff=0.01).rl_module(model_config=model)
+    return (
         IMPALAConfig()
-        .environment("CartPole-v1")
-        .env_runners(num_env_runners=2, num_envs_per_env_runner=8)
         .training(
             train_batch_size_per_learner=500,
             grad_clip=40.0,
@@ -42,6 +39,21 @@ def main(setting: dict[str, Any]) -> None:
             entropy_coeff=0.0,
         )
         .rl_module(model_config=DefaultModelConfig(vf_share_layers=True))
+    )
+
+
+def main(setting: dict[str, Any]) -> None:
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=os.urandom(32).hex(), RAY_ENABLE_UV_RUN_RUNTIME_ENV="0")
+    import ray
+
+    ray.init(
+        _temp_dir=setting["folder"], _node_ip_address="127.0.0.1", num_cpus=4, include_dashboard=False,
+        log_to_driver=False,
+    )  # fmt: skip
+    config = (
+        configure(setting["algorithm"])
+        .environment("CartPole-v1")
+        .env_runners(num_env_runners=2, num_envs_per_env_runner=8)
         .reporting(min_time_s_per_iteration=CHECK_S, metrics_num_episodes_for_smoothing=WINDOW)
         .debugging(seed=setting["seed"])
     )
