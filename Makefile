@@ -4,12 +4,12 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 CLIENTS := .venv-clients
-PEERS  := .venv-peers
-DYNET  := .venv-dynet
+NODE    := clients/node/node_modules
+PEERS  := $(addprefix .venv-,peers dynet torchft sbx torchrl recommender deepriver som fewrows)
 PROTOCOL := platform/shoal/open_inference
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format proto bench bench-check clean
+.PHONY: help setup demo recommender test check format proto bench bench-check clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -27,9 +27,12 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## Run the main job: four external actors teach a policy that an endpoint already serves
 	@$(BIN)/shoal run actor_learner --actors 4
 
+recommender: $(READY)  ## A film site that learns as you rate: data=FOLDER endpoint=URL port=8080
+	@$(if $(endpoint),RECOMMENDER_ENDPOINT='$(endpoint)') $(BIN)/python serve_apps/recommender/manage.py start $(if $(data),--data '$(data)') $(if $(port),--port $(port))
+
 # Bytecode is kept: else each worker, and each process that a test or a benchmark starts, compiles again what it imports.
 test: export PYTHONDONTWRITEBYTECODE =
-test: $(READY) $(CLIENTS)/.ready  ## Run the whole test suite
+test: $(READY) $(CLIENTS)/.ready $(NODE)/.package-lock.json  ## Run the whole test suite
 	@$(BIN)/python tests/suite.py
 
 check: $(READY)  ## Format, lint, types, import contracts
@@ -48,24 +51,25 @@ $(CLIENTS)/.ready: tests/clients.txt
 	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients.txt
 	@touch $@
 
+$(NODE)/.package-lock.json: clients/node/package-lock.json
+	@echo "installing the packages of the Node client into $(NODE) ..."
+	@! command -v npm >/dev/null || npm ci --silent --no-audit --no-fund --prefix clients/node
+
 proto: $(READY)  ## Compile the protocol's messages from inference.proto
 	@$(BIN)/python -m grpc_tools.protoc -I $(PROTOCOL) --descriptor_set_out=$(PROTOCOL)/inference.binpb --pyi_out=$(PROTOCOL) inference.proto
 
-$(PEERS)/.ready: benchmarks/peers.txt
-	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
-	@echo "installing the peers into $(PEERS) ..."
-	@$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0'
-	@$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -r benchmarks/peers.txt
-	@touch $@
-
-$(DYNET)/.ready: benchmarks/dynet.txt
-	@test -x $(DYNET)/bin/python || $(PYTHON) -m venv $(DYNET)
-	@echo "installing DyNet into $(DYNET) ..."
-	@$(DYNET)/bin/python -m pip install --quiet --disable-pip-version-check -r benchmarks/dynet.txt
+# An environment of peers: .venv-NAME has what benchmarks/NAME.txt names.
+PEER_TORCH = torch==2.13.0
+.venv-dynet/.ready .venv-recommender/.ready .venv-deepriver/.ready: PEER_TORCH =
+.venv-%/.ready: benchmarks/%.txt
+	@test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
+	@echo "installing $* into .venv-$* ..."
+	@.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check pip $(PEER_TORCH)
+	@.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check -r benchmarks/$*.txt
 	@touch $@
 
 bench: export PYTHONDONTWRITEBYTECODE =
-bench: $(READY) $(PEERS)/.ready $(DYNET)/.ready  ## Measure every bar beside its peers, and renew the tables
+bench: $(READY) $(addsuffix /.ready,$(PEERS))  ## Measure every bar beside its peers, and renew the tables
 	@$(BIN)/python -m benchmarks.all
 	@$(BIN)/python -m benchmarks.table --write
 
@@ -73,4 +77,4 @@ bench-check: $(READY)  ## Say which bars the committed results miss
 	@$(BIN)/python -m benchmarks.table --check
 
 clean:  ## Remove the environments and caches
-	rm -rf $(VENV) $(CLIENTS) $(PEERS) $(DYNET) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(NODE) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shoal import errors, runs
     from shoal.actor import ActorClient
-    from shoal.api import connect, fit, load_run, serve
+    from shoal.api import connect, fit, load_run, serve, sweep
     from shoal.client import AsyncClient, Client
     from shoal.data import Data
     from shoal.registry import Registry
@@ -41,10 +41,11 @@ __all__ = [
     "load_run",
     "runs",
     "serve",
+    "sweep",
 ]
 
 _HOMES = {
-    **dict.fromkeys(("connect", "fit", "load_run"), "shoal.api"),
+    **dict.fromkeys(("connect", "fit", "load_run", "sweep"), "shoal.api"),
     **dict.fromkeys(("AsyncClient", "Client"), "shoal.client"),
     **dict.fromkeys(("Task", "TrainSpec"), "shoal.train"),
     "ActorClient": "shoal.actor",
@@ -56,7 +57,7 @@ _ROOMS = frozenset(
         *("errors", "home", "config", "wire", "weights", "runs", "registry", "models", "checkpoint", "open_inference"),
         *("actor", "client", "cluster", "rl", "serve", "flows", "cli", "train", "parallel", "data", "cost", "api"),
         *("gc_freeze", "batch_tree", "atomic_file", "network_address", "cpu_count", "random_state", "recipes"),
-        *("ray_call", "trees", "sync"),
+        *("ray_call", "trees", "sync", "games", "batching", "population", "segmentation", "stream"),
     }
 )
 

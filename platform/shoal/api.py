@@ -1,4 +1,4 @@
-"""The functions of `import shoal` for notebooks and scripts: `fit`, `serve`, `connect`, `load_run`.
+"""The functions of `import shoal` for notebooks and scripts: `fit`, `sweep`, `serve`, `connect`, `load_run`.
 
 Each is a few lines over the packages below. The Ray cluster, if one is needed, is that of `shoal up`, or one of this
 process's own, which ends with its last user and at the latest with the process.
@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from shoal.errors import ClusterError, ConfigError
 
 if TYPE_CHECKING:
-    from shoal.actor import ActorClient
+    from shoal.actor import GameActor, RemoteActor
     from shoal.client import Client
     from shoal.runs import Run
+    from shoal.runs.sweep_trials import Sweep
     from shoal.serve.on_ray.deployment import DeployedEndpoint
     from shoal.train import Task, TrainSpec
     from shoal.train.reporting.result import TrainResult
@@ -60,7 +61,7 @@ def fit(
     from shoal.train.reporting.console import format_metrics
 
     spec = _train_spec(task, fields)
-    if spec.workers == 1 and spec.sync.kind == "all_reduce":
+    if spec.workers == 1 and not spec.has_replicas:
         result = fit_locally(spec, registers=register, predicts=False, say=say)
         if say:
             metrics = format_metrics(result.metrics)
@@ -71,6 +72,53 @@ def fit(
         from shoal.flows.training import JOB, train_on_cluster  # imports ray: see `serve`
 
         return train_on_cluster(spec, JOB, registers=register)
+    finally:
+        _attachment.release()
+
+
+def sweep(
+    task: type[Task] | str | TrainSpec,
+    space: Mapping[str, Any],
+    *,
+    train: Mapping[str, Any] | None = None,
+    register: bool = True,
+    **fields: Any,
+) -> Sweep:
+    """Train a Task several times on a cluster, with values from a search space; register the best network.
+
+    task:   as for `fit`; or a job of the loop, as `actor_learner`: then `train` has fields of `LoopTrialSpec`
+    space:  by the path of a field of TrainSpec: a word such as `log(1e-4,1e-1)`, or a list of options
+    train:  the other fields of TrainSpec, nested ones as dicts: `{"stop": {"steps": 500}}`
+    fields: of SweepSpec: `trials=20`, `search="optuna"`, `scheduler="asha"`, `gpus_per_trial=0.25`,
+            `metric="accuracy"`, `seed=0`
+
+    Returns the trials: `result.find_best().parameters`, `result.rank()`. Each has a run of its own, for `load_run`.
+    Raises ConfigError for an impossible space, an unknown field or a metric that is not evaluated, before any work;
+    MissingExtra without Optuna; RunError when no trial has finished.
+
+        space = {"optimizer.learning_rate": "log(1e-4,1e-1)"}
+        result = shoal.sweep("lenet", space, trials=8, train={"stop": {"steps": 200}})
+    """
+    from shoal.flows.sweep.loop_spec import is_loop_recipe, load_loop_recipe
+    from shoal.flows.sweep.spec import SweepSpec, check_sweep, remove_target
+    from shoal.population.search_space import SearchSpace
+    from shoal.runs.sweep_trials import load_sweep
+
+    if isinstance(task, str) and is_loop_recipe(task):
+        trial: dict[str, Any] = {"loop": load_loop_recipe(task).update(train or {}).model_dump()}
+    else:
+        base = _train_spec(task, train or {})
+        if isinstance(task, str) and "target" not in (train or {}).get("stop", {}):
+            base = remove_target(base)
+        trial = {"train": base.model_dump()}
+    words = SearchSpace.parse(space).describe()
+    spec = SweepSpec.parse({**trial, "space": words, "registers": register, **fields})
+    checked = check_sweep(spec)
+    _attachment.acquire()
+    try:
+        from shoal.flows.sweep.sweep import JOB, run_sweep  # imports ray: see `serve`
+
+        return load_sweep(load_run(run_sweep(spec, JOB, checked)))
     finally:
         _attachment.release()
 
@@ -144,21 +192,54 @@ def serve(*models: str, **fields: Any) -> ServedEndpoint:
         return ServedEndpoint(endpoint, load_access_token(), closing.pop_all())
 
 
-def connect(address: str, *, token: str | None = None, **options: Any) -> ActorClient:
-    """Connect this process as an actor to the gateway of a run; returns when the gateway has accepted it.
+@overload
+def connect(
+    address: str,
+    *,
+    token: str | None = None,
+    budget_s: float = 0.002,
+    inference: Literal["local"] = "local",
+    **options: Any,
+) -> GameActor: ...
+
+
+@overload
+def connect(
+    address: str, *, token: str | None = None, budget_s: float = 0.002, inference: Literal["remote"], **options: Any
+) -> RemoteActor: ...
+
+
+def connect(
+    address: str, *, token: str | None = None, budget_s: float = 0.002, inference: str = "local", **options: Any
+) -> GameActor | RemoteActor:
+    """Connect a game to the gateway of a run; returns when the first weights have arrived.
+
+        actor = shoal.connect("tcp://127.0.0.1:5555")
+        action = actor.act(observation)
+        actor.reward(1.0)
+        actor.end_episode(observation, truncated=False)
 
     address: tcp://HOST:PORT, as the run prints it
     token:   by default the access token of this machine ($SHOAL_TOKEN, or the file in $SHOAL_HOME)
+    budget_s: how long a call of the game may wait while the learner is busy; then experience is discarded and counted
+    inference: "local": the actor computes the policy; "remote": the gateway does, and `act` waits for its answer
     options: as `shoal.ActorClient` takes them; `server_key` for a gateway on another machine
 
-    Raises Refused, ConnectionLost. `shoal.actor.play(environment, client)` is the bundled loop around it.
+    Raises Refused, ConnectionLost. `shoal.actor.play(environment, actor.client)` is the bundled loop.
     """
-    from shoal.actor import ActorClient
+    from shoal.actor import ActorClient, GameActor, RemoteActor, RemoteClient
     from shoal.home import load_access_token
 
-    client = ActorClient(address, load_access_token() if token is None else token, **options)
-    client.connect()
-    return client
+    if inference not in ("local", "remote"):
+        raise ConfigError("inference", inference, "is unknown", 'take "local" or "remote"')
+    client_type = RemoteClient if inference == "remote" else ActorClient
+    client = client_type(address, load_access_token() if token is None else token, **options)
+    try:
+        client.connect()
+        return RemoteActor(client) if isinstance(client, RemoteClient) else GameActor(client, budget_s=budget_s)
+    except BaseException:
+        client.close()
+        raise
 
 
 def load_run(run: str = "latest") -> Run:

@@ -102,7 +102,14 @@ class WireError(ShoalError):
 
 
 class ProtocolViolation(WireError):
-    """A malformed, oversized, truncated or unknown message."""
+    """A malformed, oversized, truncated or unknown message. `seq` is its segment's number where the header has it."""
+
+    def __init__(self, code: str, message: str, seq: int | None = None) -> None:
+        self.seq = seq
+        super().__init__(code, message)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.code, self.message, self.seq))
 
 
 class Refused(WireError):
@@ -167,6 +174,17 @@ class NotFinite(TrainError):
 
 class OutOfMemory(TrainError):
     """The device's memory is too small for a step; the message names a size that fits."""
+
+
+class WorkerDeparted(ShoalError):
+    """A worker has left a run in order, between two steps, after a notice (SIGTERM).
+
+    is_over: it came when the run had ended
+    """
+
+    def __init__(self, problem: str, *, is_over: bool = False) -> None:
+        super().__init__(problem)
+        self.is_over = is_over
 
 
 class RankLost(TrainError):

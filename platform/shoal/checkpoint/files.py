@@ -87,7 +87,7 @@ def load_latest(folder: Path) -> Loaded | None:
         if hashlib.sha256(payload).hexdigest() != manifest.get("sha256"):
             damaged.append(f"{path.name}: state.pt does not match its checksum")
             continue
-        return Loaded(manifest["step"], torch.load(io.BytesIO(payload), weights_only=True), damaged)
+        return Loaded(manifest["step"], torch.load(io.BytesIO(payload), "cpu", weights_only=True), damaged)
     if damaged:
         raise CheckpointError(f"no checkpoint in {folder} can be read: {'; '.join(damaged)}")
     return None

@@ -22,6 +22,7 @@ from shoal.runs.record.provenance import restore_secrets
 
 SpecT = TypeVar("SpecT", bound=Spec)
 CHECK, HELP = "--check", ("-h", "--help")
+ACTORS_INFERENCE = "SHOAL_ACTORS_INFERENCE"  # where the actors of `shoal run` have their policy: for the job's check
 NOT_RENAMED: Mapping[str, str] = MappingProxyType({})
 
 

@@ -231,8 +231,8 @@ class JobHandle:
 
     def read_logs(self) -> str:
         """Its whole output so far, standard output and standard error mixed."""
-        if self._log_path is not None:
-            return self._log_path.read_text(errors="replace") if self._log_path.exists() else ""
+        if self._cluster.temp_dir is not None:
+            return self._read_file(self._cluster.temp_dir, 0).decode(errors="replace")
         with connect(self._cluster) as client:
             text: str = request_json(client, "GET", f"{self._path}/logs")["logs"]
             return text
@@ -242,7 +242,7 @@ class JobHandle:
 
         is_whole: the output is complete; otherwise an incomplete last character is left for the next call
         """
-        if self._log_path is not None:
+        if self._cluster.temp_dir is not None:
             return self._read_log_from(None, start, is_whole)
         with connect(self._cluster) as client:
             return self._read_log_from(client, start, is_whole)
@@ -322,26 +322,28 @@ class JobHandle:
         self._silent_since_s = None
         return found
 
-    @property
-    def _log_path(self) -> Path | None:
-        if self._cluster.temp_dir is None:
-            return None
-        return self._cluster.temp_dir / "ray/session_latest/logs" / f"job-driver-{self.submission_id}.log"
-
     def _read_log_from(self, client: httpx2.Client | None, start: int, is_whole: bool) -> tuple[str, int]:
         """As `read_logs_from`; `start` counts bytes of a local file, or characters of a remote log."""
-        if self._log_path is None:
+        if self._cluster.temp_dir is None:
             assert client is not None
             text: str = request_json(client, "GET", f"{self._path}/logs")["logs"]
             return text[start:], len(text)
-        if not self._log_path.exists():
-            return "", start
-        with self._log_path.open("rb") as file:
-            file.seek(start)
-            new = file.read()
+        new = self._read_file(self._cluster.temp_dir, start)
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         text, (left, _) = decoder.decode(new, final=is_whole), decoder.getstate()
         return text, start + len(new) - len(left)
+
+    def _read_file(self, temp_dir: Path, start: int) -> bytes:
+        """The local log after byte `start`; empty while there is no file.
+
+        The session's own folder, never its link `session_latest`: each process that connects to Ray removes and
+        renews the link.
+        """
+        for path in temp_dir.glob(f"ray/session_[0-9]*/logs/job-driver-{self.submission_id}.log"):
+            with path.open("rb") as file:
+                file.seek(start)
+                return file.read()
+        return b""
 
     def _describe_failure(self, info: JobInfo) -> str:
         lines = self.read_logs().strip().splitlines()[-NUM_LAST_LINES:]

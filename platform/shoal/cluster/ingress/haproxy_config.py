@@ -98,9 +98,10 @@ FROM = """\
 """
 SERVICE = "/inference.GRPCInferenceService/"
 # A rollback that is applied twice goes back two versions: retry on another replica only if nothing was sent.
-CHANGES = f"/shoal/v1/rollout /v2/repository/models/ {SERVICE}RepositoryModel"
-ONCE = f"    http-request disable-l7-retry if {{ path -m beg {CHANGES} }}"
-PATIENT = f"    http-request set-timeout server {CHANGE_TIMEOUT_S}s if {{ path -m beg {CHANGES} }}"
+# An endpoint that does not have the root has its name before its paths.
+CHANGES = f"^(/[^/]+)?(/shoal/v1/rollout|/v2/repository/models/|{SERVICE}RepositoryModel)"
+ONCE = f"    http-request disable-l7-retry if {{ path -m reg {CHANGES} }}"
+PATIENT = f"    http-request set-timeout server {CHANGE_TIMEOUT_S}s if {{ path -m reg {CHANGES} }}"
 STEERING = """\
     http-request del-header x-request-timeout-seconds
     http-request del-header x-session-id
