@@ -25,10 +25,12 @@ NUM_EPOCHS = 20
 def main(masks: str, budget_s: float) -> None:
     torch.set_num_threads(1)
     extract_fingerprints([1], num_processes=1)
+    os.environ["nnUNet_n_proc_DA"] = "1"  # the planner sets as many threads
     plan_experiments([1])
+    os.environ["nnUNet_n_proc_DA"] = "0"  # augmentation in this process, whose time is counted
     preprocess([1], configurations=("2d",), num_processes=[1])
     prepared, raw = (Path(os.environ[name]) / "Dataset001_Roots" for name in ("nnUNet_preprocessed", "nnUNet_raw"))
-    plans = json.loads((prepared / "nnUNetPlans.json").read_text())
+    plans = {**json.loads((prepared / "nnUNetPlans.json").read_text()), "continue_training": False}
     trainer = nnUNetTrainer(
         plans, "2d", "all", json.loads((raw / "dataset.json").read_text()), device=torch.device("cpu")
     )
@@ -57,6 +59,7 @@ def main(masks: str, budget_s: float) -> None:
             if time.process_time() - began_s < budget_s:
                 step()
     taken_s = time.process_time() - began_s
+    Path(masks).mkdir()
     predict(trainer, raw / "imagesTs", masks)
     batch, patch = (trainer.configuration_manager.batch_size, list(trainer.configuration_manager.patch_size))
     print(json.dumps({"steps": num_steps, "seconds": taken_s, "batch_size": batch, "patch": patch}))
