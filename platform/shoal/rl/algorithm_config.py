@@ -39,7 +39,6 @@ class AlgorithmConfig(Spec):
     score_output:  the endpoint's name for the numbers of the actions
     has_value:     the endpoint answers the value of the observation, too
     has_value_head: the model gives it beside the policy's outputs
-    takes_masks:   learns from allowed actions alone, where an environment gives masks
     cores:         recurrent cores that its network can have, "none" among them; the first one is the default
     action_spaces: gymnasium's names of the spaces that it can act in
     is_off_policy: learns from experience of any age: `gateway.max_version_lag` does not apply
@@ -56,7 +55,6 @@ class AlgorithmConfig(Spec):
     score_output: ClassVar[str] = "logits"
     has_value: ClassVar[bool] = True
     has_value_head: ClassVar[bool] = True
-    takes_masks: ClassVar[bool] = True
     cores: ClassVar[tuple[str, ...]] = ("none",)
     action_spaces: ClassVar[tuple[str, ...]] = ("Discrete", "Box", "MultiDiscrete", "MultiBinary")
     is_off_policy: ClassVar[bool] = False

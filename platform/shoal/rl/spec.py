@@ -20,7 +20,7 @@ from shoal.errors import ConfigError
 from shoal.models.network_source import AnyNetworkSource
 from shoal.network_address import is_loopback
 from shoal.rl.algorithm_config import CONFIGS, AnyAlgorithmConfig, find_config_type, load_named
-from shoal.wire.action_masks import describe_masks
+from shoal.wire.action_masks import INFO_KEY, describe_masks
 from shoal.wire.experience_spec import (
     DTYPES,
     STATE,
@@ -209,23 +209,21 @@ def experience_spec(observation_space: Any, action_space: Any, spec: RLSpec, has
     policy = msgspec.structs.replace(policy, **bounds, **(describe_convolutions(observation) if is_frame else {}))
     policy, extras = add_core(policy, spec)
     if has_masks:
+        if policy.action_low:
+            problem = (
+                f"gives an {INFO_KEY}, and acts with {action_space}: masks are for choices, not for continuous actions"
+            )
+            remedy = (
+                f"leave {INFO_KEY} out, or act with a Discrete or a MultiDiscrete: every algorithm but sac takes masks"
+            )
+            raise ConfigError("env", spec.env, problem, remedy)
         extras += (describe_masks(action, policy.action_sizes),)
-        require_masks_fit(spec, policy)
     has_self_play = spec.self_play.snapshot_every > 0
     experience = ExperienceSpec(observation, action, spec.segment_length, policy, extras, has_self_play)
     if spec.model is not None:
         experience = msgspec.structs.replace(experience, policy=describe_graph(spec, spec.model.word, experience))
     require_segment_fits(spec.gateway, experience)
     return experience
-
-
-def require_masks_fit(spec: RLSpec, policy: PolicySpec) -> None:
-    """Raise ConfigError unless the algorithm learns from allowed actions alone, of which there are finitely many."""
-    fitting = [name for name in CONFIGS if find_config_type(name).takes_masks]
-    if policy.action_low or not spec.algorithm.takes_masks:
-        problem = "gives an action_mask, and acts with a Box" if policy.action_low else "gives an action_mask"
-        remedy = f"masks are for choices, and for algorithm={' or algorithm='.join(fitting)}"
-        raise ConfigError("env", spec.env, problem, remedy)
 
 
 def describe_graph(spec: RLSpec, word: str, experience: ExperienceSpec) -> PolicySpec:

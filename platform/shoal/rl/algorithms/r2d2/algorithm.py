@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.models.action_distribution import mask_logits
 from shoal.models.q_network import RecurrentQNetwork
 from shoal.rl.algorithms.algorithm import Metrics, NonFiniteLoss, find_device
 from shoal.rl.algorithms.q_learning import QLearning, find_folder, make_random
@@ -126,6 +127,8 @@ class R2D2(QLearning):
             target_q = self._unroll(self._target, sequences, longest + 1)
             index = following[..., None].expand(-1, -1, q.shape[-1])
             next_q, next_target_q = q.gather(1, index), target_q.gather(1, index)
+            if sequences.masks is not None:
+                next_q = mask_logits(next_q, self.to_device(sequences.masks).gather(1, index))
             targets = rescaled_targets(returns, discounts, next_q, next_target_q, config.rescaling_epsilon)
         q = q[:, :most_trained]
         actions = self.to_device(sequences.actions[:, :most_trained])
