@@ -107,7 +107,7 @@ class _ActorLearnerRun:
         self._solved, self._num_requests = False, 0.0
         self._candidate: WeightSnapshot | None = None  # the version that passed its trial
         self._tried_at = -spec.algorithm.updates_between_trials  # the learner's updates at the last trial
-        self._server_key, self._checkpoint_failure = "", ""
+        self._server_key, self._checkpoint_failure, self._failed_trial = "", "", ""
         self._addresses: dict[str, tuple[str, str]] = {}  # name -> kind, address
 
     # -- up -------------------------------------------------------------------------------------------------------
@@ -184,11 +184,11 @@ class _ActorLearnerRun:
         self._note("tried", version=snapshot.version, seconds=trial.duration_s, **found)
         if passes:
             return True
-        print(
+        self._failed_trial = (
             f"version {snapshot.version} returned {format_number(trial.mean_return)} over {len(trial.returns)} episodes"
-            f" of a trial, and not surely {self.spec.target_return:g} in others: learning on",
-            flush=True,
+            f" of a trial, and not surely {self.spec.target_return:g} in {self.spec.eval_episodes} others"
         )
+        print(f"{self._failed_trial}: learning on", flush=True)
         return False
 
     def _was_not_tried(self, snapshot: WeightSnapshot, why: str) -> bool:
@@ -242,9 +242,10 @@ class _ActorLearnerRun:
             )
         mean = stats["mean_return"]
         found = f"mean return {format_number(mean)}" if math.isfinite(mean) else "no episode has ended"
+        tried, more = (f" ({self._failed_trial})", ", raise eval_episodes") if self._failed_trial else ("", "")
         raise RunError(
-            f"{found} {waited}, the target is {self.spec.target_return}: lower target_return, or go on with"
-            f" resume={self.recorder.id} and a longer max_wall_s"
+            f"{found} {waited}, the target is {self.spec.target_return}{tried}: lower target_return{more}, or go on"
+            f" with resume={self.recorder.id} and a longer max_wall_s"
         )
 
     def _poll(self) -> None:
