@@ -43,7 +43,6 @@ class AlgorithmConfig(Spec):
     action_spaces: gymnasium's names of the spaces that it can act in
     is_off_policy: learns from experience of any age: `gateway.max_version_lag` does not apply
     changeable:    fields that a learner can change while it learns, as populations do; () where it cannot
-    has_replicas:  several learners can share a batch: the algorithm adds up gradients over its `group`
     batch_steps:   environment steps in a batch, at least, unless `learner.batch_steps` is given; at most twice as many
     updates_between_trials: steps of the optimizer after which weights that failed their trial get another one
     """
@@ -59,7 +58,6 @@ class AlgorithmConfig(Spec):
     action_spaces: ClassVar[tuple[str, ...]] = ("Discrete", "Box", "MultiDiscrete", "MultiBinary")
     is_off_policy: ClassVar[bool] = False
     changeable: ClassVar[tuple[str, ...]] = ()
-    has_replicas: ClassVar[bool] = False
     batch_steps: ClassVar[int] = 2048
     updates_between_trials: ClassVar[int] = 50
 

@@ -77,7 +77,7 @@ class LearnerSpec(Spec):
     checkpoint_every_s: float = Field(default=5.0, gt=0)
     keep_checkpoints: int = Field(default=2, ge=1)
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: CUDA where there is a GPU")
-    replicas: int = Field(default=1, ge=1, description="learners that share each batch; not for off-policy algorithms")
+    replicas: int = Field(default=1, ge=1, description="learners that share each batch, or each sample of a replay")
     torch_threads: int = Field(default=1, ge=1)
     num_cpus: float = Field(default=0.5, ge=0, description="what each reserves of the cluster")
     num_gpus: float = Field(default=1.0, gt=0, description="likewise, on cuda")
@@ -159,14 +159,10 @@ class RLSpec(Spec):
 
     @model_validator(mode="after")
     def _replicas_fit(self) -> RLSpec:
-        if self.learner.replicas > 1 and not self.algorithm.has_replicas:
-            names = [name for name in CONFIGS if find_config_type(name).has_replicas]
-            problem = (
-                f"learner.replicas = {self.learner.replicas}: learners of {self.algorithm.name} cannot share a batch"
-            )
-            raise ValueError(f"{problem}; those of algorithm={' or algorithm='.join(names)} can")
-        if self.learner.replicas > 1 and self.applied_core != "none":
-            raise ValueError(f"learner.replicas = {self.learner.replicas}: learners with a core cannot share a batch")
+        replicas, name = self.learner.replicas, self.algorithm.name
+        if replicas > 1 and self.applied_core != "none" and not self.algorithm.is_off_policy:
+            problem = f"learner.replicas = {replicas}: learners of {name} with a core cannot share a batch"
+            raise ValueError(f"{problem}; they can with core=none, and those of algorithm=r2d2 with a core")
         return self
 
     @model_validator(mode="before")

@@ -52,6 +52,10 @@ class Sequences(NamedTuple):
     terminated: np.ndarray
     masks: np.ndarray | None = None
 
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        """Those that there are, by name."""
+        return {name: each for name, each in self._asdict().items() if each is not None}
+
 
 class SequenceStarts(NamedTuple):
     """The segment of each sequence [K], its first trained step there, and the first row that needs its state."""
@@ -138,8 +142,7 @@ class SequenceReplay(Ring):
 
     def insert(self, sequences: Sequences, errors: np.ndarray) -> None:
         """Store sequences in place of the oldest ones. errors: [K], for the priorities."""
-        columns = {name: values for name, values in sequences._asdict().items() if name in self._arrays}
-        self.write(columns, self.compute_priorities(errors))
+        self.write(sequences.to_arrays(), self.compute_priorities(errors))
 
     def sample(self, batch_size: int, beta: float) -> tuple[np.ndarray, Sequences, np.ndarray]:
         """(rows int64 for `update_priorities`, sequences, weights float32), of `batch_size` drawn sequences [B].
