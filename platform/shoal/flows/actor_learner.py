@@ -39,6 +39,7 @@ from shoal.flows.rl_metrics import ActorLearnerMetrics, HistorySampler, select_l
 from shoal.flows.rl_policy import check, describe_policy_model, register_policy
 from shoal.flows.serving import list_addresses, record_changes
 from shoal.home import load_access_token
+from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.gateway.zmq_listener import load_curve_keys
 from shoal.rl.ray_workers import ActorLearnerWorkers, RunSetting
 from shoal.runs import RunRecorder
@@ -122,6 +123,7 @@ class _ActorLearnerRun:
         require_cpus(num_cpus, "learner.num_cpus, endpoint.num_cpus or endpoint.num_replicas")
         if spec.learner.device == "cuda":
             require_gpus(spec.learner.num_gpus, spec.learner.replicas, "learner.num_gpus or learner.replicas")
+        OpponentPool.of_run(spec.self_play, recorder.folder)  # takes the opponents out of this process's registry
         self._workers = ActorLearnerWorkers(spec, self.experience, setting)
         closing.callback(self._workers.close)
         endpoint_spec = spec.endpoint.model_copy(update={"name": spec.model_name, "token": SecretStr(self.token)})

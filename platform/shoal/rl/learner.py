@@ -87,7 +87,8 @@ class Learner:
         self.restored_updates = self.updates
         self._reserved_path = folder / "versions-reserved"
         self._num_reserved = int(self._reserved_path.read_text()) if self._reserved_path.exists() else 0
-        self.version = max(self.version, used_version or self._num_reserved)
+        lowest = len(spec.self_play.opponents)  # which are the versions up to this in the pool
+        self.version = max(self.version, used_version or self._num_reserved, lowest)
         self._num_bad_batches, self._bad_since = 0, 0.0  # in a row; by time.monotonic(), if there are any
         self._unacknowledged: tuple[int, Sequence[DropReason | None], Sequence[float]] | None = None  # the last batch's
         self._is_superseded = False  # by another incarnation of this learner

@@ -96,11 +96,18 @@ class SelfPlaySpec(Spec):
     for each episode from a pool."""
 
     snapshot_every: int = Field(
-        default=0, ge=0, description="environment steps between two versions that enter the pool; 0: no self-play"
+        default=0, ge=0, description="environment steps between two of its versions that enter the pool; 0: none does"
+    )
+    opponents: tuple[str, ...] = Field(
+        default=(), description="registered versions that are in the pool, as poker@3 or poker@champion"
     )
     max_versions: int = Field(
-        default=64, ge=2, description="of the pool; of more, those between the oldest and the newest thin out evenly"
+        default=64, ge=2, description="of its own; of more, those between the oldest and the newest thin out evenly"
     )
+
+    @property
+    def is_on(self) -> bool:
+        return self.snapshot_every > 0 or bool(self.opponents)
 
 
 class RLSpec(Spec):
@@ -214,8 +221,7 @@ def experience_spec(observation_space: Any, action_space: Any, spec: RLSpec, has
             )
             raise ConfigError("env", spec.env, problem, remedy)
         extras += (describe_masks(action, policy.action_sizes),)
-    has_self_play = spec.self_play.snapshot_every > 0
-    experience = ExperienceSpec(observation, action, spec.segment_length, policy, extras, has_self_play)
+    experience = ExperienceSpec(observation, action, spec.segment_length, policy, extras, spec.self_play.is_on)
     if spec.model is not None:
         experience = msgspec.structs.replace(experience, policy=describe_graph(spec, spec.model.word, experience))
     require_segment_fits(spec.gateway, experience)
