@@ -12,24 +12,24 @@ from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import torch
+from gymnasium.spaces import Box, Discrete
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_setting import EXPERIENCE as OTHER_MODEL
 from rl_setting import segment
-from shoal.errors import Closed, ConfigError
+from shoal.errors import Closed
 from shoal.rl import learner_group
 from shoal.rl.experience.queue import ExperienceBatch, ExperienceQueue
 from shoal.rl.experience.segment_ledger import Ledger
 from shoal.rl.learner import Learner
 from shoal.rl.learner_group import HubLink, LearnerHub, divide
 from shoal.rl.learner_replica import LearnerReplica
-from shoal.rl.spec import RLSpec, policy_spec
+from shoal.rl.spec import RLSpec, experience_spec
 from shoal.weights import WeightStore
+from shoal.wire import ExperienceSpec
 from waiting import wait_for
 
 A, KEY, HOST = ("a", 1), b"a key of the tests", "127.0.0.1"
@@ -39,7 +39,24 @@ ALGORITHMS = {
     "impala": [],
     "impala-normalized": ["algorithm.normalize_advantages=true"],
     "ppo": ["algorithm=ppo", "algorithm.epochs=2"],
+    "dqn": [
+        "algorithm=dqn",
+        "algorithm.batch_size=32",
+        "algorithm.learning_starts=90",
+        "algorithm.samples_per_insert=2",
+    ],
+    "r2d2": [
+        *("algorithm=r2d2", "algorithm.batch_size=8", "algorithm.learning_starts=90", "algorithm.sequence_length=5"),
+        *("algorithm.burn_in=2", "core_size=6", "algorithm.target_update_period=4"),
+    ],
+    "sac": [
+        "algorithm=sac",
+        "algorithm.batch_size=31",
+        "algorithm.learning_starts=90",
+        "algorithm.updates_per_step=0.1",
+    ],
 }
+OFF_POLICY = ["dqn", "r2d2", "sac"]
 
 
 def make_spec(*words: str) -> RLSpec:
@@ -49,10 +66,12 @@ def make_spec(*words: str) -> RLSpec:
         "learner.take_timeout_s=0.05",
         "learner.publish_interval_s=0",
     )
-    return RLSpec(hidden=(8,)).override([*small, "gateway.max_version_lag=1000", *words])
+    return RLSpec(hidden=(8,), segment_length=16).override([*small, "gateway.max_version_lag=1000", *words])
 
 
-EXPERIENCE = msgspec.structs.replace(OTHER_MODEL, policy=policy_spec(make_spec().hidden))
+def describe(spec: RLSpec) -> ExperienceSpec:
+    actions = Box(-1, 1, (1,)) if spec.algorithm.name == "sac" else Discrete(2)
+    return experience_spec(Box(-10, 10, (4,)), actions, spec)
 
 
 def run_replica(spec: RLSpec, *hubs: LearnerHub) -> None:
@@ -60,7 +79,7 @@ def run_replica(spec: RLSpec, *hubs: LearnerHub) -> None:
     for hub in hubs:
         hub._server.close()  # the forked process has a copy
     addresses = [hub.address for hub in hubs]
-    LearnerReplica(spec, EXPERIENCE).run(lambda: HubLink(addresses.pop(0), KEY) if addresses else None)
+    LearnerReplica(spec, describe(spec)).run(lambda: HubLink(addresses.pop(0), KEY) if addresses else None)
 
 
 class Bench:
@@ -70,7 +89,7 @@ class Bench:
         self.spec = make_spec(*words)
         self.queue = ExperienceQueue(64, Ledger())
         self.hub = LearnerHub(HOST, KEY) if replicas else hub
-        self.learner = Learner(self.spec, EXPERIENCE, self.queue, WeightStore(), folder, hub=self.hub)
+        self.learner = Learner(self.spec, describe(self.spec), self.queue, WeightStore(), folder, hub=self.hub)
         self.processes: list[BaseProcess] = []
         for _ in range(replicas):
             self.start_replica()
@@ -88,7 +107,8 @@ class Bench:
         """From segments of 3 to 16 steps, without an equal division."""
         for _ in range(num_batches):
             while self.queue._num_steps < 48:
-                self.queue.put(A, self.queue.ledger.get_account(A).next_seq, random_segment(random))
+                made = random_segment(random, self.spec)
+                self.queue.put(A, self.queue.ledger.get_account(A).next_seq, made)
             assert self.learner.step()
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -109,15 +129,17 @@ def bench(folder: Path, *words: str, replicas: int = 0, hub: LearnerHub | None =
         made.queue.ledger.close()
 
 
-def random_segment(random: np.random.Generator) -> object:
+def random_segment(random: np.random.Generator, spec: RLSpec) -> object:
     length = int(random.integers(3, 17))
+    is_box, states = spec.algorithm.name == "sac", random.uniform(-1, 1, (1, spec.state_size)).astype(np.float32)
     return segment(
         length,
         1,
         observations=random.normal(size=(length + 1, 4)).astype(np.float32),
-        actions=random.integers(0, 2, length),
+        actions=random.uniform(-1, 1, (length, 1)).astype(np.float32) if is_box else random.integers(0, 2, length),
         rewards=random.normal(size=length).astype(np.float32),
         terminated=False,
+        **({"extras": {"state": states}} if spec.state_size else {}),
     )
 
 
@@ -247,12 +269,48 @@ def test_segments_are_divided_evenly_by_their_steps(lengths: list[int], num_lear
     assert loads.max() - loads.min() <= max(lengths)
 
 
-@pytest.mark.parametrize("name", ["dqn", "sac"])
-def test_learners_of_a_replay_are_refused_by_name(name: str) -> None:
-    with pytest.raises(
-        ConfigError, match=f"of {name} cannot share a batch; those of algorithm=impala or algorithm=ppo"
-    ):
-        RLSpec().override([f"algorithm={name}", "learner.replicas=2"])
+@pytest.mark.parametrize("name", OFF_POLICY)
+def test_a_learner_of_a_replay_that_dies_loses_no_segment(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first learner alone has the replay: the others go on, and the replacement has its weights."""
+    monkeypatch.setitem(globals(), "LearnerHub", DyingHub)
+    with bench(tmp_path, *ALGORITHMS[name], replicas=2) as three:
+        random = np.random.default_rng(3)
+        three.learn(random, 3)
+        before = three.learner.updates
+        assert before > 0
+        assert isinstance(three.hub, DyingHub)
+        three.hub.victim = three.processes[1]
+        three.learn(random, 1)
+        assert len(three.hub.pids) == 1
+        three.start_replica()
+        three.learn(random, 2)
+        assert len(three.hub.pids) == 2
+        account = three.queue.ledger.get_account(A)
+        assert account.dropped == {}
+        assert account.consumed == account.received
+        assert three.learner.updates > before
+        assert all(value.isfinite().all() for value in three.weights().values())
+
+
+@pytest.mark.parametrize("name", OFF_POLICY)
+def test_a_learner_that_joins_a_replay_late_has_the_weights_of_the_others(name: str, tmp_path: Path) -> None:
+    with bench(tmp_path / "one", *ALGORITHMS[name]) as one:
+        one.learn(np.random.default_rng(3), 6)
+        with bench(tmp_path / "late", *ALGORITHMS[name], replicas=1) as late:
+            random = np.random.default_rng(3)
+            late.learn(random, 3)
+            late.start_replica()
+            late.learn(random, 3)
+            for key, value in one.weights().items():
+                torch.testing.assert_close(late.weights()[key], value, **TOLERANCE)
+
+
+def test_a_replica_takes_no_memory_for_a_replay(tmp_path: Path) -> None:
+    """The first learner's may be on its disk, and larger than the memory."""
+    spec = make_spec("algorithm=dqn", "algorithm.replay_mb=1e9", "algorithm.replay_on_disk=true")
+    LearnerReplica(spec, describe(spec))
 
 
 def test_a_share_knows_where_its_steps_are_in_the_batch() -> None:

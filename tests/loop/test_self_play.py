@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 from benchmarks.ours.kuhn_poker import KuhnPoker
 
 from rl_setting import EXPERIENCE, TOKEN, Parts, segment, weights
-from shoal.actor import ActorClient, play
-from shoal.errors import ConfigError
+from shoal.actor import ActorClient, GameActor, RemoteClient, play
+from shoal.errors import ConfigError, Refused, RegistryError, SpecMismatch
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.rl_metrics import MAX_WIN_RATES, select_win_rates
-from shoal.flows.rl_policy import check, inspect_environment
+from shoal.flows.rl_policy import _require_same_opponents, check, inspect_environment, register_policy
+from shoal.registry import Registry
+from shoal.rl.algorithms.algorithm import make_algorithm
 from shoal.rl.gateway.gateway import Gateway
 from shoal.rl.gateway.opponent_pool import OpponentPool
+from shoal.rl.local_loop import LocalLoop
 from shoal.rl.spec import RLSpec
+from shoal.weights import WeightSnapshot
 from shoal.wire import Segment, TensorSpec
 from waiting import wait_for
 
@@ -174,6 +180,105 @@ def test_one_agent_of_each_episode_learns_and_any_member_plays_the_other() -> No
     # A mean over the deals: the winner of "bp" gets the ante, and "bb" is fair.
     against_passing = [each.episode_return for each in client.segments if each.opponent == 1]
     assert set(against_passing) == {1.0}
+
+
+POKER = "benchmarks.ours.kuhn_poker:make"
+
+
+def register_champion(*words: str, bias: float = 0.0) -> ActorLearnerSpec:
+    """A run that has registered its policy, which bets where `bias` is high; returns its spec."""
+    spec = ActorLearnerSpec(env=POKER, hidden=()).override(["endpoint.name=poker", *words])
+    experience, _ = inspect_environment(spec)
+    model = make_algorithm(spec, experience).model
+    with torch.no_grad():
+        for name, each in model.named_parameters():
+            each.zero_()
+            if name == "policy.0.bias":
+                each[1] = bias
+    snapshot = WeightSnapshot.of(77, {name: each.numpy() for name, each in model.state_dict().items()})
+    register_policy(spec, experience, snapshot, "a-run", {"mean_return": 0.0, "steps": 1})
+    return spec
+
+
+def test_registered_members_stay_and_the_run_s_own_versions_are_above_them(tmp_path: Path) -> None:
+    register_champion()
+    register_champion()
+    words = ["poker@1", "poker@champion"]
+    pool = OpponentPool(tmp_path, 10, max_versions=3, registered=words)
+    assert (pool.versions, pool.names) == ([1, 2], {1: "poker@1", 2: "poker@2"})
+    pool.offer(weights(3), 0)  # the first version of the run's own enters at once
+    assert pool.versions == [1, 2, 3]
+    pool.offer(weights(4), 9)
+    for version in range(5, 30):
+        pool.offer(weights(version), 10 * version)
+    assert pool.versions[:3] == [1, 2, 3]
+    assert len(pool.versions) == 5
+    assert pool.versions[-1] == 29
+    assert pool.find_next(0).sha256 == Registry().get("poker@1").manifest.sha256  # type: ignore[union-attr]
+    register_champion()  # the alias moves: the run goes on with what it began with
+    again = OpponentPool(tmp_path, 10, max_versions=3, registered=words)
+    assert (again.versions, again.names) == (pool.versions, pool.names)
+    with pytest.raises(RegistryError, match="9"):
+        OpponentPool(tmp_path / "other", 10, registered=["poker@9"])
+
+
+@pytest.mark.parametrize("snapshot_every", [0, 300])
+def test_a_champion_of_an_earlier_run_is_an_opponent(snapshot_every: int, tmp_path: Path) -> None:
+    champion = register_champion(bias=50.0)
+    words = ["self_play.opponents=[poker@champion]", f"self_play.snapshot_every={snapshot_every}", "segment_length=16"]
+    spec = champion.override(["learner.batch_steps=64", "learner.take_timeout_s=0.1", *words])
+    experience, _ = check(spec)
+    game = RecordedKuhn()
+    with LocalLoop(spec, experience, tmp_path / "run", TOKEN) as loop:
+        with ActorClient(loop.address, TOKEN, "actor-0", timeout_s=20) as client:
+            assert client.wait_for_weights()[0] >= 2  # version 1 is the champion's
+            play(game, client, seed=1, max_steps=1500)
+            assert client.drops == {}
+        opponents = loop.gateway.stats()["opponents"]
+    assert opponents[1]["name"] == "poker@1"
+    assert (set(opponents) == {1}) == (snapshot_every == 0)
+    if not snapshot_every:
+        ends = {history for history in game.histories if history}
+        assert ends <= {"bp", "bb", "pbp", "pbb"}  # it always bets: no game ends with two checks
+    rates = select_win_rates({"opponents": opponents})
+    assert "poker@1" in rates
+    assert all(name == "poker@1" or int(name) > 1 for name in rates)
+
+
+def test_opponents_that_a_run_cannot_play_are_refused_by_name() -> None:
+    champion = register_champion()
+    other = champion.override(["hidden=[8]", "self_play.opponents=[poker@1]"])
+    with pytest.raises(ConfigError, match=r"poker@1 has another network than this run: hidden = \[\]"):
+        check(other)
+    dqn = champion.override(["algorithm=dqn", "self_play.opponents=[poker@1]"])
+    with pytest.raises(ConfigError, match=r"another network than this run: factory = shoal\.models\.actor_critic"):
+        check(dqn)
+    with pytest.raises(RegistryError, match="holdem"):
+        check(champion.override(["self_play.opponents=[holdem@champion]"]))
+    with pytest.raises(ConfigError, match="has one agent, and self-play needs several"):
+        check(ActorLearnerSpec(env="CartPole-v1").override(["self_play.opponents=[poker@1]"]))
+
+
+def test_a_resumed_run_has_the_opponents_that_it_began_with() -> None:
+    spec = register_champion().override(["self_play.opponents=[poker@1]"])
+    run: Any = SimpleNamespace(id="one", spec=spec.to_yaml())
+    _require_same_opponents(spec, run)
+    with pytest.raises(SpecMismatch, match=r"run one began with \['poker@1'\]"):
+        _require_same_opponents(spec.override(["self_play.opponents=[]"]), run)
+    _require_same_opponents(ActorLearnerSpec(), SimpleNamespace(id="one", spec="env: CartPole-v1"))  # type: ignore[arg-type]
+
+
+def test_who_cannot_draw_opponents_is_refused(tmp_path: Path) -> None:
+    spec = RLSpec(env=POKER).override(["self_play.snapshot_every=100"])
+    experience, _ = inspect_environment(spec)
+    with LocalLoop(spec, experience, tmp_path, TOKEN) as loop:
+        with (
+            pytest.raises(ConfigError, match="a game that owns its loop cannot"),
+            ActorClient(loop.address, TOKEN, "actor-0", timeout_s=20) as client,
+        ):
+            GameActor(client)
+        with pytest.raises(Refused, match="self-play"), RemoteClient(loop.address, TOKEN, "actor-1", timeout_s=20):
+            pass
 
 
 def test_self_play_needs_several_agents() -> None:

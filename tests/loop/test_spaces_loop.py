@@ -122,11 +122,16 @@ def test_external_actors_teach_a_policy(game: Any, target: float, name: str, wor
     solve(spec, experience, target, run, tmp_path / "run")
 
 
-def test_a_board_game_is_learned_with_masks(tmp_path: Path) -> None:
+BOARD_LEARNERS = {"dqn": [], "r2d2": ["core_size=32", "algorithm.sequence_length=5", "algorithm.burn_in=0"]}
+
+
+@pytest.mark.parametrize("name", BOARD_LEARNERS)
+def test_a_board_game_is_learned_with_masks(name: str, tmp_path: Path) -> None:
     """One actor is the bundled loop; the other one a game that owns its loop. Both choose free fields alone."""
-    words = ["algorithm=dqn", "algorithm.num_steps=1", "algorithm.learning_starts=500", "algorithm.epsilon_steps=2000"]
+    words = ["algorithm.num_steps=1", "algorithm.learning_starts=500", "algorithm.epsilon_steps=2000"]
     queue = ["gateway.queue_capacity=16", "gateway.max_credits=4", "algorithm.epsilon=0.02"]
-    spec = RLSpec(env="shoal.games:TicTacToe-v0").override([*BASE, *words, *queue, "hidden=[64]"])
+    words = [*BASE, f"algorithm={name}", *words, *queue, "hidden=[64]", *BOARD_LEARNERS[name]]
+    spec = RLSpec(env="shoal.games:TicTacToe-v0").override(words)
     experience, _ = inspect_environment(spec)
 
     def run(index: int, address: str) -> None:

@@ -166,6 +166,19 @@ def test_a_run_that_is_sent_nothing_valid_shows_what_is_dropped_and_ends_when_it
         flow._require_reachable_target()
 
 
+def test_a_run_whose_trials_did_not_pass_ends_with_what_the_last_one_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The actors' mean is above the target: without the trial the error would contradict itself."""
+    flow = sent_nothing_valid(monkeypatch, lambda *_, **__: None)
+    flow._poll()
+    flow._gateway_stats |= {"mean_return": 480.0, "steps": 9}
+    trial = Evaluation([400.0, 560.0] * 10, 1, {7}, 1.0)
+    flow._play = lambda *_: trial
+    assert not flow._passes(SNAPSHOT)
+    tried = r"\(version 7 returned 480 over 20 episodes of a trial, and not surely 475 in 20 others\)"
+    with pytest.raises(RunError, match=rf"mean return 480 after 0 s, the target is 475.0 {tried}: .*eval_episodes"):
+        flow._require_reachable_target()
+
+
 def test_a_record_that_cannot_be_written_for_now_does_not_end_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise RecordUnwritable("the run record cannot be written: database or disk is full")

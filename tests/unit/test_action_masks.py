@@ -32,8 +32,9 @@ MASK = np.array([0, 1, 0, 1, 1], np.bool_)
 WORDS = ["algorithm.learning_starts=1", "algorithm.batch_size=8", "algorithm.samples_per_insert=1"]
 
 
-def make_run(name: str, space: str = "choices") -> tuple[RLSpec, ExperienceSpec, Any]:
-    spec = RLSpec(segment_length=8, hidden=(8,)).override([f"algorithm={name}", *(WORDS if name == "dqn" else [])])
+def make_run(name: str, space: str = "choices", core: str | None = None) -> tuple[RLSpec, ExperienceSpec, Any]:
+    spec = RLSpec(segment_length=8, hidden=(8,), core=core)  # type: ignore[arg-type]
+    spec = spec.override([f"algorithm={name}", *(WORDS if name == "dqn" else [])])
     experience = experience_spec(FLAT, SPACES[space], spec, has_masks=True)
     torch.manual_seed(0)
     algorithm = make_algorithm(spec, experience)
@@ -216,12 +217,12 @@ def test_masks_in_info_are_found_where_the_run_is_checked() -> None:
     assert find_choices(inspect_environment(RLSpec())[0]) == ()
 
 
-@pytest.mark.parametrize(
-    ("name", "space"), [("ppo", Box(-1, 1, (2,))), ("sac", Box(-1, 1, (2,))), ("r2d2", Discrete(2))]
-)
-def test_what_takes_no_masks_is_refused_with_what_fits(name: str, space: Any) -> None:
-    with pytest.raises(ConfigError, match="algorithm=impala or algorithm=ppo or algorithm=dqn"):
-        experience_spec(FLAT, space, RLSpec(algorithm=name), has_masks=True)
+@pytest.mark.parametrize("name", ["ppo", "sac"])
+def test_continuous_actions_take_no_masks(name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"masks are for choices, not for continuous actions.*every algorithm but sac"
+    ):
+        experience_spec(FLAT, Box(-1, 1, (2,)), RLSpec(algorithm=name), has_masks=True)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("name", "space"), [("ppo", "choices"), ("dqn", "choices"), ("impala", "several")])
@@ -237,3 +238,19 @@ def test_an_endpoint_takes_masks(name: str, space: str) -> None:
     chosen = answers["action"].reshape(64, -1) + torch.tensor([0, 2] if space == "several" else [0])
     assert masks.gather(1, chosen).all()
     assert load_named(spec.algorithm.model_factory) is type(algorithm.model)
+
+
+@pytest.mark.parametrize("name", ["impala", "ppo", "r2d2"])
+def test_an_endpoint_of_a_policy_that_remembers_takes_states_and_masks(name: str) -> None:
+    spec, experience, algorithm = make_run(name, core="gru")
+    _, signature = describe_policy_model(spec, experience)
+    assert [each.name for each in signature.inputs] == ["observation", "state", "action_mask"]
+    masks = torch.rand(64, 5) < 0.5
+    masks[:, 1] = True
+    inputs = {"observation": torch.randn(64, 4), "state": torch.randn(64, 64), "action_mask": masks}
+    answers = algorithm.model.predict(**inputs)
+    assert answers.keys() == {each.name for each in signature.outputs}
+    assert masks.gather(1, answers["action"][:, None]).all()
+    free = algorithm.model.predict(**{**inputs, "action_mask": masks | True})
+    torch.testing.assert_close(answers["next_state"], free["next_state"])
+    assert (answers["action"] != free["action"]).any()

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gymnasium.spaces import Box, Discrete
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary
 from test_environment_loop import RecordingClient, SynchronousClient
 
 from chase import LENGTHS, Chase
@@ -18,6 +18,7 @@ from shoal.flows.policy_evaluation import ActionAnswer, play_through
 from shoal.flows.rl_policy import inspect_environment
 from shoal.rl.spec import RLSpec
 from shoal.wire import Segment
+from shoal.wire.action_masks import find_choices
 
 EXPERIENCE_SPACES = Box(-1, 1, (4,), np.float32), Discrete(2)
 
@@ -139,3 +140,83 @@ def test_a_function_returns_an_environment_which_need_not_have_close() -> None:
     assert experience.observation.shape == (4,)
     with pytest.raises(ConfigError, match="returned a NoneType, which has no reset and step"):
         make_environment(f"{__name__}:make_nothing")
+
+
+class MaskedChase(Chase):
+    """As PettingZoo's classic games: observes a Dict with an action mask. 1 is allowed where a number is above 0."""
+
+    def observation_space(self, agent: str) -> Any:
+        return Dict({"observation": Box(-20, 20, (4,), np.float32), "action_mask": Box(0, 1, (2,), np.int8)})
+
+    def reset(self, seed: int | None = None) -> Any:
+        observations, infos = super().reset(seed)
+        return self._mask(observations), infos
+
+    def step(self, actions: Any) -> Any:
+        assert all(action == 0 or self._seen[agent][0] > 0 for agent, action in actions.items())
+        observations, *others = super().step(actions)
+        return self._mask(observations), *others
+
+    def _mask(self, observations: Any) -> Any:
+        return {
+            agent: {"observation": seen, "action_mask": np.array([1, seen[0] > 0], np.int8)}
+            for agent, seen in observations.items()
+        }
+
+
+class PartedChase(Chase):
+    """Observes a Dict of several parts."""
+
+    def observation_space(self, agent: str) -> Any:
+        return Dict({"flags": MultiBinary(2), "numbers": Box(-20, 20, (4,), np.float32)})
+
+    def reset(self, seed: int | None = None) -> Any:
+        observations, infos = super().reset(seed)
+        return {agent: self._divide(seen) for agent, seen in observations.items()}, infos
+
+    def step(self, actions: Any) -> Any:
+        observations, *others = super().step(actions)
+        return {agent: self._divide(seen) for agent, seen in observations.items()}, *others
+
+    def _divide(self, seen: np.ndarray) -> Any:
+        return {"flags": np.array([1, 0], np.int8), "numbers": seen}
+
+
+def make_masked_turns() -> Chase:
+    return MaskedChase(has_turns=True)
+
+
+def make_parted() -> Chase:
+    return PartedChase()
+
+
+@pytest.mark.parametrize("name", ["MaskedChase", "make_masked_turns"])
+def test_the_masks_of_agents_that_observe_a_dict_are_found(name: str) -> None:
+    env = f"{__name__}:{name}"
+    experience, first = inspect_environment(RLSpec(env=env, hidden=()))
+    assert first.shape == experience.observation.shape == (4,)
+    assert find_choices(experience) == (2,)
+    client = RecordingClient(experience)
+    play(make_environment(env), client, seed=1, max_steps=200)
+    by_agent = split_by_agent(client.segments)
+    assert by_agent.keys() == {0, 1, 2}
+    for segment in client.segments:
+        masks = segment.extras["masks"][:-1]
+        np.testing.assert_array_equal(masks[:, 1], segment.observations[:-1, 0] > 0)
+        assert masks[np.arange(len(masks)), segment.actions].all()
+
+
+def test_the_parts_that_an_agent_observes_become_one_array() -> None:
+    experience, first = inspect_environment(RLSpec(env=f"{__name__}:make_parted"))
+    assert experience.observation.shape == (6,)
+    assert first[:2].tolist() == [1, 0]
+    environment = make_environment(f"{__name__}:make_parted")
+    environment.reset(seed=1)
+    observations, *_ = environment.step(dict.fromkeys(LENGTHS, 0))
+    assert {each.shape for each in observations.values()} == {(6,)}
+
+
+def test_a_function_may_return_gymnasiums_environment_of_several_parts() -> None:
+    environment = make_environment("shoal.games.tictactoe:TicTacToe")
+    assert environment.observation_space == Box(0, 1, (18,), np.uint8)
+    assert environment.reset(seed=1)[1]["action_mask"].sum() in (8, 9)

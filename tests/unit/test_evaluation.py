@@ -200,6 +200,35 @@ def test_each_episode_goes_on_with_the_state_of_its_own(max_rows: int) -> None:
     assert played.returns == [3.0, 4.0, 5.0, 6.0]
 
 
+class MaskedRecalling(Recalling):
+    """Allows an action whose number is that of the episode."""
+
+    def reset(self, *, seed: int | None = None, options: object = None) -> tuple[np.ndarray, dict[str, object]]:
+        observation, _ = super().reset(seed=seed)
+        return observation, {"action_mask": np.arange(99) == seed}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, object]]:
+        return (*super().step(action)[:4], {"action_mask": np.arange(99) == self._number})
+
+
+class CountingUpMasked(CountingUp):
+    def insist(  # type: ignore[override]
+        self, observations: np.ndarray, patience_s: float = 60.0, *, masks: np.ndarray, states: np.ndarray | None = None
+    ) -> ActionAnswer:
+        numbers = observations if states is None else states // 10
+        np.testing.assert_array_equal(masks.argmax(1), numbers[:, 0])
+        return super().insist(observations, patience_s, states)
+
+
+def test_a_policy_with_masks_goes_on_with_its_states() -> None:
+    gymnasium.register("MaskedRecalling-v0", entry_point=MaskedRecalling)
+    try:
+        played = play_through([CountingUpMasked()], "MaskedRecalling-v0", 4, 1, 2)
+    finally:
+        del gymnasium.registry["MaskedRecalling-v0"]
+    assert played.returns == [3.0, 4.0, 5.0, 6.0]
+
+
 def test_episodes_that_do_not_end_are_given_up() -> None:
     with pytest.raises(RunError, match=r"2 of 2 episodes of CartPole-v1 have not ended after 0 s.*eval_timeout_s"):
         play_through([AlwaysLeft()], "CartPole-v1", 2, 1, max_rows=64, timeout_s=0.0)

@@ -21,6 +21,7 @@ from shoal.rl.algorithms.r2d2.loss import invert_rescaling, mix_errors, r2d2_los
 from shoal.rl.experience.queue import ExperienceBatch
 from shoal.rl.replay.sequence_replay import SequenceReplay, SequenceShape, find_starts, split_segments
 from shoal.rl.spec import RLSpec, add_core, experience_spec
+from shoal.wire.action_masks import describe_masks
 
 TOLERANCE = {"rtol": 5e-4, "atol": 5e-5}
 EPSILON, SIZE = 1e-3, 5
@@ -43,12 +44,22 @@ def make_batch(seed: int, lengths: list[int], terminated: list[bool] | None = No
     )
 
 
-def make_r2d2(folder: Path | None = None, core: str = "gru", **fields: object) -> R2D2:
+def add_masks(batch: ExperienceBatch) -> ExperienceBatch:
+    """The batch with masks at random that allow one action at least, or none where an episode has terminated."""
+    random, num_rows = np.random.default_rng(9), len(batch.observations)
+    masks = np.eye(NUM_ACTIONS, dtype=np.bool_)[random.integers(0, NUM_ACTIONS, num_rows)]
+    masks |= random.random((num_rows, NUM_ACTIONS)) < 0.2
+    masks[(np.cumsum(batch.lengths + 1) - 1)[batch.terminated]] = False
+    return ExperienceBatch(**{**vars(batch), "extras": {**batch.extras, "masks": masks}})
+
+
+def make_r2d2(folder: Path | None = None, core: str = "gru", has_masks: bool = False, **fields: object) -> R2D2:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     algorithm = {"name": "r2d2", "replay_mb": 0.2, "sequence_length": 4, "burn_in": 2, "num_steps": 3, **fields}
     spec = RLSpec(hidden=(8, 6), core=core, core_size=SIZE, algorithm=algorithm)  # type: ignore[arg-type]
     policy, extras = add_core(spec.algorithm.describe_policy(spec.hidden), spec)  # type: ignore[arg-type]
+    extras += (describe_masks(EXPERIENCE.action, ()),) if has_masks else ()
     experience = msgspec.structs.replace(EXPERIENCE, policy=policy, extras=extras)
     made = make_algorithm(spec, experience, folder)
     assert isinstance(made, R2D2)
@@ -112,6 +123,7 @@ def expected_errors(r2d2: R2D2, batch: ExperienceBatch) -> list[np.ndarray]:
         observations = batch.observations[row : row + length + 1].astype(np.float64)
         rewards, actions = batch.rewards[step : step + length], batch.actions[step : step + length]
         q, states = unroll(online, observations, batch.extras["state"][number].astype(np.float64))
+        allowed = batch.extras.get("masks", np.ones((row + length + 1, NUM_ACTIONS), np.bool_))[row : row + length + 1]
         for first in range(0, length, config.sequence_length):
             begin = max(0, first - config.burn_in)
             target_q = np.full_like(q, np.nan)
@@ -121,7 +133,8 @@ def expected_errors(r2d2: R2D2, batch: ExperienceBatch) -> list[np.ndarray]:
                 end = min(t + config.num_steps, length)
                 total = sum(config.discount ** (k - t) * float(rewards[k]) for k in range(t, end))
                 if not (batch.terminated[number] and end == length):
-                    total += config.discount ** (end - t) * h_inverse(target_q[end, q[end].argmax()])
+                    best = np.where(allowed[end], q[end], -np.inf).argmax()
+                    total += config.discount ** (end - t) * h_inverse(target_q[end, best])
                 errors.append(h(total) - q[t, actions[t]])
             found.append(np.array(errors))
         row, step = row + length + 1, step + length
@@ -215,16 +228,33 @@ def test_sequences_train_each_step_once_and_overlap_by_the_burn_in(
 
 @pytest.mark.parametrize(("sequence_length", "burn_in"), [(4, 2), (4, 4), (4, 0), (3, 1), (40, 20)])
 @pytest.mark.parametrize("num_steps", [1, 3])
+@pytest.mark.parametrize("has_masks", [False, True])
 def test_errors_are_those_of_an_oracle_that_takes_one_step_after_the_other(
-    sequence_length: int, burn_in: int, num_steps: int
+    sequence_length: int, burn_in: int, num_steps: int, has_masks: bool
 ) -> None:
     fields = {"sequence_length": sequence_length, "burn_in": burn_in, "num_steps": num_steps, "discount": 0.9}
-    r2d2 = make_r2d2(replay_mb=1, **fields)
+    r2d2 = make_r2d2(replay_mb=1, has_masks=has_masks, **fields)
     perturb_target(r2d2)
     batch = make_batch(5, [6, 1, 15, 4, 12], [True, False, False, True, True])
+    batch = add_masks(batch) if has_masks else batch
     found, expected = list_errors(r2d2, batch), expected_errors(r2d2, batch)
     assert [len(each) for each in found] == [len(each) for each in expected]
     np.testing.assert_allclose(np.concatenate(found), np.concatenate(expected), **TOLERANCE)
+
+
+def test_masks_are_stored_with_the_observations_that_follow() -> None:
+    """A drawn sequence has the errors that it had when it was inserted."""
+    r2d2 = make_r2d2(has_masks=True)
+    batch = add_masks(make_batch(5, [16, 7], [False, True]))
+    perturb_target(r2d2)
+    errors = np.concatenate(expected_errors(r2d2, batch))
+    r2d2._insert(batch)
+    _, sequences, _ = r2d2._replay.sample(200, 0.0)
+    with torch.no_grad():
+        found = r2d2._evaluate(sequences).losses.errors.numpy()
+    for row in found[np.arange(4) < sequences.num_trained[:, None]]:
+        assert np.abs(errors - row).min() < 1e-3
+    assert np.abs(np.concatenate(list_errors(r2d2, make_batch(5, [16, 7], [False, True]))) - errors).max() > 1e-2
 
 
 @pytest.mark.parametrize("core", ["gru", "lstm"])
@@ -250,7 +280,7 @@ def test_the_stored_state_decides_the_errors(core: str) -> None:
 def test_burn_in_has_no_gradient_and_changes_the_state_with_the_weights() -> None:
     r2d2 = make_r2d2(discount=0.0, num_steps=1)
     sequences = r2d2._split(make_batch(2, [8], [False]))
-    only_second = type(sequences)(*(each[1:] for each in sequences))
+    only_second = type(sequences)(*(each[1:] for each in sequences if each is not None))
     assert only_second.has_burn_in.all()
     before = r2d2._evaluate(only_second).losses.errors
     stored_state = torch.from_numpy(only_second.states)

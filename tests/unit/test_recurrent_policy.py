@@ -173,7 +173,7 @@ def test_a_core_that_the_algorithm_does_not_take_is_refused_with_what_fits() -> 
 
 
 def test_learners_with_a_core_cannot_share_a_batch() -> None:
-    with pytest.raises(ConfigError, match="learners with a core cannot share a batch"):
+    with pytest.raises(ConfigError, match=r"learners of impala with a core cannot share a batch.*algorithm=r2d2"):
         RLSpec().override(["core=gru", "learner.replicas=2"])
 
 

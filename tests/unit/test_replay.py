@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from rl_setting import EXPERIENCE
@@ -195,6 +196,12 @@ def test_another_size_begins_with_nothing(tmp_path: Path) -> None:
 def test_files_larger_than_the_disk_are_refused_at_once(tmp_path: Path) -> None:
     free = os.statvfs(tmp_path)
     too_large = 2 * free.f_bavail * free.f_frsize
-    with pytest.raises(ConfigError, match="are free"):
+    with pytest.raises(ConfigError, match="and there are"):
         Replay(EXPERIENCE, too_large, 0.6, np.random.default_rng(0), tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("size_bytes", [2 * psutil.virtual_memory().total, 2**60])
+def test_a_ring_larger_than_the_memory_is_refused_at_once(size_bytes: int) -> None:
+    with pytest.raises(ConfigError, match=r"bytes in memory.*replay_on_disk=true"):
+        Replay(EXPERIENCE, size_bytes, 0.6, np.random.default_rng(0))

@@ -67,6 +67,20 @@ def test_an_observation_of_another_shape_is_refused_where_it_comes_from(other: o
         builder.step(1, -0.5, 3, 1.0, other, False, False)
 
 
+@pytest.mark.parametrize(
+    ("other", "problem"),
+    [
+        (["a", "b", "c", "d"], "<U1, expected float32"),
+        ({"position": 1.0}, r"\(\), expected \(4,\)"),
+        ([[0.0, 1.0], [2.0], [3.0], [4.0]], "a list of parts of several sizes"),
+        (np.zeros(4, np.complex128), "complex128, expected float32"),
+    ],
+)
+def test_an_observation_that_is_no_array_of_numbers_is_refused(other: object, problem: str) -> None:
+    with pytest.raises(InvalidSegment, match=f"observation: {problem}"):
+        SegmentBuilder(EXPERIENCE).begin(other)
+
+
 def test_a_step_that_was_refused_leaves_no_trace() -> None:
     """A game may take the observation again; what lay in the builder's memory before must not be learnt from."""
     builder = SegmentBuilder(EXPERIENCE)

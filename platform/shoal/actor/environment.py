@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +28,7 @@ def make_environment(name: str) -> Any:
     which returns an environment of one agent or of several (`agent_streams`). Raises ConfigError.
 
     Observations of a Dict, a Tuple, or of integers that are no Box become a flat Box; those of booleans become bytes.
-    A Dict's "action_mask" moves to info.
+    A Dict's "action_mask" moves to info. The same holds for each of several agents.
     """
     if (function := _find_function(name)) is not None:
         with translate_environment_errors(name):
@@ -35,7 +36,8 @@ def make_environment(name: str) -> Any:
         if not all(callable(getattr(made, method, None)) for method in ("reset", "step")):
             problem = f"returned a {type(made).__name__}, which has no reset and step"
             raise ConfigError("env", name, problem, "return an environment")
-        return made
+        with translate_environment_errors(name):
+            return _flatten_agents(made) if is_parallel(made) else _flatten(made) if _is_gymnasiums(made) else made
     try:
         import gymnasium
     except ImportError:
@@ -45,16 +47,7 @@ def make_environment(name: str) -> Any:
     module = name.partition(":")[0]
     with translate_environment_errors(name):
         try:
-            environment = gymnasium.make(name)
-            if INFO_KEY in getattr(environment.observation_space, "spaces", ()):
-                environment = _separate_mask(environment)
-            space = environment.observation_space
-            if type(space).__name__ in FLATTENED:
-                environment = gymnasium.wrappers.FlattenObservation(environment)
-            elif space.dtype == np.bool_:
-                space = gymnasium.spaces.Box(0, 1, space.shape, np.uint8)
-                environment = gymnasium.wrappers.TransformObservation(environment, _to_bytes, space)
-            return environment
+            return _flatten(gymnasium.make(name))
         except gymnasium.error.DependencyNotInstalled as error:
             remedy = "install what it names"
             if "box2d" in str(error):
@@ -80,6 +73,78 @@ def open_environment(name: str) -> Iterator[Any]:
         yield environment
     finally:
         getattr(environment, "close", lambda: None)()
+
+
+def _is_gymnasiums(environment: Any) -> bool:
+    """Whether gymnasium's wrappers take it."""
+    gymnasium = sys.modules.get("gymnasium")
+    return gymnasium is not None and isinstance(environment, gymnasium.Env)
+
+
+def _flatten(environment: Any) -> Any:
+    """A gymnasium environment whose observations are a Box, and whose action mask is in info."""
+    import gymnasium
+
+    if _has_mask(environment.observation_space):
+        environment = _separate_mask(environment)
+    space = environment.observation_space
+    if type(space).__name__ in FLATTENED:
+        environment = gymnasium.wrappers.FlattenObservation(environment)
+    elif space.dtype == np.bool_:
+        space = gymnasium.spaces.Box(0, 1, space.shape, np.uint8)
+        environment = gymnasium.wrappers.TransformObservation(environment, _to_bytes, space)
+    return environment
+
+
+def _flatten_agents(environment: Any) -> Any:
+    """The same of an environment of several agents, by PettingZoo's methods."""
+    spaces = {agent: environment.observation_space(agent) for agent in environment.possible_agents}
+    if all(type(space).__name__ not in FLATTENED and space.dtype != np.bool_ for space in spaces.values()):
+        return environment
+    return _FlatAgents(environment, spaces)
+
+
+class _FlatAgents:
+    """An environment of several agents, of which `spaces` are the observations, with flat ones and masks in infos."""
+
+    def __init__(self, environment: Any, spaces: Mapping[str, Any]) -> None:
+        self._environment, self._spaces = environment, spaces
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._environment, name)
+
+    def observation_space(self, agent: str) -> Any:
+        import gymnasium
+
+        space = self._spaces[agent]
+        space = _find_other_parts(space) if _has_mask(space) else space
+        if type(space).__name__ in FLATTENED:
+            return gymnasium.spaces.flatten_space(space)
+        return gymnasium.spaces.Box(0, 1, space.shape, np.uint8) if space.dtype == np.bool_ else space
+
+    def reset(self, seed: int | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        return self._flatten(*self._environment.reset(seed=seed))
+
+    def step(self, actions: Mapping[str, Any]) -> tuple[Any, ...]:
+        observations, *outcome, infos = self._environment.step(actions)
+        observations, infos = self._flatten(observations, infos)
+        return observations, *outcome, infos
+
+    def _flatten(
+        self, observations: Mapping[str, Any], infos: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        import gymnasium
+
+        flat, found = dict(observations), dict(infos)
+        for agent, observation in observations.items():
+            space = self._spaces[agent]
+            if _has_mask(space):
+                found[agent] = {**found.get(agent, {}), INFO_KEY: observation[INFO_KEY]}
+                observation, space = _select_parts(observation, space), _find_other_parts(space)
+            if type(space).__name__ in FLATTENED:
+                observation = gymnasium.spaces.flatten(space, observation)
+            flat[agent] = _to_bytes(np.asarray(observation)) if space.dtype == np.bool_ else observation
+        return flat, found
 
 
 def _to_bytes(observation: np.ndarray) -> np.ndarray:
@@ -117,12 +182,10 @@ def get_spaces(environment: Any, name: str) -> tuple[Any, Any]:
 
 
 def _separate_mask(environment: Any) -> Any:
-    """The environment with the "action_mask" of its Dict observations in info, and the other parts as observations: the
-    part itself where there is but one, as in PettingZoo's classic games."""
+    """The environment with the "action_mask" of its Dict observations in info, and the other parts as observations."""
     import gymnasium
 
-    parts = {name: space for name, space in environment.observation_space.spaces.items() if name != INFO_KEY}
-    single = next(iter(parts)) if len(parts) == 1 else None
+    space = environment.observation_space
 
     class SeparateMask(gymnasium.Wrapper):  # type: ignore[misc]
         def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
@@ -134,12 +197,29 @@ def _separate_mask(environment: Any) -> Any:
             return observation, reward, terminated, truncated, info
 
         def _split(self, observation: Any, info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            others = {name: observation[name] for name in parts}
-            return others if single is None else others[single], {**info, INFO_KEY: observation[INFO_KEY]}
+            return _select_parts(observation, space), {**info, INFO_KEY: observation[INFO_KEY]}
 
     wrapped = SeparateMask(environment)
-    wrapped.observation_space = gymnasium.spaces.Dict(parts) if single is None else parts[single]
+    wrapped.observation_space = _find_other_parts(space)
     return wrapped
+
+
+def _has_mask(space: Any) -> bool:
+    return INFO_KEY in getattr(space, "spaces", ())
+
+
+def _find_other_parts(space: Any) -> Any:
+    """A Dict without its mask: the other part itself where there is but one, as in PettingZoo's classic games."""
+    import gymnasium
+
+    parts = {name: part for name, part in space.spaces.items() if name != INFO_KEY}
+    return next(iter(parts.values())) if len(parts) == 1 else gymnasium.spaces.Dict(parts)
+
+
+def _select_parts(observation: Any, space: Any) -> Any:
+    """Those of an observation that are left by `_find_other_parts`."""
+    parts = {name: observation[name] for name in space.spaces if name != INFO_KEY}
+    return next(iter(parts.values())) if len(parts) == 1 else parts
 
 
 def reset_environment(environment: Any, name: str) -> tuple[Any, dict[str, Any]]:

@@ -64,6 +64,9 @@ class GameActor:
     def __init__(
         self, client: ActorClient, seed: int | None = None, budget_s: float = 0.002, max_waiting: int = 16
     ) -> None:
+        if client.spec.self_play:
+            problem = "draws the opponents of an episode, which a game that owns its loop cannot"
+            raise ConfigError("self_play", True, problem, "make it an environment of several agents, for actor.play")
         self.client = client
         self.discarded = 0
         self._seed, self._budget_s, self._max_waiting = seed, budget_s, max_waiting

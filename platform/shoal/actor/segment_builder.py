@@ -13,12 +13,14 @@ from shoal.wire.experience_spec import NO_EXTRAS
 
 
 def convert_rows(name: str, rows: np.ndarray, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray:
-    """Rows of the run's dtype. Raises InvalidSegment for another shape, and, if the run's are integers, for others."""
+    """Rows of the run's dtype. Raises InvalidSegment for another shape, for no numbers, and, if the run's are integers,
+    for others."""
     if rows.shape != shape:
         raise InvalidSegment(DropReason.INVALID_SHAPE, name, f"{rows.shape}, expected {shape}")
-    if rows.dtype is dtype or dtype.kind not in "iu":
+    is_integral = dtype.kind in "iu"
+    if rows.dtype is dtype or (not is_integral and rows.dtype.kind in "iufb"):
         return rows.astype(dtype, copy=False)
-    if rows.dtype.kind not in "iub":  # a conversion would truncate or wrap values
+    if not is_integral or rows.dtype.kind not in "iub":  # a conversion would truncate or wrap values
         raise InvalidSegment(DropReason.INVALID_DTYPE, name, f"{rows.dtype}, expected {dtype}")
     converted = rows.astype(dtype)
     if not np.array_equal(converted, rows):
@@ -37,7 +39,12 @@ class _RowBuffer:
     def store(self, index: int, row: Any) -> None:
         """Copy it, with checks: NumPy would broadcast a scalar to a row, and wrap 300 to 44 in bytes."""
         if not isinstance(row, np.ndarray) or row.dtype is not self._dtype or row.shape != self._shape:
-            row = convert_rows(self._name, np.asarray(row), self._dtype, self._shape)
+            try:
+                array = np.asarray(row)
+            except ValueError:
+                problem = f"a list of parts of several sizes, expected {self._shape}"
+                raise InvalidSegment(DropReason.INVALID_SHAPE, self._name, problem) from None
+            row = convert_rows(self._name, array, self._dtype, self._shape)
         self.rows[index] = row.tobytes()
 
     def take(self, num_rows: int, next_first: int) -> np.ndarray:

@@ -39,6 +39,7 @@ from shoal.flows.rl_metrics import ActorLearnerMetrics, HistorySampler, select_l
 from shoal.flows.rl_policy import check, describe_policy_model, register_policy
 from shoal.flows.serving import list_addresses, record_changes
 from shoal.home import load_access_token
+from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.gateway.zmq_listener import load_curve_keys
 from shoal.rl.ray_workers import ActorLearnerWorkers, RunSetting
 from shoal.runs import RunRecorder
@@ -107,7 +108,7 @@ class _ActorLearnerRun:
         self._solved, self._num_requests = False, 0.0
         self._candidate: WeightSnapshot | None = None  # the version that passed its trial
         self._tried_at = -spec.algorithm.updates_between_trials  # the learner's updates at the last trial
-        self._server_key, self._checkpoint_failure = "", ""
+        self._server_key, self._checkpoint_failure, self._failed_trial = "", "", ""
         self._addresses: dict[str, tuple[str, str]] = {}  # name -> kind, address
 
     # -- up -------------------------------------------------------------------------------------------------------
@@ -122,6 +123,7 @@ class _ActorLearnerRun:
         require_cpus(num_cpus, "learner.num_cpus, endpoint.num_cpus or endpoint.num_replicas")
         if spec.learner.device == "cuda":
             require_gpus(spec.learner.num_gpus, spec.learner.replicas, "learner.num_gpus or learner.replicas")
+        OpponentPool.of_run(spec.self_play, recorder.folder)  # takes the opponents out of this process's registry
         self._workers = ActorLearnerWorkers(spec, self.experience, setting)
         closing.callback(self._workers.close)
         endpoint_spec = spec.endpoint.model_copy(update={"name": spec.model_name, "token": SecretStr(self.token)})
@@ -184,11 +186,11 @@ class _ActorLearnerRun:
         self._note("tried", version=snapshot.version, seconds=trial.duration_s, **found)
         if passes:
             return True
-        print(
+        self._failed_trial = (
             f"version {snapshot.version} returned {format_number(trial.mean_return)} over {len(trial.returns)} episodes"
-            f" of a trial, and not surely {self.spec.target_return:g} in others: learning on",
-            flush=True,
+            f" of a trial, and not surely {self.spec.target_return:g} in {self.spec.eval_episodes} others"
         )
+        print(f"{self._failed_trial}: learning on", flush=True)
         return False
 
     def _was_not_tried(self, snapshot: WeightSnapshot, why: str) -> bool:
@@ -242,9 +244,10 @@ class _ActorLearnerRun:
             )
         mean = stats["mean_return"]
         found = f"mean return {format_number(mean)}" if math.isfinite(mean) else "no episode has ended"
+        tried, more = (f" ({self._failed_trial})", ", raise eval_episodes") if self._failed_trial else ("", "")
         raise RunError(
-            f"{found} {waited}, the target is {self.spec.target_return}: lower target_return, or go on with"
-            f" resume={self.recorder.id} and a longer max_wall_s"
+            f"{found} {waited}, the target is {self.spec.target_return}{tried}: lower target_return{more}, or go on"
+            f" with resume={self.recorder.id} and a longer max_wall_s"
         )
 
     def _poll(self) -> None:

@@ -283,14 +283,14 @@ class _Group:
     def ask(self, connection: PolicyConnection) -> ActionAnswer:
         rows = [observation for episode in self.playing for observation in episode.observations]
         observations = np.stack(rows).astype(np.float32)
+        inputs = dict[str, Any]()
         masks = [mask for episode in self.playing for mask in episode.masks]
         if masks[0] is not None:
-            return connection.insist(observations, masks=np.stack(masks).astype(np.bool_))
-        if self._state_size is None:
-            return connection.insist(observations)
-        first = np.zeros(self._state_size, np.float32)
-        states = [state for episode in self.playing for state in episode.get_states(first)]
-        return connection.insist(observations, states=np.stack(states))
+            inputs["masks"] = np.stack(masks).astype(np.bool_)
+        if self._state_size is not None:
+            first = np.zeros(self._state_size, np.float32)
+            inputs["states"] = np.stack([state for episode in self.playing for state in episode.get_states(first)])
+        return connection.insist(observations, **inputs)
 
     def step(self, answer: ActionAnswer) -> None:
         rows, states = answer.outputs["action"], answer.outputs.get("next_state", np.empty(0))

@@ -90,11 +90,11 @@ def select_lags(gateway: Mapping[str, Any]) -> dict[str, float]:
 
 def select_win_rates(gateway: Mapping[str, Any]) -> dict[str, float]:
     """With self-play, the share of episodes won against versions of the pool, by version; of many, some at equal
-    distances and the newest."""
+    distances and the newest. Registered ones have their names."""
     opponents = gateway.get("opponents", {})
     stride = -(-len(opponents) // MAX_WIN_RATES)
-    chosen = list(opponents)[:: -stride or 1]
-    return {str(version): float(opponents[version]["win_rate"]) for version in sorted(chosen)}
+    chosen = sorted(list(opponents)[:: -stride or 1])
+    return {opponents[each].get("name", str(each)): float(opponents[each]["win_rate"]) for each in chosen}
 
 
 def _summarize_opponents(gateway: Mapping[str, Any]) -> dict[str, float]:

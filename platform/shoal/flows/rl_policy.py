@@ -38,8 +38,8 @@ def inspect_environment(spec: RLSpec, inference: str = LOCAL) -> tuple[Experienc
     with open_environment(spec.env) as environment:
         if inference == REMOTE and is_parallel(environment):
             raise ConfigError("env", spec.env, "has several agents", "leave out --inference remote")
-        if spec.self_play.snapshot_every and not is_parallel(environment):
-            problem, remedy = "has one agent, and self-play needs several", "leave out self_play.snapshot_every"
+        if spec.self_play.is_on and not is_parallel(environment):
+            problem, remedy = "has one agent, and self-play needs several", "leave out self_play"
             raise ConfigError("env", spec.env, problem, remedy)
         observation, info = reset_environment(environment, spec.env)
         has_masks = INFO_KEY in info
@@ -65,11 +65,13 @@ def check(spec: ActorLearnerSpec) -> tuple[ExperienceSpec, np.ndarray]:
     experience, observation = inspect_environment(spec, os.environ.get(ACTORS_INFERENCE, LOCAL))
     if spec.learn_from_endpoint:
         _require_answerable(spec, experience)
+    _require_playable_opponents(spec, experience)
     run = shoal.runs.load(spec.resume) if spec.resume else None
     if spec.algorithm.disk_mb:
         _require_disk_space(spec.algorithm.disk_mb, None if run is None else run.folder / "checkpoints" / "replay")
     if run is not None:
         _require_unfinished(spec, run)
+        _require_same_opponents(spec, run)
         _require_compatible_checkpoint(spec, experience, run)
     return experience, observation
 
@@ -81,10 +83,33 @@ def _require_answerable(spec: ActorLearnerSpec, experience: ExperienceSpec) -> N
         raise ConfigError("learn_from_endpoint", True, f"{spec.algorithm.name} pauses actors, not users", remedy)
     if experience.self_play:
         problem = "is for one agent, and self-play has several"
-        raise ConfigError("learn_from_endpoint", True, problem, "leave out self_play.snapshot_every")
+        raise ConfigError("learn_from_endpoint", True, problem, "leave out self_play")
     if any(each.per == "observation" for each in experience.extras):
         problem = "an endpoint's users give no action masks"
         raise ConfigError("learn_from_endpoint", True, problem, "leave it out, or learn from actors")
+
+
+def _require_playable_opponents(spec: RLSpec, experience: ExperienceSpec) -> None:
+    """Raise ConfigError unless the registered opponents have the network of this run, whose actors play them."""
+    wanted = describe_policy_model(spec, experience)[0].model_dump(mode="json") if spec.self_play.opponents else {}
+    for reference in spec.self_play.opponents:
+        found = Registry().get(reference)
+        model = found.manifest.model.model_dump(mode="json")
+        if model != wanted:
+            before, now = ({"factory": each["factory"], **each["kwargs"]} for each in (model, wanted))
+            differing = [name for name in {**now, **before} if before.get(name) != now.get(name)]
+            has = ", ".join(f"{name} = {str(before.get(name))[:80]}" for name in differing)
+            problem = f"{found.ref} has another network than this run: {has or model['format']}"
+            raise ConfigError("self_play.opponents", reference, problem, "leave it out, or train with the same network")
+
+
+def _require_same_opponents(spec: RLSpec, run: Run) -> None:
+    """Raise SpecMismatch unless a resumed run has the registered opponents that it began with."""
+    recorded = (yaml.safe_load(run.spec) or {}).get("self_play", {})
+    before = list(recorded.get("opponents", ()))
+    if before != list(spec.self_play.opponents):
+        problem = f"run {run.id} began with {before}, by whose number its versions are counted"
+        raise SpecMismatch("self_play.opponents", list(spec.self_play.opponents), problem, "give the same")
 
 
 def _require_disk_space(needed_mb: float, existing: Path | None) -> None:

@@ -116,12 +116,14 @@ class RecurrentQNetwork(nn.Module):
         features: Tensor = self.trunk(observations)
         return features
 
-    def predict(self, observation: Tensor, state: Tensor) -> dict[str, Tensor]:
+    def predict(self, observation: Tensor, state: Tensor, action_mask: Tensor | None = None) -> dict[str, Tensor]:
         """What an endpoint answers to observation [B, *obs] and state [B, S], which is zero at first: the best action
-        int64 [B], q_values [B, A], the best value [B], and next_state [B, S], for the episode's next observation."""
-        q_values, next_state = self(observation[None], state)
-        value, action = q_values[0].max(-1)
-        return {"action": action, "q_values": q_values[0], "value": value, "next_state": next_state}
+        int64 [B], q_values [B, A], the best value [B], and next_state [B, S], for the episode's next observation.
+        action_mask: bool [B, A], the allowed actions."""
+        values, next_state = self(observation[None], state)
+        q_values = mask_logits(values[0], action_mask)
+        value, action = q_values.max(-1)
+        return {"action": action, "q_values": q_values, "value": value, "next_state": next_state}
 
 
 def _make_stream(size: int, hidden: Sequence[int], output_size: int) -> nn.Sequential:

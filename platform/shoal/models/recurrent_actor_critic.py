@@ -58,11 +58,12 @@ class RecurrentActorCritic(nn.Module):
         outputs, values = self.head(features.flatten(0, 1))
         return outputs.unflatten(0, features.shape[:2]), values.unflatten(0, features.shape[:2]), state
 
-    def predict(self, observation: Tensor, state: Tensor) -> dict[str, Tensor]:
+    def predict(self, observation: Tensor, state: Tensor, action_mask: Tensor | None = None) -> dict[str, Tensor]:
         """What an endpoint answers to observation [B, *obs] and state [B, S], which is zero at first: what an
-        ActorCritic answers, and next_state [B, S], for the episode's next observation."""
+        ActorCritic answers, and next_state [B, S], for the episode's next observation. action_mask: bool
+        [B, num_actions], the allowed choices."""
         features, next_state = self._run_core(observation[None], state)
-        return {**self.head.predict(features[0]), "next_state": next_state}
+        return {**self.head.predict(features[0], action_mask), "next_state": next_state}
 
     def _run_core(self, observations: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         if self.encoder is not None:

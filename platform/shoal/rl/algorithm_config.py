@@ -39,12 +39,10 @@ class AlgorithmConfig(Spec):
     score_output:  the endpoint's name for the numbers of the actions
     has_value:     the endpoint answers the value of the observation, too
     has_value_head: the model gives it beside the policy's outputs
-    takes_masks:   learns from allowed actions alone, where an environment gives masks
     cores:         recurrent cores that its network can have, "none" among them; the first one is the default
     action_spaces: gymnasium's names of the spaces that it can act in
     is_off_policy: learns from experience of any age: `gateway.max_version_lag` does not apply
     changeable:    fields that a learner can change while it learns, as populations do; () where it cannot
-    has_replicas:  several learners can share a batch: the algorithm adds up gradients over its `group`
     batch_steps:   environment steps in a batch, at least, unless `learner.batch_steps` is given; at most twice as many
     updates_between_trials: steps of the optimizer after which weights that failed their trial get another one
     """
@@ -56,12 +54,10 @@ class AlgorithmConfig(Spec):
     score_output: ClassVar[str] = "logits"
     has_value: ClassVar[bool] = True
     has_value_head: ClassVar[bool] = True
-    takes_masks: ClassVar[bool] = True
     cores: ClassVar[tuple[str, ...]] = ("none",)
     action_spaces: ClassVar[tuple[str, ...]] = ("Discrete", "Box", "MultiDiscrete", "MultiBinary")
     is_off_policy: ClassVar[bool] = False
     changeable: ClassVar[tuple[str, ...]] = ()
-    has_replicas: ClassVar[bool] = False
     batch_steps: ClassVar[int] = 2048
     updates_between_trials: ClassVar[int] = 50
 

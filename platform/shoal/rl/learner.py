@@ -6,7 +6,6 @@ workers and by `local_loop.py`; knows neither Ray nor sockets nor the environmen
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import threading
@@ -75,6 +74,7 @@ class Learner:
         self.algorithm = make_algorithm(spec, experience, folder)
         self._random, self._checked_at = np.random.default_rng(spec.learner.seed % 2**64), -math.inf
         self._hub = hub
+        self._divides_batches = not spec.algorithm.is_off_policy  # otherwise the samples of its replay
         if hub is not None:
             self.algorithm.group = hub
         self.updates = 0  # steps of the optimiser
@@ -87,7 +87,8 @@ class Learner:
         self.restored_updates = self.updates
         self._reserved_path = folder / "versions-reserved"
         self._num_reserved = int(self._reserved_path.read_text()) if self._reserved_path.exists() else 0
-        self.version = max(self.version, used_version or self._num_reserved)
+        lowest = len(spec.self_play.opponents)  # which are the versions up to this in the pool
+        self.version = max(self.version, used_version or self._num_reserved, lowest)
         self._num_bad_batches, self._bad_since = 0, 0.0  # in a row; by time.monotonic(), if there are any
         self._unacknowledged: tuple[int, Sequence[DropReason | None], Sequence[float]] | None = None  # the last batch's
         self._is_superseded = False  # by another incarnation of this learner
@@ -301,7 +302,7 @@ class Learner:
             None if learnt else DropReason.STALE_CONSUMPTION if old else DropReason.NON_FINITE
             for learnt, old in zip(left, stale, strict=True)
         ]
-        if self._hub is not None and left.any():
+        if self._hub is not None and self._divides_batches and left.any():
             for index in np.flatnonzero(left)[self._hub.lost]:
                 outcomes[index] = DropReason.LEARNER_CRASH
         return outcomes
@@ -310,7 +311,7 @@ class Learner:
         """Learn from a batch; False when not one step was taken, since its loss was not finite."""
         started = time.perf_counter()
         num_updates, metrics = 0, self._metrics  # a batch without a step leaves them
-        share = batch if self._hub is None else self._hub.distribute(batch, self._serialize)
+        share = self._hub.distribute(batch, self.algorithm.serialize) if self._hub and self._divides_batches else batch
         try:
             for found in self.algorithm.update(share):
                 metrics, num_updates = {**found}, num_updates + 1
@@ -332,12 +333,6 @@ class Learner:
                 self._metrics["learner/replicas"] = float(1 + len(self._hub.pids))
         self._publish_if_due()
         return True
-
-    def _serialize(self) -> bytes:
-        """The algorithm's state, for a learner that joins."""
-        buffer = io.BytesIO()
-        torch.save(self.algorithm.state_dict(), buffer)
-        return buffer.getvalue()
 
     def _publish_if_due(self) -> None:
         """After each batch that actors wait for; otherwise at most once in `publish_interval_s`."""

@@ -1,9 +1,10 @@
 """The learners that share each batch: how it is divided among them, and how their gradients become one.
 
-Learner 0, the hub, takes a batch and sends each of the others a share of its segments. All compute the gradients of
-their shares, the hub adds them up, and each takes the step with an optimizer of its own: their weights stay equal. Only
-the hub publishes and saves. A learner that dies is missing in the sums from then on; one that joins gets the hub's
-state with its first share. If the hub dies, its next incarnation restores its checkpoint and the others join it.
+Learner 0, the hub, takes a batch and sends each of the others a share of its segments; or, of an algorithm with a
+replay, which only the hub has, a share of each sample. All compute the gradients of their shares, the hub adds them up,
+and each takes the step with an optimizer of its own: their weights stay equal. Only the hub publishes and saves. A
+learner that dies is missing in the sums from then on; one that joins gets the hub's state with its first share. If the
+hub dies, its next incarnation restores its checkpoint and the others join it.
 
 Called by the algorithms, for sums, and by the learner and its replicas. Knows neither Ray nor losses.
 """
@@ -16,15 +17,16 @@ import socket as network
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.errors import Closed
 from shoal.rl.experience.queue import ExperienceBatch
@@ -34,7 +36,8 @@ REPLY_TIMEOUT_S = 60.0  # after which the hub goes on without a learner that doe
 _CONNECT_TIMEOUT_S = 10.0
 _ACCEPT_PAUSE_S = 0.5
 _MAX_STRANGERS = 64  # connections that have not proved the key
-_STATE, _SHARE = b"S", b"B"
+_STATE, _SHARE, _SAMPLE = b"S", b"B", b"R"
+_SIZES = "sizes of the sample"
 _GONE = (EOFError, OSError)
 
 
@@ -49,6 +52,24 @@ class BatchShare(NamedTuple):
     def select(cls, batch: ExperienceBatch, keep: np.ndarray) -> BatchShare:
         """The share with the segments where `keep` (bool [S]) is true."""
         return cls(batch.select(keep), np.flatnonzero(np.repeat(keep, batch.lengths)), batch.num_steps)
+
+
+class SampleShare(NamedTuple):
+    """One learner's part of a sample of a replay.
+
+    arrays:    by name, with a row for each of its items [b, ...]
+    first:     the position of the first of them among the `num_items` of the whole sample
+    num_steps: environment steps that the whole sample trains
+    """
+
+    arrays: Mapping[str, np.ndarray]
+    first: int
+    num_items: int
+    num_steps: int
+
+    def select(self, begin: int, end: int) -> SampleShare:
+        """The share of some of its items."""
+        return self._replace(arrays={name: each[begin:end] for name, each in self.arrays.items()}, first=begin)
 
 
 def divide(lengths: np.ndarray, num_learners: int) -> np.ndarray:
@@ -76,14 +97,27 @@ class LearnerGroup:
             return torch.arange(batch.num_steps), batch.num_steps
         return torch.from_numpy(self._share.positions), self._share.num_steps
 
+    def divide_sample(self, sample: SampleShare, serialize: Callable[[], bytes]) -> SampleShare:
+        """Send the others their shares of a whole sample, and return this learner's. serialize: as in `distribute`"""
+        return sample
+
     def sum(self, values: Tensor) -> Tensor:
         """The sum of `values` over the learners of the batch, equal on all of them."""
         return values
 
+    def gather(self, values: Tensor, share: SampleShare) -> Tensor:
+        """Of each item of the whole sample [num_items] what its learner has as `values` [b]; NaN where one has died."""
+        if self.num_learners == 1:
+            return values
+        padded = values.new_zeros(2, share.num_items)
+        padded[:, share.first : share.first + len(values)] = torch.stack([values, torch.ones_like(values)])
+        found, is_known = self.sum(padded.flatten()).view(2, -1)
+        return torch.where(is_known > 0, found, torch.nan)
+
     def sum_gradients(
-        self, model: nn.Module, metrics: Mapping[str, Tensor], num_mine: int, num_steps: int
+        self, parameters: Iterable[Tensor], metrics: Mapping[str, Tensor], num_mine: int, num_steps: int
     ) -> dict[str, float]:
-        """Make the gradients in `model` those of all learners, and return the sums of the metrics.
+        """Make the gradients of `parameters` those of all learners, and return the sums of the metrics.
 
         Both are sums over `num_mine` steps, divided by the `num_steps` of all learners. Where one has died, what the
         others have is scaled to the steps that they have.
@@ -91,7 +125,7 @@ class LearnerGroup:
         values = torch.stack([each.detach().float() for each in metrics.values()])
         if self.num_learners == 1:
             return dict(zip(metrics, values.tolist(), strict=True))
-        gradients = [each.grad for each in model.parameters() if each.grad is not None]
+        gradients = [each.grad for each in parameters if each.grad is not None]
         mine = torch.cat([*(each.flatten() for each in gradients), values, values.new_tensor([num_mine])])
         total = self.sum(mine)
         if 0 < (num_summed := float(total[-1])) != num_steps:
@@ -160,27 +194,42 @@ class LearnerHub(LearnerGroup):
 
         serialize: the algorithm's state before this batch, for learners that lack it
         """
-        self._admit()
-        working = self._members[: len(batch.lengths) - 1]
-        self._working = dict(enumerate(working, 1))
-        self._learners = divide(batch.lengths, 1 + len(working))
+        self._select_working(len(batch.lengths))
+        self._learners = divide(batch.lengths, self.num_learners)
         self.lost = np.zeros(len(batch.lengths), np.bool_)
-        self.num_learners = 1 + len(working)
-        state: bytes | None = None
         random_state = torch.get_rng_state().numpy()
-        for number, member in list(self._working.items()):
-            share = BatchShare.select(batch, self._learners == number)
+        shares = [BatchShare.select(batch, self._learners == number) for number in range(self.num_learners)]
+        self._send([_SHARE + _pack(share, random_state) for share in shares[1:]], serialize)
+        self._share = shares[0]
+        return self._share.batch
+
+    def divide_sample(self, sample: SampleShare, serialize: Callable[[], bytes]) -> SampleShare:
+        self._select_working(sample.num_items)
+        bounds = [sample.num_items * number // self.num_learners for number in range(self.num_learners + 1)]
+        shares = [sample.select(*each) for each in pairwise(bounds)]
+        self._send([_SAMPLE + _pack_sample(share) for share in shares[1:]], serialize)
+        return shares[0]
+
+    def _select_working(self, num_parts: int) -> None:
+        """Those who get a share of so many parts."""
+        self._admit()
+        self._working = dict(enumerate(self._members[: num_parts - 1], 1))
+        self.num_learners = 1 + len(self._working)
+
+    def _send(self, messages: Sequence[bytes], serialize: Callable[[], bytes]) -> None:
+        """Send each of those who work a message, and before it the state, if it lacks that."""
+        state: bytes | None = None
+        working = list(self._working.items())
+        for (number, member), message in zip(working, messages, strict=True):
             try:
                 if not member.has_weights:
                     state = state or serialize()
                     member.connection.send_bytes(_STATE + state)
-                member.connection.send_bytes(_SHARE + _pack(share, random_state))
+                member.connection.send_bytes(message)
             except _GONE:
                 self._lose(number)
         for each in self._members:
-            each.has_weights = each in working
-        self._share = BatchShare.select(batch, self._learners == 0)
-        return self._share.batch
+            each.has_weights = any(each is member for _, member in working)
 
     def sum(self, values: Tensor) -> Tensor:
         total = values.cpu()
@@ -212,7 +261,7 @@ class LearnerHub(LearnerGroup):
         member = self._working.pop(number)
         member.connection.close()
         self._members.remove(member)
-        self.lost |= self._learners == number
+        self.lost |= self._learners == number  # of a replay's sample no segment is lost
 
     def _admit(self) -> None:
         while self._arrived:
@@ -259,13 +308,15 @@ class HubLink(LearnerGroup):
         except _GONE as error:
             raise Closed(f"there is no learner at {address}") from error
 
-    def wait_for_share(self, load: Callable[[bytes], None]) -> ExperienceBatch:
+    def wait_for_share(self, load: Callable[[bytes], None]) -> ExperienceBatch | SampleShare:
         """The next share, when its random state, and before it the hub's state (by `load`), have been applied."""
         while (message := self._receive())[:1] == _STATE:
             load(message[1:])
+        self.num_learners = 2  # or more: each of them has a part of the steps
+        if message[:1] == _SAMPLE:
+            return _unpack_sample(message[1:])
         self._share, random_state = _unpack(message[1:])
         torch.set_rng_state(torch.from_numpy(random_state.copy()))
-        self.num_learners = 2  # or more: each of them has a part of the steps
         return self._share.batch
 
     def sum(self, values: Tensor) -> Tensor:
@@ -316,3 +367,12 @@ def _unpack(payload: bytes) -> tuple[BatchShare, np.ndarray]:
     parts = decode_tensors(payload[8 : 8 + size])
     batch = ExperienceBatch.from_bytes(payload[8 + size :])
     return BatchShare(batch, parts["positions"].copy(), int(parts["num_steps"][0])), parts["random_state"]
+
+
+def _pack_sample(share: SampleShare) -> bytes:
+    return encode_tensors({**share.arrays, _SIZES: np.array([share.first, share.num_items, share.num_steps])})
+
+
+def _unpack_sample(payload: bytes) -> SampleShare:
+    arrays = {name: each.copy() for name, each in decode_tensors(payload).items()}  # writable, as torch wants them
+    return SampleShare(arrays, *arrays.pop(_SIZES).tolist())

@@ -13,7 +13,7 @@ import torch
 
 from shoal.errors import Closed
 from shoal.rl.algorithms.algorithm import NonFiniteLoss, make_algorithm
-from shoal.rl.learner_group import HubLink
+from shoal.rl.learner_group import HubLink, SampleShare
 from shoal.rl.spec import RLSpec
 from shoal.wire import ExperienceSpec
 
@@ -23,7 +23,7 @@ class LearnerReplica:
 
     def __init__(self, spec: RLSpec, experience: ExperienceSpec) -> None:
         torch.set_num_threads(spec.learner.torch_threads)
-        self._algorithm = make_algorithm(spec, experience)
+        self._algorithm = make_algorithm(spec, experience, has_replay=False)
 
     def run(self, connect: Callable[[], HubLink | None]) -> None:
         """Join the hub that `connect` finds, again and again, until it finds none. It may raise Closed: try again."""
@@ -35,6 +35,9 @@ class LearnerReplica:
                     return
                 self._algorithm.group = link
                 share = link.wait_for_share(self._load)
+                if isinstance(share, SampleShare):
+                    self._algorithm.learn_share(share)
+                    continue
                 with suppress(NonFiniteLoss):  # the hub decides what it drops
                     for _ in self._algorithm.update(share):
                         pass

@@ -20,7 +20,7 @@ from shoal.errors import ConfigError
 from shoal.models.network_source import AnyNetworkSource
 from shoal.network_address import is_loopback
 from shoal.rl.algorithm_config import CONFIGS, AnyAlgorithmConfig, find_config_type, load_named
-from shoal.wire.action_masks import describe_masks
+from shoal.wire.action_masks import INFO_KEY, describe_masks
 from shoal.wire.experience_spec import (
     DTYPES,
     STATE,
@@ -77,7 +77,7 @@ class LearnerSpec(Spec):
     checkpoint_every_s: float = Field(default=5.0, gt=0)
     keep_checkpoints: int = Field(default=2, ge=1)
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: CUDA where there is a GPU")
-    replicas: int = Field(default=1, ge=1, description="learners that share each batch; not for off-policy algorithms")
+    replicas: int = Field(default=1, ge=1, description="learners that share each batch, or each sample of a replay")
     torch_threads: int = Field(default=1, ge=1)
     num_cpus: float = Field(default=0.5, ge=0, description="what each reserves of the cluster")
     num_gpus: float = Field(default=1.0, gt=0, description="likewise, on cuda")
@@ -96,11 +96,18 @@ class SelfPlaySpec(Spec):
     for each episode from a pool."""
 
     snapshot_every: int = Field(
-        default=0, ge=0, description="environment steps between two versions that enter the pool; 0: no self-play"
+        default=0, ge=0, description="environment steps between two of its versions that enter the pool; 0: none does"
+    )
+    opponents: tuple[str, ...] = Field(
+        default=(), description="registered versions that are in the pool, as poker@3 or poker@champion"
     )
     max_versions: int = Field(
-        default=64, ge=2, description="of the pool; of more, those between the oldest and the newest thin out evenly"
+        default=64, ge=2, description="of its own; of more, those between the oldest and the newest thin out evenly"
     )
+
+    @property
+    def is_on(self) -> bool:
+        return self.snapshot_every > 0 or bool(self.opponents)
 
 
 class RLSpec(Spec):
@@ -159,14 +166,10 @@ class RLSpec(Spec):
 
     @model_validator(mode="after")
     def _replicas_fit(self) -> RLSpec:
-        if self.learner.replicas > 1 and not self.algorithm.has_replicas:
-            names = [name for name in CONFIGS if find_config_type(name).has_replicas]
-            problem = (
-                f"learner.replicas = {self.learner.replicas}: learners of {self.algorithm.name} cannot share a batch"
-            )
-            raise ValueError(f"{problem}; those of algorithm={' or algorithm='.join(names)} can")
-        if self.learner.replicas > 1 and self.applied_core != "none":
-            raise ValueError(f"learner.replicas = {self.learner.replicas}: learners with a core cannot share a batch")
+        replicas, name = self.learner.replicas, self.algorithm.name
+        if replicas > 1 and self.applied_core != "none" and not self.algorithm.is_off_policy:
+            problem = f"learner.replicas = {replicas}: learners of {name} with a core cannot share a batch"
+            raise ValueError(f"{problem}; they can with core=none, and those of algorithm=r2d2 with a core")
         return self
 
     @model_validator(mode="before")
@@ -209,23 +212,20 @@ def experience_spec(observation_space: Any, action_space: Any, spec: RLSpec, has
     policy = msgspec.structs.replace(policy, **bounds, **(describe_convolutions(observation) if is_frame else {}))
     policy, extras = add_core(policy, spec)
     if has_masks:
+        if policy.action_low:
+            problem = (
+                f"gives an {INFO_KEY}, and acts with {action_space}: masks are for choices, not for continuous actions"
+            )
+            remedy = (
+                f"leave {INFO_KEY} out, or act with a Discrete or a MultiDiscrete: every algorithm but sac takes masks"
+            )
+            raise ConfigError("env", spec.env, problem, remedy)
         extras += (describe_masks(action, policy.action_sizes),)
-        require_masks_fit(spec, policy)
-    has_self_play = spec.self_play.snapshot_every > 0
-    experience = ExperienceSpec(observation, action, spec.segment_length, policy, extras, has_self_play)
+    experience = ExperienceSpec(observation, action, spec.segment_length, policy, extras, spec.self_play.is_on)
     if spec.model is not None:
         experience = msgspec.structs.replace(experience, policy=describe_graph(spec, spec.model.word, experience))
     require_segment_fits(spec.gateway, experience)
     return experience
-
-
-def require_masks_fit(spec: RLSpec, policy: PolicySpec) -> None:
-    """Raise ConfigError unless the algorithm learns from allowed actions alone, of which there are finitely many."""
-    fitting = [name for name in CONFIGS if find_config_type(name).takes_masks]
-    if policy.action_low or not spec.algorithm.takes_masks:
-        problem = "gives an action_mask, and acts with a Box" if policy.action_low else "gives an action_mask"
-        remedy = f"masks are for choices, and for algorithm={' or algorithm='.join(fitting)}"
-        raise ConfigError("env", spec.env, problem, remedy)
 
 
 def describe_graph(spec: RLSpec, word: str, experience: ExperienceSpec) -> PolicySpec:

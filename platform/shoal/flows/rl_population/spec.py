@@ -97,9 +97,9 @@ def require_local(spec: RLPopulationSpec) -> None:
     """Raise ConfigError for what members in one process cannot have, and for values out of range."""
     if spec.learn_from_endpoint:
         raise ConfigError("learn_from_endpoint", True, "members have no endpoint", "leave it out")
-    if spec.self_play.snapshot_every:
+    if spec.self_play.is_on:
         problem = "scores a member by opponents of its own, so that members cannot be compared"
-        raise ConfigError("self_play.snapshot_every", spec.self_play.snapshot_every, problem, "leave it out")
+        raise ConfigError("self_play", str(spec.self_play), problem, "leave it out")
     if spec.learner.replicas > 1:
         raise ConfigError("learner.replicas", spec.learner.replicas, "members share one process", "use 1")
     if spec.gateway.curve or not is_loopback(spec.gateway.host) or spec.gateway.port:

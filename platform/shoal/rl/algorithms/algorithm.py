@@ -6,6 +6,7 @@ Owns the interface between the learner and the algorithms, of which each has a f
 
 from __future__ import annotations
 
+import io
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch.optim import Optimizer
 from shoal.errors import ConfigError, ShoalError
 from shoal.rl.algorithm_config import ALGORITHMS, AlgorithmConfig, load_named
 from shoal.rl.experience.queue import ExperienceBatch
-from shoal.rl.learner_group import SINGLE, LearnerGroup
+from shoal.rl.learner_group import SINGLE, LearnerGroup, SampleShare
 from shoal.rl.spec import RLSpec
 from shoal.wire import ExperienceSpec
 
@@ -57,6 +58,13 @@ class Algorithm(ABC):
     def is_usable(self, segment: ExperienceBatch) -> bool:
         """Whether one segment by itself has a finite loss. Leaves the weights unchanged."""
 
+    def learn_share(self, share: SampleShare) -> None:
+        """Take the step that the first learner takes, whose replay has drawn the sample. Raises RunError as it does.
+
+        Of an algorithm without a replay, not implemented.
+        """
+        raise NotImplementedError
+
     def compute_log_ratios(self, batch: ExperienceBatch) -> np.ndarray:
         """log π(a|x) - log μ(a|x) of each step [N], of the present policy and of the one that has acted; unless the
         algorithm is off-policy, and needs no behaviour policy."""
@@ -72,6 +80,12 @@ class Algorithm(ABC):
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed learner needs; `model` is the model's."""
+
+    def serialize(self) -> bytes:
+        """The state, for a learner that joins the group."""
+        buffer = io.BytesIO()
+        torch.save(self.state_dict(), buffer)
+        return buffer.getvalue()
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -99,7 +113,11 @@ def find_device(spec: RLSpec) -> torch.device:
     return torch.device("cuda" if has_cuda and spec.learner.device != "cpu" else "cpu")
 
 
-def make_algorithm(spec: RLSpec, experience: ExperienceSpec, folder: Path | None = None) -> Algorithm:
-    """The algorithm of a run. A replay that is wanted on disk lies in `folder`."""
-    made: Algorithm = load_named(ALGORITHMS[spec.algorithm.name])(spec, experience, folder)
+def make_algorithm(
+    spec: RLSpec, experience: ExperienceSpec, folder: Path | None = None, has_replay: bool = True
+) -> Algorithm:
+    """The algorithm of a run. A replay that is wanted on disk lies in `folder`. has_replay: not where another learner
+    draws the samples"""
+    options = {} if has_replay or not spec.algorithm.is_off_policy else {"has_replay": False}
+    made: Algorithm = load_named(ALGORITHMS[spec.algorithm.name])(spec, experience, folder, **options)
     return made

@@ -11,7 +11,7 @@ import copy
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,22 +24,40 @@ from shoal.rl.algorithms.dqn.config import DQNConfig
 from shoal.rl.algorithms.flat_parameters import clip_gradient, flatten_parameters
 from shoal.rl.algorithms.r2d2.config import R2D2Config
 from shoal.rl.experience.queue import ExperienceBatch
+from shoal.rl.learner_group import SampleShare
 from shoal.rl.replay.replay import Replay
 from shoal.rl.replay.sequence_replay import SequenceReplay
 
 
+class StepLoss(NamedTuple):
+    """Of a share of a sample, with b items: `total`, a mean over its `num_steps` trained steps; the errors [b], for the
+    priorities; and the mean value of each item [b], over steps and actions."""
+
+    total: Tensor
+    num_steps: int
+    errors: Tensor
+    values: Tensor
+
+
 class QLearning(Algorithm):
-    """`samples_per_insert` drawn steps for every inserted one, in steps of Adam."""
+    """`samples_per_insert` drawn steps for every inserted one, in steps of Adam.
+
+    replay: None in a learner that gets its shares of what another one draws
+    """
 
     model: QNetwork | RecurrentQNetwork
+    _replay: Replay | SequenceReplay
 
     def __init__(
         self,
         config: DQNConfig | R2D2Config,
         model: QNetwork | RecurrentQNetwork,
-        replay: Replay | SequenceReplay,
+        replay: Replay | SequenceReplay | None,
     ) -> None:
-        self._settings, self.model, self._replay = config, model, replay
+        self._settings, self.model = config, model
+        self._has_replay = replay is not None
+        if replay is not None:
+            self._replay = replay
         self._target = copy.deepcopy(model).requires_grad_(False)
         self._parameters, self._target_parameters = flatten_parameters(model), flatten_parameters(self._target)
         self._optimizer = torch.optim.Adam([self._parameters], lr=config.learning_rate, fused=True)
@@ -57,8 +75,35 @@ class QLearning(Algorithm):
         """The steps that one step of the optimizer draws."""
 
     @abstractmethod
+    def _draw(self) -> tuple[np.ndarray, SampleShare]:
+        """The numbers of drawn items, for the replay, and the whole sample of them."""
+
+    @abstractmethod
+    def _compute_loss(self, share: SampleShare) -> StepLoss: ...
+
+    def learn_share(self, share: SampleShare) -> None:
+        self._learn(share)
+
     def _step(self) -> Metrics:
         """One step of the optimizer. Raises RunError, leaving the weights, when their loss is not finite any more."""
+        rows, sample = self._draw()
+        metrics, errors = self._learn(self.group.divide_sample(sample, self.serialize))
+        is_known = ~np.isnan(errors)  # not of a learner that has died
+        self._replay.update_priorities(rows[is_known], errors[is_known])
+        numbers = {"epsilon": self.model.epsilon.item(), "replay_steps": float(self._replay.num_steps)}
+        return {**metrics, **{f"learner/{name}": value for name, value in numbers.items()}}
+
+    def _learn(self, share: SampleShare) -> tuple[dict[str, float], np.ndarray]:
+        """The step; returns metrics and errors of the whole sample [num_items]."""
+        loss = self._compute_loss(share)
+        total = loss.total * (loss.num_steps / share.num_steps)
+        metrics = {
+            "learner/loss": total,
+            "learner/td_error": loss.errors.abs().sum() / share.num_items,
+            "learner/q_value": loss.values.sum() / share.num_items,
+        }
+        found = self._minimize(total, metrics, loss.num_steps, share.num_steps)
+        return found, self.group.gather(loss.errors, share).cpu().numpy()
 
     def update(self, batch: ExperienceBatch) -> Iterator[Metrics]:
         self._insert(batch)
@@ -90,16 +135,18 @@ class QLearning(Algorithm):
         self.model.load_state_dict(state["model"])
         self._target.load_state_dict(state["target"])
         restore_optimizer(self._optimizer, state["optimizer"], self._settings.learning_rate)
-        self._replay.load_state_dict(state["replay"])
+        if self._has_replay:
+            self._replay.load_state_dict(state["replay"])
         self._num_inserted, self._num_updates = state["num_inserted"], state["num_updates"]
         self._set_epsilon()
 
-    def _minimize(self, loss: Tensor) -> float:
-        """Take a step; returns the norm of the gradient. Raises RunError."""
+    def _minimize(self, loss: Tensor, metrics: Mapping[str, Tensor], num_mine: int, num_steps: int) -> dict[str, float]:
+        """Take a step with the other learners; returns metrics of all. Raises RunError."""
         gradient = self._parameters.grad
         assert gradient is not None
         gradient.zero_()
         loss.backward()
+        found = self.group.sum_gradients([self._parameters], metrics, num_mine, num_steps)
         grad_norm = clip_gradient(gradient, self._settings.max_grad_norm)
         if not np.isfinite(grad_norm):
             raise RunError("the loss of replayed experience is not finite: lower algorithm.learning_rate")
@@ -107,17 +154,7 @@ class QLearning(Algorithm):
         self._num_updates += 1
         if self._num_updates % self._settings.target_update_period == 0:
             self._target_parameters.data.copy_(self._parameters)
-        return grad_norm
-
-    def _describe_step(self, loss: Tensor, errors: np.ndarray, q: Tensor, grad_norm: float) -> Metrics:
-        return {
-            "learner/loss": loss.item(),
-            "learner/td_error": float(np.abs(errors).mean()),
-            "learner/q_value": q.mean().item(),
-            "learner/grad_norm": grad_norm,
-            "learner/epsilon": self.model.epsilon.item(),
-            "learner/replay_steps": float(self._replay.num_steps),
-        }
+        return {**found, "learner/grad_norm": grad_norm}
 
     def _set_epsilon(self) -> None:
         """From 1 to `epsilon`, linearly in the inserted steps."""

@@ -99,6 +99,7 @@ class RunProgress:
     returns: deque[float] = field(default_factory=lambda: deque(maxlen=EPISODE_WINDOW))
     lengths: deque[int] = field(default_factory=lambda: deque(maxlen=EPISODE_WINDOW))
     by_opponent: dict[int, deque[float]] = field(default_factory=dict)  # with self-play: the returns against a version
+    opponent_names: Mapping[int, str] = field(default_factory=dict)  # of registered ones
     protocol_errors: Counter[str] = field(default_factory=Counter)
     events: deque[tuple[float, str, dict[str, Any]]] = field(default_factory=lambda: deque(maxlen=1000))
     quarantined: dict[str, str] = field(default_factory=dict)  # actors of whom an event was recorded
@@ -177,6 +178,7 @@ class RunProgress:
                     "episodes": len(returns),
                     "win_rate": sum(each > 0 for each in returns) / len(returns),
                     "mean_return": sum(returns) / len(returns),
+                    **({"name": self.opponent_names[version]} if version in self.opponent_names else {}),
                 }
                 for version, returns in sorted(self.by_opponent.items())
             },

@@ -77,7 +77,7 @@ class Gateway:
         self._weights, self._curve_keys = weights, curve_keys
         self._limits = MessageLimits(max_message_bytes=spec.max_message_bytes)
         require_segment_fits(spec, experience)
-        self._progress = RunProgress(target_return)
+        self._progress = RunProgress(target_return, opponent_names=opponents.names if opponents is not None else {})
         self._opponents = opponents
         self._sessions = Sessions(experience.segment_length if synchronous else 0)
         self._actors, self._send_queue = ActorTable(), SendQueue()

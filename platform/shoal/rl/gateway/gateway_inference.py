@@ -31,6 +31,8 @@ def require_remote_inference(experience: ExperienceSpec, is_synchronous: bool) -
     if is_synchronous:
         remedy = "infer in the actor, or take another algorithm"
         raise ConfigError("inference", REMOTE, "does not pause while the learner updates", remedy)
+    if experience.self_play:
+        raise ConfigError("inference", REMOTE, "draws no opponents, and this run has self-play", "infer in the actor")
     if lacking := [each.name for each in experience.extras if each.per != "segment"]:
         names = ", ".join(lacking)
         raise ConfigError("inference", REMOTE, f"gives no {names} of an observation", "infer in the actor")

@@ -41,6 +41,10 @@ class ReplaySample(NamedTuple):
     weights: np.ndarray
     next_masks: np.ndarray | None = None
 
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        """Those that there are, by name."""
+        return {name: each for name, each in self._asdict().items() if each is not None}
+
 
 class SegmentRows(NamedTuple):
     """Segments laid out in R rows, one for each observation. Of a segment's last row, `rewards` is 0.

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from shoal.errors import ConfigError
 from shoal.rl.replay.sum_tree import GROUP_SIZE, SumTree, padded_size
@@ -32,7 +33,8 @@ class Ring:
     random:            draws the samples
     folder:            holds the ring in files there, allocated at once, which outlive the process; by default in memory
 
-    Raises ConfigError when `size_bytes` is below `needed` slots, or above the free space of the disk.
+    Raises ConfigError when `size_bytes` is below `needed` slots, or above the free space of the disk or the machine's
+    memory.
     """
 
     def __init__(
@@ -54,8 +56,7 @@ class Ring:
             problem = f"holds {self.capacity} rows; {needed_by} takes {needed} of {item_bytes} bytes"
             raise ConfigError("algorithm.replay_mb", size_bytes / 2**20, problem, "raise it, or shorten segment_length")
         priorities_shape = (padded_size(self.capacity),)
-        if folder is not None:
-            self._require_space(item_bytes * self.capacity + 8 * priorities_shape[0], folder)
+        self._require_space(item_bytes * self.capacity + 8 * priorities_shape[0])
         self._arrays = {
             name: self._allocate(name, dtype, (self.capacity, *shape)) for name, (dtype, shape) in columns.items()
         }
@@ -115,12 +116,20 @@ class Ring:
         """Which slots do not need an item after the `newest` one, that is in the files. bool [C]"""
         return np.ones(self.capacity, np.bool_)
 
-    def _require_space(self, needed_bytes: int, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        free_bytes = shutil.disk_usage(folder).free + sum(path.stat().st_size for path in folder.iterdir())
+    def _require_space(self, needed_bytes: int) -> None:
+        if self._folder is None:  # the system promises more memory than it has, and kills the process as the ring fills
+            place, free_bytes, remedy = (
+                "memory",
+                psutil.virtual_memory().total,
+                ", or use algorithm.replay_on_disk=true",
+            )
+        else:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            existing_bytes = sum(path.stat().st_size for path in self._folder.iterdir())
+            free_bytes, place, remedy = shutil.disk_usage(self._folder).free + existing_bytes, str(self._folder), ""
         if needed_bytes > free_bytes:
-            problem = f"takes {needed_bytes:,} bytes in {folder}, and {free_bytes:,} are free"
-            raise ConfigError("algorithm.replay_mb", self._size_bytes / 2**20, problem, "lower it")
+            problem = f"takes {needed_bytes:,} bytes in {place}, and there are {free_bytes:,}"
+            raise ConfigError("algorithm.replay_mb", self._size_bytes / 2**20, problem, "lower it" + remedy)
 
     def _allocate(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray:
         if self._folder is None:

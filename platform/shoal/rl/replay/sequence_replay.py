@@ -16,6 +16,7 @@ import numpy as np
 from shoal.rl.experience.queue import ExperienceBatch
 from shoal.rl.replay.ring import Ring
 from shoal.wire import ExperienceSpec
+from shoal.wire.action_masks import MASKS
 
 
 class SequenceShape(NamedTuple):
@@ -38,6 +39,7 @@ class Sequences(NamedTuple):
     has_burn_in bool [K]:  false at the beginning of a segment, whose first observation the state belongs to
     num_trained int32 [K]: trained steps; num_steps int32 [K]: steps from the first of them on
     terminated bool [K]:   the last of the `num_steps` terminated the episode
+    masks bool [K, U+n, A]: the actions allowed at the observations from the first trained step on, in a run with masks
     """
 
     observations: np.ndarray
@@ -48,6 +50,11 @@ class Sequences(NamedTuple):
     num_trained: np.ndarray
     num_steps: np.ndarray
     terminated: np.ndarray
+    masks: np.ndarray | None = None
+
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        """Those that there are, by name."""
+        return {name: each for name, each in self._asdict().items() if each is not None}
 
 
 class SequenceStarts(NamedTuple):
@@ -83,6 +90,7 @@ def split_segments(
 
     is_step = np.arange(shape.sequence_length + shape.num_steps - 1) < num_steps[:, None]
     rewards = batch.rewards[index(step_offsets, 0, is_step.shape[1], lengths - 1)]
+    masks = batch.extras.get(MASKS)
     return Sequences(
         batch.observations[index(row_offsets, -shape.burn_in, shape.num_rows, lengths)],
         batch.actions[index(step_offsets, 0, shape.sequence_length, lengths - 1)],
@@ -92,6 +100,7 @@ def split_segments(
         np.minimum(num_left, shape.sequence_length).astype(np.int32),
         num_steps.astype(np.int32),
         batch.terminated[starts.segments] & (num_steps == num_left),
+        None if masks is None else masks[index(row_offsets, 0, shape.num_rows - shape.burn_in, lengths)],
     )
 
 
@@ -119,6 +128,9 @@ class SequenceReplay(Ring):
             "num_steps": (np.dtype(np.int32), ()),
             "terminated": (np.dtype(np.bool_), ()),
         }
+        for each in experience.extras:
+            if each.name == MASKS:
+                columns[MASKS] = (each.tensor.numpy_dtype(), (shape.num_rows - shape.burn_in, *each.tensor.shape))
         needed = -(-experience.segment_length // shape.sequence_length)
         super().__init__(size_bytes, columns, needed, "a segment", priority_exponent, random, folder)
 
@@ -130,7 +142,7 @@ class SequenceReplay(Ring):
 
     def insert(self, sequences: Sequences, errors: np.ndarray) -> None:
         """Store sequences in place of the oldest ones. errors: [K], for the priorities."""
-        self.write(sequences._asdict(), self.compute_priorities(errors))
+        self.write(sequences.to_arrays(), self.compute_priorities(errors))
 
     def sample(self, batch_size: int, beta: float) -> tuple[np.ndarray, Sequences, np.ndarray]:
         """(rows int64 for `update_priorities`, sequences, weights float32), of `batch_size` drawn sequences [B].
@@ -138,5 +150,5 @@ class SequenceReplay(Ring):
         Raises ValueError when it is empty.
         """
         slots, weights = self.draw(batch_size, beta)
-        found = Sequences(**{name: self._arrays[name][slots] for name in Sequences._fields})
+        found = Sequences(**{name: self._arrays[name][slots] for name in Sequences._fields if name in self._arrays})
         return self._row_of_slot[slots], found, weights

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from shoal.models.action_distribution import mask_logits
 from shoal.models.q_network import QNetwork
-from shoal.rl.algorithms.algorithm import Metrics, NonFiniteLoss, find_device
+from shoal.rl.algorithms.algorithm import NonFiniteLoss, find_device
 from shoal.rl.algorithms.dqn.config import DQNConfig
 from shoal.rl.algorithms.dqn.loss import double_targets, dqn_loss
-from shoal.rl.algorithms.q_learning import QLearning, find_folder, make_random
+from shoal.rl.algorithms.q_learning import QLearning, StepLoss, find_folder, make_random
 from shoal.rl.algorithms.segments import to_observations
 from shoal.rl.experience.queue import ExperienceBatch
+from shoal.rl.learner_group import SampleShare
 from shoal.rl.replay.replay import Replay, ReplaySample, SegmentRows, sum_returns
 from shoal.rl.spec import RLSpec, network_kwargs
 from shoal.wire import ExperienceSpec
@@ -32,13 +33,19 @@ class DQN(QLearning):
     _target: QNetwork
     _replay: Replay
 
-    def __init__(self, spec: RLSpec, experience: ExperienceSpec, folder: Path | None = None) -> None:
+    def __init__(
+        self, spec: RLSpec, experience: ExperienceSpec, folder: Path | None = None, has_replay: bool = True
+    ) -> None:
         assert isinstance(spec.algorithm, DQNConfig)
         self._config = config = spec.algorithm
         self.device = find_device(spec)
         model: QNetwork = QNetwork(**network_kwargs(spec, experience)).to(self.device)
-        size_bytes = int(config.replay_mb * 2**20)
-        replay = Replay(experience, size_bytes, config.priority_exponent, make_random(), find_folder(config, folder))
+        size_bytes, exponent, place = (
+            int(config.replay_mb * 2**20),
+            config.priority_exponent,
+            find_folder(config, folder),
+        )
+        replay = Replay(experience, size_bytes, exponent, make_random(), place) if has_replay else None
         super().__init__(config, model, replay)
 
     def is_usable(self, segment: ExperienceBatch) -> bool:
@@ -53,16 +60,17 @@ class DQN(QLearning):
     def _count_draws(self) -> float:
         return self._config.batch_size
 
-    def _step(self) -> Metrics:
+    def _draw(self) -> tuple[np.ndarray, SampleShare]:
         config = self._config
         sample = self._replay.sample(config.batch_size, config.num_steps, config.discount, config.beta)
+        return sample.rows, SampleShare(sample.to_arrays(), 0, config.batch_size, config.batch_size)
+
+    def _compute_loss(self, share: SampleShare) -> StepLoss:
+        sample = ReplaySample(**share.arrays)
         q = self.model(to_observations(sample.observations, self.device))
         actions, weights = self.to_device(sample.actions), self.to_device(sample.weights)
-        losses = dqn_loss(q, actions, self._compute_targets(sample), weights, config.huber_delta)
-        grad_norm = self._minimize(losses.total)
-        errors = losses.errors.cpu().numpy()
-        self._replay.update_priorities(sample.rows, errors)
-        return self._describe_step(losses.total, errors, q, grad_norm)
+        losses = dqn_loss(q, actions, self._compute_targets(sample), weights, self._config.huber_delta)
+        return StepLoss(losses.total, len(q), losses.errors, q.detach().mean(-1))
 
     @torch.no_grad()
     def _compute_targets(self, sample: ReplaySample) -> Tensor:

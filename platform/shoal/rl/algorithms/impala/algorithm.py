@@ -129,7 +129,7 @@ def _compute_gradients(
         "learner/value_loss": losses.value,
         "learner/entropy": losses.entropy,
     }
-    found = group.sum_gradients(model, metrics, num_mine, num_steps or num_mine)
+    found = group.sum_gradients(model.parameters(), metrics, num_mine, num_steps or num_mine)
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
     return {**found, "learner/grad_norm": grad_norm.item()}
 

@@ -31,4 +31,3 @@ class ImpalaConfig(AlgorithmConfig):
         *("discount", "learning_rate", "value_cost", "entropy_cost"),
         *("rho_bar", "c_bar", "lambda_", "max_grad_norm"),
     )
-    has_replicas: ClassVar[bool] = True

@@ -141,7 +141,7 @@ class PPO(Algorithm):
             "learner/clip_fraction": losses.clip_fraction,
             "learner/kl": losses.kl,
         }
-        found = group.sum_gradients(self.model, metrics, len(actions), num_steps)
+        found = group.sum_gradients(self.model.parameters(), metrics, len(actions), num_steps)
         grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm)
         return {**found, "learner/grad_norm": grad_norm.item()}
 

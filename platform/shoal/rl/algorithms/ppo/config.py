@@ -37,7 +37,6 @@ class PPOConfig(AlgorithmConfig):
         *("discount", "lambda_", "learning_rate", "epochs", "minibatches", "clip"),
         *("value_cost", "entropy_cost", "rho_bar", "max_grad_norm"),
     )
-    has_replicas: ClassVar[bool] = True
 
     @property
     def pauses_actors(self) -> bool:

@@ -14,12 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.models.action_distribution import mask_logits
 from shoal.models.q_network import RecurrentQNetwork
-from shoal.rl.algorithms.algorithm import Metrics, NonFiniteLoss, find_device
-from shoal.rl.algorithms.q_learning import QLearning, find_folder, make_random
+from shoal.rl.algorithms.algorithm import NonFiniteLoss, find_device
+from shoal.rl.algorithms.q_learning import QLearning, StepLoss, find_folder, make_random
 from shoal.rl.algorithms.r2d2.config import R2D2Config
 from shoal.rl.algorithms.r2d2.loss import R2D2Losses, mix_errors, r2d2_loss, rescaled_targets, sum_rewards
 from shoal.rl.experience.queue import ExperienceBatch
+from shoal.rl.learner_group import SampleShare
 from shoal.rl.replay.sequence_replay import (
     SequenceReplay,
     Sequences,
@@ -48,21 +50,25 @@ class R2D2(QLearning):
     _target: RecurrentQNetwork
     _replay: SequenceReplay
 
-    def __init__(self, spec: RLSpec, experience: ExperienceSpec, folder: Path | None = None) -> None:
+    def __init__(
+        self, spec: RLSpec, experience: ExperienceSpec, folder: Path | None = None, has_replay: bool = True
+    ) -> None:
         assert isinstance(spec.algorithm, R2D2Config)
         self._config = config = spec.algorithm
         self._shape = SequenceShape(config.sequence_length, config.burn_in, config.num_steps)
         self.device = find_device(spec)
         model: RecurrentQNetwork = RecurrentQNetwork(**network_kwargs(spec, experience)).to(self.device)
-        replay = SequenceReplay(
-            experience,
-            self._shape,
-            spec.state_size,
-            int(config.replay_mb * 2**20),
-            config.priority_exponent,
-            make_random(),
-            find_folder(config, folder),
-        )
+        replay: SequenceReplay | None = None
+        if has_replay:
+            replay = SequenceReplay(
+                experience,
+                self._shape,
+                spec.state_size,
+                int(config.replay_mb * 2**20),
+                config.priority_exponent,
+                make_random(),
+                find_folder(config, folder),
+            )
         super().__init__(config, model, replay)
 
     def is_usable(self, segment: ExperienceBatch) -> bool:
@@ -80,13 +86,20 @@ class R2D2(QLearning):
     def _count_draws(self) -> float:
         return self._config.batch_size * self._replay.num_steps / self._replay.num_drawable
 
-    def _step(self) -> Metrics:
+    def _draw(self) -> tuple[np.ndarray, SampleShare]:
         rows, sequences, weights = self._replay.sample(self._config.batch_size, self._config.beta)
-        losses, mixed_errors, q = self._evaluate(sequences, self.to_device(weights))
-        grad_norm = self._minimize(losses.total)
-        errors = mixed_errors.cpu().numpy()
-        self._replay.update_priorities(rows, errors)
-        return self._describe_step(losses.total, errors, q, grad_norm)
+        arrays = {**sequences.to_arrays(), "weights": weights}
+        return rows, SampleShare(arrays, 0, len(rows), int(sequences.num_trained.sum()))
+
+    def _compute_loss(self, share: SampleShare) -> StepLoss:
+        arrays = dict(share.arrays)
+        weights = self.to_device(arrays.pop("weights"))
+        sequences = Sequences(**arrays)
+        losses, mixed_errors, q = self._evaluate(sequences, weights)
+        num_trained = self.to_device(sequences.num_trained)
+        is_trained = torch.arange(q.shape[1], device=q.device) < num_trained[:, None]
+        values = (q.mean(-1) * is_trained).sum(1) / num_trained
+        return StepLoss(losses.total, int(sequences.num_trained.sum()), mixed_errors, values)
 
     def _split(self, batch: ExperienceBatch) -> Sequences:
         starts = find_starts(batch.lengths, self._shape)
@@ -126,6 +139,8 @@ class R2D2(QLearning):
             target_q = self._unroll(self._target, sequences, longest + 1)
             index = following[..., None].expand(-1, -1, q.shape[-1])
             next_q, next_target_q = q.gather(1, index), target_q.gather(1, index)
+            if sequences.masks is not None:
+                next_q = mask_logits(next_q, self.to_device(sequences.masks).gather(1, index))
             targets = rescaled_targets(returns, discounts, next_q, next_target_q, config.rescaling_epsilon)
         q = q[:, :most_trained]
         actions = self.to_device(sequences.actions[:, :most_trained])

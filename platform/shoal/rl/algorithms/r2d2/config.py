@@ -53,7 +53,6 @@ class R2D2Config(AlgorithmConfig):
 
     recurrent_factory: ClassVar[str] = "shoal.models.q_network:RecurrentQNetwork"
     score_output: ClassVar[str] = "q_values"
-    takes_masks: ClassVar[bool] = False
     cores: ClassVar[tuple[str, ...]] = ("gru", "lstm")
     action_spaces: ClassVar[tuple[str, ...]] = ("Discrete",)
     is_off_policy: ClassVar[bool] = True

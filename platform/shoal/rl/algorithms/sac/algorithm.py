@@ -23,7 +23,8 @@ from shoal.rl.algorithms.sac.config import SACConfig
 from shoal.rl.algorithms.sac.loss import actor_loss, critic_loss, soft_targets, temperature_loss
 from shoal.rl.algorithms.segments import to_observations
 from shoal.rl.experience.queue import ExperienceBatch
-from shoal.rl.replay.replay import Replay, SegmentRows, sum_returns
+from shoal.rl.learner_group import SampleShare
+from shoal.rl.replay.replay import Replay, ReplaySample, SegmentRows, sum_returns
 from shoal.rl.spec import RLSpec, describe_encoder, network_kwargs
 from shoal.wire import ExperienceSpec
 
@@ -31,13 +32,18 @@ from shoal.wire import ExperienceSpec
 class SAC(Algorithm):
     """`updates_per_step` steps of Adam for every inserted environment step. Only the policy's weights are published."""
 
-    def __init__(self, spec: RLSpec, experience: ExperienceSpec, folder: Path | None = None) -> None:
+    _replay: Replay  # unless another learner draws the samples
+
+    def __init__(
+        self, spec: RLSpec, experience: ExperienceSpec, folder: Path | None = None, has_replay: bool = True
+    ) -> None:
         assert isinstance(spec.algorithm, SACConfig)
         self._config = config = spec.algorithm
         kwargs = network_kwargs(spec, experience)
         self.device = find_device(spec)
         self.model: GaussianActor = GaussianActor(**kwargs).to(self.device)
         sizes = kwargs["observation_size"], kwargs["num_actions"]
+        self._num_numbers: int = kwargs["num_actions"]  # of an action
         self._critic: TwinCritic = TwinCritic(*sizes, spec.hidden, _describe_frames(experience)).to(self.device)
         self._target = copy.deepcopy(self._critic).requires_grad_(False)
         self._log_alpha = torch.tensor(math.log(config.initial_temperature), device=self.device, requires_grad=True)
@@ -50,14 +56,17 @@ class SAC(Algorithm):
                 ("temperature_optimizer", [self._log_alpha]),
             )
         }
-        self._replay = Replay(
-            experience,
-            int(config.replay_mb * 2**20),
-            0.0,  # uniform
-            np.random.default_rng(int(torch.randint(2**62, ()))),
-            folder / "replay" if folder is not None and config.replay_on_disk else None,
-        )
-        self._num_inserted = self._replay.num_steps  # environment steps that this process can or could draw
+        self._has_replay = has_replay
+        if has_replay:
+            self._replay = Replay(
+                experience,
+                int(config.replay_mb * 2**20),
+                0.0,  # uniform
+                np.random.default_rng(int(torch.randint(2**62, ()))),
+                folder / "replay" if folder is not None and config.replay_on_disk else None,
+            )
+        # Environment steps that this process can or could draw.
+        self._num_inserted = self._replay.num_steps if has_replay else 0
         self._num_owed = 0.0  # steps of the optimizers that inserted steps still allow
 
     def update(self, batch: ExperienceBatch) -> Iterator[Metrics]:
@@ -79,7 +88,8 @@ class SAC(Algorithm):
         returns, discounts, following = sum_returns(rows, step_rows, 1, self._config.discount)
         observations = to_observations(segment.observations, self.device)
         q = self._critic(observations[step_rows], self._scale(segment.actions))
-        targets = self._compute_targets(returns, discounts, observations[following])
+        noise = self._draw_noise(len(returns)).to(self.device)
+        targets = self._compute_targets(returns, discounts, observations[following], noise)
         return bool(critic_loss(q, targets).isfinite())
 
     def state_dict(self) -> dict[str, Any]:
@@ -100,58 +110,72 @@ class SAC(Algorithm):
             self._log_alpha.copy_(state["log_alpha"])
         for name, optimizer in self._optimizers.items():
             restore_optimizer(optimizer, state[name], self._config.learning_rate)
-        self._replay.load_state_dict(state["replay"])
+        if self._has_replay:
+            self._replay.load_state_dict(state["replay"])
+
+    def learn_share(self, share: SampleShare) -> None:
+        self._learn(share)
 
     def _step(self) -> Metrics:
         """One step of each optimizer: critics, policy, temperature, then the target critics."""
-        config, distribution = self._config, self.model.distribution
+        config = self._config
         sample = self._replay.sample(config.batch_size, 1, config.discount, beta=0.0)
+        noise = {name: self._draw_noise(config.batch_size).numpy() for name in ("next_noise", "noise")}
+        whole = SampleShare({**sample.to_arrays(), **noise}, 0, config.batch_size, config.batch_size)
+        found = self._learn(self.group.divide_sample(whole, self.serialize))
+        return {**found, "learner/replay_steps": float(self._replay.num_steps)}
+
+    def _learn(self, share: SampleShare) -> dict[str, float]:
+        """The step. Losses and metrics are sums over the learner's items, divided by those of the whole sample."""
+        arrays, distribution = dict(share.arrays), self.model.distribution
+        next_noise, noise = (self.to_device(arrays.pop(name)) for name in ("next_noise", "noise"))
+        sample, fraction = ReplaySample(**arrays), len(noise) / share.num_items
         observations = to_observations(sample.observations, self.device)
         following = to_observations(sample.next_observations, self.device)
-        targets = self._compute_targets(sample.returns, sample.discounts, following)
+        targets = self._compute_targets(sample.returns, sample.discounts, following, next_noise)
         q = self._critic(observations, self._scale(sample.actions))
-        loss_of_critics = critic_loss(q, targets)
-        self._minimize("critic_optimizer", loss_of_critics)
+        loss = critic_loss(q, targets) * fraction
+        metrics = {"learner/critic_loss": loss, "learner/q_value": q.mean() * fraction}
+        found = self._minimize("critic_optimizer", loss, metrics, share)
 
-        outputs = self.model(observations)
-        scaled_actions, log_pi = distribution.sample(outputs, self._draw_noise(outputs))
+        scaled_actions, log_pi = distribution.sample(self.model(observations), noise)
         alpha = self._log_alpha.detach().exp()
-        loss_of_actor = actor_loss(log_pi, self._critic(observations, scaled_actions), alpha)
-        self._minimize("actor_optimizer", loss_of_actor)
-        self._minimize("temperature_optimizer", temperature_loss(self._log_alpha, log_pi, self._target_entropy))
+        loss = actor_loss(log_pi, self._critic(observations, scaled_actions), alpha) * fraction
+        metrics = {"learner/actor_loss": loss, "learner/entropy": -log_pi.mean() * fraction}
+        found |= self._minimize("actor_optimizer", loss, metrics, share)
+        loss = temperature_loss(self._log_alpha, log_pi, self._target_entropy) * fraction
+        self._minimize("temperature_optimizer", loss, {"loss": loss}, share)
         with torch.no_grad():
-            torch._foreach_lerp_(list(self._target.parameters()), list(self._critic.parameters()), config.tau)
-        return {
-            "learner/critic_loss": loss_of_critics.item(),
-            "learner/actor_loss": loss_of_actor.item(),
-            "learner/q_value": q.mean().item(),
-            "learner/entropy": -log_pi.mean().item(),
-            "learner/temperature": alpha.item(),
-            "learner/replay_steps": float(self._replay.num_steps),
-        }
+            torch._foreach_lerp_(list(self._target.parameters()), list(self._critic.parameters()), self._config.tau)
+        return {**found, "learner/temperature": alpha.item()}
 
-    def _minimize(self, name: str, loss: Tensor) -> None:
-        """One step of an optimizer. Raises RunError, leaving its weights, when the loss is not finite any more."""
-        if not loss.isfinite():
-            raise RunError("the loss of replayed experience is not finite: lower algorithm.learning_rate")
+    def _minimize(self, name: str, loss: Tensor, metrics: Mapping[str, Tensor], share: SampleShare) -> dict[str, float]:
+        """One step of an optimizer, with the other learners; returns the metrics of all, of which the loss is one.
+
+        Raises RunError, leaving its weights, when it is not finite any more.
+        """
         optimizer = self._optimizers[name]
         parameters = optimizer.param_groups[0]["params"]
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)  # a user's network may have spare ones
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
+        num_mine = len(share.arrays["noise"])
+        found = self.group.sum_gradients(parameters, metrics, num_mine, share.num_items)
+        if not np.isfinite(list(found.values())).all():
+            raise RunError("the loss of replayed experience is not finite: lower algorithm.learning_rate")
         optimizer.step()
+        return found
 
     @torch.no_grad()
-    def _compute_targets(self, returns: np.ndarray, discounts: np.ndarray, following: Tensor) -> Tensor:
-        outputs = self.model(following)
-        scaled_actions, log_pi = self.model.distribution.sample(outputs, self._draw_noise(outputs))
+    def _compute_targets(self, returns: np.ndarray, discounts: np.ndarray, following: Tensor, noise: Tensor) -> Tensor:
+        scaled_actions, log_pi = self.model.distribution.sample(self.model(following), noise)
         next_q = self._target(following, scaled_actions)
         returns_B, discounts_B = (torch.from_numpy(each).to(self.device) for each in (returns, discounts))
         return soft_targets(returns_B, discounts_B, next_q, log_pi, self._log_alpha.exp())
 
-    def _draw_noise(self, outputs: Tensor) -> Tensor:
-        """[N, A], from the CPU's generator, whose state is in the checkpoint."""
-        return torch.randn(len(outputs), outputs.shape[-1] // 2).to(self.device)
+    def _draw_noise(self, num_items: int) -> Tensor:
+        """[num_items, A], by the CPU's generator, whose state is in the checkpoint."""
+        return torch.randn(num_items, self._num_numbers)
 
     def _scale(self, actions: np.ndarray) -> Tensor:
         return self.model.distribution.scale(torch.from_numpy(np.array(actions)).to(self.device)).float()

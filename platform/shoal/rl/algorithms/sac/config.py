@@ -40,7 +40,6 @@ class SACConfig(AlgorithmConfig):
     model_factory: ClassVar[str] = "shoal.models.gaussian_actor:GaussianActor"
     score_output: ClassVar[str] = "mean"
     has_value: ClassVar[bool] = False
-    takes_masks: ClassVar[bool] = False
     has_value_head: ClassVar[bool] = False
     action_spaces: ClassVar[tuple[str, ...]] = ("Box",)
     is_off_policy: ClassVar[bool] = True
