@@ -12,7 +12,7 @@ from django.core.wsgi import get_wsgi_application
 from django.template.loader import get_template
 
 from films.parent import end_with_parent
-from films.recommend import recommend
+from films.recommend import current_version, find_candidates
 from shoal.errors import ConfigError, needs_extra
 
 NUM_THREADS = 4  # more would take turns on one interpreter lock, and all be later
@@ -32,7 +32,7 @@ class Command(BaseCommand):
         if with_parent:
             end_with_parent()
         # The first reader does not wait for what is loaded here; without a version the site does not start.
-        recommend(0), get_template("films.html")
+        find_candidates(current_version().get(), {}), get_template("films.html")
         try:
             listener = socket.create_server(("127.0.0.1", port))
         except (OSError, OverflowError) as error:
