@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -297,9 +298,32 @@ def test_a_client_sends_a_picture_of_any_size_and_gets_a_mask(run_id: str, plant
             skeletons = [measure_length(thin(classes == label)) for label in (1, 2, 3)]
             np.testing.assert_allclose(lengths, skeletons, rtol=1e-5)
             assert decode_picture(content, "").shape[1:] == classes.shape
-        with pytest.raises(InferenceError, match="row 0, 9 bytes: is no picture") as caught:
+        with pytest.raises(InferenceError, match=r"row 0, 9 bytes: is no picture.*its format is unknown") as caught:
             client.infer("roots", {"picture": [b"no PNG at"]})
         assert caught.value.status == 422
+
+
+def test_the_client_writes_masks_and_names_the_file_that_is_none(
+    run_id: str, plants: list[Photograph], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    signature, loaded = predictor_of("roots")
+    model = FakeModel("roots", signature.inputs, signature.outputs, lambda inputs: loaded.predict_batch([inputs])[0])
+    Image.fromarray(plants[0].picture.transpose(1, 2, 0)).save("a.jpg")
+    Path("b.jpg").write_bytes(b"no picture")
+    with served(FakeHost(model)) as (url, _):
+        monkeypatch.setattr("shoal.client.discovery.find_endpoint", lambda: SimpleNamespace(url=url))
+        monkeypatch.setattr("shoal.client.discovery.token_for", lambda url: TOKEN)
+        for words, message in (
+            (["a.jpg", "b.jpg"], r"^error: b\.jpg: row 0, 10 bytes: is no picture"),
+            (["c.jpg"], r"^error: .*No such file.*c\.jpg"),
+            ([], "2"),  # the usage
+        ):
+            monkeypatch.setattr("sys.argv", ["roots_client.py", *words])
+            with pytest.raises(SystemExit, match=message):
+                runpy.run_path(str(ROOT / "serve_apps" / "roots_client.py"), run_name="__main__")
+    assert "a.mask.png: lengths" in capsys.readouterr().out
+    with Image.open("a.mask.png") as mask:
+        assert mask.size == SIZE[::-1]
 
 
 def test_an_endpoint_gives_the_mask_that_the_network_gives(run_id: str, plants: list[Photograph]) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 from shoal.errors import ConfigError, DataError, needs_extra
 
 with needs_extra("data"):
-    from PIL import Image, ImageColor, ImageOps
+    from PIL import Image, ImageColor, ImageOps, UnidentifiedImageError
 
 _log = logging.getLogger(__name__)
 IGNORED = 255  # the class of pixels that nothing is known of
@@ -92,7 +92,7 @@ def decode_picture(content: bytes, name: str) -> np.ndarray:
                 picture = Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
             picture = picture.convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise DataError("picture", name, f"is no picture, or a damaged one ({error})", "remove it") from error
+        raise _make_decoding_error("picture", name, error) from error
     return np.ascontiguousarray(np.asarray(picture).transpose(2, 0, 1))
 
 
@@ -150,7 +150,7 @@ def _read_mask(path: Path, kind: MaskFormat) -> np.ndarray:
             form, mode, has_colours = opened.format, opened.mode, opened.mode in ("RGB", "RGBA")
             values = np.asarray(ImageOps.exif_transpose(opened.convert("RGB") if has_colours else opened))
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise DataError("mask", str(path), f"is no picture, or a damaged one ({error})", "remove it") from error
+        raise _make_decoding_error("mask", str(path), error) from error
     if has_colours and (values == values[..., :1]).all() and values.max() <= len(kind.classes):
         values, has_colours = values[..., 0], False  # numbers, saved in three equal channels
     if values.ndim > 2 and not has_colours:
@@ -158,6 +158,11 @@ def _read_mask(path: Path, kind: MaskFormat) -> np.ndarray:
     if form in LOSSY:
         return _threshold(values, path, kind)
     return _match_colours(values, path, kind) if has_colours else _match_numbers(values, path, kind)
+
+
+def _make_decoding_error(kind: str, name: str, error: Exception) -> DataError:
+    reason = "its format is unknown" if isinstance(error, UnidentifiedImageError) else str(error)
+    return DataError(kind, name, f"is no picture, or a damaged one ({reason})", "remove it")
 
 
 def _match_numbers(values: np.ndarray, path: Path, kind: MaskFormat) -> np.ndarray:
