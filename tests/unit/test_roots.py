@@ -188,6 +188,13 @@ def test_a_folder_with_something_wrong_is_refused_by_file(
         read_folder(folder, FORMAT)
 
 
+def test_a_photograph_of_which_shrinking_leaves_nothing_is_named(plants: list[Photograph], tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, plants[:1])
+    problem = r"images/p000_0\.png.*has 72 x 96 pixels, of which shrink = 80 leaves none"
+    with pytest.raises(DataError, match=problem):
+        read_folder(folder, MaskFormat(CLASSES, shrink=80))
+
+
 def test_a_class_that_no_mask_for_training_has_is_named(plants: list[Photograph]) -> None:
     without = [Photograph(each.name, each.plant, each.picture, each.classes % 2) for each in plants]
     with pytest.raises(DataError, match="class = 'main root': is in none of the 8 masks for training: p000_0"):
@@ -199,6 +206,9 @@ def test_a_class_that_no_mask_for_training_has_is_named(plants: list[Photograph]
     [
         ({"style": "forest"}, "args.style = 'forest'.*simulated, greenhouse"),
         ({"crop": 100}, "args.crop = 100: does not divide by 8"),
+        ({"crop": 0}, "args.crop = 0: does not divide by 8"),
+        ({"shrink": 0}, "shrink = 0: divides by less than one"),
+        ({"images": -1}, "args.images = -1: is no number of photographs"),
         ({"region": [0.5, 0, 0.2, 1]}, "region.*is no region"),
         ({"classes": list("abcdefgh")}, "colours.*are fewer than 8"),
     ],

@@ -60,6 +60,8 @@ class MaskFormat:
         if len(self.colours) <= len(self.classes):
             remedy = "give one for the background, and one for each class"
             raise ConfigError("colours", list(self.colours), f"are fewer than {len(self.classes)} + 1", remedy)
+        if self.shrink < 1:
+            raise ConfigError("shrink", self.shrink, "divides by less than one", "give 1 for photographs as they are")
         if self.region is not None:
             left, top, right, bottom = self.region
             if not (0 <= left < right <= 1 and 0 <= top < bottom <= 1):
@@ -79,7 +81,11 @@ def read_folder(folder: Path, kind: MaskFormat) -> list[Photograph]:
         classes = _read_mask(masks[name], kind)
         if classes.shape != picture.shape[1:]:
             raise _make_size_error(masks[name], classes, path, picture)
-        found.append(Photograph(name, plants[name], *_fit(picture, classes, kind)))
+        fitted, shown = _fit(picture, classes, kind)
+        if not shown.size:
+            problem = f"has {picture.shape[2]} x {picture.shape[1]} pixels, of which shrink = {kind.shrink} leaves none"
+            raise DataError("picture", str(path), problem, "shrink less, or give a larger region")
+        found.append(Photograph(name, plants[name], fitted, shown))
     return found
 
 
