@@ -31,6 +31,7 @@ def main(masks: str, budget_s: float) -> None:
     os.environ["nnUNet_n_proc_DA"] = "0"  # augmentation in this process, whose seconds are counted
     prepared, raw = (Path(os.environ[name]) / "Dataset001_Roots" for name in ("nnUNet_preprocessed", "nnUNet_raw"))
     plans = json.loads((prepared / "nnUNetPlans.json").read_text())
+    plans["continue_training"] = False
     trainer = nnUNetTrainer(
         plans, "2d", "all", json.loads((raw / "dataset.json").read_text()), device=torch.device("cpu")
     )
@@ -77,6 +78,7 @@ def predict(trainer: nnUNetTrainer, images: Path, masks: str) -> None:
         type(trainer).__name__,
         trainer.inference_allowed_mirroring_axes,
     )
+    Path(masks).mkdir(parents=True, exist_ok=True)
     predictor.predict_from_files_sequential(str(images), masks)
 
 
