@@ -20,15 +20,16 @@ from nnunetv2.inference.predict_from_raw_data import nnUNetPredictor
 from nnunetv2.training.nnUNetTrainer.nnUNetTrainer import nnUNetTrainer
 
 NUM_EPOCHS = 20
+PROCESSES = "nnUNet_n_proc_DA"
 
 
 def main(masks: str, budget_s: float) -> None:
     torch.set_num_threads(1)
-    os.environ["nnUNet_n_proc_DA"] = "1"  # its planner takes this as a number of threads, and 0 is none
+    os.environ[PROCESSES] = "1"  # its planner takes this as a number of threads, and 0 is none
     extract_fingerprints([1], num_processes=1)
     plan_experiments([1])
     preprocess([1], configurations=("2d",), num_processes=[1])
-    os.environ["nnUNet_n_proc_DA"] = "0"  # augmentation in this process, whose seconds are counted
+    os.environ[PROCESSES] = "0"  # augmentation in this process, whose seconds are counted
     prepared, raw = (Path(os.environ[name]) / "Dataset001_Roots" for name in ("nnUNet_preprocessed", "nnUNet_raw"))
     plans = json.loads((prepared / "nnUNetPlans.json").read_text())
     plans["continue_training"] = False
