@@ -42,6 +42,7 @@ from shoal.train.task import Task, make_task
 RECIPE = str(ROOT / "jobs" / "roots.py")
 NNUNET = ROOT / ".venv-nnunet" / "bin" / "python"
 BATCH_SIZE = 8
+FEW, MANY, MORE_POINTS = 3, 12, 3.0
 PLANTS, PER_PLANT = 72, 2  # a quarter of the plants, 36 photographs, is for the test
 
 
@@ -92,6 +93,7 @@ def measure_curve(size: dict[str, Any], chosen: argparse.Namespace, folder: Path
     weights = folder / "pretrained.safetensors"
     weights.write_bytes(pretrained["weights"].read_bytes())
     rows: list[Row] = []
+    ious: dict[int, tuple[float, float]] = {}  # by number of images: pretrained, from scratch
     for count in chosen.images:
         one, other = (train({**size, "images": count}, chosen.minutes, step_s, init) for init in (str(weights), ""))
         setting = (
@@ -104,7 +106,16 @@ def measure_curve(size: dict[str, Any], chosen: argparse.Namespace, folder: Path
             rows.append(compare(f"roots: {called}, {count} images", unit, "higher", [ours], [peer], "from scratch"))
         bare = ", ".join(f"{key} {one[key]:.3f} / {other[key]:.3f}" for key in DETAILS)
         rows[-len(SCORES)] = with_note(rows[-len(SCORES)], f"{setting}; pretrained / from scratch: {bare}")
-        write("roots", rows, chosen.results)
+        ious[count] = 100 * one["iou"], 100 * other["iou"]
+        write("roots", [*rows, *compare_few(ious)], chosen.results)
+
+
+def compare_few(ious: dict[int, tuple[float, float]]) -> list[Row]:
+    """The bar of pretraining, once both numbers of images are measured."""
+    if not ious.keys() >= {FEW, MANY}:
+        return []
+    name = f"roots: IoU, {FEW} images after pretraining beside {MANY} from scratch"
+    return [compare(name, "%", "higher", [ious[FEW][0]], [ious[MANY][1]], "from scratch", 1.0, "ratio")]
 
 
 SCORES = (("iou", "%", "IoU"), ("skeleton_recall", "%", "skeleton recall"), ("length_r2", "", "r² of total length"))
@@ -175,6 +186,9 @@ def measure_peer(size: dict[str, Any], chosen: argparse.Namespace, folder: Path)
             rows.append(
                 compare(f"roots: {called}, {count} images", unit, "higher", [mine], [peers], "nnU-Net", note=note)
             )
+        more = 100 * (ours["iou"] - theirs["iou"])
+        name = f"roots: IoU above nnU-Net's, {count} images"
+        rows.append(compare(name, "points", "higher", [more], bar=MORE_POINTS, bar_kind="value", note=note))
     return rows
 
 

@@ -115,8 +115,13 @@ class RecommenderTask(Task):
             raise ConfigError("args.num_films", self.num_films, f"there are {num_films} films", "give as many or more")
         train, validation = split_last_liked(user, film, stars)
         log = (user[train], film[train], stars[train])
+        liked = Liked(self.max_history, self.negatives, num_films, log)
+        if not len(validation) or not len(liked):
+            problem = f"its {len(user)} ratings have too few films with {LIKED:g} stars or more after another rating"
+            remedy = "one viewer needs two of them: one to learn from, and one to be judged by"
+            raise DataError("ratings", self.folder or self.database or "generated", problem, remedy)
         tested = LastLiked(self.max_history, num_films, log, user[validation], film[validation])
-        return Data(Liked(self.max_history, self.negatives, num_films, log), validation=tested)
+        return Data(liked, validation=tested)
 
     def inputs(self, batch: Any) -> tuple[Tensor, ...]:
         return tuple(batch[:3])

@@ -91,8 +91,10 @@ class RootTask(Task):
     ) -> None:
         if style not in STYLES:
             raise ConfigError("args.style", style, "is no style of the generator", f"one of {', '.join(STYLES)}")
-        if crop % 8:
+        if crop < 8 or crop % 8:
             raise ConfigError("args.crop", crop, "does not divide by 8", "the network halves it three times")
+        if images < 0:
+            raise ConfigError("args.images", images, "is no number of photographs", "give 0 for all")
         self.format = MaskFormat(tuple(classes), tuple(colours), None if region is None else tuple(region), shrink)
         self.folder, self.generated, self.images, self.split = folder, (plants, per_plant, style, height), images, split
         self.crop, self.epoch, self.width, self.foreground = crop, epoch, width, foreground

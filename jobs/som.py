@@ -16,6 +16,7 @@ images are those of Debian's package, as in jobs/lenet.py; without it they are g
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -48,9 +49,8 @@ if TYPE_CHECKING:
 
 INSTALLED = "/usr/share/datasets/fashion-mnist"
 IMAGES = "train-images-idx3-ubyte.gz"
-NUM_GENERATED = 10_000
+NUM_GENERATED, MAX_PLANES = 10_000, 12
 OnEpoch = Callable[[int, dict[str, float]], None]  # its number, from 1, and its metrics
-MAX_PLANES = 12
 
 
 class SomSpec(Spec):
@@ -160,10 +160,12 @@ def read_table(path: Path, features: Sequence[str] = ()) -> tuple[np.ndarray, li
     with needs_extra("data"):
         import pandas as pd
     try:
-        table: DataFrame = pd.read_csv(path, skip_blank_lines=False)
-    except (OSError, ValueError) as error:
-        remedy = "give a CSV file whose first line names its columns"
-        raise DataError("data", str(path), f"cannot be read ({error})", remedy) from error
+        with warnings.catch_warnings(action="error", category=pd.errors.ParserWarning):
+            table: DataFrame = pd.read_csv(path, skip_blank_lines=False, index_col=False)
+    except (OSError, ValueError, pd.errors.ParserWarning) as error:
+        more = "row 1 (line 2) has more values than the header has names"  # of a later row pandas says as much itself
+        problem = f"cannot be read ({more if isinstance(error, Warning) else error})"
+        raise DataError("data", str(path), problem, "give a CSV file whose first line names its columns") from error
     if missing := [name for name in features if name not in table.columns]:
         there = f"there is {', '.join(map(str, table.columns))}"
         raise DataError("features", missing[0], f"{path} has no such column", there)
@@ -181,11 +183,10 @@ def read_table(path: Path, features: Sequence[str] = ()) -> tuple[np.ndarray, li
 def _raise_gap(path: Path, table: DataFrame, name: str, numbers: np.ndarray) -> None:
     """For the first value of the column that is no finite number."""
     row = int(np.flatnonzero(~np.isfinite(numbers))[0])
-    value = table[name].iloc[row]
-    where = f"row {row + 1} (line {row + 2})"
+    value, where = table[name].iloc[row], f"row {row + 1} (line {row + 2})"
     if isinstance(value, str):
-        share = np.isfinite(numbers).mean()
-        problem = f"column {name!r} is not numeric: {where} has {value!r}, {share:.0%} of its values are numbers"
+        numeric = f"{np.isfinite(numbers).mean():.0%} of its values are numbers"
+        problem = f"column {name!r} is not numeric: {where} has {value!r}, {numeric}"
         raise DataError("data", str(path), problem, "leave it out with features=[...], or encode it as numbers")
     problem = f"{where} has {'a gap' if np.isnan(numbers[row]) else value} in column {name!r}"
     raise DataError("data", str(path), problem, "fill the gap or drop the row: a map needs finite numbers")
@@ -198,10 +199,9 @@ def train_maps(
     spec: SomSpec, rows: Tensor, weights: Tensor, total: som.SumOverRanks | None, on_epoch: OnEpoch
 ) -> Tensor:
     """The maps' weights [M, K, D] after all epochs over this rank's rows [N, D]."""
-    widths = spec.list_widths()
     for epoch in range(spec.epochs):
         began_s = time.perf_counter()
-        sigmas = [som.compute_sigma(epoch, spec.epochs, first, last) for first, last in widths]
+        sigmas = [som.compute_sigma(epoch, spec.epochs, first, last) for first, last in spec.list_widths()]
         before, weights = weights, som.fit_epoch(rows, weights, spec.map_grid, sigmas, total)
         moved = float((weights - before).norm(dim=2).mean())
         values = {"sigma": sigmas[0], "movement": moved, "epoch_seconds": time.perf_counter() - began_s}
@@ -211,8 +211,8 @@ def train_maps(
 
 def draw_maps(spec: SomSpec, rows: Tensor) -> Tensor:
     """First weights of all maps, [M, K, D]: by all rows, so that every number of workers begins alike."""
-    num_nodes = spec.map_grid.num_nodes
-    return torch.stack([som.draw_weights(rows, num_nodes, spec.seed + number) for number in range(spec.maps)])
+    seeds = range(spec.seed, spec.seed + spec.maps)
+    return torch.stack([som.draw_weights(rows, spec.map_grid.num_nodes, seed) for seed in seeds])
 
 
 @contextmanager
@@ -376,16 +376,17 @@ def run_som(spec: SomSpec, job: str = "som") -> dict[str, float]:
         weights, seconds = fit_maps(spec, rows.values, recorder.folder / "ranks", report)
         scored = rows.values[: spec.score_rows]
         errors = [som.measure_errors(scored, each, spec.map_grid) for each in weights]
-        for number, found in enumerate(errors):
-            sigma = spec.list_widths()[number][0]
+        for number, (found, (sigma, _)) in enumerate(zip(errors, spec.list_widths(), strict=True)):
             recorder.record_event("map", number=number, seed=spec.seed + number, sigma=sigma, **found)
         best = min(range(spec.maps), key=lambda number: errors[number]["quantisation_error"])
         recorder.log(spec.epochs, {f"som/{name}": value for name, value in errors[best].items()})
         draw_pictures(spec, rows, weights[best], recorder.folder / "pictures")
         register_map(spec, rows, build_network(spec, rows, weights[best]), errors[best], recorder)
-        recorder.record_event("trained", reason="epochs", seconds=seconds, map=best, metrics=errors[best])
+        detail = f"map {best} of {spec.maps}, {spec.epochs} epochs of {seconds / spec.epochs:.2f} s"
+        ended = {"reason": "epochs", "detail": detail, "steps": spec.epochs, "kept": spec.epochs, "seconds": seconds}
+        recorder.record_event("trained", **ended, map=best, metrics=errors[best])
         summary = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in errors[best].items())
-        print(f"run {recorder.id}: map {best} after {spec.epochs} epochs of {seconds / spec.epochs:.2f} s: {summary}")
+        print(f"run {recorder.id}: {detail}: {summary}")
     shoal.runs.write_report_at_end(recorder.id)
     return errors[best]
 

@@ -12,6 +12,7 @@ it the column's mean. `--semi-supervised` lets the context attend to the rows wi
 import argparse
 import csv
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +21,7 @@ import numpy as np
 
 from shoal.client import Client
 from shoal.client.discovery import find_endpoint, token_for
-from shoal.errors import DataError
+from shoal.errors import DataError, ShoalError
 
 MODEL = "few-rows"
 
@@ -46,7 +47,7 @@ class FilledTable(NamedTuple):
 
 def read_table(path: Path, targets: Sequence[str], *, impute: bool = False) -> FilledTable:
     """Read a CSV with a line of names. Raises DataError, which names the file, and the row and column of the cell."""
-    with path.open(newline="") as file:
+    with path.open(newline="", encoding="utf-8-sig") as file:  # as spreadsheets write it
         reader = csv.reader(file)
         names = next(reader, [])
         for target in targets:
@@ -90,11 +91,20 @@ def main() -> None:
     parser.add_argument("--impute", action="store_true")
     parser.add_argument("--semi-supervised", action="store_true")
     chosen = parser.parse_args()
-    table = read_table(chosen.path, chosen.targets, impute=chosen.impute)
-    found = find_endpoint()
-    with Client(found.url, token=token_for(found.url)) as client:
-        answer = client.infer(MODEL, table.as_request(semi_supervised=chosen.semi_supervised))
-    unknown = [line for line, row in zip(table.lines, table.targets, strict=True) if np.isnan(row).all()]
+    try:
+        table = read_table(chosen.path, chosen.targets, impute=chosen.impute)
+        unknown = [line for line, row in zip(table.lines, table.targets, strict=True) if np.isnan(row).all()]
+        if not unknown:
+            raise DataError(
+                str(chosen.path), chosen.targets[0], "has a value in each row", "leave it empty to ask for it"
+            )
+        found = find_endpoint()
+        with Client(found.url, token=token_for(found.url)) as client:
+            answer = client.infer(MODEL, table.as_request(semi_supervised=chosen.semi_supervised))
+    except (OSError, ShoalError) as error:
+        sys.exit(f"error: {error}")
+    except (UnicodeError, csv.Error) as error:
+        sys.exit(f"error: {chosen.path} is no CSV file in UTF-8: {error}")
     for line, means, quantiles in zip(unknown, answer["mean"][0], answer["quantiles"][0], strict=True):
         for target, mean, levels in zip(chosen.targets, means, quantiles, strict=True):
             print(f"row {line}: {target} {mean:.6g}, 90% between {levels[0]:.6g} and {levels[-1]:.6g}")

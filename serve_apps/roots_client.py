@@ -3,11 +3,13 @@
 python serve_apps/roots_client.py photograph.jpg another.png
 """
 
+import argparse
 import sys
 from pathlib import Path
 
 from shoal.client import Client
 from shoal.client.discovery import find_endpoint, token_for
+from shoal.errors import InferenceError, ShoalError
 
 
 def segment(client: Client, path: Path) -> tuple[Path, list[float]]:
@@ -19,11 +21,20 @@ def segment(client: Client, path: Path) -> tuple[Path, list[float]]:
 
 
 def main() -> None:
-    found = find_endpoint()
-    with Client(found.url, token=token_for(found.url)) as client:
-        for name in sys.argv[1:]:
-            mask, lengths = segment(client, Path(name))
-            print(f"{mask}: lengths {', '.join(f'{length:.0f}' for length in lengths)} pixels")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("photographs", nargs="+", type=Path, metavar="photograph")
+    chosen = parser.parse_args()
+    try:
+        found = find_endpoint()
+        with Client(found.url, token=token_for(found.url)) as client:
+            for path in chosen.photographs:
+                try:
+                    mask, lengths = segment(client, path)
+                except InferenceError as error:
+                    sys.exit(f"error: {path}: {error}")
+                print(f"{mask}: lengths {', '.join(f'{length:.0f}' for length in lengths)} pixels")
+    except (OSError, ShoalError) as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

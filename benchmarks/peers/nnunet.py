@@ -20,17 +20,19 @@ from nnunetv2.inference.predict_from_raw_data import nnUNetPredictor
 from nnunetv2.training.nnUNetTrainer.nnUNetTrainer import nnUNetTrainer
 
 NUM_EPOCHS = 20
+PROCESSES = "nnUNet_n_proc_DA"
 
 
 def main(masks: str, budget_s: float) -> None:
     torch.set_num_threads(1)
+    os.environ[PROCESSES] = "1"  # its planner takes this as a number of threads, and 0 is none
     extract_fingerprints([1], num_processes=1)
-    os.environ["nnUNet_n_proc_DA"] = "1"  # the planner sets as many threads
     plan_experiments([1])
-    os.environ["nnUNet_n_proc_DA"] = "0"  # augmentation in this process, whose time is counted
     preprocess([1], configurations=("2d",), num_processes=[1])
+    os.environ[PROCESSES] = "0"  # augmentation in this process, whose seconds are counted
     prepared, raw = (Path(os.environ[name]) / "Dataset001_Roots" for name in ("nnUNet_preprocessed", "nnUNet_raw"))
-    plans = {**json.loads((prepared / "nnUNetPlans.json").read_text()), "continue_training": False}
+    plans = json.loads((prepared / "nnUNetPlans.json").read_text())
+    plans["continue_training"] = False
     trainer = nnUNetTrainer(
         plans, "2d", "all", json.loads((raw / "dataset.json").read_text()), device=torch.device("cpu")
     )
@@ -59,7 +61,6 @@ def main(masks: str, budget_s: float) -> None:
             if time.process_time() - began_s < budget_s:
                 step()
     taken_s = time.process_time() - began_s
-    Path(masks).mkdir()
     predict(trainer, raw / "imagesTs", masks)
     batch, patch = (trainer.configuration_manager.batch_size, list(trainer.configuration_manager.patch_size))
     print(json.dumps({"steps": num_steps, "seconds": taken_s, "batch_size": batch, "patch": patch}))
@@ -78,6 +79,7 @@ def predict(trainer: nnUNetTrainer, images: Path, masks: str) -> None:
         type(trainer).__name__,
         trainer.inference_allowed_mirroring_axes,
     )
+    Path(masks).mkdir(parents=True, exist_ok=True)
     predictor.predict_from_files_sequential(str(images), masks)
 
 

@@ -113,6 +113,7 @@ def test_a_rating_is_in_the_very_next_page(home: Path) -> None:
         ("1:2", "3", 400),
         ("999", "3", 404),
         ("-1", "3", 404),
+        (str(2**63), "3", 404),
     ],
 )
 def test_what_is_no_rating_is_refused(film: str, stars: str, status: int, home: Path) -> None:
@@ -133,6 +134,20 @@ def test_other_sites_and_other_hosts_are_refused(home: Path, caplog: pytest.LogC
     key = home / "secret_key"
     assert len(key.read_text()) > 50
     assert key.stat().st_mode & 0o077 == 0
+
+
+def test_a_title_is_text_and_no_html(home: Path) -> None:
+    from films.models import Film
+
+    client = browse()
+    film = read_page(client.get("/").content.decode())[0][0]
+    before = Film.objects.get(id=film)
+    Film.objects.filter(id=film).update(title="<script>a & b</script>", genres="<i>'\"")
+    escaped = "&lt;script&gt;a &amp; b&lt;/script&gt;"
+    assert f"<td>{escaped}<br><small>&lt;i&gt;&#x27;&quot;</small></td>" in client.get("/").content.decode()
+    rate(client, film, 3)
+    assert f'<tr data-film="{film}"><td>{escaped}</td><td>3</td></tr>' in client.get("/").content.decode()
+    before.save()
 
 
 def test_each_page_has_one_version_while_versions_swap(home: Path) -> None:
@@ -346,6 +361,24 @@ def test_bad_starts_are_one_line(own_home: Path, tmp_path: Path) -> None:
         _, errors = process.communicate()
     assert process.returncode == 1
     assert re.fullmatch(r"error: port = \d+: the site cannot listen there: Address already in use.*\n", errors)
+
+
+def test_a_site_without_a_version_says_so_as_it_starts(own_home: Path) -> None:
+    (own_home / "models" / "CURRENT").unlink()
+    process = run_manage(own_home, "web", "--port", "0")
+    said, errors = process.communicate(timeout=60)
+    assert (process.returncode, said) == (1, "")
+    assert re.fullmatch(r"error: models = '.*': there is no version of the factors yet.*retrain --once.*\n", errors)
+
+
+def test_readers_that_wait_are_no_lines_on_the_terminal(own_home: Path) -> None:
+    web = run_manage(own_home, "web", "--port", "0")
+    session = Session(find_url(web))
+    with ThreadPoolExecutor(30) as pool:
+        pages = [each.result() for each in [pool.submit(session.get) for _ in range(90)]]
+    web.terminate()
+    assert web.communicate()[1] == ""
+    assert all("Films for you" in page for page in pages)
 
 
 def test_a_reader_rates_in_a_browser_and_all_ends_with_ctrl_c(own_home: Path, tmp_path: Path) -> None:

@@ -100,6 +100,14 @@ def test_more_films_than_rows_and_two_sources_are_named() -> None:
         task_of(database="none.sqlite").data()
 
 
+@pytest.mark.parametrize("ratings", ["1,1,5,1\n", "1,1,2,1\n1,2,1,2\n2,1,3,3\n", "1,1,5,1\n1,2,5,2\n2,1,3,3\n"])
+def test_ratings_from_which_nothing_can_be_learnt_are_named(ratings: str, tmp_path: Path) -> None:
+    (tmp_path / "ratings.csv").write_text(f"userId,movieId,rating,timestamp\n{ratings}")
+    (tmp_path / "movies.csv").write_text("movieId,title,genres\n1,A,x\n2,B,y\n")
+    with pytest.raises(DataError, match=rf"ratings = '{tmp_path}': its \d ratings have too few films with 4 stars"):
+        task_of(folder=str(tmp_path)).data()
+
+
 def test_the_sites_database_is_read_with_each_pairs_newest_rating(tmp_path: Path) -> None:
     path = tmp_path / "ratings.sqlite"
     with closing(sqlite3.connect(path)) as connection:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -360,6 +361,30 @@ def test_a_csv_with_gaps_is_rejected_by_file_and_row(
     path.write_text(text)
     with pytest.raises(DataError, match=message):
         client_of_csv.read_table(path, targets, impute=impute)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "t.csv"),
+        (b"a,b\n1,\xff\n", r"t.csv is no CSV file in UTF-8"),
+        (b"a,b\n1,2\n3,4\n", r"t.csv = 'b': has a value in each row"),
+        (b"a,b\n,2\n3,\n", r"t.csv = 'row 2': has no value of 'a'"),
+    ],
+)
+def test_the_client_ends_with_one_line_about_the_file(
+    content: bytes | None, message: str, client_of_csv: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if content is not None:
+        (tmp_path / "t.csv").write_bytes(content)
+    monkeypatch.setattr(sys, "argv", ["few_rows_client.py", str(tmp_path / "t.csv"), "b"])
+    with pytest.raises(SystemExit, match=rf"^error: .*{message}"):
+        client_of_csv.main()
+
+
+def test_a_spreadsheets_csv_is_read_without_its_byte_order_mark(client_of_csv: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("price,a\n1,2\n", encoding="utf-8-sig")
+    assert client_of_csv.read_table(tmp_path / "t.csv", ["price"]).targets.tolist() == [[1.0]]
 
 
 def test_gaps_are_nan_where_they_are_to_be_imputed(client_of_csv: ModuleType, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -187,6 +188,13 @@ def test_a_folder_with_something_wrong_is_refused_by_file(
         read_folder(folder, FORMAT)
 
 
+def test_a_photograph_of_which_shrinking_leaves_nothing_is_named(plants: list[Photograph], tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, plants[:1])
+    problem = r"images/p000_0\.png.*has 72 x 96 pixels, of which shrink = 80 leaves none"
+    with pytest.raises(DataError, match=problem):
+        read_folder(folder, MaskFormat(CLASSES, shrink=80))
+
+
 def test_a_class_that_no_mask_for_training_has_is_named(plants: list[Photograph]) -> None:
     without = [Photograph(each.name, each.plant, each.picture, each.classes % 2) for each in plants]
     with pytest.raises(DataError, match="class = 'main root': is in none of the 8 masks for training: p000_0"):
@@ -198,6 +206,9 @@ def test_a_class_that_no_mask_for_training_has_is_named(plants: list[Photograph]
     [
         ({"style": "forest"}, "args.style = 'forest'.*simulated, greenhouse"),
         ({"crop": 100}, "args.crop = 100: does not divide by 8"),
+        ({"crop": 0}, "args.crop = 0: does not divide by 8"),
+        ({"shrink": 0}, "shrink = 0: divides by less than one"),
+        ({"images": -1}, "args.images = -1: is no number of photographs"),
         ({"region": [0.5, 0, 0.2, 1]}, "region.*is no region"),
         ({"classes": list("abcdefgh")}, "colours.*are fewer than 8"),
     ],
@@ -297,9 +308,32 @@ def test_a_client_sends_a_picture_of_any_size_and_gets_a_mask(run_id: str, plant
             skeletons = [measure_length(thin(classes == label)) for label in (1, 2, 3)]
             np.testing.assert_allclose(lengths, skeletons, rtol=1e-5)
             assert decode_picture(content, "").shape[1:] == classes.shape
-        with pytest.raises(InferenceError, match="row 0, 9 bytes: is no picture") as caught:
+        with pytest.raises(InferenceError, match=r"row 0, 9 bytes: is no picture.*its format is unknown") as caught:
             client.infer("roots", {"picture": [b"no PNG at"]})
         assert caught.value.status == 422
+
+
+def test_the_client_writes_masks_and_names_the_file_that_is_none(
+    run_id: str, plants: list[Photograph], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    signature, loaded = predictor_of("roots")
+    model = FakeModel("roots", signature.inputs, signature.outputs, lambda inputs: loaded.predict_batch([inputs])[0])
+    Image.fromarray(plants[0].picture.transpose(1, 2, 0)).save("a.jpg")
+    Path("b.jpg").write_bytes(b"no picture")
+    with served(FakeHost(model)) as (url, _):
+        monkeypatch.setattr("shoal.client.discovery.find_endpoint", lambda: SimpleNamespace(url=url))
+        monkeypatch.setattr("shoal.client.discovery.token_for", lambda url: TOKEN)
+        for words, message in (
+            (["a.jpg", "b.jpg"], r"^error: b\.jpg: row 0, 10 bytes: is no picture"),
+            (["c.jpg"], r"^error: .*No such file.*c\.jpg"),
+            ([], "2"),  # the usage
+        ):
+            monkeypatch.setattr("sys.argv", ["roots_client.py", *words])
+            with pytest.raises(SystemExit, match=message):
+                runpy.run_path(str(ROOT / "serve_apps" / "roots_client.py"), run_name="__main__")
+    assert "a.mask.png: lengths" in capsys.readouterr().out
+    with Image.open("a.mask.png") as mask:
+        assert mask.size == SIZE[::-1]
 
 
 def test_an_endpoint_gives_the_mask_that_the_network_gives(run_id: str, plants: list[Photograph]) -> None:

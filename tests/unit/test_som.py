@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 import shoal.runs
+from shoal.cli.commands.launch.session import RunArguments, RunSession
+from shoal.cli.support.console import make_literal_console
 from shoal.errors import ConfigError, DataError
 from shoal.models import som as engine
 from shoal.models.som import (
@@ -234,6 +236,20 @@ def test_a_run_leaves_a_registered_map_errors_and_pictures(
     assert "registered som@1" in capsys.readouterr().out
 
 
+def test_shoal_run_ends_with_a_summary_of_the_map(
+    som: ModuleType, tmp_path: Path, shoal_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"data={write_table(tmp_path / 'table.csv')}", "rows=3", "columns=3", "epochs=2", "threads=1"]
+    som.run_som(som.spec().override(words))
+    session = RunSession(RunArguments("som", (), 0), Path("som.py"), make_literal_console(), plain=True)
+    session.run_id = shoal.runs.load("latest").id
+    capsys.readouterr()
+    session._print_summary()
+    said = capsys.readouterr().out
+    assert "map 0 of 1, 2 epochs" in said
+    assert "registered som@1 (champion)" in said
+
+
 def test_two_workers_make_the_map_of_one(som: ModuleType, tmp_path: Path, shoal_home: Path) -> None:
     spec = som.spec().override([f"data={write_table(tmp_path / 'table.csv', 501)}", "rows=5", "columns=4", "threads=1",
                                 "dtype=float64", "epochs=6"])  # fmt: skip
@@ -266,6 +282,7 @@ def test_without_the_dataset_images_are_generated_and_the_run_says_so(
         ("a,b\n1,red\n2,4\n", r"column 'b' is not numeric: row 1 \(line 2\) has 'red', 50% of its values are numbers"),
         ("a,b\n", "table.csv': has no rows"),
         ("", "table.csv': cannot be read"),
+        ("a,b\n1,2,3\n4,5,6\n", r"row 1 \(line 2\) has more values than the header has names"),
     ],
 )
 def test_a_table_that_cannot_be_mapped_is_rejected_by_file_and_row(

@@ -21,7 +21,7 @@ import numpy as np
 from shoal.errors import ConfigError, DataError, needs_extra
 
 with needs_extra("data"):
-    from PIL import Image, ImageColor, ImageOps
+    from PIL import Image, ImageColor, ImageOps, UnidentifiedImageError
 
 _log = logging.getLogger(__name__)
 IGNORED = 255  # the class of pixels that nothing is known of
@@ -60,6 +60,8 @@ class MaskFormat:
         if len(self.colours) <= len(self.classes):
             remedy = "give one for the background, and one for each class"
             raise ConfigError("colours", list(self.colours), f"are fewer than {len(self.classes)} + 1", remedy)
+        if self.shrink < 1:
+            raise ConfigError("shrink", self.shrink, "divides by less than one", "give 1 for photographs as they are")
         if self.region is not None:
             left, top, right, bottom = self.region
             if not (0 <= left < right <= 1 and 0 <= top < bottom <= 1):
@@ -79,7 +81,11 @@ def read_folder(folder: Path, kind: MaskFormat) -> list[Photograph]:
         classes = _read_mask(masks[name], kind)
         if classes.shape != picture.shape[1:]:
             raise _make_size_error(masks[name], classes, path, picture)
-        found.append(Photograph(name, plants[name], *_fit(picture, classes, kind)))
+        fitted, shown = _fit(picture, classes, kind)
+        if not shown.size:
+            problem = f"has {picture.shape[2]} x {picture.shape[1]} pixels, of which shrink = {kind.shrink} leaves none"
+            raise DataError("picture", str(path), problem, "shrink less, or give a larger region")
+        found.append(Photograph(name, plants[name], fitted, shown))
     return found
 
 
@@ -92,7 +98,7 @@ def decode_picture(content: bytes, name: str) -> np.ndarray:
                 picture = Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
             picture = picture.convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise DataError("picture", name, f"is no picture, or a damaged one ({error})", "remove it") from error
+        raise _make_decoding_error("picture", name, error) from error
     return np.ascontiguousarray(np.asarray(picture).transpose(2, 0, 1))
 
 
@@ -150,7 +156,7 @@ def _read_mask(path: Path, kind: MaskFormat) -> np.ndarray:
             form, mode, has_colours = opened.format, opened.mode, opened.mode in ("RGB", "RGBA")
             values = np.asarray(ImageOps.exif_transpose(opened.convert("RGB") if has_colours else opened))
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise DataError("mask", str(path), f"is no picture, or a damaged one ({error})", "remove it") from error
+        raise _make_decoding_error("mask", str(path), error) from error
     if has_colours and (values == values[..., :1]).all() and values.max() <= len(kind.classes):
         values, has_colours = values[..., 0], False  # numbers, saved in three equal channels
     if values.ndim > 2 and not has_colours:
@@ -158,6 +164,11 @@ def _read_mask(path: Path, kind: MaskFormat) -> np.ndarray:
     if form in LOSSY:
         return _threshold(values, path, kind)
     return _match_colours(values, path, kind) if has_colours else _match_numbers(values, path, kind)
+
+
+def _make_decoding_error(kind: str, name: str, error: Exception) -> DataError:
+    reason = "its format is unknown" if isinstance(error, UnidentifiedImageError) else str(error)
+    return DataError(kind, name, f"is no picture, or a damaged one ({reason})", "remove it")
 
 
 def _match_numbers(values: np.ndarray, path: Path, kind: MaskFormat) -> np.ndarray:

@@ -10,10 +10,10 @@ from django.shortcuts import redirect, render
 from django.views.decorators.csrf import ensure_csrf_cookie
 from django.views.decorators.http import require_GET, require_POST
 
-from films.models import Film, Rating, Viewer
-from films.recommend import current_version, recommend, reranker
+from films.models import Rating, Viewer
+from films.recommend import STARS, current_version, read_films, recommend, reranker
 
-STARS = range(1, 6)
+MAX_ID = 2**63 - 1  # of the database
 
 
 @require_GET
@@ -36,7 +36,7 @@ def rate(request: HttpRequest) -> HttpResponse:
         return HttpResponseBadRequest("rating is FILM:STARS, two whole numbers", content_type="text/plain")
     if stars not in STARS:
         return HttpResponseBadRequest("stars are between 1 and 5", content_type="text/plain")
-    if not Film.objects.filter(id=film).exists():
+    if not 0 < film <= MAX_ID or not read_films([film]):
         return HttpResponseNotFound("there is no such film", content_type="text/plain")
     with transaction.atomic():
         viewer = request.session.get("viewer") or Viewer.objects.create().pk
