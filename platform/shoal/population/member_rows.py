@@ -120,6 +120,7 @@ class MemberRows:
         self.parameters = _view(weights, layout.parameters)
         self.gradient_views = _view(gradients, layout.parameters)
         self.buffers = _view(buffer_rows, layout.buffers) | _view(counter_rows, layout.counters)
+        self._copied = [each for each in self.state().values() if each.numel()]  # a copy of nothing costs microseconds
 
     def __len__(self) -> int:
         return len(self.weights)
@@ -155,7 +156,7 @@ class MemberRows:
 
     def copy(self, source: int, destination: int) -> None:
         """Everything of one member but its gradients over another's."""
-        for rows in self.state().values():
+        for rows in self._copied:
             rows[destination].copy_(rows[source])
 
     def copy_from(self, other: MemberRows) -> None:
