@@ -283,6 +283,15 @@ def test_a_spec_that_cannot_work_is_rejected(fields: dict[str, Any], problem: st
     assert problem in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("members", "ensemble", "size"), [(30, None, 5), (4, None, 4), (1, None, 0), (30, 3, 3), (30, 0, 0)]
+)
+def test_an_ensemble_is_of_five_unless_specified_or_of_all_where_there_are_fewer(
+    members: int, ensemble: int | None, size: int
+) -> None:
+    assert make_spec(members=members, ensemble=ensemble).ensemble_size == size
+
+
 def test_overrides_change_add_and_remove_hyper_parameters() -> None:
     words = ["space.optimizer.momentum=uniform(0.1, 0.9)", "space.augmentation.blur=null", "evolution=pbt"]
     spec = make_spec().override(words)

@@ -89,7 +89,7 @@ def check_population(spec: PopulationSpec) -> ValidatedRun:
     task = make_task(spec.task, spec.make_args(architectures[0]))
     if task.train_step is not None or type(task).optimizer is not Task.optimizer:
         name = "train_step" if task.train_step is not None else "optimizer"
-        problem = f"{type(task).__name__} has a {name} of its own, and members share one update"
+        problem = f"{type(task).__name__} has its own {name}, and members share one update"
         raise ConfigError("task", spec.task, problem, "use `shoal sweep`, whose trials are ordinary trainings")
     if not checked.metric_names:
         problem = f"{type(task).__name__}.data has no validation data, by which members are scored"
@@ -226,7 +226,7 @@ def _choose_ensemble(trainer: PopulationTrainer) -> list[int]:
     scores = trainer.get_scores()
     ranked = [member for member in rank_members(scores, trainer.spec.is_higher_better) if math.isfinite(scores[member])]
     args = [trainer.spec.make_args(values) for values in trainer.state.values]
-    members = [member for member in ranked if args[member] == args[ranked[0]]][: trainer.spec.ensemble]
+    members = [member for member in ranked if args[member] == args[ranked[0]]][: trainer.spec.ensemble_size]
     return members if len(members) > 1 else []
 
 
