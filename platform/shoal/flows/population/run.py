@@ -29,6 +29,9 @@ from shoal.flows.population.trainer import PopulationTrainer
 from shoal.parallel.comm.world import choose_device
 from shoal.population.ensemble import Ensemble, make_ensemble_factory
 from shoal.population.evolution import build_evolution, list_architectures
+from shoal.population.member_rows import RowLayout
+from shoal.population.row_optimizer import RowOptimizer
+from shoal.population.row_store import plan_resident
 from shoal.population.search_space import SearchSpace
 from shoal.population.spec import PopulationSpec
 from shoal.registry import ModelFactory, Registry
@@ -84,8 +87,7 @@ def check_population(spec: PopulationSpec) -> ValidatedRun:
     build_evolution(spec.evolution, SearchSpace.parse(spec.space), spec.members, num_rounds=spec.rounds)
     architectures = list_architectures(SearchSpace.parse(spec.space))
     checked = validate_run(to_train_spec(spec))
-    for each in make_member_tasks(spec, architectures)[1:]:
-        build_network(spec, each)
+    _require_rows(spec, [build_network(spec, each) for each in make_member_tasks(spec, architectures)])
     task = make_task(spec.task, spec.make_args(architectures[0]))
     if task.train_step is not None or type(task).optimizer is not Task.optimizer:
         name = "train_step" if task.train_step is not None else "optimizer"
@@ -104,6 +106,15 @@ def check_population(spec: PopulationSpec) -> ValidatedRun:
             remedy = f"there is {', '.join(known)}" if known else "write augmentations: see shoal.train.Task"
             raise ConfigError(f"space.augmentation.{name}", name, problem, remedy)
     return checked
+
+
+def _require_rows(spec: PopulationSpec, networks: list[nn.Module]) -> None:
+    """Raises ConfigError for a network that is no row of numbers, or where `memory_bytes` has no room for one."""
+    layouts = [RowLayout(each) for each in networks]
+    if spec.memory_bytes is not None:
+        members = math.ceil(spec.members / spec.workers / len(layouts))  # of one architecture, in one worker
+        slots = RowOptimizer(spec.optimizer.name).slots
+        plan_resident([(each, members) for each in layouts], len(slots), torch.device("cpu"), spec.memory_bytes)
 
 
 @dataclass(frozen=True)
