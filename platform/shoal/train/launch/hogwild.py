@@ -191,8 +191,8 @@ def _run_lane(
                 memory.counts[lane] += 1
             memory.states[lane] = READY
     except Exception as error:  # noqa: BLE001 - lane 0 raises it
-        lines = [f"{type(error).__name__}: {error}", *traceback.format_exception(error)]
-        encoded = bytearray("\n".join(lines).encode()[:ERROR_BYTES])
+        lines = [f"{type(error).__name__}: {error}\n", *traceback.format_exception(error)]
+        encoded = bytearray("".join(lines).encode()[:ERROR_BYTES])
         memory.errors[lane, : len(encoded)] = torch.frombuffer(encoded, dtype=torch.uint8)
     finally:
         parts.close()

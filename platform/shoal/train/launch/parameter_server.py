@@ -288,7 +288,7 @@ def _report_failure(name: str, addresses: Addresses, error: BaseException) -> No
     """End the run with an error that would recur in a replacement: one of the Task's own comes with its traceback."""
     words = str(error)
     if not isinstance(error, ShoalError):
-        words = "\n".join([f"{type(error).__name__}: {words}", *traceback.format_exception(error)])
+        words = "".join([f"{type(error).__name__}: {words}\n", *traceback.format_exception(error)])
     calls = RpcClient(addresses.journal, CALL_TIMEOUT_S, keys=addresses.keys)
     calls.call("fail", f"{name}: {words}")
     calls.close()
