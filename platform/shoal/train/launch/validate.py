@@ -26,14 +26,11 @@ from shoal.parallel.validate import check_plan
 from shoal.random_state import preserve_rng, seed_everything
 from shoal.registry import ModelFactory, Signature, require_name
 from shoal.runs import Status
-from shoal.sync.parameter_server.local_steps import make_outer_optimizer
-from shoal.sync.parameter_server.partition import divide_fragments, plan_partition
 from shoal.train.export.model_entry import make_factory, make_model_name
 from shoal.train.export.signature import infer_signature
 from shoal.train.initial_weights import load_initial_weights
 from shoal.train.loop.oom import is_out_of_memory
 from shoal.train.optim.lr_schedule import resolve_total_steps
-from shoal.train.optim.optimizers import make_optimizer
 from shoal.train.spec import TrainSpec
 from shoal.train.task import Task, build_model, load_data, make_task
 
@@ -178,6 +175,11 @@ def _require_divisible(task: Task, spec: TrainSpec, model: nn.Module) -> None:
     """What servers and workers would find once they have started: servers can divide the model and its optimiser."""
     if spec.sync.kind == "all_reduce":
         return
+    # Other runs check their words without the second that these take to load.
+    from shoal.sync.parameter_server.local_steps import make_outer_optimizer
+    from shoal.sync.parameter_server.partition import divide_fragments, plan_partition
+    from shoal.train.optim.optimizers import make_optimizer
+
     optimizer = make_optimizer(task, spec.optimizer, model.parameters(), model)
     if spec.sync.has_local_steps:
         optimizer = make_outer_optimizer(optimizer, spec.sync)
