@@ -49,7 +49,8 @@ class Toy(Task):
     notes:      a folder; each rank writes the samples of each step there, a line of JSON a step
     fault:      kill (this process), nan (the loss), gradient (is NaN, of a loss that is not), skip (all layers), raise,
                 wait (until a file `go` is in `notes`), or none
-    fault_step: counted in calls of `loss` in training, over all lives
+    fault_step: or the first one after it; counted in calls of `loss` in training, over all lives and, where the workers
+                are replicas, over all of them
     step_s:     that each step takes at least
     """
 
@@ -107,7 +108,7 @@ class Toy(Task):
         with path.open("a") as file:
             file.write(json.dumps(given) + "\n")
         step = len(path.read_text().splitlines()) - 1
-        return self._failed(loss) if rank == self.fault_rank and step == self.fault_step else loss
+        return self._failed(loss) if rank == self.fault_rank and step >= self.fault_step else loss
 
     def _failed(self, loss: Tensor) -> Tensor:
         assert self.notes is not None

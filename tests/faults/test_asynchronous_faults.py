@@ -40,6 +40,30 @@ class Dying(Toy):
         return super().loss(outputs, batch)
 
 
+class Raising(Toy):
+    """A worker raises an error of the Task's own in its first step."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        raise LookupError("no such class")
+
+
+class FaultySGD(torch.optim.SGD):
+    num_steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.num_steps += 1
+        if self.num_steps > 3:  # the chief takes a step to see which state there is to restore
+            raise LookupError("no such class")
+        super().step(closure)
+
+
+class RaisingStep(Toy):
+    """A server raises it, in an update."""
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return FaultySGD(parameters, 0.1)
+
+
 class Processes:
     """Starts the processes of a run, and kills them by name with a signal."""
 
@@ -143,6 +167,18 @@ def test_a_process_that_dies_again_and_again_ends_the_run(tmp_path: Path) -> Non
     spec = spec_of(task=f"{__file__}:Dying")
     with pytest.raises(RankLost, match=r"worker [01] died 3 times: status -9"):
         fit_replicas(spec, "run", tmp_path, KillingLog(processes, {}), lambda: False, processes.start)
+
+
+@pytest.mark.parametrize(("task", "process"), [("Raising", "worker"), ("RaisingStep", "server")])
+def test_an_error_of_the_task_ends_the_run_with_its_cause_and_its_place(
+    tmp_path: Path, task: str, process: str
+) -> None:
+    processes = Processes()
+    spec = spec_of(task=f"{__file__}:{task}")
+    with pytest.raises(TrainError, match=rf"^{process} [01]: LookupError: no such class\n") as raised:
+        fit_replicas(spec, "run", tmp_path, KillingLog(processes, {}), lambda: False, processes.start)
+    assert f'File "{__file__}"' in str(raised.value)
+    assert processes.num_started == 4  # it would recur: none is replaced
 
 
 class NoticingLog(KillingLog):

@@ -155,6 +155,29 @@ class Unsplittable(Toy):
         return nn.Sequential(nn.Linear(8, 3))
 
 
+class Sparse(Toy):
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SparseAdam(parameters)
+
+
+class Closure(Toy):
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(parameters)
+
+
+class WholeTensors(Toy):
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return type("Unknown", (torch.optim.SGD,), {})(parameters, 0.1)
+
+
+class Double(Toy):
+    def model(self) -> nn.Module:
+        return super().model().double()
+
+    def inputs(self, batch: Any) -> tuple[Any, ...]:
+        return (batch[0].double(),)
+
+
 class Unsendable(Toy):
     def data(self) -> Data:
         return Data(Wrapped())
@@ -210,6 +233,23 @@ def test_what_is_good_is_known_before_it_starts() -> None:
 def test_a_plan_that_does_not_fit(changes: dict[str, Any], field: str, value: object, remedy: str) -> None:
     error = refused(spec_of(**changes), PlanError)
     assert (error.field, error.value, error.remedy) == (field, value, remedy)
+
+
+@pytest.mark.parametrize(
+    ("task", "sync", "field", "problem"),
+    [
+        ("Toy", {"servers": 100_000}, "sync.servers", "more than the model has elements"),
+        ("WholeTensors", {"servers": 17}, "sync.servers", "needs each whole"),
+        ("Sparse", {}, "sync.kind", "sparse gradients"),
+        ("Closure", {}, "task", "LBFGS"),
+        ("Double", {}, "sync.kind", "float64"),
+        ("Toy", {"kind": "diloco", "fragments": 20}, "sync.fragments", "more than the model has parameters"),
+    ],
+)
+def test_what_servers_cannot_divide(task: str, sync: dict[str, Any], field: str, problem: str) -> None:
+    error = refused(spec_of(task, sync={"kind": "parameter_server", **sync}, workers=2))
+    assert error.field == field
+    assert problem in error.problem
 
 
 def test_a_layer_that_cannot_be_split_is_named() -> None:

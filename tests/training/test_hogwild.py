@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.errors import RankLost
+from shoal.errors import RankLost, TrainError
 from shoal.parallel import World
 from shoal.train.launch import hogwild
 from shoal.train.launch.hogwild import make_hogwild_arguments
@@ -30,6 +31,16 @@ class DyingLane(Toy):
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
         if multiprocessing.parent_process() is not None and torch.is_grad_enabled():
             os.kill(os.getpid(), 9)
+        return super().loss(outputs, batch)
+
+
+class RaisingLane(Toy):
+    """A lane besides lane 0 raises an error of the Task's own."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        is_thread = threading.current_thread() is not threading.main_thread()
+        if torch.is_grad_enabled() and (is_thread or multiprocessing.parent_process() is not None):
+            raise LookupError("no such class")
         return super().loss(outputs, batch)
 
 
@@ -95,6 +106,13 @@ def test_the_trial_keeps_one_kind_and_reports_both_rates(tmp_path: Path, monkeyp
 def test_a_lane_that_dies_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(RankLost, match=r"lane 1 of Hogwild \(processes\) has died"):
         train(tmp_path, "processes", 100_000, task=f"{__file__}:DyingLane")
+
+
+@pytest.mark.parametrize("mode", ["threads", "processes"])
+def test_an_error_in_a_lane_ends_the_run_with_its_cause_and_its_place(tmp_path: Path, mode: str) -> None:
+    with pytest.raises(TrainError, match=rf"^lane 1 of Hogwild \({mode}\): LookupError: no such class\n") as raised:
+        train(tmp_path, mode, 100_000, task=f"{__file__}:RaisingLane")
+    assert f'File "{__file__}"' in str(raised.value)
 
 
 @pytest.mark.parametrize(

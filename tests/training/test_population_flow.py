@@ -47,11 +47,13 @@ def blur(inputs, strengths, generators):
 
 
 class Quadrants(Task):
-    def __init__(self, *, hidden=16, fatal=0):
-        self.hidden, self.fatal = hidden, fatal
+    def __init__(self, *, hidden=16, fatal=0, mixed=False):
+        self.hidden, self.fatal, self.mixed = hidden, fatal, mixed
 
     def model(self):
-        return nn.Sequential(nn.Linear(2, self.hidden), nn.Tanh(), nn.Linear(self.hidden, 2))
+        network = nn.Sequential(nn.Linear(2, self.hidden), nn.Tanh(), nn.Linear(self.hidden, 2))
+        network.register_buffer("scale", torch.ones(1, dtype=torch.float64 if self.mixed else torch.float32))
+        return network
 
     def data(self):
         return Data(points(256, 1), validation=points(128, 2))
@@ -252,6 +254,8 @@ def test_members_with_batches_of_their_own_see_different_ones() -> None:
         ({"space": {"augmentation.crop": "uniform(0, 1)"}}, "Quadrants.augmentations has no 'crop'"),
         ({"args": {"width": 2}}, "args.width = 2"),
         ({"members": 1, "ensemble": 0}, "compares members, and needs 2 at least"),
+        ({"memory_bytes": 100}, "memory_bytes = 100: one member takes"),
+        ({"args": {"mixed": True}}, "members are rows of one type"),
     ],
 )
 @pytest.mark.usefixtures("folder")
@@ -281,6 +285,15 @@ def test_a_spec_that_cannot_work_is_rejected(fields: dict[str, Any], problem: st
     with pytest.raises(ConfigError) as raised:
         make_spec(**fields)
     assert problem in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("members", "ensemble", "size"), [(30, None, 5), (4, None, 4), (1, None, 0), (30, 3, 3), (30, 0, 0)]
+)
+def test_an_ensemble_is_of_five_unless_specified_or_of_all_where_there_are_fewer(
+    members: int, ensemble: int | None, size: int
+) -> None:
+    assert make_spec(members=members, ensemble=ensemble).ensemble_size == size
 
 
 def test_overrides_change_add_and_remove_hyper_parameters() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -225,6 +225,16 @@ def test_members_of_several_architectures_are_grouped() -> None:
         population.exploit([(0, 1)])
 
 
+@pytest.fixture
+def _one_thread_of_torch() -> Iterator[None]:
+    """As in the threads of a population: with more of them sums have another order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_one_thread_of_torch")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_more_members_than_fit_wait_in_host_memory_and_train_the_same(threads: int) -> None:
     batches = make_batches(4, NUM_SAMPLES)
@@ -265,6 +275,8 @@ def test_members_that_do_not_fit_are_refused_before_any_work(monkeypatch: pytest
         ({"factory": [make_perceptron] * 2}, "2 functions for 5 members"),
         ({"factory": nn.ReLU}, "no parameters"),
         ({"optimizer": "rmsprop"}, "optimizer = 'rmsprop'"),
+        ({"order": "mine"}, "order = 'mine': no such order"),
+        ({"hyper_parameters": {"augmentation.fade": 0.5}}, "nothing applies augmentation.fade"),
     ],
 )
 def test_bad_settings_are_typed_errors(options: dict[str, Any], message: str) -> None:
@@ -288,6 +300,28 @@ def test_bad_calls_are_typed_errors() -> None:
         population.set_hyper_parameters(0, {"optimizer.momentum": 1.5})
     with pytest.raises(ConfigError, match="has no batch"):
         list(population.train([]))
+    calls: list[Callable[[], object]] = [
+        lambda: population.exploit([(0, 5)]),
+        lambda: population.retire(-1),
+        lambda: population.set_hyper_parameters(5, {"optimizer.momentum": 0.5}),
+        lambda: population.member_state_dict(5),
+        lambda: population.load_member(5, {}),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigError, match=r"member = (5|-1): no such member. 0 to 4"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind"),
+    [(lambda outputs, _: outputs[:, 0], rf"a tensor \[{NUM_SAMPLES}\]"), (lambda *_: 1.0, "a float")],
+)
+def test_a_loss_that_is_no_scalar_is_a_typed_error(wrong: Any, kind: str) -> None:
+    with (
+        Population(make_perceptron, wrong, members=2, threads=1) as population,
+        pytest.raises(ConfigError, match=rf"loss = '{kind}': is no scalar"),
+    ):
+        population.step(make_batches(1, NUM_SAMPLES)[0])
 
 
 def test_a_models_weights_come_from_the_members_seed_and_the_process_generator_stays() -> None:

@@ -106,6 +106,17 @@ def test_the_best_value_outlives_the_flush_that_saw_it(run: RunRecorder) -> None
     assert runs.load("one").best() == ("loss", 1.0)
 
 
+@pytest.mark.parametrize(("metric", "best"), [("accuracy", 0.75), ("loss", 0.25), ("return/mean_100", 0.75)])
+def test_the_best_of_a_sweep_is_that_of_its_best_trial(run: RunRecorder, metric: str, best: float) -> None:
+    for trial, value in enumerate((0.5, 0.75, 0.25)):
+        run.log(1, {f"trial-{trial:03d}/{metric}": value, f"trial-{trial:03d}/step": 9.0})
+    run.flush()
+    found = runs.load("one").best()
+    assert found is not None
+    assert found[0].endswith(f"/{metric}")
+    assert found[1] == best
+
+
 def test_metrics_reach_readers_without_a_flush(run: RunRecorder) -> None:
     run.log(1, {"x": 1.0})
     assert runs.load("one").latest() == {}  # buffered

@@ -135,6 +135,9 @@ def test_sync_is_a_word_or_fields() -> None:
         ({"selective_backprop": {}}, "selective_backprop"),
         ({"workers": 3}, "does not divide by 3"),
         ({"sync": {"kind": "parameter_server", "staleness": 2, "backups": 1}}, "backups"),
+        ({"sync": {"staleness": 2}}, r"sync\.staleness=2: all_reduce has none"),
+        ({"sync": {"staleness": None}}, r"sync\.staleness=null"),
+        ({"sync": {"servers": 2}}, r"sync\.servers=2"),
         ({"sync": {"kind": "parameter_servers"}}, "parameter_server"),
         ({"sync": {"kind": "parameter_server", "servers": 0}}, "servers"),
     ],
@@ -142,6 +145,11 @@ def test_sync_is_a_word_or_fields() -> None:
 def test_what_a_parameter_server_cannot_do_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         TrainSpec.parse({"sync": "parameter_server", **changes})
+
+
+def test_a_run_of_servers_is_resumed_without_them() -> None:
+    spec = TrainSpec.parse({"sync": {"kind": "parameter_server", "servers": 2, "staleness": 4}, "workers": 2})
+    assert spec.override(["sync=all_reduce"]).sync == TrainSpec().sync
 
 
 def test_a_range_of_workers_is_two_fields() -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -104,11 +104,16 @@ class Population:
         for name, value in (("members", members), ("chunk", chunk), ("threads", threads)):
             if value is not None and value < 1:
                 raise ConfigError(name, value, "must be at least 1")
+        if order not in get_args(Order):
+            raise ConfigError("order", order, "no such order", f"one of {', '.join(get_args(Order))}")
         require_engine(engine)
         if torch.device(device).type == "cuda" and not torch.cuda.is_available():
             raise ConfigError("device", str(device), "there is no CUDA device", "device=cpu")
         self.num_members, self.order, self.device = members, order, torch.device(device)
         self.hyper_parameters = _read_columns(hyper_parameters or {}, members)
+        unused = [name for name in self.hyper_parameters if name.startswith("augmentation.")]
+        if unused and augment is None:
+            raise ConfigError("augment", None, f"nothing applies {', '.join(unused)}", "give augment=a function")
         self.generators = [torch.Generator(self.device).manual_seed(seed + member) for member in range(members)]
         rows = optimizer if isinstance(optimizer, RowOptimizer) else RowOptimizer(optimizer)
         threads = threads or (count_usable_cores() if self.device.type == "cpu" else 1)
@@ -191,7 +196,7 @@ class Population:
         """
         pairs = list(pairs)
         for loser, winner in pairs:
-            if self._group_of[loser] is not self._group_of[winner]:
+            if self._find_group(loser) is not self._find_group(winner):
                 problem = f"member {loser} has another architecture than member {winner}"
                 raise ConfigError("exploit", (loser, winner), problem, "copy within a group")
         losers = {loser for loser, _ in pairs}
@@ -211,7 +216,7 @@ class Population:
 
     def retire(self, member: int) -> None:
         """Train a member no longer, until it is the loser of an exploit. Others are untouched."""
-        self._group_of[member].set_active(member, False)
+        self._find_group(member).set_active(member, False)
 
     def find_failed(self) -> list[int]:
         """The members, not retired, that have a weight that is not finite."""
@@ -233,6 +238,7 @@ class Population:
 
     def set_hyper_parameters(self, member: int, values: Mapping[str, float]) -> None:
         """Change some of a member's values. Raises ConfigError for unknown names and values out of range."""
+        self._find_group(member)
         for name, value in values.items():
             if name not in self.hyper_parameters:
                 problem = "the population has no such hyper-parameter"
@@ -242,12 +248,12 @@ class Population:
 
     def member_state_dict(self, member: int) -> dict[str, Tensor]:
         """A member as an ordinary state dict of its model."""
-        group = self._group_of[member]
+        group = self._find_group(member)
         return group.rows.state_dict(group.find_row(member))
 
     def load_member(self, member: int, state: Mapping[str, Tensor]) -> None:
         """A member from a state dict of its model; its optimizer starts afresh. Raises SpecMismatch."""
-        group = self._group_of[member]
+        group = self._find_group(member)
         group.rows.load_state_dict(group.find_row(member), state)
 
     def state_dict(self) -> dict[str, Any]:
@@ -274,6 +280,11 @@ class Population:
                 generator.set_state(saved)
         for name, column in state["hyper_parameters"].items():
             self.hyper_parameters[name].copy_(column)
+
+    def _find_group(self, member: int) -> MemberGroup:
+        if member not in self._group_of:
+            raise ConfigError("member", member, "no such member", f"0 to {self.num_members - 1}")
+        return self._group_of[member]
 
     def close(self) -> None:
         """End the threads. Idempotent."""

@@ -54,7 +54,8 @@ class PopulationSpec(Spec):
     score_samples:   of the validation data, the first ones, that score the members; None: all. What is registered is
                      measured over all
     direction:       whether more of it is better; auto: by its name
-    ensemble:        of so many of the best members, registered as NAME-ensemble; 0: none
+    ensemble:        of so many of the best members, registered as NAME-ensemble; 0: none; null: of five, or of all
+                     where there are fewer
     workers:         Ray workers with a share of the members each; 1: this process has them all
     threads:         that train chunks at once, in each worker; None: all cores
     name:            in the registry; "" takes the Task's name
@@ -79,7 +80,7 @@ class PopulationSpec(Spec):
     direction: Literal["auto", "max", "min"] = "auto"
     score_samples: int | None = Field(default=None, ge=1)
     evaluation_batch_size: int = Field(default=500, ge=1)
-    ensemble: int = Field(default=5, ge=0)
+    ensemble: int | None = Field(default=None, ge=0)
     seed: int = Field(default=0, ge=0, lt=2**63)
     device: str = "auto"
     workers: int = Field(default=1, ge=1)
@@ -117,7 +118,7 @@ class PopulationSpec(Spec):
             )
         if self.workers > self.members:
             raise ValueError(f"workers={self.workers} is more than members={self.members}")
-        if self.ensemble > self.members:
+        if self.ensemble is not None and self.ensemble > self.members:
             raise ValueError(f"ensemble={self.ensemble} is more than members={self.members}: say fewer, or 0 for none")
         if self.ensemble == 1:
             raise ValueError("ensemble=1: the best member is registered by itself; say 0, or 2 or more")
@@ -127,6 +128,12 @@ class PopulationSpec(Spec):
     def is_higher_better(self) -> bool:
         """Whether more of the metric is better."""
         return self.direction == "max" or (self.direction == "auto" and infer_direction(self.metric) is True)
+
+    @property
+    def ensemble_size(self) -> int:
+        """How many members are averaged; 0: none."""
+        size = min(5, self.members) if self.ensemble is None else self.ensemble
+        return size if size > 1 else 0
 
     @property
     def total_steps(self) -> int:

@@ -54,6 +54,11 @@ _MORE_IS_BETTER = frozenset(
 _LESS_IS_BETTER = frozenset(("bpb", "bpc", "cer", "distance", "err", "fid", "kl", "mape", "nll", "ppl", "wer"))
 
 
+def _find_metric(name: str) -> str:
+    """A metric without the trial of a sweep that has it."""
+    return name.partition("/")[2] if name.startswith("trial-") else name
+
+
 @dataclass(frozen=True)
 class EndpointRecord:
     """The address of a gateway for actors or an endpoint for requests."""
@@ -221,9 +226,12 @@ class Run:
         rows = [row for row in rows if row["lowest"] is not None]
         rows.sort(key=lambda row: not row["name"].startswith(VALIDATION))  # held-out data judges better
         for part, more_is_better in _HEADLINES:
-            for row in rows:
-                if part in row["name"]:
-                    return row["name"], row["highest"] if more_is_better else row["lowest"]
+            if found := [row for row in rows if part in row["name"]]:
+                metric = _find_metric(found[0]["name"])
+                trials = [row for row in found if _find_metric(row["name"]) == metric]  # of a sweep, else one row
+                value, choose = ("highest", max) if more_is_better else ("lowest", min)
+                best = choose(trials, key=lambda row: float(row[value]))
+                return best["name"], best[value]
         return None
 
     def events(self) -> DataFrame:

@@ -198,6 +198,11 @@ class TrainSpec(Spec):
             raise ValueError("selective_backprop does not go with a pipeline: no rank sees both samples and losses")
         if self.has_replicas or self.sync.hogwild > 1:
             self._require_replicas_alone()
+        for name in ("servers", "staleness", "backups") if self.sync.kind == "all_reduce" else ():
+            value = getattr(self.sync, name)
+            if value != SyncSpec.model_fields[name].default:
+                word = "null" if value is None else value
+                raise ValueError(f"sync.{name}={word}: all_reduce has none: give sync.kind as well, or leave it out")
         if self.min_workers is not None and self.min_workers > self.workers:
             raise ValueError(f"min_workers={self.min_workers} is more than workers={self.workers}")
         return self

@@ -29,6 +29,9 @@ from shoal.flows.population.trainer import PopulationTrainer
 from shoal.parallel.comm.world import choose_device
 from shoal.population.ensemble import Ensemble, make_ensemble_factory
 from shoal.population.evolution import build_evolution, list_architectures
+from shoal.population.member_rows import RowLayout
+from shoal.population.row_optimizer import RowOptimizer
+from shoal.population.row_store import plan_resident
 from shoal.population.search_space import SearchSpace
 from shoal.population.spec import PopulationSpec
 from shoal.registry import ModelFactory, Registry
@@ -84,12 +87,11 @@ def check_population(spec: PopulationSpec) -> ValidatedRun:
     build_evolution(spec.evolution, SearchSpace.parse(spec.space), spec.members, num_rounds=spec.rounds)
     architectures = list_architectures(SearchSpace.parse(spec.space))
     checked = validate_run(to_train_spec(spec))
-    for each in make_member_tasks(spec, architectures)[1:]:
-        build_network(spec, each)
+    _require_rows(spec, [build_network(spec, each) for each in make_member_tasks(spec, architectures)])
     task = make_task(spec.task, spec.make_args(architectures[0]))
     if task.train_step is not None or type(task).optimizer is not Task.optimizer:
         name = "train_step" if task.train_step is not None else "optimizer"
-        problem = f"{type(task).__name__} has a {name} of its own, and members share one update"
+        problem = f"{type(task).__name__} has its own {name}, and members share one update"
         raise ConfigError("task", spec.task, problem, "use `shoal sweep`, whose trials are ordinary trainings")
     if not checked.metric_names:
         problem = f"{type(task).__name__}.data has no validation data, by which members are scored"
@@ -104,6 +106,15 @@ def check_population(spec: PopulationSpec) -> ValidatedRun:
             remedy = f"there is {', '.join(known)}" if known else "write augmentations: see shoal.train.Task"
             raise ConfigError(f"space.augmentation.{name}", name, problem, remedy)
     return checked
+
+
+def _require_rows(spec: PopulationSpec, networks: list[nn.Module]) -> None:
+    """Raises ConfigError for a network that is no row of numbers, or where `memory_bytes` has no room for one."""
+    layouts = [RowLayout(each) for each in networks]
+    if spec.memory_bytes is not None:
+        members = math.ceil(spec.members / spec.workers / len(layouts))  # of one architecture, in one worker
+        slots = RowOptimizer(spec.optimizer.name).slots
+        plan_resident([(each, members) for each in layouts], len(slots), torch.device("cpu"), spec.memory_bytes)
 
 
 @dataclass(frozen=True)
@@ -226,7 +237,7 @@ def _choose_ensemble(trainer: PopulationTrainer) -> list[int]:
     scores = trainer.get_scores()
     ranked = [member for member in rank_members(scores, trainer.spec.is_higher_better) if math.isfinite(scores[member])]
     args = [trainer.spec.make_args(values) for values in trainer.state.values]
-    members = [member for member in ranked if args[member] == args[ranked[0]]][: trainer.spec.ensemble]
+    members = [member for member in ranked if args[member] == args[ranked[0]]][: trainer.spec.ensemble_size]
     return members if len(members) > 1 else []
 
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from shoal.errors import ConfigError
 from shoal.population.engines.engine import MemberChunk, MemberEngine
 from shoal.population.engines.member_dropout import replace_dropout
 from shoal.population.member_rows import MemberRows
@@ -49,6 +50,9 @@ class LoopedEngine(MemberEngine):
             content = batch.of_member(index)
             with self._exchange(generator):
                 loss = self.objective.loss(self.model(*self.objective.inputs(content)), content)
+                if not isinstance(loss, Tensor) or loss.ndim:
+                    kind = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+                    raise ConfigError("loss", kind, "is no scalar tensor", "return the mean over the batch")
                 loss.backward()
             self._retain_buffers(chunk, index)
             losses.append(loss.detach())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ class ServerService:
     file:       of the state; None: nothing is kept for a second life
     every_s:    between two writings of the state
     keys:       of the run, where its processes are on several hosts
+    report:     receives what the optimizer raises: no process waits for the answer to an update
     """
 
     def __init__(
@@ -44,7 +46,9 @@ class ServerService:
         file: Path | None = None,
         every_s: float = 5.0,
         keys: CurveKeys | None = None,
+        report: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
+        self._report = report
         self._server, self._index, self._file, self._every_s = server, index, file, every_s
         self._controller = RpcClient(controller, timeout_s, keys=keys)
         self._log = UpdateLog(file) if file is not None and server.spec.durable else None
@@ -170,7 +174,11 @@ class ServerService:
                 self.service.reply(waiting, self._fetch(waiting, worker, version, self._life, begin, end))
 
     def _commit(self, caller: CallId, update: dict[str, Any]) -> Any:
-        self._apply(msgspec.convert(update, Update))
+        try:
+            self._apply(msgspec.convert(update, Update))
+        except Exception as error:
+            self._report(error)
+            raise
         for waiting, (worker, needed) in list(self._pulls.items()):
             if needed <= self._server.version:
                 del self._pulls[waiting]

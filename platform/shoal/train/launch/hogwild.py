@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal, NamedTuple, Protocol
@@ -23,7 +24,7 @@ import torch.multiprocessing
 from torch import Tensor
 
 from shoal.cpu_count import count_usable_cores
-from shoal.errors import RankLost
+from shoal.errors import RankLost, TrainError
 from shoal.parallel import World
 from shoal.random_state import preserve_rng
 from shoal.sync.rank_signals import RankSignals, RankSync
@@ -37,6 +38,7 @@ Mode = Literal["threads", "processes"]
 TRIAL_S, IDLE_S, START_TIMEOUT_S, END_TIMEOUT_S = 1.0, 0.005, 300.0, 30.0
 RUN, PAUSE, END = 0, 1, 2
 BUSY, READY = 1, 2
+ERROR_BYTES = 8192
 
 
 class LaneMemory(NamedTuple):
@@ -48,6 +50,7 @@ class LaneMemory(NamedTuple):
     counts:  [lanes], int64: steps of each lane
     states:  [lanes], uint8: 0 before a lane is ready, BUSY within a step, READY between two
     command: [1], uint8: RUN, PAUSE or END
+    errors:  [lanes, ERROR_BYTES], uint8: what each lane has raised, with its traceback, in UTF-8 that ends with zeros
     """
 
     weights: list[Tensor]
@@ -56,6 +59,7 @@ class LaneMemory(NamedTuple):
     counts: Tensor
     states: Tensor
     command: Tensor
+    errors: Tensor
 
 
 class _Lane(Protocol):
@@ -82,7 +86,8 @@ class LaneGroup:
         states = torch.zeros(num, dtype=torch.uint8).share_memory_()
         command = torch.full((1,), PAUSE, dtype=torch.uint8).share_memory_()
         counts = torch.zeros(num, dtype=torch.int64).share_memory_()
-        self.memory = LaneMemory(weights, buffers, rates, counts, states, command)
+        errors = torch.zeros(num, ERROR_BYTES, dtype=torch.uint8).share_memory_()
+        self.memory = LaneMemory(weights, buffers, rates, counts, states, command, errors)
         self._lanes: list[_Lane] = []
         for lane in range(1, num):
             name = f"lane {lane}"
@@ -97,7 +102,7 @@ class LaneGroup:
             self._lanes.append(thread)
 
     def wait_until_ready(self) -> None:
-        """Every lane has its model and data. Raises RankLost when one has died, or is not ready in time."""
+        """Every lane has its model and data. Raises RankLost when one has died, or is not ready in time; TrainError."""
         self._wait(lambda: bool(self.memory.states[1:].all()), START_TIMEOUT_S)
 
     def resume(self) -> None:
@@ -109,10 +114,13 @@ class LaneGroup:
         self._wait(lambda: bool((self.memory.states[1:] == READY).all()), START_TIMEOUT_S)
 
     def require_alive(self) -> None:
-        """Raises RankLost."""
+        """Raises RankLost, or TrainError for a lane that has raised an error."""
         for index, lane in enumerate(self._lanes, 1):
             if not lane.is_alive():
-                raise RankLost(f"lane {index} of Hogwild ({self.mode}) has died")
+                name = f"lane {index} of Hogwild ({self.mode})"
+                if error := self.memory.errors[index].numpy().tobytes().rstrip(b"\0").decode(errors="replace"):
+                    raise TrainError(f"{name}: {error}")
+                raise RankLost(f"{name} has died")
 
     def _wait(self, is_done: Callable[[], bool], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -182,6 +190,10 @@ def _run_lane(
                 parts.optimizer.step()
                 memory.counts[lane] += 1
             memory.states[lane] = READY
+    except Exception as error:  # noqa: BLE001 - lane 0 raises it
+        lines = [f"{type(error).__name__}: {error}\n", *traceback.format_exception(error)]
+        encoded = bytearray("".join(lines).encode()[:ERROR_BYTES])
+        memory.errors[lane, : len(encoded)] = torch.frombuffer(encoded, dtype=torch.uint8)
     finally:
         parts.close()
 

@@ -10,9 +10,11 @@ import signal
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,7 +23,7 @@ import msgspec
 import numpy as np
 import torch
 
-from shoal.errors import ShoalError, TrainError, WorkerDeparted
+from shoal.errors import ConnectionLost, ShoalError, TrainError, WorkerDeparted
 from shoal.network_address import find_local_address
 from shoal.parallel import World
 from shoal.random_state import seed_everything
@@ -282,10 +284,34 @@ class _ForwardedLog:
         """Each call waits for its answer."""
 
 
+def _report_failure(name: str, addresses: Addresses, error: BaseException) -> None:
+    """End the run with an error that would recur in a replacement: one of the Task's own comes with its traceback."""
+    words = str(error)
+    if not isinstance(error, ShoalError):
+        words = "".join([f"{type(error).__name__}: {words}\n", *traceback.format_exception(error)])
+    calls = RpcClient(addresses.journal, CALL_TIMEOUT_S, keys=addresses.keys)
+    calls.call("fail", f"{name}: {words}")
+    calls.close()
+
+
 def run_server(spec: TrainSpec, index: int, addresses: Addresses, file: Path) -> None:
     """The process of server `index`: until it is ended."""
     end_with_parent()
     torch.set_num_threads(1)
+    report = partial(_report_failure, f"server {index}", addresses)
+    try:
+        _start_server(spec, index, addresses, file, report)
+    except ConnectionLost:
+        raise  # another may reach the controller
+    except Exception as error:  # noqa: BLE001 - the run ends with it
+        report(error)
+        return
+    threading.Event().wait()
+
+
+def _start_server(
+    spec: TrainSpec, index: int, addresses: Addresses, file: Path, report: Callable[[BaseException], None]
+) -> None:
     task = make_task(spec.task, spec.args)
     seed_everything(spec.seed)
     model = build_model(task, spec.task)
@@ -294,8 +320,7 @@ def run_server(spec: TrainSpec, index: int, addresses: Addresses, file: Path) ->
         optimizer = make_outer_optimizer(optimizer, spec.sync)
     server = ParameterServer(index, optimizer, spec.sync, spec.workers)
     where = addresses.choose_server_address(index), index, server, addresses.controller, CALL_TIMEOUT_S, file
-    ServerService(*where, keys=addresses.keys).start()
-    threading.Event().wait()
+    ServerService(*where, keys=addresses.keys, report=report).start()
 
 
 def _make_synchronizer(
@@ -359,8 +384,8 @@ def run_worker(spec: TrainSpec, index: int, addresses: Addresses, run_id: str, f
         if not departure.is_over:
             calls.call("leave", index)
         return
-    except ShoalError as error:
-        calls.call("fail", f"worker {index}: {error}")
+    except Exception as error:  # noqa: BLE001 - the run ends with it
+        _report_failure(f"worker {index}", addresses, error)
         return
     if isinstance(worker := made[0], ParameterServerSync):
         calls.call("count", msgspec.to_builtins(Traffic(worker.num_steps, worker.num_elements, *worker.count_bytes())))

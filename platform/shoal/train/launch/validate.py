@@ -91,6 +91,7 @@ def _validate_model(spec: TrainSpec, task: Task, data: Data, samples: int) -> Va
     device = "cuda" if spec.device == "cuda" else choose_device(spec.device, 0).type
     check_plan(model, task, spec.parallel, degrees, batch, device)
     _require_own_step_fits(task, spec, model)
+    _require_divisible(task, spec, model)
     measured = _find_metric_names(spec, task, model, batch)
     _require_watched_metrics(spec, data, measured)
     _require_reachable_end(spec, data)
@@ -168,6 +169,23 @@ def _require_own_step_fits(task: Task, spec: TrainSpec, model: nn.Module) -> Non
     if spec.sync.hogwild > 1:
         problem = f"{type(task).__name__} has several optimizers, and a lane has one"
         raise ConfigError("sync.hogwild", spec.sync.hogwild, problem, "leave it out")
+
+
+def _require_divisible(task: Task, spec: TrainSpec, model: nn.Module) -> None:
+    """What servers and workers would find once they have started: servers can divide the model and its optimiser."""
+    if spec.sync.kind == "all_reduce":
+        return
+    # Other runs check their words without the second that these take to load.
+    from shoal.sync.parameter_server.local_steps import make_outer_optimizer
+    from shoal.sync.parameter_server.partition import divide_fragments, plan_partition
+    from shoal.train.optim.optimizers import make_optimizer
+
+    optimizer = make_optimizer(task, spec.optimizer, model.parameters(), model)
+    if spec.sync.has_local_steps:
+        optimizer = make_outer_optimizer(optimizer, spec.sync)
+        sizes = [each.numel() for group in optimizer.param_groups for each in group["params"]]
+        divide_fragments(sizes, spec.sync.fragments)
+    plan_partition(optimizer, spec.sync.servers)
 
 
 def _require_inputs(task: Task, spec: TrainSpec, batch: object) -> None:
