@@ -13,7 +13,7 @@ from shoal.stream.source import Delivery, MalformedPayload, Message, StreamState
 from shoal.stream.spec import OnlineSpec
 from shoal.stream.trainer import OnlineTrainer
 
-SMALL = OnlineSpec(hidden=4, num_steps=3, seed=7)
+SMALL = OnlineSpec(hidden=4, num_steps=3, update_sensors=2, seed=7)
 
 
 def make_messages(count: int, num_sensors: int = 3, publisher: str = "p") -> list[Message]:
@@ -33,7 +33,7 @@ class FakeBroker:
 
 
 class FakeSource:
-    """A session with a FakeBroker. Polls are of random size; every fifth message comes twice."""
+    """A session with a FakeBroker. Polls are of random size, some empty; every fifth message comes twice."""
 
     def __init__(self, broker: FakeBroker, seed: int = 0) -> None:
         self._broker, self._random = broker, random.Random(seed)
@@ -56,7 +56,7 @@ class FakeSource:
         self._queue = [each for each in self._broker.waiting for _ in range(1 + (self._random.random() < 0.2))]
 
     def poll(self, max_messages: int, timeout_s: float) -> Delivery:
-        size = self._random.randint(1, max_messages)
+        size = self._random.randint(0, max_messages)
         taken, self._queue = self._queue[:size], self._queue[size:]
         self._delivered += taken
         messages = [each for each in taken if isinstance(each, Message)]

@@ -24,15 +24,16 @@ from paho.mqtt.properties import Properties
 from shoal.checkpoint import files
 from shoal.cluster.ports import find_free_port
 from shoal.errors import ConfigError, DataError
+from shoal.stream import broker as broker_module
 from shoal.stream.batch_log import read_batches
 from shoal.stream.broker import PrivateBroker
 from shoal.stream.fleet import Fleet
 from shoal.stream.loop import StreamLoop
 from shoal.stream.mqtt_source import MqttSource, parse_address
-from shoal.stream.source import Message, StreamState, encode_payload
+from shoal.stream.source import MalformedPayload, Message, StreamState, encode_payload
 from shoal.stream.spec import CommitSpec, MqttSpec
-from shoal.stream.trainer import OnlineTrainer
-from stream_case import SMALL, differing_tensors, relearn
+from shoal.stream.trainer import OnlineTrainer, SensorForecast
+from stream_case import SMALL, differing_tensors, make_messages, relearn
 from waiting import wait_for
 
 TESTS = Path(__file__).parents[1]
@@ -144,6 +145,34 @@ def test_a_broker_that_is_down_is_named_with_host_and_port() -> None:
         MqttSource(MqttSpec(broker="there:x"), 1)
 
 
+def test_a_broker_that_rejects_the_client_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broker_module, "CONFIG", broker_module.CONFIG.replace("allow_anonymous true", ""))
+    with PrivateBroker(tmp_path / "broker") as broker:
+        spec = MqttSpec(broker=broker.address, client_id="x", username="who", connect_timeout_s=1.0)
+        with pytest.raises(ConfigError, match=r"rejects this client .*[Nn]ot authorized"):
+            MqttSource(spec, 1).open(StreamState())
+
+
+def test_a_connection_with_tls_delivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=test",
+         "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    monkeypatch.setattr(broker_module, "CONFIG", f"{broker_module.CONFIG}certfile {certificate}\nkeyfile {key}\n")
+    with PrivateBroker(tmp_path / "broker") as broker:
+        spec = MqttSpec(broker=broker.address, topic="t/+", answers="t", client_id="tls", has_tls=True)
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        source, malformed = MqttSource(spec, 1), list[MalformedPayload]()
+        source.open(StreamState())
+        messages = make_messages(100)
+        source.publish([SensorForecast(message, 1.0, 0) for message in messages])  # which come back
+        while len(malformed) < len(messages):
+            malformed += wait_for(lambda: source.poll(100, 0.1).malformed, what="messages")
+        source.close()
+
+
 def test_a_topic_without_messages_is_named(spec: MqttSpec) -> None:
     source = MqttSource(spec.model_copy(update={"connect_timeout_s": 0.3}), 1)
     with pytest.raises(DataError, match="no message came"):
@@ -176,9 +205,12 @@ def test_malformed_payloads_and_clock_jumps_are_counted_and_answers_come_back(sp
     answers: queue.SimpleQueue[paho.MQTTMessage] = queue.SimpleQueue()
     client = paho.Client(CallbackAPIVersion.VERSION2, protocol=paho.MQTTv5)
     client.on_message = lambda client, data, packet: answers.put(packet)
+    subscribed = threading.Event()
+    client.on_subscribe = lambda *details: subscribed.set()
     client.connect(*parse_address(spec))
     client.subscribe(f"{spec.answers}/+")
     client.loop_start()
+    assert subscribed.wait(30)
     publish(spec, packets)
     loop, events = run_loop(spec, tmp_path, lambda loop: loop.trainer.totals.num_messages >= 12)
     assert (loop.num_malformed, loop.trainer.totals.num_clock_jumps) == (2, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +17,17 @@ from shoal.stream.batch_log import BatchLog, read_batches
 from shoal.stream.loop import StreamLoop
 from shoal.stream.source import MalformedPayload
 from shoal.stream.spec import CommitSpec, MqttSpec, StreamSpec
-from shoal.stream.trainer import OnlineTrainer
+from shoal.stream.trainer import OnlineTrainer, SensorForecast
 from stream_case import SMALL, FakeBroker, FakeSource, differing_tensors, make_messages, relearn
 
 COMMIT = CommitSpec(messages=6, interval_s=1e6, max_batch=4, keep_log=True)
 NUM_MESSAGES = 24
+
+
+def save_learnt(folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
+    """`files.save`, which is followed by acknowledgements: of what was learnt, not only answered."""
+    assert state["trainer"]["pending"] == []
+    return files.save(folder, step, state, keep)
 
 
 class Killed(BaseException):
@@ -50,13 +57,23 @@ class Killer:
         return called
 
 
-def attempt(broker: FakeBroker, folder: Path, killer: Killer, seed: int = 0) -> StreamLoop | None:
+def attempt(
+    broker: FakeBroker,
+    folder: Path,
+    killer: Killer,
+    seed: int = 0,
+    publish: Callable[[list[SensorForecast]], None] = lambda answers: None,
+) -> StreamLoop | None:
     """One process: the loop after it has learnt all; None if it was killed."""
     source, trainer = FakeSource(broker, seed), OnlineTrainer(SMALL)
-    loop = StreamLoop(trainer, source, folder, COMMIT)
+    loop = StreamLoop(trainer, source, folder, COMMIT, publish)
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name in ((BatchLog, "append"), (BatchLog, "sync"), (loop_module.files, "save")):
+        for owner, name in ((BatchLog, "append"), (BatchLog, "sync")):
             patch.setattr(owner, name, killer.around(getattr(owner, name)))
+        patch.setattr(
+            loop_module, "files", SimpleNamespace(load_latest=files.load_latest, save=killer.around(save_learnt))
+        )
+        patch.setattr(trainer, "_learn", killer.around(trainer._learn))
         patch.setattr(trainer, "process", killer.around(trainer.process))
         patch.setattr(source, "commit", killer.around(source.commit))
         try:
@@ -71,6 +88,7 @@ def require_learnt_once(broker: FakeBroker, folder: Path, loop: StreamLoop) -> N
     learnt = [message.sequence for batch in read_batches(folder / "log") for message in batch.messages]
     assert sorted(learnt) == list(range(1, NUM_MESSAGES + 1))
     undisturbed = relearn(folder).state_dict()
+    assert undisturbed["pending"] == []
     assert differing_tensors(loop.trainer.state_dict(), undisturbed) == []
     stored = files.load_latest(folder / "checkpoints")
     assert stored is not None
@@ -84,7 +102,7 @@ def make_broker() -> FakeBroker:
 
 
 def test_killed_at_each_step_it_ends_in_the_same_weights(tmp_path: Path) -> None:
-    at, is_over = 0, False
+    at, is_over, num_pauses = 0, False, 0
     while not is_over:
         at += 1
         broker, folder = make_broker(), tmp_path / str(at)
@@ -92,7 +110,22 @@ def test_killed_at_each_step_it_ends_in_the_same_weights(tmp_path: Path) -> None
         done = attempt(broker, folder, Killer(0), seed=1)
         assert done is not None
         require_learnt_once(broker, folder, done)
-    assert at > 30  # steps that an undisturbed run has
+        num_pauses += sum(not batch.messages for batch in read_batches(folder / "log"))
+    assert at > 60  # steps that an undisturbed run has
+    assert num_pauses > at  # updates in a pause of the stream, or before an acknowledgement
+
+
+def test_the_log_alone_says_which_weights_answered(tmp_path: Path) -> None:
+    """Answers of processes that were killed, and of those that took over, are those of a replay."""
+    chance, broker, answers = random.Random(5), make_broker(), list[SensorForecast]()
+    for number in range(10):
+        attempt(broker, tmp_path, Killer(chance.randint(4, 25)), number, answers.extend)
+    attempt(broker, tmp_path, Killer(0), 0, answers.extend)
+    replayed, trainer = list[SensorForecast](), OnlineTrainer(SMALL)
+    for batch in read_batches(tmp_path / "log"):
+        trainer.process(batch.messages, replayed.extend)
+    assert len(replayed) == NUM_MESSAGES < len(answers)
+    assert set(answers) == set(replayed)
 
 
 @pytest.mark.parametrize("seed", range(3))

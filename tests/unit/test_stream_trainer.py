@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import random
+from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from shoal.stream.network import MAX_DEVIATIONS, StreamNetwork
+from shoal.stream.sensor_table import SensorTable, Window
 from shoal.stream.source import Message
 from shoal.stream.spec import OnlineSpec
 from shoal.stream.trainer import OnlineTrainer, SensorForecast, split_into_waves
@@ -76,6 +78,11 @@ def process(trainer: OnlineTrainer, messages: list[Message], size: int) -> list[
     return answers
 
 
+def learn_pending(trainer: OnlineTrainer) -> None:
+    trainer.process([], lambda answers: None)
+    assert trainer.num_pending == 0
+
+
 @pytest.mark.parametrize(("horizon", "learn_every"), [(1, 1), (3, 1), (2, 4)])
 def test_answers_and_updates_are_those_of_a_plain_loop(horizon: int, learn_every: int) -> None:
     spec = OnlineSpec(hidden=5, num_steps=4, horizon=horizon, learn_every=learn_every, learning_rate=0.02)
@@ -83,11 +90,55 @@ def test_answers_and_updates_are_those_of_a_plain_loop(horizon: int, learn_every
     for at in range(0, 90, 3):
         plain.process(messages[at : at + 3])
     answers = process(trainer, messages, 3)
+    learn_pending(trainer)
     assert trainer.num_updates >= 90 / 3 / learn_every - horizon
     # float32 sums in another order, over 30 updates of Adam
     np.testing.assert_allclose([answer.prediction for answer in answers], plain.predictions, rtol=0, atol=2e-4)
     for name, tensor in plain.network.state_dict().items():
         torch.testing.assert_close(trainer.network.state_dict()[name], tensor, rtol=0, atol=2e-4)
+
+
+def test_sensors_that_report_one_by_one_share_an_update() -> None:
+    """As if they had reported together: once by their number, once by the next message of the first of them."""
+    for update_sensors in (3, 100):
+        spec = OnlineSpec(hidden=5, num_steps=4, update_sensors=update_sensors, learning_rate=0.02)
+        trainer, plain, messages = OnlineTrainer(spec), PlainLearner(spec), make_messages(90)
+        for at in range(0, 90, 3):
+            plain.process(messages[at : at + 3])
+        answers = process(trainer, messages, 1)
+        learn_pending(trainer)
+        assert trainer.num_updates == 29
+        np.testing.assert_allclose([each.prediction for each in answers], plain.predictions, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("update_sensors", [1, 3, 50])
+def test_each_message_is_the_target_of_an_update_and_none_before_its_forecast(
+    update_sensors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, chance = OnlineSpec(hidden=3, num_steps=2, update_sensors=update_sensors), random.Random(0)
+    trainer, read_window, learnt, answered = OnlineTrainer(spec), SensorTable.read_window, set(), set()
+
+    def read(table: SensorTable, rows: np.ndarray) -> Window:
+        for row in rows.tolist():
+            last = int(table.counts[row]) - 1
+            learnt.update((table.names[row], number) for number in range(max(last - 1, 1), last + 1))
+        assert learnt <= answered
+        return read_window(table, rows)
+
+    monkeypatch.setattr(SensorTable, "read_window", read)
+    counts: Counter[str] = Counter()
+    for _ in range(80):
+        names = [f"s{chance.randrange(9)}" for _ in range(chance.randrange(5))]
+        messages = [Message(name, (chance.random(),), 0.0, "p", 0) for name in names]
+
+        def answer(answers: list[SensorForecast]) -> None:
+            for each in answers:
+                answered.add((each.message.sensor, counts[each.message.sensor]))
+                counts[each.message.sensor] += 1
+
+        trainer.process(messages, answer)
+    learn_pending(trainer)
+    assert learnt == {each for each in answered if each[1] > 0}  # the first has no forecast to learn from
 
 
 def test_an_endpoint_answers_a_history_as_the_trainer_answers_a_new_sensor() -> None:
@@ -116,10 +167,12 @@ def test_no_answer_depends_on_what_comes_later() -> None:
 
 def test_a_state_goes_on_to_the_bit_also_as_sensors_join() -> None:
     messages = make_messages(210, num_sensors=70)  # more than the table begins with
-    through, halved = OnlineTrainer(SMALL), OnlineTrainer(SMALL)
+    spec = SMALL.model_copy(update={"update_sensors": 20})
+    through, halved = OnlineTrainer(spec), OnlineTrainer(spec)
     process(through, messages, 5)
     process(halved, messages[:100], 5)
-    after = OnlineTrainer(SMALL)
+    assert halved.num_pending > 0
+    after = OnlineTrainer(spec)
     after.load_state_dict(halved.state_dict())
     process(after, messages[100:], 5)
     assert differing_tensors(after.state_dict(), through.state_dict()) == []

@@ -24,6 +24,7 @@ persistence_location {folder}/
 autosave_interval 5
 max_queued_messages 0
 max_inflight_messages 0
+set_tcp_nodelay true
 log_dest file {folder}/mosquitto.log
 user {user}
 """

@@ -14,8 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import random
-import sys
 import threading
 import time
 import uuid
@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shoal.errors import ConfigError, needs_extra
-from shoal.stream.mqtt_source import KEEP_ALIVE_S, PUBLISHER, SEQUENCE, parse_address
+from shoal.stream.mqtt_source import KEEP_ALIVE_S, PUBLISHER, SEQUENCE, parse_address, send_at_once
 from shoal.stream.source import encode_payload
 from shoal.stream.spec import MqttSpec
 
@@ -56,6 +56,8 @@ class Fleet:
         self._prefix = spec.topic.removesuffix("+").rstrip("/")
         self._client = paho.Client(CallbackAPIVersion.VERSION2, protocol=paho.MQTTv5)
         self._client.max_queued_messages_set(0)
+        # A sensor with a connection of its own would not wait for the acknowledgement of another's reading.
+        self._client.on_socket_open = send_at_once
         if measures:
             self._client.on_message = self._measure
             self._client.on_connect = self._subscribe
@@ -127,7 +129,8 @@ def main() -> None:
     stopped = threading.Event()
 
     def wait_for_end() -> None:
-        sys.stdin.buffer.read()
+        while os.read(0, 1 << 12):  # sys.stdin has a lock, at which the interpreter would fail as it ends
+            pass
         stopped.set()
 
     threading.Thread(target=wait_for_end, daemon=True).start()

@@ -8,8 +8,11 @@
 **The protocol.** A *group* is the batches between two checkpoints.
 
 1. `append(batch)`: the batch, its messages and their order, reaches the log before anything is learnt from it.
-2. `process(batch)`: answers, then learns. It is a function of the state before and of the batch: no clock, no chance.
-3. `snapshot`: between two batches, the trainer and the deduplicator are copied in memory. Learning goes on.
+2. `process(batch)`: answers, then learns if enough is pending. It is a function of the state before and of the batch:
+   no clock, no chance. Where the clock decides, in a pause of the stream, it makes a batch without messages, which is
+   logged like any other and learns what is pending.
+3. `snapshot`: what is pending is learnt, by such a batch; then the trainer and the deduplicator are copied in memory.
+   Learning goes on.
 4. `save`, in a thread: the log is fsynced; then the copy is written beside the older checkpoints, fsynced and renamed.
 5. `commit`: the deliveries that the snapshot accounts for are acknowledged.
 
@@ -19,15 +22,16 @@ it. Then the broker's redelivery is taken.
 | killed                | log      | checkpoint | acknowledged | what recovery does                                   |
 |-----------------------|----------|------------|--------------|------------------------------------------------------|
 | before or in 1        | no, torn | no         | no           | removes a torn record; its messages come again       |
-| after 1, in 2 or in 3 | yes      | no         | no           | learns the logged batch; what comes again is dropped |
+| after 1, in 2 or in 3 | yes      | no         | no           | answers and learns it; what comes again is dropped   |
+| answered, but pending | yes      | no         | no           | the same: the rows that are pending follow from it   |
 | in 4                  | yes      | no         | no           | the same: a draft without its name does not exist    |
 | after 4, in 5         | yes      | yes        | in part      | loads it; what comes again is dropped                |
 
-*Nothing is lost*: a message is acknowledged (5) only after a durable checkpoint contains it (4). *Nothing is learnt
-twice*: what the deduplicator has admitted is in the same checkpoint as its update, and batches beyond the checkpoint
-pass through it again. *The same bits*: weights are a function of the log alone (2), and the log never changes but for a
-torn record, from which nothing was learnt (1). Recovery publishes the answers of the open group again, the same to the
-bit.
+*Nothing is lost*: a message is acknowledged (5) only after a durable checkpoint contains its update (3, 4). *Nothing is
+learnt twice*: what the deduplicator has admitted is in the same checkpoint as its update, and batches beyond the
+checkpoint pass through it again. *The same bits*: weights are a function of the log alone (2), and the log never
+changes but for a torn record, from which nothing was learnt (1). Recovery publishes the answers of the open group
+again, the same to the bit.
 
 A kill of the process loses nothing that was written; a power cut may lose what was not fsynced. Then batches of the
 open group may be gone from the log. Their messages were not acknowledged: they come again, and are batched anew.
@@ -41,7 +45,6 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,12 +53,13 @@ from shoal.checkpoint.directory import list_newest_first
 from shoal.errors import CheckpointError
 from shoal.stream.batch_log import BatchLog, LoggedBatch
 from shoal.stream.deduplicator import Deduplicator
-from shoal.stream.source import Delivery, StreamSource, StreamState
+from shoal.stream.source import Delivery, Message, StreamSource, StreamState
 from shoal.stream.spec import CommitSpec
 from shoal.stream.statistics import StreamStatistics
 from shoal.stream.trainer import OnlineTrainer, SensorForecast
 
 POLL_S = 0.05  # how long an idle loop waits before it looks whether to stop or to commit
+PAUSE_S = 0.005  # without a message for so long, what is pending is learnt
 MAX_REPORTED = 5  # publishers of one event
 
 
@@ -105,7 +109,10 @@ class StreamLoop:
         try:
             self.recover()
             while not should_stop() and not self._source.is_exhausted:
-                self.take(self._source.poll(self._spec.max_batch, POLL_S))
+                delivery = self._source.poll(self._spec.max_batch, PAUSE_S if self.trainer.num_pending else POLL_S)
+                self.take(delivery)
+                if not delivery.messages and self.trainer.num_pending:
+                    self._process([])
                 self._advance_commit()
             self._finish()
         finally:
@@ -146,14 +153,22 @@ class StreamLoop:
             self._report(
                 "publisher_restarted", publishers=sorted({each.publisher for each in delivery.messages})[:MAX_REPORTED]
             )
-        if not new:
-            return
-        self._log.append(LoggedBatch(self.trainer.num_batches + 1, new))
-        began_s = time.perf_counter()
-        result = self.trainer.process(new, self._publish)
-        self.statistics.add(new, time.perf_counter() - began_s, asdict(result.totals))
+        if new:
+            self._process(new)
+
+    def _process(self, messages: list[Message]) -> None:
+        """Log a batch, then answer and learn it; one without messages learns what is pending."""
+        self._log.append(LoggedBatch(self.trainer.num_batches + 1, messages))
+        began_s, num_updates = time.perf_counter(), self.trainer.num_updates
+        result = self.trainer.process(messages, self._answer)
+        has_learnt = self.trainer.num_updates > num_updates
+        self.statistics.add(len(messages), time.perf_counter() - began_s, has_learnt, vars(result.totals))
         if result.drifting:
             self._report("drift", sensors=result.drifting)
+
+    def _answer(self, answers: list[SensorForecast]) -> None:
+        self._publish(answers)
+        self.statistics.add_answers([answer.message for answer in answers])
 
     # -- commits
 
@@ -168,6 +183,8 @@ class StreamLoop:
             self._snapshot()
 
     def _snapshot(self) -> None:
+        if self.trainer.num_pending:  # what is acknowledged has been learnt
+            self._process([])
         state = {
             "trainer": self.trainer.state_dict(),
             "deduplicator": self.deduplicator.state_dict(),

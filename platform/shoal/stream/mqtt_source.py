@@ -15,6 +15,7 @@ Called by the flow and by tests. paho's network thread only enqueues: work there
 from __future__ import annotations
 
 import queue
+import socket
 import threading
 import time
 from collections import deque
@@ -64,7 +65,7 @@ class MqttSource:
         self._unacknowledged: deque[tuple[int, int, int]] = deque()  # delivery, connection, packet id
         self._num_delivered = self.num_answers_dropped = 0
         self._connection = 0
-        self._connected = threading.Event()
+        self._connected, self._rejection = threading.Event(), ""
         self._client: paho.Client | None = None
 
     @property
@@ -111,6 +112,7 @@ class MqttSource:
         """
         client = paho.Client(CallbackAPIVersion.VERSION2, self._spec.client_id, protocol=paho.MQTTv5, manual_ack=True)
         client.on_message, client.on_connect, client.on_disconnect = self._take, self._take_up, self._lose
+        client.on_socket_open = send_at_once
         client.reconnect_delay_set(1, 10)
         properties = Properties(PacketTypes.CONNECT)
         properties.SessionExpiryInterval = self._spec.session_expiry_s
@@ -119,7 +121,8 @@ class MqttSource:
         self._connect(client, properties, clean=False)
         if not self._connected.wait(self._spec.connect_timeout_s):
             self.close()
-            raise self._make_error("did not accept the connection")
+            rejects = f"rejects this client ({self._rejection})"
+            raise self._make_error(rejects if self._rejection else "did not accept the connection")
 
     def _connect(self, client: paho.Client, properties: Properties, *, clean: bool) -> None:
         host, port = self._address
@@ -145,6 +148,7 @@ class MqttSource:
         self, client: paho.Client, data: Any, flags: paho.ConnectFlags, reason: ReasonCode, *rest: Any
     ) -> None:
         if reason.is_failure:
+            self._rejection = str(reason)
             self._report("broker_rejects", broker=":".join(map(str, self._address)), reason=str(reason))
             return
         self._connection += 1
@@ -229,6 +233,11 @@ class MqttSource:
             self._client.disconnect()
             self._client.loop_stop()
             self._client = None
+
+
+def send_at_once(client: paho.Client, data: Any, opened: Any) -> None:
+    """Small packets leave without Nagle's algorithm, by which each waits for the acknowledgement of the one before."""
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def parse_address(spec: MqttSpec) -> tuple[str, int]:

@@ -16,6 +16,7 @@ class OnlineSpec(Spec):
     hidden:        units of the LSTM
     num_steps:     over which an update is propagated back in time (truncated BPTT)
     learn_every:   messages of a sensor between its updates: 1 learns from each at once; more are fewer, cheaper updates
+    update_sensors: whose windows one update takes together, at least; fewer when the stream pauses
     memory:        messages after which a sensor's scaler has forgotten two thirds
     learning_rate: of Adam
     seed:          of the first weights
@@ -26,6 +27,7 @@ class OnlineSpec(Spec):
     hidden: int = Field(default=32, ge=1)
     num_steps: int = Field(default=16, ge=1)
     learn_every: int = Field(default=1, ge=1)
+    update_sensors: int = Field(default=16, ge=1)
     memory: int = Field(default=1000, ge=2)
     learning_rate: float = Field(default=5e-3, gt=0)
     seed: int = Field(default=0, ge=0, lt=2**63)

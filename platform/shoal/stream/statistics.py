@@ -19,16 +19,22 @@ class StreamStatistics:
 
     def _clear(self) -> None:
         self._began_s = time.monotonic()
+        self._num_batches = 0
         self._learn_ms: list[float] = []
         self._commit_ms: list[float] = []
         self._lags_ms: list[float] = []
         self._totals: defaultdict[str, float] = defaultdict(float)
 
-    def add(self, messages: Sequence[Message], learn_s: float, totals: Mapping[str, float]) -> None:
-        """A batch that took `learn_s` to be answered and learnt."""
+    def add_answers(self, messages: Sequence[Message]) -> None:
+        """Messages whose forecasts have just been sent."""
         now_s = time.time()
-        self._learn_ms.append(1e3 * learn_s)
         self._lags_ms += [1e3 * (now_s - message.time_s) for message in messages]
+
+    def add(self, num_messages: int, seconds: float, has_learnt: bool, totals: Mapping[str, float]) -> None:
+        """A batch that took so long to be answered, and learnt if `has_learnt`."""
+        self._num_batches += num_messages > 0
+        if has_learnt:
+            self._learn_ms.append(1e3 * seconds)
         for name, value in totals.items():
             self._totals[name] += value
 
@@ -37,12 +43,13 @@ class StreamStatistics:
         self._commit_ms.append(1e3 * commit_s)
 
     def take(self) -> dict[str, float]:
-        """The metrics since the last call, by name. Lags are of the publishers' clocks, up to the end of learning."""
+        """The metrics since the last call, by name. Lags are from the publishers' clocks to the answer."""
         seconds, totals = time.monotonic() - self._began_s, self._totals
         metrics = {"stream/per_s": totals["num_messages"] / seconds}
-        if self._learn_ms:
-            metrics["stream/batch"] = totals["num_messages"] / len(self._learn_ms)
-            for name, values in (("lag", self._lags_ms), ("learn", self._learn_ms)):
+        if self._num_batches:
+            metrics["stream/batch"] = totals["num_messages"] / self._num_batches
+        for name, values in (("lag", self._lags_ms), ("learn", self._learn_ms)):
+            if values:
                 middle, high = np.percentile(values, (50, 99))
                 metrics |= {f"stream/{name}_p50_ms": float(middle), f"stream/{name}_p99_ms": float(high)}
         if self._commit_ms:

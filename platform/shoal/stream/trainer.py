@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shoal.errors import SpecMismatch
 from shoal.stream.drift import PageHinkley
 from shoal.stream.network import MAX_DEVIATIONS, StreamNetwork
+from shoal.stream.numpy_network import StepWeights, observe, step
 from shoal.stream.sensor_table import SensorTable
 from shoal.stream.source import Message
 from shoal.stream.spec import OnlineSpec
@@ -61,8 +63,9 @@ class OnlineTrainer:
     """Answers and learns batches of messages; at most one step of a sensor at a time.
 
     A batch in which a sensor has several messages is taken in waves: the first message of each sensor, then the second,
-    and so on. Each wave is answered, then learnt: one step of the optimizer over the windows of all its sensors that
-    are due. See `OnlineSpec`. The learner is on the CPU, in the caller's thread.
+    and so on. Each wave is answered. Its sensors that are due are pending until one step of the optimizer runs over the
+    windows of all that are: when they are `update_sensors`, before one of them is answered again, or with a batch
+    without messages. See `OnlineSpec`. The learner is on the CPU, in the caller's thread.
     """
 
     def __init__(self, spec: OnlineSpec) -> None:
@@ -75,25 +78,41 @@ class OnlineTrainer:
         self.drift = PageHinkley()
         self.totals = PrequentialTotals()
         self.num_batches = self.num_updates = 0
+        self._weights = StepWeights.view(self.network)
+        self._pending: dict[int, None] = {}  # rows that are due, in the order of their messages
+
+    @property
+    def num_pending(self) -> int:
+        """Sensors that the next update takes: they were answered, and are due."""
+        return len(self._pending)
 
     def process(self, messages: Sequence[Message], publish: Callable[[list[SensorForecast]], None]) -> BatchResult:
-        """SensorForecast each message through `publish`, and learn from it. No messages are no batch."""
+        """Forecast each message through `publish`; learn when it is time. A batch without messages learns what is
+        pending."""
         result = BatchResult()
+        if not messages:
+            self._learn()
         for wave in split_into_waves(messages):
             rows = self.table.find_rows([message.sensor for message in wave])
-            values = torch.tensor([message.values for message in wave], dtype=torch.float64)
+            if not self._pending.keys().isdisjoint(rows.tolist()):
+                self._learn()
+            values = np.array([message.values for message in wave])
             self._score(rows, values, wave, result)
-            predictions = self._predict(rows, values)
-            publish([SensorForecast(*each, self.num_updates) for each in zip(wave, predictions.tolist(), strict=True)])
-            self._learn(rows)
+            predictions = self._predict(rows, values).tolist()
+            publish([SensorForecast(*each, self.num_updates) for each in zip(wave, predictions, strict=True)])
+            counts = self.table.counts[rows]
+            due = rows[(counts > self.spec.horizon) & (counts % self.spec.learn_every == 0)]
+            self._pending.update(dict.fromkeys(due.tolist()))
+            if len(self._pending) >= self.spec.update_sensors:
+                self._learn()
         self.num_batches += 1
         for name, value in vars(result.totals).items():
             setattr(self.totals, name, getattr(self.totals, name) + value)
         return result
 
-    def _score(self, rows: Tensor, values: Tensor, wave: list[Message], result: BatchResult) -> None:
+    def _score(self, rows: np.ndarray, values: np.ndarray, wave: list[Message], result: BatchResult) -> None:
         """Compare the forecasts of these values [B, D] with them, before anything is learnt from them."""
-        times_s = torch.tensor([message.time_s for message in wave], dtype=torch.float64)
+        times_s = np.array([message.time_s for message in wave])
         has_jumped = times_s < self.table.last_times_s[rows]
         self.table.last_times_s[rows] = times_s
         totals, counts = result.totals, self.table.counts[rows]
@@ -102,38 +121,37 @@ class OnlineTrainer:
         is_due = counts >= self.spec.horizon
         rows, newest = rows[is_due], values[is_due, 0]
         earlier, predictions = self.table.read_earlier(rows)
-        errors = (newest - predictions).abs()
-        scaled = errors / self.table.read_scaler(rows).change_deviations
+        errors = np.abs(newest - predictions)
+        scaled = errors / self.table.read_moments(rows).change_deviations
         is_judged = counts[is_due] > self.spec.horizon  # the first change is the scale's first value
-        scaled = scaled[is_judged].clamp(max=2 * MAX_DEVIATIONS)
+        scaled = np.minimum(scaled[is_judged], 2 * MAX_DEVIATIONS)
         totals.num_forecasts += len(rows)
         totals.absolute_error += float(errors.sum())
-        totals.squared_error += float(errors.square().sum())
-        totals.naive_error += float((newest - earlier).abs().sum())
+        totals.squared_error += float((errors * errors).sum())
+        totals.naive_error += float(np.abs(newest - earlier).sum())
         totals.scaled_error += float(scaled.sum())
-        drifting = self.drift.update(rows[is_judged].numpy(), scaled.numpy())
+        drifting = self.drift.update(rows[is_judged], scaled)
         totals.num_drifts += len(drifting)
         if len(drifting):
             names = self.table.names
             result.drifting += [names[row] for row in drifting]
 
-    @torch.no_grad()
-    def _predict(self, rows: Tensor, values: Tensor) -> Tensor:
+    def _predict(self, rows: np.ndarray, values: np.ndarray) -> np.ndarray:
         """One step of the LSTM: forecasts [B], after values [B, D]."""
         earlier, _ = self.table.read_earlier(rows)
-        features, scaler = self.network.observe(values, earlier, self.table.read_scaler(rows))
-        outputs, state = self.network.step(features, self.table.read_state(rows))
-        predictions = values[:, 0] + outputs * scaler.change_deviations
-        self.table.append(rows, values[:, 0], predictions, features, state, scaler)
+        moments = self.table.read_moments(rows)
+        features, moments = observe(values, earlier, moments, self.spec.horizon, self.spec.memory)
+        outputs, state = step(features, self.table.read_state(rows), self._weights)
+        predictions: np.ndarray = values[:, 0] + outputs * moments.change_deviations
+        self.table.append(rows, values[:, 0], predictions, features, state, moments)
         return predictions
 
-    def _learn(self, rows: Tensor) -> None:
-        """One update from the windows of the sensors that are due; none if none is."""
-        counts = self.table.counts[rows]
-        due = rows[(counts > self.spec.horizon) & (counts % self.spec.learn_every == 0)]
-        if not len(due):
+    def _learn(self) -> None:
+        """One update from the windows of the sensors that are pending; none if none is."""
+        if not self._pending:
             return
-        window = self.table.read_window(due)
+        window = self.table.read_window(np.array(list(self._pending)))
+        self._pending = {}
         outputs = self.network.unroll(window.features, window.state)
         losses = nn.functional.huber_loss(outputs, window.targets, reduction="none")
         loss = (losses * window.is_known).sum() / window.is_known.sum()
@@ -153,6 +171,7 @@ class OnlineTrainer:
             "drift": self.drift.state_dict(),
             "totals": vars(self.totals).copy(),
             "counts": [self.num_batches, self.num_updates],
+            "pending": list(self._pending),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -168,6 +187,7 @@ class OnlineTrainer:
         self.drift.load_state_dict(state["drift"])
         self.totals = PrequentialTotals(**state["totals"])
         self.num_batches, self.num_updates = state["counts"]
+        self._pending = dict.fromkeys(state["pending"])
 
 
 def split_into_waves(messages: Sequence[Message]) -> Iterator[list[Message]]:
