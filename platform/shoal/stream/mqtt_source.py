@@ -229,6 +229,7 @@ class MqttSource:
             self._client.disconnect()
             self._client.loop_stop()
             self._client = None
+            self._arrived = queue.SimpleQueue()  # what was not polled goes to the next session
 
 
 def parse_address(spec: MqttSpec) -> tuple[str, int]:
