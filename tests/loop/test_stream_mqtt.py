@@ -34,6 +34,7 @@ from shoal.stream.source import MalformedPayload, Message, StreamState, encode_p
 from shoal.stream.spec import CommitSpec, MqttSpec
 from shoal.stream.trainer import OnlineTrainer, SensorForecast
 from stream_case import SMALL, differing_tensors, make_messages, relearn
+from stream_contract import check_source
 from waiting import wait_for
 
 TESTS = Path(__file__).parents[1]
@@ -83,6 +84,13 @@ def poll(source: MqttSource, count: int) -> list[Message]:
     found: list[Message] = []
     wait_for(lambda: found.extend(source.poll(count - len(found), 0.1).messages) or len(found) == count, 30)
     return found
+
+
+def test_a_topic_keeps_the_contract_of_sources(spec: MqttSpec) -> None:
+    begin_session(spec)
+    publish(spec, make_packets(1, 9))
+    expected = [Message(f"s{at % 3}", (at / 7,), float(at), "p", at) for at in range(1, 10)]
+    check_source(lambda: MqttSource(spec, 1), expected)
 
 
 def test_what_is_not_committed_comes_again_in_order_to_the_next_process(spec: MqttSpec) -> None:

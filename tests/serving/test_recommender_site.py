@@ -27,7 +27,9 @@ import pytest
 from serving.chromium import Chromium
 from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.served_here import served
-from shoal.errors import ConfigError, InferenceError
+from shoal.errors import ConfigError, DataError, InferenceError
+from shoal.stream.source import Message, StreamState
+from stream_contract import check_source
 from waiting import wait_for
 
 SITE = Path(__file__).parents[2] / "serve_apps" / "recommender"
@@ -189,6 +191,37 @@ def test_each_page_has_one_version_while_versions_swap(home: Path) -> None:
     write_version(home / "models", items, log)
 
 
+# -- the log as a stream
+
+
+def test_the_log_keeps_the_contract_of_sources_and_goes_on_when_someone_rates(home: Path) -> None:
+    from django.db import transaction
+    from films.models import Rating
+    from films.rating_source import PUBLISHER, RatingSource
+
+    rows = Rating.objects.order_by("id").values_list("viewer_id", "film_id", "stars", "timestamp", "id")
+    expected = [
+        Message(str(viewer), (stars, film), time_s, PUBLISHER, row) for viewer, film, stars, time_s, row in rows
+    ]
+    check_source(RatingSource, expected)
+    source = RatingSource()
+    assert source.example() == expected[0]
+    last = expected[-1].sequence
+    source.open(StreamState(sequences={PUBLISHER: last}))
+    client = browse()
+    film = read_page(client.get("/").content.decode())[0][0]
+    with ThreadPoolExecutor(1) as pool:
+        rating = pool.submit(lambda: source.poll(8, 60.0).messages)
+        rate(client, film, 4)
+        (message,) = rating.result()
+    assert (message.values, message.sequence, source.num_delivered) == ((4.0, float(film)), last + 1, 1)
+    with transaction.atomic():
+        Rating.objects.all().delete()
+        with pytest.raises(DataError, match=r"films_rating.*has no row yet"):
+            source.example()
+        transaction.set_rollback(True)
+
+
 # -- the towers, behind an endpoint
 
 
@@ -335,9 +368,9 @@ def test_killed_processes_lose_no_rating_and_learn_none_twice(own_home: Path) ->
     assert log.last_row == before + 5
 
 
-def test_the_web_process_needs_neither_torch_nor_scipy(own_home: Path) -> None:
+def test_web_process_and_retraining_need_neither_torch_nor_scipy(own_home: Path) -> None:
     program = (
-        "import sys, django; django.setup(); import films.urls, waitress;"
+        "import sys, django; django.setup(); import films.urls, waitress, films.management.commands.retrain;"
         " print([name for name in ('torch', 'scipy', 'ray') if name in sys.modules])"
     )
     environment = {**os.environ, "RECOMMENDER_HOME": str(own_home), "DJANGO_SETTINGS_MODULE": "films.settings"}

@@ -19,6 +19,7 @@ from shoal.stream.drift import PageHinkley
 from shoal.stream.replay_source import ReplaySource
 from shoal.stream.source import MalformedPayload, Message, StreamState, encode_payload, parse_message
 from stream_case import make_messages
+from stream_contract import check_source
 
 
 def test_a_payload_is_read_as_it_was_written() -> None:
@@ -161,6 +162,12 @@ def test_files_of_all_kinds_give_the_same_messages(tmp_path: Path) -> None:
         assert source.is_exhausted
         source.open(StreamState(0, {path.name: 2}))
         assert source.poll(8, 0.0).messages == expected[2:]
+
+
+def test_files_keep_the_contract_of_sources(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("value,time\n" + "".join(f"{at}.5,{at}\n" for at in range(9)))
+    expected = [Message("x", (at + 0.5,), float(at), "x.csv", at + 1) for at in range(9)]
+    check_source(lambda: ReplaySource([str(tmp_path / "x.csv")]), expected)
 
 
 def test_files_with_gaps_name_the_row_and_others_the_file(tmp_path: Path) -> None:

@@ -233,6 +233,7 @@ class MqttSource:
             self._client.disconnect()
             self._client.loop_stop()
             self._client = None
+            self._arrived = queue.SimpleQueue()  # what was not polled goes to the next session
 
 
 def send_at_once(client: paho.Client, data: Any, opened: Any) -> None:

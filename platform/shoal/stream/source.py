@@ -1,7 +1,8 @@
 """Messages of sensors, and the seam behind which they come from: a broker, files, a test.
 
-Implementations: `MqttSource` (a live topic), `ReplaySource` (files). Both yield the same `Message` objects, so that a
-trainer cannot tell them apart. Called by `StreamLoop`; knows neither torch nor a broker.
+Implementations: `MqttSource` (a live topic), `ReplaySource` (files), and the film site's `RatingSource` (a log in a
+database). All yield the same `Message` objects, so that a trainer cannot tell them apart. Called by `StreamLoop` and by
+the site's retraining; knows neither torch nor a broker.
 """
 
 from __future__ import annotations

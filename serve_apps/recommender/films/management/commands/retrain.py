@@ -1,7 +1,8 @@
 """Learn the ratings since the last version, and write the next: `manage.py retrain`, until it is ended.
 
-Each version holds the ratings that it has learnt and the last row that it has read, in the folder that appears at once:
-however often the process is killed, each pair of viewer and film is learnt once, by its newest row.
+They come from a `RatingSource`. Each version holds the ratings that it has learnt and the last row that it has read, in
+the folder that appears at once, and the source begins after that row: however often the process is killed, each pair of
+viewer and film is learnt once, by its newest row.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ import numpy as np
 from django.conf import settings
 from django.core.management.base import BaseCommand
 
-from films.factorisation import Ratings, extend, fit
-from films.models import Film, Rating
+from films.factorisation import Floats, Ints, Ratings, extend, fit
+from films.models import Film
 from films.parent import end_with_parent
+from films.rating_source import PUBLISHER, RatingSource
 from films.versions import RatingLog, open_version, read_current, read_log, write_version
+from shoal.stream.source import StreamSource, StreamState
 
 NUM_FACTORS, FIRST_SWEEPS, LATER_SWEEPS = 10, 8, 2
+POLL_MESSAGES = 10_000
 
 
 class Command(BaseCommand):
@@ -52,7 +56,9 @@ def retrain(folder: Path) -> tuple[int, int, float] | None:
     began_s = time.perf_counter()
     number = read_current(folder)
     log = RatingLog.empty() if number is None else read_log(folder, number)
-    new = read_rows(log.last_row)
+    source = RatingSource()
+    source.open(StreamState(sequences={PUBLISHER: log.last_row}))
+    new = take_all(source)
     if not len(new[0]):
         return None
     log = log.merge(*new)
@@ -63,12 +69,15 @@ def retrain(folder: Path) -> tuple[int, int, float] | None:
         items, _ = fit(ratings, NUM_FACTORS, FIRST_SWEEPS)
     else:
         items, _ = fit(ratings, NUM_FACTORS, LATER_SWEEPS, extend(open_version(folder, number).items, num_films))
-    return write_version(folder, items, log), len(new[0]), time.perf_counter() - began_s
+    number = write_version(folder, items, log)
+    source.commit(StreamState(source.num_delivered, {PUBLISHER: log.last_row}))
+    return number, len(new[0]), time.perf_counter() - began_s
 
 
-def read_rows(last_row: int) -> tuple[Any, Any, Any, Any]:
-    """Viewer, film (from 0), stars and row id of the ratings after `last_row`, [N] each, in the order of their ids."""
-    rows = Rating.objects.filter(id__gt=last_row).order_by("id").values_list("viewer_id", "film_id", "stars", "id")
-    table = np.array(list(rows.iterator(chunk_size=10_000)), np.float64).reshape(-1, 4)
-    viewer, film, row = (table[:, at].astype(np.int64) for at in (0, 1, 3))
-    return viewer, film - 1, table[:, 2], row
+def take_all(source: StreamSource) -> tuple[Ints, Ints, Floats, Ints]:
+    """Viewer, film (from 0), stars and row id of the ratings that are there, [N] each, in the order of their ids."""
+    tables = [np.zeros((0, 4))]
+    while messages := source.poll(POLL_MESSAGES, timeout_s=0.0).messages:
+        tables.append(np.array([(int(each.sensor), *each.values, each.sequence) for each in messages], np.float64))
+    viewer, stars, film, row = np.concatenate(tables).T
+    return viewer.astype(np.int64), film.astype(np.int64) - 1, stars, row.astype(np.int64)

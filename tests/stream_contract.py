@@ -1,0 +1,45 @@
+"""What every source of a stream does, whatever is behind it: files, a broker, a database."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from shoal.stream.source import Message, StreamSource, StreamState
+from waiting import wait_for
+
+
+def check_source(make_source: Callable[[], StreamSource], expected: Sequence[Message]) -> None:
+    """The source has the `expected` messages of one publisher, four at least, none of which was committed."""
+
+    def open_after(count: int) -> StreamSource:
+        source = make_source()
+        assert source.num_delivered == 0
+        source.open(StreamState(0, {expected[count - 1].publisher: expected[count - 1].sequence} if count else {}))
+        return source
+
+    def poll(source: StreamSource, count: int) -> list[Message]:
+        found: list[Message] = []
+
+        def has_all() -> bool:
+            delivery = source.poll(min(2, count - len(found)), 0.1)
+            assert len(delivery.messages) <= min(2, count - len(found))
+            found.extend(delivery.messages)
+            return len(found) == count
+
+        wait_for(has_all, what=f"{count} messages")
+        assert source.num_delivered == count
+        return found
+
+    first = open_after(0)
+    assert poll(first, 4) == expected[:4]
+    first.commit(StreamState(2, {expected[1].publisher: expected[1].sequence}))
+    first.close()
+    first.close()
+    assert first.poll(1, 0.0).messages == []
+    second = open_after(2)  # what was polled and not committed comes again, in its order
+    assert poll(second, len(expected) - 2) == expected[2:]
+    second.commit(StreamState(second.num_delivered, {expected[-1].publisher: expected[-1].sequence}))
+    second.close()
+    third = open_after(len(expected))
+    assert third.poll(1, 0.1).messages == []
+    third.close()
