@@ -188,7 +188,8 @@ def start_player(loop: LocalLoop, index: int) -> threading.Thread:
 
 
 def test_the_actions_go_on_while_the_learner_restarts(tmp_path: Path) -> None:
-    loop = LocalLoop(SPEC, OF_SIGNS, tmp_path / "run", TOKEN)
+    spec = SPEC.override(["gateway.queue_capacity=10000"])  # a full queue would stop the actions, too
+    loop = LocalLoop(spec, OF_SIGNS, tmp_path / "run", TOKEN)
     with loop:
         players = [start_player(loop, index) for index in range(2)]
         wait_for(lambda: loop.learner.updates > 3)
@@ -200,7 +201,7 @@ def test_the_actions_go_on_while_the_learner_restarts(tmp_path: Path) -> None:
             return int(loop.gateway.stats()["remote_inference"]["actions"])
 
         wait_for(lambda: count_actions() > stopped["remote_inference"]["actions"] + 100)
-        loop.learner = Learner(SPEC, OF_SIGNS, loop.queue, loop.store, tmp_path / "run" / "checkpoints", version)
+        loop.learner = Learner(spec, OF_SIGNS, loop.queue, loop.store, tmp_path / "run" / "checkpoints", version)
         loop._thread = threading.Thread(target=loop._learn, daemon=True)
         loop._thread.start()
         wait_for(lambda: any(actor["weights_version"] > version + 3 for actor in loop.gateway.stats()["actors"]))
