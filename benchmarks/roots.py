@@ -5,8 +5,8 @@
 
 The photographs are the generator's `greenhouse`, whose textures and plants the pretraining (`simulated`) never draws.
 Training and test plants are apart; the same test photographs judge every network, in full, by tiles. Minutes are
-processor minutes of training on one thread, with reading and augmentation, and without evaluation: ours are turned into
-a number of steps by timing some first, the peer's are a number of its epochs likewise. The pretraining is one for all
+processor minutes of training on one thread, with reading and augmentation, and without evaluation: some
+steps of each side are timed first, and give the number of steps that fit. The pretraining is one for all
 points; its minutes (`--pretraining`) come on top, once. Nothing is chosen by the test photographs: the last network
 counts. Each point is one seed: differences of two or three points of IoU are noise.
 """

@@ -20,7 +20,7 @@ from shoal.population.search_space import SearchSpace
 
 
 class Halving(Evolution):
-    """Raises ConfigError without a number of rounds, or where it would stop nobody."""
+    """Raises ConfigError without a number of rounds, or where it would stop no member."""
 
     def __init__(
         self, spec: EvolutionSpec, space: SearchSpace, num_members: int, *, num_rounds: int | None = None, seed: int = 0
