@@ -6,7 +6,8 @@ Solved: a mean return of the last 100 finished training episodes, exploration in
 or -200 on Pendulum-v1. The clock runs from the first step (ours: from the first segment that the gateway receives) and
 leaves out every start-up. Ours is without Ray: gateway and learner in one process, actors in processes of their own.
 Peers have the settings of RL Baselines3 Zoo, one thread of torch, and learn on where their schedule ends. An attempt
-that does not solve it in time counts with the cap, and the note says so. Draws docs/pictures/curve_TASK.png.
+that does not solve it in time counts with the cap, and the note says so. Each TASK has a file of its own in
+benchmarks/results, so tasks can be measured one by one, and a picture, docs/pictures/curve_TASK.png.
 """
 
 from __future__ import annotations
@@ -105,7 +106,6 @@ def draw(task: Task, found: list[Solved], path: Path) -> None:
 
 def main() -> None:
     chosen = options(__doc__, runs=5, only=tuple(TASKS))
-    rows: list[Row] = []
     chosen.results.mkdir(parents=True, exist_ok=True)
     with scratch() as folder:
         for name in chosen.only:
@@ -117,9 +117,8 @@ def main() -> None:
                 if task.peer:
                     theirs.append(sb3(task, seed, folder, cap_s))
                     print_outcome(f"{name}, seed {seed}, sb3", theirs[-1])
-            rows += rows_of(task, found, theirs)
+            write(f"algorithms_{name}", rows_of(task, found, theirs), chosen.results)
             draw(task, found, (PICTURES if chosen.results == RESULTS else chosen.results) / f"curve_{name}.png")
-    write("algorithms", rows, chosen.results)
 
 
 def print_outcome(what: str, outcome: Solved) -> None:
