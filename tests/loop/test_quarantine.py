@@ -17,7 +17,14 @@ from shoal.actor.policy import make_policy
 from shoal.actor.segment_builder import SegmentBuilder
 from shoal.cli.commands import runs
 from shoal.errors import ConfigError
-from shoal.rl.experience.quarantine import LIMIT, EvidenceTable, compute_evidence, read_quarantine, release_actor
+from shoal.rl.experience.quarantine import (
+    LIMIT,
+    EvidenceTable,
+    compute_evidence,
+    read_quarantine,
+    read_run_quarantine,
+    release_actor,
+)
 from shoal.rl.experience.queue import BatchRequest, ExperienceQueue
 from shoal.rl.experience.segment_ledger import LEDGER_NAME, Ledger
 from shoal.rl.local_loop import LocalLoop
@@ -180,8 +187,13 @@ def test_the_liar_alone_is_dropped_until_it_is_mended_and_released(tmp_path: Pat
     assert totals.is_balanced
 
 
-def test_the_command_releases_and_names_who_can_be_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ledger = Ledger(tmp_path / LEDGER_NAME)
+@pytest.mark.parametrize("policy", [".", "hunters"])
+def test_the_command_releases_and_names_who_can_be_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """Of a run, and of one of several policies in a run."""
+    (tmp_path / policy).mkdir(exist_ok=True)
+    ledger = Ledger(tmp_path / policy / LEDGER_NAME)
     ledger.quarantine("actor 3", "claims too much")
     ledger.close()
     run = type("FakeRun", (), {"folder": tmp_path, "id": "run-1"})()
@@ -190,7 +202,7 @@ def test_the_command_releases_and_names_who_can_be_released(tmp_path: Path, monk
         CliRunner().invoke(runs.release, ["latest", "other"], catch_exceptions=False)
     done = CliRunner().invoke(runs.release, ["latest", "actor 3"], catch_exceptions=False)
     assert "actor 3 is released" in done.output
-    assert read_quarantine(tmp_path / LEDGER_NAME) == {}
+    assert read_run_quarantine(tmp_path) == {}
 
 
 def test_the_display_says_how_to_release() -> None:

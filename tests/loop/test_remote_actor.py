@@ -19,8 +19,12 @@ from loop.test_local_loop import EXPERIENCE as OF_SIGNS
 from loop.test_local_loop import SPEC, SignGame
 from rl_setting import TOKEN, Parts, serving, weights
 from shoal.actor import RemoteActor, RemoteClient
+from shoal.actor.environment import _flatten
 from shoal.actor.remote import run_remote_actor
 from shoal.errors import Closed, ConfigError, InvalidSegment, Refused
+from shoal.flows.actor_learner_spec import ActorLearnerSpec
+from shoal.flows.rl_policy import check, inspect_environment
+from shoal.games.tictactoe import TicTacToe
 from shoal.rl.experience.queue import BatchRequest
 from shoal.rl.gateway.gateway import Gateway
 from shoal.rl.gateway.remote_inference import RemoteInference
@@ -92,7 +96,7 @@ def test_an_action_for_an_earlier_incarnation_is_not_sent_to_the_next_one() -> N
         inference = parts.gateway._inference.start()
         is_free = threading.Event()
 
-        def act_slowly(observations: np.ndarray, streams: object) -> tuple[list[int], list[float]]:
+        def act_slowly(observations: np.ndarray, streams: object, masks: object) -> tuple[list[int], list[float]]:
             is_free.wait(60)
             return [int(each[0]) for each in observations], [-0.7] * len(observations)
 
@@ -257,3 +261,42 @@ def test_the_actions_of_a_box_are_arrays() -> None:
         parts.store.close()
         parts.gateway.close()
         parts.ledger.close()
+
+
+class LegalTicTacToe(TicTacToe):
+    """Refuses a field that is taken."""
+
+    def step(self, action: int) -> Any:
+        assert not self._fields[:, action].any()
+        return super().step(action)
+
+
+@pytest.mark.parametrize("algorithm", ["dqn", "ppo"])
+def test_action_masks_travel_with_the_observations(tmp_path: Path, algorithm: str) -> None:
+    words = [f"algorithm={algorithm}", "env=shoal.games:TicTacToe-v0", "segment_length=3"]
+    spec = RLSpec().override([*words, "learner.batch_steps=64"])
+    experience, _ = inspect_environment(spec, "remote")
+    with LocalLoop(spec, experience, tmp_path / "run", TOKEN) as loop:
+        with RemoteClient(loop.address, TOKEN, "game") as client:
+            assert run_remote_actor(_flatten(LegalTicTacToe()), client, seed=0, max_steps=400) == 400
+        with RemoteClient(loop.address, TOKEN, "careless") as client:
+            actor = RemoteActor(client)
+            board, allowed = np.zeros(18, np.uint8), np.eye(9, dtype=np.int8)[4]
+            assert actor.act(board, mask=allowed) == 4
+            with pytest.raises(ConfigError, match="is missing in info"):
+                actor.act(board)
+            with pytest.raises(InvalidSegment, match="no action is allowed"):
+                actor.act(board, mask=np.zeros(9, np.int8))
+            for mask in (None, np.zeros(9, np.bool_).tobytes(), b"\2" * 9):  # of a client that does not check
+                client.ask(ActMessage(10_000, 0), board.tobytes(), mask)
+                assert client.wait_for_action(10_000, 0).reason == "invalid"
+        wait_for(lambda: loop.ledger.get_totals().consumed > 60)
+    totals = loop.ledger.get_totals()
+    assert totals.is_balanced
+    assert set(totals.dropped) <= {"shutdown", "stale_admission", "stale_consumption"}
+
+
+def test_an_endpoint_s_users_give_no_masks() -> None:
+    spec = ActorLearnerSpec(env="shoal.games:TicTacToe-v0", learn_from_endpoint=True)
+    with pytest.raises(ConfigError, match="users give no action masks"):
+        check(spec)

@@ -462,7 +462,6 @@ def test_every_help_has_examples(command: click.Command) -> None:
 @pytest.mark.parametrize(
     ("job", "words", "problem"),
     [
-        ("tictactoe", [], "gives no masks of an observation"),
         ("actor_learner", ["algorithm=ppo", "algorithm.synchronous=true"], "does not pause while the learner updates"),
         ("actor_learner", ["env=chase:Chase"], "has several agents. leave out --inference remote"),
         ("actor_learner", ["--envs", "2"], "is for actors that run the policy themselves"),

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,18 @@ def test_the_picture_tells_everything() -> None:
     ):
         assert told in text, (told, text)
     assert "corrupt" not in text  # what did not happen is not listed
+
+
+def test_registered_opponents_are_shown_by_name_before_the_versions_of_the_run() -> None:
+    won = {"win_rate/poker@3": 0.25, "win_rate/12": 0.5, "win_rate/7": 1.0}
+    assert "won       poker@3 25%  v7 100%  v12 50%" in drawn(replace(VIEW, metrics=METRICS | won))
+
+
+def test_of_several_policies_each_has_its_return() -> None:
+    others = {name: value for name, value in METRICS.items() if name != "return/mean_100"}
+    view = replace(VIEW, metrics=others | {"return/hunters": 0.5, "return/prey": -0.125})
+    assert "│ returns   hunters 0.5   prey -0.125 " in drawn(view)
+    assert "return of hunters 0.5, return of prey -0.125, steps/s 5,678" in format_plain_line(view)
 
 
 def test_on_a_narrow_terminal_no_number_is_cut() -> None:

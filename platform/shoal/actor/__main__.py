@@ -39,7 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "shoal actor", description=__doc__, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--connect", required=True, metavar="ADDRESS", help="the gateway: tcp://host:port")
+    parser.add_argument(
+        "--connect",
+        required=True,
+        metavar="ADDRESS",
+        help="the gateway: tcp://host:port; of a run of several policies, all of their gateways, with commas between",
+    )
     parser.add_argument(
         "--env", required=True, help="a gymnasium id; module:Id imports module first, module:function calls it"
     )
@@ -119,9 +124,16 @@ def _run(options: argparse.Namespace) -> int:
     if options.inference == "remote" and options.envs > 1:
         problem = "is for an actor that runs the policy itself"
         raise ConfigError("envs", options.envs, problem, "with --inference remote start several: --processes")
-    client = (RemoteClient if options.inference == "remote" else ActorClient)(
-        options.connect, token, options.actor_id or "", server_key=options.server_key, timeout_s=options.timeout_s
-    )
+    addresses = options.connect.split(",")
+    if options.inference == "remote" and len(addresses) > 1:
+        problem, remedy = "is of several policies, with several agents", "leave out --inference remote"
+        raise ConfigError("connect", options.connect, problem, remedy)
+    clients = [
+        (RemoteClient if options.inference == "remote" else ActorClient)(
+            each, token, options.actor_id or "", server_key=options.server_key, timeout_s=options.timeout_s
+        )
+        for each in addresses
+    ]
     trying = f"no gateway answers at {options.connect} yet: trying for {options.timeout_s:g} s"
     silence = threading.Timer(CONNECT_NOTICE_S, lambda: print(trying, file=sys.stderr, flush=True))
     silence.daemon = True
@@ -132,13 +144,14 @@ def _run(options: argparse.Namespace) -> int:
         if options.inference == "remote" and is_parallel(environments[0]):
             raise ConfigError("env", options.env, "has several agents", "leave out --inference remote")
         silence.start()
-        with client:
-            silence.cancel()
-            on_run = partial(require_matching_spaces, environments[0], options.env)
-            if isinstance(client, RemoteClient):
-                run_remote_actor(environments[0], client, options.seed, options.max_steps, on_run)
-            else:
-                play(environments, client, options.seed, options.max_steps, on_run=on_run)
+        for client in clients:
+            opened.enter_context(client)
+        silence.cancel()
+        on_run = partial(require_matching_spaces, environments[0], options.env)
+        if isinstance(clients[0], RemoteClient):
+            run_remote_actor(environments[0], clients[0], options.seed, options.max_steps, on_run)
+        else:
+            play(environments, clients, options.seed, options.max_steps, on_run=on_run)
     return 0
 
 

@@ -55,16 +55,21 @@ class AgentStream(SegmentBuilder):
 
     def __init__(self, number: int, spec: ExperienceSpec, policy: Policy) -> None:
         super().__init__(spec)
-        self.number, self._policy = number, policy
+        self.number, self.policy = number, policy
         self._choices = find_choices(spec)
         self.observation: Any = None
         self.mask: np.ndarray | None = None
         self.num_segments = 0  # that are complete
-        self.opponent = 0  # with self-play, the version that the other agents have in this episode
+        self.opponent = 0  # with self-play, the version of this policy that plays others in this episode
+
+    @property
+    def version(self) -> int:
+        """Of the weights that act now."""
+        return self.policy.version
 
     def restart(self) -> None:
         super().restart()
-        self._policy.reset(self.number)
+        self.policy.reset(self.number)
 
     def start_episode(self, observation: Any, info: Mapping[str, Any]) -> None:
         """Begin an episode with this observation, whose info has its action mask."""
@@ -91,7 +96,7 @@ class AgentStream(SegmentBuilder):
     ) -> Mapping[str, Any]:
         """Those of the newest observation, which has this info."""
         self.mask = find_mask(info, self._choices, terminated, truncated)
-        extras = self._policy.get_extras(self.number)
+        extras = self.policy.get_extras(self.number)
         return extras if self.mask is None else {**extras, MASKS: self.mask}
 
 
@@ -136,8 +141,8 @@ class Game(Protocol):
         """Begin, with the seeds of the environments."""
         ...
 
-    def step(self, actions: Sequence[Any], log_probabilities: Sequence[float], version: int) -> None:
-        """Take a step: an action and its log-probability for each of `observations`, by weights of this version."""
+    def step(self, actions: Sequence[Any], log_probabilities: Sequence[float]) -> None:
+        """Take a step: an action and its log-probability for each of `observations`, by the present weights."""
         ...
 
 
@@ -195,10 +200,10 @@ class SingleGame(StreamGame):
     def reset(self, seeds: Sequence[int | None]) -> None:
         self._stream.start_episode(*self._environment.reset(seed=seeds[0]))
 
-    def step(self, actions: Sequence[Any], log_probabilities: Sequence[float], version: int) -> None:
+    def step(self, actions: Sequence[Any], log_probabilities: Sequence[float]) -> None:
         stream = self._stream
         observation, reward, terminated, truncated, info = self._environment.step(actions[0])
-        choice = actions[0], log_probabilities[0], version
+        choice = actions[0], log_probabilities[0], stream.version
         segment = stream.end_step(choice, to_float(reward), observation, terminated, truncated, info)
         if segment is not None:
             self._runner.send(stream, segment)
@@ -248,8 +253,9 @@ class BatchGame:
             self._reset_environment(index, seed)
         self._take_observations()
 
-    def step(self, actions: Sequence[Any], log_probabilities: Sequence[float], version: int) -> None:
+    def step(self, actions: Sequence[Any], log_probabilities: Sequence[float]) -> None:
         rewards, newest, starts, has_extras = list[float](), self._newest, self._starts, self._spec.extras
+        version = self._streams[0].version
         self._steps[self._num_steps % self._length] = _Step(actions, rewards, log_probabilities, version, self._extras)
         self._num_steps += 1
         full_start = self._num_steps - self._length

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from shoal.errors import ConfigError, ShoalError
 from shoal.wire import ExperienceSpec
 from shoal.wire.action_masks import INFO_KEY
 
+MAX_TURNS = 100  # until it is an agent's turn for the first time
 # Observations that make_environment flattens to one array, as gymnasium.spaces.flatten does: parts in the
 # order of the space, choices as one-hot vectors.
 FLATTENED = ("Dict", "Tuple", "Discrete", "MultiDiscrete", "MultiBinary")
@@ -166,18 +167,19 @@ def _find_function(name: str) -> Callable[[], Any] | None:
     return found if callable(found) else None
 
 
-def get_spaces(environment: Any, name: str) -> tuple[Any, Any]:
-    """The spaces of its observations and its actions; of several agents, those that all of them have. Raises
-    ConfigError."""
+def get_spaces(environment: Any, name: str, agents: Sequence[str] = ()) -> tuple[Any, Any]:
+    """The spaces of its observations and its actions; of several agents, those that all of them have. agents: those
+    with the policy in question, in a run of several. Raises ConfigError."""
     if not is_parallel(environment):
         return environment.observation_space, environment.action_space
     with translate_environment_errors(name):
-        agents = list(environment.possible_agents)
+        agents = agents or list(environment.possible_agents)
         spaces = [(environment.observation_space(agent), environment.action_space(agent)) for agent in agents]
     for agent, each in zip(agents, spaces, strict=True):
         if each != spaces[0]:
             problem = f"gives {agent} other spaces than {agents[0]}: {each} and {spaces[0]}"
-            raise ConfigError("env", name, problem, "pad them to the same: all agents have one policy")
+            remedy = "pad them to the same, since they have one policy; or give them several: jobs/tag.py"
+            raise ConfigError("env", name, problem, remedy)
     return spaces[0]
 
 
@@ -222,20 +224,32 @@ def _select_parts(observation: Any, space: Any) -> Any:
     return next(iter(parts.values())) if len(parts) == 1 else parts
 
 
-def reset_environment(environment: Any, name: str) -> tuple[Any, dict[str, Any]]:
-    """The environment's first observation and its info; of several agents, those of the first. Raises ConfigError."""
+def reset_environment(environment: Any, name: str, agents: Sequence[str] = ()) -> tuple[Any, dict[str, Any]]:
+    """The environment's first observation and its info; of several agents, those of the first, or of the first among
+    `agents`, whose turn may come later. Raises ConfigError."""
     with translate_environment_errors(name):
         observation, *rest = environment.reset(seed=0)  # one that gives no info is refused by its observation
         info = rest[0] if len(rest) == 1 else {}
         if not is_parallel(environment):
             return observation, info
-        agent = next(iter(observation))
-        return observation[agent], info.get(agent, {})
+        for _ in range(MAX_TURNS):
+            agent = next((agent for agent in observation if not agents or agent in agents), None)
+            if agent is not None:
+                return observation[agent], info.get(agent, {})
+            actions = {each: _sample_action(environment, each, info.get(each, {})) for each in observation}
+            observation, _, _, _, info = environment.step(actions)
+    raise ConfigError("env", name, f"shows nothing to {' or '.join(agents)} in {MAX_TURNS} steps", "leave them out")
+
+
+def _sample_action(environment: Any, agent: str, info: Mapping[str, Any]) -> Any:
+    space = environment.action_space(agent)
+    mask = info.get(INFO_KEY)
+    return space.sample() if mask is None else int(np.flatnonzero(mask)[0])
 
 
 def require_matching_spaces(environment: Any, name: str, spec: ExperienceSpec) -> None:
     """Raise ConfigError unless the run at the gateway has this environment's actions and observations."""
-    observations, actions = get_spaces(environment, name)
+    observations, actions = get_spaces(environment, name, spec.agents)
     if not _fits(actions, spec):
         wanted = (
             f"choices of {list(spec.policy.action_sizes)}"

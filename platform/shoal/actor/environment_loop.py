@@ -26,7 +26,7 @@ from shoal.actor.agent_streams import (
 from shoal.actor.client import ActorClient
 from shoal.actor.parallel_game import Opponent, OpponentDraw, ParallelGame
 from shoal.actor.policy import Policy, make_policy
-from shoal.errors import Closed, RunChanged
+from shoal.errors import Closed, ConfigError, RunChanged
 from shoal.wire import ExperienceSpec, Segment
 from shoal.wire.action_masks import find_choices
 
@@ -35,7 +35,7 @@ NO_CREDIT_PAUSE_S = 0.002  # where actors pause while the learner updates
 
 def play(
     environments: Environment | ParallelEnvironment | Sequence[Environment | ParallelEnvironment],
-    client: ActorClient,
+    client: ActorClient | Sequence[ActorClient],
     seed: int | None = None,
     max_steps: int | None = None,
     on_weights: Callable[[int], None] | None = None,
@@ -46,96 +46,129 @@ def play(
 
     Of several environments, each takes a step in turn; one evaluation of the policy gives all of their actions. Their
     steps are counted together, and each begins with a seed of its own. Of several agents in an environment, each has
-    the same policy and experience of its own, and a step of each is counted.
+    experience of its own, and a step of each is counted; all have the same policy, or, in a run of several policies,
+    each has the one whose client's spec names it: `client` then has a connected client for each policy.
 
     The loop pulls newer weights at most every `pull_interval_s`, and applies them between two steps. It calls
     `on_weights` with each applied version. It waits for a busy learner while the gateway answers. When another run
     takes the address, the actor starts anew. It calls `on_run`, which may raise, with each run's spec before the first
-    step. Raises Refused or ConnectionLost as the client does.
+    step. Raises Refused or ConnectionLost as the client does, and ConfigError for an agent without a policy.
     """
     steps, pull_at = 0, 0.0
     environments = environments if isinstance(environments, Sequence) else [environments]
-    while not client.finished and (max_steps is None or steps < max_steps):
+    clients = client if isinstance(client, Sequence) else [client]
+
+    def goes_on() -> bool:
+        return not any(each.finished for each in clients) and (max_steps is None or steps < max_steps)
+
+    while goes_on():
         if on_run is not None:
-            on_run(client.spec)
-        runner = _PolicyRunner(environments, client, seed, on_weights)
+            for each in clients:
+                on_run(each.spec)
+        player = _Player(environments, clients, seed, on_weights)
         try:
-            runner.start()
-            while not client.finished and (max_steps is None or steps < max_steps):
+            player.start()
+            while goes_on():
                 if time.monotonic() >= pull_at:
-                    runner.pull_weights()
+                    player.pull_weights()
                     pull_at = time.monotonic() + pull_interval_s
-                steps += runner.step()
+                steps += player.step()
         except RunChanged:
             continue
         except Closed:
-            if not client.finished:
+            if not any(each.finished for each in clients):
                 raise
     return steps
 
 
-class _PolicyRunner:
-    """The policy and the environments' state of one run, replaced when another run takes over."""
+class _ActingPolicy:
+    """One policy of a run, with its connection: the `ParallelRunner` of the agents that have it."""
 
-    def __init__(
-        self,
-        environments: Sequence[Any],
-        client: ActorClient,
-        seed: int | None,
-        on_weights: Callable[[int], None] | None,
-    ) -> None:
-        self._client, self._seed, self._on_weights = client, seed, on_weights
-        self._policy, self._is_synchronous = self._make_policy(seed), client.is_synchronous
+    def __init__(self, client: ActorClient, seed: int | None) -> None:
+        self.client, self._seed = client, seed
+        self.policy = self._make_policy(seed)
         self.mask_choices: Sequence[int] = find_choices(client.spec)
         self._num_streams = 0
         self._opponents: OpponentDraw | None = None
         if client.spec.self_play:
             self._opponents = OpponentDraw(lambda: client.opponents, self._make_policy, seed)
-        self._environments = environments
-        self._stream_games = list[SingleGame | ParallelGame]()
-        if is_parallel(environments[0]):
-            self._stream_games = [ParallelGame(each, self) for each in environments]
-        elif len(environments) == 1 or self._is_synchronous:  # there may be no credit for all
-            self._stream_games = [SingleGame(each, self) for each in environments]
-        self._games: Sequence[Game] = self._stream_games or [BatchGame(environments, self, client.spec)]
 
     def _make_policy(self, seed: int | None) -> Policy:
-        spec = self._client.spec
-        return make_policy(spec.policy, seed, self._client.actor_id, spec.action.shape)
+        spec = self.client.spec
+        return make_policy(spec.policy, seed, self.client.actor_id, spec.action.shape)
 
     def draw_opponent(self) -> Opponent | None:
-        """With self-play, the policy of the other agents in an episode."""
+        """With self-play, a past version for the other agents in an episode."""
         return None if self._opponents is None else self._opponents.draw()
 
     def make_stream(self) -> AgentStream:
         """A further stream of experience, for an agent."""
         self._num_streams += 1
-        return AgentStream(self._num_streams - 1, self._client.spec, self._policy)
+        return AgentStream(self._num_streams - 1, self.client.spec, self.policy)
 
     def send(self, stream: AgentStream, segment: Segment) -> None:
         """Send a segment of a stream; waits for credit."""
         stream.num_segments += 1
         if stream.opponent:
             segment = replace(segment, opponent=stream.opponent)
-        self._client.send(segment, timeout_s=None)
+        self.client.send(segment, timeout_s=None)
 
     def start(self) -> None:
-        self._policy.load(*self._client.wait_for_weights())
+        """Wait for the first weights, and with self-play for an opponent."""
+        self.policy.load(*self.client.wait_for_weights())
         if self._opponents is not None:
-            self._client.wait_for_opponents()
+            self.client.wait_for_opponents()
+
+    def pull_weights(self) -> bool:
+        """Load newer weights, if they have come."""
+        newer = self.client.newer_weights(self.policy.version)
+        if newer is not None:
+            self.policy.load(*newer)
+        return newer is not None
+
+
+class _Player:
+    """The policies and the environments' state of one run, replaced when another run takes over."""
+
+    def __init__(
+        self,
+        environments: Sequence[Any],
+        clients: Sequence[ActorClient],
+        seed: int | None,
+        on_weights: Callable[[int], None] | None,
+    ) -> None:
+        self._seed, self._on_weights, self._environments = seed, on_weights, environments
+        # Of two policies with one seed, both would explore by the same random numbers.
+        seeds = [seed if not number or seed is None else seed + (number << 32) for number in range(len(clients))]
+        self._policies = [_ActingPolicy(client, own) for client, own in zip(clients, seeds, strict=True)]
+        first = self._policies[0]
+        self._client, self._policy, self._is_synchronous = first.client, first.policy, first.client.is_synchronous
+        self._stream_games = list[SingleGame | ParallelGame]()
+        if is_parallel(environments[0]):
+            by_agent = assign_agents(environments[0].possible_agents, self._policies)
+            self._stream_games = [ParallelGame(each, by_agent.__getitem__) for each in environments]
+        elif first.client.spec.agents:
+            problem = f"has one agent, and this run has several: {', '.join(first.client.spec.agents)}"
+            raise ConfigError("env", type(environments[0]).__name__, problem, "take the run's own")
+        elif len(environments) == 1 or self._is_synchronous:  # there may be no credit for all
+            self._stream_games = [SingleGame(each, first) for each in environments]
+        self._games: Sequence[Game] = self._stream_games or [BatchGame(environments, first, first.client.spec)]
+
+    def start(self) -> None:
+        for each in self._policies:
+            each.start()
         seeds = spread_seeds(self._seed, len(self._environments))
         for index, game in enumerate(self._games):
             game.reset(seeds[index : index + 1] if self._stream_games else seeds)
 
     def pull_weights(self) -> None:
-        newer = self._client.newer_weights(self._policy.version)
-        if newer is not None:
-            self._policy.load(*newer)
-            if self._is_synchronous:
-                for game in self._stream_games:
-                    game.discard_steps()  # of older weights: the batch that they were for is complete
-            if self._on_weights is not None:
-                self._on_weights(self._policy.version)
+        for each in self._policies:
+            if each.pull_weights():
+                if self._is_synchronous:
+                    for game in self._stream_games:
+                        game.discard_steps()  # of older weights: the batch that they were for is complete
+                if self._on_weights is not None:
+                    self._on_weights(each.policy.version)
 
     def step(self) -> int:
         """Take a step in every environment; returns the number of agents' steps."""
@@ -144,10 +177,12 @@ class _PolicyRunner:
             time.sleep(NO_CREDIT_PAUSE_S)
             self.pull_weights()
             return 0
+        if len(self._policies) > 1:
+            return self._step_by_policy()
         if len(games) == 1:
             (game,) = games
             actions, log_probabilities = self._policy.act_batch(game.observations, game.numbers, game.masks)
-            game.step(actions, log_probabilities, self._policy.version)
+            game.step(actions, log_probabilities)
             return len(actions)
         return self._step_games(games)
 
@@ -159,12 +194,32 @@ class _PolicyRunner:
             list(chain.from_iterable(numbers)),
             [mask for each in masks if each is not None for mask in each] or None,
         )
-        version, begin = self._policy.version, 0
+        begin = 0
         for game, each in zip(games, numbers, strict=True):
             end = begin + len(each)
-            game.step(actions[begin:end], log_probabilities[begin:end], version)
+            game.step(actions[begin:end], log_probabilities[begin:end])
             begin = end
         return len(actions)
+
+    def _step_by_policy(self) -> int:
+        """Of a run of several policies: each acts at once for all agents that have it."""
+        streams = [stream for game in self._stream_games for stream in game.acting]
+        chosen: dict[int, tuple[Any, float]] = {}  # by the stream's place
+        for policy in (each.policy for each in self._policies):
+            places = [place for place, stream in enumerate(streams) if stream.policy is policy]
+            own = [streams[place] for place in places]
+            if own:
+                masks = [stream.mask for stream in own] if own[0].mask is not None else None
+                observations, numbers = [stream.observation for stream in own], [stream.number for stream in own]
+                chosen.update(
+                    zip(places, zip(*policy.act_batch(observations, numbers, masks), strict=True), strict=True)
+                )
+        begin = 0
+        for game in self._stream_games:
+            end = begin + len(game.acting)
+            game.step(*zip(*(chosen[place] for place in range(begin, end)), strict=True))
+            begin = end
+        return len(streams)
 
     def _select_games(self) -> Sequence[Game]:
         """Of a synchronous run: as far as there is credit for all segments that they have begun or would begin; those
@@ -179,6 +234,20 @@ class _PolicyRunner:
                 selected.append(game)
                 num_left = max(0, num_left - game.num_open)
         return selected
+
+
+def assign_agents(agents: Sequence[str], policies: Sequence[_ActingPolicy]) -> dict[str, _ActingPolicy]:
+    """The policy of each agent. Raises ConfigError for an agent that has none, or several."""
+    assigned: dict[str, _ActingPolicy] = {}
+    for policy in policies:
+        for agent in policy.client.spec.agents or agents:
+            if agent in assigned:
+                raise ConfigError("connect", agent, "has two policies", "give the addresses of one run, each once")
+            assigned[agent] = policy
+    if missing := [agent for agent in agents if agent not in assigned]:
+        problem = f"has no policy, nor have {len(missing) - 1} other agents" if len(missing) > 1 else "has no policy"
+        raise ConfigError("connect", missing[0], problem, "give the addresses of all policies of the run")
+    return assigned
 
 
 def spread_seeds(seed: int | None, count: int) -> list[int | None]:

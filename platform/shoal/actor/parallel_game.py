@@ -1,11 +1,11 @@
-"""Games of several agents, and self-play, in which past versions of the policy play all agents but one.
+"""Games of several agents, which have one policy or several, and self-play: past versions play all agents but one.
 
 Called by the ready loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -59,7 +59,7 @@ class OpponentDraw:
 
 
 class ParallelRunner(Runner, Protocol):
-    """Who also gives a game its opponents."""
+    """The runner of one policy, which also gives a game the opponents with past versions of it."""
 
     mask_choices: Sequence[int]  # of the numbers of an action, in a run with masks
 
@@ -69,22 +69,24 @@ class ParallelRunner(Runner, Protocol):
 class ParallelGame(StreamGame):
     """An environment with several agents, each of which is a stream while it is in an episode.
 
-    With self-play one agent is a stream, drawn for each episode. An opponent plays the others, without a record.
+    With self-play one agent is a stream, drawn for each episode. Opponents play the others, without a record: in an
+    episode all agents of a policy have the same version of it.
+
+    find_runner: of the policy that an agent has
     """
 
-    def __init__(self, environment: ParallelEnvironment, runner: ParallelRunner) -> None:
-        self._environment, self._runner = environment, runner
+    def __init__(self, environment: ParallelEnvironment, find_runner: Callable[[str], ParallelRunner]) -> None:
+        self._environment, self._find_runner = environment, find_runner
         self._random = np.random.default_rng()
-        self._idle: list[AgentStream] = []
+        self._idle: dict[ParallelRunner, list[AgentStream]] = {}
         self._open: dict[str, AgentStream] = {}
         # The last choice of an agent (action, log-probability, version), and its reward since then.
         self._choices: dict[str, tuple[Any, float, int]] = {}
         self._rewards: dict[str, float] = {}
         self._acting_agents: list[str] = []  # the agents of `acting`
         self.acting: list[AgentStream] = []
-        self._opponent: Opponent | None = None
-        self._learner = ""  # with an opponent, the agent that learns
-        # The observations and masks of those who act next and do not learn.
+        self._opponents: dict[str, Opponent] = {}  # with self-play, of the agents that do not learn
+        # The observations and masks of the opponents that act next.
         self._others: dict[str, tuple[Any, np.ndarray | None]] = {}
 
     @property
@@ -98,9 +100,10 @@ class ParallelGame(StreamGame):
         self._begin_episode(seed)
         self._advance_until_stream_acts()
 
-    def step(self, actions: Sequence[Any], log_probabilities: Sequence[float], version: int) -> None:
+    def step(self, actions: Sequence[Any], log_probabilities: Sequence[float]) -> None:
         for agent, action, log_probability in zip(self._acting_agents, actions, log_probabilities, strict=True):
-            self._choices[agent], self._rewards[agent] = (action, log_probability, version), 0.0
+            self._choices[agent] = action, log_probability, self._open[agent].version
+            self._rewards[agent] = 0.0
         self._step_environment(dict(zip(self._acting_agents, actions, strict=True)))
         self._advance_until_stream_acts()
 
@@ -116,22 +119,31 @@ class ParallelGame(StreamGame):
                 self._begin_episode(None)
 
     def _begin_episode(self, seed: int | None) -> None:
-        self._idle += self._open.values()
-        self._open, self._choices, self._rewards = {}, {}, {}
-        self._opponent = self._runner.draw_opponent()
-        if self._opponent is not None:
-            agents = self._environment.possible_agents
-            self._learner = agents[int(self._random.integers(len(agents)))]
-            for agent in agents:
-                self._opponent.policy.reset((id(self), agent))
+        self._release_streams(list(self._open))
+        self._choices, self._rewards = {}, {}
+        self._opponents = self._draw_opponents()
         observations, infos = self._environment.reset(seed=seed)
         self._select_acting(observations, (), infos)
 
+    def _draw_opponents(self) -> dict[str, Opponent]:
+        agents = self._environment.possible_agents
+        drawn = {runner: runner.draw_opponent() for runner in dict.fromkeys(map(self._find_runner, agents))}
+        if None in drawn.values():
+            return {}
+        learner = agents[int(self._random.integers(len(agents)))]
+        found = {agent: drawn[self._find_runner(agent)] for agent in agents if agent != learner}
+        opponents = {agent: opponent for agent, opponent in found.items() if opponent is not None}
+        for agent, opponent in opponents.items():
+            opponent.policy.reset((id(self), agent))  # which may play in several games
+        return opponents
+
+    def _release_streams(self, agents: Iterable[str]) -> None:
+        for agent in agents:
+            self._idle.setdefault(self._find_runner(agent), []).append(self._open.pop(agent))
+
     def _step_environment(self, actions: dict[str, Any]) -> None:
-        if self._opponent is not None:
-            policy = self._opponent.policy  # which may play in several games
-            for agent, (observation, mask) in self._others.items():
-                actions[agent] = policy.act(observation, (id(self), agent), mask)[0]
+        for agent, (observation, mask) in self._others.items():
+            actions[agent] = self._opponents[agent].policy.act(observation, (id(self), agent), mask)[0]
         observations, rewards, terminations, truncations, infos = self._environment.step(actions)
         ended = [agent for each in (terminations, truncations) for agent, has_ended in each.items() if has_ended]
         for agent in list(self._choices):
@@ -139,7 +151,7 @@ class ParallelGame(StreamGame):
             if agent in observations or agent in ended:  # otherwise it waits for its turn
                 ending = terminations.get(agent, False), truncations.get(agent, False)
                 self._record(agent, observations, *ending, infos.get(agent, {}))
-        self._idle += [self._open.pop(agent) for agent in set(ended) if agent in self._open]
+        self._release_streams([agent for agent in dict.fromkeys(ended) if agent in self._open])
         self._select_acting(observations, ended, infos)
 
     def _record(
@@ -157,26 +169,30 @@ class ParallelGame(StreamGame):
         choice = self._choices.pop(agent)
         segment = stream.end_step(choice, reward, observations[agent], terminated, truncated, info)
         if segment is not None:
-            self._runner.send(stream, segment)
+            self._find_runner(agent).send(stream, segment)
 
     def _select_acting(
         self, observations: Mapping[str, Any], ended: Sequence[str], infos: Mapping[str, Mapping[str, Any]]
     ) -> None:
         """Those who have an observation act next; who is new begins an episode."""
         acting = [agent for agent in observations if agent not in ended]
-        self._acting_agents, self._others = acting, {}
-        if self._opponent is not None:
-            self._acting_agents = [agent for agent in acting if agent == self._learner]
-            is_over = self._learner in ended  # how the others go on is of no use
-            others = [agent for agent in acting if agent != self._learner and not is_over]
+        self._acting_agents, self._others = [agent for agent in acting if agent not in self._opponents], {}
+        # How the opponents go on when the agent that learns has ended is of no use.
+        if self._opponents and all(agent in self._opponents for agent in ended):
             self._others = {
-                agent: (observations[agent], find_mask(infos.get(agent, {}), self._runner.mask_choices))
-                for agent in others
+                agent: (observations[agent], find_mask(infos.get(agent, {}), self._find_runner(agent).mask_choices))
+                for agent in acting
+                if agent in self._opponents
             }
         for agent in self._acting_agents:
             if agent not in self._open:
-                self._open[agent] = self._idle.pop() if self._idle else self._runner.make_stream()
-                stream = self._open[agent]
-                stream.opponent = self._opponent.version if self._opponent is not None else 0
-                stream.start_episode(observations[agent], infos.get(agent, {}))
+                self._open_stream(agent).start_episode(observations[agent], infos.get(agent, {}))
         self.acting = [self._open[agent] for agent in self._acting_agents]
+
+    def _open_stream(self, agent: str) -> AgentStream:
+        runner = self._find_runner(agent)
+        idle = self._idle.get(runner)
+        self._open[agent] = stream = idle.pop() if idle else runner.make_stream()
+        versions = [each.version for other, each in self._opponents.items() if self._find_runner(other) is runner]
+        stream.opponent = versions[0] if versions else 0
+        return stream

@@ -15,11 +15,12 @@ from typing import Any, Self
 
 import numpy as np
 
-from shoal.actor.agent_streams import Environment
+from shoal.actor.agent_streams import Environment, find_mask
 from shoal.actor.client import ActorClient
 from shoal.actor.segment_builder import SegmentBuilder
 from shoal.errors import Closed, ConfigError, ConnectionLost, InvalidSegment, ProtocolViolation, Refused, RunChanged
 from shoal.wire import ExperienceSpec, encode
+from shoal.wire.action_masks import INFO_KEY, find_choices
 from shoal.wire.messages import ActionMessage, ActMessage, Welcome
 
 _POLL_MS = 50  # how long another thread may wait for the socket
@@ -40,11 +41,11 @@ class RemoteClient(ActorClient):
         self._unanswered: dict[tuple[int, int], list[bytes]] = {}  # by episode and step, in order
         self._answers: dict[tuple[int, int], ActionMessage] = {}
 
-    def ask(self, message: ActMessage, observation: bytes) -> None:
+    def ask(self, message: ActMessage, observation: bytes, mask: bytes | None = None) -> None:
         """Send one observation, whose answer `wait_for_action` takes. Several may be on their way, of one episode
-        each."""
+        each. mask: bool [K], in a run with action masks"""
         with self._lock:
-            frames = [encode(message), observation]
+            frames = [encode(message), observation, *([] if mask is None else [mask])]
             self._unanswered[message.episode, message.step] = frames
             self._send_frames(frames)
 
@@ -82,7 +83,16 @@ class RemoteClient(ActorClient):
 
 
 class _ObservationEncoder(SegmentBuilder):
-    """Checks and encodes single observations."""
+    """Checks and encodes single observations, and their action masks."""
+
+    def __init__(self, spec: ExperienceSpec) -> None:
+        super().__init__(spec)
+        self._choices = find_choices(spec)
+
+    def encode_mask(self, mask: Any, terminated: bool, truncated: bool) -> bytes | None:
+        """None in a run without masks. Raises InvalidSegment, and ConfigError for a missing one."""
+        found = find_mask({} if mask is None else {INFO_KEY: mask}, self._choices, terminated, truncated)
+        return None if found is None else found.tobytes()
 
     def encode(self, observation: Any) -> bytes:
         """Raises InvalidSegment for one of another shape, or for other integers, than the run's."""
@@ -129,20 +139,21 @@ class RemoteActor:
         """Whether the run is over: `act` raises Closed then."""
         return self.client.finished
 
-    def act(self, observation: Any, episode: Hashable = None) -> Any:
+    def act(self, observation: Any, episode: Hashable = None, mask: Any = None) -> Any:
         """The action for an observation.
 
         episode: the key of the episode; a key that is not in use begins one
+        mask:    in a run with action masks, 1 for each action that is allowed here, and 0 for the others
 
         Raises InvalidSegment for an observation that does not fit the run, Closed when the run is over, and Refused or
         ConnectionLost as the client does.
         """
         playing = self._episodes.get(episode)
         asked = self._begin(0.0) if playing is None else playing.advance()
-        answer = self._ask(asked, observation)
+        answer = self._ask(asked, observation, mask)
         while answer is None or answer.reason in _LOST:
             asked = self._begin(asked.total)
-            answer = self._ask(asked, observation)
+            answer = self._ask(asked, observation, mask)
         _require_taken(answer)
         if answer.action is None:
             raise ProtocolViolation("malformed", "the gateway gave no action")
@@ -158,7 +169,7 @@ class RemoteActor:
 
     def end_episode(self, observation: Any, *, truncated: bool = False, episode: Hashable = None) -> None:
         """End an episode. `observation` is the real one after its last step; `truncated`: a limit has cut it off."""
-        answer = self._ask(self._find(episode).advance(), observation, not truncated, truncated)
+        answer = self._ask(self._find(episode).advance(), observation, None, not truncated, truncated)
         if answer is not None and answer.reason not in _LOST:  # one that is lost is over, too
             _require_taken(answer)
         del self._episodes[episode]
@@ -185,14 +196,15 @@ class RemoteActor:
         return self._episodes[episode]
 
     def _ask(
-        self, playing: _Episode, observation: Any, terminated: bool = False, truncated: bool = False
+        self, playing: _Episode, observation: Any, mask: Any, terminated: bool = False, truncated: bool = False
     ) -> ActionMessage | None:
         """The gateway's answer; None: another run has taken the address."""
         if self._run_id != self.client.run_id:
             self._run_id, self._encoder = self.client.run_id, _ObservationEncoder(self.client.spec)
         message = ActMessage(playing.number, playing.step, playing.reward, terminated, truncated)
         try:
-            self.client.ask(message, self._encoder.encode(observation))
+            encoded = self._encoder.encode_mask(mask, terminated, truncated)
+            self.client.ask(message, self._encoder.encode(observation), encoded)
             return self.client.wait_for_action(playing.number, playing.step)
         except RunChanged:
             return None
@@ -221,18 +233,19 @@ def run_remote_actor(
     the client does.
     """
     steps, run_id, actor = 0, "", RemoteActor(client)
-    observation, _ = environment.reset(seed=seed)
+    observation, info = environment.reset(seed=seed)
     while not client.finished and (max_steps is None or steps < max_steps):
         if on_run is not None and run_id != client.run_id:
             on_run(client.spec)
         run_id = client.run_id
         try:
-            observation, reward, terminated, truncated, _ = environment.step(actor.act(observation))
+            action = actor.act(observation, mask=info.get(INFO_KEY))
+            observation, reward, terminated, truncated, info = environment.step(action)
             actor.reward(reward)
             steps += 1
             if terminated or truncated:
                 actor.end_episode(observation, truncated=truncated and not terminated)
-                observation, _ = environment.reset()
+                observation, info = environment.reset()
         except Closed:
             if not client.finished:
                 raise

@@ -219,50 +219,71 @@ def _max_rows(spec: ActorLearnerSpec) -> int:
     return spec.endpoint.options(spec.model_name).max_batch_size
 
 
-class _Episode:
-    """One episode; several agents have the same policy. `observations` are those of the agents that act next."""
+class PlayedEpisode:
+    """One episode. `observations` are those of the agents that act next, by agent; None is the one of a game with one.
+
+    returns: so far, by agent
+    """
 
     def __init__(self, environment: Any, seed: int) -> None:
         self._environment, self._is_parallel = environment, is_parallel(environment)
         observations, infos = environment.reset(seed=seed)
-        self._observations: Mapping[Any, Any] = observations if self._is_parallel else {None: observations}
+        self.observations: Mapping[Any, Any] = observations if self._is_parallel else {None: observations}
         self._infos: Mapping[Any, Mapping[str, Any]] = infos if self._is_parallel else {None: infos}
-        self._returns = dict.fromkeys(self._observations, 0.0)
-        self._states: dict[Any, np.ndarray] = {}  # of a recurrent policy, by agent, after its first answer
-
-    @property
-    def observations(self) -> list[Any]:
-        return list(self._observations.values())
-
-    @property
-    def masks(self) -> list[Any]:
-        """The action masks of the agents that act next; None of one without."""
-        return [self._infos.get(agent, {}).get(INFO_KEY) for agent in self._observations]
+        self.returns = dict.fromkeys(self.observations, 0.0)
+        self.states: dict[Any, np.ndarray] = {}  # of a recurrent policy, by agent, after its first answer
 
     @property
     def mean_return(self) -> float:
         """Of its agents."""
-        return sum(self._returns.values()) / len(self._returns)
+        return sum(self.returns.values()) / len(self.returns)
 
-    def get_states(self, first: np.ndarray) -> list[np.ndarray]:
-        """Of the agents that act next; `first` is that of an episode's beginning."""
-        return [self._states.get(agent, first) for agent in self._observations]
+    def get_mask(self, agent: Any) -> Any:
+        """The action mask of an agent that acts next; None without."""
+        return self._infos.get(agent, {}).get(INFO_KEY)
 
-    def step(self, actions: Sequence[Any], states: Sequence[np.ndarray] | np.ndarray = ()) -> None:
-        """`states`: those after the actions, of a recurrent policy."""
-        self._states.update(zip(self._observations, states, strict=False))
+    def step(self, actions: Mapping[Any, Any]) -> None:
+        """`actions`: of those who have observations."""
         if not self._is_parallel:
-            observation, reward, terminated, truncated, info = self._environment.step(actions[0])
+            observation, reward, terminated, truncated, info = self._environment.step(actions[None])
             self._infos = {None: info}
-            self._observations = {} if terminated or truncated else {None: observation}
-            self._returns[None] += float(reward)
+            self.observations = {} if terminated or truncated else {None: observation}
+            self.returns[None] += float(reward)
             return
-        chosen = dict(zip(self._observations, actions, strict=True))
-        observations, rewards, terminations, truncations, self._infos = self._environment.step(chosen)
+        observations, rewards, terminations, truncations, self._infos = self._environment.step(actions)
         for agent, reward in rewards.items():
-            self._returns[agent] = self._returns.get(agent, 0.0) + float(reward)
+            self.returns[agent] = self.returns.get(agent, 0.0) + float(reward)
         ended = {agent for each in (terminations, truncations) for agent, is_over in each.items() if is_over}
-        self._observations = {agent: each for agent, each in observations.items() if agent not in ended}
+        self.observations = {agent: each for agent, each in observations.items() if agent not in ended}
+
+
+class AnsweredActions:
+    """Actions of one policy for agents of several episodes, by one request. `state_size` is known after the first.
+
+    acting: the episodes and their agents, one for each row
+    """
+
+    def __init__(self) -> None:
+        self.state_size: int | None = None  # of a recurrent policy
+
+    def ask(self, connection: PolicyConnection, acting: Sequence[tuple[PlayedEpisode, Any]]) -> ActionAnswer:
+        observations = np.stack([episode.observations[agent] for episode, agent in acting]).astype(np.float32)
+        inputs = dict[str, Any]()
+        masks = [episode.get_mask(agent) for episode, agent in acting]
+        if masks[0] is not None:
+            inputs["masks"] = np.stack(masks).astype(np.bool_)
+        if self.state_size is not None:
+            first = np.zeros(self.state_size, np.float32)
+            inputs["states"] = np.stack([episode.states.get(agent, first) for episode, agent in acting])
+        return connection.insist(observations, **inputs)
+
+    def read(self, answer: ActionAnswer, acting: Sequence[tuple[PlayedEpisode, Any]]) -> list[Any]:
+        """The actions, one for each row; the episodes take the states of a recurrent policy."""
+        rows, states = answer.outputs["action"], answer.outputs.get("next_state", np.empty(0))
+        self.state_size = states.shape[1] if len(states) else None
+        for (episode, agent), state in zip(acting, states, strict=False):
+            episode.states[agent] = state
+        return rows.tolist() if rows.ndim == 1 else list(rows)
 
 
 class _Group:
@@ -272,36 +293,26 @@ class _Group:
     def __init__(self, env: str, environments: Sequence[Any], seed: int) -> None:
         self._env = env
         with translate_environment_errors(env):
-            self._episodes = [_Episode(each, seed + index) for index, each in enumerate(environments)]
+            self._episodes = [PlayedEpisode(each, seed + index) for index, each in enumerate(environments)]
         self.playing = list(self._episodes)
-        self._state_size: int | None = None  # of a recurrent policy, after its first answer
+        self._actions = AnsweredActions()
 
     @property
     def returns(self) -> list[float]:
         return [episode.mean_return for episode in self._episodes]
 
     def ask(self, connection: PolicyConnection) -> ActionAnswer:
-        rows = [observation for episode in self.playing for observation in episode.observations]
-        observations = np.stack(rows).astype(np.float32)
-        inputs = dict[str, Any]()
-        masks = [mask for episode in self.playing for mask in episode.masks]
-        if masks[0] is not None:
-            inputs["masks"] = np.stack(masks).astype(np.bool_)
-        if self._state_size is not None:
-            first = np.zeros(self._state_size, np.float32)
-            inputs["states"] = np.stack([state for episode in self.playing for state in episode.get_states(first)])
-        return connection.insist(observations, **inputs)
+        return self._actions.ask(connection, self._rows)
+
+    @property
+    def _rows(self) -> list[tuple[PlayedEpisode, Any]]:
+        return [(episode, agent) for episode in self.playing for agent in episode.observations]
 
     def step(self, answer: ActionAnswer) -> None:
-        rows, states = answer.outputs["action"], answer.outputs.get("next_state", np.empty(0))
-        actions = rows.tolist() if rows.ndim == 1 else list(rows)
-        self._state_size = states.shape[1] if len(states) else None
-        begin = 0
+        actions = iter(self._actions.read(answer, self._rows))
         for episode in self.playing:
-            end = begin + len(episode.observations)
             with translate_environment_errors(self._env):
-                episode.step(actions[begin:end], states[begin:end])
-            begin = end
+                episode.step({agent: next(actions) for agent in episode.observations})
         self.playing = [episode for episode in self.playing if episode.observations]
 
 

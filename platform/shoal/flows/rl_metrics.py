@@ -83,6 +83,23 @@ class ActorLearnerMetrics:
         return {name: float(value) for name, value in metrics.items()}
 
 
+def combine_policies(metrics: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Of a run of several policies, from the metrics of each: counts and rates of all together, the largest lag and
+    the newest version; `return/NAME` and the learner's under `NAME/`."""
+    found: dict[str, float] = {}
+    for policy, each in metrics.items():
+        for name, value in each.items():
+            if name == "return/mean_100":
+                found[f"return/{policy}"] = value
+            elif name.partition("/")[0] in ("episodes", "steps", "queue", "segments", "drops"):
+                found[name] = found.get(name, 0.0) + value
+            elif name in ("weights/version", "actors/connected", "lag/max"):
+                found[name] = max(found.get(name, value), value)
+            elif name not in ("lag/mean", "endpoint/requests_per_s"):
+                found[f"{policy}/{name}"] = value
+    return found
+
+
 def select_lags(gateway: Mapping[str, Any]) -> dict[str, float]:
     """The lag in versions of the first connected actors, by actor; not for curves, since actors come and go."""
     return dict(itertools.islice(_get_lags(gateway).items(), MAX_LAG_METRICS))

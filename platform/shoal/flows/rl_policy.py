@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import yaml
 
@@ -32,18 +33,22 @@ from shoal.wire import ExperienceSpec
 from shoal.wire.action_masks import INFO_KEY, MASKS, find_choices, read_mask
 
 
-def inspect_environment(spec: RLSpec, inference: str = LOCAL) -> tuple[ExperienceSpec, np.ndarray]:
-    """The format of its experience, and a first observation. Raises ConfigError for an environment that cannot be
-    created or learned from, or not with the actors' policy where `inference` says; called before anything starts."""
+def inspect_environment(
+    spec: RLSpec, inference: str = LOCAL, agents: tuple[str, ...] = ()
+) -> tuple[ExperienceSpec, np.ndarray]:
+    """The format of its experience, and a first observation. agents: those with this policy, in a run of several.
+    Raises ConfigError for an environment that cannot be created or learned from, or not with the actors' policy where
+    `inference` says; called before anything starts."""
     with open_environment(spec.env) as environment:
         if inference == REMOTE and is_parallel(environment):
             raise ConfigError("env", spec.env, "has several agents", "leave out --inference remote")
         if spec.self_play.is_on and not is_parallel(environment):
             problem, remedy = "has one agent, and self-play needs several", "leave out self_play"
             raise ConfigError("env", spec.env, problem, remedy)
-        observation, info = reset_environment(environment, spec.env)
+        observation, info = reset_environment(environment, spec.env, agents)
         has_masks = INFO_KEY in info
-        experience = experience_spec(*get_spaces(environment, spec.env), spec, has_masks)
+        experience = experience_spec(*get_spaces(environment, spec.env, agents), spec, has_masks)
+        experience = msgspec.structs.replace(experience, agents=agents)
     if inference == REMOTE:
         require_remote_inference(experience, spec.algorithm.pauses_actors)
     try:
@@ -65,10 +70,10 @@ def check(spec: ActorLearnerSpec) -> tuple[ExperienceSpec, np.ndarray]:
     experience, observation = inspect_environment(spec, os.environ.get(ACTORS_INFERENCE, LOCAL))
     if spec.learn_from_endpoint:
         _require_answerable(spec, experience)
-    _require_playable_opponents(spec, experience)
+    require_playable_opponents(spec, experience)
     run = shoal.runs.load(spec.resume) if spec.resume else None
     if spec.algorithm.disk_mb:
-        _require_disk_space(spec.algorithm.disk_mb, None if run is None else run.folder / "checkpoints" / "replay")
+        require_disk_space(spec.algorithm.disk_mb, None if run is None else run.folder / "checkpoints" / "replay")
     if run is not None:
         _require_unfinished(spec, run)
         _require_same_opponents(spec, run)
@@ -89,7 +94,7 @@ def _require_answerable(spec: ActorLearnerSpec, experience: ExperienceSpec) -> N
         raise ConfigError("learn_from_endpoint", True, problem, "leave it out, or learn from actors")
 
 
-def _require_playable_opponents(spec: RLSpec, experience: ExperienceSpec) -> None:
+def require_playable_opponents(spec: RLSpec, experience: ExperienceSpec) -> None:
     """Raise ConfigError unless the registered opponents have the network of this run, whose actors play them."""
     wanted = describe_policy_model(spec, experience)[0].model_dump(mode="json") if spec.self_play.opponents else {}
     for reference in spec.self_play.opponents:
@@ -112,7 +117,7 @@ def _require_same_opponents(spec: RLSpec, run: Run) -> None:
         raise SpecMismatch("self_play.opponents", list(spec.self_play.opponents), problem, "give the same")
 
 
-def _require_disk_space(needed_mb: float, existing: Path | None) -> None:
+def require_disk_space(needed_mb: float, existing: Path | None) -> None:
     """Raise ConfigError when the replay does not fit the disk of the runs' record. existing: its folder, if resumed"""
     files = existing.iterdir() if existing is not None and existing.is_dir() else ()
     free_mb = (shutil.disk_usage(home()).free + sum(path.stat().st_size for path in files)) / 2**20

@@ -123,6 +123,7 @@ class ExperienceSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """The format of a run's segments. `segment_length` is the most steps in one segment.
 
     self_play: one agent of an environment has the newest weights, and the others have past ones
+    agents:    of the environment that this policy plays, in a run of several policies; (): all
     """
 
     observation: TensorSpec
@@ -131,3 +132,4 @@ class ExperienceSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     policy: PolicySpec
     extras: tuple[ExtraSpec, ...] = ()
     self_play: bool = False
+    agents: tuple[str, ...] = ()

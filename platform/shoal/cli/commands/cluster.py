@@ -24,8 +24,7 @@ from shoal.cluster.embedded_cluster import start_cluster
 from shoal.cluster.jobs import JobHandle, JobInfo, list_jobs
 from shoal.cluster.processes import end_cluster
 from shoal.errors import ClusterError, ConnectionLost, RunError
-from shoal.rl.experience.quarantine import read_quarantine
-from shoal.rl.experience.segment_ledger import LEDGER_NAME
+from shoal.rl.experience.quarantine import read_run_quarantine
 from shoal.runs import Run, list_running
 from shoal.runs.formatting import format_age, format_duration, format_size
 from shoal.runs.record.provenance import mask_command_line
@@ -162,7 +161,7 @@ def _as_dict(
                 "id": run.id,
                 "job": run.job,
                 "endpoints": [asdict(endpoint) for endpoint in run.endpoints()],
-                "quarantined": read_quarantine(run.folder / LEDGER_NAME),
+                "quarantined": read_run_quarantine(run.folder),
             }
             for run in running
         ],
@@ -206,6 +205,6 @@ def _show_runs(console: Console, running: list[Run]) -> None:
         console.print(f"  {run.id}  {run.job}, on for {format_duration(run.duration_s)}")
         for endpoint in run.endpoints():
             console.print(f"    {endpoint.kind} {endpoint.name}  {endpoint.address}  {endpoint.state}")
-        for actor_id, reason in read_quarantine(run.folder / LEDGER_NAME).items():
+        for actor_id, reason in read_run_quarantine(run.folder).items():
             console.print(f"    in quarantine: {actor_id}, it {reason}")
             console.print(f"      when it is mended: shoal release {run.id} {shlex.quote(actor_id)}")

@@ -19,8 +19,7 @@ from shoal.cli.display import run_view
 from shoal.cli.display.sweep_display import render_trials
 from shoal.cli.support.console import make_literal_console, make_number_column, make_table, print_facts, print_json
 from shoal.errors import ConfigError
-from shoal.rl.experience.quarantine import read_quarantine, release_actor
-from shoal.rl.experience.segment_ledger import LEDGER_NAME
+from shoal.rl.experience.quarantine import find_ledgers, read_run_quarantine, release_actor
 from shoal.runs import Run, Status, list_runs, load, write_report
 from shoal.runs.formatting import format_age, format_duration, format_number, format_timestamp, format_value
 from shoal.runs.sweep_trials import SWEEPING, load_sweep
@@ -111,9 +110,8 @@ def release(run: str, actor: str) -> None:
       shoal release latest actor-3
     """
     found = load(run)
-    ledger = found.folder / LEDGER_NAME
-    if not release_actor(ledger, actor):
-        names = ", ".join(sorted(read_quarantine(ledger))) or "none"
+    if True not in {release_actor(ledger, actor) for ledger in find_ledgers(found.folder)}:  # at all of its gateways
+        names = ", ".join(sorted(read_run_quarantine(found.folder))) or "none"
         raise ConfigError("actor", actor, f"is not in quarantine in run {found.id}", f"these are: {names}")
     click.echo(f"{actor} is released: run {found.id} takes its segments again")
 

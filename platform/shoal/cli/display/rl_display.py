@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -91,9 +91,7 @@ def render(view: RunView) -> RenderableType:
     if lags:
         parts.append(_render_actors(view, lags))
     if won := view.get_group("win_rate"):
-        rates = "  ".join(
-            f"v{version} {rate:.0%}" for version, rate in sorted(won.items(), key=lambda each: int(each[0]))
-        )
+        rates = "  ".join(f"{name} {rate:.0%}" for name, rate in sort_opponents(won))
         parts.append(Text.assemble(("won       ", "dim"), rates))
     dropped = ", ".join(f"{reason} {count:,.0f}" for reason, count in sorted(view.drops.items())) or "none"
     parts.append(Text.assemble(("drops     ", "dim"), dropped))
@@ -102,12 +100,23 @@ def render(view: RunView) -> RenderableType:
     return render_run_panel(view.run_id, view.phase, view.elapsed_s, parts, view.notes)
 
 
+def sort_opponents(rates: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Win rates as they are shown: registered opponents by their names, and then the run's versions in order."""
+    registered = sorted((name, rate) for name, rate in rates.items() if not name.isdigit())
+    versions = sorted((int(name), rate) for name, rate in rates.items() if name.isdigit())
+    return [*registered, *((f"v{version}", rate) for version, rate in versions)]
+
+
 def format_plain_line(view: RunView) -> str:
     """One line for a log file."""
     if math.isnan(view.value("steps/total")):
         return f"[{view.elapsed_s:5.1f} s] {view.phase}"
+    returns = {"return": _format_number(view.value("return/mean_100"), ".1f")}
+    returns = {
+        f"return of {name}": _format_number(each, ".3g") for name, each in _get_policies(view).items()
+    } or returns
     numbers = {
-        "return": _format_number(view.value("return/mean_100"), ".1f"),
+        **returns,
         "steps/s": _format_number(view.value("steps/per_s"), ",.0f"),
         "weights": _format_number(view.value("weights/version"), ".0f"),
         "max lag": _format_number(view.value("lag/max"), ".0f"),
@@ -147,7 +156,15 @@ class Sparkline:
         return Measurement(1, min(MAX_BARS, options.max_width))
 
 
+def _get_policies(view: RunView) -> dict[str, float]:
+    """The mean returns of a run of several policies, by policy."""
+    return {name: each for name, each in view.get_group("return").items() if name != "mean_100"}
+
+
 def _render_return(view: RunView) -> RenderableType:
+    if policies := _get_policies(view):
+        each_return = render_cells((name, _format_number(each, ".3g")) for name, each in policies.items())
+        return render_line(Text("returns  ", "dim"), each_return)
     mean, target = view.value("return/mean_100"), view.target_return
     label = Text.assemble(("return    ", "dim"), (f"{_format_number(mean, '.1f'):>6}", "bold green"))
     cells: list[RenderableType] = [label]

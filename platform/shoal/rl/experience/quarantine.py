@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shoal.rl.experience.segment_ledger import ActorKey
+from shoal.rl.experience.segment_ledger import LEDGER_NAME, ActorKey
 
 LIMIT = 30.0  # nats: 10^13 : 1
 BET = 0.05  # λ: what one step can take from the evidence, at most, is log(1 - λ)
@@ -76,6 +76,16 @@ def read_quarantine(ledger: Path) -> dict[str, str]:
         return {}
     finally:
         database.close()
+
+
+def find_ledgers(run_folder: Path) -> list[Path]:
+    """Of the run, and of each of its policies or members."""
+    return [path for path in (run_folder / LEDGER_NAME, *sorted(run_folder.glob(f"*/{LEDGER_NAME}"))) if path.exists()]
+
+
+def read_run_quarantine(run_folder: Path) -> dict[str, str]:
+    """The actors in quarantine at any gateway of a run, with the reasons."""
+    return {actor: reason for ledger in find_ledgers(run_folder) for actor, reason in read_quarantine(ledger).items()}
 
 
 def release_actor(ledger: Path, actor_id: str) -> bool:

@@ -23,6 +23,7 @@ from shoal.rl.gateway.sessions import REMOTE, Session, Sessions
 from shoal.rl.gateway.user_episodes import MAX_USER_EPISODES, EpisodeReply, UserEpisodes
 from shoal.weights import WeightSnapshot
 from shoal.wire import DropReason, ExperienceSpec
+from shoal.wire.action_masks import MASKS
 from shoal.wire.messages import ActionMessage, ActMessage
 
 
@@ -33,7 +34,7 @@ def require_remote_inference(experience: ExperienceSpec, is_synchronous: bool) -
         raise ConfigError("inference", REMOTE, "does not pause while the learner updates", remedy)
     if experience.self_play:
         raise ConfigError("inference", REMOTE, "draws no opponents, and this run has self-play", "infer in the actor")
-    if lacking := [each.name for each in experience.extras if each.per != "segment"]:
+    if lacking := [each.name for each in experience.extras if each.per != "segment" and each.name != MASKS]:
         names = ", ".join(lacking)
         raise ConfigError("inference", REMOTE, f"gives no {names} of an observation", "infer in the actor")
 

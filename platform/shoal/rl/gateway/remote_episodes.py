@@ -16,7 +16,8 @@ import numpy as np
 from shoal.errors import InvalidSegment
 from shoal.rl.experience.segment_ledger import ActorKey
 from shoal.rl.gateway.actor_stats import ActorProgress
-from shoal.wire import DropReason, ExperienceSpec, Segment
+from shoal.wire import DropReason, ExperienceSpec, Segment, TensorSpec
+from shoal.wire.action_masks import MASKS, read_mask
 from shoal.wire.experience_spec import NO_EXTRAS
 from shoal.wire.messages import ActionMessage, ActMessage
 
@@ -41,6 +42,13 @@ class Choice(NamedTuple):
         return ActionMessage(episode, step, action, self.version)
 
 
+class Observed(NamedTuple):
+    """The bytes of an observation, and in a run with action masks those of its mask: bool [K]."""
+
+    frame: bytes
+    mask: bytes = b""
+
+
 @dataclass(eq=False)
 class RemoteEpisode:
     """An open episode: the observations and steps since its last segment, and its newest answer.
@@ -52,7 +60,7 @@ class RemoteEpisode:
     """
 
     number: int
-    observations: list[bytes]
+    observations: list[Observed]
     total: float
     used_at: float
     steps: list[tuple[Choice, float]] = field(default_factory=list)  # with the reward
@@ -71,7 +79,7 @@ class OpenEpisodes:
     episodes: dict[int, RemoteEpisode] = field(default_factory=dict)
     last_number: int = -1
 
-    def find_episode(self, message: ActMessage, observation: bytes, now_s: float) -> RemoteEpisode | ActionMessage:
+    def find_episode(self, message: ActMessage, observation: Observed, now_s: float) -> RemoteEpisode | ActionMessage:
         """The episode that takes this step or already has it; a new one for step 0. Otherwise the answer.
 
         Raises InvalidSegment when too many episodes are open.
@@ -104,19 +112,29 @@ class OpenEpisodes:
                 yield self.episodes.pop(episode.number)
 
 
-def read_observation(message: ActMessage, frames: Sequence[bytes], experience: ExperienceSpec) -> bytes:
-    """The frame of the observation. Raises InvalidSegment when it or the reward is outside of the spec."""
+def read_observation(
+    message: ActMessage, frames: Sequence[bytes], experience: ExperienceSpec, choices: tuple[int, ...] = ()
+) -> Observed:
+    """The observation and its mask. choices: of an action's numbers, in a run with masks. Raises InvalidSegment when
+    one of them or the reward is outside of the spec."""
     spec = experience.observation
-    dtype = spec.numpy_dtype()
-    size = math.prod(spec.shape) * dtype.itemsize
-    if len(frames) != 1 or len(frames[0]) != size:
-        problem = f"{[len(frame) for frame in frames]} bytes, expected one frame of {size}"
+    sizes = [math.prod(spec.shape) * spec.numpy_dtype().itemsize, *([sum(choices)] if choices else [])]
+    if [len(frame) for frame in frames] != sizes:
+        problem = f"frames of {[len(frame) for frame in frames]} bytes, expected {sizes}"
         raise InvalidSegment(DropReason.INVALID_FRAMES, "observation", problem)
     if not abs(message.reward) <= LARGEST_REWARD:
         raise InvalidSegment(DropReason.NON_FINITE, "reward", "is NaN, or infinite in float32")
-    observation: np.ndarray = np.frombuffer(frames[0], dtype)
+    _check_observation(frames[0], spec)
+    if choices and not message.terminated:  # after that, no action is chosen
+        read_mask(np.frombuffer(frames[1], np.uint8), choices)
+    return Observed(*frames)
+
+
+def _check_observation(frame: bytes, spec: TensorSpec) -> None:
+    dtype = spec.numpy_dtype()
+    observation: np.ndarray = np.frombuffer(frame, dtype)
     if (dtype.kind in "iu" and spec.low is None and spec.high is None) or not observation.size:
-        return frames[0]
+        return
     if dtype.kind == "b":
         observation, spec_low, spec_high = observation.view(np.uint8), 0.0, 1.0
     else:
@@ -128,7 +146,6 @@ def read_observation(message: ActMessage, frames: Sequence[bytes], experience: E
     if low < spec_low or high > spec_high:
         problem = f"from {low} to {high}, expected within [{spec_low}, {spec_high}]"
         raise InvalidSegment(DropReason.INVALID_RANGE, "observation", problem)
-    return frames[0]
 
 
 def completes_segment(episode: RemoteEpisode, message: ActMessage, experience: ExperienceSpec) -> bool:
@@ -136,7 +153,7 @@ def completes_segment(episode: RemoteEpisode, message: ActMessage, experience: E
     return message.terminated or message.truncated or len(episode.steps) + 1 == experience.segment_length
 
 
-def take_step(episode: RemoteEpisode, message: ActMessage, observation: bytes) -> None:
+def take_step(episode: RemoteEpisode, message: ActMessage, observation: Observed) -> None:
     """Add the step before this observation, whose answer was `episode.choice`."""
     assert episode.choice is not None
     episode.steps.append((episode.choice, message.reward))
@@ -150,8 +167,10 @@ def take_segment(episode: RemoteEpisode, message: ActMessage, experience: Experi
     choices, rewards = zip(*episode.steps, strict=True)
     length, ended = len(rewards), message.terminated or message.truncated
     observation, action = experience.observation, experience.action
+    masks = np.frombuffer(b"".join(each.mask for each in episode.observations), np.bool_).reshape(length + 1, -1)
+    frames = b"".join(each.frame for each in episode.observations)
     segment = Segment(
-        np.frombuffer(b"".join(episode.observations), observation.numpy_dtype()).reshape(-1, *observation.shape),
+        np.frombuffer(frames, observation.numpy_dtype()).reshape(-1, *observation.shape),
         np.array([choice.action for choice in choices], action.numpy_dtype()).reshape(length, *action.shape),
         np.array(rewards, np.float32),
         np.array([choice.log_probability for choice in choices], np.float32),
@@ -160,7 +179,10 @@ def take_segment(episode: RemoteEpisode, message: ActMessage, experience: Experi
         message.truncated and not message.terminated,
         episode.total if ended else None,
         episode.step if ended else None,
-        {each.name: np.asarray(choices[0].extras[each.name])[None] for each in experience.extras},
+        {
+            each.name: masks if each.name == MASKS else np.asarray(choices[0].extras[each.name])[None]
+            for each in experience.extras
+        },
     )
     episode.observations, episode.steps, episode.is_full = episode.observations[-1:], [], False
     return segment

@@ -26,6 +26,7 @@ from shoal.rl.experience.segment_ledger import ActorKey
 from shoal.rl.gateway.actor_stats import ActorProgress
 from shoal.rl.gateway.remote_episodes import (
     Choice,
+    Observed,
     OpenEpisodes,
     RemoteEpisode,
     completes_segment,
@@ -35,6 +36,7 @@ from shoal.rl.gateway.remote_episodes import (
 )
 from shoal.weights import WeightSnapshot, decode_tensors
 from shoal.wire import ExperienceSpec, Segment
+from shoal.wire.action_masks import find_choices
 from shoal.wire.messages import ActionMessage, ActMessage
 
 MAX_OPEN_EPISODES = 256  # of one actor
@@ -73,7 +75,7 @@ class CallbackQueue:
 class _Observation(NamedTuple):
     """A row of a batch. `stream` is the policy's key of the episode."""
 
-    frame: bytes
+    observed: Observed
     stream: Hashable
     is_first: bool
 
@@ -122,9 +124,10 @@ class RemoteInference:
         seed: int | None = None,
     ) -> None:
         self._experience, self._get_weights, self._has_space, self._store = experience, get_weights, has_space, store
+        self._choices = find_choices(experience)
         self._policy = make_policy(experience.policy, seed, action_shape=experience.action.shape)
         self._clients: dict[ActorKey, OpenEpisodes] = {}
-        self._completing: dict[tuple[ActorKey, int], tuple[ActMessage, bytes]] = {}  # waiting for room, in order
+        self._completing: dict[tuple[ActorKey, int], tuple[ActMessage, Observed]] = {}  # waiting for room, in order
         self._answers: list[tuple[ActorKey, ActionMessage]] = []
         self._callbacks = CallbackQueue(wake)
         self._batcher: Batcher[_Observation, Choice] = Batcher(loop=self._callbacks)
@@ -142,7 +145,7 @@ class RemoteInference:
 
         Raises InvalidSegment for an observation or a reward outside of the spec, which changes nothing.
         """
-        observation = read_observation(message, frames, self._experience)
+        observation = read_observation(message, frames, self._experience, self._choices)
         client = self._clients[key]
         known = len(client.episodes)
         episode = client.find_episode(message, observation, time.monotonic())
@@ -219,7 +222,7 @@ class RemoteInference:
         self._batcher.close()
 
     def _complete(
-        self, client: OpenEpisodes, episode: RemoteEpisode, message: ActMessage, observation: bytes
+        self, client: OpenEpisodes, episode: RemoteEpisode, message: ActMessage, observation: Observed
     ) -> ActionMessage | None:
         take_step(episode, message, observation)
         self._store(client.key, client.progress, take_segment(episode, message, self._experience))
@@ -242,13 +245,14 @@ class RemoteInference:
             raise Closed("there are no weights")
         if snapshot.version != policy.version:
             policy.load(snapshot.version, decode_tensors(snapshot.payload))
-        frames = np.frombuffer(b"".join([row.frame for row in rows]), spec.numpy_dtype())
+        frames = np.frombuffer(b"".join([row.observed.frame for row in rows]), spec.numpy_dtype())
+        masks = [np.frombuffer(row.observed.mask, np.bool_) for row in rows] if self._choices else None
         streams = [row.stream for row in rows]
         for row in rows:
             if row.is_first:
                 policy.reset(row.stream)
         extras = [policy.get_extras(stream) for stream in streams]  # before the observations: a recurrent state
-        actions, log_probabilities = policy.act_batch(frames.reshape(len(rows), *spec.shape), streams)
+        actions, log_probabilities = policy.act_batch(frames.reshape(len(rows), *spec.shape), streams, masks)
         choices = zip(actions, log_probabilities, extras, strict=True)
         return [Choice(action, log_probability, policy.version, extra) for action, log_probability, extra in choices]
 

@@ -1,0 +1,35 @@
+"""External actors teach two hunters and their prey at once: a policy for the hunters, and another for the prey.
+
+    shoal run tag --actors 2                                       # a cluster, the job and two actors
+    shoal run tag --actors 2 policies.prey.algorithm=dqn           # another algorithm for one of them
+    shoal run tag --actors 2 self_play.snapshot_every=4000         # one agent learns, against past versions
+    shoal run tag max_wall_s=60 endpoint.name=my-tag               # registers my-tag-hunters and my-tag-prey
+    ray job submit --working-dir . -- python jobs/tag.py           # the same on a cluster that is up
+
+Each policy has its own gateway, learner and endpoint model; an actor connects to all gateways, by the addresses that
+the job prints. `python jobs/tag.py --help` lists the fields, docs/algorithms.md explains several policies.
+"""
+
+from shoal.cluster.job_main import job_main
+from shoal.flows.rl_policies.check import check_policies
+from shoal.flows.rl_policies.run import run_policies
+from shoal.flows.rl_policies.spec import PoliciesSpec
+
+
+def spec() -> PoliciesSpec:
+    """The recipe: both learn for two minutes, and then play through the endpoint."""
+    return PoliciesSpec.parse(
+        {
+            "env": "shoal.games.tag:Tag",
+            "algorithm": {"name": "ppo", "discount": 0.95, "learning_rate": 0.002},
+            "segment_length": 64,
+            "learner": {"batch_steps": 1024},
+            "gateway": {"queue_capacity": 32, "max_credits": 4},
+            "max_wall_s": 120,
+            "policies": {"hunters": {"agents": ["left", "right"]}, "prey": {"agents": ["prey"]}},
+        }
+    )
+
+
+if __name__ == "__main__":
+    job_main(spec(), run_policies, job="tag", check=check_policies)

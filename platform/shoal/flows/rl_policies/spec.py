@@ -1,0 +1,92 @@
+"""The spec of a run of several policies. Imports neither torch nor Ray."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from shoal.config import Spec
+from shoal.errors import ConfigError
+from shoal.flows.actor_learner_spec import ActorLearnerSpec
+from shoal.models.network_source import AnyNetworkSource
+from shoal.rl.algorithm_config import AnyAlgorithmConfig
+
+_IS_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
+_OWN_FIELDS = ("algorithm", "model", "hidden", "core", "core_size")
+
+
+class AgentPolicySpec(Spec):
+    """One policy of a run: the agents that have it, and where it differs from the run's fields.
+
+    opponents: registered versions of this policy, in the pool of its agents' past versions
+    """
+
+    agents: tuple[str, ...] = Field(min_length=1)
+    algorithm: AnyAlgorithmConfig | None = None
+    model: AnyNetworkSource = None
+    hidden: tuple[Annotated[int, Field(ge=1)], ...] | None = None
+    core: str | None = None
+    core_size: int | None = Field(default=None, ge=1)
+    opponents: tuple[str, ...] = ()
+    target_return: float | None = Field(default=None, description="mean of 100 episodes; of all policies that have one")
+
+
+class PoliciesSpec(ActorLearnerSpec):
+    """One run of several policies. Its fields are those of each policy, where that has none of its own.
+
+    The run ends when each policy with a `target_return` has reached it, or after `max_wall_s`; without targets, after
+    `max_wall_s`. The policy NAME is registered as MODEL-NAME. A `gateway.port` is that of the first policy's gateway;
+    the others have the next ones.
+    """
+
+    target_return: None = Field(default=None, description="of a policy: policies.NAME.target_return")
+    policies: dict[str, AgentPolicySpec] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _policies_fit(self) -> PoliciesSpec:
+        taken: dict[str, str] = {}
+        for name, each in self.policies.items():
+            if not _IS_NAME.fullmatch(name):
+                raise ValueError(f"policies.{name}: a name has lower-case letters, digits, - and _")
+            for agent in each.agents:
+                if agent in taken:
+                    raise ValueError(f"policies.{name}.agents: {agent} has the policy {taken[agent]} already")
+                taken[agent] = name
+            if self.make_policy_spec(name).algorithm.pauses_actors:
+                raise ValueError(f"policies.{name}: actors cannot pause for one of several policies: synchronous=false")
+        if self.self_play.opponents:
+            raise ValueError("self_play.opponents: of a policy they are policies.NAME.opponents")
+        if self.learn_from_endpoint:
+            raise ValueError("learn_from_endpoint: users of an endpoint are one agent, and this run has several")
+        return self
+
+    @property
+    def has_targets(self) -> bool:
+        return any(each.target_return is not None for each in self.policies.values())
+
+    def make_policy_spec(self, name: str) -> ActorLearnerSpec:
+        """What this policy learns with, and the name that it is served and registered by."""
+        policy = self.policies[name]
+        values: dict[str, Any] = {field: getattr(self, field) for field in ActorLearnerSpec.model_fields}
+        values |= {field: each for field in _OWN_FIELDS if (each := getattr(policy, field)) is not None}
+        values["self_play"] = self.self_play.model_copy(update={"opponents": policy.opponents})
+        if self.gateway.port:
+            number = list(self.policies).index(name)
+            values["gateway"] = self.gateway.model_copy(update={"port": self.gateway.port + number})
+        values["endpoint"] = self.endpoint.model_copy(update={"name": f"{self.model_name}-{name}"})
+        return ActorLearnerSpec.parse(values | {"target_return": policy.target_return})
+
+
+def require_all_assigned(spec: PoliciesSpec, agents: Sequence[str]) -> None:
+    """Raise ConfigError unless each agent of the environment has a policy, and each policy's agents are there."""
+    assigned = {agent: name for name, policy in spec.policies.items() for agent in policy.agents}
+    for agent, name in assigned.items():
+        if agent not in agents:
+            problem, remedy = f"{spec.env} has no such agent", f"its agents are {', '.join(agents)}"
+            raise ConfigError(f"policies.{name}.agents", agent, problem, remedy)
+    if missing := [agent for agent in agents if agent not in assigned]:
+        problem = f"gives no policy to {' and '.join(missing)} of {spec.env}"
+        raise ConfigError("policies", list(spec.policies), problem, f"add policies.NAME.agents=[{', '.join(missing)}]")

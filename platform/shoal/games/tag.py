@@ -1,0 +1,95 @@
+"""Tag: two hunters chase a prey on a grid with walls around it. For learning with a policy for each kind of agent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+SIZE = 6
+MAX_STEPS = 40
+STEP_REWARD = 0.05
+REST_EVERY = 4  # at each such step the prey cannot move, so that it can be caught
+MOVES = ((0, 0), (-1, 0), (1, 0), (0, -1), (0, 1))
+HUNTERS, PREY = ("left", "right"), "prey"
+
+
+class Tag:
+    """Two hunters and a prey on a grid of 6 x 6. PettingZoo's parallel API by its methods.
+
+    The prey is caught when a hunter is on its field after a step, or has changed places with it: the hunters get 1, the
+    prey -1, and the episode ends. Until then each step costs a hunter 0.05 and gives the prey as much; after MAX_STEPS
+    the episode is truncated. All stay, or move up, down, left or right, at the same time. A hunter observes float32
+    [6]: its own place, and how far down and to the right the prey and the other hunter are, in parts of the grid. The
+    prey observes float32 [7]: its own place, the hunters' offsets, and 1 where it rests in this step.
+    """
+
+    possible_agents = (*HUNTERS, PREY)
+
+    def __init__(self) -> None:
+        self._random = np.random.default_rng()
+        self.agents: list[str] = []
+        self._places: dict[str, np.ndarray] = {}
+        self._steps = 0
+
+    def observation_space(self, agent: str) -> gymnasium.spaces.Box:
+        return gymnasium.spaces.Box(-1, 1, (7 if agent == PREY else 6,), np.float32)
+
+    def action_space(self, agent: str) -> gymnasium.spaces.Discrete:
+        """The same for all."""
+        return gymnasium.spaces.Discrete(len(MOVES))
+
+    def reset(self, seed: int | None = None) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """Place all at random, on fields of their own."""
+        if seed is not None:
+            self._random = np.random.default_rng(seed)
+        self.agents, self._steps = list(self.possible_agents), 0
+        fields = self._random.choice(SIZE * SIZE, len(self.agents), replace=False)
+        self._places = {
+            agent: np.array(divmod(int(each), SIZE)) for agent, each in zip(self.agents, fields, strict=True)
+        }
+        return self._observe(), {agent: {} for agent in self.agents}
+
+    def step(self, actions: Mapping[str, int]) -> tuple[dict[str, Any], ...]:
+        """Move all at once."""
+        before = dict(self._places)
+        for agent, action in actions.items():
+            if not (agent == PREY and self._rests):
+                self._places[agent] = np.clip(before[agent] + MOVES[int(action)], 0, SIZE - 1)
+        self._steps += 1
+        is_caught = any(self._meets(hunter, before) for hunter in HUNTERS)
+        is_late = not is_caught and self._steps >= MAX_STEPS
+        agents = self.agents
+        self.agents = [] if is_caught or is_late else agents
+        reward = 1.0 if is_caught else -STEP_REWARD
+        return (
+            self._observe(),
+            {agent: -reward if agent == PREY else reward for agent in agents},
+            dict.fromkeys(agents, is_caught),
+            dict.fromkeys(agents, is_late),
+            {agent: {} for agent in agents},
+        )
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    @property
+    def _rests(self) -> bool:
+        return self._steps % REST_EVERY == REST_EVERY - 1
+
+    def _meets(self, hunter: str, before: Mapping[str, np.ndarray]) -> bool:
+        """Whether a hunter and the prey are on one field, or have passed each other."""
+        here, prey = self._places[hunter], self._places[PREY]
+        return bool((here == prey).all() or ((here == before[PREY]).all() and (prey == before[hunter]).all()))
+
+    def _observe(self) -> dict[str, np.ndarray]:
+        seen = {"left": (PREY, "right"), "right": (PREY, "left"), PREY: HUNTERS}
+        found = {}
+        for agent, others in seen.items():
+            own = self._places[agent]
+            offsets = [self._places[other] - own for other in others]
+            rows = np.concatenate([own, *offsets]) / (SIZE - 1)
+            found[agent] = np.append(rows, self._rests if agent == PREY else []).astype(np.float32)
+        return found

@@ -1,0 +1,97 @@
+"""The ready loop of a run of several policies: whose segment is whose, and past versions with self-play."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shoal.actor import play
+from shoal.errors import ConfigError
+from shoal.games.tag import HUNTERS, PREY, Tag
+from shoal.wire import ExperienceSpec, PolicySpec, Segment, TensorSpec
+from sign_game import SignGame
+
+STAY, DOWN = 0, 2
+
+
+class PolicyClient:
+    """A connection to the gateway of one policy, which always takes the same action; so do its past versions."""
+
+    actor_id, finished, is_synchronous = "actor-0", False, False
+
+    def __init__(
+        self, agents: tuple[str, ...], size: int, action: int, past: int | None = None, version: int = 1
+    ) -> None:
+        policy = PolicySpec("mlp_categorical", "tanh", (("policy.0.weight", "policy.0.bias"),))
+        observation, actions = TensorSpec("float32", (size,), -1.0, 1.0), TensorSpec("int64", (), 0, 4)
+        self.spec = ExperienceSpec(observation, actions, 16, policy, (), past is not None, agents)
+        self.segments: list[Segment] = []
+        self.opponents = {} if past is None else {3: self._make(past)}
+        self._action, self._version = action, version
+
+    def _make(self, action: int) -> dict[str, np.ndarray]:
+        bias = np.where(np.arange(5) == action, 100.0, -100.0).astype(np.float32)
+        return {"policy.0.weight": np.zeros((5, *self.spec.observation.shape), np.float32), "policy.0.bias": bias}
+
+    def wait_for_weights(self) -> tuple[int, dict[str, np.ndarray]]:
+        return self._version, self._make(self._action)
+
+    def wait_for_opponents(self) -> None: ...
+
+    def newer_weights(self, than: int) -> None: ...
+
+    def send(self, segment: Segment, timeout_s: float | None) -> None:
+        self.segments.append(segment)
+
+
+def play_tag(*clients: PolicyClient, max_steps: int = 1200, num_envs: int = 2) -> None:
+    play([Tag() for _ in range(num_envs)], clients, seed=2, max_steps=max_steps)  # type: ignore[arg-type]
+
+
+def test_each_segment_goes_to_the_policy_of_its_agent() -> None:
+    hunters, prey = PolicyClient(HUNTERS, 6, DOWN, version=4), PolicyClient((PREY,), 7, STAY, version=9)
+    play_tag(hunters, prey)
+    steps = [sum(each.num_steps for each in client.segments) for client in (hunters, prey)]
+    assert steps[0] == pytest.approx(2 * steps[1], abs=4 * 16)
+    for client, action, version in ((hunters, DOWN, 4), (prey, STAY, 9)):
+        assert all(set(each.actions.tolist()) == {action} for each in client.segments)
+        assert all(set(each.versions.tolist()) == {version} for each in client.segments)
+        assert {each.opponent for each in client.segments} == {0}
+        last_rewards = {float(each.rewards[-1]) for each in client.segments if each.terminated}
+        assert last_rewards == {1.0 if client is hunters else -1.0}
+
+
+def test_with_self_play_one_agent_learns_beside_past_versions_of_all_policies() -> None:
+    """Only what an agent does with the newest weights is experience. The opponent is a version of its own policy."""
+    hunters, prey = PolicyClient(HUNTERS, 6, DOWN, past=STAY), PolicyClient((PREY,), 7, STAY, past=DOWN)
+    play_tag(hunters, prey, max_steps=6000)
+    learnt = {"hunters": hunters.segments, "prey": prey.segments}
+    assert all(set(each.actions.tolist()) == {DOWN} for each in learnt["hunters"])
+    assert all(set(each.actions.tolist()) == {STAY} for each in learnt["prey"])
+    assert {each.opponent for each in learnt["hunters"]} == {3}
+    assert {each.opponent for each in learnt["prey"]} == {0}
+    ended = Counter({name: sum(each.terminated or each.truncated for each in learnt[name]) for name in learnt})
+    assert ended["hunters"] > ended["prey"] > 0
+
+
+@pytest.mark.parametrize(
+    ("clients", "agent", "problem"),
+    [
+        ([(HUNTERS, 6)], PREY, "has no policy"),
+        ([((PREY,), 7)], "left", "has no policy, nor have 1 other agents"),
+        ([(HUNTERS, 6), (HUNTERS, 6)], "left", "has two policies"),
+    ],
+)
+def test_an_actor_needs_the_gateways_of_all_policies(clients: Any, agent: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as raised:
+        play_tag(*[PolicyClient(agents, size, STAY) for agents, size in clients])
+    assert raised.value.value == agent
+
+
+def test_an_environment_of_one_agent_is_none_for_a_run_of_several_policies() -> None:
+    client = PolicyClient(HUNTERS, 6, STAY)
+    with pytest.raises(ConfigError, match="has one agent, and this run has several: left, right"):
+        play(SignGame(), client, max_steps=10)  # type: ignore[arg-type]
