@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from loop.gateway_asking import Raw
-from rl_setting import EXPERIENCE, TOKEN, Parts, segment, serving
+from rl_setting import EXPERIENCE, TOKEN, Parts, segment, serving, weights
 from shoal.actor import ActorClient, play
 from shoal.errors import (
     Closed,
@@ -28,7 +28,8 @@ from shoal.errors import (
     WeightsError,
 )
 from shoal.rl.experience.queue import BatchRequest
-from shoal.wire import PackedSegment
+from shoal.weights import shared_memory
+from shoal.wire import MessageLimits, PackedSegment
 from shoal.wire.messages import Bye, Hello, Ping
 from waiting import wait_for
 
@@ -475,3 +476,43 @@ def test_a_client_that_waits_pings_whenever_it_has_heard_nothing_for_a_heartbeat
             actor.send(segment(), timeout_s=9.0)
         assert actor.reconnects == 0
         assert not [kind for _, kind, _ in parts.gateway.take_events() if kind == "actor_lost"]
+
+
+@pytest.fixture
+def shares_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of any size go through memory."""
+    monkeypatch.setattr(shared_memory, "LEAST_BYTES", 1)
+
+
+@pytest.mark.usefixtures("shares_all")
+def test_an_actor_of_this_machine_maps_the_weights() -> None:
+    with serving() as parts, client(parts) as actor:
+        for version in (2, 3, 4, 5):
+            parts.store.publish(weights(version))
+            found, arrays = actor.wait_for_weights(version - 1)
+            assert found == version
+            np.testing.assert_array_equal(arrays["policy.0.weight"], weights(version).tensors()["policy.0.weight"])
+            assert not arrays["policy.0.weight"].flags.owndata
+            assert not arrays["policy.0.weight"].flags.writeable
+        assert actor._shares_memory
+
+
+@pytest.mark.usefixtures("shares_all")
+def test_weights_that_cannot_be_mapped_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a gateway in another container, or at the other end of a tunnel."""
+    monkeypatch.setattr("shoal.actor.client.map_payload", lambda place: None)
+    with serving() as parts, client(parts) as actor:
+        for version in (1, 2):
+            parts.store.publish(weights(version))
+            found, arrays = actor.wait_for_weights(version - 1)
+            assert found == version
+            np.testing.assert_array_equal(arrays["policy.0.weight"], weights(version).tensors()["policy.0.weight"])
+        assert not actor._shares_memory
+
+
+@pytest.mark.usefixtures("shares_all")
+def test_mapped_weights_have_the_actor_s_limit_too() -> None:
+    with serving() as parts, client(parts) as actor:
+        actor._limits = MessageLimits(2**20, 140)
+        with pytest.raises(ProtocolViolation, match="too_large: weights 1"):
+            actor.wait_for_weights()

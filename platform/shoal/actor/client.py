@@ -30,11 +30,13 @@ from shoal.actor.connection import (
     check_address,
     connect_socket,
     decode_first_reply,
+    is_on_this_host,
     make_arrival_poller,
 )
 from shoal.actor.outbox import Outbox
 from shoal.errors import Closed, ConnectionLost, InvalidSegment, ProtocolViolation, Refused, RunChanged, ShoalError
-from shoal.weights import decode_tensors
+from shoal.weights import decode_tensors, shared_memory
+from shoal.weights.shared_memory import MemoryPlace, map_payload, view_tensors
 from shoal.wire import ExperienceSpec, MessageLimits, PackedSegment, Segment, decode, encode
 from shoal.wire.messages import (
     PROTOCOL_VERSION,
@@ -100,6 +102,7 @@ class ActorClient:
         self._closed = threading.Event()
         self._keepalive_thread: threading.Thread | None = None
         self._limits = MessageLimits(_MAX_HEADER_BYTES, max_weights_bytes)
+        self._shares_memory = shared_memory.IS_AVAILABLE and is_on_this_host(address)
         self._welcome: Welcome | None = None
         self._outbox = Outbox()
         self._is_session_lost = False  # the session is over: send hello again
@@ -351,9 +354,22 @@ class ActorClient:
         self.drops[reason] = self.drops.get(reason, 0) + 1
 
     def _on_weights(self, message: WeightsMessage, frames: list[bytes]) -> None:
-        self._latest = (message.version, self._decode_weights(message, frames))
-        self.published_version = max(self.published_version, message.version)
-        self._send_message(Pull(message.version))  # one pull is always open: newer weights come as soon as they exist
+        weights = self._map_weights(message) if message.size else self._decode_weights(message, frames)
+        if weights is not None:
+            self._latest = (message.version, weights)
+            self.published_version = max(self.published_version, message.version)
+        self._pull()  # one is always open: newer weights come as soon as they exist
+
+    def _pull(self) -> None:
+        self._send_message(Pull(self._latest[0] if self._latest else 0, self._shares_memory))
+
+    def _map_weights(self, message: WeightsMessage) -> dict[str, np.ndarray] | None:
+        """The weights in the gateway's memory; None where they cannot be mapped: from then on they are sent."""
+        if message.size > self._limits.max_message_bytes:
+            raise ProtocolViolation("too_large", f"weights {message.version}: {message.size} bytes")
+        payload = map_payload(MemoryPlace(message.pid, message.fd, message.inode, message.size))
+        self._shares_memory = payload is not None
+        return None if payload is None else view_tensors(payload)
 
     def _on_opponent(self, message: OpponentMessage, frames: list[bytes]) -> None:
         known = {**self._opponents, message.version: self._decode_weights(message, frames)}
@@ -435,7 +451,7 @@ class ActorClient:
 
     def _begin_exchange(self, welcome: Welcome, changed: bool) -> None:
         """Send what a new session begins with. `changed`: it is of another run than the one before."""
-        self._send_message(Pull(self._latest[0] if self._latest else 0))
+        self._pull()
         if welcome.spec.self_play:
             self._send_message(PullOpponent(max(self._opponents, default=0)))
         self._send_pending()

@@ -14,6 +14,7 @@ import time
 import zmq
 
 from shoal.errors import Closed, ConfigError, ConnectionLost, ProtocolViolation
+from shoal.network_address import is_loopback
 from shoal.wire import MessageLimits, decode
 from shoal.wire.messages import Message
 
@@ -29,6 +30,11 @@ def check_address(address: str, server_key: str) -> None:
         raise ConfigError("connect", address, "is not an address", _ADDRESS_REMEDY)
     if server_key and len(server_key) != 40:  # 32 characters would pass for a key in binary
         raise ConfigError("server-key", server_key, f"has {len(server_key)} characters, not 40", _KEY_REMEDY)
+
+
+def is_on_this_host(address: str) -> bool:
+    """Whether a gateway is at a loopback address, which may also be a tunnel's."""
+    return is_loopback(address.removeprefix("tcp://").rpartition(":")[0].strip("[]"))
 
 
 def connect_socket(

@@ -95,17 +95,24 @@ class Credit(msgspec.Struct, frozen=True, tag_field="kind", tag="credit"):
     send_limit: int
 
 
-class Pull(msgspec.Struct, frozen=True, tag_field="kind", tag="pull"):
-    """actor → gateway. Answered by `weights` as soon as a version above `newer_than` exists; one is open at a time."""
+class Pull(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="pull"):
+    """actor → gateway. Answered by `weights` as soon as a version above `newer_than` exists; one is open at a time.
+    `memory`: the actor is on the gateway's machine, and can map its memory."""
 
     newer_than: int
+    memory: bool = False
 
 
-class WeightsMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="weights"):
-    """gateway → actor. One frame follows: safetensors, whose SHA-256 is given in hex."""
+class WeightsMessage(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="weights"):
+    """gateway → actor. One frame follows: safetensors, whose SHA-256 is given in hex. With a `size` none follows: the
+    bytes are in memory, in the file `fd` of the process `pid`, which has this `inode`."""
 
     version: int
     sha256: str
+    pid: int = 0
+    fd: int = 0
+    inode: int = 0
+    size: int = 0
 
 
 class PullOpponent(msgspec.Struct, frozen=True, tag_field="kind", tag="pull_opponent"):

@@ -31,6 +31,7 @@ from shoal.rl.gateway.user_episodes import EpisodeRejection
 from shoal.rl.gateway.zmq_listener import bind_router, format_tcp_address
 from shoal.rl.spec import GatewaySpec, require_segment_fits
 from shoal.weights import WeightSnapshot, WeightSource
+from shoal.weights.shared_memory import SharedPayloads
 from shoal.wire import ExperienceSpec, MessageLimits, decode, encode
 from shoal.wire.messages import (
     ActionMessage,
@@ -97,6 +98,7 @@ class Gateway:
         self._learns_from_users = learns_from_users
         self._is_ledger_unwritable = False
         self._latest_weights: WeightSnapshot | None = None
+        self._shared_payloads = SharedPayloads()
         self._lock = threading.Lock()  # guards the state above; never held while waiting
         self._stopping = threading.Event()
         self._finished = False
@@ -256,6 +258,7 @@ class Gateway:
                 )
             self._send_all()
             self._inference.close_users()
+        self._shared_payloads.close()
         self._socket.close(linger=500)
 
     def _follow_weights(self) -> None:
@@ -300,8 +303,12 @@ class Gateway:
                 self._send_queue.add(route, credit)
             self._handshake.queue_acks(route, session)
             if snapshot and session.pull_newer_than is not None and snapshot.version > session.pull_newer_than:
-                payload = payload or [encode(WeightsMessage(snapshot.version, snapshot.sha256)), snapshot.payload]
-                self._send_queue.add_frames(route, payload)
+                place = self._shared_payloads.put(snapshot) if session.shares_memory else None
+                if place is not None:
+                    self._send_queue.add(route, WeightsMessage(snapshot.version, snapshot.sha256, *place))
+                else:
+                    payload = payload or [encode(WeightsMessage(snapshot.version, snapshot.sha256)), snapshot.payload]
+                    self._send_queue.add_frames(route, payload)
                 session.pull_newer_than = None
             if self._opponents is not None and session.pull_opponent_newer_than is not None:
                 self._send_opponent(route, session, self._opponents.find_next(session.pull_opponent_newer_than))
@@ -367,7 +374,7 @@ class Gateway:
         elif isinstance(message, ActMessage):
             self._on_act(route, session, message, frames[1:])
         elif isinstance(message, Pull):
-            session.pull_newer_than = message.newer_than
+            session.pull_newer_than, session.shares_memory = message.newer_than, message.memory
         elif isinstance(message, PullOpponent):
             session.pull_opponent_newer_than = message.newer_than
         elif isinstance(message, Ping):

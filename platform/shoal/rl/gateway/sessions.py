@@ -31,6 +31,7 @@ class Session:
     is_welcomed: bool = False  # `welcome` was sent
     is_remote: bool = False  # it sends observations: it needs no credit
     pull_newer_than: int | None = None  # an open pull
+    shares_memory: bool = False  # of that pull: it is on this machine
     pull_opponent_newer_than: int | None = None  # likewise
     round_start: int = 0  # the send limit when the present batch began, if actors pause between batches
     _pending_acks: list[tuple[int, str, str, str]] = field(default_factory=list)  # seq, status, reason, detail
