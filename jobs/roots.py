@@ -56,6 +56,7 @@ class RootTask(Task):
     crop:        side of the training crops, and of an endpoint's tiles; a multiple of 8
     epoch:       number of crops of an epoch
     foreground:  share of the crops that are centred on a root
+    warped:      share of the crops that are rotated, scaled and bent; the others stay sharp
     background:  whether the picture minus its low pass is a fourth channel
     skeleton:    weight of the skeleton recall in the loss
     """
@@ -85,6 +86,7 @@ class RootTask(Task):
         epoch: int = 256,
         width: int = 16,
         foreground: float = 1 / 3,
+        warped: float = 1.0,
         background: bool = True,
         augment: bool = True,
         skeleton: float = 1.0,
@@ -98,7 +100,7 @@ class RootTask(Task):
         self.format = MaskFormat(tuple(classes), tuple(colours), None if region is None else tuple(region), shrink)
         self.folder, self.generated, self.images, self.split = folder, (plants, per_plant, style, height), images, split
         self.crop, self.epoch, self.width, self.foreground = crop, epoch, width, foreground
-        self.background, self.augment, self.skeleton = background, augment, skeleton
+        self.background, self.augment, self.skeleton, self.warped = background, augment, skeleton, warped
 
     @property
     def num_classes(self) -> int:
@@ -126,7 +128,7 @@ class RootTask(Task):
 
     def data(self) -> Data:
         train, held_back = self.photographs()
-        distortion = Distortion() if self.augment else None
+        distortion = Distortion(warped=self.warped) if self.augment else None
         crops = TrainingCrops(train, self.num_classes, self.crop, self.epoch, self.foreground, distortion)
         return Data(crops, validation=EvaluationTiles(held_back, self.num_classes, self.crop))
 

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
+from gymnasium.spaces import Box, Discrete
 
 from rl_setting import EXPERIENCE as OF_SIGNS
 from rl_setting import TOKEN, serving, weights
@@ -113,6 +114,23 @@ def test_it_plays_with_the_policy_at_the_gateway_and_goes_on_at_one_that_has_res
                 assert process.returncode == 0, output
                 assert "episodes" in output
             assert second.ledger.get_totals().is_balanced
+
+
+@pytest.mark.parametrize("inference", ["local", "remote"])
+def test_it_takes_allowed_actions_alone(tmp_path: Path, inference: str) -> None:
+    spaces = Box(-1, 1, (4,), np.float32), Discrete(3)
+    experience = experience_spec(*spaces, SPEC, has_masks=True)
+    game = str(Path(__file__).parent / "masked_game.js")
+    with LocalLoop(SPEC, experience, tmp_path / "run", TOKEN) as loop:
+        with node_actor(loop.address, "--game", game, "--inference", inference, "--actor-id", "node") as process:
+            wait_for(lambda: loop.gateway.stats()["episodes"] > 50, 120)
+            (actor,) = loop.gateway.stats()["actors"]
+            assert actor["invalid"] == {}
+            loop.close()
+            output, _ = process.communicate(timeout=30)
+            assert process.returncode == 0, output
+        assert loop.ledger.get_totals().consumed > 0
+        assert loop.ledger.get_totals().is_balanced
 
 
 def test_its_policy_computes_what_the_platform_s_own_does() -> None:

@@ -93,13 +93,15 @@ class ActorClient {
 
   /**
    * Send an observation (the frame of `packTensor`) and resolve to the gateway's `action` message; null when the run ends or
-   * changes before. header: episode, step, reward, terminated, truncated, as docs/protocol.md has them.
+   * changes before. header: episode, step, reward, terminated, truncated, as docs/protocol.md has them; mask: the frame of its
+   * mask, in a run with action masks.
    */
-  async act(header, frame) {
-    const asked = { header: { kind: 'act', ...header, episode: toInt(header.episode) }, frame, answer: null };
+  async act(header, frame, mask = null) {
+    const frames = mask ? [frame, mask] : [frame];
+    const asked = { header: { kind: 'act', ...header, episode: toInt(header.episode) }, frames, answer: null };
     const run = this.runId;
     this.unanswered.set(header.episode, asked);
-    if (this.isWelcomed) this.post(asked.header, [frame]);
+    if (this.isWelcomed) this.post(asked.header, frames);
     await this.until(() => this.finished || this.runId !== run || asked.answer);
     this.unanswered.delete(header.episode);
     return asked.answer;
@@ -254,7 +256,7 @@ class ActorClient {
     }
     if (this.inference === 'remote') {
       if (welcome.inference !== 'remote') return this.stop(new ActorError('no_remote_inference', 'the gateway is older'));
-      if (!changed) for (const { header, frame } of this.unanswered.values()) this.post(header, [frame]);
+      if (!changed) for (const { header, frames } of this.unanswered.values()) this.post(header, frames);
       return;
     }
     const nextSeq = Number(welcome.next_seq);

@@ -2,11 +2,12 @@
 // Play a game's episodes until the run ends: the ready loop, for a game that can be stepped.
 
 const { MlpPolicy, parseSafetensors } = require('./policy');
-const { SegmentBuilder, packTensor } = require('./segment_builder');
+const { SegmentBuilder, maskSize, packTensor } = require('./segment_builder');
 
 /**
  * client: connected. game: reset() returns an observation, step(action) {observation, reward, terminated, truncated};
- * an observation is an array of numbers. Resolves to {steps, episodes} at the end of the run, or after `maxSteps`.
+ * an observation is an array of numbers. In a run with action masks `mask` is that of the newest observation: an array with
+ * 1 for each allowed action, and 0 for the others. Resolves to {steps, episodes} at the end of the run, or after `maxSteps`.
  */
 async function play(game, client, { maxSteps = Infinity } = {}) {
   let steps = 0;
@@ -20,10 +21,10 @@ async function play(game, client, { maxSteps = Infinity } = {}) {
       const newer = policy.version ? client.weights : await client.waitForWeights();
       if (client.finished) return { steps, episodes };
       if (newer && newer.version > policy.version) policy.load(newer.version, parseSafetensors(newer.payload));
-      if (!observation) builder.begin((observation = game.reset()));
-      const choice = policy.act(observation);
+      if (!observation) builder.begin((observation = game.reset()), readMask(game, client.spec));
+      const choice = policy.act(observation, readMask(game, client.spec));
       const outcome = game.step(choice.action);
-      const segment = builder.step(choice, policy.version, outcome);
+      const segment = builder.step(choice, policy.version, outcome, readMask(game, client.spec));
       const hasEnded = Boolean(outcome.terminated || outcome.truncated);
       observation = hasEnded ? null : outcome.observation;
       steps++;
@@ -33,6 +34,13 @@ async function play(game, client, { maxSteps = Infinity } = {}) {
     }
   }
   return { steps, episodes };
+}
+
+/** The mask of the game's newest observation, as an array; null in a run without. */
+function readMask(game, spec) {
+  if (!maskSize(spec)) return null;
+  if (!game.mask) throw new Error('this run has action masks, and the game has no `mask`');
+  return Array.from(game.mask, Number);
 }
 
 /** The same with `inference: 'remote'`: the gateway computes the policy, and any policy that it knows will do. */
@@ -50,7 +58,7 @@ async function playRemotely(game, client, { maxSteps = Infinity } = {}) {
       const { reward, terminated = false, truncated = false } = outcome;
       const frame = packTensor('observation', client.spec.observation.dtype, client.spec.observation.shape, Array.from(observation)).frame;
       const header = { episode: number, step, reward, terminated, truncated: truncated && !terminated };
-      const answer = await client.act(header, frame);
+      const answer = await client.act(header, frame, packMask(game, client.spec, terminated || truncated));
       if (client.finished) return { steps, episodes };
       if (terminated || truncated) break; // an episode that the gateway has lost is over, too
       if (!answer || ['unknown_episode', 'ended_episode', 'failed'].includes(answer.reason)) {
@@ -67,6 +75,13 @@ async function playRemotely(game, client, { maxSteps = Infinity } = {}) {
     episodes++;
   }
   return { steps, episodes };
+}
+
+/** The frame of the newest observation's mask, all 1 at an episode's end; null in a run without. */
+function packMask(game, spec, hasEnded) {
+  const size = maskSize(spec);
+  if (!size) return null;
+  return packTensor('mask', 'bool', [size], hasEnded ? Array(size).fill(1) : readMask(game, spec)).frame;
 }
 
 module.exports = { play, playRemotely };

@@ -49,8 +49,8 @@ class MlpPolicy {
     this.version = version;
   }
 
-  /** Natural logarithms of the probabilities of all actions, as numbers. */
-  logProbabilities(observation) {
+  /** Natural logarithms of the probabilities of all actions, as numbers; -Infinity where `mask` has a 0. */
+  logProbabilities(observation, mask = null) {
     let hidden = Float32Array.from(observation);
     this.layers.forEach(({ weight, bias, numOutputs, numInputs }, layer) => {
       if (hidden.length !== numInputs) throw new Error(`the policy takes ${numInputs} numbers, not ${hidden.length}`);
@@ -62,22 +62,25 @@ class MlpPolicy {
       }
       hidden = next;
     });
-    const highest = hidden.reduce((a, b) => Math.max(a, b));
-    const total = Math.log(hidden.reduce((sum, logit) => sum + Math.exp(logit - highest), 0));
-    return Array.from(hidden, (logit) => logit - highest - total);
+    const logits = Array.from(hidden, (logit, i) => (mask && !mask[i] ? -Infinity : logit));
+    const highest = Math.max(...logits);
+    const total = Math.log(logits.reduce((sum, logit) => sum + Math.exp(logit - highest), 0));
+    return logits.map((logit) => logit - highest - total);
   }
 
   activate(sum) {
     return this.spec.activation === 'tanh' ? Math.tanh(sum) : Math.max(0, sum);
   }
 
-  /** A sampled action with its log-probability. */
-  act(observation) {
-    const logs = this.logProbabilities(observation);
+  /** A sampled action with its log-probability. mask: in a run with action masks, 1 for each allowed action, else 0 */
+  act(observation, mask = null) {
+    const logs = this.logProbabilities(observation, mask);
+    const allowed = logs.map((_, action) => action).filter((action) => logs[action] > -Infinity);
+    if (!allowed.length) throw new Error('the mask allows no action');
     let rest = this.random();
-    let action = 0;
-    while (action < logs.length - 1 && (rest -= Math.exp(logs[action])) >= 0) action++;
-    return { action, logProbability: Math.min(0, logs[action]) };
+    let place = 0;
+    while (place < allowed.length - 1 && (rest -= Math.exp(logs[allowed[place]])) >= 0) place++;
+    return { action: allowed[place], logProbability: Math.min(0, logs[allowed[place]]) };
   }
 }
 

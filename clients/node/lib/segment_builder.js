@@ -27,22 +27,31 @@ function packTensor(name, dtype, shape, values) {
   return { header: { name, dtype, shape }, frame };
 }
 
+/** The number of choices in an action mask; 0 in a run without masks. */
+function maskSize(spec) {
+  return (spec.extras ?? []).find(({ name }) => name === 'masks')?.tensor.shape[0] ?? 0;
+}
+
 /** Collects the steps of one episode after another. */
 class SegmentBuilder {
   /** spec: the experience spec of `welcome` */
   constructor(spec) {
     this.spec = spec;
+    this.maskSize = maskSize(spec);
+    const unknown = (spec.extras ?? []).map(({ name }) => name).filter((name) => name !== 'masks');
+    if (unknown.length) throw new Error(`this client cannot send ${unknown.join(', ')} with its segments`);
   }
 
-  /** An episode begins with this observation (flat numbers in C order). */
-  begin(observation) {
+  /** An episode begins with this observation (flat numbers in C order), and its mask in a run with action masks. */
+  begin(observation, mask = null) {
     this.episodeReturn = 0;
     this.episodeLength = 0;
-    this.restart(Array.from(observation));
+    this.restart(Array.from(observation), mask);
   }
 
-  restart(observation) {
+  restart(observation, mask) {
     this.observations = [observation];
+    this.masks = [mask];
     this.actions = [];
     this.rewards = [];
     this.logProbabilities = [];
@@ -50,8 +59,9 @@ class SegmentBuilder {
   }
 
   /** Add a step; returns a segment when it is full or the episode has ended, otherwise null. */
-  step({ action, logProbability }, version, { observation, reward, terminated = false, truncated = false }) {
+  step({ action, logProbability }, version, { observation, reward, terminated = false, truncated = false }, mask = null) {
     this.observations.push(Array.from(observation));
+    this.masks.push(mask);
     this.actions.push(action);
     this.rewards.push(reward);
     this.logProbabilities.push(logProbability);
@@ -61,7 +71,7 @@ class SegmentBuilder {
     const hasEnded = terminated || truncated;
     if (!hasEnded && this.actions.length < this.spec.segment_length) return null;
     const segment = this.pack(terminated, truncated && !terminated);
-    this.restart(this.observations.at(-1));
+    this.restart(this.observations.at(-1), mask);
     return segment;
   }
 
@@ -76,6 +86,10 @@ class SegmentBuilder {
       packTensor('versions', 'int64', [length], this.versions),
     ];
     const hasEnded = terminated || truncated;
+    if (this.maskSize) {
+      if (hasEnded) this.masks[length] = Array(this.maskSize).fill(1); // no action is chosen there
+      tensors.push(packTensor('masks', 'bool', [length + 1, this.maskSize], this.masks.flat()));
+    }
     return {
       header: {
         tensors: tensors.map(({ header }) => header),
@@ -89,4 +103,4 @@ class SegmentBuilder {
   }
 }
 
-module.exports = { SegmentBuilder, packTensor };
+module.exports = { SegmentBuilder, maskSize, packTensor };

@@ -18,6 +18,7 @@ from torch.nn import functional
 class Distortion:
     """How far an augmentation goes; each crop draws its own amounts, uniformly.
 
+    warped:     the share of crops that are rotated, scaled and bent, which blurs them a little; the others stay sharp
     rotation:   degrees to either side. Roots grow downwards: a full turn would hide what tells stem from main root
     scale:      the largest enlargement, and reduction
     elastic:    pixels by which the nodes of a coarse grid move; the field between them is smooth
@@ -25,6 +26,7 @@ class Distortion:
     noise:      the largest standard deviation, as a share of the full range
     """
 
+    warped: float = 1.0
     rotation: float = 25.0
     scale: float = 1.2
     elastic: float = 6.0
@@ -37,7 +39,8 @@ class Distortion:
     def input_size(self, size: int) -> int:
         """The side of the input from which a crop of this side is taken: so large that few crops see its border."""
         angle = math.radians(min(self.rotation, 45.0))
-        return math.ceil(size * (math.cos(angle) + math.sin(angle)) + 2 * self.elastic)
+        side = math.ceil(size * (math.cos(angle) + math.sin(angle)) + 2 * self.elastic)
+        return side + (side - size) % 2  # with an odd margin, a crop that is not warped would fall between pixels
 
 
 def warp(pictures: Tensor, labels: Tensor, size: int, chosen: Distortion, outside: int) -> tuple[Tensor, Tensor]:
@@ -54,8 +57,9 @@ def warp(pictures: Tensor, labels: Tensor, size: int, chosen: Distortion, outsid
 def _draw_grid(pictures: Tensor, size: int, chosen: Distortion) -> Tensor:
     """Where each output pixel comes from: [B, S, S, 2] in grid_sample's coordinates of -1 to 1."""
     num, side = len(pictures), pictures.shape[-1]
-    angles = torch.deg2rad(_uniform(num, chosen.rotation))
-    scales = torch.exp(_uniform(num, math.log(chosen.scale)))
+    is_warped = torch.rand(num) < chosen.warped
+    angles = torch.deg2rad(_uniform(num, chosen.rotation)) * is_warped
+    scales = torch.exp(_uniform(num, math.log(chosen.scale)) * is_warped)
     mirror = torch.where(torch.rand(num) < 0.5, -1.0, 1.0) if chosen.flips else torch.ones(num)
     cosine, sine = angles.cos() / scales, angles.sin() / scales
     matrix = torch.stack([torch.stack([mirror * cosine, -sine], 1), torch.stack([mirror * sine, cosine], 1)], 1)
@@ -63,7 +67,7 @@ def _draw_grid(pictures: Tensor, size: int, chosen: Distortion) -> Tensor:
     down, right = torch.meshgrid(steps, steps, indexing="ij")
     positions = torch.stack([right, down], -1).view(1, -1, 2) @ matrix.transpose(1, 2)  # [B, S * S, 2]
     if chosen.elastic:
-        nodes = (2 * torch.rand(num, 2, 5, 5) - 1) * chosen.elastic
+        nodes = (2 * torch.rand(num, 2, 5, 5) - 1) * chosen.elastic * is_warped.view(-1, 1, 1, 1)
         field = functional.interpolate(nodes, size=(size, size), mode="bicubic", align_corners=True)
         positions = positions + field.flatten(2).transpose(1, 2)
     return (positions * (2 / side)).view(num, size, size, 2).to(pictures.device)
