@@ -29,7 +29,7 @@ from shoal.errors import (
 )
 from shoal.rl.experience.queue import BatchRequest
 from shoal.weights import shared_memory
-from shoal.wire import MessageLimits, PackedSegment
+from shoal.wire import PackedSegment
 from shoal.wire.messages import Bye, Hello, Ping
 from waiting import wait_for
 
@@ -494,25 +494,25 @@ def test_an_actor_of_this_machine_maps_the_weights() -> None:
             np.testing.assert_array_equal(arrays["policy.0.weight"], weights(version).tensors()["policy.0.weight"])
             assert not arrays["policy.0.weight"].flags.owndata
             assert not arrays["policy.0.weight"].flags.writeable
-        assert actor._shares_memory
+        assert actor._weights.shares_memory
 
 
 @pytest.mark.usefixtures("shares_all")
 def test_weights_that_cannot_be_mapped_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a gateway in another container, or at the other end of a tunnel."""
-    monkeypatch.setattr("shoal.actor.client.map_payload", lambda place: None)
+    monkeypatch.setattr("shoal.actor.received_weights.map_payload", lambda place: None)
     with serving() as parts, client(parts) as actor:
         for version in (1, 2):
             parts.store.publish(weights(version))
             found, arrays = actor.wait_for_weights(version - 1)
             assert found == version
             np.testing.assert_array_equal(arrays["policy.0.weight"], weights(version).tensors()["policy.0.weight"])
-        assert not actor._shares_memory
+        assert not actor._weights.shares_memory
 
 
 @pytest.mark.usefixtures("shares_all")
 def test_mapped_weights_have_the_actor_s_limit_too() -> None:
     with serving() as parts, client(parts) as actor:
-        actor._limits = MessageLimits(2**20, 140)
+        actor._weights.max_bytes = 140
         with pytest.raises(ProtocolViolation, match="too_large: weights 1"):
             actor.wait_for_weights()

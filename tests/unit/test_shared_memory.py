@@ -11,7 +11,7 @@ import pytest
 
 from shoal.errors import WeightsError
 from shoal.weights import WeightSnapshot, encode_tensors
-from shoal.weights.shared_memory import KEPT, LEAST_BYTES, MemoryPlace, SharedPayloads, map_payload, view_tensors
+from shoal.weights.shared_memory import KEPT, LEAST_BYTES, PayloadAddress, SharedPayloads, map_payload, view_tensors
 
 TENSORS = {
     "large": np.arange(LEAST_BYTES, dtype=np.float32).reshape(2, -1),
@@ -31,16 +31,16 @@ def payloads() -> SharedPayloads:
     return SharedPayloads()
 
 
-def put(payloads: SharedPayloads, version: int) -> MemoryPlace:
-    place = payloads.put(make(version))
-    assert place is not None
-    return place
+def put(payloads: SharedPayloads, version: int) -> PayloadAddress:
+    address = payloads.put(make(version))
+    assert address is not None
+    return address
 
 
 def test_the_mapped_arrays_are_those_that_were_put(payloads: SharedPayloads) -> None:
-    place = put(payloads, 3)
-    assert payloads.put(make(3)) == place  # one copy, however many actors ask
-    mapped = map_payload(place)
+    address = put(payloads, 3)
+    assert payloads.put(make(3)) == address  # one copy, however many actors ask
+    mapped = map_payload(address)
     assert mapped is not None
     found = view_tensors(mapped)
     payloads.close()
@@ -49,19 +49,19 @@ def test_the_mapped_arrays_are_those_that_were_put(payloads: SharedPayloads) -> 
         np.testing.assert_array_equal(found[name], each, strict=True)
     with pytest.raises(ValueError, match="read-only"):
         found["large"][0, 0] = 1
-    assert map_payload(place) is None  # nothing can be opened any more, and what is mapped stays
+    assert map_payload(address) is None  # nothing can be opened any more, and what is mapped stays
     assert found["version"].tolist() == [3, 3, 3]
 
 
 def test_another_process_maps_it_and_cannot_change_it(payloads: SharedPayloads) -> None:
-    place = put(payloads, 5)
+    address = put(payloads, 5)
     program = f"""
 import os
-from shoal.weights.shared_memory import MemoryPlace, map_payload, view_tensors
-place = MemoryPlace(*{tuple(place)})
-print(view_tensors(map_payload(place))["version"].tolist())
+from shoal.weights.shared_memory import PayloadAddress, map_payload, view_tensors
+address = PayloadAddress(*{tuple(address)})
+print(view_tensors(map_payload(address))["version"].tolist())
 try:
-    os.pwrite(os.open(f"/proc/{{place.pid}}/fd/{{place.fd}}", os.O_RDWR), b"x", 0)
+    os.pwrite(os.open(f"/proc/{{address.pid}}/fd/{{address.fd}}", os.O_RDWR), b"x", 0)
 except PermissionError as error:
     print("sealed")
 """

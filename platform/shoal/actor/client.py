@@ -8,7 +8,6 @@ while. Called by game clients and by `environment_loop`; imports neither torch n
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import os
@@ -34,9 +33,8 @@ from shoal.actor.connection import (
     make_arrival_poller,
 )
 from shoal.actor.outbox import Outbox
+from shoal.actor.received_weights import ReceivedWeights
 from shoal.errors import Closed, ConnectionLost, InvalidSegment, ProtocolViolation, Refused, RunChanged, ShoalError
-from shoal.weights import decode_tensors, shared_memory
-from shoal.weights.shared_memory import MemoryPlace, map_payload, view_tensors
 from shoal.wire import ExperienceSpec, MessageLimits, PackedSegment, Segment, decode, encode
 from shoal.wire.messages import (
     PROTOCOL_VERSION,
@@ -50,7 +48,6 @@ from shoal.wire.messages import (
     OpponentMessage,
     Ping,
     Pong,
-    Pull,
     PullOpponent,
     WeightsMessage,
     Welcome,
@@ -102,12 +99,10 @@ class ActorClient:
         self._closed = threading.Event()
         self._keepalive_thread: threading.Thread | None = None
         self._limits = MessageLimits(_MAX_HEADER_BYTES, max_weights_bytes)
-        self._shares_memory = shared_memory.IS_AVAILABLE and is_on_this_host(address)
         self._welcome: Welcome | None = None
         self._outbox = Outbox()
         self._is_session_lost = False  # the session is over: send hello again
-        self._latest: tuple[int, dict[str, np.ndarray]] | None = None
-        self._opponents: dict[int, dict[str, np.ndarray]] = {}  # replaced, never changed: other threads read it
+        self._weights = ReceivedWeights(max_weights_bytes, is_on_this_host(address))
         self._last_received_at = time.monotonic()
         self._last_used_at = time.monotonic()
         self._pinged_beats = 0
@@ -204,17 +199,17 @@ class ActorClient:
 
     def received_weights(self, than: int) -> tuple[int, dict[str, np.ndarray]] | None:
         """Like `newer_weights`, of what another thread has received already. Never waits, and takes no lock."""
-        latest = self._latest  # one read: another thread may replace it meanwhile
+        latest = self._weights.latest  # one read: another thread may replace it meanwhile
         return latest if latest is not None and latest[0] > than else None
 
     def wait_for_opponents(self, timeout_s: float = 30.0) -> None:
         """Wait until the first member of the pool has come, in a run with self-play. Raises as `wait_for_weights`."""
-        self._wait(lambda: self._opponents or self.finished, timeout_s, "opponents")
+        self._wait(lambda: self._weights.opponents or self.finished, timeout_s, "opponents")
 
     @property
     def opponents(self) -> Mapping[int, Mapping[str, np.ndarray]]:
         """The weights of all members of the pool that have come, by version, the oldest first."""
-        return self._opponents
+        return self._weights.opponents
 
     def send(self, segment: Segment, timeout_s: float | None = 600.0) -> int:
         """Send a segment and return its sequence number; waits for credit up to `timeout_s` (None: without end).
@@ -354,33 +349,13 @@ class ActorClient:
         self.drops[reason] = self.drops.get(reason, 0) + 1
 
     def _on_weights(self, message: WeightsMessage, frames: list[bytes]) -> None:
-        weights = self._map_weights(message) if message.size else self._decode_weights(message, frames)
-        if weights is not None:
-            self._latest = (message.version, weights)
-            self.published_version = max(self.published_version, message.version)
-        self._pull()  # one is always open: newer weights come as soon as they exist
-
-    def _pull(self) -> None:
-        self._send_message(Pull(self._latest[0] if self._latest else 0, self._shares_memory))
-
-    def _map_weights(self, message: WeightsMessage) -> dict[str, np.ndarray] | None:
-        """The weights in the gateway's memory; None where they cannot be mapped: from then on they are sent."""
-        if message.size > self._limits.max_message_bytes:
-            raise ProtocolViolation("too_large", f"weights {message.version}: {message.size} bytes")
-        payload = map_payload(MemoryPlace(message.pid, message.fd, message.inode, message.size))
-        self._shares_memory = payload is not None
-        return None if payload is None else view_tensors(payload)
+        version = self._weights.take(message, frames)
+        self.published_version = max(self.published_version, version or 0)
+        self._send_message(self._weights.make_pull())
 
     def _on_opponent(self, message: OpponentMessage, frames: list[bytes]) -> None:
-        known = {**self._opponents, message.version: self._decode_weights(message, frames)}
-        members = message.members or known.keys()
-        self._opponents = {version: weights for version, weights in known.items() if version in members}
+        self._weights.take_opponent(message, frames)
         self._send_message(PullOpponent(message.version))
-
-    def _decode_weights(self, message: WeightsMessage | OpponentMessage, frames: list[bytes]) -> dict[str, np.ndarray]:
-        if len(frames) != 2 or hashlib.sha256(frames[1]).hexdigest() != message.sha256:
-            raise ProtocolViolation("malformed", f"weights {message.version}: the checksum does not match")
-        return decode_tensors(frames[1])
 
     def _on_error(self, error: ErrorMessage) -> None:
         if error.fatal:
@@ -442,7 +417,8 @@ class ActorClient:
         changed = before is not None and before.run_id != welcome.run_id
         if changed:
             self._outbox.clear()
-            self._latest, self.published_version, self._opponents = None, 0, {}
+            self._weights.clear()
+            self.published_version = 0
         self._outbox.begin_session(welcome.next_seq, welcome.send_limit)
         self.published_version = max(self.published_version, welcome.weights_version)
         self._begin_exchange(welcome, changed)
@@ -451,9 +427,9 @@ class ActorClient:
 
     def _begin_exchange(self, welcome: Welcome, changed: bool) -> None:
         """Send what a new session begins with. `changed`: it is of another run than the one before."""
-        self._pull()
+        self._send_message(self._weights.make_pull())
         if welcome.spec.self_play:
-            self._send_message(PullOpponent(max(self._opponents, default=0)))
+            self._send_message(self._weights.make_opponent_pull())
         self._send_pending()
 
     def _send_pending(self) -> None:

@@ -29,7 +29,7 @@ _DTYPES = {
 }
 
 
-class MemoryPlace(NamedTuple):
+class PayloadAddress(NamedTuple):
     """Where a payload is: a file descriptor of a process, and the inode by which the right file is known."""
 
     pid: int
@@ -42,9 +42,9 @@ class SharedPayloads:
     """The newest payloads of one process, for others to open. Not for use by several threads."""
 
     def __init__(self) -> None:
-        self._kept: deque[tuple[int, MemoryPlace]] = deque()  # with the version
+        self._kept: deque[tuple[int, PayloadAddress]] = deque()  # with the version
 
-    def put(self, snapshot: WeightSnapshot) -> MemoryPlace | None:
+    def put(self, snapshot: WeightSnapshot) -> PayloadAddress | None:
         """Where this version is; None where it is too small, or memory cannot be shared here."""
         if self._kept and self._kept[-1][0] == snapshot.version:
             return self._kept[-1][1]
@@ -60,11 +60,11 @@ class SharedPayloads:
         except OSError:  # there is no memory for a second copy
             os.close(fd)
             return None
-        place = MemoryPlace(os.getpid(), fd, os.fstat(fd).st_ino, len(snapshot.payload))
-        self._kept.append((snapshot.version, place))
+        address = PayloadAddress(os.getpid(), fd, os.fstat(fd).st_ino, len(snapshot.payload))
+        self._kept.append((snapshot.version, address))
         while len(self._kept) > KEPT:
             os.close(self._kept.popleft()[1].fd)
-        return place
+        return address
 
     def close(self) -> None:
         """Nothing can be opened any more; what is mapped stays. Idempotent."""
@@ -72,18 +72,18 @@ class SharedPayloads:
             os.close(self._kept.pop()[1].fd)
 
 
-def map_payload(place: MemoryPlace) -> mmap.mmap | None:
+def map_payload(address: PayloadAddress) -> mmap.mmap | None:
     """The payload of another process, read-only; None where it cannot be opened, or is gone."""
     try:
         # Another file may have the number by now, even a pipe: opening it must not wait.
-        fd = os.open(f"/proc/{place.pid}/fd/{place.fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return None
     try:
         found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or (found.st_ino, found.st_size) != (place.inode, place.size):
+        if not stat.S_ISREG(found.st_mode) or (found.st_ino, found.st_size) != (address.inode, address.size):
             return None
-        return mmap.mmap(fd, place.size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+        return mmap.mmap(fd, address.size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
     except OSError:
         return None
     finally:

@@ -303,9 +303,9 @@ class Gateway:
                 self._send_queue.add(route, credit)
             self._handshake.queue_acks(route, session)
             if snapshot and session.pull_newer_than is not None and snapshot.version > session.pull_newer_than:
-                place = self._shared_payloads.put(snapshot) if session.shares_memory else None
-                if place is not None:
-                    self._send_queue.add(route, WeightsMessage(snapshot.version, snapshot.sha256, *place))
+                address = self._shared_payloads.put(snapshot) if session.shares_memory else None
+                if address is not None:
+                    self._send_queue.add(route, WeightsMessage(snapshot.version, snapshot.sha256, *address))
                 else:
                     payload = payload or [encode(WeightsMessage(snapshot.version, snapshot.sha256)), snapshot.payload]
                     self._send_queue.add_frames(route, payload)
