@@ -15,7 +15,7 @@ module.exports = class {
   step(action) {
     if (!this.mask[action]) throw new Error(`action ${action} is not allowed by ${this.mask}`);
     this.steps++;
-    const terminated = this.steps === 10;
-    return { observation: this.observe(), reward: action, terminated };
+    const terminated = this.steps === 10 && Math.random() < 0.5;
+    return { observation: this.observe(), reward: action, terminated, truncated: this.steps === 10 && !terminated };
   }
 };

@@ -29,6 +29,7 @@ from shoal.errors import (
 )
 from shoal.rl.experience.queue import BatchRequest
 from shoal.weights import shared_memory
+from shoal.weights.shared_memory import PayloadAddress, map_payload
 from shoal.wire import PackedSegment
 from shoal.wire.messages import Bye, Hello, Ping
 from waiting import wait_for
@@ -516,3 +517,21 @@ def test_mapped_weights_have_the_actor_s_limit_too() -> None:
         actor._weights.max_bytes = 140
         with pytest.raises(ProtocolViolation, match="too_large: weights 1"):
             actor.wait_for_weights()
+
+
+@pytest.mark.usefixtures("shares_all")
+def test_an_actor_that_comes_too_late_to_map_a_version_gets_that_one_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[PayloadAddress] = []
+
+    def map_all_but_the_second(address: PayloadAddress) -> object:
+        opened.append(address)
+        return None if len(opened) == 2 else map_payload(address)
+
+    monkeypatch.setattr("shoal.actor.received_weights.map_payload", map_all_but_the_second)
+    with serving() as parts, client(parts) as actor:
+        for version in (1, 2, 3):
+            parts.store.publish(weights(version)) if version > 1 else None
+            found, arrays = actor.wait_for_weights(version - 1)
+            assert found == version
+            assert arrays["policy.0.weight"].flags.writeable == (version == 2)
+    assert len(opened) == 3

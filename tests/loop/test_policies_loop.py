@@ -15,6 +15,7 @@ import shoal.runs
 from rl_setting import TOKEN
 from shoal.actor import ActorClient, play
 from shoal.actor.policy import make_policy
+from shoal.cluster.job_main import ACTORS_INFERENCE
 from shoal.errors import ConfigError, SpecMismatch
 from shoal.flows.rl_policies.check import check_policies
 from shoal.flows.rl_policies.spec import PoliciesSpec
@@ -123,6 +124,8 @@ def test_two_policies_learn_from_one_actor(tmp_path: Path) -> None:
         (["algorithm.synchronous=true"], "PoliciesSpec", "actors cannot pause for one of several policies"),
         (["learn_from_endpoint=true"], "PoliciesSpec", "users of an endpoint are one agent"),
         (["self_play.opponents=[tag@1]"], "PoliciesSpec", "policies.NAME.opponents"),
+        (["policies.prey.opponents=[tag@1]"], "PoliciesSpec", "hunters would have no opponents"),
+        (["gateway.port=65535"], "PoliciesSpec", "65536"),
         (["policies.Prey.agents=[fox]"], "PoliciesSpec", "policies.Prey: a name has lower-case letters"),
         (["target_return=3"], "target_return", "None"),
     ],
@@ -137,9 +140,16 @@ def test_a_resumed_run_has_the_policies_that_it_began_with(monkeypatch: pytest.M
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
     with shoal.runs.create("tag", SPEC.to_yaml(), kind=shoal.runs.RunKind.LOOP) as recorder:
         pass
-    check_policies(SPEC.override([f"resume={recorder.id}", "max_wall_s=5"]))
-    with pytest.raises(SpecMismatch, match="has learnt with"):
+    changed = ["max_wall_s=5", "policies.prey.target_return=1", "algorithm.learning_rate=0.1"]
+    check_policies(SPEC.override([f"resume={recorder.id}", *changed]))
+    with pytest.raises(SpecMismatch, match=r"policies\.prey\.hidden = \[8\]: run .* has learnt with \[32\]"):
         check_policies(SPEC.override([f"resume={recorder.id}", "policies.prey.hidden=[8]"]))
+
+
+def test_remote_inference_is_refused_by_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ACTORS_INFERENCE, "remote")
+    with pytest.raises(ConfigError, match="has several agents"):
+        check_policies(SPEC)
 
 
 def test_each_policy_has_its_own_fields_name_and_port() -> None:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 import shoal
 from loop.test_local_loop import EXPERIENCE as OF_SIGNS
 from loop.test_local_loop import SPEC, SignGame
-from rl_setting import TOKEN, Parts, serving, weights
+from rl_setting import EXPERIENCE, TOKEN, Parts, serving, weights
 from shoal.actor import RemoteActor, RemoteClient
 from shoal.actor.environment import _flatten
 from shoal.actor.remote import run_remote_actor
@@ -31,6 +31,7 @@ from shoal.rl.gateway.remote_inference import RemoteInference
 from shoal.rl.learner import Learner
 from shoal.rl.local_loop import LocalLoop
 from shoal.rl.spec import RLSpec, experience_spec
+from shoal.wire.action_masks import describe_masks
 from shoal.wire.messages import ActMessage
 from waiting import wait_for
 
@@ -300,3 +301,25 @@ def test_an_endpoint_s_users_give_no_masks() -> None:
     spec = ActorLearnerSpec(env="shoal.games:TicTacToe-v0", learn_from_endpoint=True)
     with pytest.raises(ConfigError, match="users give no action masks"):
         check(spec)
+
+
+@pytest.mark.parametrize("inference", ["local", "remote"])
+def test_a_truncated_episode_ends_with_the_mask_of_its_last_observation(inference: str) -> None:
+    """From which the learner estimates what would have followed."""
+    parts, mask = Parts(), describe_masks(EXPERIENCE.action, ())
+    experience = replace(EXPERIENCE, extras=(mask,))
+    parts.gateway = Gateway(parts.spec, experience, parts.queue, parts.store, TOKEN, "run-1")
+    parts.gateway.start()
+    try:
+        with shoal.connect(parts.address, token=TOKEN, actor_id="game", inference=inference) as actor:
+            actor.act(observe(0), mask=[1, 0])
+            actor.end_episode(observe(1), truncated=True, mask=[0, 1])
+            actor.act(observe(0), mask=[1, 0])
+            actor.end_episode(observe(1))
+            batches = [parts.queue.take("learner", BatchRequest(number, 1, 1, 10.0)) for number in (1, 2)]
+            masks = [each.extras["masks"].tolist() for each in batches if each is not None]
+            assert masks == [[[True, False], [False, True]], [[True, False], [True, True]]]
+    finally:
+        parts.store.close()
+        parts.gateway.close()
+        parts.ledger.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,9 @@ import pytest
 
 from shoal.actor import play
 from shoal.errors import ConfigError
+from shoal.flows.policy_evaluation import ActionAnswer
+from shoal.flows.rl_metrics import combine_policies
+from shoal.flows.rl_policies.evaluation import evaluate_policies
 from shoal.games.tag import HUNTERS, PREY, Tag
 from shoal.wire import ExperienceSpec, PolicySpec, Segment, TensorSpec
 from sign_game import SignGame
@@ -20,7 +25,7 @@ STAY, DOWN = 0, 2
 class PolicyClient:
     """A connection to the gateway of one policy, which always takes the same action; so do its past versions."""
 
-    actor_id, finished, is_synchronous = "actor-0", False, False
+    actor_id, finished, is_synchronous, run_id = "actor-0", False, False, "run.policy"
 
     def __init__(
         self, agents: tuple[str, ...], size: int, action: int, past: int | None = None, version: int = 1
@@ -95,3 +100,69 @@ def test_an_environment_of_one_agent_is_none_for_a_run_of_several_policies() -> 
     client = PolicyClient(HUNTERS, 6, STAY)
     with pytest.raises(ConfigError, match="has one agent, and this run has several: left, right"):
         play(SignGame(), client, max_steps=10)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("runs", "problem"), [(("a.x", "b.x"), "are of different runs"), (("a", "a"), "has one agent")]
+)
+def test_several_addresses_are_of_one_run_of_several_agents(runs: tuple[str, str], problem: str) -> None:
+    clients = [PolicyClient((), 4, STAY) for _ in runs]
+    for client, run_id in zip(clients, runs, strict=True):
+        client.run_id = run_id
+    with pytest.raises(ConfigError, match=problem):
+        play(SignGame(), clients, max_steps=10)  # type: ignore[arg-type]
+
+
+class LateGuest:
+    """A host plays three steps alone; a guest joins in every other episode."""
+
+    possible_agents = ("host", "guest")
+    episodes = 0
+
+    def reset(self, seed: int | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        self.number, self.steps = LateGuest.episodes, 0
+        LateGuest.episodes += 1
+        return {"host": np.zeros(2)}, {}
+
+    def step(self, actions: dict[str, int]) -> tuple[dict[str, Any], ...]:
+        self.steps += 1
+        has_guest = self.number % 2 == 1 and self.steps > 1
+        agents = ["host", "guest"] if has_guest else ["host"]
+        over = dict.fromkeys(agents, self.steps == 3)
+        return {agent: np.zeros(2) for agent in agents}, dict.fromkeys(agents, 1.0), over, {}, {}
+
+    def observation_space(self, agent: str) -> None: ...
+
+
+class CountingConnection:
+    """Of an endpoint whose requests take two rows."""
+
+    def __init__(self, version: int) -> None:
+        self.version, self.rows = version, list[int]()
+
+    def insist(self, observations: np.ndarray, **inputs: Any) -> ActionAnswer:
+        self.rows.append(len(observations))
+        return ActionAnswer({"action": np.zeros(len(observations), np.int64)}, self.version)
+
+
+def test_an_evaluation_asks_each_policy_for_its_own_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent that is not in an episode does not count there."""
+    monkeypatch.setattr("shoal.flows.rl_policies.evaluation.open_environment", lambda env: nullcontext(LateGuest()))
+    connections = {"first": CountingConnection(4), "second": CountingConnection(7)}
+    policy_of, max_rows = {"host": "first", "guest": "second"}, {"first": 2, "second": 64}
+    found = evaluate_policies(connections, policy_of, "late", 4, 0, max_rows, 60.0)  # type: ignore[arg-type]
+    assert found["first"].returns == [3.0] * 4
+    assert found["second"].returns == [2.0] * 2
+    assert (found["first"].versions, found["second"].versions) == ({4}, {7})
+    assert connections["first"].rows == [2, 2] * 3
+    assert connections["second"].rows == [2]
+    assert (found["first"].num_requests, found["second"].num_requests) == (6, 1)
+
+
+def test_metrics_of_several_policies_are_one_set() -> None:
+    one = {"return/mean_100": 1.0, "steps/total": 5.0, "lag/max": math.nan, "weights/version": 3.0, "learner/loss": 0.5}
+    other = {**one, "return/mean_100": -1.0, "lag/max": 2.0, "drops/stale_admission": 4.0}
+    assert combine_policies({"a": one, "b": other}) == {
+        **{"return/a": 1.0, "return/b": -1.0, "steps/total": 10.0, "lag/max": 2.0, "weights/version": 3.0},
+        **{"a/learner/loss": 0.5, "b/learner/loss": 0.5, "drops/stale_admission": 4.0},
+    }

@@ -58,7 +58,7 @@ async function playRemotely(game, client, { maxSteps = Infinity } = {}) {
       const { reward, terminated = false, truncated = false } = outcome;
       const frame = packTensor('observation', client.spec.observation.dtype, client.spec.observation.shape, Array.from(observation)).frame;
       const header = { episode: number, step, reward, terminated, truncated: truncated && !terminated };
-      const answer = await client.act(header, frame, packMask(game, client.spec, terminated || truncated));
+      const answer = await client.act(header, frame, packMask(game, client.spec, terminated));
       if (client.finished) return { steps, episodes };
       if (terminated || truncated) break; // an episode that the gateway has lost is over, too
       if (!answer || ['unknown_episode', 'ended_episode', 'failed'].includes(answer.reason)) {
@@ -77,11 +77,11 @@ async function playRemotely(game, client, { maxSteps = Infinity } = {}) {
   return { steps, episodes };
 }
 
-/** The frame of the newest observation's mask, all 1 at an episode's end; null in a run without. */
-function packMask(game, spec, hasEnded) {
+/** The frame of the newest observation's mask, all 1 in a terminal state; null in a run without. */
+function packMask(game, spec, terminated) {
   const size = maskSize(spec);
   if (!size) return null;
-  return packTensor('mask', 'bool', [size], hasEnded ? Array(size).fill(1) : readMask(game, spec)).frame;
+  return packTensor('mask', 'bool', [size], terminated ? Array(size).fill(1) : readMask(game, spec)).frame;
 }
 
 module.exports = { play, playRemotely };

@@ -87,7 +87,7 @@ class SegmentBuilder {
     ];
     const hasEnded = terminated || truncated;
     if (this.maskSize) {
-      if (hasEnded) this.masks[length] = Array(this.maskSize).fill(1); // no action is chosen there
+      if (terminated) this.masks[length] = Array(this.maskSize).fill(1); // no action could follow
       tensors.push(packTensor('masks', 'bool', [length + 1, this.maskSize], this.masks.flat()));
     }
     return {

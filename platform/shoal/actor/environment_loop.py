@@ -74,7 +74,9 @@ def play(
                     pull_at = time.monotonic() + pull_interval_s
                 steps += player.step()
         except RunChanged:
-            continue
+            if len(clients) > 1:
+                for each in clients:
+                    each.connect()  # the others may still have the old run
         except Closed:
             if not any(each.finished for each in clients):
                 raise
@@ -144,10 +146,13 @@ class _Player:
         first = self._policies[0]
         self._client, self._policy, self._is_synchronous = first.client, first.policy, first.client.is_synchronous
         self._stream_games = list[SingleGame | ParallelGame]()
+        if len({client.run_id.rpartition(".")[0] for client in clients}) > 1:
+            runs = [client.run_id for client in clients]
+            raise ConfigError("connect", runs, "are of different runs", "give the addresses of one run")
         if is_parallel(environments[0]):
             by_agent = assign_agents(environments[0].possible_agents, self._policies)
             self._stream_games = [ParallelGame(each, by_agent.__getitem__) for each in environments]
-        elif first.client.spec.agents:
+        elif len(clients) > 1 or first.client.spec.agents:
             problem = f"has one agent, and this run has several: {', '.join(first.client.spec.agents)}"
             raise ConfigError("env", type(environments[0]).__name__, problem, "take the run's own")
         elif len(environments) == 1 or self._is_synchronous:  # there may be no credit for all

@@ -16,12 +16,13 @@ from typing import Any, Self
 
 import numpy as np
 
+from shoal.actor.agent_streams import find_mask
 from shoal.actor.client import ActorClient
 from shoal.actor.policy import Policy, make_policy
 from shoal.actor.segment_builder import SegmentBuilder
 from shoal.errors import Closed, ConfigError, RunChanged, ShoalError
 from shoal.wire import Segment
-from shoal.wire.action_masks import MASKS, find_choices, read_mask
+from shoal.wire.action_masks import INFO_KEY, MASKS, find_choices, read_mask
 
 _POLL_S = 0.01  # how often the thread looks for new weights while the game sends nothing
 
@@ -123,13 +124,16 @@ class GameActor:
         """Add to the reward of the last action. May be called several times, or never, which is 0."""
         self._find(episode).reward += float(value)
 
-    def end_episode(self, observation: Any, *, truncated: bool = False, episode: Hashable = None) -> None:
-        """End an episode. `observation` is the real one after its last step; `truncated`: a limit has cut it off."""
+    def end_episode(
+        self, observation: Any, *, truncated: bool = False, episode: Hashable = None, mask: Any = None
+    ) -> None:
+        """End an episode. `observation` is the real one after its last step; `truncated`: a limit has cut it off; then
+        `mask` is its action mask, by default one that allows everything."""
         playing = self._find(episode)
         self._check()
         if playing.is_recorded:
-            choices = find_choices(self.client.spec)
-            allowed = np.ones(sum(choices), np.bool_) if choices else None  # no action is chosen by it
+            info = {} if mask is None else {INFO_KEY: mask}
+            allowed = find_mask(info, find_choices(self.client.spec), not truncated, truncated)
             self._record(playing, observation, episode, allowed, not truncated, truncated)
         self._policy.reset(episode)
         del self._episodes[episode]

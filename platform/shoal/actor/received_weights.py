@@ -28,7 +28,8 @@ class ReceivedWeights:
     def __init__(self, max_bytes: int, shares_machine: bool) -> None:
         self.latest: tuple[int, Tensors] | None = None
         self.opponents: dict[int, Tensors] = {}
-        self.shares_memory = shares_machine and shared_memory.IS_AVAILABLE
+        self.shares_memory = shares_machine and shared_memory.IS_AVAILABLE  # until a mapping fails, and none had worked
+        self._has_mapped, self._is_late = False, False
         self.max_bytes = max_bytes
 
     def clear(self) -> None:
@@ -36,17 +37,19 @@ class ReceivedWeights:
         self.latest, self.opponents = None, {}
 
     def take(self, message: WeightsMessage, frames: list[bytes]) -> int | None:
-        """Take a version, and return it; None where it could not be mapped: from then on weights are sent. Raises
-        ProtocolViolation, WeightsError."""
+        """Take a version, and return it; None where it could not be mapped: then the next one is sent, and where none
+        has ever been mapped, all are. Raises ProtocolViolation, WeightsError."""
         if not message.size:
+            self._is_late = False
             self.latest = message.version, _decode(message, frames)
             return message.version
         if message.size > self.max_bytes:
             raise ProtocolViolation("too_large", f"weights {message.version}: {message.size} bytes")
         payload = map_payload(PayloadAddress(message.pid, message.fd, message.inode, message.size))
-        self.shares_memory = payload is not None
         if payload is None:
+            self._is_late, self.shares_memory = True, self._has_mapped
             return None
+        self._has_mapped = True
         self.latest = message.version, view_tensors(payload)
         return message.version
 
@@ -58,7 +61,7 @@ class ReceivedWeights:
 
     def make_pull(self) -> Pull:
         """The request for a newer version; one is always open."""
-        return Pull(self.latest[0] if self.latest else 0, self.shares_memory)
+        return Pull(self.latest[0] if self.latest else 0, self.shares_memory and not self._is_late)
 
     def make_opponent_pull(self) -> PullOpponent:
         """The request for the next member of the pool."""

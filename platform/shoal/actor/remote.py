@@ -167,9 +167,12 @@ class RemoteActor:
         playing = self._find(episode)
         playing.reward, playing.total = playing.reward + float(value), playing.total + float(value)
 
-    def end_episode(self, observation: Any, *, truncated: bool = False, episode: Hashable = None) -> None:
-        """End an episode. `observation` is the real one after its last step; `truncated`: a limit has cut it off."""
-        answer = self._ask(self._find(episode).advance(), observation, None, not truncated, truncated)
+    def end_episode(
+        self, observation: Any, *, truncated: bool = False, episode: Hashable = None, mask: Any = None
+    ) -> None:
+        """End an episode. `observation` is the real one after its last step; `truncated`: a limit has cut it off; then
+        `mask` is its action mask, by default one that allows everything."""
+        answer = self._ask(self._find(episode).advance(), observation, mask, not truncated, truncated)
         if answer is not None and answer.reason not in _LOST:  # one that is lost is over, too
             _require_taken(answer)
         del self._episodes[episode]
@@ -244,7 +247,8 @@ def run_remote_actor(
             actor.reward(reward)
             steps += 1
             if terminated or truncated:
-                actor.end_episode(observation, truncated=truncated and not terminated)
+                is_cut_off = truncated and not terminated
+                actor.end_episode(observation, truncated=is_cut_off, mask=info.get(INFO_KEY))
                 observation, info = environment.reset()
         except Closed:
             if not client.finished:

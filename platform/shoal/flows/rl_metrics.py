@@ -94,7 +94,8 @@ def combine_policies(metrics: Mapping[str, Mapping[str, float]]) -> dict[str, fl
             elif name.partition("/")[0] in ("episodes", "steps", "queue", "segments", "drops"):
                 found[name] = found.get(name, 0.0) + value
             elif name in ("weights/version", "actors/connected", "lag/max"):
-                found[name] = max(found.get(name, value), value)
+                known = [each for each in (found.get(name), value) if each is not None and each == each]
+                found[name] = max(known, default=math.nan)
             elif name not in ("lag/mean", "endpoint/requests_per_s"):
                 found[f"{policy}/{name}"] = value
     return found

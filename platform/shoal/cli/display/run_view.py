@@ -135,7 +135,7 @@ def follow_run(record: Run, console: Console) -> Run:
 def _infer_phase(record: Run) -> str:
     seen = record.last_events(since_resumed=True)
     ready = {point.kind for point in record.endpoints() if point.state == "ready"}
-    if "evaluated" in seen:
+    if "evaluated" in seen or "policies_evaluated" in seen:
         return "writing the report"
     if "solved" in seen and _is_at_target(record):  # it may fail the trial, and go on learning
         return "solved; playing through the endpoint"

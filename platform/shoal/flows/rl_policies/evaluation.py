@@ -21,12 +21,14 @@ def evaluate_policies(
     env: str,
     num_episodes: int,
     seed: int,
-    max_rows: int,
+    max_rows: Mapping[str, int],
     timeout_s: float,
 ) -> dict[str, Evaluation]:
     """Play `num_episodes` at once, greedily; returns for each policy the mean returns of its agents.
 
-    connections: by policy; policy_of: of each agent; max_rows: of a request
+    connections: by policy; policy_of: of each agent; max_rows: of a request, by policy
+
+    An episode in which a policy has no agent does not count for it.
 
     Raises RunError when they have not ended after `timeout_s`, ConfigError for an error of an environment, and as
     `InferenceConnection.insist` does.
@@ -46,8 +48,8 @@ def evaluate_policies(
             actions = {id(episode): dict[str, object]() for episode in playing}
             for name, connection in connections.items():
                 rows = [(each, agent) for each in playing for agent in each.observations if policy_of[agent] == name]
-                for begin in range(0, len(rows), max_rows):
-                    part = rows[begin : begin + max_rows]
+                for begin in range(0, len(rows), max_rows[name]):
+                    part = rows[begin : begin + max_rows[name]]
                     answer = answered[name].ask(connection, part)
                     num_requests[name] += 1
                     versions[name].add(answer.version)
@@ -57,12 +59,13 @@ def evaluate_policies(
                 with translate_environment_errors(env):
                     episode.step(actions[id(episode)])
     duration_s = time.monotonic() - started
+    returns = {
+        name: [[value for agent, value in each.returns.items() if policy_of[agent] == name] for each in episodes]
+        for name in connections
+    }
     return {
         name: Evaluation(
-            [statistics.fmean(each.returns[a] for a in each.returns if policy_of[a] == name) for each in episodes],
-            num_requests[name],
-            versions[name],
-            duration_s,
+            [statistics.fmean(each) for each in returns[name] if each], num_requests[name], versions[name], duration_s
         )
         for name in connections
     }

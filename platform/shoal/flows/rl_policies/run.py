@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +21,11 @@ from pydantic import SecretStr
 
 import shoal.runs
 from shoal.actor.connection import format_actor_command
-from shoal.cluster.capacity import require_cpus, require_gpus
+from shoal.cluster.capacity import count_gpu_slots, gpus_by_host, require_cpus, require_gpus
 from shoal.cluster.job_main import expected_run_id
 from shoal.errors import RecordUnwritable, RunError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
-from shoal.flows.policy_evaluation import EVALUATION_SEED, InferenceConnection, wait_for_version
+from shoal.flows.policy_evaluation import EVALUATION_SEED, Evaluation, InferenceConnection, wait_for_version
 from shoal.flows.rl_metrics import ActorLearnerMetrics, HistorySampler, combine_policies, select_lags
 from shoal.flows.rl_policies.check import check_policies
 from shoal.flows.rl_policies.evaluation import evaluate_policies
@@ -84,6 +85,8 @@ class _Policy:
         self.gateway: dict[str, Any] = {}
         self.learner: dict[str, Any] = {}
         self.address = ""
+        self.solved_s: float | None = None  # at which it reached its target, though its gateway may restart
+        self._checkpoint_failure = ""
         self._pids: dict[str, int] = {}
         self._metrics = ActorLearnerMetrics()
 
@@ -99,15 +102,25 @@ class _Policy:
     @property
     def is_solved(self) -> bool:
         """Whether it has reached its target; one without any has not to."""
-        return self.spec.target_return is None or self.gateway.get("solved_s") is not None
+        return self.spec.target_return is None or self.solved_s is not None
+
+    @property
+    def has_experience(self) -> bool:
+        """Whether a connected actor has sent any, good or bad."""
+        return any(actor["steps"] or actor["invalid"] for actor in self.gateway.get("actors", []))
 
     def poll(self) -> list[tuple[str, dict[str, Any]]]:
         """Take the newest counts; returns what has happened. Raises RunError when the learner has failed."""
         gateway, learner = self.running.stats()
         self.gateway, self.learner = gateway or self.gateway, learner or self.learner
+        self.solved_s = self.solved_s if self.solved_s is not None else self.gateway.get("solved_s")
         if self.learner.get("failure"):
             raise RunError(f"the learner of {self.name} failed: {self.learner['failure']}")
         happened = [(kind, {"at": at, **details}) for at, kind, details in self.running.take_events()]
+        failure = self.learner.get("checkpoint_failure", "")
+        if failure and failure != self._checkpoint_failure:
+            happened.append(("checkpoint_failed", {"step": self.learner["steps"], "error": failure}))
+        self._checkpoint_failure = failure
         for part, stats in (("gateway", gateway), ("learner", learner)):
             if stats and self._pids.setdefault(part, stats["pid"]) != stats["pid"]:
                 self._pids[part] = stats["pid"]
@@ -143,8 +156,12 @@ class _PoliciesRun:
         num_learners = len(self.policies) * spec.learner.replicas
         num_cpus = num_learners * spec.learner.num_cpus + spec.endpoint.num_replicas * spec.endpoint.num_cpus
         require_cpus(num_cpus, "learner.num_cpus, endpoint.num_cpus or endpoint.num_replicas")
+        num_slots = count_gpu_slots(spec.learner.num_gpus, gpus_by_host())
         if spec.learner.device == "cuda":
             require_gpus(spec.learner.num_gpus, num_learners, "learner.num_gpus or learner.replicas")
+        elif spec.learner.device == "auto" and num_slots < num_learners:  # a GPU for one of them alone would be unfair
+            for each in self.policies:
+                each.spec = each.spec.update({"learner": {"device": "cpu"}})
         served = []
         for each in self.policies:
             folder = recorder.folder / each.name
@@ -193,12 +210,11 @@ class _PoliciesRun:
             self._poll()
             if self.spec.has_targets and all(each.is_solved for each in self.policies):
                 steps = sum(each.gateway["steps"] for each in self.policies)
-                self._note(
-                    "solved", seconds=max(each.gateway["solved_s"] or 0.0 for each in self.policies), steps=steps
-                )
+                self._note("solved", seconds=max(each.solved_s or 0.0 for each in self.policies), steps=steps)
                 return
             if self._learning_since is not None and polled_at - self._learning_since > self.spec.max_wall_s:
                 self._require_targets()
+                self._require_experience()
                 return
             time.sleep(max(0.0, POLL_S - (time.monotonic() - polled_at)))
 
@@ -214,6 +230,12 @@ class _PoliciesRun:
                 f" policies.NAME.target_return, or go on with resume={self.recorder.id} and a longer max_wall_s"
             )
 
+    def _require_experience(self) -> None:
+        for each in self.policies:
+            if dropped := each.gateway["segments"]["dropped"] if not each.gateway["steps"] else {}:
+                reasons = ", ".join(f"{reason} {count:,}" for reason, count in dropped.items())
+                raise RunError(f"{each.name} has nothing to learn from, for every segment was dropped ({reasons})")
+
     def _poll(self) -> None:
         assert self._endpoint is not None
         for each in self.policies:
@@ -227,7 +249,7 @@ class _PoliciesRun:
             self._announce_gateways()
         if len(found) < len(self.policies):
             return
-        if self._learning_since is None and any(each.gateway["steps"] for each in self.policies):
+        if self._learning_since is None and any(each.has_experience for each in self.policies):
             self._learning_since = time.monotonic()
         if self._learning_since is not None:
             self._log()
@@ -258,16 +280,11 @@ class _PoliciesRun:
     def finish(self) -> None:
         """Evaluate the newest weights of all policies through the endpoint, and register them."""
         snapshots = {each.name: each.running.pause_learner() for each in self.policies}
-        played = self._play(snapshots)
         for each in self.policies:
             model = register_policy(each.spec, each.experience, snapshots[each.name], self.recorder.id, each.gateway)
             self.recorder.record_model(model.name, model.version, model.aliases)
-            evaluation = played[each.name]
-            print(
-                f"{model.ref} ({', '.join(model.aliases)}): mean return {evaluation.mean_return:.3g} over"
-                f" {len(evaluation.returns)} episodes played through the endpoint",
-                flush=True,
-            )
+            print(f"{model.ref} ({', '.join(model.aliases)}) is registered", flush=True)
+        played = {name: each for name, each in self._play(snapshots).items() if each.returns}
         last = int(sum(each.gateway["steps"] for each in self.policies)) + 1
         self.recorder.log(last, {f"evaluation/{name}": each.mean_return for name, each in played.items()})
         self.recorder.record_event(
@@ -277,7 +294,7 @@ class _PoliciesRun:
             seconds=max(each.duration_s for each in played.values()),
         )
 
-    def _play(self, snapshots: Mapping[str, WeightSnapshot]) -> Any:
+    def _play(self, snapshots: Mapping[str, WeightSnapshot]) -> dict[str, Evaluation]:
         assert self._endpoint is not None
         spec = self.spec
         with ExitStack() as opened:
@@ -291,7 +308,7 @@ class _PoliciesRun:
                 wait_for_version(connection, each.first_observation, snapshots[each.name].version, mask=mask)
                 connections[each.name] = connection
             policy_of = {agent: name for name, policy in spec.policies.items() for agent in policy.agents}
-            max_rows = spec.endpoint.options(spec.model_name).max_batch_size
+            max_rows = {each.name: spec.endpoint.options(each.spec.model_name).max_batch_size for each in self.policies}
             return evaluate_policies(
                 connections, policy_of, spec.env, spec.eval_episodes, EVALUATION_SEED, max_rows, spec.eval_timeout_s
             )
@@ -302,8 +319,8 @@ class _PoliciesRun:
         if started and self._endpoint is not None:
             record_changes(self._endpoint, self.recorder)
         deadline = time.monotonic() + SHUTDOWN_TIMEOUT_S
-        for each in started:
-            each.running.finish_learner(min(FINISH_S, max(0.0, deadline - time.monotonic())))
+        with ThreadPoolExecutor(max(len(started), 1)) as threads:  # all at once: they share the time
+            list(threads.map(lambda each: each.running.finish_learner(FINISH_S), started))
         for each in started:
             left_s = max(0.0, deadline - time.monotonic())
             stats = each.running.close_gateway(finished=True, timeout_s=left_s)

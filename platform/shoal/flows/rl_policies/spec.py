@@ -57,6 +57,10 @@ class PoliciesSpec(ActorLearnerSpec):
                 taken[agent] = name
             if self.make_policy_spec(name).algorithm.pauses_actors:
                 raise ValueError(f"policies.{name}: actors cannot pause for one of several policies: synchronous=false")
+        alone = [name for name in self.policies if not self.make_policy_spec(name).self_play.is_on]
+        if 0 < len(alone) < len(self.policies):
+            problem = f"{' and '.join(alone)} would have no opponents"
+            raise ValueError(f"policies.NAME.opponents: {problem}: set self_play.snapshot_every, or give all some")
         if self.self_play.opponents:
             raise ValueError("self_play.opponents: of a policy they are policies.NAME.opponents")
         if self.learn_from_endpoint:
@@ -75,7 +79,7 @@ class PoliciesSpec(ActorLearnerSpec):
         values["self_play"] = self.self_play.model_copy(update={"opponents": policy.opponents})
         if self.gateway.port:
             number = list(self.policies).index(name)
-            values["gateway"] = self.gateway.model_copy(update={"port": self.gateway.port + number})
+            values["gateway"] = self.gateway.update({"port": self.gateway.port + number})
         values["endpoint"] = self.endpoint.model_copy(update={"name": f"{self.model_name}-{name}"})
         return ActorLearnerSpec.parse(values | {"target_return": policy.target_return})
 

@@ -7,6 +7,7 @@ It owns the processes that it starts and always ends them all; an existing clust
 from __future__ import annotations
 
 import os
+import statistics
 import sys
 import time
 from contextlib import ExitStack
@@ -296,6 +297,11 @@ class RunSession:
             told = f" over {len(played['returns'])} episodes played through the endpoint's HTTP interface"
             mean = (f"{played['mean_return']:.1f}", "bold")
             say(Text.assemble("mean return ", mean, f"{told} ({played['requests']} requests)"))
+        if "policies_evaluated" in events:
+            for name, returns in events["policies_evaluated"]["returns"].items():
+                mean = (f"{statistics.fmean(returns):.3g}", "bold")
+                told = f" over {len(returns)} episodes played through the endpoint"
+                say(Text.assemble(f"mean return of {name} ", mean, told))
         say(f"run folder      {record.folder}")
         for label, name in (("report", "report.html"), ("learning curve", "learning_curve.png")):
             if (record.folder / name).exists():
