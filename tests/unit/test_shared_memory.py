@@ -8,10 +8,12 @@ import sys
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from shoal.errors import WeightsError
-from shoal.weights import WeightSnapshot, encode_tensors
+from shoal.weights import WeightSnapshot, decode_tensors, encode_tensors
 from shoal.weights.shared_memory import KEPT, LEAST_BYTES, PayloadAddress, SharedPayloads, map_payload, view_tensors
+from shoal.weights.store import DTYPES
 
 TENSORS = {
     "large": np.arange(LEAST_BYTES, dtype=np.float32).reshape(2, -1),
@@ -58,6 +60,7 @@ def test_another_process_maps_it_and_cannot_change_it(payloads: SharedPayloads) 
     program = f"""
 import os
 from shoal.weights.shared_memory import PayloadAddress, map_payload, view_tensors
+from shoal.weights.store import DTYPES
 address = PayloadAddress(*{tuple(address)})
 print(view_tensors(map_payload(address))["version"].tolist())
 try:
@@ -94,3 +97,15 @@ def test_small_weights_are_not_shared(payloads: SharedPayloads) -> None:
 def test_what_is_no_safetensors_is_named(damage: bytes) -> None:
     with pytest.raises(WeightsError, match="not safetensors"):
         view_tensors(damage)
+
+
+def test_tensors_are_written_as_the_library_writes_them() -> None:
+    random = np.random.default_rng(0)
+    tensors = {f"{dtype}-{index}": random.integers(0, 2, (index, 3)).astype(dtype)
+               for dtype in DTYPES.values() for index in (2, 0, 1)}  # fmt: skip
+    tensors |= {'a "name" of ünicode\n': np.ones((2, 2)), "number": np.array(7), "turned": np.eye(3)[::-1].T}
+    expected = safetensors.numpy.save({name: np.asarray(each, order="C") for name, each in tensors.items()})
+    assert encode_tensors(tensors) == bytes(expected)
+    assert encode_tensors({}) == bytes(safetensors.numpy.save({}))
+    big_endian = {"a": np.arange(3, dtype=">f4")}
+    assert decode_tensors(encode_tensors(big_endian))["a"].tolist() == [0, 1, 2]

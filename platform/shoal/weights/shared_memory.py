@@ -18,15 +18,11 @@ from typing import NamedTuple
 import numpy as np
 
 from shoal.errors import WeightsError
-from shoal.weights.store import WeightSnapshot
+from shoal.weights.store import DTYPES, WeightSnapshot
 
 LEAST_BYTES = 2**18  # below that, sending is as fast
 KEPT = 4  # versions that can be opened: an actor may be about to
 IS_AVAILABLE = sys.platform == "linux" and hasattr(os, "memfd_create")
-_DTYPES = {
-    **{"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1"},
-    **{"U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "u1", "BOOL": "?"},
-}
 
 
 class PayloadAddress(NamedTuple):
@@ -106,7 +102,7 @@ def view_tensors(payload: mmap.mmap | bytes) -> dict[str, np.ndarray]:
         for name, each in described.items():
             if name != "__metadata__":
                 (begin, end), shape = each["data_offsets"], each["shape"]
-                dtype = np.dtype(_DTYPES[each["dtype"]])
+                dtype = np.dtype(DTYPES[each["dtype"]])
                 rows: np.ndarray = np.frombuffer(payload, dtype, (end - begin) // dtype.itemsize, 8 + size + begin)
                 found[name] = rows.reshape(shape)
     except (KeyError, ValueError, TypeError, AttributeError) as error:

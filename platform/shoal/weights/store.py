@@ -9,6 +9,7 @@ registry; knows no torch, no Ray and no transport.
 from __future__ import annotations
 
 import hashlib
+import json
 import threading
 import time
 from collections.abc import Mapping
@@ -21,11 +22,35 @@ import safetensors.numpy
 
 from shoal.errors import Closed, WeightsError
 
+# The datatypes of safetensors that NumPy has, in the order in which its library writes them.
+DTYPES = {
+    **{"U64": "<u8", "I64": "<i8", "F64": "<f8", "F32": "<f4", "U32": "<u4", "I32": "<i4"},
+    **{"F16": "<f2", "U16": "<u2", "I16": "<i2", "I8": "i1", "U8": "u1", "BOOL": "?"},
+}
+_PLACES = {np.dtype(dtype): place for place, dtype in enumerate(DTYPES.values())}
+_NAMES = tuple(DTYPES)
+
 
 def encode_tensors(tensors: Mapping[str, np.ndarray]) -> bytes:
-    """Serialise named arrays as safetensors."""
+    """Serialise named arrays as safetensors: the bytes of its own library, with one copy of the data in place of three.
+
+    The format: https://huggingface.co/docs/safetensors. A learner does this at each publication.
+    """
     # Unlike `ascontiguousarray`, this leaves a single number one: batch normalisation counts its batches in one.
-    return bytes(safetensors.numpy.save({name: np.asarray(value, order="C") for name, value in tensors.items()}))
+    arrays = {name: np.asarray(value, order="C") for name, value in tensors.items()}
+    if any(each.dtype not in _PLACES for each in arrays.values()):
+        return bytes(safetensors.numpy.save(arrays))  # as of complex numbers, or of the other byte order
+    ordered = sorted(arrays.items(), key=lambda each: (_PLACES[each[1].dtype], each[0]))
+    described, begin = {}, 0
+    for name, each in ordered:
+        offsets = [begin, begin + each.nbytes]
+        described[name] = {"dtype": _NAMES[_PLACES[each.dtype]], "shape": list(each.shape), "data_offsets": offsets}
+        begin += each.nbytes
+    head = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
+    head += b" " * (-len(head) % 8)
+    return b"".join(
+        [len(head).to_bytes(8, "little"), head, *(each.reshape(-1).view(np.uint8).data for _, each in ordered)]
+    )
 
 
 def decode_tensors(payload: bytes) -> dict[str, np.ndarray]:
