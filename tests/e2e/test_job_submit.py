@@ -18,21 +18,21 @@ from shoal_program import ROOT, STATE_S, Program, ended
 if TYPE_CHECKING:
     from shoal.cluster.embedded_cluster import EmbeddedCluster
 
-SUBMISSION = f"submitted-loop-{os.getpid()}"
 pytestmark = pytest.mark.timeout(1800)
 
 
-def test_ray_job_submit_runs_the_same_job(cluster: EmbeddedCluster, shared_home: Path, tmp_path: Path) -> None:
+def submit_and_play(cluster: EmbeddedCluster, folder: Path, job: str, *overrides: str) -> shoal.runs.Run:
+    """Submit a job of the loop, start the actor that it names, and wait for the end; returns the run."""
+    submission = f"submitted-{job}-{os.getpid()}"
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "RAY_API_SERVER_ADDRESS": cluster.dashboard_url,
         "PYTHONUNBUFFERED": "1",
     }
-    submit = ["ray", "job", "submit", "--submission-id", SUBMISSION, "--"]
-    words = ["python", str(ROOT / "jobs" / "actor_learner.py"), "target_return=40", "endpoint.name=submitted"]
-    with ended(JobHandle(cluster, SUBMISSION)), ExitStack() as stack:
-        submitted = stack.enter_context(Program([*submit, *words], environment, tmp_path))
+    words = ["ray", "job", "submit", "--submission-id", submission, "--", "python", str(ROOT / "jobs" / f"{job}.py")]
+    with ended(JobHandle(cluster, submission)), ExitStack() as stack:
+        submitted = stack.enter_context(Program([*words, *overrides], environment, folder))
         command = submitted.wait_for_line(r"python (-m shoal.actor --connect \S+ --env \S+)")[1]
         actor_environment = {**os.environ, "SHOAL_TOKEN": load_access_token()}
         actor = stack.enter_context(Program([sys.executable, *command.split()], actor_environment))
@@ -40,5 +40,27 @@ def test_ray_job_submit_runs_the_same_job(cluster: EmbeddedCluster, shared_home:
         assert actor.wait() == 0
     run = shoal.runs.load("latest")
     assert run.status is shoal.runs.Status.FINISHED
-    assert run.models()["name"].tolist() == ["submitted"]
     assert (run.folder / "report.html").exists()
+    return run
+
+
+@pytest.mark.usefixtures("shared_home")
+def test_ray_job_submit_runs_the_same_job(cluster: EmbeddedCluster, tmp_path: Path) -> None:
+    run = submit_and_play(cluster, tmp_path, "actor_learner", "target_return=40", "endpoint.name=submitted")
+    assert run.models()["name"].tolist() == ["submitted"]
+
+
+@pytest.mark.usefixtures("shared_home")
+def test_several_policies_learn_in_one_run(cluster: EmbeddedCluster, tmp_path: Path) -> None:
+    words = ["max_wall_s=4", "endpoint.name=yard", "policies.prey.algorithm=dqn", "eval_episodes=3"]
+    run = submit_and_play(cluster, tmp_path, "tag", *words)
+    assert run.models()["name"].tolist() == ["yard-hunters", "yard-prey"]
+    assert all((run.folder / name / "checkpoints").is_dir() for name in ("hunters", "prey"))
+    assert {name: len(each) for name, each in run.last_events()["policies_evaluated"]["returns"].items()} == {
+        "hunters": 3,
+        "prey": 3,
+    }
+    settled = [details for _, details in run.list_events("accounting")]
+    assert {each["policy"] for each in settled} == {"hunters", "prey"}
+    assert all(each["balanced"] and each["consumed"] > 0 for each in settled)
+    assert {"return/hunters", "return/prey"} <= run.latest().keys()
