@@ -1,12 +1,12 @@
 """Population based training of 30 LeNets on Fashion-MNIST: in one process, beside Ray Tune's, at equal member-steps.
 
-    python -m benchmarks.population_pbt [--runs N] [--rounds N] [--quick] [--only EVOLUTION ...]
+    python -m benchmarks.population_pbt [--runs N] [--rounds N] [--quick] [--only SIDE ...]
 
 Both sides have the space, the rounds, the quantiles and the probabilities of `evolution=pbt`; the same batches' size,
 augmentations and score: the accuracy on the first 4,000 test images, by which members are selected too. The peer's
 clock starts after ray.init, ours before the spec is checked; ours ends with the registered network and the report. An
 exploit of the peer's: trials that compute nothing, from the first result to the last, under PBT less under FIFO, by the
-number of exploits.
+number of exploits. Rows beside Tune are in population_pbt.json, those beside random search in population_search.json.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from benchmarks.result import Row, compare, options, write
 PEER = "Ray Tune PBT"
 TIMEOUT_S = 3600.0
 EVOLUTIONS = ("pbt", "growing_pbt", "random_search")
+TUNE = "tune"
 
 
 def ask(words: list[str], folder: Path) -> dict[str, Any]:
@@ -48,18 +49,17 @@ def measure_exploits(setting: dict[str, Any], runs: int) -> Row:
 
 
 def main() -> None:
-    chosen = options(__doc__, runs=3, rounds=20, only=EVOLUTIONS)
+    chosen = options(__doc__, runs=3, rounds=20, only=(*EVOLUTIONS, TUNE))
     setting = {"members": 30, "rounds": chosen.rounds, "steps": 100, "batch_size": 64, "score_samples": 4000}
     if chosen.quick:
         setting |= {"members": 6, "rounds": 3, "steps": 10, "score_samples": 500}
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in (*chosen.only, PEER)}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in chosen.only}
     for seed in range(chosen.runs):
-        sides = (*chosen.only, PEER) if seed % 2 == 0 else (PEER, *chosen.only)
-        for side in sides:
+        for side in chosen.only if seed % 2 == 0 else reversed(chosen.only):
             with scratch() as folder:
                 given = json.dumps({**setting, "seed": seed, "storage": str(folder / "storage")})
                 words = ["benchmarks.ours.population_pbt", "population", side, given]
-                words = ["benchmarks.peers.tune_pbt", "population", given] if side == PEER else words
+                words = ["benchmarks.peers.tune_pbt", "population", given] if side == TUNE else words
                 found[side].append(ask(words, folder))
                 print(f"seed {seed}, {side}: {found[side][-1]}", flush=True)
 
@@ -67,20 +67,25 @@ def main() -> None:
         return [each[name] for each in found[side]]
 
     shape = f"{setting['members']} LeNets, {setting['rounds']} rounds of {setting['steps']} steps"
-    rows = [
-        compare(f"PBT of {shape}: wall time", "s", "lower", take("pbt", "seconds"), take(PEER, "seconds"), PEER, 0.25,
-                "ratio"),
-        compare(f"PBT of {shape}: the best member's accuracy", "share", "higher", take("pbt", "accuracy"),
-                take(PEER, "accuracy"), PEER, 1.0, "ratio",
-                f"of the images that select; equal budgets, {chosen.runs} seeds"),
-    ]  # fmt: skip
-    for name in ("pbt", "growing_pbt") if "random_search" in chosen.only else ():
-        rows.append(
+    if {"pbt", TUNE} <= found.keys():
+        note = f"of the images that select; equal budgets, {chosen.runs} seeds"
+        rows = [
+            compare(f"PBT of {shape}: wall time", "s", "lower", take("pbt", "seconds"), take(TUNE, "seconds"), PEER,
+                    0.25, "ratio"),
+            compare(f"PBT of {shape}: the best member's accuracy", "share", "higher", take("pbt", "accuracy"),
+                    take(TUNE, "accuracy"), PEER, 1.0, "ratio", note),
+            measure_exploits({**setting, "seed": 0}, chosen.runs),
+        ]  # fmt: skip
+        write("population_pbt", rows, chosen.results)
+    evolved = [name for name in ("pbt", "growing_pbt") if name in found]
+    if "random_search" in found and evolved:
+        note = f"equal budgets, {chosen.runs} seeds; no sign is promised"
+        rows = [
             compare(f"{name} of {shape}: the best member's accuracy", "share", "higher", take(name, "accuracy"),
-                    take("random_search", "accuracy"), "random search", note="equal budgets; no sign is promised")
-        )  # fmt: skip
-    rows.append(measure_exploits({**setting, "seed": 0}, chosen.runs))
-    write("population_pbt", rows, chosen.results)
+                    take("random_search", "accuracy"), "random search", note=note)
+            for name in evolved
+        ]  # fmt: skip
+        write("population_search", rows, chosen.results)
 
 
 if __name__ == "__main__":
