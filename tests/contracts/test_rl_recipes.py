@@ -10,6 +10,7 @@ import pytest
 from gymnasium.spaces import Box, Discrete
 
 from shoal.actor.environment import get_spaces, make_environment
+from shoal.flows.rl_policies.check import check_policies
 from shoal.rl.spec import experience_spec
 
 JOBS = Path(__file__).parents[2] / "jobs"
@@ -38,3 +39,12 @@ def test_a_recipe_can_learn_its_environment(name: str, environment: tuple[Box, D
     assert experience_spec(*environment, spec).observation.shape == environment[0].shape
     assert spec.target_return is not None
     assert spec.gateway.queue_capacity >= 4 * spec.gateway.max_credits  # the actors that its commands name
+
+
+def test_the_recipe_of_several_policies_gives_each_agent_one() -> None:
+    spec = runpy.run_path(str(JOBS / "tag.py"))["spec"]()
+    checked = check_policies(spec)
+    assert {name: each.agents for name, (each, _) in checked.items()} == {
+        "hunters": ("left", "right"),
+        "prey": ("prey",),
+    }
