@@ -127,8 +127,8 @@ class _Policy:
                 happened.append((f"{part}_restarted", {"pid": stats["pid"]}))
         return happened
 
-    def compute_metrics(self, requests: float) -> dict[str, float]:
-        return self._metrics.compute(self.gateway, self.learner, requests, time.time())
+    def compute_metrics(self) -> dict[str, float]:
+        return self._metrics.compute(self.gateway, self.learner, 0.0, time.time())
 
 
 class _PoliciesRun:
@@ -144,7 +144,6 @@ class _PoliciesRun:
         self._server_key = ""
         self._learning_since: float | None = None
         self._printed_at, self._sampler = 0.0, HistorySampler(time.monotonic())
-        self._snapshots: dict[str, WeightSnapshot] = {}
 
     # -- up -------------------------------------------------------------------------------------------------------
 
@@ -256,7 +255,7 @@ class _PoliciesRun:
             self._print_progress()
 
     def _log(self) -> None:
-        metrics = combine_policies({each.name: each.compute_metrics(0.0) for each in self.policies})
+        metrics = combine_policies({each.name: each.compute_metrics() for each in self.policies})
         step = int(metrics["steps/total"])
         with suppress(RecordUnwritable):
             self.recorder.log(step, metrics, in_history=self._sampler.should_keep(time.monotonic()))
