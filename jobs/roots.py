@@ -57,6 +57,7 @@ class RootTask(Task):
     epoch:       number of crops of an epoch
     foreground:  share of the crops that are centred on a root
     warped:      share of the crops that are rotated, scaled and bent; the others stay sharp
+    flips:       whether full pictures are computed as they are and mirrored: better, and twice as long
     background:  whether the picture minus its low pass is a fourth channel
     skeleton:    weight of the skeleton recall in the loss
     """
@@ -65,6 +66,7 @@ class RootTask(Task):
         "background removal": {"background": False},
         "crops on roots": {"foreground": 0.0},
         "augmentation": {"augment": False},
+        "sharp crops": {"warped": 1.0},
         "skeleton recall": {"skeleton": 0.0},
     }
 
@@ -86,7 +88,8 @@ class RootTask(Task):
         epoch: int = 256,
         width: int = 16,
         foreground: float = 1 / 3,
-        warped: float = 1.0,
+        warped: float = 0.4,
+        flips: bool = True,
         background: bool = True,
         augment: bool = True,
         skeleton: float = 1.0,
@@ -101,6 +104,7 @@ class RootTask(Task):
         self.folder, self.generated, self.images, self.split = folder, (plants, per_plant, style, height), images, split
         self.crop, self.epoch, self.width, self.foreground = crop, epoch, width, foreground
         self.background, self.augment, self.skeleton, self.warped = background, augment, skeleton, warped
+        self.flips = flips
 
     @property
     def num_classes(self) -> int:
@@ -115,6 +119,7 @@ class RootTask(Task):
             region=self.format.region,
             shrink=self.format.shrink,
             tile=self.crop,
+            flips=self.flips,
         )
 
     def photographs(self) -> tuple[list[Photograph], list[Photograph]]:

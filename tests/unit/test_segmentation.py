@@ -236,6 +236,19 @@ def test_a_warp_without_distortion_is_the_centre_and_classes_move_with_the_pictu
     assert outside.isfinite().all()
 
 
+@pytest.mark.parametrize("size", [31, 32])
+def test_crops_that_are_not_warped_stay_sharp(size: int) -> None:
+    torch.manual_seed(0)
+    some = Distortion(warped=0.5, flips=False)
+    side, number = some.input_size(size), 64
+    pictures = torch.rand(number, 3, side, side)
+    moved, _ = warp(pictures, pictures[:, :1], size, some, outside=IGNORED)
+    begin = (side - size) // 2
+    centre = pictures[:, :, begin : begin + size, begin : begin + size]
+    is_sharp = (moved - centre).abs().amax((1, 2, 3)) < 1e-4
+    assert 0.25 * number < is_sharp.sum() < 0.75 * number
+
+
 def test_light_changes_and_stays_within_its_range() -> None:
     torch.manual_seed(0)
     pictures = torch.rand(8, 3, 16, 16)
