@@ -38,7 +38,9 @@ TOLERANCE = {"rtol": 1e-4, "atol": 2e-5}
 ALGORITHMS = {
     "impala": [],
     "impala-normalized": ["algorithm.normalize_advantages=true"],
+    "impala-gru": ["core=gru", "core_size=6"],
     "ppo": ["algorithm=ppo", "algorithm.epochs=2"],
+    "ppo-lstm": ["algorithm=ppo", "algorithm.epochs=2", "algorithm.minibatches=4", "core=lstm", "core_size=6"],
     "dqn": [
         "algorithm=dqn",
         "algorithm.batch_size=32",

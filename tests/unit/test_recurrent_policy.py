@@ -172,11 +172,6 @@ def test_a_core_that_the_algorithm_does_not_take_is_refused_with_what_fits() -> 
         add_core(EXPERIENCE.policy, RLSpec(algorithm="r2d2", core="none"))  # type: ignore[arg-type]
 
 
-def test_learners_with_a_core_cannot_share_a_batch() -> None:
-    with pytest.raises(ConfigError, match=r"learners of impala with a core cannot share a batch.*algorithm=r2d2"):
-        RLSpec().override(["core=gru", "learner.replicas=2"])
-
-
 def test_a_state_above_that_of_a_gru_is_out_of_range() -> None:
     (state,) = describe().extras
     assert (state.tensor.shape, state.tensor.high, state.per) == ((5,), 1.001, "segment")

@@ -42,16 +42,20 @@ _GONE = (EOFError, OSError)
 
 
 class BatchShare(NamedTuple):
-    """One learner's part of a batch. positions int64 [n]: of its steps among the `num_steps` of the whole batch."""
+    """One learner's part of a batch.
+
+    keep:    bool [S], of the segments of the whole batch those that are its own
+    lengths: int64 [S], the steps of each segment of the whole batch
+    """
 
     batch: ExperienceBatch
-    positions: np.ndarray
-    num_steps: int
+    keep: np.ndarray
+    lengths: np.ndarray
 
     @classmethod
     def select(cls, batch: ExperienceBatch, keep: np.ndarray) -> BatchShare:
         """The share with the segments where `keep` (bool [S]) is true."""
-        return cls(batch.select(keep), np.flatnonzero(np.repeat(keep, batch.lengths)), batch.num_steps)
+        return cls(batch.select(keep), keep, batch.lengths)
 
 
 class SampleShare(NamedTuple):
@@ -93,9 +97,15 @@ class LearnerGroup:
 
     def locate(self, batch: ExperienceBatch) -> tuple[Tensor, int]:
         """The positions int64 [n] of a share's steps in the whole batch, and the number of steps in that."""
+        segments, lengths = self.locate_segments(batch)
+        is_mine = np.isin(np.arange(len(lengths)), segments)
+        return torch.from_numpy(np.flatnonzero(np.repeat(is_mine, lengths))), int(lengths.sum())
+
+    def locate_segments(self, batch: ExperienceBatch) -> tuple[np.ndarray, np.ndarray]:
+        """The positions int64 [s] of a share's segments in the whole batch, and the lengths int64 [S] of all there."""
         if self._share is None or self._share.batch is not batch:
-            return torch.arange(batch.num_steps), batch.num_steps
-        return torch.from_numpy(self._share.positions), self._share.num_steps
+            return np.arange(len(batch.lengths)), batch.lengths
+        return np.flatnonzero(self._share.keep), self._share.lengths
 
     def divide_sample(self, sample: SampleShare, serialize: Callable[[], bytes]) -> SampleShare:
         """Send the others their shares of a whole sample, and return this learner's. serialize: as in `distribute`"""
@@ -357,7 +367,7 @@ def _read(payload: bytes, dtype: torch.dtype) -> Tensor:
 
 
 def _pack(share: BatchShare, random_state: np.ndarray) -> bytes:
-    parts = {"positions": share.positions, "num_steps": np.array([share.num_steps]), "random_state": random_state}
+    parts = {"keep": share.keep, "lengths": share.lengths, "random_state": random_state}
     head = encode_tensors(parts)
     return len(head).to_bytes(8, "little") + head + share.batch.to_bytes()
 
@@ -366,7 +376,7 @@ def _unpack(payload: bytes) -> tuple[BatchShare, np.ndarray]:
     size = int.from_bytes(payload[:8], "little")
     parts = decode_tensors(payload[8 : 8 + size])
     batch = ExperienceBatch.from_bytes(payload[8 + size :])
-    return BatchShare(batch, parts["positions"].copy(), int(parts["num_steps"][0])), parts["random_state"]
+    return BatchShare(batch, parts["keep"], parts["lengths"]), parts["random_state"]
 
 
 def _pack_sample(share: SampleShare) -> bytes:

@@ -164,14 +164,6 @@ class RLSpec(Spec):
             return self.gateway
         return self.gateway.model_copy(update={"max_version_lag": sys.maxsize})
 
-    @model_validator(mode="after")
-    def _replicas_fit(self) -> RLSpec:
-        replicas, name = self.learner.replicas, self.algorithm.name
-        if replicas > 1 and self.applied_core != "none" and not self.algorithm.is_off_policy:
-            problem = f"learner.replicas = {replicas}: learners of {name} with a core cannot share a batch"
-            raise ValueError(f"{problem}; they can with core=none, and those of algorithm=r2d2 with a core")
-        return self
-
     @model_validator(mode="before")
     @classmethod
     def _read_older_record(cls, values: object) -> object:

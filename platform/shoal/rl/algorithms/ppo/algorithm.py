@@ -60,11 +60,12 @@ class PPO(Algorithm):
         positions, num_steps = self.group.locate(batch)
         index_of_position = torch.full((num_steps,), -1).index_copy_(0, positions, torch.arange(len(positions)))
         for _ in range(self._config.epochs):
-            if tensors.states is not None:  # a single learner: it has the whole batch
-                for segments in torch.randperm(len(batch.lengths)).tensor_split(self._config.minibatches):
-                    if len(segments):
-                        is_chosen = np.isin(np.arange(len(batch.lengths)), segments.numpy())
-                        yield self._step_on_segments(batch, is_chosen, targets)
+            if tensors.states is not None:
+                segments, lengths = self.group.locate_segments(batch)
+                for chosen in torch.randperm(len(lengths)).tensor_split(self._config.minibatches):
+                    if len(chosen):
+                        is_mine, num_steps = np.isin(segments, chosen.numpy()), int(lengths[chosen.numpy()].sum())
+                        yield self._step_on_segments(batch, is_mine, targets, num_steps)
                 continue
             for minibatch in torch.randperm(num_steps).tensor_split(self._config.minibatches):
                 if len(minibatch):
@@ -102,13 +103,18 @@ class PPO(Algorithm):
         weights = (log_prox - batch.log_probabilities).exp().clamp(max=self._config.rho_bar)
         return grid.step_rows, PPOTargets(log_prox, advantages, targets, weights)
 
-    def _step_on_segments(self, batch: ExperienceBatch, is_chosen: np.ndarray, targets: PPOTargets) -> Metrics:
-        """A step on the segments where `is_chosen` (bool [S]) is true, each unrolled from its stored state."""
-        selected = to_tensors(batch.select(is_chosen), self.device)
+    def _step_on_segments(
+        self, batch: ExperienceBatch, is_mine: np.ndarray, targets: PPOTargets, num_steps: int
+    ) -> Metrics:
+        """A step on a minibatch of `num_steps`, of which this learner has the segments where `is_mine` (bool [s]) is
+        true: perhaps none, and then its gradients are 0. Each is unrolled from its stored state."""
+        unrolled = is_mine if is_mine.any() else np.arange(len(is_mine)) == 0
+        selected = to_tensors(batch.select(unrolled), self.device)
         rows = make_grid(selected.lengths_B).step_rows
         outputs, values = (each[rows] for each in evaluate_rows(self.model, selected))
-        chosen = torch.from_numpy(np.flatnonzero(np.repeat(is_chosen, batch.lengths))).to(self.device)
-        return self._step(outputs, values, selected.actions, targets.select(chosen), len(chosen))
+        chosen = torch.from_numpy(np.flatnonzero(np.repeat(is_mine, batch.lengths))).to(self.device)
+        mine = slice(len(chosen))
+        return self._step(outputs[mine], values[mine], selected.actions[mine], targets.select(chosen), num_steps)
 
     def _step(self, outputs: Tensor, values: Tensor, actions: Tensor, targets: PPOTargets, num_steps: int) -> Metrics:
         metrics = self._compute_gradients(outputs, values, actions, targets, num_steps, self.group)
