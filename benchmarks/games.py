@@ -63,9 +63,11 @@ SMALL_FRAMES = {
 }
 PONG = {
     "env": "shoal.games:SmallPong-v0",
-    "segment_length": 128,
-    "algorithm": {"name": "ppo", "learning_rate": 5e-4, "epochs": 3},
-    "learner": {"batch_steps": 1024},
+    "segment_length": 64,
+    "algorithm": {
+        **{"name": "dqn", "learning_rate": 3e-4, "num_steps": 5, "batch_size": 64, "samples_per_insert": 6},
+        **{"learning_starts": 4000, "epsilon_steps": 40_000, "target_update_period": 500, "replay_mb": 1500},
+    },
     "gateway": FRESH,
 }
 MINATAR = "benchmarks.ours.minatar_games:MinAtar/"
@@ -85,7 +87,7 @@ GAMES = {
     "asterix": Game(
         "MinAtar asterix", 3_000_000, 1.0, 900.0, 2, 8, {"env": f"{MINATAR}Asterix-v1"} | SMALL_FRAMES, has_control=True
     ),
-    "pong": Game("Pong, frames of 42 x 42", 1_000_000, -15.0, 3600.0, 2, 8, PONG),
+    "pong": Game("Pong, frames of 42 x 42", 300_000, -15.0, 1200.0, 2, 4, PONG),
 }
 
 

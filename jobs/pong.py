@@ -1,7 +1,7 @@
-"""External actors teach a policy of pixels, which an endpoint already serves: PPO plays Pong of the Atari 2600.
+"""External actors teach a policy of pixels, which an endpoint already serves: DQN plays Pong of the Atari 2600.
 
     pip install ale-py opencv-python-headless                         # the emulator, licensed under GPL
-    shoal run pong --actors 2                                         # frames of 42 x 42: a learner without a GPU
+    shoal run pong --actors 2 --envs 4                                # frames of 42 x 42: a learner without a GPU
     shoal run pong --actors 16 env=shoal.games:Pong-v0 target_return=18   # of 84 x 84, for one with a GPU
     ray job submit --working-dir . -- python jobs/pong.py             # the same on a cluster that is up
 
@@ -19,9 +19,18 @@ def spec() -> ActorLearnerSpec:
     return ActorLearnerSpec.parse(
         {
             "env": "shoal.games:SmallPong-v0",
-            "algorithm": {"name": "ppo", "learning_rate": 0.0005, "epochs": 3},
-            "segment_length": 128,
-            "learner": {"batch_steps": 1024},
+            "algorithm": {
+                "name": "dqn",
+                "learning_rate": 0.0003,
+                "num_steps": 5,
+                "batch_size": 64,
+                "samples_per_insert": 6,
+                "learning_starts": 4000,
+                "epsilon_steps": 40_000,
+                "target_update_period": 500,
+                "replay_mb": 1500,
+            },
+            "segment_length": 64,
             "gateway": {"queue_capacity": 16, "max_credits": 2},
             "target_return": -15.0,
             "max_wall_s": 7200.0,
