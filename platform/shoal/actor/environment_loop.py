@@ -146,7 +146,7 @@ class _Player:
         first = self._policies[0]
         self._client, self._policy, self._is_synchronous = first.client, first.policy, first.client.is_synchronous
         self._stream_games = list[SingleGame | ParallelGame]()
-        if len({client.run_id.rpartition(".")[0] for client in clients}) > 1:
+        if len(clients) > 1 and len({client.run_id.rpartition(".")[0] for client in clients}) > 1:
             runs = [client.run_id for client in clients]
             raise ConfigError("connect", runs, "are of different runs", "give the addresses of one run")
         if is_parallel(environments[0]):
