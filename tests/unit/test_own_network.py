@@ -13,7 +13,7 @@ import torch
 from gymnasium.spaces import Box, Discrete, MultiDiscrete
 
 from rl_setting import segment
-from shoal.actor.graph_network import GraphNetwork
+from shoal.actor.networks.graph_network import GraphNetwork
 from shoal.actor.policy import make_policy
 from shoal.errors import ConfigError, WeightsError
 from shoal.flows.rl_policy import describe_policy_model
