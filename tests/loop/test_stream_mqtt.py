@@ -115,6 +115,21 @@ def test_what_is_not_committed_comes_again_in_order_to_the_next_process(spec: Mq
     third.close()
 
 
+def test_what_is_published_once_a_source_is_open_comes(spec: MqttSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the broker takes to have the subscription."""
+    subscribe = paho.Client.subscribe
+
+    def subscribe_late(client: paho.Client, *words: Any, **options: Any) -> None:
+        threading.Timer(0.5, subscribe, (client, *words), options).start()
+
+    monkeypatch.setattr(paho.Client, "subscribe", subscribe_late)
+    source = MqttSource(spec, 1)
+    source.open(StreamState())
+    publish(spec, make_packets(1, 3))
+    assert [message.sequence for message in poll(source, 3)] == [1, 2, 3]
+    source.close()
+
+
 def test_an_example_is_not_consumed(spec: MqttSpec) -> None:
     source = MqttSource(spec, 1)
     source.open(StreamState())

@@ -301,6 +301,7 @@ def test_a_server_that_died_comes_back_with_its_state_and_says_what_is_lost(tmp_
         replica.sync.begin(0)
         for step in range(8):
             if step == 5:
+                replica.sync.before_step()  # its answer comes after the update of the step before
                 servers[1].close()  # which waits for the state to be written
                 servers[1] = make_service(tmp_path, 1, spec, 1, OPTIMIZERS["adam"], files[1])
                 if is_old:

@@ -112,6 +112,7 @@ class MqttSource:
         """
         client = paho.Client(CallbackAPIVersion.VERSION2, self._spec.client_id, protocol=paho.MQTTv5, manual_ack=True)
         client.on_message, client.on_connect, client.on_disconnect = self._take, self._take_up, self._lose
+        client.on_subscribe = self._begin
         client.on_socket_open = send_at_once
         client.reconnect_delay_set(1, 10)
         properties = Properties(PacketTypes.CONNECT)
@@ -156,6 +157,13 @@ class MqttSource:
         client.subscribe(self._spec.topic, options=options)
         if self._connection > 1:
             self._report("broker_back", has_session=bool(flags.session_present))
+
+    def _begin(self, client: paho.Client, data: Any, number: int, reasons: Sequence[ReasonCode], *rest: Any) -> None:
+        """The broker has the subscription: what is published from now on comes."""
+        if failed := [str(reason) for reason in reasons if reason.is_failure]:
+            self._rejection = failed[0]
+            self._report("broker_rejects", broker=":".join(map(str, self._address)), reason=failed[0])
+            return
         self._connected.set()
 
     def _lose(self, client: paho.Client, data: Any, flags: Any, reason: ReasonCode, *rest: Any) -> None:
