@@ -58,20 +58,20 @@ def play(
     environments = environments if isinstance(environments, Sequence) else [environments]
     clients = client if isinstance(client, Sequence) else [client]
 
-    def goes_on() -> bool:
-        return not any(each.finished for each in clients) and (max_steps is None or steps < max_steps)
-
-    while goes_on():
+    first, others = clients[0], clients[1:]
+    while not any(each.finished for each in clients) and (max_steps is None or steps < max_steps):
         if on_run is not None:
             for each in clients:
                 on_run(each.spec)
         player = _Player(environments, clients, seed, on_weights)
         try:
             player.start()
-            while goes_on():
+            while not first.finished and (max_steps is None or steps < max_steps):  # for each step: it must be cheap
                 if time.monotonic() >= pull_at:
                     player.pull_weights()
                     pull_at = time.monotonic() + pull_interval_s
+                    if any(each.finished for each in others):
+                        break
                 steps += player.step()
         except RunChanged:
             if len(clients) > 1:

@@ -20,12 +20,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import SecretStr
 
-import shoal.runs
-from shoal.actor.connection import format_actor_command
 from shoal.cluster.capacity import require_cpus, require_gpus
-from shoal.cluster.job_main import expected_run_id
 from shoal.errors import ClusterError, ConnectionLost, InferenceError, RecordUnwritable, RunError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
+from shoal.flows.loop_run import LoopRun, record_loop
 from shoal.flows.policy_evaluation import (
     Evaluation,
     InferenceConnection,
@@ -37,7 +35,7 @@ from shoal.flows.policy_evaluation import (
 )
 from shoal.flows.rl_metrics import ActorLearnerMetrics, HistorySampler, select_lags, select_win_rates
 from shoal.flows.rl_policy import check, describe_policy_model, register_policy
-from shoal.flows.serving import list_addresses, record_changes
+from shoal.flows.serving import record_changes
 from shoal.home import load_access_token
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.gateway.zmq_listener import load_curve_keys
@@ -63,29 +61,11 @@ NUM_CONNECTIONS = 2  # the endpoint computes for one while this process steps th
 def run_actor_learner(spec: ActorLearnerSpec, job: str) -> str:
     """Run the loop to its end and return the run's id. Raises RunError when the target was not reached."""
     experience, first_observation = check(spec)
-    # Closes the record first: it must be right even when the rest is cut short.
-    record = shoal.runs.recording(
-        spec.to_yaml(),
-        job,
-        begun="gateway_ready",
-        kind=shoal.runs.RunKind.LOOP,
-        resumed=spec.resume,
-        run_id=expected_run_id(),
-    )
-    with ExitStack() as closing, record as recorder:
-        flow = _ActorLearnerRun(spec, recorder, experience, first_observation)
-        try:
-            flow.start(closing)
-            flow.learn()
-            flow.finish()
-        finally:
-            flow.shut_down()
-    shoal.runs.write_report_at_end(recorder.id)
-    return recorder.id
+    return record_loop(spec, job, lambda recorder: _ActorLearnerRun(spec, recorder, experience, first_observation))
 
 
-class _ActorLearnerRun:
-    """The parts of one run, and its state."""
+class _ActorLearnerRun(LoopRun):
+    """A run of one policy."""
 
     def __init__(
         self,
@@ -94,7 +74,8 @@ class _ActorLearnerRun:
         experience: ExperienceSpec,
         first_observation: np.ndarray,
     ) -> None:
-        self.spec, self.recorder, self.token = spec, recorder, load_access_token()
+        super().__init__(spec, recorder)
+        self.spec, self.token = spec, load_access_token()
         self.experience, self._first_observation = experience, first_observation
         self._workers: ActorLearnerWorkers | None = None
         self._endpoint: DeployedEndpoint | None = None
@@ -108,13 +89,11 @@ class _ActorLearnerRun:
         self._solved, self._num_requests = False, 0.0
         self._candidate: WeightSnapshot | None = None  # the version that passed its trial
         self._tried_at = -spec.algorithm.updates_between_trials  # the learner's updates at the last trial
-        self._server_key, self._checkpoint_failure, self._failed_trial = "", "", ""
-        self._addresses: dict[str, tuple[str, str]] = {}  # name -> kind, address
+        self._checkpoint_failure, self._failed_trial = "", ""
 
     # -- up -------------------------------------------------------------------------------------------------------
 
     def start(self, closing: ExitStack) -> None:
-        """Start every part; the gateway is announced last, when an endpoint already serves."""
         spec, recorder = self.spec, self.recorder
         keys = load_curve_keys(recorder.folder) if spec.gateway.curve else None
         setting = RunSetting(recorder.id, recorder.folder, self.token, spec.target_return, keys)
@@ -136,23 +115,9 @@ class _ActorLearnerRun:
 
         self._endpoint = deploy(endpoint_spec, [EndpointModel(spec.model_name, policy)], is_shared=True)
         closing.callback(self._endpoint.close)
-        for name, (kind, address) in list_addresses(self._endpoint).items():
-            self._record_endpoint(name, kind, address)
-        print(f"run {recorder.id}: the endpoint is {self._endpoint.url}/v2/models/{spec.model_name}", flush=True)
+        self._announce_endpoint(self._endpoint, spec.model_name)
         self._server_key = keys[0].decode() if keys else ""
         self._announce_gateway(self._workers.wait_for_gateway())
-
-    def _announce_gateway(self, address: str) -> None:
-        env, key = self.spec.env, self._server_key
-        self._note("gateway_ready", address=address, env=env, server_key=key)
-        self._record_endpoint("gateway", "gateway", address)
-        message = f"start each actor with\n    {format_actor_command(address, env, key)}"
-        print(f"run {self.recorder.id}: {message}", flush=True)
-
-    def _record_endpoint(self, name: str, kind: str, address: str) -> None:
-        self._addresses[name] = (kind, address)
-        with suppress(RecordUnwritable):
-            self.recorder.record_endpoint(name, kind, address, "ready")
 
     # -- on -------------------------------------------------------------------------------------------------------
 
@@ -296,11 +261,6 @@ class _ActorLearnerRun:
             for pid in sorted(changed):
                 self._note(kind, pid=pid)
         self._replica_pids = pids
-
-    def _note(self, kind: str, **details: Any) -> None:
-        """Record an event. The recorder retries failed writes later, so the run goes on."""
-        with suppress(RecordUnwritable):
-            self.recorder.record_event(kind, **details)
 
     def _record_published(self) -> None:
         assert self._workers is not None

@@ -97,15 +97,19 @@ class LearnerGroup:
 
     def locate(self, batch: ExperienceBatch) -> tuple[Tensor, int]:
         """The positions int64 [n] of a share's steps in the whole batch, and the number of steps in that."""
-        segments, lengths = self.locate_segments(batch)
-        is_mine = np.isin(np.arange(len(lengths)), segments)
-        return torch.from_numpy(np.flatnonzero(np.repeat(is_mine, lengths))), int(lengths.sum())
+        share = self._find_share(batch)
+        return torch.from_numpy(np.flatnonzero(np.repeat(share.keep, share.lengths))), int(share.lengths.sum())
 
     def locate_segments(self, batch: ExperienceBatch) -> tuple[np.ndarray, np.ndarray]:
         """The positions int64 [s] of a share's segments in the whole batch, and the lengths int64 [S] of all there."""
-        if self._share is None or self._share.batch is not batch:
-            return np.arange(len(batch.lengths)), batch.lengths
-        return np.flatnonzero(self._share.keep), self._share.lengths
+        share = self._find_share(batch)
+        return np.flatnonzero(share.keep), share.lengths
+
+    def _find_share(self, batch: ExperienceBatch) -> BatchShare:
+        """The present share, or all of a batch that was not divided."""
+        if self._share is not None and self._share.batch is batch:
+            return self._share
+        return BatchShare(batch, np.ones(len(batch.lengths), np.bool_), batch.lengths)
 
     def divide_sample(self, sample: SampleShare, serialize: Callable[[], bytes]) -> SampleShare:
         """Send the others their shares of a whole sample, and return this learner's. serialize: as in `distribute`"""

@@ -110,7 +110,8 @@ def release(run: str, actor: str) -> None:
       shoal release latest actor-3
     """
     found = load(run)
-    if True not in {release_actor(ledger, actor) for ledger in find_ledgers(found.folder)}:  # at all of its gateways
+    released = [release_actor(ledger, actor) for ledger in find_ledgers(found.folder)]  # at all gateways of the run
+    if not any(released):
         names = ", ".join(sorted(read_run_quarantine(found.folder))) or "none"
         raise ConfigError("actor", actor, f"is not in quarantine in run {found.id}", f"these are: {names}")
     click.echo(f"{actor} is released: run {found.id} takes its segments again")

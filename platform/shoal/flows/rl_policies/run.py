@@ -19,19 +19,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import SecretStr
 
-import shoal.runs
-from shoal.actor.connection import format_actor_command
 from shoal.cluster.capacity import count_gpu_slots, gpus_by_host, require_cpus, require_gpus
-from shoal.cluster.job_main import expected_run_id
 from shoal.errors import RecordUnwritable, RunError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
+from shoal.flows.loop_run import LoopRun, record_loop
 from shoal.flows.policy_evaluation import EVALUATION_SEED, Evaluation, InferenceConnection, wait_for_version
 from shoal.flows.rl_metrics import ActorLearnerMetrics, HistorySampler, combine_policies, select_lags
 from shoal.flows.rl_policies.check import check_policies
 from shoal.flows.rl_policies.evaluation import evaluate_policies
 from shoal.flows.rl_policies.spec import PoliciesSpec
 from shoal.flows.rl_policy import describe_policy_model, register_policy
-from shoal.flows.serving import list_addresses, record_changes
+from shoal.flows.serving import record_changes
 from shoal.home import load_access_token
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.gateway.zmq_listener import load_curve_keys
@@ -56,24 +54,7 @@ PRINT_S = 2.0
 def run_policies(spec: PoliciesSpec, job: str) -> str:
     """Run to the end and return the run's id. Raises RunError when a target was not reached."""
     checked = check_policies(spec)
-    record = shoal.runs.recording(
-        spec.to_yaml(),
-        job,
-        begun="gateway_ready",
-        kind=shoal.runs.RunKind.LOOP,
-        resumed=spec.resume,
-        run_id=expected_run_id(),
-    )
-    with ExitStack() as closing, record as recorder:
-        flow = _PoliciesRun(spec, recorder, checked)
-        try:
-            flow.start(closing)
-            flow.learn()
-            flow.finish()
-        finally:
-            flow.shut_down()
-    shoal.runs.write_report_at_end(recorder.id)
-    return recorder.id
+    return record_loop(spec, job, lambda recorder: _PoliciesRun(spec, recorder, checked))
 
 
 class _Policy:
@@ -131,24 +112,22 @@ class _Policy:
         return self._metrics.compute(self.gateway, self.learner, 0.0, time.time())
 
 
-class _PoliciesRun:
-    """The parts of one run, and its state."""
+class _PoliciesRun(LoopRun):
+    """A run of several policies."""
 
     def __init__(
         self, spec: PoliciesSpec, recorder: RunRecorder, checked: Mapping[str, tuple[ExperienceSpec, np.ndarray]]
     ) -> None:
-        self.spec, self.recorder, self.token = spec, recorder, load_access_token()
+        super().__init__(spec, recorder)
+        self.spec, self.token = spec, load_access_token()
         self.policies = [_Policy(name, spec.make_policy_spec(name), *each) for name, each in checked.items()]
         self._endpoint: DeployedEndpoint | None = None
-        self._addresses: dict[str, tuple[str, str]] = {}  # name -> kind, address
-        self._server_key = ""
         self._learning_since: float | None = None
         self._printed_at, self._sampler = 0.0, HistorySampler(time.monotonic())
 
     # -- up -------------------------------------------------------------------------------------------------------
 
     def start(self, closing: ExitStack) -> None:
-        """Start every part; the gateways are announced last, when the endpoint already serves."""
         spec, recorder = self.spec, self.recorder
         keys = load_curve_keys(recorder.folder) if spec.gateway.curve else None
         require_free_name(spec.model_name)
@@ -158,7 +137,7 @@ class _PoliciesRun:
         num_slots = count_gpu_slots(spec.learner.num_gpus, gpus_by_host())
         if spec.learner.device == "cuda":
             require_gpus(spec.learner.num_gpus, num_learners, "learner.num_gpus or learner.replicas")
-        elif spec.learner.device == "auto" and num_slots < num_learners:  # a GPU for one of them alone would be unfair
+        elif spec.learner.device == "auto" and num_slots < num_learners:  # one would wait for ever
             for each in self.policies:
                 each.spec = each.spec.update({"learner": {"device": "cpu"}})
         served = []
@@ -178,27 +157,12 @@ class _PoliciesRun:
 
         self._endpoint = deploy(endpoint_spec, served, is_shared=True)
         closing.callback(self._endpoint.close)
-        for name, (kind, address) in list_addresses(self._endpoint).items():
-            self._record_endpoint(name, kind, address)
         names = ", ".join(each.spec.model_name for each in self.policies)
-        print(f"run {recorder.id}: the endpoint is {self._endpoint.url}/v2/models/NAME, of {names}", flush=True)
+        self._announce_endpoint(self._endpoint, f"NAME, of {names}")
         self._server_key = keys[0].decode() if keys else ""
         for each in self.policies:
             each.address = each.running.wait_for_gateway()
-        self._announce_gateways()
-
-    def _announce_gateways(self) -> None:
-        """With all addresses: an actor needs each."""
-        address, env, key = ",".join(each.address for each in self.policies), self.spec.env, self._server_key
-        self._note("gateway_ready", address=address, env=env, server_key=key)
-        self._record_endpoint("gateway", "gateway", address)
-        command = format_actor_command(address, env, key)
-        print(f"run {self.recorder.id}: start each actor with\n    {command}", flush=True)
-
-    def _record_endpoint(self, name: str, kind: str, address: str) -> None:
-        self._addresses[name] = (kind, address)
-        with suppress(RecordUnwritable):
-            self.recorder.record_endpoint(name, kind, address, "ready")
+        self._announce_gateway(",".join(each.address for each in self.policies))
 
     # -- on -------------------------------------------------------------------------------------------------------
 
@@ -245,7 +209,7 @@ class _PoliciesRun:
         if any(each.address != found.get(each.name, each.address) for each in self.policies):
             for each in self.policies:  # another process had taken a port
                 each.address = found.get(each.name, each.address)
-            self._announce_gateways()
+            self._announce_gateway(",".join(each.address for each in self.policies))
         if len(found) < len(self.policies):
             return
         if self._learning_since is None and any(each.has_experience for each in self.policies):
@@ -260,11 +224,6 @@ class _PoliciesRun:
         with suppress(RecordUnwritable):
             self.recorder.log(step, metrics, in_history=self._sampler.should_keep(time.monotonic()))
             self.recorder.log_group(step, "actor_lag", select_lags(self.policies[0].gateway))
-
-    def _note(self, kind: str, **details: Any) -> None:
-        """Record an event. The recorder retries failed writes later, so the run goes on."""
-        with suppress(RecordUnwritable):
-            self.recorder.record_event(kind, **details)
 
     def _print_progress(self) -> None:
         if time.monotonic() - self._printed_at < PRINT_S:
