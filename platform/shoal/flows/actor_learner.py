@@ -75,7 +75,7 @@ class _ActorLearnerRun(LoopRun):
         first_observation: np.ndarray,
     ) -> None:
         super().__init__(spec, recorder)
-        self.spec, self.token = spec, load_access_token()
+        self.token = load_access_token()
         self.experience, self._first_observation = experience, first_observation
         self._workers: ActorLearnerWorkers | None = None
         self._endpoint: DeployedEndpoint | None = None

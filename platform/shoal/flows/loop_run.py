@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 class LoopRun(ABC):
     """The parts of one run, and its state."""
 
+    spec: ActorLearnerSpec
+
     def __init__(self, spec: ActorLearnerSpec, recorder: RunRecorder) -> None:
-        self.recorder, self._env = recorder, spec.env
+        self.spec, self.recorder = spec, recorder
         self._server_key = ""
         self._addresses: dict[str, tuple[str, str]] = {}  # name -> kind, address
 
@@ -53,9 +55,10 @@ class LoopRun(ABC):
 
     def _announce_gateway(self, address: str) -> None:
         """`address`: of several policies all of theirs, since an actor needs each."""
-        self._note("gateway_ready", address=address, env=self._env, server_key=self._server_key)
+        env, key = self.spec.env, self._server_key
+        self._note("gateway_ready", address=address, env=env, server_key=key)
         self._record_endpoint("gateway", "gateway", address)
-        command = format_actor_command(address, self._env, self._server_key)
+        command = format_actor_command(address, env, key)
         print(f"run {self.recorder.id}: start each actor with\n    {command}", flush=True)
 
     def _record_endpoint(self, name: str, kind: str, address: str) -> None:

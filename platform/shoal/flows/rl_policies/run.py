@@ -115,11 +115,13 @@ class _Policy:
 class _PoliciesRun(LoopRun):
     """A run of several policies."""
 
+    spec: PoliciesSpec
+
     def __init__(
         self, spec: PoliciesSpec, recorder: RunRecorder, checked: Mapping[str, tuple[ExperienceSpec, np.ndarray]]
     ) -> None:
         super().__init__(spec, recorder)
-        self.spec, self.token = spec, load_access_token()
+        self.token = load_access_token()
         self.policies = [_Policy(name, spec.make_policy_spec(name), *each) for name, each in checked.items()]
         self._endpoint: DeployedEndpoint | None = None
         self._learning_since: float | None = None
