@@ -303,6 +303,18 @@ def test_the_learning_curve_is_of_the_mean_return() -> None:
     assert "900 best" not in page.text
 
 
+def test_the_learning_curves_of_several_policies_are_their_mean_returns() -> None:
+    with runs.create("tag", "", "one") as run:
+        for step in range(5):
+            found = {"hunters/self_play/return_mean": 9.0, "return/hunters": step / 5, "return/prey": -step / 5}
+            run.log(step, {**found, "steps/total": float(step)})
+    page = write(runs.load("one"))
+    assert runs.load("one").best() == ("return/hunters", 0.8)
+    for policy in ("hunters", "prey"):
+        assert f"Mean return, last 100 episodes: {policy}" in page.source
+    assert (runs.load("one").folder / "learning_curve.png").exists()
+
+
 def test_the_newest_numbers_are_the_newest_by_time() -> None:
     parts = [f"segments/{part}" for part in ("received", "consumed", "queued", "dropped")]
     with runs.create("cartpole", "", "one") as run:

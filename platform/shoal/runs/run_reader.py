@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 MEAN_RETURN = "return/mean_100"
+RETURNS = "return/"  # prefix of the mean returns of a run of several policies
 # The number of the event that began the run's last incarnation; NULL in its first.
 _RESUMED = "(SELECT max(number) FROM events WHERE run = :run AND kind = 'resumed')"
 
@@ -224,7 +225,7 @@ class Run:
             if row["name"] == MEAN_RETURN:  # even if there are others, such as an evaluation's return
                 return None if row["highest"] is None else (MEAN_RETURN, row["highest"])
         rows = [row for row in rows if row["lowest"] is not None]
-        rows.sort(key=lambda row: not row["name"].startswith(VALIDATION))  # held-out data judges better
+        rows.sort(key=lambda row: not row["name"].startswith((VALIDATION, RETURNS)))  # held-out data judges better
         for part, more_is_better in _HEADLINES:
             if found := [row for row in rows if part in row["name"]]:
                 metric = _find_metric(found[0]["name"])

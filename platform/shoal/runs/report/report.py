@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.errors import RunError, needs_extra
 from shoal.runs.formatting import format_duration, format_number, format_timestamp, format_value
 from shoal.runs.report import plots, search_sections
-from shoal.runs.run_reader import MEAN_RETURN, VALIDATION, Run, is_higher_better, load
+from shoal.runs.run_reader import MEAN_RETURN, RETURNS, VALIDATION, Run, is_higher_better, load
 from shoal.runs.run_status import Status
 
 if TYPE_CHECKING:
@@ -284,9 +284,12 @@ def _render_learning_curve(read: _ReportData) -> list[str]:
     """The markup of each panel of the learning curve, which also go into one picture; empty if nothing is drawn."""
     if read.best is None:
         return []
+    policies = [name for name in map(str, read.metrics) if name.startswith(RETURNS) and name != MEAN_RETURN]
     drawn = (
         _draw_training_curves(read, read.best[0])
         if TRAINING_LOSS in read.metrics
+        else _draw_returns(read, policies)
+        if policies
         else _draw_headline_curves(read, read.best[0])
     )
     if not drawn:
@@ -310,6 +313,18 @@ def _draw_headline_curves(read: _ReportData, name: str) -> list[Figure]:
     draw = partial(plots.draw_learning_curve, metric=_NAMES.get(name, name), more_is_better=is_higher_better(name))
     alone = [draw("", panels=[panel], marks_s=resumed if panel is panels[-1] else []) for panel in panels]
     return [*alone, draw(_title(read.run), panels=panels, marks_s=resumed)]
+
+
+def _draw_returns(read: _ReportData, names: Sequence[str]) -> list[Figure]:
+    """The mean return of each policy of a run over environment steps: one figure each, then all in one."""
+    curves = [(name, _make_step_curve(read, name)) for name in names]
+    panels = [
+        plots.Panel(f"{_NAMES[MEAN_RETURN]}: {name.removeprefix(RETURNS)}", "environment steps", [(name, curve)])
+        for name, curve in curves
+        if len(curve.x)
+    ]
+    alone = [plots.draw_training_curves("", [panel]) for panel in panels]
+    return [*alone, plots.draw_training_curves(_title(read.run), panels)] if panels else []
 
 
 def _draw_training_curves(read: _ReportData, judged: str) -> list[Figure]:
