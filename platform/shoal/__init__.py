@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shoal.api import connect, fit, load_run, serve, sweep
     from shoal.client import AsyncClient, Client
     from shoal.data import Data
+    from shoal.parallel.loss import Mean
     from shoal.registry import Registry
     from shoal.train import Task, TrainSpec
 
@@ -31,6 +32,7 @@ __all__ = [
     "AsyncClient",
     "Client",
     "Data",
+    "Mean",
     "Registry",
     "Task",
     "TrainSpec",
@@ -50,6 +52,7 @@ _HOMES = {
     **dict.fromkeys(("Task", "TrainSpec"), "shoal.train"),
     "ActorClient": "shoal.actor",
     "Data": "shoal.data",
+    "Mean": "shoal.parallel.loss",
     "Registry": "shoal.registry",
 }
 _ROOMS = frozenset(

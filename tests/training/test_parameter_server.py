@@ -573,13 +573,13 @@ def test_late_changes_are_in_the_next_mean_with_their_weight_also_after_a_server
         for worker, change in enumerate(changes):
             each.memory.gradients[worker].copy_(change)
     server.load({"version": torch.tensor(0), "weights": torch.zeros(size)})
-    server.commit(Update(1, [Push(2, 1, 0, 0, num_batches=2)], is_late=True))
+    server.commit(Update(1, [Push(2, 1, 0, 0, weight=2)], is_late=True))
     assert torch.equal(server.weights, torch.zeros(size))
     other.load(server.dump())  # as a server that begins again does
     for each in (server, other):
-        each.commit(Update(2, [Push(0, 1, 1, 1, num_batches=4), Push(1, 1, 1, 1, num_batches=4)]))
+        each.commit(Update(2, [Push(0, 1, 1, 1, weight=4), Push(1, 1, 1, 1, weight=4)]))
         torch.testing.assert_close(each.weights, torch.full((size,), -(4 * 1.0 + 4 * 2.0 + 2 * 4.0) / 10))
-        each.commit(Update(3, [Push(0, 1, 2, 2, num_batches=4)]))  # it is in one mean only
+        each.commit(Update(3, [Push(0, 1, 2, 2, weight=4)]))  # it is in one mean only
         torch.testing.assert_close(each.weights, torch.full((size,), -2.0 - 1.0))
         each.close()
 

@@ -73,7 +73,7 @@ class Simulation:
             else:
                 key = (number, worker.incarnation, worker.clock)
                 self.pushed[key] = self.clock.round, self.now_s
-                self._apply(self.clock.prepare(Push(*key, 0, num_batches=worker.num_local), self.now_s))
+                self._apply(self.clock.prepare(Push(*key, 0, weight=worker.num_local), self.now_s))
 
     def _finish_step(self, number: int, worker: SimulatedWorker) -> None:
         worker.num_local += 1
@@ -131,7 +131,7 @@ def test_each_change_is_merged_once_and_no_merge_waits_longer_than_the_grace_win
             assert at_s <= had_quorum_s + grace_s + 1e-9
     if quorum is None:
         assert clock.num_late <= deaths  # only of workers that died after their push
-        weights = {push.num_batches for update in updates if not update.is_late for push in update.pushes}
+        weights = {push.weight for update in updates if not update.is_late for push in update.pushes}
         assert weights == {EVERY}
 
 
@@ -157,13 +157,13 @@ def test_with_a_quorum_of_all_the_updates_are_those_of_a_barrier(seed: int, num_
 def test_a_late_change_is_added_at_once_and_its_worker_goes_on_in_the_present_round() -> None:
     clock = RoundClock(3, quorum=2, grace_s=0.0)
     lives = [clock.join(worker) for worker in range(3)]
-    assert clock.prepare(Push(0, lives[0], 0, 0, num_batches=8), 1.0) == []
+    assert clock.prepare(Push(0, lives[0], 0, 0, weight=8), 1.0) == []
     assert not clock.is_closing(0)
-    [merge] = clock.prepare(Push(1, lives[1], 0, 0, num_batches=8), 2.0)
+    [merge] = clock.prepare(Push(1, lives[1], 0, 0, weight=8), 2.0)
     assert [push.worker for push in merge.pushes] == [0, 1]
     assert clock.take_released() == [0, 1]
     assert clock.is_closing(0)  # worker 2 is called
-    [late] = clock.prepare(Push(2, lives[2], 0, 0, num_batches=3), 2.5)
+    [late] = clock.prepare(Push(2, lives[2], 0, 0, weight=3), 2.5)
     assert (late.is_late, late.sequence, clock.take_released(), clock.get_clock(2)) == (True, 2, [2], 1)
     assert (clock.num_late, clock.num_dropped) == (1, 0)
 
@@ -171,12 +171,12 @@ def test_a_late_change_is_added_at_once_and_its_worker_goes_on_in_the_present_ro
 def test_the_grace_window_lets_a_called_worker_push_what_it_has() -> None:
     clock = RoundClock(3, quorum=0.6, grace_s=1.0)
     lives = [clock.join(worker) for worker in range(3)]
-    clock.prepare(Push(0, lives[0], 0, 0, num_batches=8, num_steps=8), 1.0)
-    assert clock.prepare(Push(1, lives[1], 0, 0, num_batches=8, num_steps=8), 2.0) == []
+    clock.prepare(Push(0, lives[0], 0, 0, weight=8, num_steps=8), 1.0)
+    assert clock.prepare(Push(1, lives[1], 0, 0, weight=8, num_steps=8), 2.0) == []
     assert clock.is_closing(0)
     assert clock.advance(2.9) == []
-    [merge] = clock.prepare(Push(2, lives[2], 0, 0, num_batches=2, num_steps=2), 2.95)  # all are there
-    assert [push.num_batches for push in merge.pushes] == [8, 8, 2]
+    [merge] = clock.prepare(Push(2, lives[2], 0, 0, weight=2, num_steps=2), 2.95)  # all are there
+    assert [push.weight for push in merge.pushes] == [8, 8, 2]
     assert clock.steps == 18 // 3
     clock.prepare(Push(0, lives[0], 1, 1), 3.0)
     clock.prepare(Push(1, lives[1], 1, 1), 3.5)

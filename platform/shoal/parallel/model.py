@@ -14,6 +14,8 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.parallel.loss import Loss, Mean, require_loss
+
 
 class TaskProtocol(Protocol):
     """A plan's view of a Task: the model's inputs from a batch, and the results from its outputs."""
@@ -22,12 +24,12 @@ class TaskProtocol(Protocol):
         """The positional arguments of the model."""
         ...
 
-    def loss(self, outputs: Any, batch: Any) -> Tensor:
-        """Scalar: the mean over the samples of the batch."""
+    def loss(self, outputs: Any, batch: Any) -> Loss:
+        """Scalar: the mean over the samples of the batch; or a `Mean` over something else."""
         ...
 
-    def metrics(self, outputs: Any, batch: Any) -> dict[str, Tensor]:
-        """Scalars, each a mean over the samples of the batch."""
+    def metrics(self, outputs: Any, batch: Any) -> dict[str, Loss]:
+        """Scalars, each a mean over the samples of the batch; or `Mean`s."""
         ...
 
     def tensor_plan(self) -> dict[str, str] | None:
@@ -39,14 +41,17 @@ class TaskProtocol(Protocol):
         ...
 
 
-def compute_loss_and_metrics(learnable: TaskProtocol, outputs: Any, batch: Any) -> dict[str, Tensor]:
-    """The `loss` and each metric as scalars, also those of shape [1].
+def compute_loss_and_metrics(learnable: TaskProtocol, outputs: Any, batch: Any) -> dict[str, Loss]:
+    """The `loss` and each metric, also those of shape [1] as scalars.
 
     A Task with a `train_step` need not have a `loss`.
     """
-    metrics = {name: value.reshape(()) for name, value in learnable.metrics(outputs, batch).items()}
+    metrics: dict[str, Loss] = {
+        name: value if isinstance(value, Mean) else value.reshape(())
+        for name, value in learnable.metrics(outputs, batch).items()
+    }
     if getattr(learnable, "has_loss", True):
-        return {"loss": learnable.loss(outputs, batch), **metrics}
+        return {"loss": require_loss(learnable.loss(outputs, batch)), **metrics}
     return metrics
 
 
@@ -64,6 +69,7 @@ class ParallelModel(ABC):
     modules: list[nn.Module]
     data_rank: int
     num_data_ranks: int
+    step_weight: Tensor | float = 1.0  # of the newest step's loss and gradients in a mean over steps or replicas
     step_losses: Mapping[str, Tensor] = MappingProxyType({})  # further losses of the newest step, by the Task's names
 
     @abstractmethod
@@ -77,15 +83,26 @@ class ParallelModel(ABC):
         Returns the mean loss of the share times `share`, detached; a zero on a rank without the last stage.
         Collective. Afterwards `.grad` of each parameter (of this rank's part of it) is the gradient of the mean loss
         over the global batch; None for a parameter that no rank used.
+
+        If the loss is a `Mean`, what is returned is the share's sum over the mean count of the ranks, so that the
+        ranks' mean is that of the global batch; and `step_weight` is the count, relative to an equal division's samples.
         """
 
     @abstractmethod
     def evaluate(self, batch: Any, num_samples: int, observe: Observer | None = None) -> dict[str, Tensor]:
-        """Sums over this rank's share: `loss` and each metric times `num_samples`; no gradients. Collective.
+        """[2] each: sum and count of `loss` and each metric over this rank's share; no gradients. Collective.
 
         observe: receives the outputs and their part of the batch, where this rank has them
 
         A share may be smaller than others', or empty (`num_samples` 0: `batch` is then any batch, and is not counted).
+        """
+
+    @abstractmethod
+    def measure_loss(self, batch: Any) -> Tensor | None:
+        """The loss of a batch that is not split, in evaluation mode and full precision, without gradients. Collective.
+
+        None where there is none to compare with that of a part of the batch: a `Mean`, which is right for all parts; the
+        losses of several optimizers; and on ranks without the last stage.
         """
 
     @abstractmethod

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ConfigError
+from shoal.parallel.loss import LOSS, Loss, Mean, get_value, require_loss
 
-StepResult = Tensor | Mapping[str, Tensor] | Iterator[tuple[str, Tensor]]
+StepResult = Loss | Mapping[str, Loss] | Iterator[tuple[str, Loss]]
 TrainStep = Callable[[nn.Module, Any], StepResult]
-LOSS = "loss"  # among named losses, the one whose gradients are taken
+FIELD = "Task.train_step"
 
 
 def get_train_step(learnable: object) -> TrainStep | None:
@@ -23,34 +24,26 @@ def get_train_step(learnable: object) -> TrainStep | None:
     return getattr(learnable, "train_step", None)
 
 
-def split_losses(result: StepResult) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of a step without phases, and the others by name, detached. Raises ConfigError."""
+def split_losses(result: StepResult) -> tuple[Loss, dict[str, Loss]]:
+    """The loss of a step without phases, and the others by name. Raises ConfigError."""
     if isinstance(result, Mapping):
         if LOSS not in result:
             raise _make_step_error(f"gave {', '.join(map(str, result)) or 'nothing'}", f"name one of them {LOSS!r}")
-        named = {name: require_scalar(value).detach() for name, value in result.items() if name != LOSS}
-        return require_scalar(result[LOSS]), named
+        named = {name: require_loss(value, FIELD) for name, value in result.items() if name != LOSS}
+        return require_loss(result[LOSS], FIELD), named
     if isinstance(result, Iterator):
         raise _make_step_error("yields losses for several optimizers", "write Task.optimizers(model)")
-    return require_scalar(result), {}
+    return require_loss(result, FIELD), {}
 
 
-def require_scalar(loss: object) -> Tensor:
-    """Raises ConfigError."""
-    if isinstance(loss, Tensor) and loss.ndim == 0:
-        return loss
-    what = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-    raise _make_step_error(f"gave {what}", "a loss is a scalar tensor, the mean over the samples")
-
-
-def begin_phases(result: StepResult) -> Iterator[tuple[str, Tensor]]:
+def begin_phases(result: StepResult) -> Iterator[tuple[str, Loss]]:
     """A step of several optimizers. Raises ConfigError for one that returns its loss."""
     if not isinstance(result, Iterator):
         raise _make_step_error("returned a loss for several optimizers", "write `yield name, loss` for each of them")
     return result
 
 
-def next_phase(phases: Iterator[tuple[str, Tensor]], name: str | None) -> tuple[str, Tensor] | None:
+def next_phase(phases: Iterator[tuple[str, Loss]], name: str | None) -> tuple[str, Loss] | None:
     """The next (optimizer, loss) of a step over one micro-batch; None at its end.
 
     name: of the optimizer that the first micro-batch gave for this phase; None: this is the first
@@ -60,7 +53,7 @@ def next_phase(phases: Iterator[tuple[str, Tensor]], name: str | None) -> tuple[
     found = next(phases, None)
     if name is not None and (found is None or found[0] != name):
         raise _make_step_error("yields other optimizers for some micro-batches", "yield the same ones for each batch")
-    return None if found is None else (found[0], require_scalar(found[1]))
+    return None if found is None else (found[0], require_loss(found[1], FIELD))
 
 
 def get_phase_parameters(parameters: Mapping[str, list[nn.Parameter]], name: str) -> list[nn.Parameter]:
@@ -73,8 +66,8 @@ def get_phase_parameters(parameters: Mapping[str, list[nn.Parameter]], name: str
 def sum_losses(result: StepResult) -> Tensor:
     """All losses that are optimised in a step, added up: for a trial without any optimiser."""
     if isinstance(result, Iterator):
-        return torch.stack([require_scalar(loss) for _, loss in result]).sum()
-    return split_losses(result)[0]
+        return torch.stack([get_value(require_loss(loss, FIELD)) for _, loss in result]).sum()
+    return get_value(split_losses(result)[0])
 
 
 def _make_step_error(problem: str, remedy: str) -> ConfigError:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.batch_tree import count_samples, map_tensors
+from shoal.batch_tree import map_tensors
 from shoal.errors import ConfigError, SpecMismatch
 from shoal.population.engines.engine import MemberChunk, MemberEngine
 from shoal.population.engines.select_engine import EngineChoice, make_engine, select_engine
@@ -170,17 +170,15 @@ class MemberGroup:
 
     def evaluate(self, part: Part, find_batches: BatchSource) -> dict[str, Tensor]:
         """The loss and metrics of each member, [k]: means over the samples."""
-        totals, num_samples = dict[str, Tensor](), 0
+        totals = dict[str, Tensor]()  # [k, 2] each
         members = self.members_of(part)
         with self.store.open(part, is_changed=False) as rows, self._borrow_engine() as engine, torch.no_grad():
             chunk = MemberChunk(rows, [self.generators[member] for member in members])
             for batch in find_batches(members):
                 chosen = batch.to(self.setting.device)
-                size = count_samples(chosen.of_member(0))
                 for name, values in self.setting.objective.measure(engine.predict(chunk, chosen), chosen).items():
-                    totals[name] = totals.get(name, 0.0) + values.double() * size
-                num_samples += size
-        return {name: total / num_samples for name, total in totals.items()}
+                    totals[name] = totals.get(name, 0.0) + values
+        return {name: total[:, 0] / total[:, 1] for name, total in totals.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Rows in their order, and the engine: another one would round otherwise. Rows share the group's memory."""

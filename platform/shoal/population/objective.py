@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.batch_tree import map_tensors, tensors_of
+from shoal.batch_tree import count_samples, map_tensors, tensors_of
 from shoal.errors import ConfigError, summarize_error
+from shoal.parallel.loss import Loss, get_value, split_mean
 
-LossFunction = Callable[[Any, Any], Tensor]
+LossFunction = Callable[[Any, Any], Loss]
 InputsFunction = Callable[[Any], tuple[Any, ...]]
-MetricsFunction = Callable[[Any, Any], Mapping[str, Tensor]]
+MetricsFunction = Callable[[Any, Any], Mapping[str, Loss]]
 
 FEW = 16  # members, whose losses cost less than torch.vmap
 
@@ -76,9 +77,9 @@ def default_inputs(batch: Any) -> tuple[Any, ...]:
 class Objective:
     """The functions of one member.
 
-    loss:       (outputs, batch) to a scalar, the mean over the samples
+    loss:       (outputs, batch) to a scalar, the mean over the samples, or a Mean
     inputs:     the model's positional arguments of a batch
-    metrics:    (outputs, batch) to scalars, each a mean over the samples
+    metrics:    (outputs, batch) to scalars, each a mean over the samples, or a Mean
     is_stacked: whether the functions work under torch.vmap, as far as is known; else they are called for each member
     reason:     why they do not
     """
@@ -99,15 +100,21 @@ class Objective:
 
     def find_losses(self, outputs: Any, batch: MemberBatch) -> Tensor:
         """Losses [k] of outputs [k, B, ...]."""
-        losses: Tensor = self._apply_to_outputs(self.loss, outputs, batch)
+        losses: Tensor = self._apply_to_outputs(lambda *of: get_value(self.loss(*of)), outputs, batch)
         return losses
 
     def measure(self, outputs: Any, batch: MemberBatch) -> dict[str, Tensor]:
-        """The loss and the metrics, each [k]."""
-        values = {"loss": self.find_losses(outputs, batch)}
-        if self.metrics is not None:
-            values |= self._apply_to_outputs(self.metrics, outputs, batch)
-        return values
+        """Sum and count of the loss and of each metric over a batch, each [k, 2]."""
+        num_samples = count_samples(batch.of_member(0))
+
+        def measure_member(outputs: Any, content: Any) -> dict[str, Tensor]:
+            found = {"loss": self.loss(outputs, content)}
+            if self.metrics is not None:
+                found |= self.metrics(outputs, content)
+            return {name: split_mean(value, num_samples) for name, value in found.items()}
+
+        measured: dict[str, Tensor] = self._apply_to_outputs(measure_member, outputs, batch)
+        return measured
 
     def _apply_to_outputs(self, function: Callable[..., Any], outputs: Any, batch: MemberBatch) -> Any:
         size = len(next(iter(tensors_of(outputs))))

@@ -25,7 +25,7 @@ class RankSignals(NamedTuple):
     stop:          a stop was requested
     elapsed_s:     of this attempt of the run
     is_not_finite: a loss or gradient was not finite
-    loss:          the sum over the steps since the last exchange, of `num_losses` of them
+    loss:          the sum over the steps since the last exchange, of `num_losses` of them, or of steps with this weight
     ends:          a callback wants the run to end
     named_losses:  the sums of further losses, in the order of their names, which all ranks have
     """

@@ -140,6 +140,8 @@ class TrainSpec(Spec):
     workers:               processes that train; `[min, max]` sets min_workers too
     min_workers:           with workers that may leave and join: the fewest with which the run goes on; None: `workers`
     batch_size:            over the whole group: each data rank gets its share
+    check_loss:            before the first step of a run that splits its batches, require that the loss of a batch is the
+                           mean of its parts' losses; false: the loss is meant as the mean of what each part gives
     average:               decay of an exponential moving average of the weights, to be evaluated and registered
     price_per_device_hour: for cost-to-accuracy and `stop.money`
     threads:               of torch, in each worker; None divides this machine's cores among the workers
@@ -165,6 +167,7 @@ class TrainSpec(Spec):
     clip_norm: float | None = Field(default=None, gt=0, allow_inf_nan=True)  # .inf: measure the norm without clipping
     average: float | None = Field(default=None, gt=0, lt=1)
     selective_backprop: SelectiveSpec | None = None
+    check_loss: bool = True
     price_per_device_hour: float = Field(default=0.0, ge=0)
     log_every_steps: int | None = Field(default=None, ge=1, description="None: about twice a second")
     histograms_every_steps: int | None = Field(default=None, ge=1)
@@ -216,6 +219,13 @@ class TrainSpec(Spec):
     def has_replicas(self) -> bool:
         """Whether each worker is a replica of its own, which may be replaced while the others go on."""
         return self.sync.kind != "all_reduce" or self.is_elastic
+
+    @property
+    def splits_batches(self) -> bool:
+        """Whether a step adds up what several parts of a batch give."""
+        dims = self.resolve_dims()
+        is_divided = dims.data > 1 or dims.pipeline > 1 or (self.has_replicas and self.workers > 1)
+        return is_divided or self.parallel.accumulate > 1 or self.sync.accumulate > 1
 
     def _require_replicas_alone(self) -> None:
         """Each worker is a replica of its own: with a parameter server, and when workers may leave and join."""

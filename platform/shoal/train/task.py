@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from shoal.data import Data
 from shoal.errors import ConfigError, DataError
+from shoal.parallel.loss import Loss
 from shoal.parallel.task_step import TrainStep
 from shoal.recipes import find_recipe, recipe_names
 from shoal.registry import Signature
@@ -48,8 +49,8 @@ class Task:
            of arrays by name with the sample as dimension 0; methods, functions or None. They belong here like `inputs`:
            input that is prepared differently than in training gets wrong answers
     train_step: a method `train_step(self, model, batch)` for steps other than `loss` of the model's outputs; None: that
-           It calls the model, or parts of it, and returns a scalar loss, the mean over the samples; or a dict of
-           scalars, of which "loss" is minimised and the others are logged as train/NAME. With several `optimizers` it
+           It calls the model, or parts of it, and returns what `loss` may return; or a dict of such, of which "loss" is
+           minimised and the others are logged as train/NAME. With several `optimizers` it
            is a generator, which yields (name of an optimizer, loss): the optimizer takes its step with the gradients of
            its own parameters, and the generator goes on with the new weights. Such a Task needs no `loss`; one that has
            it is evaluated by it. Each rank needs the full model
@@ -68,8 +69,9 @@ class Task:
         """The datasets."""
         raise NotImplementedError(f"{type(self).__name__}.data")
 
-    def loss(self, outputs: Any, batch: Any) -> Tensor:
-        """Scalar: the mean over the samples of the batch."""
+    def loss(self, outputs: Any, batch: Any) -> Loss:
+        """Scalar: the mean over the samples of the batch. A loss that divides by anything else (tokens with a label,
+        weights of classes) is a `shoal.Mean(total, count)`, so that a batch may be split."""
         raise NotImplementedError(f"{type(self).__name__}.loss")
 
     def inputs(self, batch: Any) -> tuple[Any, ...]:
@@ -83,8 +85,8 @@ class Task:
             return (batch["inputs"],)
         return tuple(batch[:-1])
 
-    def metrics(self, outputs: Any, batch: Any) -> dict[str, Tensor]:
-        """Further validation metrics: scalars, each a mean over the samples."""
+    def metrics(self, outputs: Any, batch: Any) -> dict[str, Loss]:
+        """Further validation metrics: scalars, each a mean over the samples, or a `shoal.Mean`."""
         return {}
 
     def sample_losses(self, outputs: Any, batch: Any) -> Tensor | None:

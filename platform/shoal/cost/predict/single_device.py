@@ -21,6 +21,7 @@ from shoal.data.loader import load_first_batch
 from shoal.parallel.comm.world import read_clock_s
 from shoal.parallel.model import TaskProtocol
 from shoal.parallel.state.module_snapshot import eval_mode
+from shoal.parallel.loss import get_value
 from shoal.parallel.task_step import get_train_step, sum_losses
 from shoal.random_state import preserve_rng
 
@@ -107,7 +108,7 @@ def profile_single_device(
 def _forward_backward(task: CostTaskProtocol, model: nn.Module, batch: Batch) -> None:
     model.zero_grad()
     step = get_train_step(task)
-    loss = task.loss(model(*task.inputs(batch)), batch) if step is None else sum_losses(step(model, batch))
+    loss = get_value(task.loss(model(*task.inputs(batch)), batch)) if step is None else sum_losses(step(model, batch))
     loss.backward()
 
 

@@ -27,6 +27,7 @@ from shoal.flows.population.continuation import choose_spec, require_continuatio
 from shoal.flows.population.state import rank_members
 from shoal.flows.population.trainer import PopulationTrainer
 from shoal.parallel.comm.world import choose_device
+from shoal.parallel.loss import get_value, split_mean
 from shoal.population.ensemble import Ensemble, make_ensemble_factory
 from shoal.population.evolution import build_evolution, list_architectures
 from shoal.population.member_rows import RowLayout
@@ -307,7 +308,7 @@ def _find_classes(task: Task, outputs: Any, batch: Any) -> Tensor | None:
         is_integer = targets.dtype == torch.int64 and targets.shape == outputs.shape[:1]
         if is_integer and targets.min() >= 0 and targets.max() < outputs.shape[1]:
             expected = nn.functional.cross_entropy(outputs, targets)
-            if torch.allclose(task.loss(outputs, batch), expected, rtol=1e-4):
+            if torch.allclose(get_value(task.loss(outputs, batch)), expected, rtol=1e-4):
                 return targets
     return None
 
@@ -316,13 +317,11 @@ def _find_classes(task: Task, outputs: Any, batch: Any) -> Tensor | None:
 def evaluate_network(network: nn.Module, trainer: PopulationTrainer) -> dict[str, float]:
     """The loss and the metrics of a network over all validation data: means over the samples."""
     network.to(trainer.device).eval()
-    totals: dict[str, float] = {}
-    num_samples = 0
+    totals: dict[str, Tensor] = {}  # [2] each
     with trainer.make_validation_loader() as loader:
         for batch in loader:
             outputs = network(*trainer.task.inputs(batch))
             found = {"loss": trainer.task.loss(outputs, batch), **trainer.task.metrics(outputs, batch)}
             for name, value in found.items():
-                totals[name] = totals.get(name, 0.0) + float(value) * loader.num_samples
-            num_samples += loader.num_samples
-    return {name: total / num_samples for name, total in totals.items()}
+                totals[name] = totals.get(name, 0.0) + split_mean(value, loader.num_samples)
+    return {name: float(total[0] / total[1]) for name, total in totals.items()}

@@ -19,13 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from shoal.batch_tree import count_samples
-from shoal.errors import ConfigError, PlanError
+from shoal.errors import PlanError
 from shoal.parallel.comm.mesh import make_mesh
 from shoal.parallel.comm.shm_p2p import ShmP2P
 from shoal.parallel.comm.world import World
 from shoal.parallel.layers.batch_norm import DataGroup, globalise_batch_norm
 from shoal.parallel.layers.dropout import seed_dropout
 from shoal.parallel.layers.precision import autocast
+from shoal.parallel.loss import LOSS, Loss, Mean, StepCounts, invert_count, require_loss, split_mean
 from shoal.parallel.micro_batches import iter_chunks, split_micro_batches
 from shoal.parallel.model import Observer, ParallelModel, TaskProtocol, compute_loss_and_metrics
 from shoal.parallel.pipeline.groups import PipelineGroups, receive_tensor, send_tensor, sum_gradients
@@ -154,6 +155,7 @@ class PipelineModel(ParallelModel):
         self._batches: list[Any] = []  # in flight
         self._step, self._first_index = 0, 0
         self._metric_names: list[str] = []  # of an evaluation
+        self._counts = StepCounts()  # on the rank of the last stage
         self._reduced_s = 0.0
 
     # -- a step
@@ -163,7 +165,7 @@ class PipelineModel(ParallelModel):
             problem = "needs equally many samples on each rank, and this dataset divides them by `sample_sizes`"
             raise PlanError("parallel.pipeline", self._num_micro_batches, problem, "use ddp or fsdp")
         gradients.clear(self._weights.local_parameters.values())
-        self._step = step
+        self._step, self.step_weight, self._counts = step, 1.0, StepCounts()
         batches = split_micro_batches(batch, self._spec.accumulate * self._num_micro_batches)
         losses: list[Tensor] = []
         for first in range(0, len(batches), self._num_micro_batches):
@@ -174,9 +176,8 @@ class PipelineModel(ParallelModel):
             [(name, each) for name, each in self._weights.local_parameters.items() if name in self._sharded]
         )
         self._reduce_gradients()
-        if not losses:
-            return torch.zeros((), device=self._world.device)
-        return torch.stack(losses).detach().sum()
+        summed = torch.stack(losses).detach().sum() if losses else torch.zeros((), device=self._world.device)
+        return self._finish_loss(summed) if self.partition.has_mean_loss else summed
 
     def _run_schedule(self, schedule: Any) -> list[Tensor]:
         """Run one schedule; returns the losses on the rank of the last stage."""
@@ -198,7 +199,7 @@ class PipelineModel(ParallelModel):
         with autocast(self._spec.precision, self._world.device):
             handed: Tensor = self._stage_forward.run(stage, self._learnable.inputs(batch), received)
             if stage == len(self._stage_ranks) - 1:
-                return self._scale_loss(self._learnable.loss(handed, batch))
+                return self._weigh_loss(self._learnable.loss(handed, batch), count_samples(batch))
         expected = self._stage_outputs[stage]
         if (handed.shape, handed.dtype) != (expected.shape, expected.dtype):
             problem = f"was handed {list(handed.shape)} {handed.dtype}, not {list(expected.shape)} {expected.dtype}"
@@ -209,10 +210,17 @@ class PipelineModel(ParallelModel):
         handed = handed.clone(memory_format=torch.contiguous_format) if is_view else handed.contiguous()
         return handed if handed.requires_grad else handed.detach().requires_grad_()
 
-    def _scale_loss(self, loss: Tensor) -> Tensor:
-        if loss.ndim:
-            raise ConfigError("Task.loss", list(loss.shape), "is not a scalar", "return the mean over the samples")
-        return loss / (self._spec.accumulate * self._num_micro_batches)
+    def _weigh_loss(self, loss: Loss, num_samples: int) -> Tensor:
+        weight = 1.0 / (self._spec.accumulate * self._num_micro_batches)
+        return self._counts.weigh(LOSS, require_loss(loss), weight, num_samples)
+
+    def _finish_loss(self, summed: Tensor) -> Tensor:
+        """Divide loss and gradients of a `Mean` by its count over all data ranks. Collective."""
+        mine = self._counts.take(lambda counts: counts).get(LOSS, torch.zeros((), device=self._world.device))
+        self.step_weight = self.sum_over_data_ranks(mine.double()) / self.num_data_ranks
+        factor = invert_count(self.step_weight)
+        gradients.scale(self._weights.local_parameters.values(), factor)
+        return summed * factor
 
     def _get_schedule(self, batch: Any) -> Any:
         """The schedule for micro-batches of this form; a pass in evaluation mode finds the stages' outputs."""
@@ -258,18 +266,26 @@ class PipelineModel(ParallelModel):
                     names = list(means)
                     if observe is not None and num_samples:
                         observe(outputs, part)
-                    sums.append(torch.stack([mean.double() for mean in means.values()]) * share)
+                    counted = num_samples * share
+                    sums.append(torch.stack([split_mean(mean, counted) for mean in means.values()]))
         self._check_usage([])
         last = self._degrees.rank(self._groups.coordinates._replace(pipeline=self._stage_ranks[-1]))
         if not self._metric_names:
             box = [names if self._has_last else None]
             dist.broadcast_object_list(box, last, self._groups.pipeline)
             self._metric_names = box[0] or []
-        blank = torch.zeros(len(self._metric_names), dtype=torch.float64, device=self._world.device)
+        blank = torch.zeros(len(self._metric_names), 2, dtype=torch.float64, device=self._world.device)
         values = torch.stack(sums).sum(0) if self._has_last else blank
         dist.broadcast(values, last, self._groups.pipeline)
-        values = values * num_samples if num_samples else torch.zeros_like(values)
-        return dict(zip(self._metric_names, values.float().unbind(), strict=True))
+        return dict(zip(self._metric_names, values.unbind(), strict=True))
+
+    def measure_loss(self, batch: Any) -> Tensor | None:
+        self._stage_outputs = {}
+        with eval_mode(self._model), torch.no_grad():
+            outputs = self._run_forward(batch)
+            loss = self._learnable.loss(outputs, batch) if self._has_last else None
+        self._check_usage([])
+        return loss if isinstance(loss, Tensor) else None
 
     def _run_forward(self, batch: Any) -> Any:
         """The model's outputs, on the rank of the last stage; None elsewhere."""

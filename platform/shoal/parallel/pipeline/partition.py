@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shoal.errors import PlanError
 from shoal.parallel.comm.world import World
+from shoal.parallel.loss import Mean, get_value
 from shoal.parallel.model import TaskProtocol, compute_loss_and_metrics
 from shoal.parallel.pipeline.split_points import (
     ModuleCall,
@@ -37,6 +38,7 @@ class StagePartition:
     parameters:  the stages that use a parameter, by its first name; the first stage if none does
     buffers:     the stage that stores a buffer, by each of its names
     forward_s, backward_s: measured, of each stage and micro-batch, when the partition was made
+    has_mean_loss: whether the Task's loss is a `Mean`, which only the last stage sees
     """
 
     calls: list[ModuleCall]
@@ -46,6 +48,7 @@ class StagePartition:
     buffers: dict[str, int]
     forward_s: list[float]
     backward_s: list[float]
+    has_mean_loss: bool
 
 
 def partition_model(
@@ -67,9 +70,13 @@ def partition_model(
 def _find_partition(
     model: nn.Module, learnable: TaskProtocol, batch: Any, num_stages: int, world: World, context: Callable[[], Any]
 ) -> StagePartition:
+    kinds: set[type] = set()
+
     def run() -> Tensor:
         with context():
-            return learnable.loss(model(*learnable.inputs(batch)), batch)
+            loss = learnable.loss(model(*learnable.inputs(batch)), batch)
+            kinds.add(type(loss))
+            return get_value(loss)
 
     found = profile_splits(model, run, world.device)
     found.changed = find_changed_buffers(model, run, found.split_points)
@@ -86,7 +93,7 @@ def _find_partition(
         if refused is None:
             cut = _find_invalid_split(model, learnable, batch, found, cuts, context)
             if cut is None:
-                return _build_partition(found, cuts)
+                return _build_partition(found, cuts, Mean in kinds)
             refused = cut, _make_plan_error(cut)
         cut, refusal = refused
         if wanted is not None:
@@ -156,7 +163,7 @@ def _run_in_stages(
 def _stack_metrics(learnable: TaskProtocol, outputs: Any, batch: Any) -> Tensor:
     """The numbers by which a model is compared: the loss and the metrics."""
     return torch.stack(
-        [each.detach().double() for each in compute_loss_and_metrics(learnable, outputs, batch).values()]
+        [get_value(each).detach().double() for each in compute_loss_and_metrics(learnable, outputs, batch).values()]
     )
 
 
@@ -191,7 +198,7 @@ def _map_segments_to_stages(found: SplitProfile, cuts: Sequence[SplitPoint]) -> 
     return [0, *(bisect_right(begins, cut.call) for cut in found.split_points)]
 
 
-def _build_partition(found: SplitProfile, cuts: list[SplitPoint]) -> StagePartition:
+def _build_partition(found: SplitProfile, cuts: list[SplitPoint], has_mean_loss: bool) -> StagePartition:
     stage = _map_segments_to_stages(found, cuts)
     costs = [[0.0, 0.0] for _ in range(len(cuts) + 1)]
     for part, (forward_s, backward_s) in enumerate(found.cost_s):
@@ -208,6 +215,7 @@ def _build_partition(found: SplitProfile, cuts: list[SplitPoint]) -> StagePartit
         {name: stage[part] for name, part in found.buffers.items()},
         [forward_s for forward_s, _ in costs],
         [backward_s for _, backward_s in costs],
+        has_mean_loss,
     )
 
 

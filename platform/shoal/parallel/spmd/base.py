@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.batch_tree import count_samples
-from shoal.errors import ConfigError, PlanError
+from shoal.errors import PlanError
 from shoal.parallel.comm.collective_timer import CollectiveTimer
 from shoal.parallel.comm.shm_all_reduce import ShmAllReduce
 from shoal.parallel.comm.world import World
@@ -24,6 +24,7 @@ from shoal.parallel.layers.batch_norm import DataGroup, globalise_batch_norm
 from shoal.parallel.layers.compile import compile_module
 from shoal.parallel.layers.dropout import DropoutRng, seed_dropout
 from shoal.parallel.layers.precision import LossScale, autocast
+from shoal.parallel.loss import LOSS, Loss, Mean, StepCounts, invert_count, require_loss, split_mean
 from shoal.parallel.micro_batches import split_micro_batches
 from shoal.parallel.model import Observer, ParallelModel, TaskProtocol, compute_loss_and_metrics
 from shoal.parallel.spec import ParallelSpec
@@ -65,6 +66,7 @@ class SpmdModel(ParallelModel):
         self._train_step = get_train_step(learnable)
         self._phase_parameters: Mapping[str, list[nn.Parameter]] = {}
         self._loss_scale = LossScale() if spec.precision == "fp16" else None
+        self._counts = StepCounts()
         self._collect_trainable()
 
     # -- a step
@@ -90,7 +92,7 @@ class SpmdModel(ParallelModel):
                 self._raise_thawed()
         for parameter in self._trainable:
             parameter.grad = None
-        self.step_losses = {}
+        self.step_losses, self.step_weight, self._counts = {}, 1.0, StepCounts()
         micro_batches = self._split_batch(batch, share)
         if self._phase_parameters:
             return self._run_phases(micro_batches, step)
@@ -99,7 +101,7 @@ class SpmdModel(ParallelModel):
             with self._gradient_sync_context(index == len(micro_batches) - 1):
                 losses.append(self._micro_step(part, step, index, weight))
         self._exchange_gradients()
-        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        return self._finish_losses(losses[0] if len(losses) == 1 else torch.stack(losses).sum(), LOSS)
 
     def _split_batch(self, batch: Any, share: float) -> list[tuple[Any, float]]:
         """The micro-batches of a step, and the weight of each one's mean loss."""
@@ -127,6 +129,7 @@ class SpmdModel(ParallelModel):
         for index in itertools.count(0, len(steps)):
             gradients.clear(self._trainable)
             name: str | None = None
+            summed = torch.zeros_like(total)
             for each, (part, weight) in zip(steps, micro_batches, strict=True):
                 self._dropout_rng.begin_micro_step(step, index, count_samples(part))
                 with autocast(self._spec.precision, self._world.device):
@@ -134,11 +137,14 @@ class SpmdModel(ParallelModel):
                 if found is None:
                     return total
                 name, loss = found
-                (loss * weight).backward(inputs=get_phase_parameters(self._phase_parameters, name))
-                total += weight * loss.detach()
-                self._add_losses({f"{name}_loss": weight * loss.detach()})
+                weighted = self._counts.weigh(f"{name}_loss", loss, weight, count_samples(part))
+                weighted.backward(inputs=get_phase_parameters(self._phase_parameters, name))
+                summed += weighted.detach()
             assert name is not None
             self._exchange_gradients()
+            summed = self._finish_losses(summed, f"{name}_loss")
+            total += summed
+            self._add_losses({f"{name}_loss": summed})
             self._take_step(name)
         raise AssertionError
 
@@ -151,19 +157,39 @@ class SpmdModel(ParallelModel):
         self._dropout_rng.begin_micro_step(step, index, count_samples(batch))
         with autocast(self._spec.precision, self._world.device):
             loss = self._compute_loss(batch, weight)
-        weighted = loss if weight == 1.0 else loss * weight
+        weighted = self._counts.weigh(LOSS, loss, weight, count_samples(batch))
         self._backward(weighted if self._loss_scale is None else weighted * self._loss_scale.value)
         return weighted.detach()
 
-    def _compute_loss(self, batch: Any, weight: float) -> Tensor:
+    def _compute_loss(self, batch: Any, weight: float) -> Loss:
         if self._train_step is None:
-            loss = self._learnable.loss(self._forward(*self._learnable.inputs(batch)), batch)
-            if loss.ndim:
-                raise ConfigError("Task.loss", list(loss.shape), "is not a scalar", "return the mean over the samples")
-            return loss
+            return require_loss(self._learnable.loss(self._forward(*self._learnable.inputs(batch)), batch))
         loss, named = split_losses(self._train_step(self.module, batch))
-        self._add_losses({name: weight * value for name, value in named.items()})
+        size = count_samples(batch)
+        self._add_losses(
+            {name: self._counts.weigh(name, value, weight, size).detach() for name, value in named.items()}
+        )
         return loss
+
+    def _finish_losses(self, summed: Tensor, name: str) -> Tensor:
+        """Divide the sums of this step's `Mean`s by their counts over all ranks: gradients, loss and further losses.
+
+        summed: the sum of the loss `name`, which has the gradients. Collective if there are any
+        """
+        counts = self._counts.take(self._average_over_ranks)
+        for each, count in counts.items():
+            if each in self.step_losses:
+                self.step_losses = {**self.step_losses, each: self.step_losses[each] * invert_count(count)}
+        if name not in counts:
+            return summed
+        if name == LOSS:
+            self.step_weight = counts[name]
+        factor = invert_count(counts[name])
+        gradients.scale(self._trainable, factor)
+        return summed * factor
+
+    def _average_over_ranks(self, values: Tensor) -> Tensor:
+        return values if self._ranks is None else self._ranks.sum(values) / self._ranks.size
 
     def _add_losses(self, named: Mapping[str, Tensor]) -> None:
         before = self.step_losses
@@ -187,9 +213,19 @@ class SpmdModel(ParallelModel):
             means = compute_loss_and_metrics(self._learnable, outputs, batch)
         if observe is not None and num_samples:
             observe(outputs, batch)
-        if not num_samples:
-            return {name: torch.zeros_like(mean, dtype=torch.float32) for name, mean in means.items()}
-        return {name: mean.float() * num_samples for name, mean in means.items()}
+        return {name: split_mean(mean, num_samples) for name, mean in means.items()}
+
+    def measure_loss(self, batch: Any) -> Tensor | None:
+        with eval_mode(self.module):
+            if self._train_step is None:
+                with torch.no_grad():
+                    loss = self._learnable.loss(self.module(*self._learnable.inputs(batch)), batch)
+            else:
+                found = self._train_step(self.module, batch)
+                if isinstance(found, Iterator):
+                    return None
+                loss, _ = split_losses(found)
+        return None if isinstance(loss, Mean) else loss.detach()
 
     def sum_over_data_ranks(self, values: Tensor) -> Tensor:
         if self._data_group is None:

@@ -20,6 +20,7 @@ from shoal.errors import PlanError
 from shoal.parallel.comm.world import World
 from shoal.parallel.layers.batch_norm import globalise_batch_norm
 from shoal.parallel.layers.compile import compile_module
+from shoal.parallel.loss import get_value
 from shoal.parallel.micro_batches import split_micro_batches
 from shoal.parallel.model import TaskProtocol
 from shoal.parallel.spec import ParallelSpec
@@ -111,7 +112,7 @@ def _find_gradient_order(model: nn.Module, learnable: TaskProtocol, batch: Any) 
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     hooks = [each.register_post_accumulate_grad_hook(order.append) for each in parameters]
     with preserve_module(model), preserve_rng():
-        learnable.loss(model(*learnable.inputs(batch)), batch).backward()
+        get_value(learnable.loss(model(*learnable.inputs(batch)), batch)).backward()
     for hook in hooks:
         hook.remove()
     return order

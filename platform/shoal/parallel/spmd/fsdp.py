@@ -67,6 +67,11 @@ class FsdpModel(TimedCollectivesMixin):
         self._usage_check.check([], self._world.device)
         return sums
 
+    def measure_loss(self, batch: Any) -> Tensor | None:
+        loss = super().measure_loss(batch)
+        self._usage_check.check([], self._world.device)
+        return loss
+
     @contextmanager
     def _defer_gradient_sync(self) -> Iterator[None]:
         assert isinstance(self.module, FSDPModule)

@@ -67,7 +67,7 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float, device: torch.devi
     return norm
 
 
-def scale(parameters: Iterable[nn.Parameter], factor: float) -> None:
+def scale(parameters: Iterable[nn.Parameter], factor: float | Tensor) -> None:
     grads = [get_local_values(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if grads:
         torch._foreach_mul_(grads, factor)

@@ -19,6 +19,7 @@ from torch import nn
 
 from shoal.batch_tree import move_to_device, slice_samples
 from shoal.errors import PlanError
+from shoal.parallel.loss import get_value
 from shoal.parallel.model import TaskProtocol
 from shoal.parallel.state.module_snapshot import has_hooks, preserve_module
 from shoal.parallel.tensor.dataflow import is_activation_used_elsewhere, is_weight_used_elsewhere
@@ -77,7 +78,7 @@ def find_tensor_plan(model: nn.Module, learnable: TaskProtocol, size: int, examp
         return TensorPlan(styles)
     few = move_to_device(slice_samples(example, slice(NUM_TRIAL_SAMPLES)), next(model.parameters()).device)
     with preserve_module(model):
-        trace = trace_model(model, learnable.inputs(few), lambda outputs: learnable.loss(outputs, few))
+        trace = trace_model(model, learnable.inputs(few), lambda outputs: get_value(learnable.loss(outputs, few)))
         plan = _verify_given_plan(trace, styles, size) if given is not None else _search_plan(trace, size)
     plan.modified_in_place = trace.modified_in_place & plan.styles.keys()
     _add_reasons(model, plan)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ConfigError
+from shoal.parallel.loss import get_value
 from shoal.population.engines.engine import MemberChunk, MemberEngine
 from shoal.population.engines.member_dropout import replace_dropout
 from shoal.population.member_rows import MemberRows
@@ -49,7 +50,7 @@ class LoopedEngine(MemberEngine):
             self._bind(chunk, index)
             content = batch.of_member(index)
             with self._exchange(generator):
-                loss = self.objective.loss(self.model(*self.objective.inputs(content)), content)
+                loss = get_value(self.objective.loss(self.model(*self.objective.inputs(content)), content))
                 if not isinstance(loss, Tensor) or loss.ndim:
                     kind = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
                     raise ConfigError("loss", kind, "is no scalar tensor", "return the mean over the batch")

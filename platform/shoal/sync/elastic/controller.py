@@ -43,7 +43,7 @@ class ElasticController(Controller):
         self._donor: int | None = None  # the worker that writes its state
         self._owed: tuple[Any, ...] | None = None  # the donor's answer, when its step was taken meanwhile
         self._given_at = self._giving_at = -1  # steps that are in the state in memory; in the one that is written
-        self._pushes: list[tuple[int, int, list[int]]] = []  # of the step that is taken now: worker, samples, absent
+        self._pushes: list[tuple[int, float, list[int]]] = []  # of the step that is taken now: worker, weight, absent
         self.num_restarts = self.num_healed = 0
         super().__init__(address, [], clock, timeout_s, keys)
 
@@ -123,7 +123,7 @@ class ElasticController(Controller):
         return answer
 
     def _commit(self, updates: list[Update]) -> None:
-        self._pushes = [(each.worker, each.num_batches, each.absent) for update in updates for each in update.pushes]
+        self._pushes = [(each.worker, each.weight, each.absent) for update in updates for each in update.pushes]
         super()._commit(updates)
         self._pushes = []
 

@@ -29,15 +29,16 @@ EXCHANGE_S = 0.25  # between two exchanges of signals
 
 @dataclass(frozen=True)
 class ReplicaState:
-    """What a worker gives to one that joins, and the samples of its present step.
+    """What a worker gives to one that joins, and how its present gradients count.
 
-    get, load:     weights, buffers, optimiser and counters
-    count_samples: (of this worker, of the global batch with all workers)
+    get, load:   weights, buffers, optimiser and counters
+    get_weights: (factor of this worker's gradients, their weight): a step divides the sum of all workers' gradients, by
+                 their factors, by the sum of the weights
     """
 
     get: Callable[[], dict[str, Any]]
     load: Callable[[dict[str, Any]], None]
-    count_samples: Callable[[], tuple[int, int]]
+    get_weights: Callable[[], tuple[float, float]]
 
 
 class ElasticSync(Synchronizer):
@@ -112,10 +113,12 @@ class ElasticSync(Synchronizer):
                 part.zero_()
             else:
                 part.copy_(gradient.reshape(-1))
+        factor, weight = self._state.get_weights()
+        if factor != 1.0:
+            mine *= factor
         absent = [index for index, gradient in enumerate(found) if gradient is None]
-        num_samples, num_global = self._state.count_samples()
         key = self._worker, self._incarnation, self._clock, self._version
-        self._pushes.send("prepare", msgspec.to_builtins(Push(*key, absent=absent, num_batches=num_samples)))
+        self._pushes.send("prepare", msgspec.to_builtins(Push(*key, absent=absent, weight=weight)))
         while (answer := self._pushes.receive()) == GIVE:
             self._write_state()
             self._pushes.send("give", self._worker, False)
@@ -125,16 +128,15 @@ class ElasticSync(Synchronizer):
         self._version, self._clock, self._is_stopping, pushes = answer
         self._is_taken = bool(pushes)
         if self._is_taken:
-            self._take_mean(pushes, before, num_global)
+            self._take_mean(pushes, before)
         self.waited_s += time.perf_counter() - began_s
 
-    def _take_mean(self, pushes: list[tuple[int, int, list[int]]], version: int, num_global: int) -> None:
-        """A worker's gradient is that of its mean loss, times its samples relative to an equal division."""
+    def _take_mean(self, pushes: list[tuple[int, float, list[int]]], version: int) -> None:
         assert self._memory is not None
         total = torch.zeros_like(self._memory.get_gradient(self._worker, version))
         for worker, _, _ in pushes:
             total += self._memory.get_gradient(worker, version)
-        total /= self._num_workers * sum(samples for _, samples, _ in pushes) / num_global
+        total /= sum(weight for _, weight, _ in pushes) or 1.0  # no sample may have counted
         absent = set.intersection(*(set(each) for _, _, each in pushes))
         for index, part in enumerate(total.split(self._sizes)):
             parameter = self._parameters[index]

@@ -28,7 +28,8 @@ class Push(msgspec.Struct, frozen=True):
     settings: of the optimiser's groups at this step
     num_bytes: that the gradient has, as it was sent
     num_steps: of the worker since its push before
-    num_batches: micro-batches of which the gradient is the mean, or local steps that are in a change: its weight
+    weight:   of the gradient in the mean of an update: the micro-batches of which it is the mean, or the local steps that
+              are in a change; if the loss is a `Mean`, the counts of these
     batch_s:  that one of them took
     """
 
@@ -41,7 +42,7 @@ class Push(msgspec.Struct, frozen=True):
     settings: Settings = []
     num_bytes: int = 0
     num_steps: int = 1
-    num_batches: int = 1
+    weight: float = 1.0
     batch_s: float = 0.0
 
 

@@ -59,7 +59,7 @@ class LocalStepsSync(ParameterServerSync):
         self._position = 0  # steps in this cycle
         self._fragment = 0  # which is exchanged next
         self._num_unsent = 0  # steps since the last push
-        self._ages = [0] * num  # steps since the last push of each fragment
+        self._ages = [0.0] * num  # steps since the last push of each fragment, by their weights
         self._arrives_in: int | None = None  # steps until the merge of the fragment on its way is used
         self._pulled: list[Tensor] = []  # the weights from which changes count
         self._retained: list[Tensor] = []  # the worker's own weights, while the model has those of the servers
@@ -95,7 +95,8 @@ class LocalStepsSync(ParameterServerSync):
         self.num_steps += 1
         self._num_unsent += 1
         self._position += 1
-        self._ages = [age + 1 for age in self._ages]
+        weight = self.get_step_weight()
+        self._ages = [age + weight for age in self._ages]
         if self._arrives_in is not None:
             self._arrives_in -= 1
             if self._arrives_in == 0:
@@ -114,7 +115,7 @@ class LocalStepsSync(ParameterServerSync):
         for index in chosen:
             changes[index] = self._pulled[index] - self._parameters[index].detach()
         self._begin_push(changes, chosen, self._num_unsent, self._ages[self._fragment])
-        self._ages[self._fragment] = self._num_unsent = 0
+        self._ages[self._fragment], self._num_unsent = 0.0, 0
         self._arrives_in = self._spec.delay
         if self._spec.delay == 0:
             self._use_merged()

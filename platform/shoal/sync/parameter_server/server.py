@@ -92,15 +92,14 @@ class ParameterServer:
         has_late = any(self._late_weights[index] for index in present)
         if not others and not has_late:
             return gradient
-        unit = max(
-            push.num_batches for push in pushes
-        )  # so that equal weights are 1, and the mean to the bit the plain one
-        gradient = self._gradient.copy_(gradient).mul_(first.num_batches / unit)
+        # So that equal weights are 1, and the mean to the bit the plain one. No sample may have counted in any.
+        unit = max(push.weight for push in pushes) or 1.0
+        gradient = self._gradient.copy_(gradient).mul_(first.weight / unit)
         for push in others:
-            gradient.add_(self._compensate(push), alpha=push.num_batches / unit)
-        total = sum(push.num_batches / unit for push in pushes)
+            gradient.add_(self._compensate(push), alpha=push.weight / unit)
+        total = sum(push.weight / unit for push in pushes)
         if not has_late:
-            return gradient.div_(total)
+            return gradient.div_(total or 1.0)
         for index in present:
             late, part = self._slice(self._late, index), self._slice(gradient, index)
             part.add_(late, alpha=1 / unit).div_(total + self._late_weights[index] / unit)
@@ -113,8 +112,8 @@ class ParameterServer:
             self._late = torch.zeros_like(self._weights)
         gradient = self._compensate(push)
         for index in present:
-            self._slice(self._late, index).add_(self._slice(gradient, index), alpha=push.num_batches)
-            self._late_weights[index] += push.num_batches
+            self._slice(self._late, index).add_(self._slice(gradient, index), alpha=push.weight)
+            self._late_weights[index] += push.weight
 
     def _slice(self, vector: Tensor, index: int) -> Tensor:
         """The piece of this index."""

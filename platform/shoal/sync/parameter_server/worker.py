@@ -64,13 +64,14 @@ class ParameterServerSync(Synchronizer):
             self._links.append(ServerLink(client, self._partition, index, worker, spec))
         self._incarnation = self._clock = self._needed = self._version = self._steps = 0
         self._accumulate = self._num_batches = spec.accumulate  # on average, and in the present step
-        self._sums: list[Tensor | None] = []  # of the gradients of the micro-batches so far
-        self._num_done = 0  # micro-batches
+        self._sums: list[Tensor | None] = []  # of the gradients of the micro-batches so far, by their weights
+        self._num_done, self._weight = 0, 0.0  # micro-batches; the sum of their weights
         self._batch_began_s = self._computed_s = 0.0  # this micro-batch; all of the step
         self._is_stopping = False
         self._push: Push  # the newest
         self.num_steps = 0  # of this worker
         self.is_noticed: Callable[[], bool] = lambda: False  # that it is to leave, between two steps
+        self.get_step_weight: Callable[[], float] = lambda: 1.0  # of the newest gradients: `ParallelModel.step_weight`
         self._exchanged_s = time.monotonic()
         self.waited_s = 0.0
 
@@ -162,15 +163,17 @@ class ParameterServerSync(Synchronizer):
             raise TrainError("a parameter server takes dense gradients: use sparse=False, or sync=all_reduce")
         self.num_steps += 1
         self._num_done += 1
+        weight = self.get_step_weight()
+        self._weight += weight
         self._computed_s += time.perf_counter() - self._batch_began_s
         if self._num_batches > 1:
-            found = self._sums = _add_gradients(self._sums, found)
+            found = self._sums = _add_gradients(self._sums, found, weight)
             if self._num_done < self._num_batches:
                 return self._accumulate * self._steps
-            found = [None if each is None else each / self._num_done for each in found]
-        self._begin_push(found, num_batches=self._num_done, batch_s=self._computed_s / self._num_done)
+            found = [None if each is None else each / (self._weight or 1.0) for each in found]
+        self._begin_push(found, weight=self._weight, batch_s=self._computed_s / self._num_done)
         self._finish_push()
-        self._sums, self._num_done, self._computed_s = [], 0, 0.0
+        self._sums, self._num_done, self._weight, self._computed_s = [], 0, 0.0, 0.0
         return self._accumulate * self._steps
 
     def _begin_push(
@@ -178,7 +181,7 @@ class ParameterServerSync(Synchronizer):
         gradients: Sequence[Tensor | None],
         chosen: range | None = None,
         num_steps: int = 1,
-        num_batches: int = 1,
+        weight: float = 1.0,
         batch_s: float = 0.0,
     ) -> None:
         """Bring gradients to all servers, of all parameters or the chosen ones. They may not change until the end."""
@@ -188,7 +191,7 @@ class ParameterServerSync(Synchronizer):
         absent = [index for index, gradient in enumerate(gradients) if gradient is None]
         num_bytes = sum(link.num_bytes for link in self._links)
         key = self._worker, self._incarnation, self._clock, self._version
-        self._push = Push(*key, [], absent, self._get_settings(), num_bytes, num_steps, num_batches, batch_s)
+        self._push = Push(*key, [], absent, self._get_settings(), num_bytes, num_steps, weight, batch_s)
         self._bring_push()
         self.waited_s += time.perf_counter() - began_s
 
@@ -289,14 +292,14 @@ class ParameterServerSync(Synchronizer):
         self._pushes.close()
 
 
-def _add_gradients(sums: list[Tensor | None], found: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The sums with these gradients added; None where there was none so far."""
+def _add_gradients(sums: list[Tensor | None], found: Sequence[Tensor | None], weight: float) -> list[Tensor | None]:
+    """The sums with these gradients, times `weight`, added; None where there was none so far."""
     if not sums:
-        return [None if each is None else each.detach().clone() for each in found]
+        return [None if each is None else each.detach() * weight for each in found]
     for index, each in enumerate(found):
         before = sums[index]
         if before is None:
-            sums[index] = None if each is None else each.detach().clone()
+            sums[index] = None if each is None else each.detach() * weight
         elif each is not None:
-            before += each
+            before.add_(each, alpha=weight)
     return sums

@@ -336,7 +336,7 @@ def _make_synchronizer(
     else:
         made = LocalStepsSync(parts.optimizer, spec.sync, *where)
         parts.outer = made.outer
-    made.is_noticed = is_noticed
+    made.is_noticed, made.get_step_weight = is_noticed, lambda: float(parts.model.step_weight)
     return made
 
 
@@ -348,7 +348,13 @@ def _make_replica_state(parts: TrainComponents) -> ReplicaState:
         parts.load_state(found["state"])
         parts.load_counts(found["counts"])
 
-    return ReplicaState(get, load, lambda: (parts.training.num_samples, parts.training.num_global))
+    def get_weights() -> tuple[float, float]:
+        weight = parts.model.step_weight
+        if isinstance(weight, torch.Tensor):  # of a `Mean`, by which its gradients are not multiplied yet
+            return float(weight), float(weight)
+        return 1.0, parts.training.relative_share
+
+    return ReplicaState(get, load, get_weights)
 
 
 def run_worker(spec: TrainSpec, index: int, addresses: Addresses, run_id: str, folder: Path) -> None:

@@ -21,6 +21,7 @@ from shoal.data.fingerprint import fingerprint
 from shoal.data.loader import load_first_batch
 from shoal.errors import ConfigError, DataError, OutOfMemory, PlanError, summarize_error
 from shoal.parallel.comm.world import choose_device
+from shoal.parallel.loss import Mean, require_loss
 from shoal.parallel.state.module_snapshot import eval_mode
 from shoal.parallel.validate import check_plan
 from shoal.random_state import preserve_rng, seed_everything
@@ -211,12 +212,16 @@ def _find_metric_names(spec: TrainSpec, task: Task, model: nn.Module, batch: obj
         problem = f"{type(task).__name__}.metrics has a 'loss', which would take the place of the loss itself"
         raise ConfigError("task", spec.task, problem, "give it another name")
     for name, value in found.items():
+        if isinstance(value, Mean):
+            require_loss(value, f"{type(task).__name__}.{'loss' if name == 'loss' else f'metrics: {name!r}'}")
+            continue
         # A metric of shape [1] counts as a number; the first step of any plan rejects a loss of that shape.
         if not isinstance(value, Tensor) or value.numel() != 1 or (name == "loss" and value.ndim):
             kind = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             called = "loss" if name == "loss" else f"metrics: {name!r}"
             problem = f"{type(task).__name__}.{called} gave {kind}"
-            raise ConfigError("task", spec.task, problem, "return the mean over the batch, as a scalar tensor")
+            remedy = "return a scalar tensor, the mean over the samples, or a shoal.Mean(total, count)"
+            raise ConfigError("task", spec.task, problem, remedy)
     return [*found, *task.stateful_metrics()]
 
 

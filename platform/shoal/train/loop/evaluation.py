@@ -5,6 +5,7 @@ Called by the Trainer, the launchers and the CLI. Does not change the model.
 
 from __future__ import annotations
 
+import math
 from zlib import crc32
 
 import torch
@@ -19,29 +20,27 @@ from shoal.train.stateful_metric import MetricSet
 def evaluate(model: ParallelModel, loader: Loader, stateful: MetricSet | None = None) -> dict[str, float]:
     """The mean loss and metrics over every sample of `loader`, each counted once. Collective.
 
+    A `Mean` is the sum of its totals over the sum of its counts; NaN if no sample counts.
+
     stateful: further metrics, over the same samples
 
     Raises ConfigError for metrics that only some batches have, since their mean would be undefined.
     """
     sums: dict[str, Tensor] = {}
-    num_samples = 0
     for batch in loader:
         found = model.evaluate(batch, loader.num_samples, None if stateful is None else stateful.observe)
         if sums and found.keys() != sums.keys():
             raise _make_uneven_metrics_error(sorted(found.keys() ^ sums.keys()))
-        sums = {name: found[name].double() + sums.get(name, 0.0) for name in sums or found}
-        num_samples += loader.num_samples
+        sums = {name: found[name] + sums.get(name, 0.0) for name in sums or found}
     further = {} if stateful is None else stateful.compute()
     names = sorted(sums)
     if not names:
         return further
-    values = torch.stack([sums[name] for name in names])
+    values = torch.stack([sums[name] for name in names])  # [K, 2]
     if model.num_data_ranks > 1 and not _is_same_on_all_ranks(repr(names), model, values):
         raise _make_uneven_metrics_error(names)
-    counted = torch.cat([values, values.new_tensor([num_samples])])  # on the same device
-    *totals, count = model.sum_over_data_ranks(counted).tolist()
-    means = {name: total / count for name, total in zip(names, totals, strict=True)}
-    return {name: means[name] for name in sums} | further
+    totals = dict(zip(names, model.sum_over_data_ranks(values).tolist(), strict=True))
+    return {name: total / count if count else math.nan for name in sums for total, count in [totals[name]]} | further
 
 
 def _is_same_on_all_ranks(words: str, model: ParallelModel, like: Tensor) -> bool:

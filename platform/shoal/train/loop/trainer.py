@@ -31,6 +31,7 @@ from shoal.train.loop.components import TrainComponents, build_components
 from shoal.train.loop.evaluation import evaluate
 from shoal.train.loop.oom import explain_error, translate_lost_ranks
 from shoal.train.loop.pending_losses import PendingStep, sum_losses, sum_named_losses
+from shoal.train.loop.split_check import check_split_loss
 from shoal.train.loop.stopping import StopDecision, StopPolicy
 from shoal.train.loop.throughput import ThroughputMeter
 from shoal.train.optim.selective_backprop import count_profiled_steps
@@ -165,6 +166,8 @@ class Trainer:
         norm = None
         self._sync.before_step()
         try:
+            if self._is_first_step and self.spec.check_loss and self.spec.splits_batches:
+                check_split_loss(parts.model, batch, self.world, type(self.task).__name__)
             with self._profiler.step() if self._profiler is not None else nullcontext():
                 if parts.has_phases:
                     self._wait_until_copied()
@@ -184,9 +187,9 @@ class Trainer:
             raise better from error
         if parts.average is not None:
             parts.average.update()
-        named = parts.model.step_losses
+        named, weight = parts.model.step_losses, parts.model.step_weight
         self._loss_names = self._loss_names or tuple(sorted(named))
-        self._pending_steps.append(PendingStep(step, loss, norm, parts.training.last_indices, named))
+        self._pending_steps.append(PendingStep(step, loss, norm, parts.training.last_indices, named, weight))
         self._callbacks.end_step(self._progress.step, loss)
         self._meter.count_step(self.spec.batch_size * (self._progress.step - step))
         if self._profiler is not None and self._profiler.is_due:
@@ -252,10 +255,10 @@ class Trainer:
 
         Saving, evaluating and reporting wait until this has found every loss so far to be finite.
         """
-        loss, is_finite = sum_losses(self._pending_steps)
+        loss, weight, is_finite = sum_losses(self._pending_steps)
         named = sum_named_losses(self._pending_steps, self._loss_names)
         elapsed_s = time.monotonic() - self._began_s
-        num_losses = len(self._pending_steps) / self._parts.degrees.pipeline  # one rank of a pipeline has it
+        num_losses = weight / self._parts.degrees.pipeline  # one rank of a pipeline has it
         mine = RankSignals(self._should_stop(), elapsed_s, not is_finite, loss, num_losses)
         signs = self._sync.exchange(mine._replace(ends=bool(self._callbacks.stop_reason), named_losses=named))
         self._progress.elapsed_s += signs.elapsed_s - self._elapsed_s

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from shoal.batch_tree import count_samples, map_tensors, slice_samples, tensors_of
 from shoal.errors import ConfigError
+from shoal.parallel.loss import get_value
 from shoal.parallel.model import ParallelModel
 from shoal.parallel.state.module_snapshot import eval_mode
 from shoal.train.optim.ema import reshard_modules
@@ -124,7 +125,8 @@ def _compute_sample_losses(task: Task, outputs: Any, batch: Any, size: int) -> T
         if any(tensor.ndim == 0 or len(tensor) != size for tensor in tensors_of(outputs)):
             raise ConfigError("selective_backprop", name, "the model's outputs do not have a row a sample", _REMEDY)
         ones = [slice(index, index + 1) for index in range(size)]
-        losses = torch.stack([task.loss(slice_samples(outputs, one), slice_samples(batch, one)) for one in ones])
+        each = [task.loss(slice_samples(outputs, one), slice_samples(batch, one)) for one in ones]
+        losses = torch.stack([get_value(loss) for loss in each])
     if losses.shape != (size,):
         problem = f"losses of {size} samples have the shape {tuple(losses.shape)}"
         raise ConfigError("selective_backprop", name, problem, _REMEDY)

@@ -1,0 +1,118 @@
+"""What a Task's loss or metric divides by: the number of samples, or a count of its own (`Mean`).
+
+Owns `Mean`, and the sums that make one mean of the parts of a batch. Called by every plan, and by what runs a model
+outside training. Communicates nothing itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.errors import ConfigError
+
+LOSS = "loss"  # the name of what a step minimises
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A loss or metric as a numerator and a denominator, for one that is no mean over the samples of the batch.
+
+        total = cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+        return shoal.Mean(total, (labels != -100).sum())
+
+    Totals and counts of all micro-batches and ranks are added up before they are divided, so a batch has the gradients
+    of one process however it is split. A part of count 0 adds nothing. Multiply `total` to scale a loss.
+
+    total: scalar tensor: the sum of the terms
+    count: scalar, at least 0: the number of terms, or the sum of their weights
+    """
+
+    total: Tensor
+    count: Tensor | float
+
+    def value(self) -> Tensor:
+        """Scalar: the mean; 0 if the count is 0."""
+        return self.total * invert_count(torch.as_tensor(self.count, dtype=self.total.dtype, device=self.total.device))
+
+
+Loss = Tensor | Mean
+
+
+def require_loss(loss: object, field: str = "Task.loss") -> Loss:
+    """Raises ConfigError for what is neither a scalar tensor nor a Mean of two scalars."""
+    if isinstance(loss, Tensor) and loss.ndim == 0:
+        return loss
+    if isinstance(loss, Mean):
+        for name, value in (("total", loss.total), ("count", loss.count)):
+            if isinstance(value, Tensor) and value.ndim:
+                problem = f"gave a Mean whose {name} is a tensor {list(value.shape)}"
+                raise ConfigError(field, name, problem, f"add the {name} up to a scalar")
+        if isinstance(loss.total, Tensor):
+            return loss
+        raise ConfigError(field, "total", f"gave a Mean whose total is a {type(loss.total).__name__}", "give a tensor")
+    what = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+    remedy = "return a scalar tensor, the mean over the samples, or a shoal.Mean(total, count)"
+    raise ConfigError(field, what, "is not a scalar", remedy)
+
+
+def get_value(loss: Loss) -> Tensor:
+    """The loss of a batch that is not split, as a scalar."""
+    return loss.value() if isinstance(loss, Mean) else loss
+
+
+def split_mean(loss: Loss, num_samples: float) -> Tensor:
+    """[2], float64: what to add up over the parts of a batch: numerator and denominator. Detached.
+
+    num_samples: of this part that count; 0: the part adds nothing
+    """
+    if not isinstance(loss, Mean):
+        mean = loss.detach().double().reshape(())
+        return torch.stack([mean * num_samples if num_samples else torch.zeros_like(mean), mean.new_tensor(num_samples)])
+    total = loss.total.detach().double().reshape(())
+    both = torch.stack([total, torch.as_tensor(loss.count, dtype=total.dtype, device=total.device).reshape(())])
+    return both if num_samples else torch.zeros_like(both)
+
+
+class StepCounts:
+    """The counts of a step's `Mean`s, by name, added up over its micro-batches.
+
+    They are relative to the number of samples that a rank has when the global batch is divided equally: then a sum of
+    gradients has the scale of a mean until `divide` is called, whatever the counts are.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[str, Tensor] = {}
+
+    def weigh(self, name: str, loss: Loss, weight: float, num_samples: int) -> Tensor:
+        """A micro-batch's part of the step's loss.
+
+        weight: of the micro-batch, if its loss is the mean over its `num_samples` samples
+        """
+        if not isinstance(loss, Mean):
+            return loss if weight == 1.0 else loss * weight
+        each = weight / num_samples
+        dtype = torch.promote_types(loss.total.dtype, torch.float32)
+        count = torch.as_tensor(loss.count, dtype=dtype, device=loss.total.device) * each
+        self._counts[name] = self._counts[name] + count if name in self._counts else count
+        return loss.total * each
+
+    def take(self, average_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """The count of each `Mean` of the step, which begins anew. Collective if there are any.
+
+        average_over_ranks: over the data ranks, as their gradients are averaged
+        """
+        if not self._counts:
+            return {}
+        names = sorted(self._counts)
+        counts = average_over_ranks(torch.stack([self._counts[name] for name in names]))
+        self._counts = {}
+        return dict(zip(names, counts.unbind(), strict=True))
+
+
+def invert_count(count: Tensor) -> Tensor:
+    """The factor that makes a total a mean; 0 for a count of 0, whose total is 0 too."""
+    return torch.where(count > 0, 1.0 / count, torch.zeros_like(count))

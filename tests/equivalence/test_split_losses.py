@@ -1,0 +1,215 @@
+"""A loss with a denominator of its own (class weights, labels that are missing) does not depend on how a batch is split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import BATCH, LENGTH, VOCABULARY, build, full, global_batch, share
+from torch import Tensor, nn
+from torch.nn import functional
+
+from programs import run_ranks
+from shoal.errors import ConfigError
+from shoal.parallel import ParallelSpec, World
+from shoal.parallel.loss import Mean
+from shoal.train.loop.split_check import check_split_loss
+
+NUM_STEPS = 5
+WEIGHTS = torch.linspace(0.1, 20.0, VOCABULARY)
+# Relative to a parameter's norm, after five steps of SGD: sums are taken in another order.
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+
+
+class ClassWeighted:
+    """Divides by the sum of the weights of the batch's classes."""
+
+    def inputs(self, batch: Any) -> tuple[Any, ...]:
+        return (batch[0],)
+
+    def loss(self, outputs: Tensor, batch: Any) -> Any:
+        weights = WEIGHTS.to(outputs)
+        total = functional.cross_entropy(outputs, batch[1], weights, reduction="sum")
+        return Mean(total, weights[batch[1]].sum())
+
+    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Any]:
+        is_low = batch[1] < VOCABULARY // 3
+        return {"low": Mean((outputs.argmax(-1) == batch[1])[is_low].sum(), is_low.sum())}
+
+    def tensor_plan(self) -> dict[str, str] | None:
+        return None
+
+    def pipeline_cuts(self) -> list[str] | None:
+        return None
+
+
+class FewLabels(ClassWeighted):
+    """Three of four samples have no label: some micro-batches have none at all."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Any:
+        labels = torch.where(batch[1] % 4 == 0, batch[1], -100)
+        return Mean(functional.cross_entropy(outputs, labels, reduction="sum"), (labels >= 0).sum())
+
+
+class NoLabels(ClassWeighted):
+    """As in a batch of which nothing counts."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Any:
+        labels = torch.full_like(batch[1], -100)
+        return Mean(functional.cross_entropy(outputs, labels, reduction="sum"), (labels >= 0).sum())
+
+
+class PlainWeighted(ClassWeighted):
+    """The same as a scalar, which is no mean over the samples."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Any:
+        return functional.cross_entropy(outputs, batch[1], WEIGHTS.to(outputs))
+
+
+class OwnStep(ClassWeighted):
+    """By a `train_step` of its own, with a further loss that has another denominator."""
+
+    def train_step(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        outputs = model(batch[0])
+        labels = torch.where(batch[1] % 4 == 0, batch[1], -100)
+        few = Mean(functional.cross_entropy(outputs, labels, reduction="sum"), (labels >= 0).sum())
+        return {"loss": self.loss(outputs, batch), "few": few}
+
+
+def make_blocks() -> nn.Module:
+    """Without dropout and batch statistics, which are those of a micro-batch."""
+    blocks = [nn.Sequential(nn.Linear(24, 24), nn.GELU(), nn.Linear(24, 24)) for _ in range(3)]
+    return nn.Sequential(
+        nn.Embedding(VOCABULARY, 4), nn.Flatten(), nn.Linear(4 * LENGTH, 24), *blocks, nn.Linear(24, VOCABULARY)
+    )
+
+
+def make_double() -> nn.Module:
+    return make_blocks().double()
+
+
+def train(learnable: Any, plan: dict[str, Any], world: World, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """Losses, evaluation and weights. Collective."""
+    factory = make_blocks if dtype == torch.float32 else make_double
+    model = build(factory, ParallelSpec.parse(plan), world, learnable)
+    optimizer = torch.optim.SGD([each for _, each in model.named_parameters()], 0.5)
+    found: dict[str, Any] = {"losses": [], "further": []}
+    for step in range(NUM_STEPS):
+        loss = model.train_step(share(global_batch(step), model.data_rank, model.num_data_ranks), step)
+        found["losses"].append(float(model.sum_over_data_ranks(loss) / model.num_data_ranks))
+        if "few" in model.step_losses:
+            few = model.sum_over_data_ranks(model.step_losses["few"]) / model.num_data_ranks
+            found["further"].append(float(few))
+        optimizer.step()
+    batch = share(global_batch(99), model.data_rank, model.num_data_ranks)
+    sums = model.evaluate(batch, len(batch[1]))
+    found["evaluation"] = {name: model.sum_over_data_ranks(each).tolist() for name, each in sums.items()}
+    found["weights"] = {name: full(each).clone() for name, each in model.full_weights().items()}
+    model.close()
+    return found
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any], dtype: torch.dtype) -> None:
+    tolerance = TOLERANCE[dtype]
+    assert found["losses"] == pytest.approx(expected["losses"], rel=10 * tolerance)
+    assert found["further"] == pytest.approx(expected["further"], rel=10 * tolerance)
+    for name, sums in expected["evaluation"].items():
+        assert found["evaluation"][name] == pytest.approx(sums, rel=10 * tolerance), name
+    for name, weight in found["weights"].items():
+        other = expected["weights"][name]
+        assert float((weight - other).norm() / other.norm()) <= tolerance, name
+
+
+ALONE = {"accumulate": 4}
+TWO: list[dict[str, Any]] = [
+    {},
+    {"shard": True},
+    {"accumulate": 2},
+    {"shard": True, "accumulate": 4},
+    {"data": 1, "tensor": 2},
+    {"data": 1, "pipeline": 2, "micro_batches": 4},
+]
+LEARNABLES = (ClassWeighted, FewLabels, NoLabels)
+CASES = [(learnable, plan, torch.float32) for learnable in LEARNABLES for plan in TWO]
+CASES += [(FewLabels, plan, torch.float64) for plan in TWO if plan.get("tensor", 1) == 1]
+CASES += [(OwnStep, plan, torch.float32) for plan in ({}, {"accumulate": 2})]
+
+
+@pytest.mark.parametrize("learnable", [*LEARNABLES, OwnStep])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_micro_batches_of_one_process(learnable: type, dtype: torch.dtype) -> None:
+    whole, split = (train(learnable(), plan, World.single("cpu"), dtype) for plan in ({}, ALONE))
+    assert_same(split, whole, dtype)
+
+
+def _train_all(world: World) -> list[dict[str, Any]]:
+    return [train(learnable(), plan, world, dtype) for learnable, plan, dtype in CASES]
+
+
+def test_every_plan_of_two_ranks() -> None:
+    ranks = run_ranks(_train_all, 2)
+    for index, (learnable, _, dtype) in enumerate(CASES):
+        expected = train(learnable(), {}, World.single("cpu"), dtype)
+        for found in (rank[index] for rank in ranks):
+            assert_same(found, expected, dtype)
+
+
+def test_a_batch_without_any_label_changes_nothing() -> None:
+    found = train(NoLabels(), ALONE, World.single("cpu"))
+    before = build(make_blocks, ParallelSpec(), World.single("cpu"), NoLabels()).full_weights()
+    assert found["losses"] == [0.0] * NUM_STEPS
+    assert all(torch.equal(weight, before[name]) for name, weight in found["weights"].items())
+
+
+def _check(learnable: Any, plan: dict[str, Any], world: World) -> str:
+    model = build(make_blocks, ParallelSpec.parse(plan), world, learnable)
+    batch = share(global_batch(0), model.data_rank, model.num_data_ranks)
+    try:
+        check_split_loss(model, batch, world, "Weighted")
+    except ConfigError as error:
+        return str(error)
+    finally:
+        model.close()
+    return ""
+
+
+def _check_all(world: World) -> list[str]:
+    return [_check(learnable(), plan, world) for learnable in (PlainWeighted, ClassWeighted) for plan in TWO]
+
+
+def test_the_first_step_rejects_a_scalar_that_is_no_mean_over_samples() -> None:
+    for found in run_ranks(_check_all, 2):
+        rejected, accepted = found[: len(TWO)], found[len(TWO) :]
+        assert all("shoal.Mean(total, count)" in each and "check_loss=false" in each for each in rejected), rejected
+        assert not any(accepted)
+
+
+class Drawn(PlainWeighted):
+    """Adds noise, as losses of diffusion do: its value says nothing about its parts."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Any:
+        return functional.cross_entropy(outputs + torch.randn_like(outputs), batch[1])
+
+
+class PlainStep(ClassWeighted):
+    """A step of its own whose scalar is no mean over the samples."""
+
+    def train_step(self, model: nn.Module, batch: Any) -> Tensor:
+        return functional.cross_entropy(model(batch[0]), batch[1], WEIGHTS)
+
+
+def test_what_the_check_can_judge() -> None:
+    state = torch.get_rng_state()
+    assert not _check(Drawn(), ALONE, World.single("cpu"))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert "the mean of its halves" in _check(PlainStep(), ALONE, World.single("cpu"))
+
+
+def test_means_of_other_shapes_are_rejected() -> None:
+    class Rows(ClassWeighted):
+        def loss(self, outputs: Tensor, batch: Any) -> Any:
+            return Mean(functional.cross_entropy(outputs, batch[1], reduction="none"), BATCH)
+
+    with pytest.raises(ConfigError, match=r"total.*add the total up to a scalar"):
+        train(Rows(), {}, World.single("cpu"))
