@@ -53,12 +53,15 @@ class Member:
         self.worker, self.network = worker, make_network()
         self.optimizer = make_optimizer(self.network)
         self.is_noticed = self.dies_giving = False
-        self.num_samples = NUM_SAMPLES
+        self.num_samples, self.factor = NUM_SAMPLES, 1.0
         self._thread = ThreadPoolExecutor(1)
-        state = ReplicaState(self._get_state, self._load_state, lambda: (self.num_samples, num_workers * NUM_SAMPLES))
+        state = ReplicaState(self._get_state, self._load_state, self._get_weights)
         self.sync = ElasticSync(
             self.optimizer, state, worker, num_workers, address, TIMEOUT_S, is_noticed=lambda: self.is_noticed
         )
+
+    def _get_weights(self) -> tuple[float, float]:
+        return self.factor, self.factor * self.num_samples / NUM_SAMPLES
 
     def _get_state(self) -> dict[str, Any]:
         if self.dies_giving:
@@ -182,6 +185,18 @@ def test_a_gradient_counts_by_its_samples(group: Group) -> None:
     members[1].num_samples, members[2].num_samples = 5, 3  # 12 together
     take_steps(members, range(3))
     torch.testing.assert_close(members[0].weights, train_alone(3 * [{0: 4, 1: 5, 2: 3}], make_adam))
+
+
+def test_a_gradient_counts_by_what_its_loss_divides_by(group: Group) -> None:
+    members = group.begin(0, 1, 2)
+    for member, factor in zip(members, (2.5, 0.0, 2.5), strict=True):  # no sample of worker 1 counts
+        member.factor = factor
+    take_steps(members, range(3))
+    torch.testing.assert_close(members[0].weights, train_alone(3 * [{0: 4, 2: 4}], make_adam))
+    for member in members:
+        member.factor = 0.0
+    take_steps(members, range(3, 4))
+    assert all(each.isfinite().all() for each in members[0].weights)
 
 
 def test_who_dies_before_it_pushes_is_not_in_the_step(group: Group) -> None:

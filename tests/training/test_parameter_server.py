@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +31,18 @@ from shoal.sync.parameter_server.worker import ParameterServerSync
 from shoal.sync.spec import SyncSpec
 
 TIMEOUT_S = 30.0
+Weigh = Callable[[int, int], float]  # of the gradients of (step, worker), as `ParallelModel.step_weight`
+
+
+def weigh_alike(step: int, worker: int) -> float:
+    return 1.0
+
+
+def weigh_differently(step: int, worker: int) -> float:
+    """As a loss that divides by a count of its own: some micro-batches count nothing."""
+    return [2.5, 0.0, 1.5][(step + worker) % 3]
+
+
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 
 
@@ -101,7 +115,12 @@ def running(
 
 
 def train(
-    folder: Path, spec: SyncSpec, num_workers: int, make_optimizer: MakeOptimizer, num_steps: int
+    folder: Path,
+    spec: SyncSpec,
+    num_workers: int,
+    make_optimizer: MakeOptimizer,
+    num_steps: int,
+    weigh: Weigh = weigh_alike,
 ) -> tuple[list[Tensor], dict[int, int], Optimizer]:
     """Every worker in a thread: the chief's weights at the end, how often each τ was seen, the chief's optimiser."""
     found: dict[int, Any] = {}
@@ -115,6 +134,7 @@ def train(
             for step in range(num_steps):
                 sync.before_step()
                 compute_gradients(network, step, worker)
+                sync.get_step_weight = partial(weigh, step, worker)
                 sync.apply_gradients()
             together.wait(TIMEOUT_S)
             if worker == 0:
@@ -142,19 +162,23 @@ def train(
         return weights, dict(controller.staleness), optimizer
 
 
-def train_alone(num_workers: int, make_optimizer: MakeOptimizer, num_steps: int) -> tuple[list[Tensor], Optimizer]:
+def train_alone(
+    num_workers: int, make_optimizer: MakeOptimizer, num_steps: int, accumulate: int = 1, weigh: Weigh = weigh_alike
+) -> tuple[list[Tensor], Optimizer]:
     """The same steps over the mean of the workers' gradients, in this thread."""
     network = make_network()
     optimizer = make_optimizer(network)
-    for step in range(num_steps):
+    for begin in range(0, num_steps, accumulate):
         sums: list[Tensor | None] = [None] * len(list(network.parameters()))
-        for worker in range(num_workers):
+        pairs = list(itertools.product(range(begin, begin + accumulate), range(num_workers)))
+        for step, worker in pairs:
             compute_gradients(network, step, worker)
             for index, each in enumerate(network.parameters()):
                 if each.grad is not None:
-                    sums[index] = each.grad.clone() if sums[index] is None else sums[index] + each.grad
+                    weighted = each.grad * weigh(step, worker)
+                    sums[index] = weighted if sums[index] is None else sums[index] + weighted
         for each, total in zip(network.parameters(), sums, strict=True):
-            each.grad = None if total is None else total / num_workers
+            each.grad = None if total is None else total / sum(itertools.starmap(weigh, pairs))
         optimizer.step()
     return [each.detach() for each in network.parameters()], optimizer
 
@@ -355,7 +379,9 @@ def test_a_worker_that_died_is_replaced_while_the_other_goes_on(tmp_path: Path) 
         assert sum(controller.staleness.values()) == 7
 
 
-def train_with_local_steps(folder: Path, spec: SyncSpec, num_workers: int, num_steps: int) -> list[Tensor]:
+def train_with_local_steps(
+    folder: Path, spec: SyncSpec, num_workers: int, num_steps: int, weigh: Weigh = weigh_alike
+) -> list[Tensor]:
     """SGD in each worker, all in threads; the chief's weights at the end."""
     found: dict[int, Any] = {}
 
@@ -369,6 +395,7 @@ def train_with_local_steps(folder: Path, spec: SyncSpec, num_workers: int, num_s
             for step in range(num_steps):
                 sync.before_step()
                 compute_gradients(network, step, worker)
+                sync.get_step_weight = partial(weigh, step, worker)
                 finished = sync.apply_gradients()
                 assert spec.fragments > 1 or finished == (step + 1) // spec.every * spec.every
             together.wait(TIMEOUT_S)
@@ -394,7 +421,9 @@ def train_with_local_steps(folder: Path, spec: SyncSpec, num_workers: int, num_s
     return list(found[0])
 
 
-def train_rounds_alone(num_workers: int, num_steps: int, every: int, outer: MakeOptimizer) -> list[Tensor]:
+def train_rounds_alone(
+    num_workers: int, num_steps: int, every: int, outer: MakeOptimizer, weigh: Weigh = weigh_alike
+) -> list[Tensor]:
     """The same by the equations, one worker after the other: 2311.08105, algorithm 1."""
     whole = make_network()
     optimizer = outer(whole)
@@ -409,9 +438,28 @@ def train_rounds_alone(num_workers: int, num_steps: int, every: int, outer: Make
             pairs = zip(whole.parameters(), network.parameters(), strict=True)
             changes.append([(before - after).detach() for before, after in pairs])
         for each, parts in zip(whole.parameters(), zip(*changes, strict=True), strict=True):
-            each.grad = torch.stack(parts).mean(0)
+            weights = [sum(weigh(step, worker) for step in range(begin, begin + every)) for worker in range(num_workers)]
+            each.grad = torch.stack([part * weight for part, weight in zip(parts, weights, strict=True)]).sum(0)
+            each.grad /= sum(weights)
         optimizer.step()
     return [each.detach() for each in whole.parameters()]
+
+
+def test_gradients_count_by_the_weights_of_their_losses(tmp_path: Path) -> None:
+    spec = SyncSpec(kind="parameter_server", servers=2)
+    for accumulate in (1, 2):
+        folder = tmp_path / str(accumulate)
+        folder.mkdir()
+        accumulating = spec.model_copy(update={"accumulate": accumulate})
+        found, _, _ = train(folder, accumulating, 3, OPTIMIZERS["sgd"], 6, weigh_differently)
+        expected, _ = train_alone(3, OPTIMIZERS["sgd"], 6, accumulate, weigh_differently)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_changes_count_by_the_weights_of_their_steps(tmp_path: Path) -> None:
+    found = train_with_local_steps(tmp_path, SyncSpec(kind="local_sgd", every=2, servers=2), 3, 4, weigh_differently)
+    expected = train_rounds_alone(3, 4, 2, lambda network: SGD(network.parameters(), 1.0), weigh_differently)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

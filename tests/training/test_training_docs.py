@@ -36,6 +36,7 @@ def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_task.py").write_text(blocks("training.md", "python")[0])
     (tmp_path / "my_gan.py").write_text(blocks("training.md", "python")[1])
+    (tmp_path / "my_language_model.py").write_text(blocks("training.md", "python")[2])
     (tmp_path / "jobs").symlink_to(DOCS.parent / "jobs")
     yield
     sys.modules.pop("shoal_task_my_task", None)
