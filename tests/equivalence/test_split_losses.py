@@ -1,4 +1,4 @@
-"""A loss with a denominator of its own (class weights, labels that are missing) does not depend on how a batch is split."""
+"""A loss with a denominator of its own (class weights, missing labels) does not depend on how a batch is split."""
 
 from __future__ import annotations
 

@@ -438,7 +438,9 @@ def train_rounds_alone(
             pairs = zip(whole.parameters(), network.parameters(), strict=True)
             changes.append([(before - after).detach() for before, after in pairs])
         for each, parts in zip(whole.parameters(), zip(*changes, strict=True), strict=True):
-            weights = [sum(weigh(step, worker) for step in range(begin, begin + every)) for worker in range(num_workers)]
+            weights = [
+                sum(weigh(step, worker) for step in range(begin, begin + every)) for worker in range(num_workers)
+            ]
             each.grad = torch.stack([part * weight for part, weight in zip(parts, weights, strict=True)]).sum(0)
             each.grad /= sum(weights)
         optimizer.step()

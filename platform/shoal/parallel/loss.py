@@ -71,7 +71,9 @@ def split_mean(loss: Loss, num_samples: float) -> Tensor:
     """
     if not isinstance(loss, Mean):
         mean = loss.detach().double().reshape(())
-        return torch.stack([mean * num_samples if num_samples else torch.zeros_like(mean), mean.new_tensor(num_samples)])
+        return torch.stack(
+            [mean * num_samples if num_samples else torch.zeros_like(mean), mean.new_tensor(num_samples)]
+        )
     total = loss.total.detach().double().reshape(())
     both = torch.stack([total, torch.as_tensor(loss.count, dtype=total.dtype, device=total.device).reshape(())])
     return both if num_samples else torch.zeros_like(both)

@@ -84,8 +84,8 @@ class ParallelModel(ABC):
         Collective. Afterwards `.grad` of each parameter (of this rank's part of it) is the gradient of the mean loss
         over the global batch; None for a parameter that no rank used.
 
-        If the loss is a `Mean`, what is returned is the share's sum over the mean count of the ranks, so that the
-        ranks' mean is that of the global batch; and `step_weight` is the count, relative to an equal division's samples.
+        If the loss is a `Mean`, the share's total is divided by the mean count of the ranks, so that the mean over ranks
+        is that of the global batch, and `step_weight` is this count for each sample of an equal division.
         """
 
     @abstractmethod
@@ -101,8 +101,8 @@ class ParallelModel(ABC):
     def measure_loss(self, batch: Any) -> Tensor | None:
         """The loss of a batch that is not split, in evaluation mode and full precision, without gradients. Collective.
 
-        None where there is none to compare with that of a part of the batch: a `Mean`, which is right for all parts; the
-        losses of several optimizers; and on ranks without the last stage.
+        None where there is none to compare with that of a part of the batch: for a `Mean`, which is right however it is
+        split, for the losses of several optimizers, and on ranks without the last stage.
         """
 
     @abstractmethod

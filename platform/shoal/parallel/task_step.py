@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ConfigError
-from shoal.parallel.loss import LOSS, Loss, Mean, get_value, require_loss
+from shoal.parallel.loss import LOSS, Loss, get_value, require_loss
 
 StepResult = Loss | Mapping[str, Loss] | Iterator[tuple[str, Loss]]
 TrainStep = Callable[[nn.Module, Any], StepResult]

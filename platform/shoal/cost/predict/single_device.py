@@ -19,9 +19,9 @@ from shoal.cost.measure.op_counter import count_ops
 from shoal.data import Batch, Data
 from shoal.data.loader import load_first_batch
 from shoal.parallel.comm.world import read_clock_s
+from shoal.parallel.loss import get_value
 from shoal.parallel.model import TaskProtocol
 from shoal.parallel.state.module_snapshot import eval_mode
-from shoal.parallel.loss import get_value
 from shoal.parallel.task_step import get_train_step, sum_losses
 from shoal.random_state import preserve_rng
 

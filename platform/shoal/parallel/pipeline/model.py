@@ -26,7 +26,7 @@ from shoal.parallel.comm.world import World
 from shoal.parallel.layers.batch_norm import DataGroup, globalise_batch_norm
 from shoal.parallel.layers.dropout import seed_dropout
 from shoal.parallel.layers.precision import autocast
-from shoal.parallel.loss import LOSS, Loss, Mean, StepCounts, invert_count, require_loss, split_mean
+from shoal.parallel.loss import LOSS, Loss, StepCounts, invert_count, require_loss, split_mean
 from shoal.parallel.micro_batches import iter_chunks, split_micro_batches
 from shoal.parallel.model import Observer, ParallelModel, TaskProtocol, compute_loss_and_metrics
 from shoal.parallel.pipeline.groups import PipelineGroups, receive_tensor, send_tensor, sum_gradients

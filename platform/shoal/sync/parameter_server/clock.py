@@ -28,8 +28,8 @@ class Push(msgspec.Struct, frozen=True):
     settings: of the optimiser's groups at this step
     num_bytes: that the gradient has, as it was sent
     num_steps: of the worker since its push before
-    weight:   of the gradient in the mean of an update: the micro-batches of which it is the mean, or the local steps that
-              are in a change; if the loss is a `Mean`, the counts of these
+    weight:   of the gradient in the mean of an update: the micro-batches of which it is the mean, or the local steps
+              that are in a change; if the loss is a `Mean`, the counts of these
     batch_s:  that one of them took
     """
 
