@@ -229,10 +229,10 @@ def _evaluate_odd(pipeline: PipelineModel, single: SingleProcessModel, model: st
     begin, end = shares[pipeline.data_rank]
     sums = pipeline.evaluate(tuple(each[begin : max(end, 1)] for each in odd), end - begin)
     totals = pipeline.sum_over_data_ranks(torch.stack(list(sums.values())))
-    for (name, expected), value in zip(single.evaluate(odd, 7).items(), totals.tolist(), strict=True):
-        found.evaluated = max(found.evaluated, abs(float(expected) - value))
+    for (name, expected), value in zip(single.evaluate(odd, 7).items(), totals, strict=True):
+        found.evaluated = max(found.evaluated, float((expected - value).abs().max()))
         found.strange += [] if name in sums else [name]
-    found.strange += [name for name, value in pipeline.evaluate(odd, 0).items() if value != 0]
+    found.strange += [name for name, value in pipeline.evaluate(odd, 0).items() if value.any()]
 
 
 def _difference(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:

@@ -335,7 +335,7 @@ def test_own_steps_that_cannot_be_taken_are_rejected_by_name(tmp_path: Path) -> 
         def train_step(self, model: nn.Module, batch: Any) -> Any:
             yield "student", model(batch[0]).mean()
 
-    refuse(Vector(), tmp_path / "1", ConfigError, r"gave a tensor \[2\]")
+    refuse(Vector(), tmp_path / "1", ConfigError, r"a tensor \[2\]")
     refuse(Unnamed(), tmp_path / "2", ConfigError, "'loss'")
     refuse(Stranger(), tmp_path / "3", ConfigError, "yielded 'critic'.*discriminator, generator")
     refuse(Partly(), tmp_path / "4", ConfigError, "leaves out discriminator.0.weight")

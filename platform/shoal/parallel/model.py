@@ -84,8 +84,8 @@ class ParallelModel(ABC):
         Collective. Afterwards `.grad` of each parameter (of this rank's part of it) is the gradient of the mean loss
         over the global batch; None for a parameter that no rank used.
 
-        If the loss is a `Mean`, the share's total is divided by the mean count of the ranks, so that the mean over ranks
-        is that of the global batch, and `step_weight` is this count for each sample of an equal division.
+        If the loss is a `Mean`, the share's total is divided by the mean count of the ranks, so that the mean over
+        ranks is that of the global batch, and `step_weight` is this count for each sample of an equal division.
         """
 
     @abstractmethod
