@@ -49,6 +49,7 @@ def host() -> FakeHost:
         FakeModel("flags", tensors(on=("BOOL", [-1, 2]))),
         FakeModel("long", tensors(x=("FP32", [-1, 20]))),
         FakeModel("sizes", tensors(image=("FP32", [-1, -1, -1]))),
+        FakeModel("alone", tensors(x=("FP32", [2, 2]), rate=("INT64", [])), options=ModelOptions(max_batch_size=0)),
         FakeModel("odd", tensors(**{"logits[a]:key:": ("FP32", [-1])})),
     )
 
@@ -133,6 +134,18 @@ def test_json_is_rows_or_inputs_or_a_request_of_the_protocol(tmp_path: Path) -> 
         (tmp_path / "in.json").write_text(json.dumps(content))
         assert rows("m", "--json", "in.json") == [{"x": [1, 2, 3], "version": 7}], content
     assert rows("m", "--json", "-", stdin="[[1, 2, 3]]")[0]["x"] == [1, 2, 3]
+
+
+def test_to_a_model_without_a_batch_each_row_is_a_request(tmp_path: Path, host: FakeHost) -> None:
+    first, second = ({"x": [[1, 2], [3, 4]], "rate": 5, "version": 7}, {"x": [[0, 0], [0, 1]], "rate": 6, "version": 7})
+    assert rows("alone", "--input", "x=1,2,3,4", "--input", "rate=5") == [first]
+    stacked = tmp_path / "rows.npz"
+    np.savez(stacked, x=np.array([first["x"], second["x"]], np.float32), rate=np.array([5, 6]))
+    assert rows("alone", "--npy", str(stacked)) == [first, second]
+    tensor = {"name": "x", "shape": [2, 2], "datatype": "FP32", "data": [1, 2, 3, 4]}
+    request = {"inputs": [tensor, {"name": "rate", "shape": [], "datatype": "INT64", "data": [5]}]}
+    assert rows("alone", "--json", "-", stdin=json.dumps(request)) == [first]
+    assert [call.inputs["x"].shape for call in host.models_by_name["alone"].calls] == [(2, 2)] * 4
 
 
 def test_json_rows_may_be_objects() -> None:

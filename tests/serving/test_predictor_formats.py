@@ -219,11 +219,22 @@ def test_a_file_that_is_none_of_its_format_is_refused(kind: Format, caplog: pyte
     assert not caplog.records  # what torch says of it is in the error
 
 
-def test_a_fixed_batch_is_refused_with_what_to_do() -> None:
-    with pytest.raises(ConfigError, match=r"'left', the batch, is fixed: \[4, 3\]\. export with dynamic_shapes"):
-        exported.read_signature(exported_payload(TwoInputs(), dynamic=False), "model.pt2")
-    with pytest.raises(ConfigError, match=r"'x', the batch, is fixed: \[4, 3\]\. export it with a dynamic"):
-        onnx_format.read_signature(onnx_payload(batch=4), "model.onnx")
+def test_a_fixed_batch_is_refused_unless_it_is_served_without_one(shoal_home: Path, tmp_path: Path) -> None:
+    for kind, payload in (
+        ("torch_export", exported_payload(TwoInputs(), dynamic=False)),
+        ("onnx", onnx_payload(batch=4)),
+    ):
+        reader = exported if kind == "torch_export" else onnx_format
+        signature = reader.read_signature(payload, "file")  # type: ignore[attr-defined]
+        with pytest.raises(ConfigError, match=r"max_batch_size = 8: '\w+' is FP32 \[4, 3\], and dimension 0 of it"):
+            predictor(kind, signature)  # type: ignore[arg-type]
+        model = predictor(kind, signature, max_batch_size=0).load(WeightSnapshot.from_payload(1, payload))  # type: ignore[arg-type]
+        assert len(model.predict_batch([{each.name: np.ones((1, 4, 3), np.float32) for each in signature.inputs}])) == 1
+    fixed = tmp_path / "fixed.onnx"
+    fixed.write_bytes(onnx_payload(batch=4))
+    told = typed("add", str(fixed))
+    assert "Dimension 0 of x, y is not dynamic. To batch requests, export it with a dynamic first" in told
+    assert "shoal serve deploy fixed@champion endpoint.model.max_batch_size=0" in told
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def nested(field: str, value: object) -> dict[str, Any]:
         ("token", "two words", "blanks"),
         ("token", "**********", "masked"),
         ("port", 70000, "65535"),
-        ("model.max_batch_size", 0, "1"),
+        ("model.max_batch_size", -1, "0"),
         ("host", "::1", "IPv4"),
         ("max_replicas", 0, "1"),
         ("retries", 3, "no such field"),

@@ -477,7 +477,6 @@ def test_a_factory_that_cannot_build_says_why(factory: str, kwargs: dict[str, ob
     "wrong",
     [
         {"datatype": "float32"},
-        {"shape": []},
         {"shape": [-1, 0]},
         {"shap": [-1]},
     ],

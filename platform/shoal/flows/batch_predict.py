@@ -9,6 +9,7 @@ record; the workers do the work.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -20,7 +21,8 @@ import shoal.runs
 from shoal.cluster.job_main import expected_run_id, job_main
 from shoal.config import Spec
 from shoal.errors import DataError
-from shoal.registry import ModelVersion, Registry
+from shoal.registry import ModelVersion, Registry, TensorSignature
+from shoal.serve.spec.batch_layout import BatchLayout
 from shoal.serve.spec.endpoint import GpuCount
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.model_source import RegisteredModel
@@ -72,7 +74,7 @@ def list_input_files(path: str) -> list[Path]:
 
 
 def check(spec: BatchPredictSpec) -> None:
-    """Require the model, the columns and readable files. Raises DataError, RegistryError."""
+    """Require the model, the columns and readable files. Raises ConfigError, DataError, RegistryError."""
     for field in ("model", "input", "output"):
         if not getattr(spec, field):
             raise DataError(field, "", "is not given", f"write {field}=...")
@@ -82,7 +84,7 @@ def check(spec: BatchPredictSpec) -> None:
         file: _read_schema(file) for file in list_input_files(spec.input)
     }  # read all now: a broken file must not fail the run hours later
     first, *others = schemas
-    chosen = _choose_columns(Registry().get(spec.model), spec, schemas[first])
+    chosen = _choose_columns(_read_inputs(Registry().get(spec.model), spec), spec, schemas[first])
     if missing := [column for column in spec.keep if column not in schemas[first].names]:
         raise DataError("keep", missing[0], "is not in the table", f"it has {', '.join(schemas[first].names)}")
     wanted = [*(column for columns in chosen.values() for column in columns), *spec.keep]
@@ -92,9 +94,13 @@ def check(spec: BatchPredictSpec) -> None:
             raise DataError("input", str(file), problem, "give each file the same columns")
 
 
-def _choose_columns(version: ModelVersion, spec: BatchPredictSpec, seen: pa.Schema) -> dict[str, list[str]]:
+def _read_inputs(version: ModelVersion, spec: BatchPredictSpec) -> list[TensorSignature]:
+    """The model's inputs, with the rows in dimension 0. Raises ConfigError for options that do not fit them."""
+    return BatchLayout(version.manifest.signature, spec.options).signature.inputs
+
+
+def _choose_columns(inputs: Sequence[TensorSignature], spec: BatchPredictSpec, seen: pa.Schema) -> dict[str, list[str]]:
     """The columns of each input, in every file's own order. Raises DataError."""
-    inputs = version.manifest.signature.inputs
     return choose_columns(inputs, seen.names, parse_columns(spec.columns, inputs))
 
 
@@ -105,7 +111,8 @@ def batch_predict(spec: BatchPredictSpec, job: str) -> str:
     check(spec)
     registry, files = Registry(), list_input_files(spec.input)
     version, seen = registry.get(spec.model), _read_schema(files[0])
-    chosen = _choose_columns(version, spec, seen)
+    inputs = _read_inputs(version, spec)
+    chosen = _choose_columns(inputs, spec, seen)
     work = BatchJob(
         RegisteredModel(version.name, str(registry.root)),
         version.version,
@@ -119,7 +126,7 @@ def batch_predict(spec: BatchPredictSpec, job: str) -> str:
         begun_s = time.monotonic()
         kind = "file" if len(files) == 1 else "files"
         print(f"run {recorder.id}: {version.ref} answers the rows of {spec.input} ({len(files)} {kind})", flush=True)
-        types = infer_csv_types(version.manifest.signature.inputs, chosen, seen)
+        types = infer_csv_types(inputs, chosen, seen)
         num_gpus = resolve_gpus(spec.num_gpus, spec.options, spec.workers)
         output = Path(spec.output).resolve()
         rows = predict_files(work, files, output, spec.workers, types, num_gpus=num_gpus)

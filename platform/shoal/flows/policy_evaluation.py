@@ -216,7 +216,7 @@ def _play(connections: Sequence[PolicyConnection], spec: ActorLearnerSpec, num_e
 
 
 def _max_rows(spec: ActorLearnerSpec) -> int:
-    return spec.endpoint.options(spec.model_name).max_batch_size
+    return spec.endpoint.options(spec.model_name).max_rows
 
 
 class PlayedEpisode:

@@ -16,6 +16,7 @@ from shoal.config import Spec, last_override, parse_yaml
 from shoal.errors import ConfigError
 from shoal.registry import Registry, split_ref
 from shoal.registry.manifest import find_callable
+from shoal.serve.spec.batch_layout import BatchLayout
 from shoal.serve.spec.endpoint import TOKEN_FROM_ENVIRONMENT, EndpointSpec, with_default_values
 
 NAMED_BY_MODEL = "named-by-model"
@@ -96,11 +97,12 @@ def _load_content(path: Path) -> dict[str, Any]:
 
 
 def check(spec: ServingSpec) -> None:
-    """Require that every model exists. Raises ConfigError, RegistryError, RunError."""
+    """Require that every model exists, with the batch that its options name. Raises ConfigError, RegistryError."""
     if not spec.models:
         raise ConfigError("models", [], "there is nothing to serve", "name a model: `shoal models list` shows them")
     for model in spec.models:
-        Registry().get(model)
+        version = Registry().get(model)
+        BatchLayout(version.manifest.signature, spec.endpoint.options(version.name))
     names = [split_ref(model)[0] for model in spec.models]
     if unknown := sorted(set(spec.endpoint.models) - set(names)):
         raise ConfigError("endpoint.models", unknown[0], "is not served", f"models: {', '.join(names)}")

@@ -52,13 +52,19 @@ class DecodedRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 class HttpCodec:
-    """Decodes requests to, and encodes answers of, one model. For any thread."""
+    """Decodes requests to, and encodes answers of, one model. For any thread. `max_rows`, `batch_dim`: see
+    `RequestSchema`."""
 
     def __init__(
-        self, model_name: str, inputs: Sequence[TensorMetadata], outputs: Sequence[TensorMetadata], max_rows: int
+        self,
+        model_name: str,
+        inputs: Sequence[TensorMetadata],
+        outputs: Sequence[TensorMetadata],
+        max_rows: int,
+        batch_dim: Mapping[str, int | None] | None = None,
     ) -> None:
         self._model_name, self._outputs = model_name, outputs
-        self._schema = RequestSchema(inputs, outputs, max_rows)
+        self._schema = RequestSchema(inputs, outputs, max_rows, batch_dim)
         self.has_bytes_inputs = any(spec.datatype == "BYTES" for spec in inputs)  # have their elements read one by one
 
     def decode(self, body: bytes, header_length: int | None = None) -> DecodedRequest:
@@ -135,7 +141,9 @@ class HttpCodec:
                 400, f"Inference-Header-Content-Length = 0 is for models of one input; here are {names}"
             )
         spec = inputs[0]
-        shape = [1, *spec.shape[1:]]
+        shape, dimension = list(spec.shape), self._schema.batch_dim[spec.name]
+        if dimension is not None:
+            shape[dimension] = 1
         if spec.datatype == "BYTES" and shape != [1] * len(shape):
             raise InferenceError(400, f"input {spec.name!r}: the raw body of BYTES is one element, got {spec.shape}")
         if shape.count(-1) > 1:

@@ -16,7 +16,7 @@ NO_DATA = msgspec.Raw(b"")
 
 
 class TensorMetadata(msgspec.Struct, frozen=True):
-    """One input or output of a model. `shape`: the first dimension is the batch; -1 is a variable one."""
+    """One input or output of a model. `shape`: the first dimension is the batch, if any; -1 is a variable one."""
 
     name: str
     datatype: str

@@ -4,7 +4,8 @@ Called for every tensor of a request by the REST codec and by the gRPC service, 
 before any value is read or memory allocated. Knows no encoding. Every error is an InferenceError (422, 413 for too many
 elements) with the tensor's name, the expected and the actual declaration.
 
-The batch is the first dimension. It has at least one row, as in Triton; another variable dimension may be 0.
+The batch is the first dimension, another one, or missing. It has at least one row, as in Triton; another variable
+dimension may be 0.
 """
 
 from __future__ import annotations
@@ -21,14 +22,27 @@ MAX_SHOWN = 8  # the most dimensions of a client's shape in an error
 
 
 class RequestSchema:
-    """Checks declarations against a model's inputs and outputs; `max_rows` is its largest batch."""
+    """Checks declarations against a model's inputs and outputs.
 
-    def __init__(self, inputs: Sequence[TensorMetadata], outputs: Sequence[TensorMetadata], max_rows: int) -> None:
+    max_rows:  its largest batch; 0 for a model without a batch
+    batch_dim: the dimension of the batch in tensors where it is not 0; None for one without it
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[TensorMetadata],
+        outputs: Sequence[TensorMetadata],
+        max_rows: int,
+        batch_dim: Mapping[str, int | None] | None = None,
+    ) -> None:
         self.inputs = {spec.name: spec for spec in inputs}
         self.outputs = {spec.name: spec for spec in outputs}
         self._max_rows = max_rows
-        # The shape after the batch dimension where it is fixed, for one comparison.
-        self._rest = {spec.name: None if -1 in spec.shape[1:] else spec.shape[1:] for spec in inputs}
+        dimensions = batch_dim or {}
+        self.batch_dim = {spec.name: dimensions.get(spec.name, 0) if max_rows else None for spec in inputs}
+        # The shape without the batch where it is fixed, for one comparison.
+        rests = {spec.name: _remove_dimension(spec.shape, self.batch_dim[spec.name]) for spec in inputs}
+        self._rest = {name: None if -1 in rest else rest for name, rest in rests.items()}
 
     def check_tensor(self, name: str, datatype: str, shape: Sequence[int], accepted: Mapping[str, Any]) -> None:
         """Check one tensor of a request, after those `accepted`. Raises InferenceError (413, 422)."""
@@ -42,7 +56,8 @@ class RequestSchema:
             raise InferenceError(
                 422, f"input {name!r}: expected {format_tensor_spec(spec)}, got {format_tensor_type(datatype, shape)}"
             )
-        if not 0 < shape[0] <= self._max_rows:
+        dimension = self.batch_dim[name]
+        if dimension is not None and not 0 < shape[dimension] <= self._max_rows:
             expected = f"expected 1 to {self._max_rows} rows"
             raise InferenceError(422, f"input {name!r}: {expected}, got {format_tensor_type(datatype, shape)}")
         # A size of 0 does not hide other sizes that exceed NumPy's range.
@@ -51,17 +66,19 @@ class RequestSchema:
             raise InferenceError(413, f"input {name!r}: {limit}, got {format_tensor_type(datatype, shape)}")
 
     def check_complete(self, arrays: Mapping[str, Any]) -> int:
-        """Check a full request; returns its number of rows. Raises InferenceError (422)."""
+        """Check a full request; returns its number of rows, 1 without a batch. Raises InferenceError (422)."""
         if len(arrays) != len(self.inputs):
             spec = next(spec for name, spec in self.inputs.items() if name not in arrays)
             raise InferenceError(422, f"input {spec.name!r} is missing: expected {format_tensor_spec(spec)}")
-        num_rows, first = -1, ""
+        num_rows, first = 1, ""
         for name, array in arrays.items():
-            if num_rows not in (-1, len(array)):
-                raise InferenceError(
-                    422, f"input {name!r}: expected {num_rows} rows, as of {first!r}, got {len(array)}"
-                )
-            num_rows, first = len(array), first or name
+            dimension = self.batch_dim[name]
+            if dimension is None:
+                continue
+            rows = array.shape[dimension]
+            if first and rows != num_rows:
+                raise InferenceError(422, f"input {name!r}: expected {num_rows} rows, as of {first!r}, got {rows}")
+            num_rows, first = rows, first or name
         return num_rows
 
     def check_outputs(self, names: Iterable[str]) -> frozenset[str] | None:
@@ -78,12 +95,18 @@ class RequestSchema:
         return frozenset(wanted) or None
 
     def _fits(self, spec: TensorMetadata, shape: list[int]) -> bool:
-        if len(shape) != len(spec.shape) or spec.shape[0] not in (-1, shape[0]):
+        if len(shape) != len(spec.shape):
             return False
-        rest = self._rest[spec.name]
+        dimension, rest = self.batch_dim[spec.name], self._rest[spec.name]
+        if dimension is not None and spec.shape[dimension] not in (-1, shape[dimension]):
+            return False
         if rest is not None:
-            return shape[1:] == rest
+            return _remove_dimension(shape, dimension) == rest
         return all(have >= 0 and want in (-1, have) for have, want in zip(shape, spec.shape, strict=True))
+
+
+def _remove_dimension(shape: list[int], dimension: int | None) -> list[int]:
+    return shape if dimension is None else shape[:dimension] + shape[dimension + 1 :]
 
 
 def format_tensor_spec(spec: TensorMetadata) -> str:

@@ -27,7 +27,7 @@ class TensorSignature(Spec):
 
     name:     its name in requests
     datatype: a name of the Open Inference Protocol v2, such as FP32
-    shape:    the first dimension is the batch; -1 is a dimension of variable size
+    shape:    -1 is a dimension of variable size; the first one is the batch, unless an endpoint's options say otherwise
     """
 
     name: str
@@ -44,8 +44,8 @@ class TensorSignature(Spec):
     @field_validator("shape")
     @classmethod
     def _sensible_shape(cls, shape: list[int]) -> list[int]:
-        if not shape or any(size < 1 and size != -1 for size in shape):
-            raise ValueError("a shape is a batch dimension and the rest; each is positive, or -1 for variable")
+        if any(size < 1 and size != -1 for size in shape):
+            raise ValueError("each dimension of a shape is positive, or -1 for variable")
         return shape
 
 

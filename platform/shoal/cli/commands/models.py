@@ -22,6 +22,7 @@ from shoal.errors import ConfigError
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
 from shoal.registry.manifest import PAYLOAD_FILES, Format
 from shoal.runs.formatting import format_age, format_number, format_size, format_timestamp, format_value
+from shoal.serve.spec.batch_layout import has_batch_first
 from shoal.weights import WeightSnapshot
 
 NUM_MOVES = 5
@@ -145,8 +146,8 @@ def show(model: str, as_json: bool) -> None:
 def add(file: Path, name: str | None, alias: str) -> None:
     """Register a model file: torch.export (.pt2) or ONNX (.onnx).
 
-    Its inputs and outputs are read from the file; the first dimension must be dynamic, since it is the batch. A .pt2
-    file can contain code: add and serve only files that you trust.
+    Its inputs and outputs are read from the file. Requests share a batch along the first dimension, if that is dynamic.
+    A .pt2 file can contain code: add and serve only files that you trust.
 
     \b
     Examples:
@@ -174,7 +175,14 @@ def add(file: Path, name: str | None, alias: str) -> None:
     click.echo(f"{found.name}@{alias} is {found.ref} now.")
     for word, tensors in (("takes", signature.inputs), ("gives", signature.outputs)):
         click.echo(f"It {word} {'; '.join(map(_format_tensor, tensors))}")
-    click.echo(f"Serve it: shoal serve deploy {found.name}@{alias}")
+    if without := [spec for spec in (*signature.inputs, *signature.outputs) if not has_batch_first(spec)]:
+        click.echo(
+            f"Dimension 0 of {', '.join(spec.name for spec in without)} is not dynamic. To batch requests, export it"
+            " with a dynamic first dimension (torch.export: dynamic_shapes with one Dim('batch')), or name the"
+            " dimension of the batch where you serve it: endpoint.model.batch_dim='{TENSOR: 1}'"
+        )
+    unbatched = " endpoint.model.max_batch_size=0" if without else ""
+    click.echo(f"Serve it: shoal serve deploy {found.name}@{alias}{unbatched}")
 
 
 @models.command()

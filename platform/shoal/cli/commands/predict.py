@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from shoal.client.payload import ArrayLike
 from shoal.errors import ConfigError, InferenceError
 from shoal.open_inference.messages import ModelMetadata, TensorMetadata
 from shoal.registry import Registry, split_ref
+from shoal.serve.spec.batch_layout import has_batch_first
 
 _Reader = Callable[[Sequence[TensorMetadata]], dict[str, ArrayLike]]
 MAX_ROWS_SHOWN = 50
@@ -78,8 +80,8 @@ def predict(
 ) -> None:
     """Send requests to a model of an endpoint: as words, JSON, a table, images or arrays.
 
-    Prints a row for each row of input. NAME@3 requests this version, if it is loaded; an alias, as in NAME@champion,
-    requests its version in the registry of this machine.
+    Prints a row for each row of input; to a model without a batch, each row is a request. NAME@3 requests this
+    version, if it is loaded; an alias, as in NAME@champion, requests its version in the registry of this machine.
 
     \b
     Examples:
@@ -94,7 +96,7 @@ def predict(
     version = None if not word else int(word) if word.isdigit() else Registry().get(model).version
     kinds: dict[str, tuple[object, _Reader]] = {
         "--input": (words, lambda inputs: read.parse_arguments(words, inputs)),
-        "--json": (json_file, lambda inputs: read.from_json(json_file or "-", inputs)),
+        "--json": (json_file, lambda inputs: read.from_json(json_file or "-", inputs, has_rows=has_rows)),
         "--csv or --parquet": (table, lambda inputs: read.from_table(table or Path(), columns, inputs)),
         "--image": (images, lambda inputs: read.from_images(images, white, inputs)),
         "--npy": (arrays, lambda inputs: read.from_arrays(arrays, inputs)),
@@ -105,10 +107,11 @@ def predict(
     found = find_endpoint(endpoint)
     with Client(found.url, token=key or token_for(found.url)) as client:
         signature = client.metadata(name)
-        inputs = kinds[given[0]][1](signature.inputs)
+        has_rows = all(map(has_batch_first, signature.inputs))
+        inputs = kinds[given[0]][1](signature.inputs if has_rows else read.add_rows(signature.inputs))
         options = {"deadline_s": deadline_s, "sticky": sticky, "track": track, "version": version}
         begun_s = time.monotonic()
-        answers = _request_predictions(client, name, inputs, rows_per_request, options)
+        answers = _request_predictions(client, name, inputs, rows_per_request if has_rows else 0, options)
         took_s = time.monotonic() - begun_s
     _show(signature, answers, output)
     versions = ", ".join(str(version) for version in sorted({answer.version for answer in answers}))
@@ -122,10 +125,14 @@ def predict(
 def _request_predictions(
     client: Client, model: str, inputs: dict[str, ArrayLike], rows_per_request: int, options: dict[str, Any]
 ) -> list[Answer]:
-    """One request after the other, of so many rows each. Raises InferenceError."""
-    parts = read.split_requests(inputs, rows_per_request)
+    """One request after the other, of so many rows each; 0: of one, which is the whole request. Raises
+    InferenceError."""
+    parts = read.split_requests(inputs, rows_per_request or 1)
     try:
-        return [client.infer(model, part, **options) for part in parts]
+        if rows_per_request:
+            return [client.infer(model, part, **options) for part in parts]
+        answers = [client.infer(model, {name: rows[0] for name, rows in part.items()}, **options) for part in parts]
+        return [replace(each, outputs={name: array[None] for name, array in each.outputs.items()}) for each in answers]
     except InferenceError as error:
         most = max(len(rows) for part in parts for rows in part.values())
         has_many_rows = error.status == 422 and re.search(r"\b1 to \d+ rows", error.message)

@@ -23,6 +23,7 @@ import numpy as np
 from shoal.client.payload import ArrayLike
 from shoal.errors import DataError, needs_extra
 from shoal.open_inference.datatypes import NUMPY_DTYPES
+from shoal.open_inference.messages import TensorMetadata
 from shoal.serve.tables.table import (
     TensorDescription,
     build_inputs,
@@ -55,15 +56,22 @@ def parse_arguments(words: Sequence[str], inputs: Sequence[TensorDescription]) -
     return found
 
 
-def from_json(path: str, inputs: Sequence[TensorDescription]) -> dict[str, ArrayLike]:
+def add_rows(inputs: Sequence[TensorDescription]) -> list[TensorMetadata]:
+    """The inputs of a model without a batch, with a dimension of rows ahead, each of which is a request."""
+    return [TensorMetadata(spec.name, spec.datatype, [-1, *spec.shape]) for spec in inputs]
+
+
+def from_json(path: str, inputs: Sequence[TensorDescription], *, has_rows: bool = True) -> dict[str, ArrayLike]:
     """An object of inputs, rows, or a request of the protocol; `-` is standard input.
 
     Rows are objects of inputs, or values of the only input.
+
+    has_rows: whether the tensors of a request have rows, in dimension 0; else a request is one
     """
     text = _read_text(path)
     content = _parse_json("json", path, text)
     if isinstance(content, dict) and isinstance(content.get("inputs"), list):
-        return _parse_request(path, content["inputs"])
+        return _parse_request(path, content["inputs"], has_rows)
     if isinstance(content, dict):
         return _parse_named_inputs(path, content, inputs)
     if isinstance(content, list) and content and all(isinstance(row, dict) for row in content):
@@ -75,7 +83,7 @@ def from_json(path: str, inputs: Sequence[TensorDescription]) -> dict[str, Array
     raise DataError("json", path, "is neither inputs nor rows", remedy)
 
 
-def _parse_request(path: str, tensors: list[Any]) -> dict[str, ArrayLike]:
+def _parse_request(path: str, tensors: list[Any], has_rows: bool) -> dict[str, ArrayLike]:
     try:
         found = {
             each["name"]: np.array(each["data"], _choose_numpy_dtype(each.get("datatype"))).reshape(each["shape"])
@@ -83,6 +91,8 @@ def _parse_request(path: str, tensors: list[Any]) -> dict[str, ArrayLike]:
         }
     except (KeyError, TypeError, ValueError) as error:
         raise DataError("json", path, f"is no request of the protocol: {error!r}") from None
+    if not has_rows:
+        return {name: array[None] for name, array in found.items()}
     if alone := [name for name, array in found.items() if not array.ndim]:
         raise DataError("json", path, f"the input {alone[0]!r} has the shape [], which has no rows", "give [rows, ...]")
     return {**found}

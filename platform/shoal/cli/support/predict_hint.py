@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Sequence
 
 from shoal.registry import ModelVersion, TensorSignature
+from shoal.serve.spec.batch_layout import has_batch_first
 
 MAX_VALUES = 12  # of one input in a command
 OPEN_SIZE = 3  # used for a dimension of variable size
@@ -24,7 +25,7 @@ def _make_row_options(inputs: Sequence[TensorSignature]) -> list[str]:
     """Options that give one row of every input; [] when an input is too large."""
     words: list[str] = []
     for spec in inputs:
-        sizes = [OPEN_SIZE if size == -1 else size for size in spec.shape[1:]]
+        sizes = [OPEN_SIZE if size == -1 else size for size in _get_row_shape(spec)]
         is_text = spec.datatype == "BYTES"
         if len(sizes) > (0 if is_text else 1) or math.prod(sizes) > MAX_VALUES:
             return []
@@ -33,9 +34,13 @@ def _make_row_options(inputs: Sequence[TensorSignature]) -> list[str]:
     return words
 
 
+def _get_row_shape(spec: TensorSignature) -> list[int]:
+    return spec.shape[1:] if has_batch_first(spec) else spec.shape
+
+
 def _can_be_picture(spec: TensorSignature) -> bool:
     """[1 or 3, H, W] or [H, W, 1 or 3]."""
-    sizes = spec.shape[1:]
+    sizes = _get_row_shape(spec)
     if len(sizes) != 3 or spec.datatype == "BYTES":
         return False
     sides = sizes[1:] if sizes[0] in (1, 3) else sizes[:2] if sizes[2] in (1, 3) else [0]

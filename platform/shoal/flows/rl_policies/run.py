@@ -268,7 +268,7 @@ class _PoliciesRun(LoopRun):
                 wait_for_version(connection, each.first_observation, snapshots[each.name].version, mask=mask)
                 connections[each.name] = connection
             policy_of = {agent: name for name, policy in spec.policies.items() for agent in policy.agents}
-            max_rows = {each.name: spec.endpoint.options(each.spec.model_name).max_batch_size for each in self.policies}
+            max_rows = {each.name: spec.endpoint.options(each.spec.model_name).max_rows for each in self.policies}
             return evaluate_policies(
                 connections, policy_of, spec.env, spec.eval_episodes, EVALUATION_SEED, max_rows, spec.eval_timeout_s
             )

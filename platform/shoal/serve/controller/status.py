@@ -132,7 +132,7 @@ class StatusReporter:
             queued_rows=sum(report.queued_rows for report in reports),
             max_queued_rows=options.max_queue_size * len(reports),
             batch_rows=_batch_rows(counts, before),
-            max_batch_rows=options.max_batch_size,
+            max_batch_rows=options.max_rows,
             deadline_s=options.deadline_s,
             refused=sum(counts["refused"].get(status, 0) for status in ("429", "504")) if counts else 0,
             latency=_latency(reports),

@@ -91,13 +91,19 @@ class DecodedInputs(msgspec.Struct, frozen=True, gc=False):
 
 
 class GrpcCodec:
-    """Decodes requests to, and encodes answers of, one model. For any thread."""
+    """Decodes requests to, and encodes answers of, one model. For any thread. `max_rows`, `batch_dim`: see
+    `RequestSchema`."""
 
     def __init__(
-        self, model: str, inputs: Sequence[TensorMetadata], outputs: Sequence[TensorMetadata], max_rows: int
+        self,
+        model: str,
+        inputs: Sequence[TensorMetadata],
+        outputs: Sequence[TensorMetadata],
+        max_rows: int,
+        batch_dim: Mapping[str, int | None] | None = None,
     ) -> None:
         self._model = model
-        self._schema = RequestSchema(inputs, outputs, max_rows)
+        self._schema = RequestSchema(inputs, outputs, max_rows, batch_dim)
         self.has_bytes_inputs = any(spec.datatype == "BYTES" for spec in inputs)  # have their elements read one by one
         self._datatypes = {spec.name: spec.datatype for spec in outputs}
         self._heads: dict[tuple[int, tuple[tuple[str, tuple[int, ...]], ...]], bytes] = {}

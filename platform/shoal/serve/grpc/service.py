@@ -40,6 +40,7 @@ from shoal.serve.protocol.access import AccessControl
 from shoal.serve.protocol.model_metadata import EXTENSIONS, build_metadata, build_model_config, to_tensor_metadata
 from shoal.serve.protocol.offload import LARGE_BYTES, decode_in_thread, has_large_arrays, run_in_thread
 from shoal.serve.protocol.request_options import compute_deadline, parse_sticky, parse_track, resolve_version
+from shoal.serve.spec.model_options import ModelOptions
 
 if TYPE_CHECKING:
     from shoal.serve.protocol.tracing import RequestTrace, Tracer
@@ -91,7 +92,7 @@ class InferenceServicer:
 
     def __init__(self, host: ModelManagerProtocol, access: AccessControl, tracer: Tracer | None = None) -> None:
         self._manager, self._access, self._tracer = host, access, tracer
-        self._codecs: dict[str, tuple[Signature, int, GrpcCodec]] = {}
+        self._codecs: dict[str, tuple[Signature, ModelOptions, GrpcCodec]] = {}
         self._layouts = RequestLayoutCache()
 
     async def server_live(self, request: pb.ServerLiveRequest, invocation: Invocation) -> pb.ServerLiveResponse:
@@ -304,14 +305,14 @@ class InferenceServicer:
         return model
 
     def _codec(self, model: ServedModelProtocol) -> GrpcCodec:
-        """The codec of a model, rebuilt when a load has changed the model's signature."""
-        signature, max_rows = model.signature, model.options.max_batch_size
+        """The codec of a model, rebuilt when a load has changed the model's signature or options."""
+        signature, options = model.signature, model.options
         known = self._codecs.get(model.name)
-        if known is not None and known[0] is signature and known[1] == max_rows:
+        if known is not None and known[0] is signature and known[1] is options:
             return known[2]
         tensors = to_tensor_metadata(signature.inputs), to_tensor_metadata(signature.outputs)
-        codec = GrpcCodec(model.name, *tensors, max_rows)
-        self._codecs[model.name] = signature, max_rows, codec
+        codec = GrpcCodec(model.name, *tensors, options.max_batch_size, options.batch_dim)
+        self._codecs[model.name] = signature, options, codec
         return codec
 
 

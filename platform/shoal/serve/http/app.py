@@ -46,6 +46,7 @@ from shoal.serve.protocol.model_metadata import to_tensor_metadata
 from shoal.serve.protocol.offload import LARGE_BYTES, decode_in_thread, has_large_arrays, run_in_thread
 from shoal.serve.protocol.request_lifecycle import RequestLifecycle, RequestsInProgress
 from shoal.serve.protocol.request_options import compute_deadline, parse_sticky, parse_track, resolve_version
+from shoal.serve.spec.model_options import ModelOptions
 
 if TYPE_CHECKING:
     from shoal.serve.protocol.tracing import Tracer
@@ -78,7 +79,7 @@ class RestApp:
         self._limits = RequestLimits() if limits is None else limits
         self._handlers = RestHandlers(host, metrics)
         self._in_progress = RequestsInProgress(self._limits)
-        self._codecs: dict[str, tuple[Signature, int, HttpCodec]] = {}
+        self._codecs: dict[str, tuple[Signature, ModelOptions, HttpCodec]] = {}
         self._statuses: Counter[int] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -199,15 +200,14 @@ class RestApp:
         return body if encoding is None else await decompress_body(body, encoding, self._limits)
 
     def _codec(self, model: ServedModelProtocol) -> HttpCodec:
-        """The codec of a model, rebuilt when a load has changed the model's signature."""
-        signature, max_rows = model.signature, model.options.max_batch_size
+        """The codec of a model, rebuilt when a load has changed the model's signature or options."""
+        signature, options = model.signature, model.options
         known = self._codecs.get(model.name)
-        if known is not None and known[0] is signature and known[1] == max_rows:
+        if known is not None and known[0] is signature and known[1] is options:
             return known[2]
-        codec = HttpCodec(
-            model.name, to_tensor_metadata(signature.inputs), to_tensor_metadata(signature.outputs), max_rows
-        )
-        self._codecs[model.name] = signature, max_rows, codec
+        tensors = to_tensor_metadata(signature.inputs), to_tensor_metadata(signature.outputs)
+        codec = HttpCodec(model.name, *tensors, options.max_batch_size, options.batch_dim)
+        self._codecs[model.name] = signature, options, codec
         return codec
 
 

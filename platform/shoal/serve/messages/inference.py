@@ -35,7 +35,7 @@ class RequestTraceProtocol(Protocol):
 class InferCall(msgspec.Struct, frozen=True, gc=False):
     """One request, checked against the model's signature. (A frozen dataclass takes 1 µs to construct, this 0.1.)
 
-    inputs:     by name; the first dimension of each is the batch (`num_rows` of them)
+    inputs:     by name, in the model's shapes, with `num_rows` rows; without a batch the request is one row
     version:    answer with exactly this version, or fail with 404; None leaves the choice to the rollout
     deadline_s: `time.monotonic()` at which the request expires; None takes the model's default
     tenant:     the name of the API key, whose share of a busy replica it uses

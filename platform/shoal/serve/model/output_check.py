@@ -6,6 +6,7 @@ the expected and the actual type: an endpoint never answers anything that its me
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,24 +31,29 @@ class NotFiniteOutput(InferenceError):
 
 
 class OutputCheck:
-    """The check of one signature. finite: whether a NaN or infinite output is an error."""
+    """The check of one signature, in the model's own shapes.
 
-    def __init__(self, signature: Signature, *, finite: bool) -> None:
+    batch_dims: the dimension of the rows in each output; None for an output without it
+    finite:     whether a NaN or infinite output is an error
+    """
+
+    def __init__(self, signature: Signature, batch_dims: Mapping[str, int | None], *, finite: bool) -> None:
         self._specs = [
-            (spec, spec.name, NUMPY_DTYPES[spec.datatype], tuple(spec.shape[1:]), _select_finite_test(spec, finite))
+            (spec, NUMPY_DTYPES[spec.datatype], batch_dims[spec.name], _select_finite_test(spec, finite))
             for spec in signature.outputs
         ]
 
     def validate(self, found: Arrays, num_rows: int) -> dict[str, np.ndarray]:
         """Return the signature's outputs in its order. Raises InferenceError (500)."""
         outputs = {}
-        for spec, name, dtype, sizes, is_finite in self._specs:
+        for spec, dtype, dimension, is_finite in self._specs:
+            name, expected = spec.name, _insert_rows(spec.shape, dimension, num_rows)
             array = found.get(name)
             if array is None:
                 given = ", ".join(map(repr, found)) or "none"
                 raise InferenceError(500, f"output {name!r} is missing: the model gave {given}")
-            if array.shape != (num_rows, *sizes) or array.dtype != dtype or dtype.kind == "O":
-                array = _validate_output(array, spec, num_rows)
+            if array.shape != expected or array.dtype != dtype or dtype.kind == "O":
+                array = _validate_output(array, spec, expected)
             if is_finite is not None and (num_finite := np.count_nonzero(is_finite(array))) != array.size:
                 raise NotFiniteOutput(name, array.size - int(num_finite), array.size)
             outputs[name] = array
@@ -56,21 +62,24 @@ class OutputCheck:
     def make_empty_outputs(self) -> dict[str, np.ndarray]:
         """Build the answer to a request without rows."""
         return {
-            name: np.empty((0, *[max(size, 0) for size in sizes]), dtype) for _, name, dtype, sizes, _ in self._specs
+            spec.name: np.empty([max(size, 0) for size in _insert_rows(spec.shape, dimension, 0)], dtype)
+            for spec, dtype, dimension, _ in self._specs
         }
 
 
-def _validate_output(array: np.ndarray, spec: TensorSignature, num_rows: int) -> np.ndarray:
+def _insert_rows(shape: Sequence[int], dimension: int | None, num_rows: int) -> tuple[int, ...]:
+    """The shape of an output for so many rows."""
+    return tuple(shape) if dimension is None else (*shape[:dimension], num_rows, *shape[dimension + 1 :])
+
+
+def _validate_output(array: np.ndarray, spec: TensorSignature, expected: Sequence[int]) -> np.ndarray:
     """Check one array, whose open dimensions may have any size; strings become bytes. Raises InferenceError (500)."""
     if spec.datatype == "BYTES":
         array = _as_bytes(array, spec.name)
-    expected = [num_rows, *spec.shape[1:]]
-    fits = (
-        len(array.shape) == len(expected) and array.dtype == NUMPY_DTYPES[spec.datatype] and array.shape[0] == num_rows
-    )
+    fits = len(array.shape) == len(expected) and array.dtype == NUMPY_DTYPES[spec.datatype]
     if not fits or any(want not in (-1, have) for have, want in zip(array.shape, expected, strict=True)):
         got = _format_array(array, spec)
-        raise InferenceError(500, f"output {spec.name!r}: expected {spec.datatype} {expected}, got {got}")
+        raise InferenceError(500, f"output {spec.name!r}: expected {spec.datatype} {[*expected]}, got {got}")
     return array
 
 

@@ -42,9 +42,11 @@ class RequestCollator:
 
     pad_value: fills shorter requests; None: only equal shapes occur. Raises ConfigError for a value outside an input's
                datatype.
+    shared:    inputs that are equal for all requests of a batch
     """
 
-    def __init__(self, signature: Signature, pad_value: float | None) -> None:
+    def __init__(self, signature: Signature, pad_value: float | None, shared: Sequence[str] = ()) -> None:
+        self._shared = shared
         self.names = [spec.name for spec in signature.inputs]
         self._variable = {spec.name: variable_dimensions(spec) for spec in signature.inputs}
         self._ragged = [name for name, dimensions in self._variable.items() if dimensions]
@@ -67,6 +69,11 @@ class RequestCollator:
 
     def compute_bucket(self, inputs: Arrays) -> Hashable:
         """The key that requests must have in common to share a batch."""
+        if self._shared:
+            return self._compute_shape_bucket(inputs), *[_make_content_key(inputs[name][:1]) for name in self._shared]
+        return self._compute_shape_bucket(inputs)
+
+    def _compute_shape_bucket(self, inputs: Arrays) -> Hashable:
         if not self._ragged:
             return None
         if not self._pad_elements:
@@ -103,6 +110,11 @@ class RequestCollator:
                 if length != padded:
                     answer[output] = answer[output][(*[slice(None)] * dimension, slice(length))]
         return answers
+
+
+def _make_content_key(array: np.ndarray) -> Hashable:
+    """Equal for equal arrays of one datatype."""
+    return array.shape, tuple(array.ravel().tolist()) if array.dtype.hasobject else array.tobytes()
 
 
 def variable_dimensions(spec: TensorSignature) -> list[int]:

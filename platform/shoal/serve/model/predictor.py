@@ -25,6 +25,7 @@ from shoal.serve.model.output_check import NotFiniteOutput, OutputCheck
 from shoal.serve.model.padding import RequestCollator
 from shoal.serve.model.padding_cost import PaddingCostModel
 from shoal.serve.model.warm_up import batch_sizes, has_one_shape, is_example_guessed, make_example, time_warm_forwards
+from shoal.serve.spec.batch_layout import BatchLayout
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
 
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class Predictor:
-    """The template of one model, for any number of versions and threads.
+    """The template of one model, for any number of versions and threads. Requests are batch-first: see `layout`.
 
     `measured` has the warm forwards of the first version as (rows, seconds); empty before, and when the size of a
     typical request is unknown.
@@ -52,9 +53,11 @@ class Predictor:
         after: Predictor | None = None,
     ) -> None:
         self.signature, self.options, self.torch_threads = signature, options, torch_threads
-        self._collator = RequestCollator(signature, options.pad_value if options.ragged == "pad" else None)
-        self._padding_cost = PaddingCostModel(signature) if self._collator.can_pad else None
-        self._check = OutputCheck(signature, finite=options.finite)
+        self.layout = layout = BatchLayout(signature, options)
+        pad_value = options.pad_value if options.ragged == "pad" else None
+        self._collator = RequestCollator(layout.signature, pad_value, layout.shared_inputs)
+        self._padding_cost = PaddingCostModel(layout.signature) if self._collator.can_pad else None
+        self._check = OutputCheck(signature, layout.dimensions, finite=options.finite)
         self._preprocess = find_hook("preprocess", factory, options)
         self._postprocess = find_hook("postprocess", factory, options)
         has_hooks = self._preprocess is not None, self._postprocess is not None
@@ -65,7 +68,7 @@ class Predictor:
         self._load_lock = threading.Lock()  # locked while the first version selects a device
         self._is_warm = False
         self._has_example = options.warm_up
-        is_typical = not is_example_guessed(signature, is_prepared=self._preprocess is not None)
+        is_typical = not is_example_guessed(layout.signature, is_prepared=self._preprocess is not None)
         self._must_answer = is_typical or (after is not None and after._is_warm)
         self.warm_up_times: list[tuple[int, float]] = []
 
@@ -96,19 +99,20 @@ class Predictor:
 
     def _load_version(self, template: Template, snapshot: WeightSnapshot) -> LoadedModel:
         forward = template.load(snapshot)
-        hooks = self._preprocess, self._postprocess
-        return LoadedModel(snapshot.version, forward, self._collator, self._padding_cost, self._check, *hooks)
+        steps = self.layout, self._collator, self._padding_cost, self._check, self._preprocess, self._postprocess
+        return LoadedModel(snapshot.version, forward, *steps)
 
     def _warm_up(self, model: LoadedModel) -> None:
         """Run one row of every version, and every size of the first: later ones reuse its kernels and graphs."""
         if not self._has_example:
             return
-        sizes = [1] if self._is_warm else batch_sizes(self.options.max_batch_size)
+        signature = self.layout.signature
+        sizes = [1] if self._is_warm else batch_sizes(self.options.max_rows)
         try:
-            examples = {size: [make_example(self.signature, size)] for size in sizes}
+            examples = {size: [make_example(signature, size)] for size in sizes}
             for size in sizes:
                 model.predict_batch(examples[size])
-            if has_one_shape(self.signature) and not self._is_warm:
+            if has_one_shape(signature) and not self._is_warm:
                 self.warm_up_times = time_warm_forwards(lambda size: model.predict_batch(examples[size]), sizes)
         except Exception as error:  # any error on an example is the reason not to serve
             if not self._is_warm and not self._must_answer:
@@ -122,8 +126,8 @@ class Predictor:
 
     def _select_template(self, snapshot: WeightSnapshot) -> dict[str, Template]:
         """Select the template of the fastest device for these weights."""
-        sizes = sorted({1, self.options.max_batch_size})
-        inputs = {size: [make_example(self.signature, size)] for size in sizes}
+        sizes = sorted({1, self.options.max_rows})
+        inputs = {size: [make_example(self.layout.signature, size)] for size in sizes}
         times = {}
         for device, template in self._templates.items():
             model = self._load_version(template, snapshot)
@@ -143,6 +147,7 @@ class LoadedModel:
         self,
         version: int,
         forward: Forward,
+        layout: BatchLayout,
         joiner: RequestCollator,
         lengths: PaddingCostModel | None,
         check: OutputCheck,
@@ -150,7 +155,8 @@ class LoadedModel:
         postprocess: Hook | None,
     ) -> None:
         self.version = version
-        self._forward, self._collator, self._padding_cost, self._check = forward, joiner, lengths, check
+        self._forward, self._layout = forward, layout
+        self._collator, self._padding_cost, self._check = joiner, lengths, check
         self._preprocess, self._postprocess = preprocess, postprocess
         self._first_input, self._input_names = joiner.names[0], joiner.names
 
@@ -183,9 +189,10 @@ class LoadedModel:
         outputs = self._predict(joined.inputs, joined.bounds[-1])
         return self._collator.split(outputs, joined, requests)
 
-    def _predict(self, inputs: Arrays, num_rows: int) -> dict[str, np.ndarray]:
+    def _predict(self, rows: dict[str, np.ndarray], num_rows: int) -> dict[str, np.ndarray]:
         if num_rows == 0:
-            return self._check.make_empty_outputs()
+            return self._layout.to_batch_first(self._check.make_empty_outputs(), 0)
+        inputs: Arrays = self._layout.to_model_shapes(rows)
         try:
             if self._preprocess is not None:
                 inputs = self._preprocess(inputs)
@@ -194,4 +201,4 @@ class LoadedModel:
                 outputs = self._postprocess(outputs)
         except SystemExit as error:  # it would end the computing thread and the awaiting task
             raise InferenceError(500, f"the model raised {error!r}") from error
-        return self._check.validate(outputs, num_rows)
+        return self._layout.to_batch_first(self._check.validate(outputs, num_rows), num_rows)

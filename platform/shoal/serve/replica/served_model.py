@@ -70,7 +70,7 @@ class ServedModel:
         self._queue = batcher.add_queue(
             name,
             self._forward,
-            max_batch_rows=self.options.max_batch_size,
+            max_batch_rows=self.options.max_rows,
             max_queue_rows=self.options.max_queue_size,
             max_queue_bytes=self.options.max_queue_bytes,
             weight=self.options.weight,
@@ -89,7 +89,9 @@ class ServedModel:
         return self.router.versions
 
     async def infer(self, call: InferCall) -> Prediction:
-        arrived_s = time.monotonic()
+        arrived_s, layout = time.monotonic(), self.predictor.layout
+        if not layout.is_first:
+            call = msgspec.structs.replace(call, inputs=layout.to_batch_first(dict(call.inputs), call.num_rows))
         deadline_s = call.deadline_s
         if deadline_s is None and self._deadline_s is not None:
             deadline_s = arrived_s + self._deadline_s
@@ -126,7 +128,7 @@ class ServedModel:
             self.shadow.sample_call(call, outputs, self.predictor.compute_bucket(call.inputs))
         if call.outputs is not None:
             outputs = {name: array for name, array in outputs.items() if name in call.outputs}
-        return Prediction(outputs, version, queued_s, computed_s, batch_rows)
+        return Prediction(layout.to_model_shapes(outputs), version, queued_s, computed_s, batch_rows)
 
     def statistics(self) -> list[VersionStatistics]:
         """The statistics of each loaded version on this replica."""
@@ -160,7 +162,7 @@ class ServedModel:
         """The model's part of the report to the controller."""
         table, versions = self.router, self.versions
         told = ModelReport(table.version, table.candidate_version, tuple(versions))
-        rows = [2**power for power in range(self.options.max_batch_size.bit_length())]
+        rows = [2**power for power in range(self.options.max_rows.bit_length())]
         latency = self._queue.latency
         return replace(
             told if self.live is None else self.live.report(),

@@ -54,7 +54,7 @@ class ShadowTraffic:
         self._queue = batcher.add_queue(
             f"{model}/shadow",
             forward,
-            max_batch_rows=options.max_batch_size,
+            max_batch_rows=options.max_rows,
             max_queue_rows=options.max_queue_size,
             max_queue_bytes=options.max_queue_bytes,
             weight=SHADOW_WEIGHT,

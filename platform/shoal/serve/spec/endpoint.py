@@ -204,7 +204,7 @@ class EndpointSpec(Spec):
 
         Serve's default of 2 would spread ten requests over five replicas and so split every batch.
         """
-        return BATCHES_PER_REPLICA * max(each.max_batch_size for each in (self.model, *self.models.values()))
+        return BATCHES_PER_REPLICA * max(each.max_rows for each in (self.model, *self.models.values()))
 
     @property
     def max_ongoing_requests(self) -> int:
@@ -214,4 +214,4 @@ class EndpointSpec(Spec):
         Serve's default of 5 would keep requests out of the batcher, whose queues count and refuse them.
         """
         served = (self.model, *self.models.values())
-        return 2 * sum(each.max_queue_size + BATCHES_PER_REPLICA * each.max_batch_size for each in served)
+        return 2 * sum(each.max_queue_size + BATCHES_PER_REPLICA * each.max_rows for each in served)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_serializer, model_validator
 
@@ -34,7 +34,9 @@ class GuardOptions(Spec):
 class ModelOptions(Spec):
     """The options of one model of an endpoint.
 
-    max_batch_size: the most rows of one forward
+    max_batch_size: the most rows of one forward; 0: the model has no batch, and each request is a forward
+    batch_dim:      the dimension of the batch in inputs and outputs where it is not 0; null for a tensor without it:
+                    requests of equal values then share a batch
     max_queue_size: rows per replica that may wait before requests are refused with 429
     max_queue_bytes: the same limit in bytes of their inputs, for large rows
     deadline_s:     how long after its arrival a request expires, unless it has its own deadline; None: never
@@ -54,7 +56,8 @@ class ModelOptions(Spec):
                     one and the one before
     """
 
-    max_batch_size: int = Field(default=64, ge=1)
+    max_batch_size: int = Field(default=64, ge=0)
+    batch_dim: dict[str, Annotated[int, Field(ge=0)] | None] = Field(default_factory=dict)
     max_queue_size: int = Field(default=1024, ge=1)
     max_queue_bytes: int = Field(default=1 << 30, ge=1)
     deadline_s: float | None = Field(default=None, gt=0)
@@ -73,6 +76,15 @@ class ModelOptions(Spec):
     guard: GuardOptions = GuardOptions()
 
     @property
+    def max_rows(self) -> int:
+        """The most rows of one forward. A request without a batch is one."""
+        return self.max_batch_size or 1
+
+    def get_batch_dim(self, tensor: str) -> int | None:
+        """The dimension of the batch in an input or output; None for a tensor without it."""
+        return self.batch_dim.get(tensor, 0) if self.max_batch_size else None
+
+    @property
     def needs_cuda(self) -> bool:
         """Whether the model needs a GPU."""
         return self.device == "cuda" or self.cuda_graphs
@@ -87,4 +99,13 @@ class ModelOptions(Spec):
     def _queue_holds_a_batch(self) -> ModelOptions:
         if self.max_queue_size < self.max_batch_size:
             raise ValueError(f"max_queue_size = {self.max_queue_size} is below max_batch_size = {self.max_batch_size}")
+        return self
+
+    @model_validator(mode="after")
+    def _batches_are_possible(self) -> ModelOptions:
+        if self.batch_dim and not self.max_batch_size:
+            raise ValueError("max_batch_size = 0 serves without batches: leave out batch_dim, or set a batch size")
+        if self.cuda_graphs and (self.batch_dim or not self.max_batch_size):
+            field = "batch_dim" if self.batch_dim else "max_batch_size = 0"
+            raise ValueError(f"cuda_graphs needs the batch in dimension 0: leave it out, or {field}")
         return self

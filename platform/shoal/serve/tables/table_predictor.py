@@ -58,10 +58,10 @@ class TablePredictor:
         torch_threads: int = 1,
     ) -> None:
         assert package.snapshot is not None, "a registered version has weights"
-        self.signature = package.signature
         self._columns_by_input, self._keep, self._skip_errors = said or {}, keep, skip_errors
-        self._max_rows = options.max_batch_size
         predictor = Predictor(package.factory, package.signature, options, torch_threads)
+        self.signature, self._max_rows = predictor.layout.signature, options.max_rows
+        self._max_request_rows = 1 if predictor.layout.shared_inputs else options.max_rows  # each row has its own
         self._model, self._compute_bucket = predictor.load(package.snapshot), predictor.compute_bucket
         predictor.set_torch_threads()
 
@@ -102,8 +102,8 @@ class TablePredictor:
                 else:
                     found.append(_TableRequest({}, 1, [(1, None)], [str(error)]))
                 continue
-            for start in range(0, len(rows), self._max_rows):
-                stop = min(start + self._max_rows, len(rows))
+            for start in range(0, len(rows), self._max_request_rows):
+                stop = min(start + self._max_request_rows, len(rows))
                 found.append(_TableRequest({name: values[start:stop] for name, values in inputs.items()}, stop - start))
         return found
 

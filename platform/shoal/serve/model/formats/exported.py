@@ -148,7 +148,4 @@ def _to_tensor_signature(file: str, name: str, node: Any) -> TensorSignature:
     if not isinstance(value, torch.Tensor):
         raise ConfigError("file", file, f"{name!r} is not a tensor", "export a model that takes and gives tensors")
     shape = [size if isinstance(size, int) else -1 for size in value.shape]
-    if not shape or shape[0] != -1:
-        remedy = "export with dynamic_shapes, in which dimension 0 of every input is the same torch.export.Dim('batch')"
-        raise ConfigError("file", file, f"the first dimension of {name!r}, the batch, is fixed: {shape}", remedy)
     return TensorSignature(name=name, datatype=_DATATYPES[value.dtype], shape=shape)

@@ -102,7 +102,4 @@ def _to_tensor_signature(file: str, found: Any) -> TensorSignature:
     if datatype is None:
         raise ConfigError("file", file, f"{found.name!r} is a {found.type}, which cannot be served")
     shape = [size if isinstance(size, int) and size > 0 else -1 for size in found.shape]
-    if not shape or shape[0] != -1:
-        remedy = "export it with a dynamic first dimension"
-        raise ConfigError("file", file, f"the first dimension of {found.name!r}, the batch, is fixed: {shape}", remedy)
     return TensorSignature(name=found.name, datatype=datatype, shape=shape)
