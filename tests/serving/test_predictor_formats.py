@@ -211,6 +211,21 @@ def test_strings_go_through_an_onnx_file_as_text() -> None:
     assert caught.value.status == 422
 
 
+def test_a_list_of_maps_is_refused_with_the_option_that_leaves_it_out() -> None:
+    floats = helper.make_tensor_type_proto(TensorProto.FLOAT, None)
+    maps = helper.make_sequence_type_proto(helper.make_map_type_proto(TensorProto.INT64, floats))
+    graph = helper.make_graph(
+        [helper.make_node("ZipMap", ["scores"], ["maps"], domain="ai.onnx.ml", classlabels_int64s=[0, 1])],
+        "classifier",
+        [helper.make_tensor_value_info("scores", TensorProto.FLOAT, ["batch", 2])],
+        [helper.make_value_info("maps", maps)],
+    )
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("ai.onnx.ml", 3)]
+    payload = bytes(helper.make_model(graph, opset_imports=opsets, ir_version=9).SerializeToString())
+    with pytest.raises(ConfigError, match=r"'maps' is a seq\(map.*options=\{id\(model\): \{'zipmap': False\}\}"):
+        onnx_format.read_signature(payload, "file")
+
+
 @pytest.mark.parametrize("kind", ["torch_export", "onnx"])
 def test_a_file_that_is_none_of_its_format_is_refused(kind: Format, caplog: pytest.LogCaptureFixture) -> None:
     signature = onnx_format.read_signature(onnx_payload(), "file")
@@ -289,7 +304,7 @@ def test_a_file_is_added_from_the_command_line_and_shown(shoal_home: Path, tmp_p
 def test_a_file_of_another_kind_is_refused(shoal_home: Path, tmp_path: Path) -> None:
     wrong = tmp_path / "model.pkl"
     wrong.write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"model\.pkl': is not one of \.pt2, \.onnx"):
+    with pytest.raises(ConfigError, match=r"model\.pkl': is not one of \.pt2, \.onnx, \.pt"):
         typed("add", str(wrong))
     program = tmp_path / "model.onnx"
     program.write_bytes(b"nonsense")

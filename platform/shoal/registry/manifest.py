@@ -56,11 +56,12 @@ class Signature(Spec):
     outputs: list[TensorSignature]
 
 
-Format = Literal["module", "torch_export", "onnx"]
+Format = Literal["module", "torch_export", "torchscript", "onnx"]
 # The file name of a version's payload.
 PAYLOAD_FILES: dict[Format, str] = {
     "module": "weights.safetensors",
     "torch_export": "model.pt2",
+    "torchscript": "model.pt",
     "onnx": "model.onnx",
 }
 
@@ -69,7 +70,7 @@ class ModelFactory(Spec):
     """How to build a model from its registered payload.
 
     format:  `module` builds `factory`, of the form module:Class, with `kwargs`, and loads weights into it; a program of
-             torch.export and an ONNX file contain both and need no factory
+             torch.export, a TorchScript and an ONNX file contain both and need no factory
     preprocess, postprocess: an endpoint's steps before and after the model, unless its options override them: a
              `module:function` that returns the step (a function from a dict of arrays to another) for the model's
              `kwargs`

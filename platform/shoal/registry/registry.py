@@ -2,7 +2,7 @@
 
     NAME/VERSION/manifest.json, weights.safetensors      NAME/aliases.json      (in $SHOAL_HOME/registry)
 
-A model that is a single file (torch.export, ONNX) has model.pt2 or model.onnx in place of the weights.
+A model that is a single file (torch.export, TorchScript, ONNX) has model.pt2, model.pt or model.onnx in their place.
 
 Called by jobs that register trained models, by endpoints, and by the CLI. Any number of processes may read and write at
 once: a version appears complete or not at all, and never changes. Never runs or builds a model.

@@ -26,7 +26,11 @@ from shoal.serve.spec.batch_layout import has_batch_first
 from shoal.weights import WeightSnapshot
 
 NUM_MOVES = 5
-FORMATS: dict[str, Format] = {".pt2": "torch_export", ".onnx": "onnx"}
+FORMATS: dict[str, Format] = {
+    ".pt2": "torch_export",
+    ".onnx": "onnx",
+    **dict.fromkeys((".pt", ".ts", ".jit", ".torchscript"), "torchscript"),
+}
 
 
 @click.group(cls=CommandGroup)
@@ -143,28 +147,36 @@ def show(model: str, as_json: bool) -> None:
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--name", help="The model's name; that of the file by default.")
 @click.option("--alias", default="champion", show_default=True, help="An alias for this version.")
-def add(file: Path, name: str | None, alias: str) -> None:
-    """Register a model file: torch.export (.pt2) or ONNX (.onnx).
+@click.option(
+    "--signature",
+    "signature_file",
+    type=click.Path(path_type=Path),
+    help="The tensors of a TorchScript file, in YAML or JSON.",
+)
+def add(file: Path, name: str | None, alias: str, signature_file: Path | None) -> None:
+    """Register a model file: torch.export (.pt2), ONNX (.onnx) or TorchScript (.pt, .ts, .jit).
 
-    Its inputs and outputs are read from the file. Requests share a batch along the first dimension, if that is dynamic.
-    A .pt2 file can contain code: add and serve only files that you trust.
+    Its inputs and outputs are read from the file, or from --signature for TorchScript. Requests share a batch along the
+    first dimension, if that is dynamic. A .pt2 or TorchScript file can contain code: add and serve only files that you
+    trust.
 
     \b
     Examples:
       shoal models add resnet.onnx
       shoal models add build/model.pt2 --name ranker --alias candidate
+      shoal models add model.pt --signature tensors.yaml
     """
     if file.suffix not in FORMATS:
         remedy = (
-            "a model is a .pt2 file of torch.export.save, or an .onnx file; a module is registered in Python, by the"
-            " job that trains it or with shoal.registry.Registry().register"
+            "a model is a .pt2 file of torch.export.save, an .onnx file, or a .pt file of torch.jit.save; a module is"
+            " registered in Python, by the job that trains it or with shoal.registry.Registry().register"
         )
         raise ConfigError("file", str(file), f"is not one of {', '.join(FORMATS)}", remedy)
     try:
         payload = file.read_bytes()
     except OSError as error:
         raise ConfigError("file", str(file), f"cannot be read ({error})") from error
-    signature = _read_signature(FORMATS[file.suffix], payload, str(file))
+    signature = _read_signature(FORMATS[file.suffix], payload, str(file), signature_file)
     found = Registry().register(
         name or file.stem.lower(),
         WeightSnapshot.from_payload(1, payload),
@@ -222,13 +234,33 @@ def rollback(name: str, alias: str) -> None:
     click.echo(f"{found.name}@{alias} is {found.ref} now.")
 
 
-def _read_signature(kind: Format, payload: bytes, file: str) -> Signature:
+def _read_signature(kind: Format, payload: bytes, file: str, given: Path | None) -> Signature:
     """Imports the format's libraries, which take a second, on use."""
+    if kind == "torchscript":
+        return _check_torchscript(payload, file, given)
+    if given is not None:
+        raise ConfigError("signature", str(given), f"is not for {file}, which has its own", "leave it out")
     if kind == "onnx":
         from shoal.serve.model.formats.onnx import read_signature
     else:
         from shoal.serve.model.formats.exported import read_signature
     return read_signature(payload, file)
+
+
+def _check_torchscript(payload: bytes, file: str, given: Path | None) -> Signature:
+    from shoal.serve.model.formats.torchscript import load_module
+
+    load_module(payload, file)
+    if given is None:
+        remedy = (
+            "give --signature FILE, a YAML file of `inputs: [{name: x, datatype: FP32, shape: [-1, 3]}]` in the order"
+            " of its forward, and `outputs: [...]`"
+        )
+        raise ConfigError("signature", "", f"{file} has no names and shapes of its tensors", remedy)
+    try:
+        return Signature.from_yaml(given)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("signature", str(given), f"cannot be read ({error})") from error
 
 
 def _shorten_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,11 +30,16 @@ def open_template(factory: ModelFactory, setting: TemplateConfig) -> Template:
         if options.precision == "int8":
             raise ConfigError("precision", "int8", "is not for models of format torch_export", "export it quantised")
         return ExportedTemplate(setting)
-    from shoal.serve.model.formats.onnx import OnnxTemplate
-
     if options.compile or options.precision != "fp32":
         field, value = ("compile", True) if options.compile else ("precision", options.precision)
-        raise ConfigError(field, value, "is not for models of format onnx", "onnxruntime runs the file as it is")
+        runs = "onnxruntime" if kind == "onnx" else "TorchScript"
+        raise ConfigError(field, value, f"is not for models of format {kind}", f"{runs} runs the file as it is")
+    if kind == "torchscript":
+        from shoal.serve.model.formats.torchscript import TorchScriptTemplate
+
+        return TorchScriptTemplate(setting)
+    from shoal.serve.model.formats.onnx import OnnxTemplate
+
     return OnnxTemplate(setting)
 
 

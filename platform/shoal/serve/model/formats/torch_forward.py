@@ -1,6 +1,6 @@
 """A forward from arrays to arrays through torch, shared by the formats that run in torch.
 
-Called by `module` and `exported`. Knows the datatypes, the device and the precision; never a weight.
+Called by `module`, `exported` and `torchscript`. Knows the datatypes, the device and the precision; never a weight.
 """
 
 from __future__ import annotations
