@@ -223,10 +223,11 @@ def _apply_overrides(values: dict[str, Any], spec: type[BaseModel], words: Itera
 
 
 def _set_field(values: dict[str, Any], spec: type[BaseModel], path: str, value: object) -> None:
-    *parents, leaf = path.split(".")
+    names = path.split(".")
     node: Any = values
     owner: _Owner = spec
-    for name in parents:
+    while len(names := _join_entry_name(owner, node, names)) > 1:
+        name = names.pop(0)
         _require_field(owner, name, path, value)
         node.setdefault(name, {})  # a new entry, or a field of one
         owner = _find_field_owner(owner, name)
@@ -237,12 +238,22 @@ def _set_field(values: dict[str, Any], spec: type[BaseModel], path: str, value: 
             owner = owner.choose_type(node)
         if not isinstance(node, dict):
             raise ConfigError(path, value, f"{name!r} has no fields of its own")
+    (leaf,) = names
     _require_field(owner, leaf, path, value)
     inner = _find_field_owner(owner, leaf)
     before = node.get(leaf)  # None for a new entry
     if isinstance(inner, type) and issubclass(inner, Spec) and isinstance(value, str) and isinstance(before, dict):
         value = inner.from_override(value, before)
     node[leaf] = value
+
+
+def _join_entry_name(owner: _Owner, node: Mapping[str, Any], names: list[str]) -> list[str]:
+    """Join the first of `names` to the name of a mapping's entry, which may have dots, as a model's: a field of the
+    entry follows it."""
+    if not isinstance(owner, _SpecMapping) or names[0] in node:
+        return names
+    end = next((index for index in range(1, len(names)) if names[index] in owner.spec.model_fields), 1)
+    return [".".join(names[:end]), *names[end:]]
 
 
 def _expand_spec(owner: type[BaseModel], value: object, path: str) -> dict[str, Any]:

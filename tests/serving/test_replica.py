@@ -7,8 +7,9 @@ import asyncio
 import pytest
 from pydantic import SecretStr
 
-from serving.replica_set import LINEAR, SIGNATURE, ReplicaSet, constant, infer, register, until
+from serving.replica_set import LINEAR, SIGNATURE, ReplicaSet, ask, constant, infer, register, until
 from shoal.errors import ConfigError, ShoalError
+from shoal.flows.serving_spec import ServingSpec, check
 from shoal.serve.spec.model_source import EndpointModel, LiveModel, model_from_ref
 from shoal.weights import WeightStore
 
@@ -70,6 +71,30 @@ def test_a_registered_model_is_there_when_the_replica_is() -> None:
                 assert replica.manager.is_ready
                 assert (await infer(replica)).version == 1
             assert endpoint.kinds() == ["deploy"]
+
+    asyncio.run(body())
+
+
+def test_a_name_as_hugging_face_has_them_holds_everywhere() -> None:
+    name = "Qwen2.5-0.5B_Instruct"
+    register(name, aliases=("champion",))
+    spec = ServingSpec(models=[f"{name}@champion"]).override([f"endpoint.models.{name}.deadline_s=50"])
+    check(spec)
+
+    async def body() -> None:
+        async with ReplicaSet(*map(model_from_ref, spec.models), models=spec.endpoint.models) as endpoint:
+            (replica,) = await endpoint.start()
+            model = replica.manager.get_model(name)
+            assert model.options.deadline_s == 50
+            assert (await infer(replica, name)).version == 1
+            assert (await infer(replica, name, version=1)).version == 1
+            assert (await ask(replica, "GET", f"/v2/models/{name}")).body["name"] == name
+            wrong = await ask(replica, "GET", f"/v2/models/{name.lower()}")
+            assert wrong.status == 404
+            assert name in wrong.body["error"]
+            register(name)
+            await endpoint.administer(action="canary", model=name, version=2, percent=50)
+            assert (await infer(replica, name, shoal_track="candidate")).version == 2
 
     asyncio.run(body())
 

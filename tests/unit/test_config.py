@@ -44,6 +44,9 @@ def test_words_reach_into_mappings_of_specs() -> None:
     assert Cart().override(["wheels={left: {size: 2}}"]).wheels == {"left": Wheel(size=2)}
     axles = Cart().override(["axles.rear.wheel.size=20", "axles.rear.wheel.colour=red"]).axles
     assert axles == {"rear": Axle(wheel=Wheel(size=20, colour="red"))}
+    dotted = Cart().override(["wheels.v2.5-left.size=20", "wheels.v2.5-left.colour=red", "axles.a.b.wheel.size=3"])
+    assert dotted.wheels == {"v2.5-left": Wheel(size=20, colour="red")}
+    assert dotted.axles == {"a.b": Axle(wheel=Wheel(size=3))}
     assert Cart().override(["notes.anything=goes"]).notes == {"anything": "goes"}
 
 

@@ -104,7 +104,7 @@ def test_an_unknown_reference_says_what_there_is(registry: Registry, ref: str, s
         registry.get(ref)
 
 
-@pytest.mark.parametrize("name", ["", "..", "../up", "a/b", "Capital", ".hidden", "a b", "x" * 200])
+@pytest.mark.parametrize("name", ["", "..", "../up", "a/b", ".hidden", "Ünicode", "a b", "x" * 200])
 def test_a_name_cannot_leave_its_folder(registry: Registry, name: str) -> None:
     with pytest.raises(ConfigError):
         registry.register(name, snapshot_of(1), model=MODEL, signature=SIGNATURE)
@@ -113,7 +113,21 @@ def test_a_name_cannot_leave_its_folder(registry: Registry, name: str) -> None:
     assert list(registry.root.iterdir()) == []
 
 
-@pytest.mark.parametrize("alias", ["7", "latest", "../x", ""])
+def test_names_may_have_capitals_but_not_differ_in_them_alone(registry: Registry) -> None:
+    name = "Qwen2.5-0.5B_Instruct"
+    registry.register(name, snapshot_of(1), model=MODEL, signature=SIGNATURE)
+    assert registry.get(f"{name}@champion").ref == f"{name}@1"
+    assert [each.name for each in registry.list()] == [name]
+    for other in (name.lower(), name.upper()):
+        with pytest.raises(ConfigError, match=rf"name = '{other}': differs from the model '{name}' in capitals alone"):
+            registry.register(other, snapshot_of(1), model=MODEL, signature=SIGNATURE)
+        with pytest.raises(RegistryError, match=rf"no model '{other}': did you mean {name}\?"):
+            registry.get(other)
+    assert registry.register(name, snapshot_of(2), model=MODEL, signature=SIGNATURE).version == 2
+    assert sorted(path.name for path in registry.root.iterdir() if not path.name.startswith(".")) == [name]
+
+
+@pytest.mark.parametrize("alias", ["7", "latest", "../x", "", "Champion"])
 def test_an_alias_cannot_be_mistaken_for_a_version(registry: Registry, alias: str) -> None:
     with pytest.raises(ConfigError, match="alias"):
         register(registry, 1.0, aliases=(alias,))

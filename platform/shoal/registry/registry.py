@@ -31,9 +31,11 @@ from shoal.registry.aliases import Aliases, AliasMove
 from shoal.registry.manifest import PAYLOAD_FILES, Manifest, ModelFactory, Signature
 from shoal.weights import WeightSnapshot
 
-_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_ALIAS = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
 _INCOMING = ".incoming"
 _REGISTERING = ".registering"  # locked while a version is written; aliases can move meanwhile
+_CREATING = ".creating"  # of all models, locked while one gets its folder
 
 
 @dataclass(frozen=True)
@@ -109,8 +111,8 @@ class Registry:
         """Add the next version of `name`, and point `aliases` at it. The snapshot's payload is of the model's format.
 
         The number of a removed version is not used again, so that the two cannot be confused. Raises ConfigError for an
-        invalid name or alias, WeightsError for a damaged snapshot, RegistryError when it cannot be written. An
-        interrupted call leaves no version.
+        invalid name or alias and for a name that differs from another model's in capitals alone, WeightsError for a
+        damaged snapshot, RegistryError when it cannot be written. An interrupted call leaves no version.
         """
         require_name("name", name)
         _require_aliases(tuple(aliases))
@@ -118,7 +120,9 @@ class Registry:
         check()  # rejects damage now instead of when the model is served
         folder = self.root / name
         try:
-            folder.mkdir(exist_ok=True)
+            with lock_folder(self.root, _CREATING):
+                self.require_distinct_name("name", name)
+                folder.mkdir(exist_ok=True)
             with lock_folder(folder, _REGISTERING):
                 manifest = Manifest(
                     name=name,
@@ -212,6 +216,15 @@ class Registry:
         """Every alias of `name` with its history. Raises RegistryError when the model is unknown."""
         return _read_aliases(self._find_folder(name))
 
+    @_convert_os_errors()
+    def require_distinct_name(self, field: str, name: str) -> None:
+        """Check that no other model's name differs in capitals alone: a file system without them, on which the registry
+        may be, would mix up the two. Raises ConfigError for such a name, or an invalid one."""
+        require_name(field, name)
+        if twin := [path.name for path in self.root.iterdir() if path.name != name and _is_twin(path.name, name)]:
+            remedy = f"add a version to {twin[0]!r}, or choose another name"
+            raise ConfigError(field, name, f"differs from the model {twin[0]!r} in capitals alone", remedy)
+
     def _names(self) -> Sequence[str]:
         return sorted(path.name for path in self.root.iterdir() if _NAME.fullmatch(path.name) and _versions_in(path))
 
@@ -219,7 +232,8 @@ class Registry:
         require_name("name", name)
         if _versions_in(self.root / name):
             return self.root / name
-        near = difflib.get_close_matches(name, self._names(), n=3)
+        names = self._names()
+        near = [each for each in names if _is_twin(each, name)] or difflib.get_close_matches(name, names, n=3)
         remedy = f"did you mean {' or '.join(near)}?" if near else "`shoal models list` shows what there is"
         raise RegistryError(f"there is no model {name!r}: {remedy}")
 
@@ -232,7 +246,7 @@ def split_ref(ref: str) -> tuple[str, str]:
     """
     name, separator, word = ref.partition("@")
     require_name("model", name)
-    if separator and not _NAME.fullmatch(word):
+    if separator and not _ALIAS.fullmatch(word):
         raise ConfigError("model", ref, "is not a model reference", "write name@3, name@champion, or name")
     return name, "" if word == "latest" else word
 
@@ -248,12 +262,18 @@ def _resolve_version(word: str, versions: Sequence[int], aliases: Aliases) -> in
 def require_name(field: str, name: str) -> None:
     """Check a model's name early. Raises ConfigError for an invalid one."""
     if not _NAME.fullmatch(name):
-        remedy = "use a-z, 0-9, '.', '_' and '-', 128 at most, and begin with a-z or 0-9"
+        remedy = "use A-Z, a-z, 0-9, '.', '_' and '-', 128 at most, and begin with a letter or a digit"
         raise ConfigError(field, name, "is not a name", remedy)
 
 
+def _is_twin(name: str, other: str) -> bool:
+    return name.lower() == other.lower()
+
+
 def _require_alias(alias: str) -> None:
-    require_name("alias", alias)
+    if not _ALIAS.fullmatch(alias):
+        remedy = "use a-z, 0-9, '.', '_' and '-', 128 at most, and begin with a-z or 0-9"
+        raise ConfigError("alias", alias, "is not a name", remedy)
     if alias.isdigit() or alias == "latest":
         raise ConfigError(
             "alias", alias, "is already a reference to a version", "choose a name, such as champion or candidate"

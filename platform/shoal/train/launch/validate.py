@@ -25,7 +25,7 @@ from shoal.parallel.loss import Mean, require_loss
 from shoal.parallel.state.module_snapshot import eval_mode
 from shoal.parallel.validate import check_plan
 from shoal.random_state import preserve_rng, seed_everything
-from shoal.registry import ModelFactory, Signature, require_name
+from shoal.registry import ModelFactory, Registry, Signature
 from shoal.runs import Status
 from shoal.train.export.model_entry import make_factory, make_model_name
 from shoal.train.export.signature import infer_signature
@@ -60,7 +60,7 @@ def validate_run(spec: TrainSpec) -> ValidatedRun:
     samples = spec.parallel.compute_micro_batch_size(spec.batch_size, degrees)
     if spec.stop.is_empty:
         raise ConfigError("stop", None, "nothing says when to end", "give stop.epochs=3, say, or stop.steps=1000")
-    require_name("name", make_model_name(spec))
+    Registry().require_distinct_name("name", make_model_name(spec))
     _require_unfinished(spec)
     _require_backend(spec)
     task = make_task(spec.task, spec.args)
