@@ -40,7 +40,7 @@ def build_model_config(model: ServedModelProtocol) -> dict[str, Any]:
     policy: dict[str, Any] = {"max_queue_size": options.max_queue_size, "allow_timeout_override": True}
     if options.deadline_s is not None:
         policy["default_timeout_microseconds"] = round(options.deadline_s * 1e6)
-    settings = {"precision": options.precision, "device": options.device, "ragged": options.ragged}
+    settings: dict[str, str] = {"precision": options.precision, "device": options.device, "ragged": options.ragged}
     max_rows = 0 if options.batch_dim else options.max_batch_size
     if options.batch_dim:
         settings["batch_dim"] = json.dumps(options.batch_dim)

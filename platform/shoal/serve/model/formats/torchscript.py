@@ -34,7 +34,7 @@ def load_module(payload: bytes, what: str, device: str = "cpu") -> Any:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "`torch.jit.load` is deprecated", DeprecationWarning)
-            module = torch.jit.load(io.BytesIO(payload), map_location=device)  # type: ignore[no-untyped-call]
+            module = torch.jit.load(io.BytesIO(payload), map_location=device)
     except (RuntimeError, ValueError) as error:  # of the archive, and of its code
         reason = str(error).partition(". ")[0].splitlines()[0]
         remedy = "write it with torch.jit.save; a state dict is registered with its module, from Python"
