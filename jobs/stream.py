@@ -8,8 +8,9 @@
     shoal serve deploy stream@champion                       # an endpoint that follows the weights as they are learnt
     python jobs/stream.py sensors=200                        # in this process, without Ray
 
-The forecast of a sensor's next value is published to `shoal/forecasts/SENSOR` before the message is learnt. A message
-is acknowledged when a checkpoint that contains its update is on the disk. See docs/recipes/streams.md.
+What the wildcards of the topic match names the sensor. The forecast of its next value is published to
+`shoal/forecasts/SENSOR` before the message is learnt. A message is acknowledged when a checkpoint that contains its
+update is on the disk. See docs/recipes/streams.md.
 """
 
 from shoal.stream.spec import StreamSpec

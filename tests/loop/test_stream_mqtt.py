@@ -12,6 +12,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -219,34 +220,64 @@ def run_loop(
     return loop, events
 
 
-def test_malformed_payloads_and_clock_jumps_are_counted_and_answers_come_back(spec: MqttSpec, tmp_path: Path) -> None:
-    begin_session(spec)
-    packets = make_packets(1, 12)
-    packets.insert(3, ("s1", b"hot", None))
-    packets.insert(5, ("s1", b'{"value": null}', 99))
-    packets[8] = (packets[8][0], encode_payload((1.0,), -100.0), packets[8][2])
+@contextmanager
+def receive_forecasts(spec: MqttSpec) -> Iterator[queue.SimpleQueue[paho.MQTTMessage]]:
     answers: queue.SimpleQueue[paho.MQTTMessage] = queue.SimpleQueue()
     client = paho.Client(CallbackAPIVersion.VERSION2, protocol=paho.MQTTv5)
     client.on_message = lambda client, data, packet: answers.put(packet)
     subscribed = threading.Event()
     client.on_subscribe = lambda *details: subscribed.set()
     client.connect(*parse_address(spec))
-    client.subscribe(f"{spec.answers}/+")
+    client.subscribe(f"{spec.answers}/#")
     client.loop_start()
     assert subscribed.wait(30)
-    publish(spec, packets)
-    loop, events = run_loop(spec, tmp_path, lambda loop: loop.trainer.totals.num_messages >= 12)
+    yield answers
+    client.disconnect()
+    client.loop_stop()
+
+
+def test_malformed_payloads_and_clock_jumps_are_counted_and_answers_come_back(spec: MqttSpec, tmp_path: Path) -> None:
+    begin_session(spec)
+    packets = make_packets(1, 12)
+    packets.insert(3, ("s1", b"hot", None))
+    packets.insert(5, ("s1", b'{"value": null}', 99))
+    packets[8] = (packets[8][0], encode_payload((1.0,), -100.0), packets[8][2])
+    with receive_forecasts(spec) as answers:
+        publish(spec, packets)
+        loop, events = run_loop(spec, tmp_path, lambda loop: loop.trainer.totals.num_messages >= 12)
+        received = [json.loads(answers.get(timeout=30).payload) for _ in range(12)]
     assert (loop.num_malformed, loop.trainer.totals.num_clock_jumps) == (2, 1)
     malformed = [details for kind, details in events if kind == "malformed"]
     assert [(each["origin"].rpartition("/")[2], each["text"]) for each in malformed] == [("s1", "hot")]
-    received = [json.loads(answers.get(timeout=30).payload) for _ in range(12)]
-    client.disconnect()
-    client.loop_stop()
     assert [each["sequence"] for each in received] == list(range(1, 13))
     again = MqttSource(spec, 1)  # all was acknowledged, the malformed ones too
     again.open(StreamState())
     assert again.poll(1, 0.3).messages == []
     again.close()
+
+
+@pytest.mark.parametrize(
+    ("levels", "sensor_field", "named"),
+    [
+        ("+/temperature", "", ["s0", "s1", "s2"]),
+        ("+/line/+/temperature", "", ["s0/s0", "s1/s1", "s2/s2"]),
+        ("+/temperature", "probe", ["p0", "p1", "p2"]),
+    ],
+)
+def test_sensors_of_a_wildcard_are_not_merged_and_each_has_a_topic_of_forecasts(
+    levels: str, sensor_field: str, named: list[str], spec: MqttSpec, tmp_path: Path
+) -> None:
+    own = spec.model_copy(
+        update={"topic": spec.topic.replace("+", levels), "client_id": levels, "sensor_field": sensor_field}
+    )
+    begin_session(own)
+    with receive_forecasts(own) as answers:
+        packets = [(f"s{at % 3}", f'{{"value": {at}, "time": {at}, "probe": "p{at % 3}"}}') for at in range(6)]
+        publish(own, [(sensor, text.encode(), at) for at, (sensor, text) in enumerate(packets)])
+        loop, _ = run_loop(own, tmp_path, lambda loop: loop.trainer.totals.num_messages >= 6)
+        topics = [answers.get(timeout=30).topic for _ in range(6)]
+    assert len(loop.trainer.table) == 3
+    assert topics == 2 * [f"{own.answers}/{name}" for name in named]
 
 
 def test_a_broker_that_goes_and_comes_back_costs_no_message(spec: MqttSpec, tmp_path: Path) -> None:

@@ -11,22 +11,24 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from paho.mqtt.client import topic_matches_sub
 
 from shoal.errors import CheckpointError, DataError
 from shoal.stream.batch_log import BatchLog, LoggedBatch, read_batches
 from shoal.stream.deduplicator import Deduplicator
 from shoal.stream.drift import PageHinkley
+from shoal.stream.fleet import make_topic
 from shoal.stream.replay_source import ReplaySource
-from shoal.stream.source import MalformedPayload, Message, StreamState, encode_payload, parse_message
+from shoal.stream.source import MalformedPayload, Message, MessageParser, StreamState, encode_payload, match_wildcards
 from stream_case import make_messages
 from stream_contract import check_source
 
 
 def test_a_payload_is_read_as_it_was_written() -> None:
     for values in ((21.5,), (1.0, -2.0)):
-        parsed = parse_message("a/b/s1", encode_payload(values, 12.25), "p", 3, 99.0, len(values))
+        parsed = MessageParser(len(values)).parse("a/b/s1", encode_payload(values, 12.25), "p", 3, 99.0)
         assert parsed == Message("s1", values, 12.25, "p", 3)
-    assert parse_message("s1", b'{"value": 2}', "p", 3, 99.0, 1) == Message("s1", (2.0,), 99.0, "p", 3)
+    assert MessageParser(1).parse("s1", b'{"value": 2}', "p", 3, 99.0) == Message("s1", (2.0,), 99.0, "p", 3)
 
 
 @pytest.mark.parametrize(
@@ -42,10 +44,55 @@ def test_a_payload_is_read_as_it_was_written() -> None:
     ],
 )
 def test_what_is_no_reading_says_why(payload: bytes, problem: str) -> None:
-    parsed = parse_message("s1", payload, "", None, 99.0, 1)
+    parsed = MessageParser(1).parse("s1", payload, "", None, 99.0)
     assert isinstance(parsed, MalformedPayload)
     assert re.search(problem, parsed.problem), parsed.problem
     assert parsed.text == payload.decode(errors="backslashreplace")
+
+
+@pytest.mark.parametrize(
+    ("topic_filter", "topic", "sensor"),
+    [
+        ("plant/+/temperature", "plant/oven/temperature", "oven"),
+        ("plant/+/line/+/temperature", "plant/4/line/2/temperature", "4/2"),
+        ("plant/#", "plant/oven/temperature", "oven/temperature"),
+        ("+/line/#", "north/line/2/hot", "north/2/hot"),
+        ("plant/#", "plant", ""),
+        ("#", "plant/oven", "plant/oven"),
+        ("plant/+", "plant/", ""),
+        ("$share/learners/plant/+/temperature", "plant/oven/temperature", "oven"),
+        ("plant/oven/temperature", "plant/oven/temperature", "temperature"),
+        ("plant/+/temperature", "plant/oven", "oven"),
+        ("plant/+", "shed/oven/2", "2"),
+    ],
+)
+def test_what_the_wildcards_match_names_the_sensor(topic_filter: str, topic: str, sensor: str) -> None:
+    assert match_wildcards(topic_filter, topic) == sensor
+    parsed = MessageParser(1, topic_filter).parse(topic, encode_payload((1.0,), 2.0), "p", 1, 0.0)
+    assert parsed == Message(sensor, (1.0,), 2.0, "p", 1)
+
+
+@pytest.mark.parametrize("topic_filter", ["shoal/sensors/+", "plant/+/line/+/t", "plant/#"])
+def test_simulated_sensors_differ_by_their_topics(topic_filter: str) -> None:
+    topics = [make_topic(topic_filter, name) for name in ("s1", "s2")]
+    assert all(topic_matches_sub(topic_filter, topic) for topic in topics)
+    assert len({match_wildcards(topic_filter, topic) for topic in topics}) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "sensor"), [('"oven"', "oven"), ("7", "7"), ('"a/b"', "a/b"), ('"a+"', None), ('""', None), ("[1]", None)]
+)
+def test_a_field_of_the_payload_names_the_sensor(name: str, sensor: str | None) -> None:
+    parser = MessageParser(1, "plant/+", "probe")
+    parsed = parser.parse("plant/x", f'{{"value": 1, "time": 2, "probe": {name}}}'.encode(), "p", 1, 0.0)
+    if sensor is None:
+        assert isinstance(parsed, MalformedPayload)
+        assert re.search("'probe' names no sensor|Expected `str \\| int`|Expected `int \\| str`", parsed.problem)
+    else:
+        assert parsed == Message(sensor, (1.0,), 2.0, "p", 1)
+    without = parser.parse("plant/x", b'{"value": 1, "time": 2}', "p", 1, 0.0)
+    assert isinstance(without, MalformedPayload)
+    assert "'probe' names no sensor" in without.problem
 
 
 @given(st.lists(st.integers(1, 60), max_size=80))
@@ -69,7 +116,7 @@ def test_a_publisher_that_counts_anew_is_noticed_and_one_without_a_name_is_compa
     assert deduplicator.admit(Message("s", (0.0,), 0.0, "p", 10))
     assert not deduplicator.admit(Message("s", (0.0,), 0.0, "p", 1))
     assert (deduplicator.num_stale, deduplicator.num_duplicates) == (1, 1)
-    first, other = (parse_message("s", encode_payload((1.0,), at), "", None, 0.0, 1) for at in (1.0, 2.0))
+    first, other = (MessageParser(1).parse("s", encode_payload((1.0,), at), "", None, 0.0) for at in (1.0, 2.0))
     assert isinstance(first, Message)
     assert isinstance(other, Message)
     assert [deduplicator.admit(each) for each in (first, other, first)] == [True, True, False]

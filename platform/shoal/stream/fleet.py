@@ -43,6 +43,11 @@ def make_reading(sensor: int, number: int, noise: random.Random) -> float:
     return 20 + 5 * math.sin(2 * math.pi * (number + sensor) / period) + noise.gauss(0, NOISE)
 
 
+def make_topic(topic_filter: str, name: str) -> str:
+    """A topic that matches the filter, with the sensor's name for its wildcards."""
+    return "/".join(name if level in ("+", "#") else level for level in topic_filter.split("/"))
+
+
 class Fleet:
     """Publishes readings, and measures answers if `measures`."""
 
@@ -53,7 +58,6 @@ class Fleet:
         self._sent_s: dict[int, float] = {}
         self._latencies_ms: dict[int, float] = {}
         self.num_published = 0
-        self._prefix = spec.topic.removesuffix("+").rstrip("/")
         self._client = paho.Client(CallbackAPIVersion.VERSION2, protocol=paho.MQTTv5)
         self._client.max_queued_messages_set(0)
         # A sensor with a connection of its own would not wait for the acknowledgement of another's reading.
@@ -71,7 +75,7 @@ class Fleet:
         self._client.loop_start()
 
     def _subscribe(self, client: paho.Client, data: Any, flags: Any, reason: Any, properties: Any) -> None:
-        client.subscribe(f"{self._spec.answers}/+", qos=0)
+        client.subscribe(f"{self._spec.answers}/#", qos=0)
 
     def publish(self, number: int) -> None:
         """Publish message `number`, from 0: of one sensor after the other."""
@@ -81,7 +85,7 @@ class Fleet:
         now_s = time.time()
         payload = encode_payload((make_reading(sensor, reading, self._noise),), now_s)
         self._sent_s[number + 1] = time.perf_counter()
-        self._client.publish(f"{self._prefix}/s{sensor:04d}", payload, qos=1, properties=properties)
+        self._client.publish(make_topic(self._spec.topic, f"s{sensor:04d}"), payload, qos=1, properties=properties)
         self.num_published += 1
 
     def _measure(self, client: paho.Client, data: Any, packet: paho.MQTTMessage) -> None:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from shoal.errors import ConfigError, DataError, needs_extra, summarize_error
-from shoal.stream.source import Delivery, MalformedPayload, Message, StreamState, parse_message
+from shoal.stream.source import Delivery, MalformedPayload, Message, MessageParser, StreamState
 from shoal.stream.spec import MqttSpec
 from shoal.stream.trainer import SensorForecast
 
@@ -59,7 +59,8 @@ class MqttSource:
     """
 
     def __init__(self, spec: MqttSpec, width: int, report: Callable[..., None] = lambda kind, **details: None) -> None:
-        self._spec, self._width, self._report = spec, width, report
+        self._spec, self._report = spec, report
+        self._parser = MessageParser(width, spec.topic, spec.sensor_field)
         self._address = parse_address(spec)
         self._arrived: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
         self._unacknowledged: deque[tuple[int, int, int]] = deque()  # delivery, connection, packet id
@@ -204,9 +205,7 @@ class MqttSource:
         names: dict[str, str] = dict(getattr(packet.properties, "UserProperty", ()))
         sequence = names.get(SEQUENCE, "")
         counted = int(sequence) if sequence.isdecimal() else None
-        return parse_message(
-            packet.topic, bytes(packet.payload), names.get(PUBLISHER, ""), counted, received_s, self._width
-        )
+        return self._parser.parse(packet.topic, bytes(packet.payload), names.get(PUBLISHER, ""), counted, received_s)
 
     def commit(self, state: StreamState) -> None:
         """Acknowledge in the order of delivery, as MQTT demands (section 4.6). What came over an earlier connection

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import msgspec
 
-MAX_SHOWN_CHARS = 200
+MAX_SHOWN_CHARS = MAX_NAME_CHARS = 200
 LARGEST_NUMBER = 1e100  # squares of larger ones overflow, and with them a sensor's scaler
 
 
@@ -119,6 +119,8 @@ class _Reading(msgspec.Struct):
 
 
 _DECODER = msgspec.json.Decoder(_Reading)
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_NAME = msgspec.json.Decoder(str | int)
 
 
 def encode_payload(values: tuple[float, ...], time_s: float) -> bytes:
@@ -127,31 +129,76 @@ def encode_payload(values: tuple[float, ...], time_s: float) -> bytes:
     return msgspec.json.encode({"value": value, "time": time_s})
 
 
-def parse_message(
-    topic: str, payload: bytes, publisher: str, sequence: int | None, received_s: float, width: int
-) -> Message | MalformedPayload:
-    """Read `{"value": 21.5, "time": 1764100000.25}`, or a list of `width` values; 0: any number of them.
+def match_wildcards(topic_filter: str, topic: str) -> str:
+    """What the wildcards of the filter match, joined by `/`; the topic's last level for a filter without any.
+
+    `#` matches any number of levels, also none: then "". A topic that the filter does not match, which a session has
+    from an earlier subscription, gives its last level too.
+    """
+    if topic_filter.startswith("$share/"):  # a subscription that several clients share: $share/GROUP/FILTER
+        topic_filter = topic_filter.split("/", 2)[-1]
+    wanted, levels = topic_filter.split("/"), topic.split("/")
+    has_rest = wanted[-1] == "#"
+    fixed = wanted[:-1] if has_rest else wanted
+    is_match = len(levels) >= len(fixed) if has_rest else len(levels) == len(fixed)
+    is_match = is_match and all(one in ("+", level) for one, level in zip(fixed, levels, strict=False))
+    if not is_match or not (has_rest or "+" in fixed):
+        return levels[-1]
+    found = [level for one, level in zip(fixed, levels, strict=False) if one == "+"]
+    return "/".join(found + levels[len(fixed) :])
+
+
+class MessageParser:
+    """Reads `{"value": 21.5, "time": 1764100000.25}`, or a list of `width` values; 0: any number of them.
 
     `time` may be missing if the message has a publisher and a sequence; the time of arrival stands for it.
+
+    topic_filter: what its wildcards match names the sensor
+    sensor_field: the field of the payload that names the sensor in place of the topic; "": none
     """
-    try:
-        reading = _DECODER.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        return _reject(topic, payload, str(error))
-    values = reading.value if isinstance(reading.value, tuple) else (reading.value,)
-    if not are_usable(*values, reading.time or 0.0):
-        return _reject(topic, payload, f"a number is not finite, or beyond {LARGEST_NUMBER:g}")
-    if len(values) != width and (width or not values):
-        return _reject(topic, payload, f"has {len(values)} values, and the stream has {width or 'at least 1'}")
-    is_counted = publisher and sequence is not None and sequence >= 0
-    if reading.time is None and not is_counted:
-        return _reject(topic, payload, "has neither a time nor a publisher with a sequence: it cannot be told apart")
-    if not is_counted:
-        digest = hashlib.blake2b(topic.encode() + b"\0" + payload, digest_size=8).digest()
-        publisher, sequence = "", int.from_bytes(digest, "big")
-    time_s = received_s if reading.time is None else reading.time
-    assert sequence is not None
-    return Message(topic.rpartition("/")[2], values, time_s, publisher, sequence)
+
+    def __init__(self, width: int, topic_filter: str = "", sensor_field: str = "") -> None:
+        self._width, self._topic_filter, self._sensor_field = width, topic_filter, sensor_field
+
+    def parse(
+        self, topic: str, payload: bytes, publisher: str, sequence: int | None, received_s: float
+    ) -> Message | MalformedPayload:
+        """The message of a payload, or what is wrong with it."""
+        try:
+            reading = _DECODER.decode(payload)
+            sensor = self._name_sensor(topic, payload)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            return _reject(topic, payload, str(error))
+        values = reading.value if isinstance(reading.value, tuple) else (reading.value,)
+        is_counted = publisher and sequence is not None and sequence >= 0
+        problem = ""
+        if sensor is None:
+            names = f"no sensor: 1 to {MAX_NAME_CHARS} characters without +, # and NUL"
+            problem = f"its field {self._sensor_field!r} names {names}"
+        elif not are_usable(*values, reading.time or 0.0):
+            problem = f"a number is not finite, or beyond {LARGEST_NUMBER:g}"
+        elif len(values) != self._width and (self._width or not values):
+            problem = f"has {len(values)} values, and the stream has {self._width or 'at least 1'}"
+        elif reading.time is None and not is_counted:
+            problem = "has neither a time nor a publisher with a sequence: it cannot be told apart"
+        if sensor is None or problem:
+            return _reject(topic, payload, problem)
+        if not is_counted:
+            digest = hashlib.blake2b(topic.encode() + b"\0" + payload, digest_size=8).digest()
+            publisher, sequence = "", int.from_bytes(digest, "big")
+        time_s = received_s if reading.time is None else reading.time
+        assert sequence is not None
+        return Message(sensor, values, time_s, publisher, sequence)
+
+    def _name_sensor(self, topic: str, payload: bytes) -> str | None:
+        """None where the field is missing, or is no name that a forecast's topic can have. Raises DecodeError."""
+        if not self._sensor_field:
+            return match_wildcards(self._topic_filter, topic)
+        fields = _FIELDS.decode(payload)
+        if self._sensor_field not in fields:
+            return None
+        name = str(_NAME.decode(fields[self._sensor_field]))
+        return name if 0 < len(name) <= MAX_NAME_CHARS and not set("+#\0") & set(name) else None
 
 
 def are_usable(*numbers: float) -> bool:

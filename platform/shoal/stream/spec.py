@@ -43,7 +43,9 @@ class MqttSpec(Spec):
     """A topic of an MQTT 5 broker.
 
     broker:            HOST or HOST:PORT; "" starts a private mosquitto on this machine, with simulated sensors
-    topic:             filter of the sensors' topics; a topic's last level names the sensor
+    topic:             filter of the sensors' topics; what its wildcards match names the sensor, joined by `/`; without
+                       wildcards, the topic's last level
+    sensor_field:      a payload's field that names the sensor instead
     answers:           forecasts are published to ANSWERS/SENSOR; "" publishes none
     client_id:         names the session in which the broker holds what is not acknowledged; "": by the run
     receive_maximum:   messages that the broker may send beyond the last acknowledged one
@@ -54,6 +56,7 @@ class MqttSpec(Spec):
 
     broker: str = ""
     topic: str = "shoal/sensors/+"
+    sensor_field: str = ""
     answers: str = "shoal/forecasts"
     client_id: str = ""
     receive_maximum: int = Field(default=4000, ge=1, le=65535)
