@@ -21,9 +21,9 @@ def check_source(make_source: Callable[[], StreamSource], expected: Sequence[Mes
         found: list[Message] = []
 
         def has_all() -> bool:
-            delivery = source.poll(min(2, count - len(found)), 0.1)
-            assert len(delivery.messages) <= min(2, count - len(found))
-            found.extend(delivery.messages)
+            while (size := min(2, count - len(found))) and (messages := source.poll(size, 0.1).messages):
+                assert len(messages) <= size
+                found.extend(messages)
             return len(found) == count
 
         wait_for(has_all, what=f"{count} messages")

@@ -1,81 +1,25 @@
-"""The film site: a rating is in the next page, one version a request, a deadline for the towers, kills, a browser."""
+"""The film site: a rating is in the next page, one version a request, a deadline for the towers, a locked database."""
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import shutil
-import signal
-import socket
 import sqlite3
-import subprocess
-import sys
 import threading
-import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from http.cookies import SimpleCookie
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
-from serving.chromium import Chromium
 from serving.fake_host import FakeHost, FakeModel, tensors
+from serving.film_site import browse, rate, read_page
 from serving.served_here import served
-from shoal.errors import ConfigError, DataError, InferenceError
+from shoal.errors import DataError, InferenceError
 from shoal.stream.source import Message, StreamState
 from stream_contract import check_source
-from waiting import wait_for
-
-SITE = Path(__file__).parents[2] / "serve_apps" / "recommender"
-sys.path.append(str(SITE))
-MANAGE = str(SITE / "manage.py")
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A site of this process: 150 generated films, one version."""
-    folder = tmp_path_factory.mktemp("site")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RECOMMENDER_HOME", str(folder))
-        patch.setenv("DJANGO_SETTINGS_MODULE", "films.settings")
-        import django
-        from django.core.management import call_command
-        from django.db import connections
-
-        django.setup()
-        call_command("migrate", verbosity=0)
-        from films.management.commands import load, retrain
-        from films.movielens import generate
-
-        load.store(generate(num_users=80, num_films=150, num_ratings=3000))
-        retrain.retrain(folder / "models")
-        yield folder
-        connections.close_all()
-
-
-def browse() -> Any:
-    """A client that has no session yet, and whose requests need CSRF tokens."""
-    from django.test import Client
-
-    return Client(enforce_csrf_checks=True, HTTP_HOST="127.0.0.1")
-
-
-def rate(client: Any, film: object, stars: object) -> Any:
-    token = client.cookies["csrftoken"].value
-    return client.post("/rate", {"rating": f"{film}:{stars}", "csrfmiddlewaretoken": token})
-
-
-def read_page(text: str) -> tuple[list[int], list[int], int]:
-    """Recommended films in order, rated films, and the version."""
-    recommended, _, rated = text.partition('id="rated"')
-    films, own = ([int(each) for each in re.findall(r'data-film="(\d+)"', part)] for part in (recommended, rated))
-    return films, own, int(re.search(r'id="version">(\d+)<', text)[1])  # type: ignore[index]
 
 
 def test_a_rating_is_in_the_very_next_page(home: Path) -> None:
@@ -103,6 +47,48 @@ def test_a_rating_is_in_the_very_next_page(home: Path) -> None:
     assert read_page(client.get("/").content.decode())[1] == own
     viewer = client.session["viewer"]
     assert Rating.objects.filter(viewer_id=viewer).count() == 5
+
+
+def test_two_first_ratings_on_their_way_are_of_one_viewer(home: Path) -> None:
+    from films.models import Viewer
+
+    first, second = browse(), browse()
+    films, own, _ = read_page(first.get("/").content.decode())
+    assert own == []
+    second.cookies = SimpleCookie(first.cookies.output([], "", "; "))  # before either is answered
+    before = Viewer.objects.count()
+    assert [rate(client, film, 4).status_code for client, film in ((first, films[0]), (second, films[1]))] == [302, 302]
+    assert Viewer.objects.count() == before + 1
+    for client in (first, second):
+        assert read_page(client.get("/").content.decode())[1] == films[1::-1]
+
+
+def test_a_locked_database_rejects_ratings_and_shows_pages(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from django.db import connection
+    from films import write_lock
+
+    monkeypatch.setattr(write_lock, "FIRST_WAIT_MS", 3)
+    client, waits = browse(), []
+
+    def read_wait() -> int:
+        with connection.cursor() as cursor:
+            return int(cursor.execute("PRAGMA busy_timeout").fetchone()[0])
+
+    (film, other, *_), _, _ = read_page(client.get("/").content.decode())
+    with closing(sqlite3.connect(home / "ratings.sqlite", isolation_level=None)) as lock:
+        lock.execute("BEGIN IMMEDIATE")
+        for _ in range(2):
+            answer = rate(client, film, 4)
+            assert (answer.status_code, answer["Retry-After"]) == (503, "5")
+            assert "Nothing was stored" in answer.content.decode()
+            assert read_page(client.get("/").content.decode())[1] == []
+            waits.append(read_wait())
+        lock.execute("ROLLBACK")
+    for each in (film, other):
+        assert rate(client, each, 4).status_code == 302
+        waits.append(read_wait())
+    assert waits == [3, write_lock.LATER_WAIT_MS, write_lock.LATER_WAIT_MS, 3]
+    assert read_page(client.get("/").content.decode())[1] == [other, film]
 
 
 @pytest.mark.parametrize(
@@ -284,165 +270,3 @@ def test_a_late_endpoint_leaves_the_first_order_and_is_counted_on_the_page(
     assert read_page(text)[0] == expected
     assert "late 2, absent 1" in text
     slow.close()
-
-
-# -- processes
-
-
-def run_manage(home: Path, *words: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "RECOMMENDER_HOME": str(home), "PYTHONWARNINGS": "error"}
-    command = [sys.executable, MANAGE, *words]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, env=environment, text=True, **pipes)
-
-
-def find_url(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("http://127.0.0.1:"):
-            return line.strip()
-    raise AssertionError(process.stderr.read() if process.stderr else "")
-
-
-class Session:
-    """A browser without a picture: cookies and forms over HTTP."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
-
-    def get(self, path: str = "") -> str:
-        with self.opener.open(self.url + path) as answer:
-            return str(answer.read().decode())
-
-    def rate(self, film: int, stars: int) -> str:
-        token = re.search(r'name="csrfmiddlewaretoken" value="(\w+)"', self.get())[1]  # type: ignore[index]
-        form = f"rating={film}:{stars}&csrfmiddlewaretoken={token}".encode()
-        with self.opener.open(self.url + "rate", form) as answer:
-            return str(answer.read().decode())
-
-
-@pytest.fixture
-def own_home(home: Path, tmp_path: Path) -> Path:
-    """A copy of the site, for processes."""
-    folder = tmp_path / "site"
-    (folder / "models").mkdir(parents=True)
-    databases = (closing(sqlite3.connect(each / "ratings.sqlite")) for each in (home, folder))
-    with next(databases) as source, next(databases) as target:
-        source.backup(target)
-    shutil.copytree(home / "models", folder / "models", dirs_exist_ok=True)
-    return folder
-
-
-def count_rows(home: Path) -> int:
-    with closing(sqlite3.connect(home / "ratings.sqlite")) as connection:
-        return int(connection.execute("SELECT count(*) FROM films_rating").fetchone()[0])
-
-
-def test_killed_processes_lose_no_rating_and_learn_none_twice(own_home: Path) -> None:
-    from films.versions import open_version, read_current, read_log
-
-    before = count_rows(own_home)
-    web = run_manage(own_home, "web", "--port", "0")
-    session = Session(find_url(web))
-    for film in range(1, 6):
-        assert f'data-film="{film}"' in session.rate(film, 4).partition('id="rated"')[2]
-    web.kill()
-    web.communicate()
-    assert count_rows(own_home) == before + 5
-
-    number = read_current(own_home / "models")
-    retraining = run_manage(own_home, "retrain", "--every", "0")
-    wait_for(lambda: any((own_home / "models").glob(".draft/*")) or read_current(own_home / "models") != number)
-    retraining.kill()
-    retraining.communicate()
-    last = run_manage(own_home, "retrain", "--once")
-    assert last.communicate()[1] == ""
-    current = read_current(own_home / "models")
-    assert current is not None
-    log, version = read_log(own_home / "models", current), open_version(own_home / "models", current)
-    with closing(sqlite3.connect(own_home / "ratings.sqlite")) as connection:
-        newest = connection.execute("SELECT max(id) FROM films_rating GROUP BY viewer_id, film_id").fetchall()
-    assert sorted(log.row) == sorted(row for (row,) in newest)
-    assert version.num_ratings == len(newest)
-    assert log.last_row == before + 5
-
-
-def test_web_process_and_retraining_need_neither_torch_nor_scipy(own_home: Path) -> None:
-    program = (
-        "import sys, django; django.setup(); import films.urls, waitress, films.management.commands.retrain;"
-        " print([name for name in ('torch', 'scipy', 'ray') if name in sys.modules])"
-    )
-    environment = {**os.environ, "RECOMMENDER_HOME": str(own_home), "DJANGO_SETTINGS_MODULE": "films.settings"}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program], cwd=SITE, env=environment, capture_output=True, text=True
-    )
-    assert (done.stdout.strip(), done.stderr) == ("[]", "")
-
-
-def test_bad_starts_are_one_line(own_home: Path, tmp_path: Path) -> None:
-    from films.management.commands.load import Command
-
-    with pytest.raises(ConfigError, match="there are films already"):
-        Command().handle(folder="", if_empty=False)
-    process = run_manage(tmp_path / "new", "start", "--data", str(tmp_path))
-    _, errors = process.communicate()
-    assert process.returncode == 1
-    assert re.fullmatch(r"error: data = '.*movies.csv': cannot be read: No such file or directory.*\n", errors)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        process = run_manage(own_home, "web", "--port", str(taken.getsockname()[1]))
-        _, errors = process.communicate()
-    assert process.returncode == 1
-    assert re.fullmatch(r"error: port = \d+: the site cannot listen there: Address already in use.*\n", errors)
-
-
-def test_a_site_without_a_version_says_so_as_it_starts(own_home: Path) -> None:
-    (own_home / "models" / "CURRENT").unlink()
-    process = run_manage(own_home, "web", "--port", "0")
-    said, errors = process.communicate(timeout=60)
-    assert (process.returncode, said) == (1, "")
-    assert re.fullmatch(r"error: models = '.*': there is no version of the factors yet.*retrain --once.*\n", errors)
-
-
-def test_readers_that_wait_are_no_lines_on_the_terminal(own_home: Path) -> None:
-    web = run_manage(own_home, "web", "--port", "0")
-    session = Session(find_url(web))
-    with ThreadPoolExecutor(30) as pool:
-        pages = [each.result() for each in [pool.submit(session.get) for _ in range(90)]]
-    web.terminate()
-    assert web.communicate()[1] == ""
-    assert all("Films for you" in page for page in pages)
-
-
-def test_a_reader_rates_in_a_browser_and_all_ends_with_ctrl_c(own_home: Path, tmp_path: Path) -> None:
-    """`manage.py start`, as `make recommender` calls it: a click changes the page, and a version learns from it."""
-    if shutil.which("chromium") is None:
-        pytest.skip("there is no chromium: apt-get install chromium")
-    site = run_manage(own_home, "start", "--port", "0", "--every", "0.1")
-    chromium = Chromium(tmp_path / "profile")
-    try:
-        url = find_url(site)
-        children = psutil.Process(site.pid).children(recursive=True)
-        assert len(children) == 2
-        first = "document.querySelector('#recommended tr')?.dataset.film"
-        chromium.call("Page.navigate", url=url)
-        wait_for(lambda: chromium.run(first), what="the page")
-        before = chromium.run(first)
-        version = int(chromium.run("document.querySelector('#version').textContent"))
-        chromium.run("document.querySelectorAll('#recommended button')[0].click()")  # one star
-        own = "document.querySelector('#rated tr')?.dataset.film"
-        wait_for(lambda: chromium.run(own) == before, what="the rating on the next page")
-        assert chromium.run(first) != before
-        status = Session(url)
-        wait_for(lambda: json.loads(status.get("status"))["version"] > version, what="a version with the rating")
-        chromium.call("Page.reload")
-        shown = "Number(document.querySelector('#version')?.textContent)"
-        wait_for(lambda: (chromium.run(shown) or 0) > version, what="the version on the page")
-        assert chromium.run(own) == before
-    finally:
-        chromium.close()
-        site.send_signal(signal.SIGINT)
-        said, errors = site.communicate(timeout=60)
-    assert (site.returncode, errors) == (0, "")
-    assert said.endswith("ending\n")
-    assert not any(child.is_running() for child in children)

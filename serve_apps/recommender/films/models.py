@@ -15,7 +15,7 @@ class Film(models.Model):
 
 
 class Viewer(models.Model):
-    """Someone who rates. The id is that of the user's file, or the next one."""
+    """Someone who rates. The id is that of the user's file, or one that the first page drew."""
 
     id = models.BigAutoField(primary_key=True)
 

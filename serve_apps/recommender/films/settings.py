@@ -45,6 +45,7 @@ MIDDLEWARE = [
     "django.middleware.common.CommonMiddleware",
     "django.middleware.csrf.CsrfViewMiddleware",
     "django.middleware.clickjacking.XFrameOptionsMiddleware",
+    "films.write_lock.AnswerBusy",
 ]
 SESSION_ENGINE = "django.contrib.sessions.backends.signed_cookies"  # who rates: no row to write
 SESSION_COOKIE_SAMESITE = "Strict"
@@ -56,6 +57,7 @@ DATABASES = {
         "NAME": RECOMMENDER_HOME / "ratings.sqlite",
         "CONN_MAX_AGE": None,  # a connection a thread
         # Readers never wait in WAL mode; a write takes the lock at once instead of failing half-way, for one short row.
+        # How long a rating waits for the lock is in films/write_lock.py.
         "OPTIONS": {
             "timeout": 10,
             "transaction_mode": "IMMEDIATE",
@@ -65,3 +67,10 @@ DATABASES = {
 }
 USE_TZ = True
 USE_I18N = False
+LOGGING = {  # Django's own says nothing of errors unless DEBUG is on
+    "version": 1,
+    "disable_existing_loggers": False,
+    "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"}},
+    "handlers": {"terminal": {"class": "logging.StreamHandler", "formatter": "line"}},
+    "loggers": {"django": {"handlers": ["terminal"], "level": "ERROR"}},
+}

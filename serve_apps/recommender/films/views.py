@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 
-from django.db import transaction
 from django.http import HttpRequest, HttpResponse, HttpResponseBadRequest, HttpResponseNotFound, JsonResponse
 from django.shortcuts import redirect, render
 from django.views.decorators.csrf import ensure_csrf_cookie
@@ -12,15 +12,22 @@ from django.views.decorators.http import require_GET, require_POST
 
 from films.models import Rating, Viewer
 from films.recommend import STARS, current_version, read_films, recommend, reranker
+from films.write_lock import begin_write
 
 MAX_ID = 2**63 - 1  # of the database
+NEW_VIEWERS = range(2**40, 2**53)  # above the numbers of files; a float has each of them
 
 
 @require_GET
 @ensure_csrf_cookie
 def show_films(request: HttpRequest) -> HttpResponse:
-    """The page of whom the session names, or of a new viewer, who has no row until the first rating."""
-    page = recommend(request.session.get("viewer", 0))
+    """The page of whom the session names. A new viewer has a number at once, and no row until the first rating.
+
+    Were the number drawn with the first rating, a second one on its way meanwhile would be another viewer's.
+    """
+    if "viewer" not in request.session:
+        request.session["viewer"] = secrets.choice(NEW_VIEWERS)
+    page = recommend(request.session["viewer"])
     context = {"page": page, "counts": reranker().counts()}
     response = render(request, "films.html", context)
     response["Cache-Control"] = "no-store"  # going back shows the newest ratings too
@@ -29,7 +36,7 @@ def show_films(request: HttpRequest) -> HttpResponse:
 
 @require_POST
 def rate(request: HttpRequest) -> HttpResponse:
-    """Add a rating, which is on the disk when this returns, and show the next page."""
+    """Add a rating, on the disk when this returns, and show the next page. 503 while the database is locked."""
     try:
         film, stars = map(int, request.POST["rating"].split(":"))
     except (KeyError, ValueError):
@@ -38,10 +45,10 @@ def rate(request: HttpRequest) -> HttpResponse:
         return HttpResponseBadRequest("stars are between 1 and 5", content_type="text/plain")
     if not 0 < film <= MAX_ID or not read_films([film]):
         return HttpResponseNotFound("there is no such film", content_type="text/plain")
-    with transaction.atomic():
-        viewer = request.session.get("viewer") or Viewer.objects.create().pk
+    viewer = request.session.setdefault("viewer", secrets.choice(NEW_VIEWERS))
+    with begin_write():
+        Viewer.objects.get_or_create(pk=viewer)
         Rating.objects.create(viewer_id=viewer, film_id=film, stars=stars, timestamp=int(time.time()))
-    request.session["viewer"] = viewer
     return redirect("films")
 
 
