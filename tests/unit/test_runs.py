@@ -333,3 +333,27 @@ def test_of_a_group_those_are_told_who_are_there(run: RunRecorder) -> None:
     run.flush()
     assert runs.load("one").latest() == {"lagging": 1.0}
     assert list(runs.load("one").metrics().columns) == ["time", "lagging"]
+
+
+@pytest.mark.parametrize(
+    ("job", "kind", "spec", "title"),
+    [
+        ("train", runs.RunKind.TRAINING, "args: {}\ntask: my_task.py:MyTask\n", "MyTask"),
+        ("train", runs.RunKind.TRAINING, "task: jobs/lenet.py\n", "lenet"),
+        ("train", runs.RunKind.TRAINING, "task: lenet\n", "lenet"),
+        ("train", runs.RunKind.TRAINING, "task: 'my tasks/tides.py:Tides'\n", "Tides"),
+        ("train", runs.RunKind.TRAINING, "task: company.tasks:Tides\n", "Tides"),
+        ("train", runs.RunKind.TRAINING, "task: ''\n", "train"),
+        ("ablate", runs.RunKind.TRAINING, "task: lenet\n", "ablate lenet"),
+        ("population", runs.RunKind.POPULATION, "task: lenet\n", "population lenet"),
+        ("sweep", runs.RunKind.SWEEP, "loop: null\ntrain:\n  args: {}\n  task: lenet\n", "sweep lenet"),
+        ("sweep", runs.RunKind.SWEEP, "loop:\n  recipe: pong\ntrain:\n  task: ''\n", "sweep pong"),
+        ("tides", runs.RunKind.TRAINING, "task: jobs/tides.py\n", "tides"),
+        ("stream", runs.RunKind.STREAM, "task: x\n", "stream"),
+        ("cartpole", None, "[: no yaml", "cartpole"),
+    ],
+)
+def test_a_run_is_called_by_what_it_trains(job: str, kind: runs.RunKind | None, spec: str, title: str) -> None:
+    runs.create(job, spec, "one", kind=kind).close()
+    assert runs.load("one").title == title
+    assert runs.load("one").to_dict()["title"] == title

@@ -6,8 +6,10 @@ a run of an older Shoal, or of a job of the user's own.
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from functools import lru_cache
+from pathlib import Path
 
 import yaml
 
@@ -35,6 +37,24 @@ _FIELDS = (
     (RunKind.PREDICTION, {"model", "input", "output"}),
     (RunKind.SERVING, {"models", "endpoint"}),
 )
+
+# What is trained: a field of the spec, or of a sweep's trials. A list of runs is no time to parse all of their YAML.
+_TASK = re.compile(r"^(?:  )?(?:task|recipe): (.+)$", re.MULTILINE)
+_GENERIC_JOB = "train"
+
+
+def format_title(job: str, kind: RunKind, spec: str) -> str:
+    """What a run is called: its Task's name, after the job's where that says more, as in `sweep lenet`."""
+    if kind not in (RunKind.TRAINING, RunKind.POPULATION, RunKind.SWEEP):
+        return job
+    words = [found[1].strip("'\"") for found in _TASK.finditer(spec)]
+    name = next((_name_task(word) for word in words if word), "")
+    return " ".join(dict.fromkeys(each for each in (job, name) if each and (each != _GENERIC_JOB or not name)))
+
+
+def _name_task(word: str) -> str:
+    """`MyTask` of `my_task.py:MyTask`, `lenet` of `jobs/lenet.py`."""
+    return word.rpartition(":")[2] if ":" in word else Path(word).stem
 
 
 @lru_cache(maxsize=16)  # called four times a second

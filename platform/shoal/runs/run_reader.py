@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 from shoal.errors import RunError, needs_extra
 from shoal.home import home
 from shoal.runs.record.database import read_connection
-from shoal.runs.run_kind import RunKind, infer_kind
+from shoal.runs.run_kind import RunKind, format_title, infer_kind
 from shoal.runs.run_status import Status, resolve_status
 
 if TYPE_CHECKING:
@@ -191,6 +191,11 @@ class Run:
         return RunKind(self._kind) if self._kind else infer_kind(self.spec)
 
     @property
+    def title(self) -> str:
+        """What it is called in lists and reports: its Task, or its job."""
+        return format_title(self.job, self.kind, self.spec)
+
+    @property
     def duration_s(self) -> float:
         """From creation to the end; to now while running; to the last heartbeat when lost."""
         if self.status is Status.RUNNING:
@@ -295,7 +300,8 @@ class Run:
         """Everything except the histories, ready for JSON (non-finite values become None)."""
         best = self.best()
         return {
-            **{name: getattr(self, name) for name in ("id", "job", "spec", "command", "git_revision", "git_dirty")},
+            **{name: getattr(self, name) for name in ("id", "job", "title", "spec", "command", "git_revision")},
+            "git_dirty": self.git_dirty,
             **{name: getattr(self, name) for name in ("created_at", "finished_at", "duration_s", "heartbeat_at")},
             **{name: getattr(self, name) for name in ("host", "pid", "error")},
             "status": self.status.value,

@@ -160,6 +160,7 @@ def _as_dict(
             {
                 "id": run.id,
                 "job": run.job,
+                "title": run.title,
                 "endpoints": [asdict(endpoint) for endpoint in run.endpoints()],
                 "quarantined": read_run_quarantine(run.folder),
             }
@@ -202,7 +203,7 @@ def _show_jobs(console: Console, jobs: list[JobInfo]) -> None:
 def _show_runs(console: Console, running: list[Run]) -> None:
     console.print(Text("\nruns", style="bold") if running else Text("runs     none is on: `shoal runs` lists them all"))
     for run in running:
-        console.print(f"  {run.id}  {run.job}, on for {format_duration(run.duration_s)}")
+        console.print(f"  {run.id}  {run.title}, on for {format_duration(run.duration_s)}")
         for endpoint in run.endpoints():
             console.print(f"    {endpoint.kind} {endpoint.name}  {endpoint.address}  {endpoint.state}")
         for actor_id, reason in read_run_quarantine(run.folder).items():

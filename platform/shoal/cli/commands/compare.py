@@ -103,12 +103,18 @@ def _save_plot(columns: list[Column], plot: Path | None) -> Path:
 
 
 def _format_labels(runs: list[Run]) -> list[str]:
-    return [f"{run.id} {run.job}" for run in runs]
+    return [f"{run.id} {run.title}" for run in runs]
 
 
 def _to_dict(column: Column, reached: TargetReached | None) -> dict[str, object]:
     run, headline = column.run, column.headline
-    facts: dict[str, object] = {"id": run.id, "job": run.job, "status": run.status.value, "plan": column.plan}
+    facts: dict[str, object] = {
+        "id": run.id,
+        "job": run.job,
+        "title": run.title,
+        "status": run.status.value,
+        "plan": column.plan,
+    }
     facts["workers"] = column.workers
     facts["best"] = {"name": headline[0], "value": headline[1]} if headline else None
     if reached is not None:
@@ -127,7 +133,7 @@ def _build_table(columns: list[Column], reached: list[TargetReached | None], tar
         if any(value != "-" for value in values):
             table.add_row(*map(Text, (label, *values)))
 
-    add("job", [column.run.job for column in columns])
+    add("job", [column.run.title for column in columns])
     add("status", [column.run.status.value for column in columns])
     add("plan", [column.plan for column in columns])
     add("workers", [str(column.workers or "-") for column in columns])

@@ -140,7 +140,7 @@ def _build_table(listed: list[Run]) -> Table:
     for each in listed:
         best = each.best()
         judged = f"{format_number(best[1])} {best[0]}" if best else "-"  # the number is not folded even if the name is
-        row = (Text(each.id), Text(each.job), _format_status(each), Text(format_age(now - each.created_at)))
+        row = (Text(each.id), Text(each.title), _format_status(each), Text(format_age(now - each.created_at)))
         table.add_row(*row, Text(format_duration(each.duration_s)), Text(judged))
     return table
 
@@ -153,7 +153,7 @@ def _show(console: Console, run: Run) -> None:
     dirty = ", with uncommitted changes" if run.git_dirty else ""
     facts = [
         ("run", run.id),
-        ("job", run.job),
+        ("job", run.title),
         ("status", click.style(run.status.value, fg=_COLOURS.get(run.status))),
         *([("error", click.style(run.error, fg="red"))] if run.error else []),
         ("started", f"{format_timestamp(run.created_at)}, {format_age(time.time() - run.created_at)} ago"),

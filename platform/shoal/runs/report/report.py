@@ -343,7 +343,7 @@ def _draw_training_curves(read: _ReportData, judged: str) -> list[Figure]:
 
 
 def _title(run: Run) -> str:
-    return f"{run.job} · {run.id}"
+    return f"{run.title} · {run.id}"
 
 
 def _make_step_curve(read: _ReportData, name: str) -> plots.Curve:
