@@ -24,13 +24,13 @@ from shoal.data import Data
 from shoal.errors import ConfigError
 from shoal.registry import Signature, TensorSignature
 from shoal.segmentation.augmentation import Distortion
+from shoal.segmentation.comparison import encode_comparison
 from shoal.segmentation.crops import EvaluationTiles, TrainingCrops
 from shoal.segmentation.losses import compute_loss
 from shoal.segmentation.photographs import (
     PALETTE,
     MaskFormat,
     Photograph,
-    encode_overlay,
     read_folder,
     require_classes,
     split_by_plant,
@@ -166,7 +166,8 @@ class RootTask(Task):
 class FullPictures(Callback):
     """At the end: full photographs of held-back plants, by overlapping tiles as an endpoint does it.
 
-    Their scores go into the record as full/NAME, and overlays into the run's pictures, which the report shows.
+    Their scores go into the record as full/NAME, and overlays beside the true classes into the run's pictures, which
+    the report shows.
     """
 
     def __init__(self, task: RootTask) -> None:
@@ -187,7 +188,8 @@ class FullPictures(Callback):
         folder = state.folder / "pictures"
         folder.mkdir(parents=True, exist_ok=True)
         for mask, each in list(zip(found, held_back, strict=True))[:MAX_OVERLAYS]:
-            shown = encode_overlay(each.picture, mask, self.task.format.colours)
+            kind = self.task.format
+            shown = encode_comparison(each.picture, mask, each.classes, kind.classes, kind.colours)
             (folder / f"{each.name}.png").write_bytes(shown)
 
 

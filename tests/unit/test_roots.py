@@ -253,7 +253,8 @@ def test_a_run_learns_from_a_folder_and_its_report_shows_overlays(run_id: str) -
     for path in sorted((run.folder / "pictures").glob("*.png")):
         assert path.stem in page
         with Image.open(path) as overlay:
-            assert overlay.size == (SIZE[1], SIZE[0])
+            assert overlay.width > 2 * SIZE[1]  # found and true
+            assert overlay.height > SIZE[0]  # and the classes' names
 
 
 def test_training_can_start_from_simulated_roots_and_not_from_another_network(run_id: str) -> None:

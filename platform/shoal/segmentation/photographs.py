@@ -111,19 +111,6 @@ def encode_mask(classes: np.ndarray, colours: Sequence[str] = PALETTE) -> bytes:
     return written.getvalue()
 
 
-def encode_overlay(
-    picture: np.ndarray, classes: np.ndarray, colours: Sequence[str] = PALETTE, opacity: float = 0.6
-) -> bytes:
-    """The photograph uint8 [3, H, W] with the classes uint8 [H, W] over it, as a PNG."""
-    table = np.array([_parse_colour(colour) for colour in colours], np.float32)
-    is_class = (classes > 0) & (classes != IGNORED)
-    shown = picture.transpose(1, 2, 0).astype(np.float32)
-    shown[is_class] = (1 - opacity) * shown[is_class] + opacity * table[classes[is_class]]
-    written = io.BytesIO()
-    Image.fromarray(shown.round().astype(np.uint8)).save(written, "PNG", optimize=True)
-    return written.getvalue()
-
-
 def _list_pictures(folder: Path) -> dict[str, Path]:
     if not folder.is_dir():
         remedy = "a folder of photographs has images/NAME.jpg and masks/NAME.png"

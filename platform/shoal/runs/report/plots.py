@@ -161,13 +161,13 @@ def draw_small_plot(curve: Curve, begin: float, end: float) -> Figure:
 
 
 def draw_wide_plot(curve: Curve) -> Figure:
-    """Stairs across the page."""
+    """Stairs of versions across the page."""
     with make_figure((10.8, 1.9)) as figure:
         figure.subplots_adjust(left=0.05, right=0.985, bottom=0.22, top=0.95)
         axes = figure.add_subplot()
         _draw(axes, curve, width=1.5, drawstyle="steps-post")
         axes.set_xlabel("wall time (s)", color=MUTED)
-        axes.locator_params(axis="y", nbins=5)
+        axes.locator_params(axis="y", nbins=5, integer=True)
     return figure
 
 
@@ -203,6 +203,8 @@ def _draw(axes: Axes, curve: Curve, width: float, drawstyle: str = "default", co
     axes.grid(axis="y", color=GRID, linewidth=1)
     axes.set_axisbelow(True)
     axes.margins(x=0.01, y=0.08)
+    if not np.any(thin.x % 1):  # steps: there is none between two
+        axes.locator_params(axis="x", integer=True)
     for axis in (axes.xaxis, axes.yaxis):
         low, high = axis.get_view_interval()
         if 10_000 <= max(abs(low), abs(high)) < 1e15:

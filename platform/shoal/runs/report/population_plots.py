@@ -61,7 +61,7 @@ def draw_genealogy(
             axes.annotate("restart", (number, 1.0), (3, -9), xycoords=("data", "axes fraction"), color=MARK,
                           textcoords="offset points", fontsize=8)  # fmt: skip
         axes.set_ylim(num_members - 0.3, -0.7)
-        axes.set_xlabel("round", color=MUTED)
+        _label_rounds(axes)
         axes.set_ylabel("member", color=MUTED)
         every = -(-num_members // MAX_LABELLED_MEMBERS)
         axes.set_yticks(range(0, num_members, every))
@@ -95,7 +95,7 @@ def draw_schedules(
             if ticks:
                 axes.set_yticks(range(len(ticks)), ticks)
             axes.margins(x=0.01, y=0.1)
-            axes.set_xlabel("round", color=MUTED)
+            _label_rounds(axes)
             _set_heading(axes, path)
     return figure
 
@@ -112,8 +112,7 @@ def draw_member_metric(scores: DataFrame, best: Series[Any], metric: str) -> Fig
             axes.plot(scores.index, scores[member], color=RULE, linewidth=1)
         axes.plot(scores.index, scores.median(axis=1), color=MUTED, linewidth=1.2, linestyle=(0, (4, 2)))
         axes.plot(best.index, best, color=LINE, linewidth=2.2, marker="o", markersize=3)
-        axes.set_xlabel("round", color=MUTED)
-        axes.locator_params(axis="x", integer=True)
+        _label_rounds(axes)
         axes.margins(x=0.01, y=0.08)
         _set_heading(axes, metric)
     return figure
@@ -184,6 +183,11 @@ def _style(axes: Axes) -> None:
     axes.tick_params(colors=MUTED, length=0, pad=4)
     axes.grid(axis="y", color=GRID, linewidth=1)
     axes.set_axisbelow(True)
+
+
+def _label_rounds(axes: Axes) -> None:
+    axes.set_xlabel("round", color=MUTED)
+    axes.locator_params(axis="x", integer=True)
 
 
 def _set_heading(axes: Axes, words: str) -> None:
