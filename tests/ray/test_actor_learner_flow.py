@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -168,13 +169,20 @@ def test_a_run_that_is_sent_nothing_valid_shows_what_is_dropped_and_ends_when_it
 
 def test_a_run_whose_trials_did_not_pass_ends_with_what_the_last_one_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     """The actors' mean is above the target: without the trial the error would contradict itself."""
-    flow = sent_nothing_valid(monkeypatch, lambda *_, **__: None)
+    noted: dict[str, dict[str, Any]] = {}
+    flow = sent_nothing_valid(monkeypatch, lambda *said, **details: noted.update({str(said[0]): details}))
     flow._poll()
     flow._gateway_stats |= {"mean_return": 480.0, "steps": 9}
     trial = Evaluation([400.0, 560.0] * 10, 1, {7}, 1.0)
     flow._play = lambda *_: trial
     assert not flow._passes(SNAPSHOT)
-    tried = r"\(version 7 returned 480 over 20 episodes of a trial, and not surely 475 in 20 others\)"
+    tried = (
+        r"\(version 7 returned 480 over 20 episodes of a trial, and would miss 475 in others with a probability"
+        r" of 0.41, where 0.001 is allowed\)"
+    )
+    assert 0.4 < noted["tried"]["miss_probability"] < 0.42
+    assert (noted["tried"]["allowed"], noted["tried"]["target"], noted["tried"]["passes"]) == (0.001, 475.0, False)
+    assert re.fullmatch(tried, f"({noted['tried']['reason']})")
     with pytest.raises(RunError, match=rf"mean return 480 after 0 s, the target is 475.0 {tried}: .*eval_episodes"):
         flow._require_reachable_target()
 

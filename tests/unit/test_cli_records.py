@@ -197,12 +197,18 @@ def test_a_resumed_run_is_not_shown_with_what_its_earlier_life_said(monkeypatch:
         session._read_record()
         assert session._view.phase == "learning"
         again.record_event("solved", seconds=1.0, steps=2)
+        for mean in (480.0, 470.0, 480.0):  # it stays solved though actors explore
+            again.log(3, {"return/mean_100": mean})
+            again.flush()
+            session._read_record()
+            assert session._view.phase == "solved; playing through the endpoint"
+        again.record_event("tried", passes=False, reason="version 7 returned 480")
         session._read_record()
-        assert session._view.phase == "learning"  # by now it is not what the target asks for
-        again.log(3, {"return/mean_100": 480.0})
-        again.flush()
+        assert session._view.phase == "solved; learning on until a trial passes"
+        assert "version 7 returned 480: learning goes on" in session._view.notes
+        again.record_event("tried", passes=True, reason="")
         session._read_record()
-        assert session._view.phase == "solved; playing through the endpoint"
+        assert (session._view.phase, session._view.notes) == ("solved; playing through the endpoint", ())
         again.finish("stopped")
     assert session.format_resume_hint() == "Go on with: shoal run x --actors 2 resume=one"
 

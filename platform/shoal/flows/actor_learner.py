@@ -25,12 +25,13 @@ from shoal.errors import ClusterError, ConnectionLost, InferenceError, RecordUnw
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.loop_run import LoopRun, record_loop
 from shoal.flows.policy_evaluation import (
+    MAX_MISS_PROBABILITY,
     Evaluation,
     InferenceConnection,
     PolicyConnection,
+    estimate_miss,
     evaluate,
     hold_trial,
-    is_sure,
     wait_for_version,
 )
 from shoal.flows.rl_metrics import ActorLearnerMetrics, HistorySampler, select_lags, select_win_rates
@@ -146,17 +147,21 @@ class _ActorLearnerRun(LoopRun):
             return self._was_not_tried(snapshot, str(error))
         if trial.versions != {snapshot.version}:  # a restarted learner has published, or the endpoint rejected this one
             return self._was_not_tried(snapshot, f"versions {sorted(trial.versions)} answered")
-        passes = is_sure(trial, self.spec)
+        miss = estimate_miss(trial, self.spec)
+        passes = miss < MAX_MISS_PROBABILITY
+        if not passes:
+            self._failed_trial = (
+                f"version {snapshot.version} returned {format_number(trial.mean_return)} over {len(trial.returns)}"
+                f" episodes of a trial, and would miss {self.spec.target_return:g} in others with a probability of"
+                f" {miss:.2g}, where {MAX_MISS_PROBABILITY:g} is allowed"
+            )
         found = {"mean_return": trial.mean_return, "episodes": len(trial.returns), "passes": passes}
-        self._note("tried", version=snapshot.version, seconds=trial.duration_s, **found)
-        if passes:
-            return True
-        self._failed_trial = (
-            f"version {snapshot.version} returned {format_number(trial.mean_return)} over {len(trial.returns)} episodes"
-            f" of a trial, and not surely {self.spec.target_return:g} in {self.spec.eval_episodes} others"
-        )
-        print(f"{self._failed_trial}: learning on", flush=True)
-        return False
+        bound = {"miss_probability": miss, "allowed": MAX_MISS_PROBABILITY, "target": self.spec.target_return}
+        reason = "" if passes else self._failed_trial
+        self._note("tried", version=snapshot.version, seconds=trial.duration_s, **found, **bound, reason=reason)
+        if not passes:
+            print(f"{reason}: learning on", flush=True)
+        return passes
 
     def _was_not_tried(self, snapshot: WeightSnapshot, why: str) -> bool:
         self._note("trial_failed", version=snapshot.version, error=why)

@@ -199,10 +199,14 @@ def hold_trial(connections: Sequence[PolicyConnection], spec: ActorLearnerSpec) 
 
 def is_sure(trial: Evaluation, spec: ActorLearnerSpec) -> bool:
     """Whether a version with this trial will reach the target in its evaluation, with near certainty."""
+    return estimate_miss(trial, spec) < MAX_MISS_PROBABILITY
+
+
+def estimate_miss(trial: Evaluation, spec: ActorLearnerSpec) -> float:
+    """The probability that other episodes, as many as an evaluation has, miss the target."""
     if spec.target_return is None:
-        return True
-    num_episodes = max(spec.eval_episodes, MIN_EPISODES)
-    return trial.miss_probability(spec.target_return, num_episodes) < MAX_MISS_PROBABILITY
+        return 0.0
+    return trial.miss_probability(spec.target_return, max(spec.eval_episodes, MIN_EPISODES))
 
 
 def evaluate(connections: Sequence[PolicyConnection], spec: ActorLearnerSpec) -> Evaluation:

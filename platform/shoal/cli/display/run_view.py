@@ -137,8 +137,9 @@ def _infer_phase(record: Run) -> str:
     ready = {point.kind for point in record.endpoints() if point.state == "ready"}
     if "evaluated" in seen or "policies_evaluated" in seen:
         return "writing the report"
-    if "solved" in seen and _is_at_target(record):  # it may fail the trial, and go on learning
-        return "solved; playing through the endpoint"
+    if "solved" in seen:  # and it stays so, though the mean return may be below the target again
+        has_failed = not seen["tried"]["passes"] if "tried" in seen else "trial_failed" in seen
+        return f"solved; {'learning on until a trial passes' if has_failed else 'playing through the endpoint'}"
     if "gateway_ready" in seen and record.latest(since_resumed=True):
         return "learning"
     if "gateway" in ready:
@@ -151,8 +152,3 @@ def _read_target_return(spec: str) -> float | None:
     """The mean return that ends a run of the loop, from its recorded spec."""
     target: float | None = (yaml.safe_load(spec) or {}).get("target_return")
     return target
-
-
-def _is_at_target(record: Run) -> bool:
-    target, mean = _read_target_return(record.spec), record.latest(since_resumed=True).get("return/mean_100")
-    return target is None or mean is None or mean >= target

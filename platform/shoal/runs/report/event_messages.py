@@ -35,6 +35,8 @@ def format_warning(kind: str, details: Mapping[str, Any]) -> str:
         case "actor_quarantined":
             release = f"shoal release RUN {shlex.quote(details['actor_id'])}"
             return f"{details['actor_id']} is in quarantine, it {details['reason']}: mend it, then {release}"
+        case "tried" if details.get("reason"):
+            return f"{details['reason']}: learning goes on"
         case "invalid_segment":
             return f"{details['actor_id']} sends what is dropped: {details['reason']}: {details['detail']}"
         case "malformed":
