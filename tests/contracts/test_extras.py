@@ -19,6 +19,14 @@ def test_each_extra_that_is_named_exists() -> None:
     assert named <= EXTRAS.keys()
 
 
+def test_the_table_of_extras_names_each() -> None:
+    page = (ROOT / "docs" / "getting-started.md").read_text()
+    _, _, table = page.partition("| extra | for |\n|---|---|\n")
+    rows = [line.split("|")[1] for line in table.partition("\n\n")[0].splitlines()]
+    assert rows[0].strip() == "none"
+    assert sorted(name for row in rows for name in re.findall(r"`(\w+)`", row)) == sorted(EXTRAS)
+
+
 def test_the_cluster_has_all_that_a_user_needs() -> None:
     assert "shoal[client,data,gym,recipes,report]" in EXTRAS["cluster"]
 
