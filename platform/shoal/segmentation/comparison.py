@@ -34,8 +34,8 @@ def encode_comparison(
     colours: of class 0 and on
     """
     height, width = found.shape
-    font = ImageFont.load_default(max(MIN_FONT_PX, round(FONT_SHARE * height)))
-    line = round(1.6 * font.size)
+    size_px = max(MIN_FONT_PX, round(FONT_SHARE * height))
+    font, line = ImageFont.load_default(size_px), round(1.6 * size_px)
     legend = [(colours[number], name, line + round(font.getlength(name))) for number, name in enumerate(names, start=1)]
     right = width + line // 2  # where the second panel begins
     canvas_width = max([right + width, *(size for *_, size in legend)])
@@ -49,7 +49,7 @@ def encode_comparison(
     for number, places in enumerate(rows):
         middle = line + height + line * number + line // 2
         for left, (colour, name, _) in zip(places, entries, strict=False):
-            draw.rectangle((left, middle - font.size // 2, left + font.size, middle + font.size // 2), colour)
+            draw.rectangle((left, middle - size_px // 2, left + size_px, middle + size_px // 2), colour)
             draw.text((left + line, middle), name, INK, font, "lm")
     written = io.BytesIO()
     canvas.save(written, "PNG", optimize=True)
