@@ -231,9 +231,12 @@ def needs_extra(extra: str) -> Iterator[None]:
     """Around imports of optional libraries: raises MissingExtra, which names the extra, if one is missing."""
     try:
         yield
-    except ModuleNotFoundError as error:
+    except ImportError as error:
+        missing = error if isinstance(error, ModuleNotFoundError) else error.__cause__  # as Ray wraps its own
+        if not isinstance(missing, ModuleNotFoundError):
+            raise
         remedy = f"pip install 'CHECKOUT[{extra}]', with the folder of Shoal's sources"
-        raise MissingExtra(f"{error.name} is not installed: {remedy}", name=error.name) from None
+        raise MissingExtra(f"{missing.name} is not installed: {remedy}", name=missing.name) from None
 
 
 def _format_indices(indices: list[int], most: int = 16) -> str:

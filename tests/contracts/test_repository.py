@@ -6,7 +6,7 @@ import ast
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -47,29 +47,3 @@ def test_what_the_platform_imports_is_declared() -> None:
         if name not in ours and declared.isdisjoint(map(canonicalize_name, provided.get(name, [name])))
     }
     assert not unknown
-
-
-def list_needed_by_extras(extras: list[str]) -> set[str]:
-    """All distributions that these extras install here, by the metadata of those that are installed."""
-    found: set[tuple[str, str]] = set()
-    to_visit = [("shoal", extra) for extra in extras]
-    while to_visit:
-        name, extra = each = to_visit.pop()
-        if each in found or name.startswith(("cuda-", "nvidia-", "triton")):
-            continue  # of a torch for GPUs, which locks them itself
-        found.add(each)
-        try:
-            needed = [Requirement(line) for line in requires(name) or []]
-        except PackageNotFoundError:  # of an extra that is not installed
-            continue
-        applicable = [one for one in needed if one.marker is None or one.marker.evaluate({"extra": extra})]
-        to_visit += [(canonicalize_name(one.name), part) for one in applicable for part in ("", *one.extras)]
-    return {name for name, _ in found} - {"shoal"}
-
-
-def test_every_package_of_the_extras_is_locked() -> None:
-    """Else two installations of one release differ, and the suite is green with other packages than a user has."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    locked = {canonicalize_name(line.partition("==")[0]) for line in lines if "==" in line}
-    assert list_needed_by_extras(["", *extras]) - locked == set()

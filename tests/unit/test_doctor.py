@@ -29,16 +29,31 @@ def test_python(running: str, level: Level) -> None:
 
 
 def test_packages_are_held_against_the_pins() -> None:
-    requirements = ["numpy>=2", 'ray[serve]==2.60.0; extra == "cluster"', 'torch==2.13.0; extra == "cluster"']
+    requirements = ["numpy>=2", 'ray[serve]>=2.60,<2.61; extra == "cluster"', 'torch>=2.13,<3; extra == "cluster"']
     requirements += ['mypy>=9; extra == "dev"', 'shoal[data]; extra == "cluster"', 'h5py>=3; extra == "data"']
     versions = {"numpy": "2.3.1", "ray": "2.59.0", "torch": "2.13.0+cpu", "h5py": "3.1"}
     found = list(doctor.check_packages(requirements, versions.get))
     assert levels(found) == [Level.FAIL, Level.OK]
-    assert found[0].detail == "ray 2.59.0 is installed, ==2.60.0 is needed"
+    assert found[0].detail == "ray 2.59.0 is installed, <2.61,>=2.60 is needed"
     assert "pip install" in found[0].remedy
-    assert found[1].detail == "3 fit what Shoal pins"
+    assert found[1].detail == "3 fit what the extra 'cluster' needs"
     del versions["torch"]
     assert "torch is not installed" in [finding.detail for finding in doctor.check_packages(requirements, versions.get)]
+
+
+def test_training_or_serving_alone_is_enough() -> None:
+    requirements = ['shoal[train,serve]; extra == "cluster"', 'shoal[core]; extra == "train"', "numpy>=2"]
+    requirements += ['torch>=2; extra == "core"', 'h5py>=3; extra == "train"']
+    requirements += ['shoal[core]; extra == "serve"', 'uvicorn>=0.34; extra == "serve"']
+    versions = {"numpy": "2.3.1", "torch": "2.13.0", "h5py": "3.1", "uvicorn": "0.54.0"}
+    assert doctor.find_installed_extra(requirements, versions.get) == "cluster"
+    serving = {name: version for name, version in versions.items() if name != "h5py"}
+    assert doctor.find_installed_extra(requirements, serving.get) == "serve"
+    assert levels(list(doctor.check_packages(requirements, serving.get, "serve"))) == [Level.OK]
+    del versions["uvicorn"]
+    assert doctor.find_installed_extra(requirements, versions.get) == "train"
+    del versions["torch"]
+    assert doctor.find_installed_extra(requirements, versions.get) == "cluster"
 
 
 def test_imports_name_the_module_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +172,7 @@ def test_a_missing_haproxy_is_a_warning_since_training_needs_none(monkeypatch: p
     monkeypatch.setenv("PATH", "")
     found = doctor.check_haproxy()
     assert found.level is Level.WARN
-    assert "ray[serve]" in found.remedy
+    assert "'.[serve]'" in found.remedy
 
 
 def test_encryption(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 from pydantic import SecretStr
 
 from shoal.cluster.capacity import require_cpus, require_gpus
-from shoal.errors import ClusterError, ConnectionLost, InferenceError, RecordUnwritable, RunError
+from shoal.errors import ClusterError, ConnectionLost, InferenceError, RecordUnwritable, RunError, needs_extra
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.loop_run import LoopRun, record_loop
 from shoal.flows.policy_evaluation import (
@@ -112,7 +112,8 @@ class _ActorLearnerRun(LoopRun):
             self._workers.make_weight_source(),
             self._workers.make_episode_service() if spec.learn_from_endpoint else None,
         )
-        from shoal.serve.on_ray.deployment import deploy  # Serve takes a second to load: not for `--check`
+        with needs_extra("serve"):  # Serve takes a second to load: not for `--check`
+            from shoal.serve.on_ray.deployment import deploy
 
         self._endpoint = deploy(endpoint_spec, [EndpointModel(spec.model_name, policy)], is_shared=True)
         closing.callback(self._endpoint.close)

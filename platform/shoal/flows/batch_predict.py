@@ -12,21 +12,23 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.csv
-import pyarrow.parquet
 from pydantic import Field
 
 import shoal.runs
 from shoal.cluster.job_main import expected_run_id, job_main
 from shoal.config import Spec
-from shoal.errors import DataError
+from shoal.errors import DataError, needs_extra
 from shoal.registry import ModelVersion, Registry, TensorSignature
 from shoal.serve.spec.batch_layout import BatchLayout
 from shoal.serve.spec.endpoint import GpuCount
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.model_source import RegisteredModel
 from shoal.serve.tables.table import choose_columns, infer_csv_types, parse_columns
+
+with needs_extra("data"):
+    import pyarrow as pa
+    import pyarrow.csv
+    import pyarrow.parquet
 
 JOB = "batch_predict"
 SUFFIXES = (".parquet", ".csv")

@@ -19,7 +19,7 @@ import shoal.runs
 from shoal.client.discovery import GRPC_KIND, INFERENCE_KIND
 from shoal.cluster.capacity import require_cpus
 from shoal.cluster.job_main import expected_run_id, job_main
-from shoal.errors import ClusterError, RunError
+from shoal.errors import ClusterError, RunError, needs_extra
 from shoal.flows.serving_spec import NAMED_BY_MODEL, ServingSpec, check, require_importable, spec_from_overrides
 from shoal.home import load_access_token
 from shoal.registry import Registry
@@ -57,7 +57,8 @@ def record_endpoint(spec: ServingSpec) -> Iterator[DeployedEndpoint]:
 @contextmanager
 def open_endpoint(spec: ServingSpec, job: str) -> Iterator[tuple[DeployedEndpoint, RunRecorder]]:
     """The endpoint of the spec and its run record, once every model answers. Raises as `serve_models`."""
-    from shoal.serve.on_ray.deployment import deploy  # Serve takes a second to load, which `--check` must not wait for
+    with needs_extra("serve"):  # Serve takes a second to load, which `--check` must not wait for
+        from shoal.serve.on_ray.deployment import deploy
 
     check(spec)
     require_importable(spec)

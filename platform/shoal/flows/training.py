@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import shoal.runs
 from shoal.cluster.job_main import expected_run_id, job_main
-from shoal.errors import ClusterError, RankLost, RecordUnwritable, RunError
+from shoal.errors import ClusterError, RankLost, RecordUnwritable, RunError, needs_extra
 from shoal.runs import RunRecorder
 from shoal.runs.ray_event_channel import Message
 from shoal.train.launch.checked_run import check_once
@@ -149,10 +149,8 @@ class RayBackend:
         """Also raises ClusterError when the cluster has no room, and KeyboardInterrupt."""
         if self.spec.has_replicas:
             return self._attempt_replicas()
-        from shoal.train.launch.ray_train import (
-            RayTrainAttempt,
-            WorkerSetup,
-        )  # Ray Train takes a second to load, which `--check` must not wait for
+        with needs_extra("train"):  # Ray Train takes a second to load, which `--check` must not wait for
+            from shoal.train.launch.ray_train import RayTrainAttempt, WorkerSetup
 
         self._has_started, self._shortage = False, None
         group = WorkerPlacement()

@@ -37,7 +37,7 @@ from shoal.runs.formatting import format_size
 GIB = 1 << 30
 IMPORTS = ("numpy", "zmq", "msgspec", "safetensors", "torch", "ray", "ray.train", "ray.serve", "ray.tune")
 IMPORT_TIMEOUT_S = 120.0
-INSTALL = "pip install -c constraints.txt -e '.[cluster]'"
+UNNEEDED_IMPORTS = {"cluster": (), "train": ("ray.serve",), "serve": ("ray.train", "ray.tune")}  # by extra
 
 
 class Level(StrEnum):
@@ -73,19 +73,32 @@ def check_python(running: str, wanted: str) -> Finding:
     return Finding("python", Level.FAIL, f"{running}, but Shoal needs {wanted}", "make a venv with such a Python")
 
 
-def check_packages(requirements: Sequence[str], installed: Callable[[str], str | None]) -> Iterator[Finding]:
-    """The installed packages against the pinned ones; a different version of a pinned package is a failure."""
-    num_fitting = 0
-    for requirement in _required(list(map(Requirement, requirements)), "cluster"):
+def find_installed_extra(requirements: Sequence[str], installed: Callable[[str], str | None]) -> str:
+    """`train` or `serve` where only that one is installed in full, else `cluster`."""
+    parsed = list(map(Requirement, requirements))
+    there = (extra for extra in UNNEEDED_IMPORTS if all(installed(each.name) for each in _required(parsed, extra)))
+    return next(there, "cluster")
+
+
+def check_packages(
+    requirements: Sequence[str], installed: Callable[[str], str | None], extra: str = "cluster"
+) -> Iterator[Finding]:
+    """The installed packages against those that the extra needs; a version outside of its range is a failure."""
+    num_fitting, remedy = 0, _install(extra)
+    for requirement in _required(list(map(Requirement, requirements)), extra):
         found = installed(requirement.name)
         if found is None:
-            yield Finding("packages", Level.FAIL, f"{requirement.name} is not installed", INSTALL)
+            yield Finding("packages", Level.FAIL, f"{requirement.name} is not installed", remedy)
         elif not requirement.specifier.contains(found, prereleases=True):
             detail = f"{requirement.name} {found} is installed, {requirement.specifier} is needed"
-            yield Finding("packages", Level.FAIL, detail, INSTALL)
+            yield Finding("packages", Level.FAIL, detail, remedy)
         else:
             num_fitting += 1
-    yield Finding("packages", Level.OK, f"{num_fitting} fit what Shoal pins")
+    yield Finding("packages", Level.OK, f"{num_fitting} fit what the extra {extra!r} needs")
+
+
+def _install(extra: str) -> str:
+    return f"pip install -c constraints.txt -e '.[{extra}]'"
 
 
 def _required(requirements: Sequence[Requirement], extra: str) -> Iterator[Requirement]:
@@ -101,7 +114,7 @@ def _required(requirements: Sequence[Requirement], extra: str) -> Iterator[Requi
             yield from _required(of_extras, other)
 
 
-def check_imports(modules: Sequence[str]) -> Finding:
+def check_imports(modules: Sequence[str], extra: str = "cluster") -> Finding:
     """Import the modules, in this order, in a new process in the current folder."""
     program = "".join(f"print({module!r}, flush=True)\nimport {module}\n" for module in modules)
     command = [sys.executable, "-W", "ignore", "-c", program]
@@ -115,7 +128,7 @@ def check_imports(modules: Sequence[str]) -> Finding:
         return Finding("imports", Level.OK, ", ".join(modules))
     module = (done.stdout.split() or ["python"])[-1]
     reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-    return Finding("imports", Level.FAIL, f"import {module}: {reason}", INSTALL)
+    return Finding("imports", Level.FAIL, f"import {module}: {reason}", _install(extra))
 
 
 def check_cores(num_cores: int) -> Finding:
@@ -188,7 +201,7 @@ def check_haproxy() -> Finding:
         command = [haproxy_program(), "-v"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=10.0, check=True)
     except (ClusterError, OSError, subprocess.SubprocessError) as error:
-        remedy = "pip install 'ray[serve]==2.60.0' on Linux; training needs none"
+        remedy = f"{_install('serve')} on Linux; training needs none"
         return Finding("haproxy", Level.WARN, f"endpoints have no front: {error}", remedy)
     return Finding("haproxy", Level.OK, f"{done.stdout.splitlines()[0].split(' - ')[0]}, {command[0]}")
 
@@ -260,7 +273,8 @@ def run_checks() -> Iterator[Finding]:
     folders = [root, Path.cwd()] if (root / "pyproject.toml").exists() else [Path.cwd()]
     memory = psutil.virtual_memory()
     yield check_python(".".join(map(str, sys.version_info[:3])), metadata("shoal")["Requires-Python"])
-    yield from check_packages(requires("shoal") or [], _find_installed_version)
+    extra = find_installed_extra(requires("shoal") or [], _find_installed_version)
+    yield from check_packages(requires("shoal") or [], _find_installed_version, extra)
     yield check_shadowing(list(dict.fromkeys(folders)))
     yield check_cores(count_usable_cores())
     yield check_memory(memory.total, memory_limit_bytes(), memory.available)
@@ -273,12 +287,13 @@ def run_checks() -> Iterator[Finding]:
     yield check_shared_memory(Path("/dev/shm"))
     yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     yield check_loopback()
-    yield check_haproxy()
+    if extra != "train":
+        yield check_haproxy()
     yield check_curve()
     if has_home:
         yield check_tokens(home())
         yield check_cluster(state_path(), os.environ)
-    yield check_imports(IMPORTS)
+    yield check_imports([module for module in IMPORTS if module not in UNNEEDED_IMPORTS[extra]], extra)
 
 
 def _find_installed_version(name: str) -> str | None:

@@ -24,15 +24,7 @@ from shoal.client.payload import ArrayLike
 from shoal.errors import DataError, needs_extra
 from shoal.open_inference.datatypes import NUMPY_DTYPES
 from shoal.open_inference.messages import TensorMetadata
-from shoal.serve.tables.table import (
-    TensorDescription,
-    build_inputs,
-    choose_columns,
-    format_tensor_spec,
-    infer_csv_types,
-    parse_columns,
-    split_by_length,
-)
+from shoal.serve.tables.description import TensorDescription, format_tensor_spec
 
 _DAMAGED = (zipfile.BadZipFile, zlib.error, struct.error, tokenize.TokenError)
 
@@ -125,9 +117,12 @@ def _parse_rows(
 
 def from_table(path: Path, columns: Sequence[str], inputs: Sequence[TensorDescription]) -> dict[str, ArrayLike]:
     """Columns of a CSV or Parquet file; `serve.tables.table` defines which."""
-    import pyarrow as pa
-    import pyarrow.csv
-    import pyarrow.parquet
+    with needs_extra("data"):
+        import pyarrow as pa
+        import pyarrow.csv
+        import pyarrow.parquet
+
+    from shoal.serve.tables.table import build_inputs, choose_columns, infer_csv_types, parse_columns, split_by_length
 
     said = parse_columns(columns, inputs)
     try:

@@ -20,7 +20,7 @@ import numpy as np
 from pydantic import SecretStr
 
 from shoal.cluster.capacity import count_gpu_slots, gpus_by_host, require_cpus, require_gpus
-from shoal.errors import RecordUnwritable, RunError
+from shoal.errors import RecordUnwritable, RunError, needs_extra
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.loop_run import LoopRun, record_loop
 from shoal.flows.policy_evaluation import EVALUATION_SEED, Evaluation, InferenceConnection, wait_for_version
@@ -155,7 +155,8 @@ class _PoliciesRun(LoopRun):
             )
             served.append(EndpointModel(each.spec.model_name, model))
         endpoint_spec = spec.endpoint.model_copy(update={"name": spec.model_name, "token": SecretStr(self.token)})
-        from shoal.serve.on_ray.deployment import deploy  # Serve takes a second to load: not for `--check`
+        with needs_extra("serve"):  # Serve takes a second to load: not for `--check`
+            from shoal.serve.on_ray.deployment import deploy
 
         self._endpoint = deploy(endpoint_spec, served, is_shared=True)
         closing.callback(self._endpoint.close)

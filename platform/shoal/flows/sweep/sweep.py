@@ -13,7 +13,7 @@ import numpy as np
 
 import shoal.runs
 from shoal.cluster.job_main import expected_run_id, job_main
-from shoal.errors import RunError
+from shoal.errors import RunError, needs_extra
 from shoal.flows.sweep.spec import CheckedSweep, SweepSpec, check_sweep, sweep_from_overrides
 from shoal.flows.sweep.trial import PlannedTrial, TrialSetting, load_result
 from shoal.home import home
@@ -56,9 +56,8 @@ def run_sweep(spec: SweepSpec, job: str = JOB, checked: CheckedSweep | None = No
         print(f"run {recorder.id}: {spec.trials} trials of {spec.source}", flush=True)
         planned = plan_trials(spec, load_sweep(before).trials if before is not None else ())
         if planned:
-            from shoal.flows.sweep.ray_sweep import (
-                run_trials,  # Ray Tune takes a second to load, which no check waits for
-            )
+            with needs_extra("train"):  # Ray Tune takes a second to load, which no check waits for
+                from shoal.flows.sweep.ray_sweep import run_trials
 
             run_trials(TrialSetting(recorder.id, spec, checked, home(), Path.cwd()), planned, log, before)
         recorder.flush()

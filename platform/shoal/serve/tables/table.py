@@ -14,28 +14,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute
 
-from shoal.errors import DataError
+from shoal.errors import DataError, needs_extra
 from shoal.open_inference.datatypes import NUMPY_DTYPES, bf16_values, to_floats
+from shoal.serve.tables.description import TensorDescription, format_tensor_spec
+
+with needs_extra("data"):
+    import pyarrow as pa
+    import pyarrow.compute
 
 FLOAT_DATATYPES = frozenset({"FP64", "FP32", "FP16", "BF16"})  # datatypes
 _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-
-
-class TensorDescription(Protocol):
-    """An input or output, as in the registry and the protocol. `shape[0]` is the batch; -1 is any size."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def datatype(self) -> str: ...
-    @property
-    def shape(self) -> list[int]: ...
 
 
 def parse_columns(words: Sequence[str], inputs: Sequence[TensorDescription]) -> dict[str, list[str]]:
@@ -147,12 +139,6 @@ def to_column(spec: TensorDescription, array: np.ndarray) -> pa.Array:
     if pa.types.is_fixed_size_list(wanted):
         return pa.FixedSizeListArray.from_arrays(pa.array(flat, wanted.value_type), wanted.list_size)
     return pa.array(flat, wanted)
-
-
-def format_tensor_spec(spec: TensorDescription) -> str:
-    """`FP32 [any, 64]`."""
-    sizes = ", ".join("any" if size == -1 else str(size) for size in spec.shape)
-    return f"{spec.datatype} [{sizes}]"
 
 
 def _input(table: pa.Table, spec: TensorDescription, columns: Sequence[str], first_row: int) -> np.ndarray:
