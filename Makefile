@@ -4,12 +4,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 CLIENTS := .venv-clients
+COMPAT := .venv-compat
 NODE    := clients/node/node_modules
 PEERS  := $(addprefix .venv-,peers dynet torchft sbx torchrl recommender deepriver som fewrows)
 PROTOCOL := platform/shoal/open_inference
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo recommender test check format proto bench bench-check clean
+.PHONY: help setup demo recommender test compat check format proto bench bench-check clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -20,7 +21,6 @@ $(READY): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Shoal needs Python 3.11: install it, or say make PYTHON=/path/to/python3.11 ..."; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (a few minutes the first time) ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt 'torch==2.13.0'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cluster,dev]'
 	@touch $@
 
@@ -34,6 +34,14 @@ recommender: $(READY)  ## A film site that learns as you rate: data=FOLDER endpo
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(READY) $(CLIENTS)/.ready $(NODE)/.package-lock.json  ## Run the whole test suite
 	@$(BIN)/python tests/suite.py
+
+TORCH ?= torch
+compat:  ## Run unit, contract and equivalence tests with the newest torch that pip finds, or TORCH='torch==2.14.1'
+	@test -x $(COMPAT)/bin/python || $(PYTHON) -m venv $(COMPAT)
+	@grep -v '^torch==' constraints.txt > $(COMPAT)/constraints.txt
+	@echo "installing $(TORCH) and the rest into $(COMPAT) (gigabytes where pip finds torch for GPUs alone) ..."
+	@$(COMPAT)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -c $(COMPAT)/constraints.txt '$(TORCH)' -e '.[cluster,dev]'
+	@$(COMPAT)/bin/python -m pytest -q tests/unit tests/contracts tests/equivalence
 
 check: $(READY)  ## Format, lint, types, import contracts
 	@$(BIN)/ruff format --check .
@@ -77,4 +85,4 @@ bench-check: $(READY)  ## Say which bars the committed results miss
 	@$(BIN)/python -m benchmarks.table --check
 
 clean:  ## Remove the environments and caches
-	rm -rf $(VENV) $(CLIENTS) $(NODE) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(COMPAT) $(NODE) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis
