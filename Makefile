@@ -36,7 +36,7 @@ test: $(READY) $(CLIENTS)/.ready $(NODE)/.package-lock.json  ## Run the whole te
 	@$(BIN)/python tests/suite.py
 
 TORCH ?= torch
-compat:  ## Run unit, contract and equivalence tests with the newest torch that pip finds, or TORCH='torch==2.14.1'
+compat: $(CLIENTS)/.ready  ## Run unit, contract and equivalence tests with the newest torch that pip finds, or TORCH='torch==2.14.1'
 	@test -x $(COMPAT)/bin/python || $(PYTHON) -m venv $(COMPAT)
 	@grep -v '^torch==' constraints.txt > $(COMPAT)/constraints.txt
 	@echo "installing $(TORCH) and the rest into $(COMPAT) (gigabytes where pip finds torch for GPUs alone) ..."
