@@ -24,16 +24,14 @@ from torch import Generator, Tensor, nn
 
 from shoal.data import Data
 from shoal.models.prior_fitted.network import (
-    MAX_COLUMNS,
-    MAX_LABELLED,
     QUANTILES,
     PriorFittedNetwork,
-    check_tables,
     log_density,
     student_log_masses,
     summarise,
 )
 from shoal.models.prior_fitted.prior import PriorSpec, TablePrior
+from shoal.models.prior_fitted.tables import MAX_COLUMNS, MAX_LABELLED, check_tables
 from shoal.registry import Signature, TensorSignature
 from shoal.train import Task, TrainSpec
 
@@ -97,9 +95,9 @@ class FewRowsTask(Task):
     # -- the endpoint: tables of any size, with NaN where a value is missing
 
     def signature(self) -> Signature:
-        inputs = [TensorSignature(name=name, datatype="FP32", shape=[-1, -1, -1]) for name in ("x", "y", "x_query")]
-        mean = TensorSignature(name="mean", datatype="FP32", shape=[-1, -1, -1])
-        quantiles = TensorSignature(name="quantiles", datatype="FP32", shape=[-1, -1, -1, len(QUANTILES)])
+        inputs = [TensorSignature(name=name, datatype="FP64", shape=[-1, -1, -1]) for name in ("x", "y", "x_query")]
+        mean = TensorSignature(name="mean", datatype="FP64", shape=[-1, -1, -1])
+        quantiles = TensorSignature(name="quantiles", datatype="FP64", shape=[-1, -1, -1, len(QUANTILES)])
         return Signature(inputs=inputs, outputs=[mean, quantiles])
 
     def preprocess(self, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:

@@ -28,7 +28,7 @@ SEASON = 24  # hours
 
 
 def series(num_hours: int, seed: int = 0) -> np.ndarray:
-    """An hourly load, float32 [num_hours]: level, trend, two daily waves, weather that acts most at night, noise."""
+    """An hourly load, float64 [num_hours]: level, trend, two daily waves, weather that acts most at night, noise."""
     random = np.random.default_rng(seed)
     hour = np.arange(num_hours)
     day = 2 * np.pi * hour / SEASON
@@ -37,7 +37,7 @@ def series(num_hours: int, seed: int = 0) -> np.ndarray:
         weather[index + 1] = 0.97 * weather[index] + shock
     load = 20 + hour / 4380 - 4 * np.cos(day) + 1.5 * np.sin(2 * day)
     load += weather * (1 - 0.6 * np.sin(day)) + random.normal(0, 0.2, num_hours)
-    return load.astype(np.float32)
+    return load
 
 
 class LoadTask(Task):
@@ -69,7 +69,7 @@ class LoadTask(Task):
 
     def data(self) -> Data:
         load = series(self.num_hours)
-        change = load[SEASON:] - load[:-SEASON]
+        change = load[SEASON:] - load[:-SEASON]  # in float64: a meter's readings may be a million times larger
         day = 2 * np.pi * np.arange(SEASON, self.num_hours) / SEASON
         columns = [change, np.sin(day), np.cos(day)] if self.calendar else [change]
         table = np.stack(columns, axis=1).astype(np.float32)  # [num_hours - SEASON, 3]

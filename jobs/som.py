@@ -59,7 +59,7 @@ class SomSpec(Spec):
     data:        a CSV file whose first line names its columns; "": Fashion-MNIST
     features:    the columns of the CSV file that the map sees; empty: all
     folder:      where Fashion-MNIST's files are
-    standardise: a table's columns to mean 0 and standard deviation 1; bytes of images always become 0 to 1
+    standardise: a table's columns to standard deviation 1; their mean is always 0, and bytes of images become 0 to 1
     rows, columns, grid, toroidal: see `shoal.models.som.Grid`
     sigma, sigma_final: the neighbourhood's first and last width; null: a quarter of the shorter side, and a tenth of it
     maps:        of seeds `seed`, `seed` + 1 ..., and first widths from 0.5 to 1.5 sigma; the one with the least
@@ -129,10 +129,9 @@ def read_rows(spec: SomSpec) -> Rows:
     if spec.data:
         table, names = read_table(Path(spec.data), spec.features)
         values = torch.from_numpy(table)
-        shift, scale = torch.zeros(len(names)), torch.ones(len(names))
-        if spec.standardise:
-            deviation = values.std(0, correction=0)
-            shift, scale = values.mean(0), torch.where(deviation > 0, deviation, 1.0)
+        som.require_scale(values, names, None if spec.standardise else dtype)
+        shift, deviation = som.measure_columns(values)  # distances are the same around any shift
+        scale = deviation if spec.standardise else torch.ones_like(deviation)
         return Rows(((values - shift) / scale).to(dtype), shift, scale, names, spec.data)
     path, title = Path(spec.folder, IMAGES), "Fashion-MNIST"
     if spec.folder == INSTALLED and not path.exists():
@@ -281,14 +280,14 @@ def fit_maps(spec: SomSpec, rows: Tensor, store: Path, on_epoch: OnEpoch) -> tup
 def build_network(spec: SomSpec, rows: Rows, weights: Tensor) -> som.SelfOrganisingMap:
     """The map [K, D] as a network."""
     network = som.SelfOrganisingMap(**describe_network(spec, rows))
-    tensors = {"weights": weights.float(), "shift": rows.shift.float(), "scale": rows.scale.float()}
+    tensors = {"weights": weights.float(), "shift": rows.shift.double(), "scale": rows.scale.double()}
     network.load_state_dict(tensors)
     return network.eval()
 
 
 def describe_network(spec: SomSpec, rows: Rows) -> dict[str, Any]:
     """The arguments by which an endpoint builds it."""
-    return {**asdict(spec.map_grid), "num_features": rows.values.shape[1]}
+    return {**asdict(spec.map_grid), "num_features": rows.values.shape[1], "float64": True}
 
 
 def register_map(
@@ -297,7 +296,8 @@ def register_map(
     """Under the spec's name. `errors` are its metrics."""
     outputs = [TensorSignature(name=name, datatype="INT64", shape=[-1]) for name in ("row", "column")]
     outputs.append(TensorSignature(name="distance", datatype="FP32", shape=[-1]))
-    taken = TensorSignature(name="rows", datatype="FP32", shape=[-1, rows.values.shape[1]])
+    shape, columns = [-1, rows.values.shape[1]], rows.names if spec.data else []  # nobody's table names pixels
+    taken = TensorSignature(name="rows", datatype="FP64", shape=shape, columns=columns)
     version = Registry().register(
         spec.name,
         WeightSnapshot.of(spec.epochs, {key: value.numpy() for key, value in network.state_dict().items()}),

@@ -5,8 +5,9 @@
     python serve_apps/few_rows_client.py table.csv price
     python serve_apps/few_rows_client.py table.csv price weight --impute --semi-supervised
 
-All other columns must be numbers. An empty cell of them is an error, which names file and row, unless `--impute` gives
-it the column's mean. `--semi-supervised` lets the context attend to the rows without a target too.
+All other columns must be numbers, or dates as 2026-03-01 or 2026-03-01T12:30, which become seconds. An empty cell of
+them is an error, which names file and row, unless `--impute` gives it the column's mean. `--semi-supervised` lets the
+context attend to the rows without a target too.
 """
 
 import argparse
@@ -14,6 +15,8 @@ import csv
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,8 +32,8 @@ MODEL = "few-rows"
 class FilledTable(NamedTuple):
     """Numbers of a CSV; NaN where a cell is empty."""
 
-    features: np.ndarray  # float32 [rows, columns]
-    targets: np.ndarray  # float32 [rows, targets]
+    features: np.ndarray  # float64 [rows, columns]
+    targets: np.ndarray  # float64 [rows, targets]
     lines: list[int]  # of the file, counted from 1
 
     def as_request(self, *, semi_supervised: bool) -> dict[str, np.ndarray]:
@@ -64,7 +67,7 @@ def read_table(path: Path, targets: Sequence[str], *, impute: bool = False) -> F
                 raise DataError(str(path), row, f"has no value of {gaps[0]!r}", "fill it in, or give --impute")
             rows.append(found)
             lines.append(reader.line_num)
-    table = np.array(rows, np.float32).reshape(len(rows), len(names))
+    table = np.array(rows, np.float64).reshape(len(rows), len(names))
     is_target = np.array([name in targets for name in names])
     order = [names.index(target) for target in targets]
     if not (known := ~np.isnan(table[:, order])).any(0).all():
@@ -74,14 +77,24 @@ def read_table(path: Path, targets: Sequence[str], *, impute: bool = False) -> F
 
 
 def read_number(path: Path, row: str, name: str, cell: str) -> float:
-    """NaN for an empty cell."""
+    """NaN for an empty cell; seconds since 1970 for a date, of UTC where it has no zone."""
     try:
         value = float(cell) if cell.strip() else math.nan
     except ValueError:
+        with suppress(ValueError):
+            date = datetime.fromisoformat(cell.strip())
+            return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
         raise DataError(str(path), row, f"{name!r} is {cell!r}, no number", "give categories numbers") from None
     if math.isinf(value) or (math.isnan(value) and cell.strip()):
         raise DataError(str(path), row, f"{name!r} is {cell!r}", "leave a missing cell empty")
     return value
+
+
+def format_values(mean: float, low: float, high: float) -> tuple[str, ...]:
+    """With six digits, or as many as tell the ends of the interval apart."""
+    size = max(abs(low), abs(high)) / (high - low) if high > low else 1.0
+    digits = max(6, 3 + math.ceil(math.log10(size)))
+    return tuple(f"{value:.{digits}g}" for value in (mean, low, high))
 
 
 def main() -> None:
@@ -107,7 +120,8 @@ def main() -> None:
         sys.exit(f"error: {chosen.path} is no CSV file in UTF-8: {error}")
     for line, means, quantiles in zip(unknown, answer["mean"][0], answer["quantiles"][0], strict=True):
         for target, mean, levels in zip(chosen.targets, means, quantiles, strict=True):
-            print(f"row {line}: {target} {mean:.6g}, 90% between {levels[0]:.6g} and {levels[-1]:.6g}")
+            mean, low, high = format_values(mean, levels[0], levels[-1])
+            print(f"row {line}: {target} {mean}, 90% between {low} and {high}")
 
 
 if __name__ == "__main__":

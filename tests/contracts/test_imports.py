@@ -31,6 +31,7 @@ LEVELS = [
     {"wire", "games"},
     {"config"},
     {"home"},
+    {"frame"},
     {
         *("errors", "gc_freeze", "batch_tree", "atomic_file", "network_address", "cpu_count", "random_state"),
         *("recipes", "ray_call"),

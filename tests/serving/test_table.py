@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from datetime import date, datetime, timedelta
+from datetime import date, datetime, time, timedelta
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,23 @@ def inputs(table: pa.Table, spec: TensorMetadata, *words: str) -> np.ndarray:
 
 def test_a_column_of_lists_is_the_input_of_its_name() -> None:
     np.testing.assert_array_equal(inputs(TABLE, X), [[1, 2], [3, 4], [5, 6]])
+
+
+NAMED = TensorMetadata("rows", "FP32", [-1, 2], ["b", "a"])
+
+
+@pytest.mark.parametrize("words", [(), ("a,b",), ("b,a",)])
+def test_a_model_with_names_gets_its_columns_in_its_own_order(words: tuple[str, ...]) -> None:
+    for table in (TABLE, TABLE.select(["a", "b"]), TABLE.select(["b", "id", "a"])):
+        assert inputs(table, NAMED, *words).tolist() == [[0.5, 1], [1.5, 2], [2.5, 3]]
+    assert inputs(TABLE, NAMED, "a,a").tolist() == [[1, 1], [2, 2], [3, 3]]  # explicitly so
+
+
+def test_a_table_without_the_columns_of_a_model_is_rejected_by_their_names() -> None:
+    with pytest.raises(DataError, match=r"columns = 'b': is not in the table. it has a, id"):
+        inputs(TABLE.select(["a", "id"]), NAMED)
+    with pytest.raises(DataError, match=r"columns = 'b': and 1 more are not in the table. it has id, x"):
+        inputs(TABLE.select(["id", "x"]), NAMED)
 
 
 @pytest.mark.parametrize("shape", [[-1, 2, 3], [-1, 6], [-1, -1, 3]])
@@ -194,7 +211,7 @@ def test_what_does_not_fit_is_named(table: pa.Table, words: list[str], message: 
             ("FP32", [{"a": 1}]),
             ("BYTES", pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int8()))),
         ],
-        *[("INT64", [datetime(2026, 1, 1)]), ("FP32", [date(2026, 1, 1)]), ("FP64", [timedelta(1)])],
+        *[("INT64", [datetime(2026, 1, 1)]), ("FP32", [date(2026, 1, 1)]), ("FP64", [time(1)])],
         *[("FP16", [70000]), ("FP16", ["70000"]), ("FP32", [1e300]), ("BF16", [-1e300]), ("BF16", [3.4e38])],
     ],
 )
@@ -217,6 +234,9 @@ def test_a_value_that_the_input_cannot_hold_is_refused(datatype: str, values: li
         ("FP32", [2**24 + 1, 0], [2.0**24, 0]),
         ("FP32", ["1.5", "2"], [1.5, 2]),
         ("FP16", [True, False], [1, 0]),
+        ("FP64", [datetime(2026, 3, 1), datetime(2026, 3, 2)], [1772323200.0, 1772409600.0]),
+        ("FP64", [timedelta(minutes=1)], [60.0]),
+        ("FP64", [1.76e9 + 0.25], [1.76e9 + 0.25]),
         ("FP32", [float("inf"), 1e38], [float("inf"), float(np.float32(1e38))]),
     ],
 )

@@ -24,12 +24,12 @@ from shoal.models.prior_fitted.closed_form import LINEAR, PRIOR_ROWS, REGRESSORS
 from shoal.models.prior_fitted.network import (
     NUM_BINS,
     PriorFittedNetwork,
-    check_tables,
     log_density,
     predict,
     summarise,
 )
 from shoal.models.prior_fitted.prior import PriorSpec, TablePrior
+from shoal.models.prior_fitted.tables import check_tables
 from shoal.models.prior_fitted.tokens import prepare
 from shoal.registry import Registry
 from shoal.serve.model.predictor import Predictor
@@ -302,7 +302,9 @@ def load(trained: dict[str, Any], **options: Any) -> Any:
 def test_the_endpoint_answers_tables_of_any_size_as_predict_does(trained: dict[str, Any]) -> None:
     model = load(trained, ragged="pad", pad_value="nan")
     several = [draw(seed, C=C, D=D, Q=Q, B=1) for seed, C, D, Q in ((0, 5, 3, 2), (1, 12, 5, 7))]
-    requests = [dict(zip(("x", "y", "x_query"), (values.numpy() for values in each), strict=True)) for each in several]
+    requests = [
+        dict(zip(("x", "y", "x_query"), (values.double().numpy() for values in each), strict=True)) for each in several
+    ]
     network = trained["version"].manifest.model.build()
     weights = trained["package"].snapshot.tensors()
     network.load_state_dict({name: torch.from_numpy(each) for name, each in weights.items()})

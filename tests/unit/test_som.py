@@ -228,8 +228,10 @@ def test_a_run_leaves_a_registered_map_errors_and_pictures(
     assert (run.folder / "report.html").read_text().count("data:image/png;base64") == 2
     version = Registry().get("som@champion")
     assert version.manifest.metrics == pytest.approx(errors)
-    predictor = Predictor(version.manifest.model, version.manifest.signature, ModelOptions())  # as a replica has it
-    raw = som.read_table(path)[0].astype(np.float32)
+    signature = version.manifest.signature
+    assert (signature.inputs[0].datatype, signature.inputs[0].columns) == ("FP64", ["speed", "load", "torque", "site"])
+    predictor = Predictor(version.manifest.model, signature, ModelOptions())  # as a replica has it
+    raw = som.read_table(path)[0]
     [answer] = predictor.load(version.snapshot()).predict_batch([{"rows": raw}])
     assert answer["distance"].mean() == pytest.approx(errors["quantisation_error"], rel=1e-4)
     assert (answer["row"].max(), answer["column"].max()) == (5, 4)
@@ -323,3 +325,51 @@ def test_more_nodes_than_rows_are_allowed_with_a_warning(
     som.run_som(som.spec().override([f"data={path}", "rows=4", "columns=4", "epochs=2", "threads=1"]))
     assert "warning: 16 nodes for 6 rows" in capsys.readouterr().out
     assert "more_nodes_than_rows" in shoal.runs.load("latest").last_events()
+
+
+@pytest.mark.parametrize("standardise", ["true", "false"])
+def test_a_column_of_unix_seconds_is_mapped_as_one_of_seconds(
+    som: ModuleType, tmp_path: Path, standardise: str
+) -> None:
+    table, answers = np.round(rows_of(120, 2).numpy() * [600, 100], 2), []
+    for offset in (0.0, 1.76e9):
+        path, raw = tmp_path / "table.csv", table + np.array([offset, 0])
+        np.savetxt(path, raw, delimiter=",", header="time,load", comments="", fmt="%.2f")
+        spec = som.spec().override([f"data={path}", "rows=4", "columns=4", f"standardise={standardise}"])
+        rows = som.read_rows(spec)
+        weights = som.train_maps(spec, rows.values, som.draw_maps(spec, rows.values), None, lambda *_: None)
+        answers.append(som.build_network(spec, rows, weights[0])(torch.from_numpy(raw)))
+    torch.testing.assert_close(answers[1]["distance"], answers[0]["distance"], rtol=1e-3, atol=1e-3)
+    assert (answers[1]["row"] == answers[0]["row"]).double().mean() > 0.98  # one between two nodes may fall to either
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "problem"),
+    [
+        ("a,b\n1,2\n3,1e200\n", [], r"column = 'b': has 1e\+200, whose square overflows.*below 1e\+100"),
+        (
+            "a,b\n1,0\n3,1e25\n",
+            ["standardise=false"],
+            r"column = 'b': spans 1e\+25.*overflow in torch.float32.*standardise=true",
+        ),
+        (
+            "a,b\n0,0\n1e-30,0\n",
+            ["standardise=false"],
+            r"column = 'a': spans 1e-30.*vanish in torch.float32.*another unit",
+        ),
+    ],
+)
+def test_a_scale_that_overflows_is_named(
+    som: ModuleType, tmp_path: Path, text: str, words: list[str], problem: str
+) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text(text)
+    with pytest.raises(DataError, match=problem):
+        som.read_rows(som.spec().override([f"data={path}", *words]))
+
+
+@pytest.mark.parametrize("scale", [1e90, 1e-200])
+def test_any_other_scale_is_standardised(som: ModuleType, tmp_path: Path, scale: float) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text(f"a,b\n1,{scale}\n2,{3 * scale}\n")
+    assert som.read_rows(som.spec().override([f"data={path}"])).values.tolist() == [[-1, -1], [1, 1]]

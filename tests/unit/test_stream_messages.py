@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
 import re
@@ -243,3 +244,17 @@ def test_times_may_be_dates(tmp_path: Path) -> None:
     source.open(StreamState())
     first, second = source.poll(8, 0.0).messages
     assert math.isclose(second.time_s - first.time_s, 3600.0)
+    assert first.time_s == 1767225600.0  # UTC, whatever this machine's zone
+
+
+def test_days_are_times_too_and_a_missing_one_is_malformed(tmp_path: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet as pq
+
+    table = pa.table({"value": [1.5, 2.0], "time": pa.array([datetime.date(2026, 1, 1), None])})
+    pq.write_table(table, tmp_path / "x.parquet")
+    source = ReplaySource([str(tmp_path / "x.parquet")])
+    source.open(StreamState())
+    delivery = source.poll(8, 0.0)
+    assert [message.time_s for message in delivery.messages] == [1767225600.0]
+    assert len(delivery.malformed) == 1

@@ -8,8 +8,10 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
+from shoal.flows.stream import describe_network
 from shoal.stream.network import MAX_DEVIATIONS, StreamNetwork
 from shoal.stream.sensor_table import SensorTable, Window
 from shoal.stream.source import Message
@@ -69,6 +71,31 @@ class PlainLearner:
             (torch.stack(losses).sum() / count).backward()
             nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
             self.optimizer.step()
+
+
+@pytest.mark.parametrize("offset", [1.76e9, -1e12])
+def test_a_sensor_on_a_large_offset_is_forecast_as_without_it(offset: float) -> None:
+    rounded = [replace(each, values=(round(64 * each.values[0]) / 64,)) for each in make_messages(200)]
+    moved = [replace(each, values=(each.values[0] + offset,)) for each in rounded]
+    found, expected = (process(OnlineTrainer(SMALL), each, 16) for each in (moved, rounded))
+    np.testing.assert_allclose(
+        [each.prediction - offset for each in found], [each.prediction for each in expected], atol=2e-3
+    )
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_an_endpoint_takes_float64_histories_on_a_large_offset(width: int) -> None:
+    factory, signature = describe_network(OnlineSpec(width=width, hidden=4))
+    assert {each.datatype for each in [*signature.inputs, *signature.outputs]} == {"FP64"}
+    network = factory.build()
+    assert isinstance(network, StreamNetwork)
+    torch.nn.init.normal_(network.head.weight)
+    shape = (2, 9) if width == 1 else (2, 9, width)
+    history = torch.from_numpy(np.random.default_rng(0).integers(0, 640, shape) / 64)
+    expected, found = network(history), network(history + 1.76e9)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found - 1.76e9, expected, atol=1e-4, rtol=0)
+    assert network(history.float()).dtype == torch.float32  # of a version that declares it
 
 
 def process(trainer: OnlineTrainer, messages: list[Message], size: int) -> list[SensorForecast]:

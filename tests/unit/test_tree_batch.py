@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,6 +19,7 @@ from torch import Tensor
 from shoal.batch_tree import count_samples, map_tensors, move_to_device, slice_samples, tensors_of
 from shoal.data import Loader, LoaderSpec
 from shoal.data.workers.shm_transfer import receive, send
+from shoal.errors import DataError
 from shoal.trees import Cell, Children, ChildSumLSTMCell, TreeBatch, TreeError, TreeRNN
 from shoal.trees.planner import _plans
 
@@ -340,3 +342,24 @@ def test_a_loader_s_worker_makes_the_plan() -> None:
     assert number == 1
     assert not len(_plans), "this process has planned nothing"
     assert slice_samples(batch, slice(0, 2))["trees"].sizes.tolist() == [5, 6]
+
+
+def test_values_of_pandas_are_taken_in_the_order_of_their_index_or_rejected() -> None:
+    nodes = pd.DataFrame(
+        {"tree": [0, 0, 0, 1], "parent": [-1, 0, 0, -1], "token": [4, 1, 2, 3], "size": [0.5, 1, 2, 3]}
+    )
+    groups = [group for _, group in nodes.groupby("tree")]
+    expected = TreeBatch.from_parents([[-1, 0, 0], [-1]], inputs={"token": np.array([4, 1, 2, 3])})
+    for token in (nodes.token, [group.token for group in groups]):
+        trees = TreeBatch.from_parents([group.parent for group in groups], inputs={"token": token})
+        assert torch.equal(trees.inputs["token"], expected.inputs["token"])
+    both = TreeBatch.from_parents([[-1, 0, 0], [-1]], inputs={"x": nodes[["token", "size"]]}).inputs["x"]
+    assert both.shape == (4, 2)
+    moved = nodes.sort_values("token").iloc[::-1]  # the index 0, 3, 2, 1
+    for inputs in ({"token": moved.token}, {"token": [moved.token[:3], moved.token[3:]]}, {"token": moved[["token"]]}):
+        with pytest.raises(DataError, match=r"token = '0, 3, 2.*its index is not in order.*sort_index.*reset_index"):
+            TreeBatch.from_parents([[-1, 0, 0], [-1]], inputs=inputs)
+    with pytest.raises(DataError, match="its index is not in order"):
+        TreeBatch.from_parents([moved.parent[:3], [-1]])
+    with pytest.raises(DataError, match=r"x = 'x': row 0 has 'a', which is no number"):
+        TreeBatch.from_parents([[-1, 0], [-1]], inputs={"x": pd.Series(["a", "b", "c"], name="x")})

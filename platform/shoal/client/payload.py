@@ -2,7 +2,8 @@
 
 Arrays are sent in the datatype of the model's signature. Lists of numbers, and arrays of another float or integer type,
 are converted if only precision is lost: never 0.5 to an integer, 300 to UINT8, nor 1e300 to an infinite FP32. Only str
-and bytes become BYTES. The endpoint checks the shapes.
+and bytes become BYTES. A frame's columns are brought into the model's order by their names, where the model has names;
+dates become seconds. The endpoint checks the shapes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import numpy as np
 
 from shoal.client.retry import Reply
 from shoal.errors import ConfigError, ConnectionLost, InferenceError
+from shoal.frame import find_names, require_columns, select_columns
+from shoal.frame import to_floats as to_float_columns
 from shoal.open_inference.binary_tensors import from_binary, to_binary
 from shoal.open_inference.datatypes import NUMPY_DTYPES, bf16_values, to_floats
 from shoal.open_inference.json_tensors import to_json
@@ -28,6 +31,7 @@ from shoal.open_inference.messages import (
     OutputTensor,
     Parameters,
     RequestedOutput,
+    TensorMetadata,
 )
 
 ArrayLike: TypeAlias = np.ndarray | Sequence[Any]
@@ -71,7 +75,7 @@ def as_arrays(signature: ModelMetadata, inputs: Inputs) -> dict[str, np.ndarray]
     if unknown:
         raise ConfigError("inputs", unknown[0], f"{signature.name} has no such input", f"its inputs are {names}")
     specs = {spec.name: spec for spec in signature.inputs}
-    return {name: _convert(name, values, specs[name].datatype) for name, values in inputs.items()}
+    return {name: _convert(name, _align(values, specs[name]), specs[name].datatype) for name, values in inputs.items()}
 
 
 def encode_inputs(
@@ -117,6 +121,18 @@ def decode_answer(reply: Reply) -> Answer:
         return Answer(outputs, int(head.model_version), head.model_name, head.id or "")
     except (msgspec.DecodeError, KeyError, ValueError, InferenceError) as error:
         raise ConnectionLost(f"the server is no endpoint of this kind: {error}") from None
+
+
+def _align(values: ArrayLike, spec: TensorMetadata) -> ArrayLike:
+    """The columns of a frame in the order of the model's names. Raises DataError naming those that do not fit."""
+    names = find_names(values)
+    if names is None:
+        return values
+    columns = spec.columns or names
+    require_columns(spec.name, names, columns)
+    if spec.datatype in ("FP64", "FP32", "FP16", "BF16"):
+        return to_float_columns(spec.name, values, columns)
+    return select_columns(values, columns)
 
 
 def _convert(name: str, values: ArrayLike, datatype: str) -> np.ndarray:

@@ -315,7 +315,7 @@ def describe_network(spec: OnlineSpec) -> tuple[ModelFactory, Signature]:
     kwargs = {name: getattr(spec, name) for name in ("width", "hidden", "horizon", "memory")}
     shape = [-1, -1] if spec.width == 1 else [-1, -1, spec.width]
     signature = Signature(
-        inputs=[TensorSignature(name="values", datatype="FP32", shape=shape)],
-        outputs=[TensorSignature(name="forecast", datatype="FP32", shape=[-1])],
+        inputs=[TensorSignature(name="values", datatype="FP64", shape=shape)],
+        outputs=[TensorSignature(name="forecast", datatype="FP64", shape=[-1])],
     )
     return ModelFactory(factory="shoal.stream.network:StreamNetwork", kwargs=kwargs), signature

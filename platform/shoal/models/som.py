@@ -12,17 +12,20 @@ Legend: N rows, B rows of a tile, D features, M maps, K nodes of a map, R and C 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from shoal.errors import DataError
 
 TILE = 512  # rows: scores against 900 nodes take 1.8 MB, and stay in the cache
 CUDA_TILE = 16_384
 RANKS = (40, 80, 160)  # of the screen's subspace
 MIN_FEATURES, MIN_ROWS = 256, 4096  # below, the screen costs more than it saves
 PAIRS = 128  # candidates that are compared at once
+LARGEST_NUMBER = 1e100
 PAIR_COST = 120.0  # of a feature of a gathered candidate, in multiply-adds of a matrix product
 SumOverRanks = Callable[[Tensor], Tensor]
 
@@ -227,6 +230,31 @@ def find_subspace(nodes: Tensor, rank: int) -> Tensor:
 # -- epochs and errors
 
 
+def require_scale(table: Tensor, names: Sequence[str], dtype: torch.dtype | None) -> None:
+    """Check that squared distances between rows [N, D] neither overflow in `dtype` nor vanish; None: after each column
+    has been scaled. Raises DataError naming the column with the largest numbers."""
+    span = table.amax(0) - table.amin(0)
+    at = int((largest := table.abs().amax(0)).argmax())
+    if largest[at] > LARGEST_NUMBER:
+        problem = f"has {float(largest[at]):g}, whose square overflows"
+        raise DataError("column", names[at], problem, f"give it a unit with numbers below {LARGEST_NUMBER:g}")
+    if dtype is None or not span.any():
+        return
+    at, total, limits = int(span.argmax()), float(span.square().sum()), torch.finfo(dtype)
+    if not limits.tiny < total < limits.max / 4:
+        fate = "vanish" if total < 1 else "overflow"
+        problem = f"spans {float(span[at]):g}, and squared distances {fate} in {dtype}"
+        raise DataError("column", names[at], problem, "use standardise=true, dtype=float64, or another unit")
+
+
+def measure_columns(table: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation [D] of float64 [N, D]; a deviation of 1 where all values are equal."""
+    span = table.amax(0) - table.amin(0)
+    width = torch.where(span > 0, span, 1.0)  # so that no square overflows or vanishes
+    deviation = ((table - table.mean(0)) / width).std(0, correction=0) * width
+    return table.mean(0), torch.where(span > 0, deviation, 1.0)
+
+
 def draw_weights(rows: Tensor, num_nodes: int, seed: int) -> Tensor:
     """First weights [K, D]: randomly chosen rows, each at most once while there are enough."""
     random = torch.Generator().manual_seed(seed)
@@ -309,21 +337,32 @@ class SelfOrganisingMap(nn.Module):
     """A map as an endpoint serves it: rows of measurements in, places on the map out. It is not trained by gradients.
 
     Rows are shifted and scaled as those of the training were; `distance` is in these units.
+
+    float64: whether shift and scale are, since a shift of Unix seconds has no seconds in float32; the map is float32
     """
 
-    def __init__(self, rows: int, columns: int, num_features: int, hexagonal: bool = False, toroidal: bool = False):
+    def __init__(
+        self,
+        rows: int,
+        columns: int,
+        num_features: int,
+        hexagonal: bool = False,
+        toroidal: bool = False,
+        float64: bool = False,
+    ) -> None:
         super().__init__()
+        dtype = torch.float64 if float64 else torch.float32
         self.grid = Grid(rows, columns, hexagonal, toroidal)
         self.register_buffer("weights", torch.zeros(self.grid.num_nodes, num_features))
-        self.register_buffer("shift", torch.zeros(num_features))
-        self.register_buffer("scale", torch.ones(num_features))
+        self.register_buffer("shift", torch.zeros(num_features, dtype=dtype))
+        self.register_buffer("scale", torch.ones(num_features, dtype=dtype))
         self.weights: Tensor
         self.shift: Tensor
         self.scale: Tensor
 
     def forward(self, rows: Tensor) -> dict[str, Tensor]:
-        """Of float32 [B, D]: `row` and `column` of the best-matching unit, int64 [B], and the `distance` to it [B]."""
-        scaled = (rows - self.shift) / self.scale
+        """Of rows [B, D]: `row` and `column` of the best-matching unit, int64 [B], and the `distance` to it [B]."""
+        scaled = ((rows - self.shift) / self.scale).float()
         nodes = self.weights - (centre := self.weights.mean(0))
         unit = torch.addmm(nodes.square().sum(1), scaled - centre, nodes.T, alpha=-2).argmin(1)
         distance = (scaled - self.weights[unit]).norm(dim=1)

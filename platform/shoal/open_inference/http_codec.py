@@ -93,6 +93,7 @@ class HttpCodec:
                 size = _binary_size(tensor, len(rest))
                 arrays[tensor.name] = _read_tensor(tensor, None if size is None else rest[:size])
                 rest = rest[size or 0 :]
+            arrays[tensor.name] = self._schema.widen(tensor.name, arrays[tensor.name])
         if len(rest):
             raise InferenceError(400, f"the body has {len(rest)} bytes after the last tensor")
         num_rows = self._schema.check_complete(arrays)

@@ -15,12 +15,17 @@ Parameters = dict[str, bool | int | float | str]
 NO_DATA = msgspec.Raw(b"")
 
 
-class TensorMetadata(msgspec.Struct, frozen=True):
-    """One input or output of a model. `shape`: the first dimension is the batch, if any; -1 is a variable one."""
+class TensorMetadata(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One input or output of a model.
+
+    shape:   the first dimension is the batch, if any; -1 is a variable one
+    columns: names along the last dimension, an addition to the protocol; absent without names
+    """
 
     name: str
     datatype: str
     shape: list[int]
+    columns: list[str] = []
 
 
 class ModelMetadata(msgspec.Struct):

@@ -14,6 +14,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shoal.errors import InferenceError
 from shoal.open_inference.messages import TensorMetadata
 
@@ -52,7 +55,7 @@ class RequestSchema:
             raise InferenceError(422, f"input {name[:200]!r} is unknown: expected {expected}")
         if name in accepted:
             raise InferenceError(422, f"input {name!r} was given twice")
-        if datatype != spec.datatype or not self._fits(spec, list(shape)):
+        if not is_exact_in(datatype, spec.datatype) or not self._fits(spec, list(shape)):
             raise InferenceError(
                 422, f"input {name!r}: expected {format_tensor_spec(spec)}, got {format_tensor_type(datatype, shape)}"
             )
@@ -64,6 +67,10 @@ class RequestSchema:
         if self._rest[name] is None and math.prod([max(size, 1) for size in shape]) > MAX_ELEMENTS:
             limit = f"at most {MAX_ELEMENTS} elements are taken"
             raise InferenceError(413, f"input {name!r}: {limit}, got {format_tensor_type(datatype, shape)}")
+
+    def widen(self, name: str, array: NDArray[Any]) -> NDArray[Any]:
+        """The array of an accepted tensor in the datatype of its input."""
+        return array.astype(np.float64, copy=False) if self.inputs[name].datatype == "FP64" else array
 
     def check_complete(self, arrays: Mapping[str, Any]) -> int:
         """Check a full request; returns its number of rows, 1 without a batch. Raises InferenceError (422)."""
@@ -112,6 +119,11 @@ def _remove_dimension(shape: list[int], dimension: int | None) -> list[int]:
 def format_tensor_spec(spec: TensorMetadata) -> str:
     """`FP32 [-1, 64]`."""
     return f"{spec.datatype} {spec.shape}"
+
+
+def is_exact_in(datatype: str, wanted: str) -> bool:
+    """Whether an input of the datatype `wanted` takes it: its own, or FP32 for FP64, which has each of its values."""
+    return datatype == wanted or (datatype == "FP32" and wanted == "FP64")
 
 
 def format_tensor_type(datatype: str, shape: Sequence[int]) -> str:

@@ -10,7 +10,7 @@ import importlib
 import time
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from shoal.config import Spec
 from shoal.errors import ConfigError
@@ -28,11 +28,13 @@ class TensorSignature(Spec):
     name:     its name in requests
     datatype: a name of the Open Inference Protocol v2, such as FP32
     shape:    -1 is a dimension of variable size; the first one is the batch, unless an endpoint's options say otherwise
+    columns:  names along the last dimension, by which named tables are aligned; empty: without names
     """
 
     name: str
     datatype: str
     shape: list[int]
+    columns: list[str] = Field(default_factory=list)
 
     @field_validator("datatype")
     @classmethod
@@ -47,6 +49,14 @@ class TensorSignature(Spec):
         if any(size < 1 and size != -1 for size in shape):
             raise ValueError("each dimension of a shape is positive, or -1 for variable")
         return shape
+
+    @field_validator("columns")
+    @classmethod
+    def _one_column_for_each_value(cls, columns: list[str], info: ValidationInfo) -> list[str]:
+        shape = info.data.get("shape", [])
+        if columns and (len(shape) < 2 or len(columns) != shape[-1] or len(set(columns)) < len(columns)):
+            raise ValueError(f"{len(columns)} names for the last dimension of {shape}: each of its values has its own")
+        return columns
 
 
 class Signature(Spec):

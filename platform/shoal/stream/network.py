@@ -99,14 +99,14 @@ class StreamNetwork(nn.Module):
 
     def forward(self, values: Tensor) -> Tensor:
         """The forecast [B] after histories [B, T] or [B, T, D], oldest first: what the trainer would have answered to
-        a new sensor that had sent them."""
+        a new sensor that had sent them. Both are float32 or float64."""
         histories = values.double() if values.ndim == 3 else values.double().unsqueeze(2)
         size, length, width = histories.shape
         scaler = ScalerState(*(each.to(values.device) for each in ScalerState.zeros(size, width)))
-        state = (values.new_zeros(size, self.hidden), values.new_zeros(size, self.hidden))
-        outputs = values.new_zeros(size)
+        nothing = self.head.weight.new_zeros(size, self.hidden)
+        state, outputs = (nothing, nothing), values.new_zeros(size)
         for position in range(length):
             newest, earlier = histories[:, position], histories[:, max(position - self.horizon, 0), 0]
             features, scaler = self.observe(newest, earlier, scaler)
             outputs, state = self.step(features, state)
-        return (histories[:, -1, 0] + outputs * scaler.change_deviations).float()
+        return (histories[:, -1, 0] + outputs * scaler.change_deviations).to(values.dtype)

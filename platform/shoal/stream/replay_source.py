@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal.errors import DataError, needs_extra
+from shoal.frame import to_floats
 from shoal.stream.source import Delivery, MalformedPayload, Message, StreamState, are_usable
 
 SENSOR, VALUE, TIME, PUBLISHER, SEQUENCE = "sensor", "value", "time", "publisher", "sequence"
@@ -29,8 +30,8 @@ class ReplaySource:
     """The rows of `files` (paths or patterns), one file after the other.
 
     Columns: `value` (a number, or a list of `width`), and where they are there `sensor` (else the file's name), `time`
-    (a number or a date; else the row), `publisher` and `sequence`. Raises DataError for files that are missing, of
-    another kind or without a column `value`.
+    (a number, or a date, of UTC where it has no zone; else the row), `publisher` and `sequence`. Raises DataError for
+    files that are missing, of another kind or without a column `value`.
     """
 
     def __init__(self, files: Sequence[str], width: int = 1) -> None:
@@ -86,13 +87,13 @@ class ReplaySource:
         columns = {name: table[name].to_pylist() for name in table.column_names}
         count = table.num_rows
         sensors = columns.get(SENSOR, [path.stem] * count)
-        times = columns.get(TIME, range(count))
+        times = _read_times(table)
         publishers = columns.get(PUBLISHER, [path.name] * count)
         sequences = columns.get(SEQUENCE, range(1, count + 1))
         rows = zip(sensors, columns[VALUE], times, publishers, sequences, strict=True)
         for number, (sensor, value, time, publisher, sequence) in enumerate(rows, 1):
             values = tuple(map(_to_float, value if isinstance(value, list) else [value]))
-            time_s = time.timestamp() if hasattr(time, "timestamp") else _to_float(time)
+            time_s = _to_float(time)
             if len(values) == self._width and are_usable(*values, time_s):
                 message = Message(str(sensor), values, time_s, str(publisher), int(sequence))
                 yield _Row(message.publisher, message.sequence, message)
@@ -124,6 +125,17 @@ def _load_table(path: Path) -> Any:
         return readers[path.suffix](path)
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise DataError("files", str(path), f"cannot be read: {error}") from None
+
+
+def _read_times(table: Any) -> Sequence[Any]:
+    """Dates as seconds; the number of the row where there is no time."""
+    from pyarrow import types
+
+    if TIME not in table.column_names:
+        return range(table.num_rows)
+    has_dates = types.is_temporal(table[TIME].type)
+    times: list[Any] = to_floats("files", table.select([TIME]))[:, 0].tolist() if has_dates else table[TIME].to_pylist()
+    return times
 
 
 def _to_float(value: object) -> float:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from shoal.batch_tree import SampleBatch
-from shoal.errors import TreeError
+from shoal.errors import DataError, TreeError
+from shoal.frame import unwrap_rows
 from shoal.trees.plan import Ints, TreePlan
 from shoal.trees.planner import MAX_DEPTH, plan_forest, plan_graphs
 
@@ -54,7 +55,7 @@ class TreeBatch(SampleBatch):
         """From the parent of each node, for each tree; -1: the root. Siblings are in the order of their numbers.
 
         inputs, labels: for each name the nodes' values, of all trees one after the other: an array or tensor [N, ...],
-                        or a list with one array for each tree
+                        or a list with one array for each tree. Rows of pandas must be in the order of their index
 
         Raises TreeError, naming tree and node, for a cycle, two roots, a missing parent, no trees, an empty tree, more
         than `max_depth` levels, or not one value for each node.
@@ -208,6 +209,9 @@ class TreeBatch(SampleBatch):
         return self._arrange(values, self.plan.node_of_row, name)
 
     def _arrange(self, values: Any, nodes: Ints, name: str) -> Tensor:
+        values = unwrap_rows(name, values)
+        if isinstance(values, list | tuple) and values and not isinstance(values[0], int | float):
+            values = [unwrap_rows(name, value) for value in values]
         if isinstance(values, list | tuple) and values and isinstance(values[0], np.ndarray | Tensor | list | tuple):
             for tree, (value, size) in enumerate(zip(values, self.sizes, strict=False)):
                 if len(value) != size:
@@ -312,7 +316,9 @@ class TreeBatch(SampleBatch):
 
 def _as_ints(values: Any, tree: int | None, what: str, ndim: int | None = None) -> Ints:
     try:
-        array = np.asarray(values)
+        array = np.asarray(unwrap_rows(what, values))
+    except DataError:
+        raise
     except (TypeError, ValueError) as error:
         raise TreeError(tree, None, f"has {what} in a form that is no array: {error}") from error
     if array.size and array.dtype.kind not in "iu":

@@ -17,18 +17,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from shoal.errors import DataError
+from shoal.models.prior_fitted.tables import build_tables, check_tables
 from shoal.models.prior_fitted.tokens import NUM_CELL_FEATURES, NUM_ROW_FEATURES, prepare
 
-MAX_LABELLED, MAX_CONTEXT, MAX_COLUMNS, MAX_TARGETS = 20, 64, 10, 4
 NUM_BINS, REACH = 80, 4.0  # bins of equal width in u = asinh((y - centre) / scale), from -REACH to REACH
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
@@ -57,7 +55,8 @@ class PriorFittedNetwork(nn.Module):
     def forward(self, x: Tensor, y: Tensor, x_query: Tensor) -> dict[str, Tensor]:
         """x [B, C, D], y [B, C, T], x_query [B, Q, D], with NaN where a value is missing.
 
-        Returns `logits` [B, Q, T, S] of the bins; `centre` and `scale` [B, Q, T], in the units of y.
+        Each float32 or float64. Returns `logits` [B, Q, T, S] of the bins; `centre` and `scale` [B, Q, T], in the
+        units of y and of its dtype.
         """
         num_targets = y.shape[2]
         table = prepare(x, y, x_query)
@@ -151,7 +150,7 @@ def student_log_masses(degrees: float = 5.0) -> Tensor:
 
 def log_density(outputs: Mapping[str, Tensor], y: Tensor) -> Tensor:
     """Of y [B, Q, T], in its units; NaN where y is. The outermost bins stand for all values beyond them."""
-    u = torch.asinh((y - outputs["centre"]) / outputs["scale"])
+    u = torch.asinh((y - outputs["centre"]) / outputs["scale"]).to(outputs["logits"].dtype)
     width = 2 * REACH / NUM_BINS
     bins = ((u + REACH) / width).nan_to_num(0.0).long().clamp(0, NUM_BINS - 1)
     mass = outputs["logits"].log_softmax(-1).gather(-1, bins.unsqueeze(-1)).squeeze(-1)
@@ -159,7 +158,7 @@ def log_density(outputs: Mapping[str, Tensor], y: Tensor) -> Tensor:
 
 
 def summarise(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What an endpoint answers: `mean` float32 [B, Q, T], and `quantiles` [B, Q, T, 5] at QUANTILES."""
+    """What an endpoint answers: `mean` [B, Q, T], and `quantiles` [B, Q, T, 5] at QUANTILES, of the centre's dtype."""
     edges = np.linspace(-REACH, REACH, NUM_BINS + 1)
     logits = outputs["logits"].astype(np.float64)
     masses = np.exp(logits - logits.max(-1, keepdims=True))
@@ -176,14 +175,14 @@ def summarise(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         found.append(np.sinh(edges[at] + (level - below) / mass * (edges[1] - edges[0])))
     quantiles = np.concatenate(found, -1)
     answer = {"mean": (centre + scale * mean)[..., 0], "quantiles": centre + scale * quantiles}
-    return {name: values.astype(np.float32) for name, values in answer.items()}
+    return {name: values.astype(outputs["centre"].dtype) for name, values in answer.items()}
 
 
 # -- for users
 
 
 class FewRowsPrediction(NamedTuple):
-    """Of each query, float32 [Q], or [Q, T] if y had several columns."""
+    """Of each query, float64 [Q], or [Q, T] if y was a table or frame."""
 
     mean: np.ndarray
     median: np.ndarray
@@ -191,52 +190,17 @@ class FewRowsPrediction(NamedTuple):
     interval_90: tuple[np.ndarray, np.ndarray]
 
 
-def predict(model: nn.Module, X: ArrayLike, y: ArrayLike, X_query: ArrayLike) -> FewRowsPrediction:
+def predict(model: nn.Module, X: Any, y: Any, X_query: Any) -> FewRowsPrediction:
     """Answer one table in one forward.
 
-    X: [C, D], y: [C] or [C, T] with NaN at rows without a label, X_query: [Q, D]. Raises DataError as `check_table`.
+    X: [C, D], y: [C] or [C, T] with NaN at rows without a label, X_query: [Q, D]. Frames are aligned by the names of
+    their columns. Raises DataError as `build_tables` and `check_tables`.
     """
-    targets = np.asarray(y, np.float32)
-    columns = targets[:, None] if targets.ndim == 1 else targets
-    arrays = {"x": np.asarray(X, np.float32), "y": columns, "x_query": np.asarray(X_query, np.float32)}
-    arrays = dict(check_tables({name: values[None] for name, values in arrays.items()}))
+    arrays = dict(check_tables(build_tables(X, y, X_query)))
     device = next(model.parameters()).device
     with torch.no_grad():
         outputs = model(*(torch.from_numpy(values).to(device) for values in arrays.values()))
     answer = summarise({name: values.numpy(force=True) for name, values in outputs.items()})
-    shape = (...,) if targets.ndim == 2 else (..., 0)
+    shape = (...,) if np.ndim(y) == 2 else (..., 0)
     low, lower, median, upper, high = (answer["quantiles"][0, ..., index][shape] for index in range(len(QUANTILES)))
     return FewRowsPrediction(answer["mean"][0][shape], median, (lower, upper), (low, high))
-
-
-def check_tables(arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-    """x [B, C, D], y [B, C, T] and x_query [B, Q, D], unchanged.
-
-    Raises DataError, naming table and row or column: for sizes beyond the MAX_ constants, for shapes that do not fit
-    together, infinite values, and targets without a label. One label is enough, for wide intervals.
-    """
-    x, y, x_query = arrays["x"], arrays["y"], arrays["x_query"]
-    if not x.ndim == y.ndim == x_query.ndim == 3:
-        raise DataError("table", [x.ndim, y.ndim, x_query.ndim], "has other dimensions", "give rows x columns")
-    if x.shape[:2] != y.shape[:2] or x.shape[2] != x_query.shape[2] or len(x) != len(x_query):
-        shapes = f"x {[*x.shape]}, y {[*y.shape]}, x_query {[*x_query.shape]}"
-        raise DataError("table", shapes, "do not fit", "x and y share their rows, x and x_query their columns")
-    for name, size, limit in (
-        ("columns", x.shape[2], MAX_COLUMNS),
-        ("targets", y.shape[2], MAX_TARGETS),
-        ("rows", x.shape[1], MAX_CONTEXT),
-    ):
-        if size > limit:
-            raise DataError(name, size, f"the network was trained for at most {limit}", f"choose {limit} {name}")
-    for name, values in (("x", x), ("y", y), ("x_query", x_query)):
-        if np.isinf(values).any():
-            table, row, column = np.argwhere(np.isinf(values))[0].tolist()
-            cell = f"table {table}, row {row}, column {column}"
-            raise DataError(name, cell, "is infinite", "give NaN if it is missing")
-    labels = (~np.isnan(y)).sum(1)  # [B, T]
-    for problem, is_bad in (("has no label", labels < 1), ("has too many labels", labels > MAX_LABELLED)):
-        if is_bad.any():
-            table, target = np.argwhere(is_bad)[0].tolist()
-            remedy = f"give 1 to {MAX_LABELLED} rows with a label (NaN: none)"
-            raise DataError("y", f"table {table}, target {target}: {labels[table, target]} labels", problem, remedy)
-    return arrays

@@ -1,7 +1,8 @@
 """The tokens of the network: from a table to features of its cells and rows, without parameters.
 
 Columns are standardised by the context, targets by their labels; the rows are predicted in closed form. All of it is
-computed in float64, since one year differs from the next by little. NaN is a missing cell, or a missing label.
+computed in float64, and from differences to the smallest value: a column of Unix seconds is as good as one of minutes.
+NaN is a missing cell, or a missing label.
 
 Legend: B tables, C context rows, Q queries, R = C + Q, D columns, T targets, E regressors. BT is B * T.
 """
@@ -16,6 +17,7 @@ from torch import Tensor
 from shoal.models.prior_fitted.closed_form import NUM_REGRESSORS, Predictions, correlate, predict_closed_form
 
 NUM_CELL_FEATURES, NUM_ROW_FEATURES = 8, 4 * NUM_REGRESSORS + 9
+ROUNDING = 4 * torch.finfo(torch.float64).eps  # values that differ by less, relative to their size, are equal
 
 
 class TableTokens(NamedTuple):
@@ -25,7 +27,7 @@ class TableTokens(NamedTuple):
     rows: Tensor  # [BT, R, NUM_ROW_FEATURES]
     is_context: Tensor  # bool [BT, C]
     column_exists: Tensor  # bool [BT, columns]
-    centre: Tensor  # [BT, Q] of the mixture of the regressors, in the target's units
+    centre: Tensor  # [BT, Q] of the mixture of the regressors, in the target's units, of the dtype of the targets
     scale: Tensor  # [BT, Q]
 
 
@@ -56,9 +58,18 @@ def prepare(x: Tensor, y: Tensor, x_query: Tensor) -> TableTokens:
         rows,
         is_context.repeat_interleave(T, 0),
         all_columns | nothing,
-        (location.transpose(1, 2).reshape(B * T, 1) + centre * units)[:, C:].float(),
-        (scale * units)[:, C:].float(),
+        (location.transpose(1, 2).reshape(B * T, 1) + centre * units)[:, C:].to(y.dtype),
+        (scale * units)[:, C:].to(y.dtype),
     )
+
+
+def find_range(values: Tensor, is_known: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the known values [B, N, F]: the smallest, its distance to the largest, and whether they differ: [B, 1, F]."""
+    low = values.masked_fill(~is_known, torch.inf).amin(1, keepdim=True)
+    high = values.masked_fill(~is_known, -torch.inf).amax(1, keepdim=True)
+    has_any = is_known.any(1, keepdim=True)
+    low, high = torch.where(has_any, low, 0.0), torch.where(has_any, high, 0.0)
+    return low, high - low, high - low > ROUNDING * torch.maximum(low.abs(), high.abs())
 
 
 def standardise_columns(x: Tensor, num_context: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,12 +78,15 @@ def standardise_columns(x: Tensor, num_context: int) -> tuple[Tensor, Tensor, Te
     Returns values [B, R, D], 0 where missing; whether a cell is known [B, R, D]; whether a column says anything [B, D].
     """
     is_known = ~x.isnan()
-    context, known = x[:, :num_context].nan_to_num(0.0), is_known[:, :num_context].to(x.dtype)
-    count = known.sum(1, keepdim=True).clamp_min(1)
-    mean = (context * known).sum(1, keepdim=True) / count
-    variance = ((context - mean).square() * known).sum(1, keepdim=True) / count
-    varies = variance.sqrt() > 1e-6 * mean.abs().clamp_min(1e-30)
-    scaled = (x - mean) / torch.where(varies, variance.sqrt(), 1.0)
+    known = is_known[:, :num_context]
+    low, span, varies = find_range(x[:, :num_context], known)
+    scaled = (x - low) / torch.where(varies, span, 1.0)  # 0 to 1 in the context: no square overflows
+    context, weight = scaled[:, :num_context].nan_to_num(0.0), known.to(x.dtype)
+    count = weight.sum(1, keepdim=True).clamp_min(1)
+    mean = (context * weight).sum(1, keepdim=True) / count
+    variance = ((context - mean).square() * weight).sum(1, keepdim=True) / count
+    scaled = (scaled - mean) / torch.where(varies, variance.sqrt(), 1.0)
+    scaled = scaled.clamp(torch.finfo(x.dtype).min, torch.finfo(x.dtype).max)
     size = scaled.abs()
     scaled = torch.where(size > 3, scaled.sign() * (3 + torch.log1p((size - 3).clamp_min(0))), scaled)
     return torch.where(is_known & varies, scaled, 0.0), is_known, varies.squeeze(1)
@@ -82,15 +96,22 @@ def scale_targets(y: Tensor, own_rows: float = 0.05, own_share: float = 0.1) -> 
     """Location and unit [B, 1, T] of y [B, C, T] with NaN: the mean, and a deviation with shrinkage.
 
     The deviation of one row, or of equal values, is zero. So a deviation of `own_share` of the targets' size (of 1 if
-    all are 0) counts as `own_rows` of a row.
+    all are 0) counts as `own_rows` of a row. But n different labels are not close together by chance: where that is
+    more than 40 / (n - 1) of their deviations, the size is an offset, which says nothing of the deviation.
     """
     is_known = ~y.isnan()
+    low, span, differ = find_range(y, is_known)
+    span = torch.where(differ, span, 1.0)
     count = is_known.sum(1, keepdim=True).to(y.dtype)
-    mean = y.nan_to_num(0.0).sum(1, keepdim=True) / count.clamp_min(1)
-    squares = torch.where(is_known, (y - mean).square(), 0.0).sum(1, keepdim=True)
-    size = (mean.square() + squares / count.clamp_min(1)).sqrt()
-    own = torch.where(size == 0, 1.0, own_share * size)
-    return mean, ((squares + own_rows * own.square()) / ((count - 1).clamp_min(0) + own_rows)).sqrt()
+    above = torch.where(is_known, (y - low) / span, 0.0)  # 0 to 1: no square overflows
+    mean = above.sum(1, keepdim=True) / count.clamp_min(1)
+    squares = torch.where(is_known, (above - mean).square(), 0.0).sum(1, keepdim=True)
+    deviation, location = (squares / count.clamp_min(1)).sqrt(), low + mean * span
+    size = torch.hypot(location, deviation * span)
+    own = torch.where(size == 0, 1.0, own_share * size) / span
+    own = torch.where(differ, torch.minimum(own, 40 / (count - 1).clamp_min(1) * deviation), own)
+    unit = ((squares + own_rows * own.square()) / ((count - 1).clamp_min(0) + own_rows)).sqrt() * span
+    return location, unit
 
 
 def add_other_targets(values: Tensor, num_rows: int) -> Tensor:

@@ -128,6 +128,7 @@ class GrpcCodec:
                 arrays[name] = from_binary(name, tensor.datatype, shape, elements)
             else:
                 arrays[name] = _decode_typed(tensor, shape)
+            arrays[name] = self._schema.widen(name, arrays[name])
         wanted = self._schema.check_outputs(output.name for output in request.outputs)
         names = tuple([output.name for output in request.outputs])  # never more than present: checked above
         for output in request.outputs:

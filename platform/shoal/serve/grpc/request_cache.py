@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 
 from shoal.open_inference import inference_pb2 as pb
 from shoal.open_inference.binary_tensors import from_binary
+from shoal.open_inference.datatypes import NUMPY_DTYPES
 from shoal.serve.grpc.codec import DecodedInputs, GrpcCodec, InferRequestHeader, encode_field_head
 
 MAX_LAYOUTS = 256
@@ -125,7 +126,7 @@ def _build_layout(
     codec: GrpcCodec,
     inputs: DecodedInputs,
 ) -> RequestLayout | None:
-    """Build a layout; None when the elements are not the last fields of the message, as usual.
+    """Build a layout; None when the elements are not the last fields of the message, as usual, or need a conversion.
 
     begin:  where the elements would begin
     pieces: the expected bytes before each tensor's elements
@@ -134,7 +135,7 @@ def _build_layout(
     between: list[tuple[int, bytes]] = []
     tensors: list[tuple[str, str, list[int], int, int]] = []
     for tensor, piece, size in zip(request.inputs, pieces, inputs.raw_sizes, strict=True):
-        if not content.startswith(piece, begin):
+        if not content.startswith(piece, begin) or inputs.arrays[tensor.name].dtype != NUMPY_DTYPES[tensor.datatype]:
             return None
         between.append((begin, piece))
         begin += len(piece)

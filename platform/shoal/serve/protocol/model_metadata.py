@@ -27,7 +27,7 @@ def build_metadata(model: ServedModelProtocol) -> ModelMetadata:
 
 
 def to_tensor_metadata(tensors: Sequence[TensorSignature]) -> list[TensorMetadata]:
-    return [TensorMetadata(tensor.name, tensor.datatype, tensor.shape) for tensor in tensors]
+    return [TensorMetadata(tensor.name, tensor.datatype, tensor.shape, tensor.columns) for tensor in tensors]
 
 
 def build_model_config(model: ServedModelProtocol) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What readers of inputs know of a model's tensors: name, datatype and shape.
+"""What readers of inputs know of a model's tensors: name, datatype, shape and columns.
 
 Called by `table` and by `shoal predict`, which reads words, JSON and pictures without Arrow.
 """
@@ -17,6 +17,8 @@ class TensorDescription(Protocol):
     def datatype(self) -> str: ...
     @property
     def shape(self) -> list[int]: ...
+    @property
+    def columns(self) -> list[str]: ...
 
 
 def format_tensor_spec(spec: TensorDescription) -> str:

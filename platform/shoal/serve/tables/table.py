@@ -5,6 +5,7 @@ arrays; reads and writes no file, and calls no model.
 
     an input `x` is             the column `x`, of numbers, strings, lists or tensors, when the table has one
                                 the columns that were named for it, side by side
+                                the columns that the model names, in its order
                                 all columns, for the only input of a model whose rows have as many values
     an output `y` becomes       the column `y`: of numbers for [rows] and [rows, 1], of lists for more
 """
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from shoal.errors import DataError, needs_extra
+from shoal.frame import to_floats as to_floats64
 from shoal.open_inference.datatypes import NUMPY_DTYPES, bf16_values, to_floats
 from shoal.serve.tables.description import TensorDescription, format_tensor_spec
 
@@ -51,7 +53,9 @@ def choose_columns(
     """Choose the columns for each input from those `there`. Raises DataError naming the missing one."""
     chosen: dict[str, list[str]] = {}
     for spec in inputs:
-        columns = list(said.get(spec.name, [spec.name] if spec.name in there else []))
+        columns = list(said.get(spec.name, [spec.name] if spec.name in there else spec.columns))
+        if sorted(columns) == sorted(spec.columns):
+            columns = spec.columns  # names say more than an order
         if not columns and len(inputs) == 1 and math.prod(spec.shape[1:]) == len(there):
             columns = list(there)
         if not columns:
@@ -59,7 +63,8 @@ def choose_columns(
             raise DataError("columns", spec.name, f"no column makes this input, {format_tensor_spec(spec)}", remedy)
         missing = [column for column in columns if column not in there]
         if missing:
-            raise DataError("columns", missing[0], "is not in the table", f"it has {', '.join(there)}")
+            lacks = "is not in the table" if len(missing) == 1 else f"and {len(missing) - 1} more are not in the table"
+            raise DataError("columns", missing[0], lacks, f"it has {', '.join(there)}")
         if twice := [column for column in columns if there.count(column) > 1]:
             raise DataError("columns", twice[0], "is in the table more than once", "give each column its own name")
         chosen[spec.name] = columns
@@ -239,7 +244,9 @@ def _require_no_nulls(values: pa.Array, column: str, num_rows: int, first_row: i
 def _numbers(values: pa.Array, datatype: str) -> np.ndarray:
     """Convert integers and booleans exactly, floats to the nearest. Raises the errors of Arrow and NumPy."""
     if pa.types.is_temporal(values.type):
-        raise ValueError("a time is a number only in a unit that its file has chosen")
+        if datatype != "FP64" or pa.types.is_time(values.type):
+            raise ValueError("dates become seconds since 1970, which only an input of FP64 holds")
+        return to_floats64("column", pa.table({"times": values}))[:, 0]
     if (
         datatype == "BOOL"
         and not pa.types.is_boolean(values.type)

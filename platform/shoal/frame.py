@@ -1,0 +1,202 @@
+"""Named frames as arrays: columns by their names, dates and missing values as numbers, all else refused by name.
+
+A frame is a pandas DataFrame with names, or an Arrow table. Its columns have no order that means anything, so whoever
+takes one names the columns that it wants, or is given the frame's own. Called wherever a user's values are taken: few
+rows, clients, trees, replayed streams. Imports neither pandas nor pyarrow: who has a frame has imported them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from collections.abc import Iterable, Sequence
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+
+from shoal.errors import DataError
+
+REMEDY = "give its values numbers, or leave the column out"
+EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
+
+
+def find_names(values: Any) -> list[str] | None:
+    """The names of a frame's columns; None of everything else, also of a DataFrame whose columns are only numbered."""
+    if _is_arrow(values):
+        return list(values.column_names)
+    if not _is_of("pandas", values, "DataFrame") or _is_numbered(values.columns):
+        return None
+    return [str(name) for name in values.columns]
+
+
+def to_floats(field: str, values: Any, columns: Sequence[str] | None = None) -> np.ndarray:
+    """Values as float64: a frame or a table [rows, columns], a pandas Series [rows], all else as NumPy has it.
+
+    columns: what the columns of a frame must be, in the order of the result; None: its own ones, in theirs
+
+    Dates become seconds since 1970 (UTC where they have no zone), durations seconds, missing values NaN. Categories
+    become numbers where they are. Raises DataError with `field`, which names the columns that are missing or
+    unexpected, or the column and row of what is no number.
+    """
+    if _is_of("pandas", values, "Series"):
+        return _convert_column(field, str(values.name), values)
+    names = find_names(values)
+    if names is None and _is_of("pandas", values, "DataFrame"):
+        found = [_convert_column(field, str(at), values.iloc[:, at]) for at in range(values.shape[1])]
+    elif names is None:
+        return _convert_array(field, values)
+    else:
+        require_columns(field, names, names if columns is None else columns)
+        read = values.column if _is_arrow(values) else lambda at: values.iloc[:, at]
+        found = [_convert_column(field, name, read(names.index(name))) for name in columns or names]
+    return np.stack(found, 1) if found else np.zeros((len(values), 0))
+
+
+def select_columns(values: Any, columns: Sequence[str]) -> np.ndarray:
+    """The columns of a frame, as NumPy has their values: [rows, columns]."""
+    if _is_arrow(values):
+        return np.stack([np.asarray(values.column(name).to_pylist()) for name in columns], 1)
+    names = find_names(values) or []
+    chosen: np.ndarray = values.iloc[:, [names.index(name) for name in columns]].to_numpy()
+    return chosen
+
+
+def require_columns(field: str, names: Sequence[str], columns: Sequence[str]) -> None:
+    """Raises DataError unless a frame's `names` are `columns`, in any order."""
+    if twice := [name for at, name in enumerate(names) if name in names[:at]]:
+        raise DataError(field, twice[0], "names two columns", "give each column a name of its own")
+    missing = [name for name in columns if name not in names]
+    unexpected = [name for name in names if name not in columns]
+    if missing or unexpected:
+        parts = [f"{what} {', '.join(map(repr, each))}" for what, each in
+                 (("lacks", missing), ("has the unexpected", unexpected)) if each]  # fmt: skip
+        remedy = f"the columns are {', '.join(columns)}, in any order"
+        raise DataError(field, (missing or unexpected)[0], f"the frame {' and '.join(parts)}", remedy)
+
+
+def require_equal_rows(field: str, values: Any, other_field: str, other: Any) -> None:
+    """Raises DataError if both are of pandas, and their rows are not the same ones in the same order."""
+    if _has_index(values) and _has_index(other) and not values.index.equals(other.index):
+        problem = f"its rows have another index than those of {other_field}"
+        raise DataError(field, _show_index(values), problem, "bring both into one order, or use reset_index(drop=True)")
+
+
+def require_row_order(field: str, values: Any) -> None:
+    """Raises DataError if it is of pandas, and its rows are no longer in the order of their index."""
+    if _has_index(values) and not (values.index.is_monotonic_increasing and values.index.is_unique):
+        problem = "its index is not in order, and rows are taken in order"
+        remedy = "sort_index() if the index numbers the rows, else reset_index(drop=True)"
+        raise DataError(field, _show_index(values), problem, remedy)
+
+
+def unwrap_rows(field: str, values: Any) -> Any:
+    """A Series or DataFrame as an array of its rows, which must be in the order of their index; all else unchanged.
+
+    Numbers keep their type. Raises DataError as `require_row_order` and `to_floats`.
+    """
+    if not _has_index(values):
+        return values
+    require_row_order(field, values)
+    array = values.to_numpy()
+    return array if array.dtype.kind in "biuf" else to_floats(field, values)
+
+
+def _convert_array(field: str, values: Any) -> np.ndarray:
+    try:
+        array = np.asarray(values)
+        if array.dtype.kind in "mM":
+            return _to_seconds(array)
+        if array.dtype.kind == "O":
+            return np.array(_convert_all(field, "values", array.ravel().tolist())).reshape(array.shape)
+        if array.dtype.kind not in "biuf":
+            raise TypeError(f"it is {array.dtype}")
+        return array.astype(np.float64)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(
+            field, type(values).__name__, f"is no array of numbers: {error}", "give rows of numbers"
+        ) from None
+
+
+def _convert_column(field: str, name: str, column: Any) -> np.ndarray:
+    if not _is_of("pandas", column, "Series"):
+        return _convert_arrow(field, name, column)
+    kind = getattr(column.dtype, "kind", "O")
+    if kind == "M":
+        column = column.dt.tz_localize(None) if column.dt.tz is None else column.dt.tz_convert(None)
+        return _to_seconds(column.to_numpy())
+    if kind == "m":
+        return _to_seconds(column.to_numpy())
+    if kind in "biuf":
+        return np.array(column.to_numpy(np.float64, na_value=np.nan))
+    return _convert_all(field, name, column.tolist())
+
+
+def _convert_arrow(field: str, name: str, column: Any) -> np.ndarray:
+    types = sys.modules["pyarrow"].types
+    kind = column.type
+    if types.is_date(kind) or types.is_timestamp(kind) or types.is_duration(kind):
+        unit = "s" if types.is_date(kind) else kind.unit
+        numpy_kind = f"timedelta64[{unit}]" if types.is_duration(kind) else f"datetime64[{unit}]"
+        return _to_seconds(np.array(column.to_numpy(), numpy_kind))
+    if types.is_integer(kind) or types.is_floating(kind):
+        return np.array(column.to_numpy(), np.float64)
+    return _convert_all(field, name, column.to_pylist())
+
+
+def _convert_all(field: str, name: str, values: Iterable[Any]) -> np.ndarray:
+    """Values one by one, each of any type."""
+    found = []
+    for row, value in enumerate(values):
+        number = _to_number(value)
+        if number is None:
+            raise DataError(field, name, f"row {row} has {value!r}, which is no number", REMEDY)
+        found.append(number)
+    return np.array(found, np.float64)
+
+
+def _to_number(value: Any) -> float | None:
+    """None for what has no number."""
+    if value is None or value is getattr(sys.modules.get("pandas"), "NA", None):
+        return np.nan
+    if value is getattr(sys.modules.get("pandas"), "NaT", None):
+        return np.nan
+    if isinstance(value, bool | int | float | Decimal | np.bool_ | np.integer | np.floating):
+        return float(value)
+    if isinstance(value, datetime.datetime):
+        return (value if value.tzinfo else value.replace(tzinfo=datetime.UTC)).timestamp()
+    if isinstance(value, datetime.date):
+        return (datetime.datetime(value.year, value.month, value.day, tzinfo=datetime.UTC) - EPOCH).total_seconds()
+    return value.total_seconds() if isinstance(value, datetime.timedelta) else None
+
+
+def _to_seconds(times: np.ndarray) -> np.ndarray:
+    """Of datetime64 or timedelta64 of any unit, NaN for NaT."""
+    since = times - np.datetime64(0, "s") if times.dtype.kind == "M" else times
+    seconds: np.ndarray = since / np.timedelta64(1, "s")
+    return seconds
+
+
+def _is_of(library: str, values: Any, kind: str) -> bool:
+    """Whether it is an instance of a class of a library that may not be imported."""
+    there = getattr(sys.modules.get(library), kind, None)
+    return there is not None and isinstance(values, there)
+
+
+def _is_arrow(values: Any) -> bool:
+    return _is_of("pyarrow", values, "Table") or _is_of("pyarrow", values, "RecordBatch")
+
+
+def _has_index(values: Any) -> bool:
+    return _is_of("pandas", values, "Series") or _is_of("pandas", values, "DataFrame")
+
+
+def _is_numbered(columns: Any) -> bool:
+    return list(columns) == list(range(len(columns)))
+
+
+def _show_index(values: Any) -> str:
+    shown = ", ".join(map(str, values.index[:4]))
+    return shown + (", ..." if len(values.index) > 4 else "")
