@@ -33,6 +33,7 @@ from shoal.recipes import recipe_folder
 from shoal.registry import Signature, TensorSignature
 from shoal.train import Task, TrainSpec
 
+MIN_STARS, MAX_STARS = 0.5, 5.0  # as on the site
 LIKED, NUM_CANDIDATES, NUM_FIRST = 4.0, 200, 10
 NEUTRAL = 3.0  # stars that say neither
 
@@ -146,10 +147,13 @@ class RecommenderTask(Task):
         return Signature(inputs=inputs, outputs=[TensorSignature(name="scores", datatype="FP32", shape=[-1, -1])])
 
     def preprocess(self, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        """Reject histories without as many ratings."""
-        if arrays["history"].shape != arrays["ratings"].shape:
+        """Reject histories without as many ratings, or with a rating that is none; clip stars to the scale."""
+        history, stars = arrays["history"], arrays["ratings"]
+        if history.shape != stars.shape:
             raise ValueError("history and ratings have different lengths")
-        return arrays
+        if (is_none := (history > 0) & ~np.isfinite(stars)).any():
+            raise ValueError(f"ratings: film {history[is_none][0]} has {stars[is_none][0]} stars, give a number")
+        return {**arrays, "ratings": np.where(history > 0, stars.clip(MIN_STARS, MAX_STARS), np.float32(0))}
 
 
 class Liked:

@@ -149,3 +149,16 @@ def test_from_training_to_an_order_on_the_site() -> None:
     module.load_state_dict(tensors)
     scores = module(torch.tensor([[3, 4]]), torch.tensor([[5.0, 1.0]]), torch.from_numpy(candidates)[None])[0]
     assert (np.diff(scores.detach().numpy()[found.order]) <= 1e-5).all()
+
+
+def test_stars_of_a_history_are_clipped_to_the_scale_and_what_is_none_is_rejected_by_its_film() -> None:
+    def prepare(*stars: float) -> np.ndarray:
+        history = np.array([[3, 4, 0]])
+        arrays = {"history": history, "ratings": np.array([stars], np.float32), "candidates": history}
+        return np.asarray(task_of().preprocess(arrays)["ratings"])
+
+    found = prepare(50, 0, np.nan)  # padding has no stars
+    assert (found.dtype, found.tolist()) == (np.float32, [[5, 0.5, 0]])
+    for wrong in (np.nan, np.inf):
+        with pytest.raises(ValueError, match=f"film 4 has {wrong} stars, give a number"):
+            prepare(5, wrong, 0)

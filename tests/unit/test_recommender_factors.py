@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -101,8 +102,48 @@ def test_the_best_are_unrated_and_in_order(items: ItemPosterior) -> None:
     best, expected = find_best(items, user, rated, 200)
     assert sorted(best) == list(range(1, 150, 2))
     assert (np.diff(expected) <= 0).all()
-    np.testing.assert_allclose(expected, score(items, user)[best])
+    np.testing.assert_allclose(expected, score(items, user)[best].clip(0.5, 5.0))
     assert len(find_best(items, user, np.arange(150), 200)[0]) == 0
+
+
+def test_expected_stars_are_on_the_scale_and_the_order_is_finer(items: ItemPosterior) -> None:
+    user = fold_in(items, np.arange(20), np.full(20, 5.0))
+    user[-1] += 3.0  # a viewer who likes all
+    best, expected = find_best(items, user, np.arange(20), 200)
+    assert expected.max() == 5.0
+    assert (np.diff(score(items, user)[best]) <= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda items: fold_in(items, np.array([2, 150]), np.full(2, 4.0)), "rated = 150: is no position below 150"),
+        (lambda items: fold_in(items, np.array([-1]), np.full(1, 4.0)), "rated = -1.*from 0"),
+        (lambda items: fold_in(items, np.array([0.0]), np.full(1, 4.0)), "rated = 0.0: is no position.*whole numbers"),
+        (lambda items: fold_in(items, np.array([1]), np.full(1, np.nan)), "rating = nan: is no rating"),
+        (lambda items: find_best(items, np.zeros(4), np.array([-1]), 5), "rated = -1"),
+        (lambda _: Ratings(np.array([2]), np.array([0]), np.ones(1), 2, 3), "user = 2: is no position below 2"),
+        (lambda _: Ratings(np.array([1]), np.array([-1]), np.ones(1), 2, 3), "item = -1: is no position below 3"),
+        (lambda _: Ratings(np.array([1]), np.array([1]), np.array([np.inf]), 2, 3), "rating = inf"),
+        (lambda _: fit(Ratings(*[np.zeros(0, int)] * 2, np.zeros(0), 2, 3), 2, 2), "ratings = 0: there is none"),
+    ],
+)
+def test_ids_and_ratings_that_are_none_are_rejected_by_name(
+    call: Callable[[ItemPosterior], object], message: str, items: ItemPosterior
+) -> None:
+    with pytest.raises(DataError, match=message):
+        call(items)
+
+
+def test_a_viewer_of_unrated_films_alone_has_the_prior(items: ItemPosterior) -> None:
+    """Films that are newer than the version have no factors, and films without ratings have those of the prior."""
+    user = fold_in(items, np.zeros(0, int), np.zeros(0))
+    assert not user.any()
+    longer = extend(items, 153)
+    folded = fold_in(longer, np.array([150, 151]), np.array([5.0, 5.0]))
+    assert np.isfinite(find_best(longer, folded, np.array([150, 151]), 200)[1]).all()
+    few, _ = fit(Ratings(np.array([0]), np.array([1]), np.array([4.0]), 1, 5), 2, 4)  # of five films one is rated
+    assert np.isfinite(score(few, fold_in(few, np.array([3]), np.array([5.0])))).all()
 
 
 def test_a_film_that_is_new_is_expected_at_the_viewers_mean(items: ItemPosterior) -> None:
@@ -216,13 +257,26 @@ def test_a_folder_in_movielens_format_is_read_in_the_order_of_time(tmp_path: Pat
     assert (table.user.tolist(), table.film.tolist(), table.rating.tolist()) == ([7, 7], [0, 1], [3.0, 4.5])
 
 
+@pytest.mark.parametrize("blank", ["\n", "\n\n", "  \n", "\r\n"])
+def test_blank_lines_are_no_rows(blank: str, tmp_path: Path) -> None:
+    folder = write_csv(tmp_path, HEADER + "7,2,4.5,20\n" + blank, "1,Heat,Crime\n" + blank + "2,Ran,\n" + blank)
+    table = read_folder(folder)
+    assert (len(table.films), table.rating.tolist()) == (2, [4.5])
+    (folder / "ratings.csv").write_text(HEADER + "7,2,4.5,20\n" + blank + "7,2,9,20\n")
+    with pytest.raises(DataError, match=rf"row {3 + blank.count(chr(10))} = '9'"):
+        read_folder(folder)
+    (folder / "ratings.csv").write_text(HEADER + blank)
+    with pytest.raises(DataError, match="there is no row behind the header"):
+        read_folder(folder)
+
+
 def test_recboles_files_are_read_too(tmp_path: Path) -> None:
     (tmp_path / "x.item").write_text(
         "item_id:token\tmovie_title:token_seq\trelease_year:token\tclass:token_seq\n5\tA \"B\tx\t1995\tDrama War\n"
         .replace("\tx", "")
     )  # fmt: skip
     (tmp_path / "x.inter").write_text(
-        "user_id:token\titem_id:token\trating:float\ttimestamp:float\n3\t5\t4\t881250949\n"
+        "user_id:token\titem_id:token\trating:float\ttimestamp:float\n3\t5\t4\t881250949\n\n"
     )
     table = read_folder(tmp_path)
     assert (table.films[0].title, table.films[0].genres, table.rating.tolist()) == ('A "B', "Drama|War", [4.0])

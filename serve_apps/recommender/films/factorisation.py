@@ -19,10 +19,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.errors import DataError
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 CHUNK_RATINGS = 1 << 12  # gathered at once: 3 MB at ten factors, which stay in the cache; 40 MB take twice as long
+MIN_STARS, MAX_STARS = 0.5, 5.0
 MIN_NOISE = 1e-4  # ratings without any noise leave no posterior
 
 
@@ -70,8 +73,11 @@ def fold_in(items: ItemPosterior, rated: Ints, ratings: Floats) -> Floats:
     """The posterior mean [D] of a user from the full history: `rated` items [H] and their `ratings` [H].
 
     One D x D system: (diag(precisions) + sum E[x x'] / noise) z = sum (x (r - mean) - E[x c]) / noise with x = [q, 1].
-    A user without ratings has the prior's mean, zero.
+    A user without ratings has the prior's mean, zero. Raises DataError for an item outside of [0, I), and for a rating
+    that is no finite number.
     """
+    _check("rated", rated, items.num_items)
+    _check_finite(ratings)
     x, bias = split(items.vectors[rated])
     covariance = unpack(items.covariances[rated].sum(0), x.shape[1])
     left, right = x.T @ x, x.T @ (ratings - items.mean - bias)
@@ -88,13 +94,15 @@ def score(items: ItemPosterior, user: Floats) -> Floats:
 
 
 def find_best(items: ItemPosterior, user: Floats, rated: Ints, count: int) -> tuple[Ints, Floats]:
-    """The `count` items [C] with the highest predictions [C] that the user has not rated, the best first."""
+    """The `count` items [C] with the highest predictions that the user has not rated, the best first; and these [C],
+    clipped to the scale of stars. Raises DataError for a rated item outside of [0, I)."""
+    _check("rated", rated, items.num_items)
     scores = score(items, user)
     scores[rated] = -np.inf
     count = min(count, len(scores) - len(np.unique(rated)))
     best = np.argpartition(-scores, count - 1)[:count] if count else np.zeros(0, np.int64)
     best = best[np.argsort(-scores[best], kind="stable")]
-    return best, scores[best]
+    return best, scores[best].clip(MIN_STARS, MAX_STARS)
 
 
 def predict(items: ItemPosterior, users: Floats, user: Ints, item: Ints) -> Floats:
@@ -105,9 +113,15 @@ def predict(items: ItemPosterior, users: Floats, user: Ints, item: Ints) -> Floa
 
 
 class Ratings:
-    """Ratings of U users and I items, ordered by either side. Arrays `user`, `item`, `rating` [N], each pair once."""
+    """Ratings of U users and I items, ordered by either side. Arrays `user`, `item`, `rating` [N], each pair once.
+
+    Raises DataError for a user outside of [0, U), an item outside of [0, I), and a rating that is no finite number.
+    """
 
     def __init__(self, user: Ints, item: Ints, rating: Floats, num_users: int, num_items: int) -> None:
+        _check("user", user, num_users)
+        _check("item", item, num_items)
+        _check_finite(rating)
         self.user, self.item, self.rating = user, item, np.asarray(rating, np.float64)
         self.num_users, self.num_items = num_users, num_items
         self._by_user, self._by_item = np.argsort(user, kind="stable"), np.argsort(item, kind="stable")
@@ -134,10 +148,14 @@ class _Side:
 def fit(
     ratings: Ratings, num_factors: int, num_sweeps: int, begin: ItemPosterior | None = None, seed: int = 0
 ) -> tuple[ItemPosterior, Floats]:
-    """Alternate for `num_sweeps`, from `begin` or from random factors: the items, and users [U, D] folded into them."""
+    """Alternate for `num_sweeps`, from `begin` or from random factors: the items, and users [U, D] folded into them.
+
+    Items and users without ratings have the prior. Raises DataError when there is no rating at all.
+    """
+    if not len(ratings.rating):
+        raise DataError("ratings", 0, "there is none to learn from", "give at least one")
     if is_new := begin is None:
-        mean = float(ratings.rating.mean()) if len(ratings.rating) else 0.0
-        begin = start(ratings.num_items, num_factors, mean, seed=seed)
+        begin = start(ratings.num_items, num_factors, float(ratings.rating.mean()), seed=seed)
     items = begin
     for sweep in range(num_sweeps):  # before two sweeps the residual is that of random factors, not noise
         items = run_sweep(ratings, items, learns_noise=not is_new or sweep > 1)
@@ -231,6 +249,21 @@ def estimate_noise(ratings: Ratings, items: ItemPosterior, users: Floats, user_c
     of_means = np.einsum("nk,nk->n", user_square[ratings.user], item_square[ratings.item])
     variance = full - of_means + user_variance[ratings.user, -1] + item_variance[ratings.item, -1]
     return max(float((np.square(residual) + variance).mean()), MIN_NOISE)
+
+
+def _check(field: str, positions: Ints, count: int) -> None:
+    """Raises DataError unless all are positions in [0, count)."""
+    is_wrong = (positions < 0) | (positions >= count)
+    if len(positions) and positions.dtype.kind not in "iu":
+        is_wrong = positions == positions
+    if is_wrong.any():
+        wrong = positions[is_wrong][0].item()
+        raise DataError(field, wrong, f"is no position below {count}", "give whole numbers from 0, as in `films`")
+
+
+def _check_finite(ratings: Floats) -> None:
+    if not (is_finite := np.isfinite(ratings)).all():
+        raise DataError("rating", float(ratings[~is_finite][0]), "is no rating", "leave it out")
 
 
 def split(vectors: Floats) -> tuple[Floats, Floats]:

@@ -17,10 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from films.factorisation import Floats, Ints
+from films.factorisation import MAX_STARS, MIN_STARS, Floats, Ints
 from shoal.errors import DataError
 
-MIN_RATING, MAX_RATING = 0.5, 5.0
 RATINGS, MOVIES = ("userId", "movieId", "rating", "timestamp"), ("movieId", "title", "genres")
 ATOMIC_RATINGS, ATOMIC_MOVIES = ("user_id", "item_id", "rating", "timestamp"), ("item_id", "movie_title", "class")
 
@@ -86,7 +85,7 @@ def _read_ratings(path: Path, columns: tuple[str, ...], delimiter: str, films: l
 def _read_rows(
     path: Path, columns: tuple[str, ...], delimiter: str, may_be_empty: str = ""
 ) -> Iterator[tuple[int, list[str]]]:
-    """Number (the header is 1) and fields of each row. RecBole's headers have a type after each name."""
+    """Number (the header is 1) and fields of each row; none of blank lines. RecBole's headers have a type after a name."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             quoting = csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE
@@ -98,6 +97,8 @@ def _read_rows(
             wanted = [header.index(name) for name in columns]
             row = 1
             for fields in rows:
+                if not "".join(fields).strip() and len(fields) < 2:  # a blank line, often the last one
+                    continue
                 row = rows.line_num
                 if len(fields) != len(header):
                     problem = f"has {len(fields)} fields instead of {len(header)}"
@@ -129,8 +130,8 @@ def _parse_rating(path: Path, row: int, column: str, text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not MIN_RATING <= value <= MAX_RATING:
-        problem = f"{column} is not between {MIN_RATING} and {MAX_RATING:g}"
+    if not MIN_STARS <= value <= MAX_STARS:
+        problem = f"{column} is not between {MIN_STARS} and {MAX_STARS:g}"
         raise DataError(_name(path, row), text, problem, "rescale it to MovieLens' stars")
     return value
 

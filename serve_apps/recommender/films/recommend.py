@@ -76,7 +76,8 @@ def _query(sql: str, values: list[int]) -> list[tuple[Any, ...]]:
 
 
 def find_candidates(version: Version, history: dict[int, float]) -> tuple[Ints, Floats]:
-    """The films [C] with the highest expected stars [C], by position from 0. Films newer than the version are none."""
+    """The unrated films [C] with the highest expected stars [C], by position from 0. Films newer than the version are
+    none."""
     films = np.fromiter(history, np.int64, len(history)) - 1
     stars = np.fromiter(history.values(), np.float64, len(history))
     is_known = films < version.items.num_items
@@ -94,7 +95,7 @@ def recommend(viewer: int) -> Page:
     rated = np.fromiter(history, np.int64, len(history))
     reranking = reranker().rerank(rated, np.fromiter(history.values(), np.float64, len(history)), candidates + 1)
     order = reranking.order[:NUM_SHOWN]
-    shown = dict(zip((candidates[order] + 1).tolist(), expected[order].clip(0.5, 5.0).tolist(), strict=True))
+    shown = dict(zip((candidates[order] + 1).tolist(), expected[order].tolist(), strict=True))
     newest = dict(list(history.items())[: -NUM_SHOWN - 1 : -1])
     films = read_films([*shown, *newest])
     recommended = "".join(_recommended_row(film, *films[film], stars) for film, stars in shown.items())
