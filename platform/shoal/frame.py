@@ -135,8 +135,10 @@ def _convert_column(field: str, name: str, column: Any) -> np.ndarray:
 
 
 def _convert_arrow(field: str, name: str, column: Any) -> np.ndarray:
-    types = sys.modules["pyarrow"].types
-    kind = column.type
+    arrow = sys.modules["pyarrow"]
+    types, kind = arrow.types, column.type
+    if isinstance(column, arrow.Array):  # of a RecordBatch
+        column = arrow.chunked_array([column])
     if types.is_date(kind) or types.is_timestamp(kind) or types.is_duration(kind):
         unit = "s" if types.is_date(kind) else kind.unit
         numpy_kind = f"timedelta64[{unit}]" if types.is_duration(kind) else f"datetime64[{unit}]"

@@ -51,6 +51,8 @@ def test_every_column_with_a_meaning_as_numbers_is_taken(column: Any, expected: 
     np.testing.assert_array_equal(found, np.array(expected)[:, None])
     assert found.dtype == np.float64
     assert found.flags.writeable
+    if isinstance(frame, pa.Table):
+        np.testing.assert_array_equal(to_floats("X", frame.to_batches()[0]), found)
     if isinstance(column, pd.Series):
         np.testing.assert_array_equal(to_floats("y", column), expected)
 

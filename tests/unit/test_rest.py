@@ -261,10 +261,10 @@ def test_a_model_that_was_loaded_anew_is_read_by_its_new_signature() -> None:
     host = FakeHost(FakeModel("m"))
     subject = client(host)
     assert subject.infer(ROW).status == 200
-    host.models_by_name["m"] = FakeModel("m", tensors(x=("FP64", [-1, 3])))
-    refused(subject.infer(ROW), 422, "FP64")
+    host.models_by_name["m"] = FakeModel("m", tensors(x=("INT32", [-1, 3])))
+    refused(subject.infer(ROW), 422, "INT32")
     host.models_by_name["m"].options = ModelOptions(max_batch_size=2)
-    refused(subject.infer({"inputs": [{**ROW["inputs"][0], "shape": [3, 3], "datatype": "FP64"}]}), 422, "1 to 2 rows")
+    refused(subject.infer({"inputs": [{**ROW["inputs"][0], "shape": [3, 3], "datatype": "INT32"}]}), 422, "1 to 2 rows")
 
 
 def test_lifespan() -> None:

@@ -85,7 +85,7 @@ def _read_ratings(path: Path, columns: tuple[str, ...], delimiter: str, films: l
 def _read_rows(
     path: Path, columns: tuple[str, ...], delimiter: str, may_be_empty: str = ""
 ) -> Iterator[tuple[int, list[str]]]:
-    """Number (the header is 1) and fields of each row; none of blank lines. RecBole's headers have a type after a name."""
+    """Number (the header is 1) and fields of each row that is not blank. RecBole's headers add a type to names."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             quoting = csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE
