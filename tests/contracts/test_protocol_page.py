@@ -71,6 +71,7 @@ TYPES = {
     int | None: "int or nil",
     int | list[int | float] | None: "int, array of number or nil",
     int | msgspec.UnsetType: "int",
+    str | msgspec.UnsetType: "str",
     tuple[int, ...]: "array of int",
     tuple[float, ...]: "array of float",
     tuple[str, ...]: "array of str",
@@ -150,7 +151,7 @@ def test_tensors_of_a_segment_are_those_that_it_has() -> None:
     arrays = [field for field in Segment.__dataclass_fields__.values() if field.type == "np.ndarray"]
     assert column("Experience") == [field.name for field in arrays]
     specs = {row[0]: row[1] for row in table("Experience")}
-    assert specs["rewards"] == shoal.wire.segment._REWARD.dtype
+    assert specs["rewards"] == shoal.wire.segment.REWARD.dtype
     assert specs["log_probabilities"] == shoal.wire.segment._LOG_PROBABILITY.dtype
     assert specs["versions"] == shoal.wire.segment._VERSION.dtype
     assert f"at most {shoal.wire.segment._LOG_PROBABILITY.high}" in section("Experience")
@@ -179,6 +180,7 @@ def codes_in(module: object, function: str, position: int) -> set[str]:
 def test_error_codes_and_which_of_them_are_fatal() -> None:
     codes = codes_in(shoal.wire.messages, "ProtocolViolation", 0)
     codes |= codes_in(shoal.rl.gateway.gateway, "reject", 1) | codes_in(shoal.rl.gateway.handshake, "reject", 1)
+    codes |= codes_in(shoal.rl.gateway.handshake, "_reject_hello", 2)
     hello = next(
         node
         for node in ast.walk(ast.parse(Path(shoal.rl.gateway.sessions.__file__).read_text()))

@@ -77,6 +77,8 @@ def test_a_segment_with_infinite_errors_is_dropped_and_the_others_are_inserted(t
     account = bench.queue.ledger.get_account(A)
     assert (account.consumed, account.dropped) == (3, {"non_finite": 1})
     assert bench.learner.stats()["steps"] == 48
+    assert bench.queue.take_unlearnable() == {A: 1}  # the gateway names the actor
+    assert not bench.queue.take_unlearnable()
 
 
 def test_a_resumed_learner_has_its_replay_again_where_it_is_on_disk(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from loop.gateway_asking import Raw
 from rl_setting import segment, serving, weights
+from shoal.rl.experience.queue import BatchRequest
 from shoal.wire import DropReason, Segment, pack_segment
 from shoal.wire.messages import Ack, ErrorMessage, Ping, Pong, SegmentMessage
 from waiting import wait_for
@@ -69,6 +70,43 @@ def test_who_sends_what_breaks_the_spec_is_told_of_once_for_each_reason() -> Non
         assert told[0] == {
             "actor_id": "raw", "reason": "invalid_range", "detail": "versions: 99 was never published"
         }  # fmt: skip
+
+
+def test_who_sends_what_only_the_learner_can_reject_is_named_too() -> None:
+    with serving() as parts, Raw(parts) as raw:
+        raw.enter()
+        for seq in range(2):
+            raw.send(seq, segment())
+        batch = parts.queue.take("learner", BatchRequest(1, 10_000, 1_000, 10.0))
+        assert batch is not None
+        parts.queue.acknowledge(batch.lease_id, [None, DropReason.NON_FINITE])
+        wait_for(lambda: parts.gateway.stats()["actors"][0]["invalid"] == {"non_finite": 1})
+        (told,) = [details for _, kind, details in parts.gateway.take_events() if kind == "invalid_segment"]
+        assert (told["actor_id"], told["reason"]) == ("raw", "non_finite")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"terminated": 1}, "terminated"),
+        ({"episode_length": 2.5}, "episode_length"),
+        ({"seq": -1}, "counted from 0"),
+        ({"seq": 5}, "segment 5 came, 0 was expected"),
+    ],
+)
+def test_who_sends_nothing_but_bad_segments_is_seen(changes: dict[str, object], words: str) -> None:
+    frames = pack_segment(segment(), 0)
+    header = msgpack.packb({**msgpack.unpackb(frames[0]), **changes})
+    with serving() as parts, Raw(parts) as raw:
+        raw.enter()
+        for _ in range(30):
+            raw.socket.send_multipart([header, *frames[1:]])
+            code = raw.hear(ErrorMessage).code
+        (actor,) = parts.gateway.stats()["actors"]
+        assert actor["invalid"] == {code: 30}
+        (told,) = [details for _, kind, details in parts.gateway.take_events() if kind == "invalid_segment"]
+        assert (told["actor_id"], told["reason"]) == ("raw", code)
+        assert words in told["detail"]
 
 
 def test_frames_that_do_not_fit_their_header_are_dropped_under_a_word_of_their_own() -> None:

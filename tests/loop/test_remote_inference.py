@@ -77,6 +77,7 @@ def test_unknown_ended_and_wrong_steps_and_invalid_observations_are_named() -> N
         assert ask(raw, 3, 0).reason == "ended_episode"  # and numbers grow
         assert ask(raw, 5, 0).action is not None
         assert parts.gateway.stats()["actors"][0]["invalid"] == {"non_finite": 3, "invalid_range": 1}
+        assert ask(raw, 6, 0, reward=1e30).detail == "reward: 1e+30 is above 1000000000000.0"
 
 
 def test_a_session_does_what_its_hello_says() -> None:

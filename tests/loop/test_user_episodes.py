@@ -110,9 +110,10 @@ def test_wrong_requests_are_refused_by_name_and_change_nothing() -> None:
         handle = ask(parts, observation=observe(1)).episode
         assert refuse(parts, episode=handle, reward=float("nan")) == 422
         assert refuse(parts, episode=handle, reward=1e39) == 422
-        ask(parts, episode=handle, reward=-3e38)
-        assert refuse(parts, episode=handle, reward=-3e38) == 422  # their sum would be infinite
-        ask(parts, episode=handle, reward=3e38)
+        assert refuse(parts, observation=[1e300] * 4) == 422
+        ask(parts, episode=handle, reward=-7e11)
+        assert refuse(parts, episode=handle, reward=-7e11) == 422  # of their sum the learner makes squares
+        ask(parts, episode=handle, reward=7e11)
         assert refuse(parts, episode=handle, reward=5.0, observation=observe(-11)) == 422
         ask(parts, episode=handle, reward=1.0, ended=True)
         batch = parts.queue.take("learner", TAKE_ALL)

@@ -21,10 +21,12 @@ def test_the_next_word_on_refusals_says_how_many_there_were() -> None:
     progress = RunProgress()
     for number in range(1, 8):
         progress.protocol_errors["bad_token"] = number
-        progress.record_rejected_actor("guest")
-    progress._rejections_reported_at -= REJECTIONS_INTERVAL_S
-    progress.record_rejected_actor("guest")
-    assert [details["count"] for _, _, details in progress.events] == [1, 7]
+        progress.record_rejected_actor("guest", "bad_token")
+    progress.record_rejected_actor("robot", "stale_incarnation")  # a flood of guests hides no robot
+    progress._rejected_at["bad_token"] -= REJECTIONS_INTERVAL_S
+    progress.record_rejected_actor("guest", "bad_token")
+    found = [(details["actor_id"], details["reason"], details["count"]) for _, _, details in progress.events]
+    assert found == [("guest", "bad_token", 1), ("robot", "stale_incarnation", 0), ("guest", "bad_token", 7)]
 
 
 def test_of_the_actors_that_left_only_the_last_ones_are_remembered() -> None:

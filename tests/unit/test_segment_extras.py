@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import msgspec
@@ -73,7 +74,7 @@ def test_a_run_without_extras_ignores_them_and_sends_the_spec_without_the_word()
         ("state", np.zeros((1, 3), np.float64), DropReason.INVALID_DTYPE, "float64, expected float32"),
         ("state", np.zeros(3, np.float32), DropReason.INVALID_SHAPE, r"\[3\], expected \[1, 3\]"),
         ("state", np.zeros((4, 3), np.float32), DropReason.INVALID_SHAPE, r"\[4, 3\], expected \[1, 3\]"),
-        ("state", np.full((1, 3), np.nan, np.float32), DropReason.NON_FINITE, "NaN"),
+        ("state", np.full((1, 3), np.nan, np.float32), DropReason.NON_FINITE, "nan is not finite in float32"),
         ("state", np.full((1, 3), 1.5, np.float32), DropReason.INVALID_RANGE, "1.5 is above 1.0"),
         ("mask", np.ones((3, 2), np.bool_), DropReason.INVALID_SHAPE, r"\[3, 2\], expected \[4, 2\]"),
         ("mask", np.ones((4, 2), np.uint8), DropReason.INVALID_DTYPE, "uint8, expected bool"),
@@ -84,6 +85,33 @@ def test_an_extra_that_does_not_fit_is_refused(name: str, array: np.ndarray, rea
     segment = segment_with_extras()
     with pytest.raises(InvalidSegment, match=problem) as caught:
         unpack(replace(segment, extras={**segment.extras, name: array}))
+    assert (caught.value.reason, caught.value.field) == (reason, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "reason", "problem"),
+    [
+        ("observations", np.full((4, 4), 1e300), DropReason.NON_FINITE, "1e+300 is not finite in float32"),
+        ("observations", np.full((4, 4), -np.inf), DropReason.NON_FINITE, "-inf is not finite in float32"),
+        ("rewards", np.array([0, 0, 1e30], np.float32), DropReason.INVALID_RANGE, "e+30 is above 1000000000000.0"),
+        ("rewards", np.array([0, -2e12, 0], np.float32), DropReason.INVALID_RANGE, "is below -1000000000000.0"),
+        ("rewards", np.array([1e12, -1e12, 0], np.float32), None, ""),
+        ("observations", np.full((4, 4), 3e38), None, ""),
+    ],
+)
+def test_a_number_that_the_learner_cannot_take_is_refused_with_its_value(
+    name: str, array: np.ndarray, reason: DropReason | None, problem: str
+) -> None:
+    spec = msgspec.structs.replace(SPEC, observation=TensorSpec("float64", (4,)))
+    sent = replace(valid_segment(), observations=np.zeros((4, 4)))
+    frames = frames_of(replace(sent, **{name: array}))  # type: ignore[arg-type]
+    message = decode(frames, MessageLimits())
+    assert isinstance(message, SegmentMessage)
+    if reason is None:
+        assert unpack_segment(message, frames[1:], spec).num_steps == 3
+        return
+    with pytest.raises(InvalidSegment, match=re.escape(problem)) as caught:
+        unpack_segment(message, frames[1:], spec)
     assert (caught.value.reason, caught.value.field) == (reason, name)
 
 

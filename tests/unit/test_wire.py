@@ -30,6 +30,7 @@ from shoal.wire import (
 )
 from shoal.wire.experience_spec import DTYPES
 from shoal.wire.messages import Message
+from shoal.wire.segment import LARGEST_FLOAT32, LARGEST_REWARD
 from wire_cases import POLICY, SPEC, damaged_messages, frames_of, valid_segment
 
 LIMITS = MessageLimits()
@@ -90,6 +91,7 @@ def _field(field: msgspec.structs.FieldInfo) -> st.SearchStrategy[object]:
     by_type[int | None] = st.none() | integers
     by_type[int | list[int | float] | None] = st.none() | integers | st.lists(integers | floats, max_size=3)
     by_type[int | msgspec.UnsetType] = st.just(msgspec.UNSET) | integers
+    by_type[str | msgspec.UnsetType] = st.just(msgspec.UNSET) | names
     return by_type[field.type]
 
 
@@ -115,11 +117,14 @@ def segments(draw: st.DrawFn) -> tuple[ExperienceSpec, Segment]:
         dtype = draw(st.sampled_from(sorted(DTYPES)))
         shape = tuple(draw(st.lists(st.integers(1, 3), max_size=2)))
         finite = {"allow_nan": False, "allow_infinity": False} if dtype.startswith("float") else None
+        if dtype == "float64":  # the learner computes in float32
+            finite = {"min_value": -LARGEST_FLOAT32, "max_value": LARGEST_FLOAT32}
         native = np.dtype(DTYPES[dtype])
         array = draw(arrays.arrays(native, (rows, *shape), elements=finite))
         tensors[name] = array.astype(native.newbyteorder(draw(st.sampled_from("<>"))))
         specs[name] = TensorSpec(dtype, shape)
-    single = st.floats(allow_nan=False, allow_infinity=False, width=32)
+    largest = float(np.float32(LARGEST_REWARD))
+    single = st.floats(-largest, largest, width=32)
     tensors["rewards"] = np.array(draw(st.lists(single, min_size=num_steps, max_size=num_steps)), np.float32)
     tensors["log_probabilities"] = -np.abs(tensors["rewards"])
     tensors["versions"] = np.array(draw(st.lists(st.integers(1, 2**63 - 1), min_size=num_steps, max_size=num_steps)))

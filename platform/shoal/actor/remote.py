@@ -216,7 +216,8 @@ class RemoteActor:
 def _require_taken(answer: ActionMessage) -> None:
     """Raise InvalidSegment, ConfigError or ProtocolViolation for a step that the gateway has not taken."""
     if answer.reason == "invalid":
-        raise InvalidSegment("invalid_range", "observation or reward", "the gateway finds it outside of the spec")
+        field, _, problem = (answer.detail or "observation or reward: is outside of the spec").partition(": ")
+        raise InvalidSegment("invalid_range", field, f"{problem}, so the gateway has not taken it")
     if answer.reason == "too_many_episodes":
         raise ConfigError("episode", answer.episode, "is one too many for this actor", "end others first: end_episode")
     if answer.reason:

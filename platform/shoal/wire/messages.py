@@ -173,13 +173,14 @@ class ActMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="act"):
 
 class ActionMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="action"):
     """gateway → actor, once for every `act`. `action`: a number, or an array's in C order; None after the last
-    observation, and when `reason` says why the step was not taken."""
+    observation, and when `reason` says why the step was not taken; `detail` is that for people."""
 
     episode: int
     step: int
     action: int | list[int | float] | None = None
     version: int = 0
     reason: str = ""
+    detail: str | msgspec.UnsetType = msgspec.UNSET
 
 
 Message = (

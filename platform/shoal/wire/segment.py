@@ -27,7 +27,9 @@ _HEADER_BYTES = 1024  # more than the header of five tensors ever needs
 _EXTRA_HEADER_BYTES = 256  # and of each further one
 _LOG_PROBABILITY = TensorSpec("float32", (), None, 1e-3)  # log p ≤ 0, with a margin for rounding
 _LOG_DENSITY = TensorSpec("float32", ())  # of an action that is not one of finitely many
-_REWARD = TensorSpec("float32", ())
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+LARGEST_REWARD = 1e12  # returns, their squares and those of their gradients stay finite in float32
+REWARD = TensorSpec("float32", (), -LARGEST_REWARD, LARGEST_REWARD)
 _VERSION = TensorSpec("int64", (), 1, None)
 
 
@@ -172,7 +174,7 @@ def unpack_segment(message: SegmentMessage, frames: Sequence[bytes], spec: Exper
     return Segment(
         _read_tensor("observations", described, length + 1, spec.observation),
         actions,
-        _read_tensor("rewards", described, length, _REWARD),
+        _read_tensor("rewards", described, length, REWARD),
         _read_tensor("log_probabilities", described, length, log_probability),
         _read_tensor("versions", described, length, _VERSION),
         message.terminated,
@@ -211,15 +213,30 @@ def _read_tensor(
         problem = f"{header.dtype} {list(expected)} does not fit a frame of {len(frame)} bytes"
         raise InvalidSegment(DropReason.INVALID_FRAMES, name, problem)
     array: np.ndarray = np.frombuffer(frame, dtype).reshape(expected)
-    if dtype.kind == "f" and not np.isfinite(array).all():
-        raise InvalidSegment(DropReason.NON_FINITE, name, "has NaN or infinite values")
-    if dtype.kind == "b" and array.view(np.uint8).max(initial=0) > 1:
+    check_values(name, array, spec)
+    return array
+
+
+def check_values(name: str, array: np.ndarray, spec: TensorSpec) -> None:
+    """Raise InvalidSegment for a number that is not finite in float32, in which the learner computes, or lies outside
+    of the spec's range, and for a bool other than 0 and 1."""
+    if array.dtype.kind == "f":
+        check_finite(name, array)
+    if array.dtype.kind == "b" and array.view(np.uint8).max(initial=0) > 1:
         raise InvalidSegment(DropReason.INVALID_RANGE, name, "has a bool that is neither 0 nor 1")
     if array.size and spec.low is not None and array.min() < spec.low:
         raise InvalidSegment(DropReason.INVALID_RANGE, name, f"{array.min()} is below {spec.low}")
     if array.size and spec.high is not None and array.max() > spec.high:
         raise InvalidSegment(DropReason.INVALID_RANGE, name, f"{array.max()} is above {spec.high}")
-    return array
+
+
+def check_finite(name: str, array: np.ndarray) -> None:
+    """Raise InvalidSegment for a float that is not finite in float32. Two extremes cost no array, as isfinite does; NaN
+    reaches both."""
+    low, high = float(array.min(initial=0)), float(array.max(initial=0))
+    if not (low >= -LARGEST_FLOAT32 and high <= LARGEST_FLOAT32):
+        value = low if low < -LARGEST_FLOAT32 else high
+        raise InvalidSegment(DropReason.NON_FINITE, name, f"{value:g} is not finite in float32")
 
 
 def _check_bounds(actions: np.ndarray, spec: ExperienceSpec) -> np.ndarray:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -157,6 +157,7 @@ class ExperienceQueue:
         self.num_batches = 0  # that were taken
         self._closed = False
         self._evidence = EvidenceTable()
+        self._unlearnable = Counter[ActorKey]()
 
     def __len__(self) -> int:
         return len(self._segments)
@@ -218,9 +219,18 @@ class ExperienceQueue:
             accused = self._evidence.add(keys, evidence) if is_mine and keys and len(evidence) else {}
             for actor_id, reason in accused.items():
                 self.ledger.quarantine(actor_id, reason)
+            if is_mine:  # of an acknowledgement that is repeated there are no keys
+                named = zip(keys, fates, strict=False)
+                self._unlearnable.update(key for key, fate in named if fate is DropReason.NON_FINITE)
             if accused:
                 self._drop(lambda key, _: key[0] in accused, DropReason.QUARANTINED)
             return is_mine
+
+    def take_unlearnable(self) -> Counter[ActorKey]:
+        """How many segments of each actor had no finite loss, since the last call."""
+        with self._arrived:
+            taken, self._unlearnable = self._unlearnable, Counter()
+            return taken
 
     def close(self) -> None:
         """Drop the rest as SHUTDOWN and wake `take`. Idempotent. Raises LedgerUnwritable, but closes all the same."""

@@ -25,7 +25,7 @@ REJECTIONS_INTERVAL_S = 10.0  # between two events of rejected actors
 class ActorProgress:
     """One actor, across its reconnects; a new incarnation starts from zero.
 
-    invalid: its segments that violated the spec, by drop reason
+    invalid: its segments and messages that were rejected for what they are, by drop reason or error code
     """
 
     actor_id: str
@@ -60,6 +60,10 @@ class ActorTable:
         self._disconnected.pop(key, None)
         progress.connected = True
         return progress
+
+    def find(self, key: ActorKey) -> ActorProgress | None:
+        """This actor, unless it is forgotten."""
+        return self._actors.get(key)
 
     def leave(self, key: ActorKey) -> None:
         """Mark it as disconnected; beyond the maximum, the first to leave is forgotten."""
@@ -103,18 +107,17 @@ class RunProgress:
     protocol_errors: Counter[str] = field(default_factory=Counter)
     events: deque[tuple[float, str, dict[str, Any]]] = field(default_factory=lambda: deque(maxlen=1000))
     quarantined: dict[str, str] = field(default_factory=dict)  # actors of whom an event was recorded
-    _rejections_reported_at: float = -math.inf
+    _rejected_at: dict[str, float] = field(default_factory=dict)  # of the last event of a code
 
     def record_event(self, kind: str, **details: Any) -> None:
         """Add an event; beyond 1,000 unread events the oldest is dropped."""
         self.events.append((time.time(), kind, details))
 
-    def record_rejected_actor(self, actor_id: str) -> None:
-        """Count an actor that came without the token. A flood makes few events, so that it displaces no others."""
-        if time.monotonic() >= self._rejections_reported_at + REJECTIONS_INTERVAL_S:
-            self._rejections_reported_at = time.monotonic()
-            count = self.protocol_errors["bad_token"]
-            self.record_event("actor_refused", actor_id=actor_id, reason="bad_token", count=count)
+    def record_rejected_actor(self, actor_id: str, code: str) -> None:
+        """Name an actor whose hello was rejected. A flood makes few events, so that it displaces no others."""
+        if time.monotonic() >= self._rejected_at.get(code, -math.inf) + REJECTIONS_INTERVAL_S:
+            self._rejected_at[code] = time.monotonic()
+            self.record_event("actor_refused", actor_id=actor_id, reason=code, count=self.protocol_errors[code])
 
     def record_quarantine(self, quarantined: Mapping[str, str]) -> None:
         """Record an event for each actor that has been put in quarantine, with the reason, or has been released."""
@@ -124,11 +127,11 @@ class RunProgress:
             self.record_event("actor_released", actor_id=actor_id)
         self.quarantined = dict(quarantined)
 
-    def record_invalid_segment(self, actor: ActorProgress, reason: str, detail: str) -> None:
-        """Count a segment that violated the spec, and record an event for the actor's first of this reason."""
-        actor.invalid[reason] = actor.invalid.get(reason, 0) + 1
-        if actor.invalid[reason] == 1:
+    def record_rejection(self, actor: ActorProgress, reason: str, detail: str, count: int = 1) -> None:
+        """Count rejected segments or messages, and record an event for the actor's first of this reason."""
+        if reason not in actor.invalid:
             self.record_event("invalid_segment", actor_id=actor.actor_id, reason=reason, detail=detail)
+        actor.invalid[reason] = actor.invalid.get(reason, 0) + count
 
     def record_segment(self, actor: ActorProgress, segment: Segment) -> None:
         """Count a valid segment, accepted or too old."""

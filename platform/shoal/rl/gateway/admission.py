@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from shoal.errors import Closed, InvalidSegment
 from shoal.rl.experience.queue import ExperienceQueue
 from shoal.rl.experience.segment_ledger import ActorKey
-from shoal.rl.gateway.actor_stats import ActorProgress, RunProgress
+from shoal.rl.gateway.actor_stats import ActorProgress, ActorTable, RunProgress
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.gateway.sessions import Session
 from shoal.wire import DropReason, ExperienceSpec, Segment, unpack_segment
@@ -50,7 +50,7 @@ class Admission:
                 raise InvalidSegment(DropReason.INVALID_RANGE, "opponent", problem)
         except InvalidSegment as error:
             detail = f"{error.field}: {error.problem}"
-            self._progress.record_invalid_segment(session.progress, error.reason, detail)
+            self._progress.record_rejection(session.progress, error.reason, detail)
             return DropReason(error.reason), detail
         if (reason := self._queue.ledger.quarantined.get(session.key[0])) is not None:
             return DropReason.QUARANTINED, reason
@@ -62,6 +62,13 @@ class Admission:
         reason, _ = self._enqueue(key, progress, seq, segment, seq + 1)
         if reason is not None:
             self._queue.ledger.record_received(key, seq, reason)
+
+    def record_unlearnable(self, actors: ActorTable) -> None:
+        """Name the actors whose accepted segments the learner has dropped since the last call."""
+        for key, count in self._queue.take_unlearnable().items():
+            actor = actors.find(key) or ActorProgress(*key)
+            detail = "segment: within the spec, and its loss is not finite: are its numbers plausible?"
+            self._progress.record_rejection(actor, DropReason.NON_FINITE, detail, count)
 
     def _enqueue(
         self, key: ActorKey, progress: ActorProgress, seq: int, segment: Segment, send_limit: int

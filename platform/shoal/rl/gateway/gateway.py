@@ -86,13 +86,7 @@ class Gateway:
             experience, queue, self._progress, spec.max_version_lag, lambda: self._version, opponents
         )
         self._inference = GatewayInference(
-            experience,
-            synchronous,
-            queue,
-            self._sessions,
-            self._admission,
-            lambda: self._latest_weights,
-            self._wake,
+            experience, synchronous, queue, self._sessions, self._admission, lambda: self._latest_weights, self._wake
         )
         self._handshake = self._make_handshake(run_id, token, synchronous)
         self._learns_from_users = learns_from_users
@@ -245,6 +239,7 @@ class Gateway:
                     self.queue.ledger.set_fact("progress", self._progress.to_json())
                     self.queue.ledger.load_quarantine()
                     self._progress.record_quarantine(self.queue.ledger.quarantined)
+                    self._admission.record_unlearnable(self._actors)
                     for route in self._sessions.find_silent(self.spec.timeout_s):
                         self._handshake.end_session(route, "timed out")
                     self._inference.expire_episodes(self.spec.episode_timeout_s)
@@ -404,8 +399,9 @@ class Gateway:
         try:
             answer = self._inference.take_act(session, message, frames)
         except InvalidSegment as error:
-            self._progress.record_invalid_segment(session.progress, error.reason, f"{error.field}: {error.problem}")
+            detail = f"{error.field}: {error.problem}"
+            self._progress.record_rejection(session.progress, error.reason, detail)
             reason = "too_many_episodes" if error.field == "episode" else "invalid"
-            answer = ActionMessage(message.episode, message.step, reason=reason)
+            answer = ActionMessage(message.episode, message.step, reason=reason, detail=detail)
         if answer is not None:
             self._send_queue.add(route, answer)

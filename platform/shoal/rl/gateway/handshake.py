@@ -18,6 +18,7 @@ from shoal.rl.spec import GatewaySpec
 from shoal.wire import ExperienceSpec
 from shoal.wire.messages import PROTOCOL_VERSION, ErrorMessage, Hello, Welcome, reject_version
 
+MAX_DETAIL = 200  # characters of an error in an event
 _FATAL = frozenset({"bad_token", "bad_version", "no_remote_inference", "stale_incarnation", "superseded"})
 
 
@@ -52,25 +53,30 @@ class Handshake:
     def reject(self, route: bytes, code: str, message: str, seq: int | None = None) -> None:
         """Answer with an error, about the segment `seq` if that is known."""
         self._progress.protocol_errors[code] += 1
+        if (session := self._sessions.get(route)) is not None and code not in _FATAL:
+            self._progress.record_rejection(session.progress, code, to_printable(message, MAX_DETAIL))
         self._send_queue.add(route, ErrorMessage(code, message, code in _FATAL, seq))
 
     def take_hello(self, route: bytes, hello: Hello) -> None:
         """Open a session, in the place of the actor's earlier one, or reject the actor."""
         if hello.protocol != PROTOCOL_VERSION:
             violation = reject_version(hello.protocol)
-            return self.reject(route, violation.code, violation.message)
+            return self._reject_hello(route, hello, violation.code, violation.message)
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
-            self.reject(route, "bad_token", "the token is not the one of this gateway")
-            return self._progress.record_rejected_actor(to_printable(hello.actor_id))
+            return self._reject_hello(route, hello, "bad_token", "the token is not the one of this gateway")
         if (rejection := find_hello_problem(hello, self._ledger.newest_incarnation(hello.actor_id))) is not None:
-            return self.reject(route, *rejection)
+            return self._reject_hello(route, hello, *rejection)
         if hello.inference == REMOTE:
             try:
                 self._inference.start()
             except ConfigError as error:
-                return self.reject(route, "no_remote_inference", str(error))
+                return self._reject_hello(route, hello, "no_remote_inference", str(error))
         self._supersede(route, hello)
         self._open_session(route, (hello.actor_id, hello.incarnation), hello.inference == REMOTE)
+
+    def _reject_hello(self, route: bytes, hello: Hello, code: str, message: str) -> None:
+        self.reject(route, code, message)
+        self._progress.record_rejected_actor(to_printable(hello.actor_id), code)
 
     def _supersede(self, route: bytes, hello: Hello) -> None:
         """End other connections of the actor: an older incarnation for good, the same one because it has

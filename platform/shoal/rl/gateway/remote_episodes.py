@@ -16,15 +16,15 @@ import numpy as np
 from shoal.errors import InvalidSegment
 from shoal.rl.experience.segment_ledger import ActorKey
 from shoal.rl.gateway.actor_stats import ActorProgress
-from shoal.wire import DropReason, ExperienceSpec, Segment, TensorSpec
+from shoal.wire import DropReason, ExperienceSpec, Segment
 from shoal.wire.action_masks import MASKS, read_mask
 from shoal.wire.experience_spec import NO_EXTRAS
 from shoal.wire.messages import ActionMessage, ActMessage
+from shoal.wire.segment import REWARD, check_values
 
 ENDED_EPISODE = "ended_episode"
 UNKNOWN_EPISODE = "unknown_episode"
 WRONG_STEP = "wrong_step"
-LARGEST_REWARD = float(np.finfo(np.float32).max)
 
 
 class Choice(NamedTuple):
@@ -122,30 +122,11 @@ def read_observation(
     if [len(frame) for frame in frames] != sizes:
         problem = f"frames of {[len(frame) for frame in frames]} bytes, expected {sizes}"
         raise InvalidSegment(DropReason.INVALID_FRAMES, "observation", problem)
-    if not abs(message.reward) <= LARGEST_REWARD:
-        raise InvalidSegment(DropReason.NON_FINITE, "reward", "is NaN, or infinite in float32")
-    _check_observation(frames[0], spec)
+    check_values("reward", np.float64(message.reward), REWARD)
+    check_values("observation", np.frombuffer(frames[0], spec.numpy_dtype()), spec)
     if choices and not message.terminated:  # after that, no action is chosen
         read_mask(np.frombuffer(frames[1], np.uint8), choices)
     return Observed(*frames)
-
-
-def _check_observation(frame: bytes, spec: TensorSpec) -> None:
-    dtype = spec.numpy_dtype()
-    observation: np.ndarray = np.frombuffer(frame, dtype)
-    if (dtype.kind in "iu" and spec.low is None and spec.high is None) or not observation.size:
-        return
-    if dtype.kind == "b":
-        observation, spec_low, spec_high = observation.view(np.uint8), 0.0, 1.0
-    else:
-        spec_low = -math.inf if spec.low is None else spec.low
-        spec_high = math.inf if spec.high is None else spec.high
-    low, high = observation.min(), observation.max()
-    if dtype.kind == "f" and not math.isfinite(high - low):  # NaN and infinity reach the extremes
-        raise InvalidSegment(DropReason.NON_FINITE, "observation", "has NaN or infinite values")
-    if low < spec_low or high > spec_high:
-        problem = f"from {low} to {high}, expected within [{spec_low}, {spec_high}]"
-        raise InvalidSegment(DropReason.INVALID_RANGE, "observation", problem)
 
 
 def completes_segment(episode: RemoteEpisode, message: ActMessage, experience: ExperienceSpec) -> bool:

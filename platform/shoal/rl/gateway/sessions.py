@@ -139,6 +139,6 @@ def find_hello_problem(hello: Hello, newest_incarnation: int | None) -> tuple[st
     return None
 
 
-def to_printable(text: str) -> str:
-    """An actor's text about itself, made safe for a log."""
-    return "".join(character if character.isprintable() else "?" for character in text[:64])
+def to_printable(text: str, max_length: int = 64) -> str:
+    """Text that has an actor's words in it, made safe for a log."""
+    return "".join(character if character.isprintable() else "?" for character in text[:max_length])

@@ -18,11 +18,11 @@ import numpy as np
 
 from shoal.errors import InvalidSegment
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
-from shoal.rl.gateway.remote_episodes import LARGEST_REWARD
 from shoal.rl.gateway.remote_inference import RemoteInference
 from shoal.rl.gateway.sessions import USERS_ACTOR_ID
 from shoal.wire import ExperienceSpec
 from shoal.wire.messages import ActionMessage, ActMessage
+from shoal.wire.segment import REWARD, check_finite, check_values
 
 MAX_USER_EPISODES = 10_000
 
@@ -125,8 +125,7 @@ class UserEpisodes:
         if episode.reply is not None:
             return EpisodeRejection(409, "the answer to the request before is still on its way")
         before, reward = episode.reward, _add(episode.reward, request.reward)
-        if not abs(reward or 0.0) <= LARGEST_REWARD:
-            return EpisodeRejection(422, "reward: is NaN, or infinite in float32")
+        check_values("reward", np.float64(reward or 0.0), REWARD)
         episode.used_at, episode.reward = time.monotonic(), reward
         if observation is None and not request.ended:
             self._inference.touch_episode(self.key, episode.number)
@@ -178,6 +177,8 @@ class UserEpisodes:
         if given.dtype.kind not in "iufb" or given.shape != spec.shape:
             problem = f"{given.dtype} {list(given.shape)}, expected {spec.dtype} {list(spec.shape)}"
             raise InvalidSegment("invalid_shape", "observation", problem)
+        if given.dtype.kind == "f":
+            check_finite("observation", given)  # before the conversion, which makes every such number infinite
         with np.errstate(over="ignore", invalid="ignore"):
             converted = given.astype(spec.numpy_dtype())
         if spec.numpy_dtype().kind in "iu" and not np.array_equal(converted, given):
