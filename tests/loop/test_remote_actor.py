@@ -65,7 +65,7 @@ def test_two_episodes_at_once_become_a_segment_each() -> None:
             actor.reward(1.0)
         with pytest.raises(InvalidSegment, match="expected"):
             actor.act([0.0])
-        with pytest.raises(InvalidSegment, match="observation: 11.0 is above 10.0"):
+        with pytest.raises(InvalidSegment, match=r"observation: 11\.0 is above 10\.0"):
             actor.act(observe(11))
         parts.gateway.close(finished=True)
         with pytest.raises(Closed):
@@ -75,7 +75,7 @@ def test_two_episodes_at_once_become_a_segment_each() -> None:
 def test_an_end_that_the_gateway_does_not_take_is_an_error_and_the_episode_stays() -> None:
     with serving() as parts, connect(parts) as actor:
         actor.act(observe(0))
-        with pytest.raises(InvalidSegment, match="observation: 11.0 is above 10.0"):
+        with pytest.raises(InvalidSegment, match=r"observation: 11\.0 is above 10\.0"):
             actor.end_episode(observe(11))
         actor.end_episode(observe(1))
         batch = parts.queue.take("learner", TAKE_ALL)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 import math
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 from rich.progress_bar import ProgressBar
 
 from shoal import runs
+from shoal.cli.commands import cluster
 from shoal.cli.display import rl_display, run_view
 from shoal.cli.display.rl_display import RunView, format_plain_line, format_sparkline, make_view, render
+from shoal.flows.rl_metrics import select_rejections
 
 METRICS = {
     "return/mean_100": 123.4,
@@ -132,6 +136,30 @@ def test_who_sends_what_is_dropped_is_told_with_the_reason() -> None:
         run.flush()
         view = make_view(runs.load("one"), "learning", 475.0, None, ["a note"])
     assert view.notes == ("a note", "a sends what is dropped: non_finite: rewards: has NaN or infinite values")
+
+
+def test_who_sends_only_bad_messages_is_shown_with_reason_and_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the picture, in the line, and in `shoal status`."""
+    monkeypatch.setattr(cluster, "find_cluster", lambda address: None)
+    actors = [
+        {"actor_id": "looper", "invalid": {"malformed": 1320}},
+        {"actor_id": "good", "invalid": {}},
+        {"actor_id": "one two", "invalid": {"non_finite": 2}},
+    ]
+    with runs.create("job", "", "one", kind=runs.RunKind.LOOP) as run:
+        run.record_event("gateway_ready")
+        run.log(7, {"actors/connected": 3, "steps/total": 7, "drops/non_finite": 2, "drops/expired": 0})
+        run.log_group(7, "rejected", select_rejections({"actors": actors}))
+        run.flush()
+        view = run_view.make_view(runs.load("one"), None)
+        shown = CliRunner().invoke(cluster.status, [], catch_exceptions=False).output
+        found = json.loads(CliRunner().invoke(cluster.status, ["--json"]).output)["runs"][0]
+    assert isinstance(view, RunView)
+    assert "rejected  looper malformed 1,320  one two non_finite 2" in drawn(view)
+    assert "drops 2, rejected 1322" in format_plain_line(view)
+    assert "    3 actors, 7 steps, drops: non_finite 2\n" in shown
+    assert "    rejected: looper malformed 1,320, one two non_finite 2\n" in shown
+    assert (found["actors"], found["rejected"]) == (3, {"looper malformed": 1320, "one two non_finite": 2})
 
 
 def test_a_run_that_measured_nothing_has_a_picture() -> None:

@@ -34,7 +34,14 @@ from shoal.flows.policy_evaluation import (
     hold_trial,
     wait_for_version,
 )
-from shoal.flows.rl_metrics import ActorLearnerMetrics, HistorySampler, select_lags, select_win_rates
+from shoal.flows.rl_metrics import (
+    ActorLearnerMetrics,
+    HistorySampler,
+    describe_rejections,
+    select_lags,
+    select_rejections,
+    select_win_rates,
+)
 from shoal.flows.rl_policy import check, describe_policy_model, register_policy
 from shoal.flows.serving import record_changes
 from shoal.home import load_access_token
@@ -207,9 +214,7 @@ class _ActorLearnerRun(LoopRun):
         if not self._time_is_up():
             return
         stats, waited = self._gateway_stats, f"after {self.spec.max_wall_s:.0f} s"
-        dropped = stats["segments"]["dropped"]
-        if not stats["steps"] and dropped:
-            reasons = ", ".join(f"{reason} {count:,}" for reason, count in dropped.items())
+        if not stats["steps"] and (reasons := describe_rejections(stats)):
             raise RunError(
                 f"nothing to learn from {waited}, for every segment was dropped ({reasons}): mend the actors"
             )
@@ -254,6 +259,7 @@ class _ActorLearnerRun(LoopRun):
             with suppress(RecordUnwritable):
                 self.recorder.log(step, metrics, in_history=in_history)
                 self.recorder.log_group(step, "actor_lag", select_lags(self._gateway_stats))
+                self.recorder.log_group(step, "rejected", select_rejections(self._gateway_stats))
                 self.recorder.log_group(step, "win_rate", select_win_rates(self._gateway_stats))
         self._print_progress()
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 MAX_LAG_METRICS = 16  # actors with a lag metric of their own
+MAX_REJECTIONS = 16  # pairs of actor and reason with a count of their own
 MAX_WIN_RATES = 16  # opponents with a win rate of their own
 POLLS_PER_EFOLD = 7200  # that enter the history while the run's age grows by a factor of e
 
@@ -104,6 +106,23 @@ def combine_policies(metrics: Mapping[str, Mapping[str, float]]) -> dict[str, fl
 def select_lags(gateway: Mapping[str, Any]) -> dict[str, float]:
     """The lag in versions of the first connected actors, by actor; not for curves, since actors come and go."""
     return dict(itertools.islice(_get_lags(gateway).items(), MAX_LAG_METRICS))
+
+
+def select_rejections(*gateways: Mapping[str, Any]) -> dict[str, float]:
+    """How many segments and messages of an actor were rejected, by "ACTOR REASON"; of many, the largest counts."""
+    counts = Counter[str]()
+    for actor in (each for gateway in gateways for each in gateway.get("actors", [])):
+        counts.update({f"{actor['actor_id']} {reason}": count for reason, count in actor["invalid"].items()})
+    return {name: float(count) for name, count in counts.most_common(MAX_REJECTIONS)}
+
+
+def describe_rejections(gateway: Mapping[str, Any]) -> str:
+    """By reason, what was dropped or rejected of all actors; "" where nothing was."""
+    rejected = Counter[str]()
+    for actor in gateway["actors"]:
+        rejected.update(actor["invalid"])
+    reasons = {**rejected, **gateway["segments"]["dropped"]}  # the ledger counts those of forgotten actors, too
+    return ", ".join(f"{reason} {count:,}" for reason, count in reasons.items())
 
 
 def select_win_rates(gateway: Mapping[str, Any]) -> dict[str, float]:

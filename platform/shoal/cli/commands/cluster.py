@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 
 import click
@@ -163,10 +163,38 @@ def _as_dict(
                 "title": run.title,
                 "endpoints": [asdict(endpoint) for endpoint in run.endpoints()],
                 "quarantined": read_run_quarantine(run.folder),
+                **(asdict(counts) if (counts := _read_counts(run)) is not None else {}),
             }
             for run in running
         ],
     }
+
+
+@dataclass(frozen=True)
+class _LoopCounts:
+    """Of a run of the loop: connected actors, environment steps, dropped segments by reason, and segments and messages
+    that were rejected by actor and reason."""
+
+    actors: int
+    steps: int
+    drops: dict[str, int]
+    rejected: dict[str, int]
+
+
+def _read_counts(run: Run) -> _LoopCounts | None:
+    """The newest recorded ones; None before any actor has sent experience."""
+    metrics = run.latest(since_resumed=True)
+    if "actors/connected" not in metrics:
+        return None
+    drops, rejected = (
+        {name.partition("/")[2]: int(count) for name, count in metrics.items() if name.startswith(group)}
+        for group in ("drops/", "rejected/")
+    )
+    return _LoopCounts(int(metrics["actors/connected"]), int(metrics["steps/total"]), drops, rejected)
+
+
+def _format_counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items(), key=lambda each: -each[1]) if count)
 
 
 def _show_cluster(console: Console, cluster: ClusterHandle | None, offer: ClusterResources | None) -> None:
@@ -206,6 +234,11 @@ def _show_runs(console: Console, running: list[Run]) -> None:
         console.print(f"  {run.id}  {run.title}, on for {format_duration(run.duration_s)}")
         for endpoint in run.endpoints():
             console.print(f"    {endpoint.kind} {endpoint.name}  {endpoint.address}  {endpoint.state}")
+        if (counts := _read_counts(run)) is not None:
+            drops = _format_counts(counts.drops) or "none"
+            console.print(f"    {counts.actors:,} actors, {counts.steps:,} steps, drops: {drops}")
+            if rejected := _format_counts(counts.rejected):
+                console.print(f"    rejected: {rejected}")
         for actor_id, reason in read_run_quarantine(run.folder).items():
             console.print(f"    in quarantine: {actor_id}, it {reason}")
             console.print(f"      when it is mended: shoal release {run.id} {shlex.quote(actor_id)}")

@@ -59,6 +59,11 @@ class RunView:
         dropped = self.get_group("drops").items()
         return {reason: count for reason, count in dropped if count and reason != DropReason.SHUTDOWN}
 
+    @property
+    def rejections(self) -> dict[str, float]:
+        """Segments and messages that were rejected, by actor and reason; most first."""
+        return dict(sorted(self.get_group("rejected").items(), key=lambda each: -each[1]))
+
 
 def make_view(
     run: Run, phase: str, target_return: float | None, before: RunView | None, notes: Sequence[str]
@@ -95,6 +100,9 @@ def render(view: RunView) -> RenderableType:
         parts.append(Text.assemble(("won       ", "dim"), rates))
     dropped = ", ".join(f"{reason} {count:,.0f}" for reason, count in sorted(view.drops.items())) or "none"
     parts.append(Text.assemble(("drops     ", "dim"), dropped))
+    if view.rejections:
+        rejected = "  ".join(f"{name} {count:,.0f}" for name, count in view.rejections.items())
+        parts.append(Text.assemble(("rejected  ", "dim"), (rejected, "red")))
     if view.endpoint:
         parts.append(Text.assemble(("endpoint  ", "dim"), view.endpoint, ("   gateway  ", "dim"), view.gateway or "-"))
     return render_run_panel(view.run_id, view.phase, view.elapsed_s, parts, view.notes)
@@ -122,6 +130,7 @@ def format_plain_line(view: RunView) -> str:
         "max lag": _format_number(view.value("lag/max"), ".0f"),
         "queue": _format_number(view.value("queue/depth"), ".0f"),
         "drops": f"{sum(view.drops.values()):.0f}",
+        **({"rejected": f"{sum(view.rejections.values()):.0f}"} if view.rejections else {}),
         "endpoint requests/s": _format_number(view.value("endpoint/requests_per_s"), ".0f"),
     }
     return f"[{view.elapsed_s:5.1f} s] {view.phase}: " + ", ".join(f"{k} {v}" for k, v in numbers.items())

@@ -24,7 +24,14 @@ from shoal.errors import RecordUnwritable, RunError, needs_extra
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.loop_run import LoopRun, record_loop
 from shoal.flows.policy_evaluation import EVALUATION_SEED, Evaluation, InferenceConnection, wait_for_version
-from shoal.flows.rl_metrics import ActorLearnerMetrics, HistorySampler, combine_policies, select_lags
+from shoal.flows.rl_metrics import (
+    ActorLearnerMetrics,
+    HistorySampler,
+    combine_policies,
+    describe_rejections,
+    select_lags,
+    select_rejections,
+)
 from shoal.flows.rl_policies.check import check_policies
 from shoal.flows.rl_policies.evaluation import evaluate_policies
 from shoal.flows.rl_policies.spec import PoliciesSpec
@@ -198,8 +205,7 @@ class _PoliciesRun(LoopRun):
 
     def _require_experience(self) -> None:
         for each in self.policies:
-            if dropped := each.gateway["segments"]["dropped"] if not each.gateway["steps"] else {}:
-                reasons = ", ".join(f"{reason} {count:,}" for reason, count in dropped.items())
+            if reasons := describe_rejections(each.gateway) if not each.gateway["steps"] else "":
                 raise RunError(f"{each.name} has nothing to learn from, for every segment was dropped ({reasons})")
 
     def _poll(self) -> None:
@@ -227,6 +233,7 @@ class _PoliciesRun(LoopRun):
         with suppress(RecordUnwritable):
             self.recorder.log(step, metrics, in_history=self._sampler.should_keep(time.monotonic()))
             self.recorder.log_group(step, "actor_lag", select_lags(self.policies[0].gateway))
+            self.recorder.log_group(step, "rejected", select_rejections(*(each.gateway for each in self.policies)))
 
     def _print_progress(self) -> None:
         if time.monotonic() - self._printed_at < PRINT_S:
