@@ -34,6 +34,8 @@ class Game(gymnasium.Env):
         if self.fault == "shape":
             return np.zeros(5, np.float32), {}
         return np.zeros(4, np.float32), {}
+    def step(self, action):
+        return np.zeros(4, np.float32), 0.0, False, True, {}
 
 for fault in ("", "init", "reset", "alone", "shape"):
     gymnasium.register(f"Fault{fault}-v0", entry_point=Game, kwargs={"fault": fault})

@@ -19,7 +19,7 @@ from loop.test_local_loop import EXPERIENCE as OF_SIGNS
 from loop.test_local_loop import SPEC, SignGame
 from rl_setting import EXPERIENCE, TOKEN, Parts, serving, weights
 from shoal.actor import RemoteActor, RemoteClient
-from shoal.actor.environment import _flatten
+from shoal.actor.adapters.flattening import flatten_environment
 from shoal.actor.remote import run_remote_actor
 from shoal.errors import Closed, ConfigError, InvalidSegment, Refused
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
@@ -279,7 +279,10 @@ def test_action_masks_travel_with_the_observations(tmp_path: Path, algorithm: st
     experience, _ = inspect_environment(spec, "remote")
     with LocalLoop(spec, experience, tmp_path / "run", TOKEN) as loop:
         with RemoteClient(loop.address, TOKEN, "game") as client:
-            assert run_remote_actor(_flatten(LegalTicTacToe()), client, seed=0, max_steps=400) == 400
+            assert (
+                run_remote_actor(flatten_environment(LegalTicTacToe(), "tictactoe"), client, seed=0, max_steps=400)
+                == 400
+            )
         with RemoteClient(loop.address, TOKEN, "careless") as client:
             actor = RemoteActor(client)
             board, allowed = np.zeros(18, np.uint8), np.eye(9, dtype=np.int8)[4]

@@ -62,7 +62,7 @@ def test_agents_of_a_synchronous_run_share_its_credit() -> None:
 
 class Silent(Chase):
     def step(self, actions: Any) -> tuple[dict[str, Any], ...]:
-        return {}, *super().step(actions)[1:]
+        return {}, *(super().step(actions)[1:] if actions else ({}, {}, {}, {}))
 
 
 class Abrupt(Chase):
@@ -73,7 +73,10 @@ class Abrupt(Chase):
 
 @pytest.mark.parametrize(
     ("game", "problem"),
-    [(Silent(), "no observation for any of .*'green'"), (Abrupt(), "'red': ends without its last observation")],
+    [
+        (Silent(), "had no observation for any of .*'green'.*in 1000 steps"),
+        (Abrupt(), "'red': ends without its last observation"),
+    ],
 )
 def test_a_game_that_breaks_the_rules_is_named(game: Chase, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):

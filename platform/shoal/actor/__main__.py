@@ -46,7 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="the gateway: tcp://host:port; of a run of several policies, all of their gateways, with commas between",
     )
     parser.add_argument(
-        "--env", required=True, help="a gymnasium id; module:Id imports module first, module:function calls it"
+        "--env",
+        required=True,
+        help="a gymnasium id; module:Id imports module first; module:function or file.py:function calls it",
+    )
+    parser.add_argument(
+        "--ignore", action="append", default=[], metavar="NAME", help="a part of a Dict that the run does not observe"
     )
     parser.add_argument("--actor-id", type=_parse_nonempty, help="unique in the run; default: host name and process id")
     parser.add_argument(
@@ -139,7 +144,9 @@ def _run(options: argparse.Namespace) -> int:
     silence.daemon = True
     with ExitStack() as opened:
         # Last: one may start a game, and is closed from here on.
-        environments = [opened.enter_context(open_environment(options.env)) for _ in range(options.envs)]
+        environments = [
+            opened.enter_context(open_environment(options.env, options.ignore)) for _ in range(options.envs)
+        ]
         opened.callback(silence.cancel)
         if options.inference == "remote" and is_parallel(environments[0]):
             raise ConfigError("env", options.env, "has several agents", "leave out --inference remote")

@@ -31,7 +31,8 @@ class Environment(Protocol):
 class ParallelEnvironment(Protocol):
     """Several agents; PettingZoo's `ParallelEnv` implements it. Everything is by agent.
 
-    An agent acts next when it has an observation, so agents may also take turns. Rewards that it gets meanwhile count
+    An agent acts next when it has an observation, so agents may also take turns; a step in which none has one is a tick
+    without actions. Rewards that it gets meanwhile count
     for its last action. An agent that terminates or is truncated gets its last observation with that. The episode is
     over when every agent that has acted has ended.
     """
@@ -106,7 +107,7 @@ def find_mask(
     """The mask of an observation, in a run with masks; after an episode's end no action is chosen by it."""
     if not choices:
         return None
-    if terminated or (truncated and INFO_KEY not in info):
+    if terminated or (truncated and not np.any(info.get(INFO_KEY, False))):
         return np.ones(sum(choices), np.bool_)
     if INFO_KEY not in info:
         raise ConfigError("env", INFO_KEY, "is missing in info, and this run has action masks")
@@ -313,6 +314,9 @@ def to_float(reward: Any) -> float:
         return float(reward)
     except (TypeError, ValueError):
         raise ConfigError("reward", reward, "of the environment's step is no number", "give a float") from None
+
+
+MAX_IDLE_TICKS = 1000  # of an environment of several agents, in a row, in which none of them has an observation
 
 
 def is_parallel(environment: Any) -> bool:

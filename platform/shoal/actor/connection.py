@@ -10,6 +10,7 @@ import os
 import shlex
 import threading
 import time
+from collections.abc import Sequence
 
 import zmq
 
@@ -80,14 +81,15 @@ def decode_first_reply(frames: list[bytes], limits: MessageLimits, address: str)
         raise ConnectionLost(f"what answers at {address} is no gateway: {violation}") from None
 
 
-def format_actor_options(address: str, env: str, server_key: str) -> list[str]:
+def format_actor_options(address: str, env: str, server_key: str, ignored: Sequence[str] = ()) -> list[str]:
     """The options of `python -m shoal.actor` for a run; a key may begin with a dash."""
-    return ["--connect", address, "--env", env, *([f"--server-key={server_key}"] if server_key else [])]
+    options = ["--connect", address, "--env", env, *([f"--server-key={server_key}"] if server_key else [])]
+    return [*options, *(f"--ignore={each}" for each in ignored)]
 
 
-def format_actor_command(address: str, env: str, server_key: str) -> str:
+def format_actor_command(address: str, env: str, server_key: str, ignored: Sequence[str] = ()) -> str:
     """The command that starts an actor for a run."""
-    return shlex.join(["python", "-m", "shoal.actor", *format_actor_options(address, env, server_key)])
+    return shlex.join(["python", "-m", "shoal.actor", *format_actor_options(address, env, server_key, ignored)])
 
 
 class SocketLock:

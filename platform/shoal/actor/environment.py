@@ -9,36 +9,32 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from shoal.actor.agent_streams import is_parallel
+from shoal.actor.adapters.aec import AECGame, is_aec
+from shoal.actor.adapters.flattening import flatten_agents, flatten_environment
+from shoal.actor.agent_streams import is_parallel, to_float
 from shoal.errors import ConfigError, ShoalError
 from shoal.wire import ExperienceSpec
 from shoal.wire.action_masks import INFO_KEY
 
 MAX_TURNS = 100  # until it is an agent's turn for the first time
-# Observations that make_environment flattens to one array, as gymnasium.spaces.flatten does: parts in the
-# order of the space, choices as one-hot vectors.
-FLATTENED = ("Dict", "Tuple", "Discrete", "MultiDiscrete", "MultiBinary")
 
 
-def make_environment(name: str) -> Any:
-    """The environment of a gymnasium id; `module:Id` imports the module first. `module:function` calls the function,
-    which returns an environment of one agent or of several (`agent_streams`). Raises ConfigError.
+def make_environment(name: str, ignored: Sequence[str] = ()) -> Any:
+    """The environment of a gymnasium id; `module:Id` imports the module first. `module:function` or `file.py:function`
+    calls the function, which returns an environment of one agent or of several, which act at once (`agent_streams`) or
+    in turns (PettingZoo's AEC). Raises ConfigError.
 
     Observations of a Dict, a Tuple, or of integers that are no Box become a flat Box; those of booleans become bytes.
-    A Dict's "action_mask" moves to info. The same holds for each of several agents.
+    A Dict's "action_mask" moves to info, and its `ignored` parts are left out. The same holds for each of several
+    agents.
     """
     if (function := _find_function(name)) is not None:
-        with translate_environment_errors(name):
-            made = function()
-        if not all(callable(getattr(made, method, None)) for method in ("reset", "step")):
-            problem = f"returned a {type(made).__name__}, which has no reset and step"
-            raise ConfigError("env", name, problem, "return an environment")
-        with translate_environment_errors(name):
-            return _flatten_agents(made) if is_parallel(made) else _flatten(made) if _is_gymnasiums(made) else made
+        return _call_function(function, name, ignored)
     try:
         import gymnasium
     except ImportError:
@@ -48,7 +44,7 @@ def make_environment(name: str) -> Any:
     module = name.partition(":")[0]
     with translate_environment_errors(name):
         try:
-            return _flatten(gymnasium.make(name))
+            return flatten_environment(gymnasium.make(name), name, ignored)
         except gymnasium.error.DependencyNotInstalled as error:
             remedy = "install what it names"
             if "box2d" in str(error):
@@ -67,89 +63,30 @@ def make_environment(name: str) -> Any:
 
 
 @contextmanager
-def open_environment(name: str) -> Iterator[Any]:
+def open_environment(name: str, ignored: Sequence[str] = ()) -> Iterator[Any]:
     """`make_environment`, closed at the end if it can be closed."""
-    environment = make_environment(name)
+    environment = make_environment(name, ignored)
     try:
         yield environment
     finally:
         getattr(environment, "close", lambda: None)()
 
 
-def _is_gymnasiums(environment: Any) -> bool:
-    """Whether gymnasium's wrappers take it."""
-    gymnasium = sys.modules.get("gymnasium")
-    return gymnasium is not None and isinstance(environment, gymnasium.Env)
-
-
-def _flatten(environment: Any) -> Any:
-    """A gymnasium environment whose observations are a Box, and whose action mask is in info."""
-    import gymnasium
-
-    if _has_mask(environment.observation_space):
-        environment = _separate_mask(environment)
-    space = environment.observation_space
-    if type(space).__name__ in FLATTENED:
-        environment = gymnasium.wrappers.FlattenObservation(environment)
-    elif space.dtype == np.bool_:
-        space = gymnasium.spaces.Box(0, 1, space.shape, np.uint8)
-        environment = gymnasium.wrappers.TransformObservation(environment, _to_bytes, space)
-    return environment
-
-
-def _flatten_agents(environment: Any) -> Any:
-    """The same of an environment of several agents, by PettingZoo's methods."""
-    spaces = {agent: environment.observation_space(agent) for agent in environment.possible_agents}
-    if all(type(space).__name__ not in FLATTENED and space.dtype != np.bool_ for space in spaces.values()):
-        return environment
-    return _FlatAgents(environment, spaces)
-
-
-class _FlatAgents:
-    """An environment of several agents, of which `spaces` are the observations, with flat ones and masks in infos."""
-
-    def __init__(self, environment: Any, spaces: Mapping[str, Any]) -> None:
-        self._environment, self._spaces = environment, spaces
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._environment, name)
-
-    def observation_space(self, agent: str) -> Any:
-        import gymnasium
-
-        space = self._spaces[agent]
-        space = _find_other_parts(space) if _has_mask(space) else space
-        if type(space).__name__ in FLATTENED:
-            return gymnasium.spaces.flatten_space(space)
-        return gymnasium.spaces.Box(0, 1, space.shape, np.uint8) if space.dtype == np.bool_ else space
-
-    def reset(self, seed: int | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-        return self._flatten(*self._environment.reset(seed=seed))
-
-    def step(self, actions: Mapping[str, Any]) -> tuple[Any, ...]:
-        observations, *outcome, infos = self._environment.step(actions)
-        observations, infos = self._flatten(observations, infos)
-        return observations, *outcome, infos
-
-    def _flatten(
-        self, observations: Mapping[str, Any], infos: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        import gymnasium
-
-        flat, found = dict(observations), dict(infos)
-        for agent, observation in observations.items():
-            space = self._spaces[agent]
-            if _has_mask(space):
-                found[agent] = {**found.get(agent, {}), INFO_KEY: observation[INFO_KEY]}
-                observation, space = _select_parts(observation, space), _find_other_parts(space)
-            if type(space).__name__ in FLATTENED:
-                observation = gymnasium.spaces.flatten(space, observation)
-            flat[agent] = _to_bytes(np.asarray(observation)) if space.dtype == np.bool_ else observation
-        return flat, found
-
-
-def _to_bytes(observation: np.ndarray) -> np.ndarray:
-    return observation.astype(np.uint8)
+def _call_function(function: Callable[[], Any], name: str, ignored: Sequence[str]) -> Any:
+    with translate_environment_errors(name):
+        made = function()
+    if not all(callable(getattr(made, method, None)) for method in ("reset", "step")):
+        problem = f"returned a {type(made).__name__}, which has no reset and step"
+        raise ConfigError("env", name, problem, "return an environment")
+    with translate_environment_errors(name):
+        if is_parallel(made):
+            return flatten_agents(AECGame(made) if is_aec(made) else made, name, ignored)
+        gymnasium = sys.modules.get("gymnasium")
+        if gymnasium is not None and isinstance(made, gymnasium.Env):
+            return flatten_environment(made, name, ignored)
+    if ignored:
+        raise ConfigError("ignore", ignored[0], f"is no part of what {name} observes", "leave it out there")
+    return made
 
 
 def _find_function(name: str) -> Callable[[], Any] | None:
@@ -157,6 +94,13 @@ def _find_function(name: str) -> Callable[[], Any] | None:
     module, _, attribute = name.partition(":")
     if not attribute.isidentifier():
         return None
+    if is_file := module.endswith(".py"):
+        if not os.path.isfile(module):
+            raise ConfigError("env", name, f"there is no file {os.path.abspath(module)}", "give its path")
+        folder, file = os.path.split(os.path.abspath(module))
+        module = file.removesuffix(".py")
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
     with translate_environment_errors(name):
         try:
             found = getattr(importlib.import_module(module), attribute, None)
@@ -164,6 +108,8 @@ def _find_function(name: str) -> Callable[[], Any] | None:
             if error.name not in (module, module.partition(".")[0]):
                 raise  # what the module itself imports
             return None
+    if is_file and not callable(found):
+        raise ConfigError("env", name, f"the file has no function {attribute}", "name one that it has")
     return found if callable(found) else None
 
 
@@ -183,47 +129,6 @@ def get_spaces(environment: Any, name: str, agents: Sequence[str] = ()) -> tuple
     return spaces[0]
 
 
-def _separate_mask(environment: Any) -> Any:
-    """The environment with the "action_mask" of its Dict observations in info, and the other parts as observations."""
-    import gymnasium
-
-    space = environment.observation_space
-
-    class SeparateMask(gymnasium.Wrapper):  # type: ignore[misc]
-        def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
-            return self._split(*self.env.reset(**options))
-
-        def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-            observation, reward, terminated, truncated, info = self.env.step(action)
-            observation, info = self._split(observation, info)
-            return observation, reward, terminated, truncated, info
-
-        def _split(self, observation: Any, info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            return _select_parts(observation, space), {**info, INFO_KEY: observation[INFO_KEY]}
-
-    wrapped = SeparateMask(environment)
-    wrapped.observation_space = _find_other_parts(space)
-    return wrapped
-
-
-def _has_mask(space: Any) -> bool:
-    return INFO_KEY in getattr(space, "spaces", ())
-
-
-def _find_other_parts(space: Any) -> Any:
-    """A Dict without its mask: the other part itself where there is but one, as in PettingZoo's classic games."""
-    import gymnasium
-
-    parts = {name: part for name, part in space.spaces.items() if name != INFO_KEY}
-    return next(iter(parts.values())) if len(parts) == 1 else gymnasium.spaces.Dict(parts)
-
-
-def _select_parts(observation: Any, space: Any) -> Any:
-    """Those of an observation that are left by `_find_other_parts`."""
-    parts = {name: observation[name] for name in space.spaces if name != INFO_KEY}
-    return next(iter(parts.values())) if len(parts) == 1 else parts
-
-
 def reset_environment(environment: Any, name: str, agents: Sequence[str] = ()) -> tuple[Any, dict[str, Any]]:
     """The environment's first observation and its info; of several agents, those of the first, or of the first among
     `agents`, whose turn may come later. Raises ConfigError."""
@@ -236,15 +141,51 @@ def reset_environment(environment: Any, name: str, agents: Sequence[str] = ()) -
             agent = next((agent for agent in observation if not agents or agent in agents), None)
             if agent is not None:
                 return observation[agent], info.get(agent, {})
-            actions = {each: _sample_action(environment, each, info.get(each, {})) for each in observation}
-            observation, _, _, _, info = environment.step(actions)
+            observation, _, _, _, info = environment.step(_pick_actions(environment, observation, info))
     raise ConfigError("env", name, f"shows nothing to {' or '.join(agents)} in {MAX_TURNS} steps", "leave them out")
 
 
-def _sample_action(environment: Any, agent: str, info: Mapping[str, Any]) -> Any:
-    space = environment.action_space(agent)
-    mask = info.get(INFO_KEY)
-    return space.sample() if mask is None else int(np.flatnonzero(mask)[0])
+def check_step(environment: Any, name: str, info: Mapping[str, Any]) -> None:
+    """Take one step after `reset_environment`, which has given this info. Raises ConfigError for a step that is not
+    gymnasium's or PettingZoo's, or for a reward that is no number."""
+    with translate_environment_errors(name):
+        try:
+            if is_parallel(environment):
+                observations, infos = environment.reset(seed=0)
+                taken = environment.step(_pick_actions(environment, observations, infos))
+            else:
+                taken = environment.step(pick_action(environment.action_space, info.get(INFO_KEY)))
+            _, rewards, _, _, _ = taken
+        except ValueError as error:  # of gymnasium's wrappers, too
+            if "values to unpack (expected 5" not in str(error):
+                raise
+            remedy = "return observation, reward, terminated, truncated, info, as gymnasium does; gym's `done` is"
+            remedy += " terminated, or truncated by a time limit"
+            raise ConfigError("env", name, f"step returns no 5 values ({error})", remedy) from None
+        for reward in rewards.values() if is_parallel(environment) else [rewards]:
+            to_float(reward)
+
+
+def _pick_actions(
+    environment: Any, observations: Mapping[str, Any], infos: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    return {
+        agent: pick_action(environment.action_space(agent), infos.get(agent, {}).get(INFO_KEY))
+        for agent in observations
+    }
+
+
+def pick_action(space: Any, mask: Any = None) -> Any:
+    """The first action of a space that the mask allows; of a Box the middle."""
+    kind = type(space).__name__
+    if kind == "Box":
+        return ((space.low.astype(np.float64) + space.high) / 2).astype(space.dtype)
+    if kind == "Discrete":
+        return int(space.start if mask is None else np.flatnonzero(mask)[0])
+    bounds = np.cumsum([0, *get_action_sizes(space)])
+    allowed = np.ones(bounds[-1], np.bool_) if mask is None else np.asarray(mask, np.bool_)
+    picked = [int(np.flatnonzero(allowed[begin:end])[0]) for begin, end in pairwise(bounds)]
+    return np.array(picked, space.dtype).reshape(space.shape)
 
 
 def require_matching_spaces(environment: Any, name: str, spec: ExperienceSpec) -> None:

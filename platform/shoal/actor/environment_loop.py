@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from shoal.actor.adapters.aec import AECGame, is_aec
 from shoal.actor.agent_streams import (
     AgentStream,
     BatchGame,
@@ -55,7 +56,8 @@ def play(
     step. Raises Refused or ConnectionLost as the client does, and ConfigError for an agent without a policy.
     """
     steps, pull_at = 0, 0.0
-    environments = environments if isinstance(environments, Sequence) else [environments]
+    given = environments if isinstance(environments, Sequence) else [environments]
+    environments = [AECGame(each) if is_aec(each) else each for each in given]
     clients = client if isinstance(client, Sequence) else [client]
 
     first, others = clients[0], clients[1:]

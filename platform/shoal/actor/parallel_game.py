@@ -10,7 +10,15 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from shoal.actor.agent_streams import AgentStream, ParallelEnvironment, Runner, StreamGame, find_mask, to_float
+from shoal.actor.agent_streams import (
+    MAX_IDLE_TICKS,
+    AgentStream,
+    ParallelEnvironment,
+    Runner,
+    StreamGame,
+    find_mask,
+    to_float,
+)
 from shoal.actor.policy import Policy
 from shoal.errors import ConfigError
 
@@ -85,6 +93,7 @@ class ParallelGame(StreamGame):
         self._rewards: dict[str, float] = {}
         self._acting_agents: list[str] = []  # the agents of `acting`
         self.acting: list[AgentStream] = []
+        self._has_begun = False  # whether any agent has observed anything in this episode
         self._opponents: dict[str, Opponent] = {}  # with self-play, of the agents that do not learn
         # The observations and masks of the opponents that act next.
         self._others: dict[str, tuple[Any, np.ndarray | None]] = {}
@@ -108,20 +117,24 @@ class ParallelGame(StreamGame):
         self._advance_until_stream_acts()
 
     def _advance_until_stream_acts(self) -> None:
-        """Until a stream acts next: through the turns of opponents, and into the next episode."""
+        """Until a stream acts next: through the turns of opponents, ticks without observations, and into the next
+        episode."""
+        num_idle = 0
         while not self._acting_agents:
-            if self._others:
-                self._step_environment({})
-            elif self._open:
-                problem = f"has no observation for any of {sorted(self._open)}, and they have not ended"
-                raise ConfigError("env", type(self._environment).__name__, problem, "end them, or let one of them act")
-            else:
+            if self._has_begun and not self._open and not self._others:
                 self._begin_episode(None)
+                continue
+            num_idle = 0 if self._others else num_idle + 1
+            if num_idle > MAX_IDLE_TICKS:
+                waiting = f"any of {sorted(self._open)}, and they have not ended" if self._open else "any agent"
+                problem = f"has had no observation for {waiting}, in {MAX_IDLE_TICKS} steps"
+                raise ConfigError("env", type(self._environment).__name__, problem, "end them, or let one of them act")
+            self._step_environment({})
 
     def _begin_episode(self, seed: int | None) -> None:
         self._release_streams(list(self._open))
         self._choices, self._rewards = {}, {}
-        self._opponents = self._draw_opponents()
+        self._opponents, self._has_begun = self._draw_opponents(), False
         observations, infos = self._environment.reset(seed=seed)
         self._select_acting(observations, (), infos)
 
@@ -175,6 +188,7 @@ class ParallelGame(StreamGame):
         self, observations: Mapping[str, Any], ended: Sequence[str], infos: Mapping[str, Mapping[str, Any]]
     ) -> None:
         """Those who have an observation act next; who is new begins an episode."""
+        self._has_begun |= bool(observations)
         acting = [agent for agent in observations if agent not in ended]
         self._acting_agents, self._others = [agent for agent in acting if agent not in self._opponents], {}
         # How the opponents go on when the agent that learns has ended is of no use.

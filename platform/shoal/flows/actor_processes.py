@@ -33,10 +33,18 @@ class ActorProcesses:
         self._actors: list[subprocess.Popen[bytes]] = []
 
     def start(
-        self, number: int, address: str, env: str, server_key: str = "", options: Sequence[str] = (), seed: int = 0
+        self,
+        number: int,
+        address: str,
+        env: str,
+        server_key: str = "",
+        options: Sequence[str] = (),
+        seed: int = 0,
+        ignored: Sequence[str] = (),
     ) -> None:
         """Start `number` actors that connect to the gateway at `address`. seed: of the first one's environment"""
-        words = [sys.executable, "-m", "shoal.actor", "--lifeline", *format_actor_options(address, env, server_key)]
+        known = format_actor_options(address, env, server_key, ignored)
+        words = [sys.executable, "-m", "shoal.actor", "--lifeline", *known]
         variables = {**os.environ, "OMP_NUM_THREADS": "1", **self._environment}
         for index in range(number):
             own = ["--actor-id", f"{self._prefix}-{index}", "--seed", str(seed + index)]

@@ -55,10 +55,10 @@ class LoopRun(ABC):
 
     def _announce_gateway(self, address: str) -> None:
         """`address`: of several policies all of theirs, since an actor needs each."""
-        env, key = self.spec.env, self._server_key
-        self._note("gateway_ready", address=address, env=env, server_key=key)
+        env, key, ignored = self.spec.env, self._server_key, self.spec.ignore
+        self._note("gateway_ready", address=address, env=env, server_key=key, ignore=list(ignored))
         self._record_endpoint("gateway", "gateway", address)
-        command = format_actor_command(address, env, key)
+        command = format_actor_command(address, env, key, ignored)
         print(f"run {self.recorder.id}: start each actor with\n    {command}", flush=True)
 
     def _record_endpoint(self, name: str, kind: str, address: str) -> None:

@@ -20,9 +20,9 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from shoal.actor.agent_streams import is_parallel
+from shoal.actor.agent_streams import MAX_IDLE_TICKS, is_parallel
 from shoal.actor.environment import open_environment, translate_environment_errors
-from shoal.errors import ConnectionLost, InferenceError, RunError
+from shoal.errors import ConfigError, ConnectionLost, InferenceError, RunError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.wire.action_masks import INFO_KEY
 
@@ -216,7 +216,7 @@ def evaluate(connections: Sequence[PolicyConnection], spec: ActorLearnerSpec) ->
 
 def _play(connections: Sequence[PolicyConnection], spec: ActorLearnerSpec, num_episodes: int, seed: int) -> Evaluation:
     timeout_s = spec.eval_timeout_s * max(1.0, num_episodes / spec.eval_episodes)
-    return play_through(connections, spec.env, num_episodes, seed, _max_rows(spec), timeout_s)
+    return play_through(connections, spec.env, num_episodes, seed, _max_rows(spec), timeout_s, spec.ignore)
 
 
 def _max_rows(spec: ActorLearnerSpec) -> int:
@@ -234,8 +234,11 @@ class PlayedEpisode:
         observations, infos = environment.reset(seed=seed)
         self.observations: Mapping[Any, Any] = observations if self._is_parallel else {None: observations}
         self._infos: Mapping[Any, Mapping[str, Any]] = infos if self._is_parallel else {None: infos}
+        self._open = set(self.observations)  # the agents that have begun and not ended
+        self._has_begun = bool(self._open)
         self.returns = dict.fromkeys(self.observations, 0.0)
         self.states: dict[Any, np.ndarray] = {}  # of a recurrent policy, by agent, after its first answer
+        self._pass_idle_ticks()
 
     @property
     def mean_return(self) -> float:
@@ -254,11 +257,26 @@ class PlayedEpisode:
             self.observations = {} if terminated or truncated else {None: observation}
             self.returns[None] += float(reward)
             return
+        self._step_agents(actions)
+        self._pass_idle_ticks()
+
+    def _pass_idle_ticks(self) -> None:
+        """Until an agent has an observation, or all have ended."""
+        for _ in range(MAX_IDLE_TICKS):
+            if self.observations or (self._has_begun and not self._open):
+                return
+            self._step_agents({})
+        problem = f"has had no observation for any agent in {MAX_IDLE_TICKS} steps"
+        raise ConfigError("env", type(self._environment).__name__, problem, "end them, or let one of them act")
+
+    def _step_agents(self, actions: Mapping[Any, Any]) -> None:
         observations, rewards, terminations, truncations, self._infos = self._environment.step(actions)
         for agent, reward in rewards.items():
             self.returns[agent] = self.returns.get(agent, 0.0) + float(reward)
         ended = {agent for each in (terminations, truncations) for agent, is_over in each.items() if is_over}
         self.observations = {agent: each for agent, each in observations.items() if agent not in ended}
+        self._open = (self._open | self.observations.keys()) - ended
+        self._has_begun |= bool(observations)
 
 
 class AnsweredActions:
@@ -327,6 +345,7 @@ def play_through(
     seed: int,
     max_rows: int,
     timeout_s: float = 300.0,
+    ignored: Sequence[str] = (),
 ) -> Evaluation:
     """Play `num_episodes` greedily, in parallel, in groups of at most `max_rows`, the endpoint's largest request. The
     groups take turns at the connections.
@@ -336,7 +355,7 @@ def play_through(
     """
     started = time.monotonic()
     with ExitStack() as opened:  # close unfinished environments, too: another trial may follow
-        environments = [opened.enter_context(open_environment(env)) for _ in range(num_episodes)]
+        environments = [opened.enter_context(open_environment(env, ignored)) for _ in range(num_episodes)]
         num_agents = len(environments[0].possible_agents) if is_parallel(environments[0]) else 1
         num_groups = -(-num_episodes // max(1, max_rows // num_agents))
         bounds = [num_episodes * number // num_groups for number in range(num_groups + 1)]

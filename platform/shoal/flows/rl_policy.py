@@ -17,7 +17,7 @@ import yaml
 
 import shoal.runs
 from shoal.actor.agent_streams import is_parallel
-from shoal.actor.environment import get_spaces, open_environment, reset_environment
+from shoal.actor.environment import check_step, get_spaces, open_environment, reset_environment
 from shoal.actor.segment_builder import SegmentBuilder
 from shoal.cluster.job_main import ACTORS_INFERENCE
 from shoal.errors import ConfigError, InvalidSegment, SpecMismatch
@@ -36,10 +36,10 @@ from shoal.wire.action_masks import INFO_KEY, MASKS, find_choices, read_mask
 def inspect_environment(
     spec: RLSpec, inference: str = LOCAL, agents: tuple[str, ...] = ()
 ) -> tuple[ExperienceSpec, np.ndarray]:
-    """The format of its experience, and a first observation. agents: those with this policy, in a run of several.
-    Raises ConfigError for an environment that cannot be created or learned from, or not with the actors' policy where
-    `inference` says; called before anything starts."""
-    with open_environment(spec.env) as environment:
+    """The format of its experience, and a first observation, by one reset and one step. agents: those with this policy,
+    in a run of several. Raises ConfigError for an environment that cannot be created or learned from, or not with the
+    actors' policy where `inference` says; called before anything starts."""
+    with open_environment(spec.env, spec.ignore) as environment:
         if inference == REMOTE and is_parallel(environment):
             raise ConfigError("env", spec.env, "has several agents", "leave out --inference remote")
         if spec.self_play.is_on and not is_parallel(environment):
@@ -49,19 +49,27 @@ def inspect_environment(
         has_masks = INFO_KEY in info
         experience = experience_spec(*get_spaces(environment, spec.env, agents), spec, has_masks)
         experience = msgspec.structs.replace(experience, agents=agents)
-    if inference == REMOTE:
-        require_remote_inference(experience, spec.algorithm.pauses_actors)
+        if inference == REMOTE:
+            require_remote_inference(experience, spec.algorithm.pauses_actors)
+        _require_good_beginning(spec.env, experience, observation, info)
+        check_step(environment, spec.env, info)
+    return experience, observation
+
+
+def _require_good_beginning(
+    env: str, experience: ExperienceSpec, observation: np.ndarray, info: Mapping[str, Any]
+) -> None:
+    """Raise ConfigError where each actor would fail with the first observation."""
     try:
         extras = {each.name: np.zeros(each.tensor.shape, each.tensor.numpy_dtype()) for each in experience.extras}
-        SegmentBuilder(experience).begin(observation, extras)  # fails here as each actor would
-        if has_masks:
-            read_mask(info[INFO_KEY], find_choices(experience))
+        SegmentBuilder(experience).begin(observation, extras)
+        if choices := find_choices(experience):
+            read_mask(info[INFO_KEY], choices)
     except InvalidSegment as error:
         what = "a wrong action_mask" if error.field == MASKS else "what is not in its observation_space"
         problem = f"begins with {what}: {error.problem}"
         remedy = "give what the space says; reset returns (observation, info)"
-        raise ConfigError("env", spec.env, problem, remedy) from None
-    return experience, observation
+        raise ConfigError("env", env, problem, remedy) from None
 
 
 def check(spec: ActorLearnerSpec) -> tuple[ExperienceSpec, np.ndarray]:
@@ -151,7 +159,7 @@ def _require_compatible_checkpoint(spec: ActorLearnerSpec, experience: Experienc
     if networks[0] != networks[1]:
         problem = f"run {run.id} has learnt with another network, by {before.algorithm}"
         raise SpecMismatch("algorithm", spec.algorithm.name, problem, remedy)
-    if spec.env != before.env:
+    if (spec.env, spec.ignore) != (before.env, before.ignore):
         learnt, _ = inspect_environment(before)
         if describe_policy_model(spec, experience) != describe_policy_model(spec, learnt):
             problem = f"run {run.id} has learnt {before.env}, which shows or takes something else"

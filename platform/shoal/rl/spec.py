@@ -114,6 +114,7 @@ class RLSpec(Spec):
     """One actor-learner run."""
 
     env: str = "CartPole-v1"
+    ignore: tuple[str, ...] = Field(default=(), description="parts of a Dict that are not observed, by name")
     model: AnyNetworkSource = Field(default=None, description="my_net.py:Net, a network of your own")
     hidden: tuple[Annotated[int, Field(ge=1)], ...] = (64, 64)
     core: Literal["none", "gru", "lstm"] | None = Field(

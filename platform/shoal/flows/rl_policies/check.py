@@ -20,7 +20,7 @@ from shoal.wire import ExperienceSpec
 def check_policies(spec: PoliciesSpec) -> dict[str, tuple[ExperienceSpec, np.ndarray]]:
     """By policy, the format of its experience and a first observation. Raises ConfigError, and SpecMismatch for a
     resumed run that has learnt something else; called before anything starts."""
-    with open_environment(spec.env) as environment:
+    with open_environment(spec.env, spec.ignore) as environment:
         if not is_parallel(environment):
             raise ConfigError("env", spec.env, "has one agent", "use a job of one policy, as jobs/actor_learner.py")
         require_all_assigned(spec, list(environment.possible_agents))
@@ -54,6 +54,7 @@ def describe_network(spec: PoliciesSpec, name: str) -> dict[str, object]:
     return {
         "agents": list(spec.policies[name].agents),
         "env": own.env,
+        "ignore": list(own.ignore),
         "model": own.model.word if own.model is not None else "",
         "hidden": list(own.hidden),
         "core": [own.applied_core, own.core_size],

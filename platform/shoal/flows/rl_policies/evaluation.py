@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
 from shoal.actor.environment import open_environment, translate_environment_errors
@@ -23,10 +23,11 @@ def evaluate_policies(
     seed: int,
     max_rows: Mapping[str, int],
     timeout_s: float,
+    ignored: Sequence[str] = (),
 ) -> dict[str, Evaluation]:
     """Play `num_episodes` at once, greedily; returns for each policy the mean returns of its agents.
 
-    connections: by policy; policy_of: of each agent; max_rows: of a request, by policy
+    ignored: parts of observations; connections: by policy; policy_of: of each agent; max_rows: of a request, by policy
 
     An episode in which a policy has no agent does not count for it.
 
@@ -38,7 +39,7 @@ def evaluate_policies(
     versions: dict[str, set[int]] = {name: set() for name in connections}
     num_requests = dict.fromkeys(connections, 0)
     with ExitStack() as opened:
-        environments = [opened.enter_context(open_environment(env)) for _ in range(num_episodes)]
+        environments = [opened.enter_context(open_environment(env, ignored)) for _ in range(num_episodes)]
         with translate_environment_errors(env):
             episodes = [PlayedEpisode(each, seed + index) for index, each in enumerate(environments)]
         while playing := [episode for episode in episodes if episode.observations]:

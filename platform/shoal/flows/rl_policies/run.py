@@ -277,8 +277,9 @@ class _PoliciesRun(LoopRun):
                 connections[each.name] = connection
             policy_of = {agent: name for name, policy in spec.policies.items() for agent in policy.agents}
             max_rows = {each.name: spec.endpoint.options(each.spec.model_name).max_rows for each in self.policies}
+            episodes, timeout_s = spec.eval_episodes, spec.eval_timeout_s
             return evaluate_policies(
-                connections, policy_of, spec.env, spec.eval_episodes, EVALUATION_SEED, max_rows, spec.eval_timeout_s
+                connections, policy_of, spec.env, episodes, EVALUATION_SEED, max_rows, timeout_s, spec.ignore
             )
 
     def shut_down(self) -> None:

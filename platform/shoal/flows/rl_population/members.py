@@ -137,7 +137,7 @@ class LoopMember:
 
     def _start_actors(self) -> None:
         seed = 1000 * self.number + self.spec.learner.seed
-        self.actors.start(self._num_actors, self.loop.address, self.spec.env, seed=seed)
+        self.actors.start(self._num_actors, self.loop.address, self.spec.env, seed=seed, ignored=self.spec.ignore)
 
 
 def is_finite(tensors: dict[str, Tensor]) -> bool:

@@ -38,7 +38,7 @@ from shoal.wire import ExperienceSpec
 JOB = "rl_population"
 POLL_S = 0.1
 RECORD_S = 1.0
-UNCHANGED = ("env", "algorithm", "hidden", "members", "space", "evolution", "steps_per_round", "seed")
+UNCHANGED = ("env", "ignore", "algorithm", "hidden", "members", "space", "evolution", "steps_per_round", "seed")
 
 
 def rl_population_main(recipe: RLPopulationSpec) -> None:

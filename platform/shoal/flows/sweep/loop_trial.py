@@ -61,7 +61,7 @@ class LoopTrial(Trial):
             with actors:
                 with loop:
                     recorder.record_event("gateway_ready", address=loop.address, env=spec.env, server_key="")
-                    actors.start(spec.actors, loop.address, spec.env, seed=spec.learner.seed)
+                    actors.start(spec.actors, loop.address, spec.env, seed=spec.learner.seed, ignored=spec.ignore)
                     report = _LoopFollower(spec, loop, actors, recorder).follow(self._report, self._is_stopping)
                 actors.finish(ACTORS_END_S)
             if not report.is_over:

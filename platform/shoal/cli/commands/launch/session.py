@@ -250,6 +250,7 @@ class RunSession:
         variables = {"SHOAL_TOKEN": load_access_token(), "PYTHONPATH": os.pathsep.join(filter(None, places))}
         options = ["--envs", str(self._typed.num_environments), "--inference", self._typed.inference]
         self._actors = ActorProcesses(record.folder, variables)
+        options += [f"--ignore={each}" for each in details.get("ignore", ())]
         self._actors.start(self._num_actors, details["address"], details["env"], details["server_key"], options)
 
     def _describe_dead_actors(self) -> list[str]:

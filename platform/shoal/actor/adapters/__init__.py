@@ -1,0 +1,1 @@
+"""Other forms of environments, made into those that the ready loop plays."""
