@@ -57,7 +57,7 @@ def play(
     """
     steps, pull_at = 0, 0.0
     given = environments if isinstance(environments, Sequence) else [environments]
-    environments = [AECGame(each) if is_aec(each) else each for each in given]
+    games: list[Any] = [AECGame(each) if is_aec(each) else each for each in given]
     clients = client if isinstance(client, Sequence) else [client]
 
     first, others = clients[0], clients[1:]
@@ -65,7 +65,7 @@ def play(
         if on_run is not None:
             for each in clients:
                 on_run(each.spec)
-        player = _Player(environments, clients, seed, on_weights)
+        player = _Player(games, clients, seed, on_weights)
         try:
             player.start()
             while not first.finished and (max_steps is None or steps < max_steps):  # for each step: it must be cheap

@@ -159,6 +159,10 @@ def _require_compatible_checkpoint(spec: ActorLearnerSpec, experience: Experienc
     if networks[0] != networks[1]:
         problem = f"run {run.id} has learnt with another network, by {before.algorithm}"
         raise SpecMismatch("algorithm", spec.algorithm.name, problem, remedy)
+    for name in ("normalize_observations", "normalize_rewards"):
+        if getattr(spec, name) != getattr(before, name):
+            problem = f"run {run.id} has learnt with {str(getattr(before, name)).lower()}"
+            raise SpecMismatch(name, getattr(spec, name), problem, remedy)
     if (spec.env, spec.ignore) != (before.env, before.ignore):
         learnt, _ = inspect_environment(before)
         if describe_policy_model(spec, experience) != describe_policy_model(spec, learnt):

@@ -41,7 +41,11 @@ class OwnNetwork(nn.Module):
 
     word, name, source: as of a NetworkSource
     is_gaussian:        a mean and a log_std are wanted; has_value: and a value
+    is_normalized:      published weights have the shift and the scale of the observations; in the learner, 0 and 1
     """
+
+    shift: Tensor
+    scale: Tensor
 
     def __init__(
         self,
@@ -54,6 +58,7 @@ class OwnNetwork(nn.Module):
         hidden: Sequence[int],
         is_gaussian: bool,
         has_value: bool,
+        is_normalized: bool = False,
     ) -> None:
         super().__init__()
         self._word, self._is_gaussian, self._has_value = word, is_gaussian, has_value
@@ -64,6 +69,10 @@ class OwnNetwork(nn.Module):
             "hidden": tuple(hidden),
         }
         self.module = _build_module(word, name, source, offered)
+        self._is_normalized = is_normalized
+        if is_normalized:
+            self.register_buffer("shift", torch.zeros(*observation_shape))
+            self.register_buffer("scale", torch.ones(*observation_shape))
         self.eval()
 
     def train(self, mode: bool = True) -> Self:
@@ -74,7 +83,8 @@ class OwnNetwork(nn.Module):
 
         Raises ConfigError when the module gives something else.
         """
-        found = self.module(observation.float())
+        observation = observation.float()
+        found = self.module((observation - self.shift) * self.scale if self._is_normalized else observation)
         tensors = list(found) if isinstance(found, tuple | list) else [found]
         names = (["mean", "log_std"] if self._is_gaussian else ["outputs"]) + ["value"] * self._has_value
         if len(tensors) != len(names) or not all(isinstance(each, Tensor) for each in tensors):

@@ -174,11 +174,15 @@ class Learner:
                 self._publish_if_due()
             self._save_if_due()
             return False
-        evidence = self._weigh(batch)  # before the weights depend on the batch
-        fates = self._learn(batch)
-        num_dropped = sum(fate is not None for fate in fates)
-        self.counts["dropped"] += num_dropped
-        self.counts["consumed"] += len(fates) - num_dropped
+        prepared = self.algorithm.prepare(batch)
+        evidence = self._weigh(prepared)  # before the weights depend on the batch
+        fates = self._learn(prepared)
+        learnt = np.array([fate is None for fate in fates])
+        self.algorithm.normalizer.learn(batch, learnt)  # after: it was learnt in the units of its actors
+        if learnt.any():
+            self._publish_if_due()
+        self.counts["dropped"] += int((~learnt).sum())
+        self.counts["consumed"] += int(learnt.sum())
         self._unacknowledged = (batch.lease_id, fates, evidence)
         return True
 
@@ -243,8 +247,8 @@ class Learner:
         return taken
 
     def snapshot(self) -> WeightSnapshot:
-        """The current weights under the current version."""
-        return WeightSnapshot.of(self.version, model_arrays(self.model))
+        """The current weights under the current version, for observations as they are."""
+        return WeightSnapshot.of(self.version, self.algorithm.normalizer.fold(model_arrays(self.model)))
 
     def save(self) -> None:
         """Write a checkpoint: weights, optimiser, versions, counts and the random state."""
@@ -331,7 +335,6 @@ class Learner:
             }
             if self._hub is not None:
                 self._metrics["learner/replicas"] = float(1 + len(self._hub.pids))
-        self._publish_if_due()
         return True
 
     def _publish_if_due(self) -> None:

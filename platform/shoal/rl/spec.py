@@ -121,6 +121,8 @@ class RLSpec(Spec):
         default=None, description="a recurrent layer in the network; default: the algorithm's"
     )
     core_size: int = Field(default=64, ge=1, description="outputs of the core")
+    normalize_observations: bool = Field(default=False, description="by running means and deviations; not frames")
+    normalize_rewards: bool = Field(default=False, description="by the deviation of their discounted sums")
     segment_length: int = Field(default=256, ge=1, description="environment steps in a segment, at most")
     gateway: GatewaySpec = GatewaySpec()
     learn_from_endpoint: bool = Field(default=False, description="from users of the endpoint, who act and reward")
@@ -187,6 +189,9 @@ def experience_spec(observation_space: Any, action_space: Any, spec: RLSpec, has
         remedy = "this algorithm needs a flat Box: gymnasium.wrappers.FlattenObservation makes one of most spaces"
         remedy += "; a network of your own takes a Box of any rank: model=my_net.py:Net" if is_box else ""
         raise ConfigError("env", spec.env, f"observes {observation_space}", remedy)
+    if spec.normalize_observations and is_frame:
+        problem = f"is for numbers, and {spec.env} observes frames, which are scaled to [0, 1]"
+        raise ConfigError("normalize_observations", True, problem, "leave it out")
     dtype = np.dtype(observation_space.dtype).name
     if dtype not in DTYPES:
         problem, remedy = f"observes {dtype}, which cannot travel", f"wrap it; these can: {', '.join(DTYPES)}"
@@ -367,6 +372,7 @@ def network_kwargs(spec: RLSpec, experience: ExperienceSpec) -> dict[str, Any]:
         bounds["frames"] = describe_encoder(experience.observation)
     if spec.model is not None:
         outputs = {"is_gaussian": bool(policy.action_low), "has_value": spec.algorithm.has_value_head}
+        outputs |= {"is_normalized": True} if spec.normalize_observations else {}
         bounds["network"] = {**spec.model.model_dump(), **sizes, "observation_shape": list(shape), **outputs}
     if spec.applied_core != "none":
         bounds.update(core=spec.applied_core, core_size=spec.core_size)

@@ -55,6 +55,8 @@ def describe_network(spec: PoliciesSpec, name: str) -> dict[str, object]:
         "agents": list(spec.policies[name].agents),
         "env": own.env,
         "ignore": list(own.ignore),
+        "normalize_observations": own.normalize_observations,
+        "normalize_rewards": own.normalize_rewards,
         "model": own.model.word if own.model is not None else "",
         "hidden": list(own.hidden),
         "core": [own.applied_core, own.core_size],

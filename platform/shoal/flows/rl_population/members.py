@@ -97,6 +97,10 @@ class LoopMember:
         """A copy of the weights and the optimizer's state."""
         return copy.deepcopy(self.loop.learner.algorithm.state_dict())
 
+    def copy_weights(self) -> dict[str, Tensor]:
+        """A copy of the weights, for observations as they are."""
+        return {name: torch.tensor(each) for name, each in self.loop.learner.snapshot().tensors().items()}
+
     def make_new_state(self) -> LearnerState:
         """New weights, from torch's generator, and an empty optimizer state."""
         return make_algorithm(self.spec, self._experience).state_dict()
@@ -152,4 +156,4 @@ def shrink_and_perturb(old: LearnerState, new: LearnerState, shrink: float, pert
         name: shrink * each + perturb * new["model"][name] if each.is_floating_point() else each
         for name, each in old["model"].items()
     }
-    return {**new, "model": mixed}
+    return {**new, "model": mixed, "normalizer": old["normalizer"]}

@@ -38,7 +38,19 @@ from shoal.wire import ExperienceSpec
 JOB = "rl_population"
 POLL_S = 0.1
 RECORD_S = 1.0
-UNCHANGED = ("env", "ignore", "algorithm", "hidden", "members", "space", "evolution", "steps_per_round", "seed")
+UNCHANGED = (
+    "env",
+    "ignore",
+    "normalize_observations",
+    "normalize_rewards",
+    "algorithm",
+    "hidden",
+    "members",
+    "space",
+    "evolution",
+    "steps_per_round",
+    "seed",
+)
 
 
 def rl_population_main(recipe: RLPopulationSpec) -> None:
@@ -139,7 +151,7 @@ class RLPopulation:
         details = state.describe_round(scores, step)
         best = state.find_new_best(scores, is_higher_better=True)
         if best is not None:
-            state.set_best(best, scores[best], self.members[best].copy_state()["model"])
+            state.set_best(best, scores[best], self.members[best].copy_weights())
         decisions = self._evolution.next(state.round, scores, state.values)
         self._apply(decisions)
         state.rounds.append(details | describe_decisions(decisions))

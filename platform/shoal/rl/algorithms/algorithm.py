@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from shoal.errors import ConfigError, ShoalError
 from shoal.rl.algorithm_config import ALGORITHMS, AlgorithmConfig, load_named
+from shoal.rl.algorithms.normalization import Normalizer
 from shoal.rl.experience.queue import ExperienceBatch
 from shoal.rl.learner_group import SINGLE, LearnerGroup, SampleShare
 from shoal.rl.spec import RLSpec
@@ -37,11 +38,17 @@ class Algorithm(ABC):
     model: its weights are published, saved and registered
     device: of the model and of each batch; what leaves the algorithm is on the CPU
     group: the learners that share each batch
+    normalizer: the statistics of observations and rewards
     """
 
     model: nn.Module
     device = torch.device("cpu")
     group: LearnerGroup = SINGLE
+    normalizer: Normalizer
+
+    def prepare(self, batch: ExperienceBatch) -> ExperienceBatch:
+        """A new batch as the other methods take it: in units of the statistics, unless a replay stores it."""
+        return self.normalizer.prepare(batch)
 
     def to_device(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
@@ -79,7 +86,7 @@ class Algorithm(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed learner needs; `model` is the model's."""
+        """Everything that a resumed learner needs; `model` is the model's, `normalizer` the statistics'."""
 
     def serialize(self) -> bytes:
         """The state, for a learner that joins the group."""

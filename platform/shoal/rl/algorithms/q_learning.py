@@ -105,6 +105,10 @@ class QLearning(Algorithm):
         found = self._minimize(total, metrics, loss.num_steps, share.num_steps)
         return found, self.group.gather(loss.errors, share).cpu().numpy()
 
+    def prepare(self, batch: ExperienceBatch) -> ExperienceBatch:
+        super().prepare(batch)
+        return batch  # the replay stores it as it is
+
     def update(self, batch: ExperienceBatch) -> Iterator[Metrics]:
         self._insert(batch)
         self._num_inserted += batch.num_steps
@@ -124,6 +128,7 @@ class QLearning(Algorithm):
     def state_dict(self) -> dict[str, Any]:
         return {
             "model": self.model.state_dict(),
+            "normalizer": self.normalizer.state_dict(),
             "target": self._target.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "replay": self._replay.state_dict(),
@@ -133,6 +138,7 @@ class QLearning(Algorithm):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
+        self.normalizer.load_state_dict(state.get("normalizer", {}))
         self._target.load_state_dict(state["target"])
         restore_optimizer(self._optimizer, state["optimizer"], self._settings.learning_rate)
         if self._has_replay:

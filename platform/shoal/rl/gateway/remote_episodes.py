@@ -122,7 +122,7 @@ def read_observation(
     if [len(frame) for frame in frames] != sizes:
         problem = f"frames of {[len(frame) for frame in frames]} bytes, expected {sizes}"
         raise InvalidSegment(DropReason.INVALID_FRAMES, "observation", problem)
-    check_values("reward", np.float64(message.reward), REWARD)
+    check_values("reward", np.array(message.reward), REWARD)
     check_values("observation", np.frombuffer(frames[0], spec.numpy_dtype()), spec)
     if choices and not message.terminated:  # after that, no action is chosen
         read_mask(np.frombuffer(frames[1], np.uint8), choices)

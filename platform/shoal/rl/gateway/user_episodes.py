@@ -125,7 +125,7 @@ class UserEpisodes:
         if episode.reply is not None:
             return EpisodeRejection(409, "the answer to the request before is still on its way")
         before, reward = episode.reward, _add(episode.reward, request.reward)
-        check_values("reward", np.float64(reward or 0.0), REWARD)
+        check_values("reward", np.array(reward or 0.0), REWARD)
         episode.used_at, episode.reward = time.monotonic(), reward
         if observation is None and not request.ended:
             self._inference.touch_episode(self.key, episode.number)

@@ -16,6 +16,7 @@ from shoal.models.q_network import QNetwork
 from shoal.rl.algorithms.algorithm import NonFiniteLoss, find_device
 from shoal.rl.algorithms.dqn.config import DQNConfig
 from shoal.rl.algorithms.dqn.loss import double_targets, dqn_loss
+from shoal.rl.algorithms.normalization import Normalizer
 from shoal.rl.algorithms.q_learning import QLearning, StepLoss, find_folder, make_random
 from shoal.rl.algorithms.segments import to_observations
 from shoal.rl.experience.queue import ExperienceBatch
@@ -38,7 +39,7 @@ class DQN(QLearning):
     ) -> None:
         assert isinstance(spec.algorithm, DQNConfig)
         self._config = config = spec.algorithm
-        self.device = find_device(spec)
+        self.device, self.normalizer = find_device(spec), Normalizer(spec, experience)
         model: QNetwork = QNetwork(**network_kwargs(spec, experience)).to(self.device)
         size_bytes, exponent, place = (
             int(config.replay_mb * 2**20),
@@ -63,7 +64,8 @@ class DQN(QLearning):
     def _draw(self) -> tuple[np.ndarray, SampleShare]:
         config = self._config
         sample = self._replay.sample(config.batch_size, config.num_steps, config.discount, config.beta)
-        return sample.rows, SampleShare(sample.to_arrays(), 0, config.batch_size, config.batch_size)
+        arrays = self.normalizer.apply(sample.to_arrays())
+        return sample.rows, SampleShare(arrays, 0, config.batch_size, config.batch_size)
 
     def _compute_loss(self, share: SampleShare) -> StepLoss:
         sample = ReplaySample(**share.arrays)
@@ -83,6 +85,7 @@ class DQN(QLearning):
     @torch.no_grad()
     def _compute_errors(self, batch: ExperienceBatch) -> np.ndarray:
         """The error of each step of a new batch, for its first priority, as Ape-X's actors compute it (§3). [N]"""
+        batch = self.normalizer.normalize(batch)
         rows = SegmentRows.of(batch)
         step_rows = np.flatnonzero(rows.is_step)
         returns, discounts, following = sum_returns(rows, step_rows, self._config.num_steps, self._config.discount)

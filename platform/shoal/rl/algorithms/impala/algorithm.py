@@ -27,6 +27,7 @@ from shoal.rl.algorithms.algorithm import (
     set_learning_rate,
 )
 from shoal.rl.algorithms.impala.config import ImpalaConfig
+from shoal.rl.algorithms.normalization import Normalizer
 from shoal.rl.algorithms.segments import (
     SegmentBatch,
     compute_log_ratios,
@@ -140,7 +141,7 @@ class Impala(Algorithm):
     def __init__(self, spec: RLSpec, experience: ExperienceSpec, folder: Path | None = None) -> None:
         assert isinstance(spec.algorithm, ImpalaConfig)
         self._config = spec.algorithm
-        self.device = find_device(spec)
+        self.device, self.normalizer = find_device(spec), Normalizer(spec, experience)
         self.model: AnyActorCritic = load_named(spec.model_factory)(**network_kwargs(spec, experience))
         self.model.to(self.device)
         self._optimizer = torch.optim.Adam(self.model.parameters(), lr=self._config.learning_rate, fused=True)
@@ -162,8 +163,13 @@ class Impala(Algorithm):
         set_learning_rate(self._optimizer, config.learning_rate)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "normalizer": self.normalizer.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
+        self.normalizer.load_state_dict(state.get("normalizer", {}))
         restore_optimizer(self._optimizer, state["optimizer"], self._config.learning_rate)

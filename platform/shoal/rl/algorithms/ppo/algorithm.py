@@ -26,6 +26,7 @@ from shoal.rl.algorithms.algorithm import (
     restore_optimizer,
     set_learning_rate,
 )
+from shoal.rl.algorithms.normalization import Normalizer
 from shoal.rl.algorithms.ppo.config import PPOConfig
 from shoal.rl.algorithms.ppo.loss import PPOTargets, estimate_advantages, ppo_loss
 from shoal.rl.algorithms.segments import (
@@ -49,7 +50,7 @@ class PPO(Algorithm):
     def __init__(self, spec: RLSpec, experience: ExperienceSpec, folder: Path | None = None) -> None:
         assert isinstance(spec.algorithm, PPOConfig)
         self._config = spec.algorithm
-        self.device = find_device(spec)
+        self.device, self.normalizer = find_device(spec), Normalizer(spec, experience)
         self.model: AnyActorCritic = load_named(spec.model_factory)(**network_kwargs(spec, experience))
         self.model.to(self.device)
         self._optimizer = torch.optim.Adam(self.model.parameters(), lr=self._config.learning_rate, eps=1e-5, fused=True)
@@ -160,10 +161,15 @@ class PPO(Algorithm):
         set_learning_rate(self._optimizer, config.learning_rate)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "normalizer": self.normalizer.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
+        self.normalizer.load_state_dict(state.get("normalizer", {}))
         restore_optimizer(self._optimizer, state["optimizer"], self._config.learning_rate)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from shoal.models.action_distribution import mask_logits
 from shoal.models.q_network import RecurrentQNetwork
 from shoal.rl.algorithms.algorithm import NonFiniteLoss, find_device
+from shoal.rl.algorithms.normalization import Normalizer
 from shoal.rl.algorithms.q_learning import QLearning, StepLoss, find_folder, make_random
 from shoal.rl.algorithms.r2d2.config import R2D2Config
 from shoal.rl.algorithms.r2d2.loss import R2D2Losses, mix_errors, r2d2_loss, rescaled_targets, sum_rewards
@@ -56,7 +57,7 @@ class R2D2(QLearning):
         assert isinstance(spec.algorithm, R2D2Config)
         self._config = config = spec.algorithm
         self._shape = SequenceShape(config.sequence_length, config.burn_in, config.num_steps)
-        self.device = find_device(spec)
+        self.device, self.normalizer = find_device(spec), Normalizer(spec, experience)
         model: RecurrentQNetwork = RecurrentQNetwork(**network_kwargs(spec, experience)).to(self.device)
         replay: SequenceReplay | None = None
         if has_replay:
@@ -73,12 +74,12 @@ class R2D2(QLearning):
 
     def is_usable(self, segment: ExperienceBatch) -> bool:
         with torch.no_grad():
-            return bool(self._evaluate(self._split(segment)).mixed_errors.isfinite().all())
+            return bool(self._evaluate(self._normalize(self._split(segment))).mixed_errors.isfinite().all())
 
     def _insert(self, batch: ExperienceBatch) -> None:
         sequences = self._split(batch)
         with torch.no_grad():
-            errors = self._evaluate(sequences).mixed_errors
+            errors = self._evaluate(self._normalize(sequences)).mixed_errors
         if not errors.isfinite().all():
             raise NonFiniteLoss("the error of a sequence is not finite; check the rewards")
         self._replay.insert(sequences, errors.cpu().numpy())
@@ -88,7 +89,7 @@ class R2D2(QLearning):
 
     def _draw(self) -> tuple[np.ndarray, SampleShare]:
         rows, sequences, weights = self._replay.sample(self._config.batch_size, self._config.beta)
-        arrays = {**sequences.to_arrays(), "weights": weights}
+        arrays = {**self.normalizer.apply(sequences.to_arrays()), "weights": weights}
         return rows, SampleShare(arrays, 0, len(rows), int(sequences.num_trained.sum()))
 
     def _compute_loss(self, share: SampleShare) -> StepLoss:
@@ -103,7 +104,11 @@ class R2D2(QLearning):
 
     def _split(self, batch: ExperienceBatch) -> Sequences:
         starts = find_starts(batch.lengths, self._shape)
-        return split_segments(batch, starts, self._compute_states(batch, starts), self._shape)
+        states = self._compute_states(self.normalizer.normalize(batch), starts)
+        return split_segments(batch, starts, states, self._shape)
+
+    def _normalize(self, sequences: Sequences) -> Sequences:
+        return Sequences(**self.normalizer.apply(sequences.to_arrays()))
 
     @torch.no_grad()
     def _compute_states(self, batch: ExperienceBatch, starts: SequenceStarts) -> np.ndarray:

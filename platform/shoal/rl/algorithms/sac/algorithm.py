@@ -19,6 +19,7 @@ from torch import Tensor
 from shoal.errors import RunError
 from shoal.models.gaussian_actor import GaussianActor, TwinCritic
 from shoal.rl.algorithms.algorithm import Algorithm, Metrics, NonFiniteLoss, find_device, restore_optimizer
+from shoal.rl.algorithms.normalization import Normalizer
 from shoal.rl.algorithms.sac.config import SACConfig
 from shoal.rl.algorithms.sac.loss import actor_loss, critic_loss, soft_targets, temperature_loss
 from shoal.rl.algorithms.segments import to_observations
@@ -40,7 +41,7 @@ class SAC(Algorithm):
         assert isinstance(spec.algorithm, SACConfig)
         self._config = config = spec.algorithm
         kwargs = network_kwargs(spec, experience)
-        self.device = find_device(spec)
+        self.device, self.normalizer = find_device(spec), Normalizer(spec, experience)
         self.model: GaussianActor = GaussianActor(**kwargs).to(self.device)
         sizes = kwargs["observation_size"], kwargs["num_actions"]
         self._num_numbers: int = kwargs["num_actions"]  # of an action
@@ -69,6 +70,10 @@ class SAC(Algorithm):
         self._num_inserted = self._replay.num_steps if has_replay else 0
         self._num_owed = 0.0  # steps of the optimizers that inserted steps still allow
 
+    def prepare(self, batch: ExperienceBatch) -> ExperienceBatch:
+        super().prepare(batch)
+        return batch  # the replay stores it as it is
+
     def update(self, batch: ExperienceBatch) -> Iterator[Metrics]:
         if not self.is_usable(batch):
             raise NonFiniteLoss("the critics' loss of a step is not finite; check the rewards")
@@ -83,6 +88,7 @@ class SAC(Algorithm):
 
     @torch.no_grad()
     def is_usable(self, segment: ExperienceBatch) -> bool:
+        segment = self.normalizer.normalize(segment)
         rows = SegmentRows.of(segment)
         step_rows = np.flatnonzero(rows.is_step)
         returns, discounts, following = sum_returns(rows, step_rows, 1, self._config.discount)
@@ -95,6 +101,7 @@ class SAC(Algorithm):
     def state_dict(self) -> dict[str, Any]:
         return {
             "model": self.model.state_dict(),
+            "normalizer": self.normalizer.state_dict(),
             "critic": self._critic.state_dict(),
             "target": self._target.state_dict(),
             "log_alpha": self._log_alpha.detach(),
@@ -104,6 +111,7 @@ class SAC(Algorithm):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
+        self.normalizer.load_state_dict(state.get("normalizer", {}))
         self._critic.load_state_dict(state["critic"])
         self._target.load_state_dict(state["target"])
         with torch.no_grad():
@@ -121,7 +129,8 @@ class SAC(Algorithm):
         config = self._config
         sample = self._replay.sample(config.batch_size, 1, config.discount, beta=0.0)
         noise = {name: self._draw_noise(config.batch_size).numpy() for name in ("next_noise", "noise")}
-        whole = SampleShare({**sample.to_arrays(), **noise}, 0, config.batch_size, config.batch_size)
+        arrays = self.normalizer.apply(sample.to_arrays())
+        whole = SampleShare({**arrays, **noise}, 0, config.batch_size, config.batch_size)
         found = self._learn(self.group.divide_sample(whole, self.serialize))
         return {**found, "learner/replay_steps": float(self._replay.num_steps)}
 

@@ -1,0 +1,155 @@
+"""Observations and rewards in units of their own running statistics, and weights that act without them.
+
+Owned by an algorithm, updated by the learner after each batch. Actors and endpoints know nothing of it: the statistics
+are folded into the layers that take the observations when weights are published, so that a version always has its own.
+Legend: N steps, S segments laid end to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from shoal.rl.experience.queue import ExperienceBatch
+from shoal.rl.spec import RLSpec
+from shoal.wire import ExperienceSpec
+
+# A deviation below this part of the mean is the rounding of a constant; float32 has 6e-8 of it.
+ROUNDING = 1e-6
+_OBSERVED, _REWARDED = ("observations", "next_observations"), ("rewards", "returns")
+
+
+class ExperienceMoments:
+    """Mean and deviation of all rows so far, in float64, by the updates of Chan, Golub and LeVeque (1979)."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.count, self.mean, self.squares = 0, np.zeros(shape), np.zeros(shape)
+
+    def add(self, rows: np.ndarray) -> None:
+        """Take further rows [n, *shape]."""
+        wide, total = rows.astype(np.float64), self.count + len(rows)
+        mean = wide.mean(0)
+        shift = mean - self.mean
+        self.squares = (
+            self.squares + np.square(wide - mean).sum(0) + np.square(shift) * (self.count * len(rows) / total)
+        )
+        self.mean, self.count = self.mean + shift * (len(rows) / total), total
+
+    @property
+    def deviation(self) -> np.ndarray:
+        """1 for what has not varied."""
+        found = np.sqrt(self.squares / max(self.count, 1))
+        return np.where(found <= ROUNDING * np.abs(self.mean), 1.0, found)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: torch.tensor(each, dtype=torch.float64) for name, each in vars(self).items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.count = int(state["count"])
+        self.mean, self.squares = state["mean"].numpy(), state["squares"].numpy()
+
+
+class Normalizer:
+    """The statistics of one learner. Without `normalize_observations` and `normalize_rewards` everything stays as it
+    is.
+
+    Rewards are divided by the deviation of their discounted sums since the beginning of a segment, as gymnasium's
+    NormalizeReward does since that of an episode; values are then in these units.
+    """
+
+    def __init__(self, spec: RLSpec, experience: ExperienceSpec) -> None:
+        self._discount = float(getattr(spec.algorithm, "discount", 1.0))
+        self._moments = dict[str, ExperienceMoments]()
+        if spec.normalize_observations:
+            self._moments["observations"] = ExperienceMoments(experience.observation.shape)
+        if spec.normalize_rewards:
+            self._moments["rewards"] = ExperienceMoments(())
+        self._is_preliminary = False
+
+    def prepare(self, batch: ExperienceBatch) -> ExperienceBatch:
+        """The batch in the present units, those of the newest weights. The first batch gives its own, until `learn`
+        says which of its segments are good."""
+        if any(not each.count for each in self._moments.values()):
+            self._add(batch)
+            self._is_preliminary = True
+        return self.normalize(batch)
+
+    def learn(self, batch: ExperienceBatch, learnt: np.ndarray) -> None:
+        """Take the segments of the batch where `learnt` (bool [S]) is true into the statistics."""
+        if self._is_preliminary:
+            for each in self._moments.values():
+                each.count, each.mean, each.squares = 0, np.zeros_like(each.mean), np.zeros_like(each.squares)
+            self._is_preliminary = False
+        if self._moments and learnt.any():
+            self._add(batch.select(learnt))
+
+    def normalize(self, batch: ExperienceBatch) -> ExperienceBatch:
+        """Observations and rewards of a batch in the present units."""
+        if not self._moments:
+            return batch
+        found = self.apply({"observations": batch.observations, "rewards": batch.rewards})
+        return replace(batch, observations=found["observations"], rewards=found["rewards"])
+
+    def apply(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The same of arrays by name, as a replay draws them."""
+        found = dict(arrays)
+        if (seen := self._moments.get("observations")) is not None:
+            deviation = seen.deviation
+            for name in found.keys() & _OBSERVED:
+                found[name] = ((found[name] - seen.mean) / deviation).astype(np.float32)
+        if (gained := self._moments.get("rewards")) is not None:
+            for name in found.keys() & _REWARDED:
+                found[name] = (found[name] / gained.deviation).astype(np.float32)
+        return found
+
+    def fold(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Weights that compute from observations as they are what `arrays` compute from normalised ones."""
+        found = dict(arrays)
+        if (seen := self._moments.get("observations")) is None:
+            return found
+        if "network.shift" in found:
+            found["network.shift"] = seen.mean.astype(np.float32)
+            found["network.scale"] = (1 / seen.deviation).astype(np.float32)
+            return found
+        for weight, bias in find_input_layers(found):
+            scaled = found[weight] / seen.deviation
+            found[bias] = (found[bias] - scaled @ seen.mean).astype(np.float32)
+            found[weight] = scaled.astype(np.float32)
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: each.state_dict() for name, each in self._moments.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, each in self._moments.items():
+            each.load_state_dict(state[name])
+
+    def _add(self, batch: ExperienceBatch) -> None:
+        if "observations" in self._moments:
+            self._moments["observations"].add(batch.observations)
+        if "rewards" in self._moments:
+            self._moments["rewards"].add(sum_discounted(batch.rewards, batch.lengths, self._discount))
+
+
+def find_input_layers(names: Iterable[str]) -> list[tuple[str, str]]:
+    """The (weight, bias) of each linear layer that takes the observations, of a model with these tensors."""
+    known = set(names)
+    for weight, bias in (("trunk.0.weight", "trunk.0.bias"), ("core.rnn.weight_ih_l0", "core.rnn.bias_ih_l0")):
+        if weight in known:
+            return [(weight, bias)]
+    layers = [(f"{name}.0.weight", f"{name}.0.bias") for name in ("policy", "value", "advantage")]
+    return [each for each in layers if each[0] in known]
+
+
+def sum_discounted(rewards: np.ndarray, lengths: np.ndarray, discount: float) -> np.ndarray:
+    """Of each step [N], the discounted sum of the rewards since the beginning of its segment."""
+    starts = np.cumsum(lengths) - lengths
+    sums = rewards.astype(np.float64)
+    for step in range(1, int(lengths.max())):
+        rows = (starts + step)[lengths > step]
+        sums[rows] += discount * sums[rows - 1]
+    return sums
