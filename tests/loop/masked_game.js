@@ -2,6 +2,8 @@
 'use strict';
 
 module.exports = class {
+  numActions = 3;
+
   reset() {
     this.steps = 0;
     return this.observe();

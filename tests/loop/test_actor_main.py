@@ -59,6 +59,8 @@ def test_the_token_is_the_variable_or_else_the_file(home: Path, monkeypatch: pyt
         (("--connect", "tcp://127.0.0.1:0"), "connect = "),
         (("--server-key", "nonsense"), "server-key = "),
         ((), "no gateway answers"),
+        ((), "; if it prints a server key, it answers only actors that have it (--server-key)"),
+        (("--server-key", "k" * 40), f"; if it is there, its server key is another than {'k' * 40}, or it has none"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(
@@ -70,6 +72,21 @@ def test_what_is_wrong_is_said_in_one_line(
     assert error.startswith("error: ")
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_an_actor_whose_clock_went_back_begins_with_a_larger_incarnation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SHOAL_TOKEN", TOKEN)
+    with serving() as parts:
+        parts.ledger.open_account(("robot", 2**62))
+        words = ["--connect", parts.address, "--env", "sign_game:SignGame", "--actor-id", "robot", "--max-steps", "20"]
+        assert main(words) == 1
+        assert f"stale_incarnation: incarnation {2**62} has been seen: use a larger one" in capsys.readouterr().err
+        refused = [details for _, kind, details in parts.gateway.take_events() if kind == "actor_refused"]
+        assert [(each["actor_id"], each["reason"]) for each in refused] == [("robot", "stale_incarnation")]
+        assert main([*words, "--incarnation", str(2**62 + 1)]) == 0
+        assert parts.ledger.get_account(("robot", 2**62 + 1)).received > 0
 
 
 def test_no_game_is_started_for_an_address_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import shutil
 import subprocess
 import threading
@@ -213,6 +214,44 @@ def test_a_segment_that_an_error_names_is_discarded_and_the_others_arrive() -> N
         assert left[-1]["reason"] == "bye"
 
 
+def test_another_game_than_the_run_learns_is_refused_by_its_number_of_actions(tmp_path: Path) -> None:
+    (tmp_path / "none.js").write_text("module.exports = class { reset() { return [0, 0, 0, 0]; } };")
+    with serving() as parts:
+        for game, said in (
+            (CLIENT / "games" / "catch.js", "the game has numActions = 3, and this run 2 actions"),
+            (tmp_path / "none.js", "the game declares no numActions: this run has 2 actions"),
+        ):
+            for inference in ("local", "remote"):
+                with node_actor(parts.address, "--game", str(game), "--inference", inference) as process:
+                    output, _ = process.communicate(timeout=60)
+                    assert process.returncode == 1
+                    assert said in output
+
+
+def test_a_machine_whose_clock_went_back_gives_a_larger_incarnation() -> None:
+    with serving() as parts:
+        future = 2**62
+        key = ("robot", future)
+        parts.ledger.open_account(key)
+        with node_actor(parts.address, "--game", str(GAME), "--actor-id", "robot") as process:
+            output, _ = process.communicate(timeout=60)
+            assert f"stale_incarnation: incarnation {future} has been seen: use a larger one" in output
+        with node_actor(parts.address, "--game", str(GAME), "--actor-id", "robot", "--incarnation", str(future + 1)):
+            wait_for(lambda: parts.ledger.get_account(("robot", future + 1)).received > 0, 60, "its segments")
+
+
+def test_its_help_names_every_option() -> None:
+    shown = subprocess.run(["node", str(CLIENT / "actor.js"), "--help"], capture_output=True, text=True, check=True)
+    options = re.search(r"options: \{(.*?)\n    \},", (CLIENT / "actor.js").read_text(), re.DOTALL)
+    assert options is not None
+    names = re.findall(r"^ +'?([a-z-]+)'?: \{", options[1], re.MULTILINE)
+    assert len(names) == 8
+    for name in names:
+        assert f"--{name}" in shown.stdout
+    wrong = subprocess.run(["node", str(CLIENT / "actor.js"), "--incarnation", "-1x"], capture_output=True, text=True)
+    assert wrong.returncode == 1
+
+
 def test_a_wrong_token_ends_it_with_the_reason() -> None:
     with serving() as parts, node_actor(parts.address, token="guess") as process:
         output, _ = process.communicate(timeout=30)
@@ -236,6 +275,11 @@ def test_curve_with_the_right_key_plays_and_with_a_wrong_one_names_the_key() -> 
             output, _ = process.communicate(timeout=30)
             assert process.returncode == 1
             assert "is the server key right?" in output
+        with node_actor(gateway.address, "--give-up-after", "1") as process:
+            output, _ = process.communicate(timeout=30)
+            assert "server key" in output  # it has none, and the gateway says nothing
+        with node_actor(gateway.address, "--server-key=abc") as process:
+            assert "server_key: abc has 3 characters, not 40" in process.communicate(timeout=30)[0]
     finally:
         store.close()
         gateway.close()

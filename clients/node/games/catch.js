@@ -9,6 +9,7 @@ const APPLES = 5;
 class Catch {
   constructor(random = Math.random) {
     this.random = random;
+    this.numActions = 3; // left, stay, right
   }
 
   reset() {

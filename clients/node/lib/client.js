@@ -31,11 +31,12 @@ class ActorClient {
   /**
    * address: tcp://host:port, as the job prints it     token: the gateway's access token
    * actorId: unique in the run                         serverKey: the gateway's CURVE key, where it prints one
-   * incarnation: grows with every start of the same actorId; by default the time in milliseconds
+   * incarnation: grows with every start of the same actorId (number or BigInt); by default the time in milliseconds
    * giveUpAfterMs: how long no gateway may answer      log: called with a line of text
    * inference: 'local', or 'remote': `act` in place of weights and segments
    */
   constructor({ address, token, actorId, incarnation, serverKey, giveUpAfterMs = 60000, log = console.error, inference = 'local' }) {
+    if (serverKey && serverKey.length !== 40) throw new ActorError('server_key', `${serverKey} has ${serverKey.length} characters, not 40`);
     Object.assign(this, { address, token, serverKey, giveUpAfterMs, log, inference });
     this.unanswered = new Map(); // by episode: the `act` whose answer has not come, {header, frame, answer}
     this.actorId = actorId || `${hostname().slice(0, 40)}-${process.pid}-${randomBytes(3).toString('hex')}`;
@@ -161,11 +162,18 @@ class ActorClient {
       this.attempts++;
       if (this.isClosing) return;
       if (Date.now() - lostAt > this.giveUpAfterMs) {
-        const cause = this.handshakeFailure ? `; the encrypted handshake fails (${this.handshakeFailure}): is the server key right?` : '';
-        return this.stop(new ActorError('no_gateway', `${this.address} does not answer; ${this.retained.length} segments are lost${cause}`));
+        const lost = `${this.address} does not answer; ${this.retained.length} segments are lost`;
+        return this.stop(new ActorError('no_gateway', `${lost}; ${this.describeKeyCause()}`));
       }
       if (await this.serveSession()) lostAt = Date.now();
     }
+  }
+
+  /** Why a gateway that is there may not answer: CURVE fails in silence. */
+  describeKeyCause() {
+    if (this.handshakeFailure) return `the encrypted handshake fails (${this.handshakeFailure}): is the server key right?`;
+    if (this.serverKey) return `if it is there, its server key is another than ${this.serverKey}, or it has none`;
+    return 'if it prints a server key, it answers only actors that have it (--server-key)';
   }
 
   /** One connection, until it is lost. Returns whether the gateway has welcomed it. */

@@ -6,7 +6,7 @@ const { SegmentBuilder, maskSize, packTensor } = require('./segment_builder');
 
 /**
  * client: connected. game: reset() returns an observation, step(action) {observation, reward, terminated, truncated};
- * an observation is an array of numbers. In a run with action masks `mask` is that of the newest observation: an array with
+ * an observation is an array of numbers. `numActions` is how many actions it has, where an action is one number. In a run with action masks `mask` is that of the newest observation: an array with
  * 1 for each allowed action, and 0 for the others. Resolves to {steps, episodes} at the end of the run, or after `maxSteps`.
  */
 async function play(game, client, { maxSteps = Infinity } = {}) {
@@ -14,6 +14,7 @@ async function play(game, client, { maxSteps = Infinity } = {}) {
   let episodes = 0;
   while (!client.finished && steps < maxSteps) {
     const run = client.runId;
+    requireGame(game, client.spec);
     const policy = new MlpPolicy(client.spec.policy);
     const builder = new SegmentBuilder(client.spec);
     let observation = null; // of the running episode
@@ -36,6 +37,14 @@ async function play(game, client, { maxSteps = Infinity } = {}) {
   return { steps, episodes };
 }
 
+/** Throws unless the game has the run's actions: one of another game would go unnoticed. */
+function requireGame(game, { action }) {
+  if (action.shape?.length || action.dtype.startsWith('float')) return;
+  const wanted = Number(action.high) + 1;
+  if (game.numActions === undefined) throw new Error(`the game declares no numActions: this run has ${wanted} actions`);
+  if (game.numActions !== wanted) throw new Error(`the game has numActions = ${game.numActions}, and this run ${wanted} actions`);
+}
+
 /** The mask of the game's newest observation, as an array; null in a run without. */
 function readMask(game, spec) {
   if (!maskSize(spec)) return null;
@@ -49,6 +58,7 @@ async function playRemotely(game, client, { maxSteps = Infinity } = {}) {
   let episodes = 0;
   let number = -1;
   while (!client.finished && steps < maxSteps) {
+    requireGame(game, client.spec);
     let observation = game.reset();
     let outcome = { reward: 0 };
     let step = 0;

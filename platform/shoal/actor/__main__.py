@@ -26,7 +26,7 @@ CONNECT_NOTICE_S = 2.0  # after which an actor without an answer reports that it
 Number = TypeVar("Number", int, float)
 _EXAMPLES = """examples:
   python -m shoal.actor --connect tcp://127.0.0.1:5555 --env CartPole-v1
-  SHOAL_TOKEN=... python -m shoal.actor --connect tcp://10.0.0.7:5555 --server-key KEY --env CartPole-v1
+  SHOAL_TOKEN=... python -m shoal.actor --connect tcp://10.0.0.7:5555 --server-key=KEY --env CartPole-v1
   python -m shoal.actor --connect tcp://127.0.0.1:5555 --env CartPole-v1 --processes 4 --envs 8
 
 The token is $SHOAL_TOKEN, or the file `token` in $SHOAL_HOME (default ~/.shoal). On another machine than the job's, set
@@ -51,7 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="a gymnasium id; module:Id imports module first; module:function or file.py:function calls it",
     )
     parser.add_argument(
-        "--ignore", action="append", default=[], metavar="NAME", help="a part of a Dict that the run does not observe"
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a part of a Dict that the run leaves out (repeat it)",
     )
     parser.add_argument("--actor-id", type=_parse_nonempty, help="unique in the run; default: host name and process id")
     parser.add_argument(
@@ -63,14 +67,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=1,
         help="actors, each a process of its own, which adds -0, -1, ... to the id (default 1)",
     )
-    parser.add_argument("--server-key", default="", help="the gateway's CURVE public key, when it is on another host")
+    parser.add_argument(
+        "--server-key",
+        default="",
+        metavar="KEY",
+        help="the gateway's CURVE public key, if the job prints one: --server-key=KEY, for it may begin with a dash",
+    )
     parser.add_argument(
         "--inference",
         choices=("local", "remote"),
         default="local",
         help="where the policy runs: here, with the weights, or at the gateway, which gets each observation",
     )
-    parser.add_argument("--seed", type=_make_minimum_parser(0, int), default=None)
+    parser.add_argument(
+        "--incarnation",
+        type=_make_minimum_parser(0, int),
+        default=None,
+        help="larger than in the actor's earlier starts; default: the time in nanoseconds, which fails where the clock"
+        " has gone back: give one above that in the error stale_incarnation",
+    )
+    parser.add_argument(
+        "--seed", type=_make_minimum_parser(0, int), default=None, help="of the environment and of the actions"
+    )
     parser.add_argument(
         "--max-steps", type=_make_minimum_parser(1, int), default=None, help="stop after so many environment steps"
     )
@@ -135,7 +153,12 @@ def _run(options: argparse.Namespace) -> int:
         raise ConfigError("connect", options.connect, problem, remedy)
     clients = [
         (RemoteClient if options.inference == "remote" else ActorClient)(
-            each, token, options.actor_id or "", server_key=options.server_key, timeout_s=options.timeout_s
+            each,
+            token,
+            options.actor_id or "",
+            incarnation=options.incarnation,
+            server_key=options.server_key,
+            timeout_s=options.timeout_s,
         )
         for each in addresses
     ]

@@ -29,6 +29,7 @@ from shoal.actor.connection import (
     check_address,
     connect_socket,
     decode_first_reply,
+    describe_key_cause,
     is_on_this_host,
     make_arrival_poller,
 )
@@ -379,7 +380,8 @@ class ActorClient:
         while not self._closing.is_set():
             self._closing.wait(max(0.0, min(self._backoff.next_at, deadline) - time.monotonic()))
             if time.monotonic() >= deadline:
-                raise ConnectionLost(f"no gateway answers at {self._address} (tried for {deadline - began:.1f} s)")
+                tried = f"no gateway answers at {self._address} (tried for {deadline - began:.1f} s)"
+                raise ConnectionLost(f"{tried}; {describe_key_cause(self._server_key)}")
             welcome = self._say_hello(min(deadline, time.monotonic() + _HELLO_TIMEOUT_S))
             self._backoff.record_attempt()
             if welcome is not None:

@@ -33,6 +33,13 @@ def check_address(address: str, server_key: str) -> None:
         raise ConfigError("server-key", server_key, f"has {len(server_key)} characters, not 40", _KEY_REMEDY)
 
 
+def describe_key_cause(server_key: str) -> str:
+    """Why a gateway that is there may not answer: CURVE fails in silence."""
+    if server_key:
+        return f"if it is there, its server key is another than {server_key}, or it has none"
+    return "if it prints a server key, it answers only actors that have it (--server-key)"
+
+
 def is_on_this_host(address: str) -> bool:
     """Whether a gateway is at a loopback address, which may also be a tunnel's."""
     return is_loopback(address.removeprefix("tcp://").rpartition(":")[0].strip("[]"))
