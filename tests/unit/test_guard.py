@@ -1,11 +1,12 @@
 """What rolls a candidate back by itself, and what does not."""
 
+from math import comb
 from typing import Any
 
 import pytest
 
 from shoal.serve.controller.canary_evidence import EvidenceCollector
-from shoal.serve.controller.canary_guard import NUM_COMPARED, Evidence, judge, latency_ratio
+from shoal.serve.controller.canary_guard import NUM_COMPARED, Evidence, compute_p_value, judge, latency_ratio
 from shoal.serve.messages.replica_report import ForwardMedians, ModelReport, ReplicaReport, merge_forward_medians
 from shoal.serve.replica.model_statistics import ModelStatistics
 from shoal.serve.spec.model_options import GuardOptions
@@ -20,8 +21,14 @@ SLOW: ForwardMedians = {0: (50, 0.003), 3: (50, 0.006)}
     [
         ("", {}),
         ("", {"requests": 99, "errors": 99}),
-        ("", {"requests": 1000, "errors": 20}),
-        ("21 of 1000 requests failed", {"requests": 1000, "errors": 21}),
+        ("", {"requests": 1000, "errors": 100, "stable_requests": 1000, "stable_errors": 100}),
+        ("", {"requests": 1000, "errors": 120, "stable_requests": 1000, "stable_errors": 100}),
+        ("200 of 1000", {"requests": 1000, "errors": 200, "stable_requests": 1000, "stable_errors": 100}),
+        ("", {"requests": 100, "errors": 5, "stable_requests": 100}),
+        ("of the stable version 0 of 100", {"requests": 100, "errors": 15, "stable_requests": 100}),
+        ("", {"requests": 100, "errors": 15, "stable_requests": 10}),
+        ("90 of 100 requests failed, of the stable version 0 of 90", {"requests": 100, "errors": 90}),
+        ("", {"requests": 100, "stable_requests": 100, "stable_errors": 100}),
         ("", {"compared": 99, "disagreed": 99}),
         ("", {"compared": 100, "disagreed": 10}),
         ("11 of 100 shadowed answers differ", {"compared": 100, "disagreed": 11}),
@@ -42,6 +49,31 @@ def test_a_candidate_stays_or_goes(word: str, found: dict[str, Any]) -> None:
     assert word in reason
 
 
+def test_a_limit_of_the_user_takes_the_place_of_the_comparison() -> None:
+    guard = GuardOptions(max_error_rate=0.02)
+    assert judge(guard, Evidence(requests=1000, errors=20)) == ""
+    found = judge(guard, Evidence(requests=1000, errors=21, stable_requests=1000, stable_errors=21))
+    assert "21 of 1000 requests failed: 0.021 is above max_error_rate = 0.02" in found
+    assert judge(GuardOptions(max_error_rate=1.0), Evidence(requests=1000, errors=1000)) == ""
+
+
+@pytest.mark.parametrize("counts", [(3, 10, 1, 12), (9, 9, 0, 3), (1, 2, 0, 1), (40, 200, 5, 150), (7, 50, 1, 50)])
+def test_two_error_rates_are_compared_exactly(counts: tuple[int, int, int, int]) -> None:
+    errors, requests, stable_errors, stable_requests = counts
+    all_errors, total = errors + stable_errors, requests + stable_requests
+    at_least = sum(  # the hypergeometric distribution in whole numbers
+        comb(requests, count) * comb(stable_requests, all_errors - count)
+        for count in range(errors, min(all_errors, requests) + 1)
+    )
+    assert compute_p_value(*counts) == pytest.approx(at_least / comb(total, all_errors), rel=1e-8)
+
+
+def test_equal_or_lower_error_rates_are_no_evidence() -> None:
+    assert compute_p_value(0, 0, 0, 0) == 1.0
+    assert compute_p_value(5, 10, 50, 100) == 1.0
+    assert compute_p_value(1_000_000, 10_000_000, 999_000, 9_990_000) == 1.0
+
+
 @pytest.mark.parametrize(
     ("word", "tried"),
     [
@@ -60,7 +92,7 @@ def test_a_candidate_stays_or_goes(word: str, found: dict[str, Any]) -> None:
     ],
 )
 def test_a_live_version_stays_or_goes(word: str, tried: Evidence) -> None:
-    reason = judge(GuardOptions(max_error_rate=0.02, max_latency_ratio=2.0), tried)
+    reason = judge(GuardOptions(max_latency_ratio=2.0), tried)
     assert bool(reason) == bool(word)
     assert word in reason
 
@@ -86,14 +118,18 @@ def test_evidence_begins_when_the_candidate_is_opened_and_survives_a_replica() -
     def heard(name: str) -> ReplicaReport:
         return ReplicaReport(name, models={"m": ModelReport(counts=counts[name].snapshot())})
 
-    def count(name: str, good: int, bad: int) -> None:
+    def count(name: str, good: int, bad: int, version: int = 2) -> None:
         for status in [200] * good + [500] * bad:
-            counts[name].count_request(2, status, 0.1)
+            counts[name].count_request(version, status, 0.1)
 
     count("a", 10, 10)  # of an earlier canary of this version
+    count("a", 10, 10, version=1)
     book = EvidenceCollector("m", 1, 2)
     book.add_report(heard("a"))
-    count("a", 5, 1)
+    count("a", 5, 2)
+    count("a", 7, 3, version=1)
+    for version in (1, 2):
+        counts["a"].excuse_failure(version)
     book.add_report(heard("a"))
     book.add_report(heard("b"))
     count("b", 3, 2)
@@ -101,3 +137,4 @@ def test_evidence_begins_when_the_candidate_is_opened_and_survives_a_replica() -
     book.add_report(last)
     evidence = book.build_evidence([heard("a")], {}, 0)  # b has died
     assert (evidence.requests, evidence.errors) == (11, 3)
+    assert (evidence.stable_requests, evidence.stable_errors) == (9, 2)

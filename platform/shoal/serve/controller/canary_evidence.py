@@ -1,4 +1,4 @@
-"""The replicas' counts of a candidate since it was opened.
+"""The replicas' counts of a candidate and of the stable version since the candidate was opened.
 
 Owned by the controller. A replica's counts begin when it begins to serve a model. Counts from before the canary opened,
 or from before a later replica's first report, are subtracted. The counts of a dead replica remain.
@@ -7,13 +7,23 @@ or from before a later replica's first report, are subtracted. The counts of a d
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from shoal.serve.controller.canary_guard import Evidence
 from shoal.serve.messages.metrics_snapshot import count_requests_and_errors
 from shoal.serve.messages.replica_report import ModelReport, ReplicaReport, merge_forward_medians
 
-CanaryCounts = tuple[int, int, int, int]  # requests, errors, compared, disagreed
-NO_COUNTS: CanaryCounts = (0, 0, 0, 0)
+
+class VersionCounts(NamedTuple):
+    """The counts of one version; requests that fail on both versions are in neither of the first two."""
+
+    requests: int = 0
+    errors: int = 0
+    compared: int = 0
+    disagreed: int = 0
+
+
+CanaryCounts = tuple[VersionCounts, VersionCounts]  # the candidate's, the stable version's
 
 
 class EvidenceCollector:
@@ -28,7 +38,7 @@ class EvidenceCollector:
         """Take in a replica's report."""
         of_model = report.models.get(self._model)
         if of_model is not None:
-            counted = _count_version(of_model, self._candidate)
+            counted = _count_version(of_model, self._candidate), _count_version(of_model, self._stable)
             self._before.setdefault(report.replica, counted)
             self._now[report.replica] = counted
 
@@ -36,28 +46,30 @@ class EvidenceCollector:
         self, replicas: Iterable[ReplicaReport], metrics: Mapping[str, float], lost_replicas: int
     ) -> Evidence:
         """Sum up the evidence; the forwards are those of the living `replicas`."""
-        requests, errors, compared, disagreed = NO_COUNTS
-        for replica, now in self._now.items():
-            before = self._before[replica]
-            requests += now[0] - before[0]
-            errors += now[1] - before[1]
-            compared += now[2] - before[2]
-            disagreed += now[3] - before[3]
+        candidate, stable = self._sum_since_opening(0), self._sum_since_opening(1)
         models = [report.models[self._model] for report in replicas if self._model in report.models]
         return Evidence(
-            requests,
-            errors,
-            compared,
-            disagreed,
+            *candidate,
             merge_forward_medians(model.forwards.get(self._stable, {}) for model in models),
             merge_forward_medians(model.forwards.get(self._candidate, {}) for model in models),
             metrics,
             lost_replicas,
+            stable_requests=stable.requests,
+            stable_errors=stable.errors,
         )
 
+    def _sum_since_opening(self, side: int) -> VersionCounts:
+        since = [
+            [now - before for now, before in zip(counts[side], self._before[replica][side], strict=True)]
+            for replica, counts in self._now.items()
+        ]
+        return VersionCounts(*map(sum, zip(*since, strict=True)))
 
-def _count_version(report: ModelReport, version: int) -> CanaryCounts:
+
+def _count_version(report: ModelReport, version: int) -> VersionCounts:
     counts = report.counts["versions"].get(str(version)) if report.counts is not None else None
     if counts is None:
-        return NO_COUNTS
-    return *count_requests_and_errors(counts), counts["compared"], counts["disagreed"]
+        return VersionCounts()
+    requests, errors = count_requests_and_errors(counts)
+    excused = counts["failed_on_both"]
+    return VersionCounts(requests - excused, errors - excused, counts["compared"], counts["disagreed"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import exp, lgamma
 from statistics import median
 
 from shoal.serve.messages.replica_report import MAX_FORWARDS, ForwardMedians
@@ -16,13 +17,18 @@ from shoal.serve.spec.model_options import GuardOptions
 MAX_LOST_REPLICAS = 2  # while a version is loaded, and again while it is a candidate: more are its fault
 MIN_FORWARDS = 5  # on either side, of one batch size, before medians are compared
 NUM_COMPARED = 9  # batches computed by a live version and the previous one, before one counts as slow
+MAX_FALLBACK_RATE = 0.02  # of a live version, unless the user gives a limit
+# A canary is judged many times. At this bound, fewer than 1 in 100 candidates that fail as often as the stable version
+# are rolled back within 20,000 requests (simulated, judged at each error).
+MAX_P_VALUE = 1e-4
 
 
 @dataclass(frozen=True)
 class Evidence:
     """The counts of a candidate since it was opened, over all replicas.
 
-    requests, errors: those routed to it, shadowed ones too, and those of them that ended with a 5xx of its making
+    requests, errors: those routed to it, shadowed ones too, and those of them that ended with a 5xx of its making;
+                      without those that fail on both versions
     compared, disagreed: shadowed requests, and those whose outputs differed
     stable, candidate: their forwards
     metrics:          the last values reported for it by users, by name
@@ -30,6 +36,7 @@ class Evidence:
     fallbacks:        requests that failed on it and that the previous version then answered: the version is at fault,
                       not the request
     ratios:           its seconds for a batch over those of the previous version for the same batch
+    stable_requests, stable_errors: as `requests` and `errors`, of the stable version
     """
 
     requests: int = 0
@@ -42,6 +49,8 @@ class Evidence:
     lost_replicas: int = 0
     fallbacks: int = 0
     ratios: Sequence[float] = ()
+    stable_requests: int = 0
+    stable_errors: int = 0
 
 
 def judge(guard: GuardOptions, evidence: Evidence) -> str:
@@ -51,24 +60,20 @@ def judge(guard: GuardOptions, evidence: Evidence) -> str:
     value = evidence.metrics.get(guard.metric) if guard.metric else None
     if value is not None and not value >= guard.min_value:
         return f"{guard.metric} = {value:g} is below min_value = {guard.min_value:g}"
-    if evidence.fallbacks > guard.max_error_rate * evidence.requests:  # from the first on: none happens by chance
+    limit = MAX_FALLBACK_RATE if guard.max_error_rate is None else guard.max_error_rate
+    if evidence.fallbacks > limit * evidence.requests:  # from the first on: none happens by chance
         rate = evidence.fallbacks / evidence.requests
         return (
             f"it failed at {evidence.fallbacks} of {evidence.requests} requests, which the version before could answer:"
-            f" {rate:.3g} is above max_error_rate = {guard.max_error_rate:g}"
+            f" {rate:.3g} is above max_error_rate = {limit:g}"
         )
     if len(evidence.ratios) >= NUM_COMPARED and (compared := median(evidence.ratios)) > guard.max_latency_ratio:
         return (
             f"it computes the same batches {compared:.3g} times as long as the version before: above"
             f" max_latency_ratio = {guard.max_latency_ratio:g}"
         )
-    if evidence.requests >= guard.min_requests:
-        rate = evidence.errors / evidence.requests
-        if rate > guard.max_error_rate:
-            return (
-                f"{evidence.errors} of {evidence.requests} requests failed: {rate:.3g} is above"
-                f" max_error_rate = {guard.max_error_rate:g}"
-            )
+    if evidence.requests >= guard.min_requests and (reason := _judge_errors(guard, evidence)):
+        return reason
     # Its forwards count even if no request was answered: a version that is slow enough misses every deadline.
     num_forwards = sum(count for count, _ in evidence.candidate.values())
     if evidence.requests >= guard.min_requests or num_forwards >= min(guard.min_requests, MAX_FORWARDS):
@@ -83,6 +88,48 @@ def judge(guard: GuardOptions, evidence: Evidence) -> str:
                 f" max_disagreement = {guard.max_disagreement:g}"
             )
     return ""
+
+
+def _judge_errors(guard: GuardOptions, evidence: Evidence) -> str:
+    requests, errors = evidence.requests, evidence.errors
+    if guard.max_error_rate is not None:
+        rate, limit = errors / requests, guard.max_error_rate
+        return (
+            f"{errors} of {requests} requests failed: {rate:.3g} is above max_error_rate = {limit:g}"
+            if rate > limit
+            else ""
+        )
+    # The stable version answered each request that only the candidate failed at: all its evidence at a share of 100 %.
+    stable_requests = max(evidence.stable_requests, errors)
+    if compute_p_value(errors, requests, evidence.stable_errors, stable_requests) > MAX_P_VALUE:
+        return ""
+    return (
+        f"{errors} of {requests} requests failed, of the stable version {evidence.stable_errors} of {stable_requests}:"
+        " a difference that is not chance"
+    )
+
+
+def compute_p_value(errors: int, requests: int, stable_errors: int, stable_requests: int) -> float:
+    """The probability of at least so many of all errors among `requests`, were both error rates equal.
+
+    Fisher's exact test, one-sided: exact for any number of requests.
+    """
+    if errors * stable_requests <= stable_errors * requests:
+        return 1.0
+    all_errors = errors + stable_errors
+    num_cases = _log_binomial(requests + stable_requests, all_errors)
+    total = 0.0
+    for count in range(errors, min(all_errors, requests) + 1):  # the terms fall: the expected number is below `errors`
+        among = _log_binomial(requests, count) + _log_binomial(stable_requests, all_errors - count)
+        term = exp(among - num_cases)
+        total += term
+        if term < 1e-9 * total:
+            break
+    return total
+
+
+def _log_binomial(n: int, k: int) -> float:
+    return lgamma(n + 1) - lgamma(k + 1) - lgamma(n - k + 1)
 
 
 def latency_ratio(stable: ForwardMedians, candidate: ForwardMedians) -> float | None:

@@ -49,6 +49,7 @@ class VersionSnapshot(TypedDict):
     statuses:  requests by HTTP status
     compared:  requests that another version answered and this one computed too; `disagreed` of them differed
     shadow_failed: requests that another version answered and that failed on this one
+    failed_on_both: requests that failed on this version and, computed to find the cause, on the one it is compared with
     request_s: of successful requests, from arrival to answer
     """
 
@@ -61,6 +62,7 @@ class VersionSnapshot(TypedDict):
     compared: int
     disagreed: int
     shadow_failed: int
+    failed_on_both: int
     request_s: HistogramSnapshot
 
 
@@ -146,6 +148,7 @@ def _add_versions(one: VersionSnapshot, other: VersionSnapshot) -> VersionSnapsh
         "compared": one["compared"] + other["compared"],
         "disagreed": one["disagreed"] + other["disagreed"],
         "shadow_failed": one["shadow_failed"] + other["shadow_failed"],
+        "failed_on_both": one["failed_on_both"] + other["failed_on_both"],
         "request_s": _sum_histograms(one["request_s"], other["request_s"]),
     }
 

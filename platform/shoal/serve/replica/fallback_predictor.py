@@ -104,7 +104,7 @@ class FallbackPredictor:
         return Answered(outputs, self.version, True)
 
     def _fall_back(self, before: LoadedVersion, requests: Sequence[Arrays], error: Exception) -> Answered:
-        if isinstance(error, InferenceError) and error.status != 500:
+        if not is_model_error(error):
             raise error
         try:
             outputs = before.loaded.predict_batch(requests)
@@ -152,6 +152,11 @@ class FallbackPredictor:
 
     def _judge(self) -> str:
         return judge(self._guard, Evidence(self._requests, fallbacks=self._num_fallbacks, ratios=self._ratios))
+
+
+def is_model_error(error: Exception) -> bool:
+    """Whether a forward's error is the model's, and no rejection of the request."""
+    return not isinstance(error, InferenceError) or error.status == 500
 
 
 def predict(predictor: LoadedModel | FallbackPredictor, requests: Sequence[Arrays]) -> Answered:

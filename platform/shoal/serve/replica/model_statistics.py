@@ -27,8 +27,8 @@ SECONDS = tuple(0.00025 * 2**power for power in range(17))  # 0.25 ms to 16.4 s,
 ROWS = tuple(float(2**power) for power in range(11))  # 1 to 1024
 
 _COUNTERS = (
-    "batches", "compared", "compute_ns", "disagreed", "fail", "fail_ns", "queue_ns", "rows", "shadow_failed",
-    "success", "success_ns",
+    "batches", "compared", "compute_ns", "disagreed", "fail", "fail_ns", "failed_on_both", "queue_ns", "rows",
+    "shadow_failed", "success", "success_ns",
 )  # fmt: skip
 
 
@@ -64,6 +64,7 @@ class _VersionCounts:
     disagreed: int
     fail: int
     fail_ns: int
+    failed_on_both: int
     queue_ns: int
     rows: int
     shadow_failed: int
@@ -107,6 +108,7 @@ class _VersionCounts:
             "compared": self.compared,
             "disagreed": self.disagreed,
             "shadow_failed": self.shadow_failed,
+            "failed_on_both": self.failed_on_both,
             "request_s": self.request_s.snapshot(),
         }
 
@@ -178,6 +180,10 @@ class ModelStatistics:
     def count_shadow_failure(self, version: int) -> None:
         """Count a request that another version answered and that failed on `version`."""
         self._get_counts(version).shadow_failed += 1
+
+    def excuse_failure(self, version: int) -> None:
+        """Count a request, counted as failed, as one that fails on the version it is compared with, too."""
+        self._get_counts(version).failed_on_both += 1
 
     def snapshot(self) -> ModelSnapshot:
         """All counts until now; a request that is being answered may be partly included."""

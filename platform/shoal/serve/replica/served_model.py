@@ -22,9 +22,9 @@ from shoal.open_inference.messages import VersionStatistics
 from shoal.registry.manifest import Signature
 from shoal.serve.messages.inference import Arrays, InferCall, Prediction, size_bytes
 from shoal.serve.messages.replica_report import ModelReport
-from shoal.serve.model.predictor import Predictor
+from shoal.serve.model.predictor import LoadedModel, Predictor
 from shoal.serve.protocol.tracing import CLIENT_GONE, TracedArrays
-from shoal.serve.replica.fallback_predictor import predict
+from shoal.serve.replica.fallback_predictor import is_model_error, predict
 from shoal.serve.replica.forward_times import ForwardTimes
 from shoal.serve.replica.live.versions import LiveVersionSelector
 from shoal.serve.replica.model_statistics import ModelStatistics
@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 
 TIMER_TOLERANCE_S = 0.01  # the most between the timers of one deadline: the protocol's, which cancels, and the queue's
 VersionedOutputs = tuple[dict[str, np.ndarray], int]  # outputs, and the version that computed them
+
+
+class RequestFault(Exception):
+    """A request that fails on the stable version and on the candidate; its cause is the error of the chosen one."""
 
 
 class ServedModel:
@@ -112,6 +116,10 @@ class ServedModel:
         except InferenceError as error:
             self._count_failure(track, error.status, arrived_s)
             raise
+        except RequestFault as fault:
+            self._count_failure(track, 500, arrived_s, is_excused=True)
+            assert fault.__cause__ is not None
+            raise fault.__cause__ from None
         except Exception:
             self._count_failure(track, 500, arrived_s)
             raise
@@ -186,11 +194,13 @@ class ServedModel:
         self.shadow.set_candidate(table.candidate, answering.shares.shadow_percent)
         self.counts.set_serving(table.version, table.candidate_version, table.percent)
 
-    def _count_failure(self, track: Track | None, status: int, arrived_s: float) -> None:
+    def _count_failure(self, track: Track | None, status: int, arrived_s: float, *, is_excused: bool = False) -> None:
         """Count a failure: a 5xx of the model's making counts against the version, a request refused before a forward
         against none."""
         loaded = track.loaded if track is not None and status == 500 else None
         self.counts.count_request(loaded.version if loaded else 0, status, time.monotonic() - arrived_s)
+        if loaded and is_excused:
+            self.counts.excuse_failure(loaded.version)
 
     # What follows runs in a forward's thread.
 
@@ -201,7 +211,13 @@ class ServedModel:
         self._thread_state.version, self._thread_state.is_alone = loaded.version, True
         if self._tracer is not None:
             self._thread_state.requests = requests
-        answered, version, self._thread_state.is_alone = predict(loaded, requests)
+        try:
+            answered, version, self._thread_state.is_alone = predict(loaded, requests)
+        except Exception as error:
+            other = self.router.counterparts.get(loaded.version)
+            if other is not None and len(requests) == 1 and is_model_error(error) and _fails_on(other, requests):
+                raise RequestFault from error
+            raise
         self._thread_state.version = version
         return [(outputs, version) for outputs in answered]
 
@@ -215,6 +231,14 @@ class ServedModel:
     def _record_time(self, report: BatchReport) -> None:
         if not report.failed and self._thread_state.is_alone:
             self._forward_times.add(self._thread_state.version, report.rows, report.computed_s)
+
+
+def _fails_on(loaded: LoadedModel, requests: Sequence[Arrays]) -> bool:
+    try:
+        loaded.predict_batch(requests)
+    except Exception as error:  # noqa: BLE001 - only whether it fails counts
+        return is_model_error(error)
+    return False
 
 
 def format_names(models: Mapping[str, ServedModel]) -> str:

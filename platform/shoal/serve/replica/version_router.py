@@ -63,6 +63,9 @@ class VersionTable:
         self._tracks: dict[int, Track] = {}  # of these, for calls that name one
         self._shares: TrafficShares | None = None  # the open candidate's
         self._draws = WeightedDraw()
+        # By version, the other version of an open candidate and the stable one: if a request fails on both, it is at
+        # fault. Replaced, never changed: forward threads read it.
+        self.counterparts: Mapping[int, LoadedModel] = {}
 
     @property
     def version(self) -> int:
@@ -143,6 +146,20 @@ class VersionTable:
         self._candidate.loaded = candidate or self._stable.loaded
         if candidate is not None:
             self._shares = shares
+        self.counterparts = _pair(self._stable.loaded, candidate, shares)
+
+
+def _pair(
+    stable: LoadedModel | FallbackPredictor | None,
+    candidate: LoadedModel | FallbackPredictor | None,
+    shares: TrafficShares,
+) -> dict[int, LoadedModel]:
+    """Pair two registered versions. A live version has its fallback; a shadow computes what the stable one answered."""
+    if stable is None or candidate is None or isinstance(stable, FallbackPredictor):
+        return {}
+    if isinstance(candidate, FallbackPredictor):
+        return {}
+    return {stable.version: candidate, **({} if shares.is_shadow else {candidate.version: stable})}
 
 
 def hash_to_percent(model: str, sticky: str) -> float:

@@ -16,13 +16,15 @@ class GuardOptions(Spec):
     For a live model, each published version is judged in comparison with the previous one.
 
     max_error_rate:    share of the candidate's requests, shadowed ones too, that fail with a 5xx of the model's making
+                       where the stable version does not fail too; None: it may not fail more often than the stable
+                       version by more than chance, and a live version at 2% of those that the previous one answers
     max_latency_ratio: the candidate's median compute time over the stable version's, for batches of equal size
     max_disagreement:  share of shadowed requests whose outputs differ by more than `tolerance` (None: recorded only)
     metric, min_value: a user's metric, reported to the endpoint; a candidate below `min_value` is rolled back
     min_requests:      needed before a judgement, except for errors of a live version that the previous one did not make
     """
 
-    max_error_rate: float = Field(default=0.02, ge=0, le=1)
+    max_error_rate: float | None = Field(default=None, ge=0, le=1)
     max_latency_ratio: float = Field(default=2.0, gt=0)
     max_disagreement: float | None = Field(default=None, ge=0, le=1)
     tolerance: float = Field(default=1e-3, ge=0)
