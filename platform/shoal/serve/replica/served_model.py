@@ -40,7 +40,11 @@ VersionedOutputs = tuple[dict[str, np.ndarray], int]  # outputs, and the version
 
 
 class RequestFault(Exception):
-    """A request that fails on the stable version and on the candidate; its cause is the error of the chosen one."""
+    """A request that fails on the stable version and on the candidate; `error` is the chosen one's."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class ServedModel:
@@ -118,8 +122,7 @@ class ServedModel:
             raise
         except RequestFault as fault:
             self._count_failure(track, 500, arrived_s, is_excused=True)
-            assert fault.__cause__ is not None
-            raise fault.__cause__ from None
+            raise fault.error from None
         except Exception:
             self._count_failure(track, 500, arrived_s)
             raise
@@ -216,7 +219,7 @@ class ServedModel:
         except Exception as error:
             other = self.router.counterparts.get(loaded.version)
             if other is not None and len(requests) == 1 and is_model_error(error) and _fails_on(other, requests):
-                raise RequestFault from error
+                raise RequestFault(error) from error
             raise
         self._thread_state.version = version
         return [(outputs, version) for outputs in answered]
