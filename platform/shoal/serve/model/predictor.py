@@ -20,6 +20,7 @@ from shoal.registry.manifest import ModelFactory, Signature
 from shoal.serve.messages.inference import Arrays
 from shoal.serve.model.device import devices, select_fastest, time_forwards
 from shoal.serve.model.formats import Forward, Template, TemplateConfig, has_cuda, open_template
+from shoal.serve.model.formats.size_limits import NO_LIMITS, LimitedForward
 from shoal.serve.model.hooks import Hook, find_hook
 from shoal.serve.model.output_check import NotFiniteOutput, OutputCheck
 from shoal.serve.model.padding import RequestCollator
@@ -100,7 +101,10 @@ class Predictor:
     def _load_version(self, template: Template, snapshot: WeightSnapshot) -> LoadedModel:
         forward = template.load(snapshot)
         steps = self.layout, self._collator, self._padding_cost, self._check, self._preprocess, self._postprocess
-        return LoadedModel(snapshot.version, forward, *steps)
+        model = LoadedModel(snapshot.version, forward, *steps)
+        if isinstance(forward, LimitedForward) and self._preprocess is None:  # a hook's arrays are no request's
+            model.size_limits = forward.limits
+        return model
 
     def _warm_up(self, model: LoadedModel) -> None:
         """Run one row of every version, and every size of the first: later ones reuse its kernels and graphs."""
@@ -141,7 +145,12 @@ class Predictor:
 
 
 class LoadedModel:
-    """One version of a model, ready to answer. Immutable and thread-safe."""
+    """One version of a model, ready to answer. Immutable and thread-safe.
+
+    size_limits: the sizes of a request's inputs that it takes, which the caller checks
+    """
+
+    size_limits = NO_LIMITS
 
     def __init__(
         self,

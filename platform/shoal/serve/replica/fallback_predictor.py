@@ -19,6 +19,7 @@ import numpy as np
 from shoal.errors import InferenceError
 from shoal.serve.controller.canary_guard import NUM_COMPARED, Evidence, judge, latency_ratio
 from shoal.serve.messages.inference import Arrays
+from shoal.serve.model.formats.size_limits import SizeLimits
 from shoal.serve.model.predictor import LoadedModel
 from shoal.serve.replica.forward_times import ForwardTimes
 from shoal.serve.spec.model_options import GuardOptions
@@ -76,6 +77,10 @@ class FallbackPredictor:
     @property
     def version(self) -> int:
         return self.now.version
+
+    @property
+    def size_limits(self) -> SizeLimits:
+        return self.now.loaded.size_limits
 
     @property
     def is_proven(self) -> bool:

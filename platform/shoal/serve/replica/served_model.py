@@ -106,6 +106,8 @@ class ServedModel:
         track: Track | None = None
         try:
             track = self.router.choose_track(call.version, call.track, call.sticky)
+            assert track.loaded is not None
+            track.loaded.size_limits.check(call.inputs)
             group = (track, self.predictor.compute_bucket(call.inputs))
             (outputs, version), queued_s, computed_s, batch_rows = await self._queue.submit(
                 call.inputs if call.trace is None else TracedArrays(call.inputs, call.trace),

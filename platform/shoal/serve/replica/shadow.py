@@ -84,6 +84,7 @@ class ShadowTraffic:
         loaded = group[0].loaded
         assert loaded is not None
         try:
+            loaded.size_limits.check(call.inputs)
             batched = await self._queue.submit(
                 call.inputs, call.num_rows, group=group, size_bytes=size_bytes(call.inputs)
             )

@@ -15,6 +15,7 @@ import torch
 
 from shoal.errors import ConfigError, WeightsError
 from shoal.registry.manifest import Signature, TensorSignature
+from shoal.serve.model.formats.size_limits import Dimension, LimitedForward, SizeLimits, SizeRange
 from shoal.serve.model.formats.template import Forward, TemplateConfig
 from shoal.serve.model.formats.torch_forward import make_torch_forward
 from shoal.serve.model.kernels import choose_kernels
@@ -41,10 +42,38 @@ class ExportedTemplate:
             program = move_to_device_pass(program, self._setting.device)
         module = _flatten_program(program.module(check_guards=False))
         if self._setting.options.compile:
-            return make_torch_forward(_bind_constants(program, torch.compile(module)), self._setting)
-        if self._setting.device == "cpu":
+            module = torch.compile(module)
+        elif self._setting.device == "cpu":
             choose_kernels(module)
-        return make_torch_forward(_bind_constants(program, module), self._setting)
+        forward = make_torch_forward(_bind_constants(program, module), self._setting)
+        names = [spec.name for spec in self._setting.signature.inputs]
+        return LimitedForward(forward, _read_limits(program, names))
+
+
+def _read_limits(program: Any, names: Sequence[str]) -> SizeLimits:
+    """Read the limits of a program's inputs, which a request names by `names`; of sizes that are linear in one
+    symbol."""
+    nodes = {node.name: node for node in program.graph.nodes}
+    tensors = [argument.name for argument in _read_arguments(program)[0] if argument.name is not None]
+    shapes = {name: nodes[tensor].meta["val"].shape for name, tensor in zip(names, tensors, strict=True)}
+    found: list[Dimension] = []
+    for name, shape in shapes.items():
+        for index, size in enumerate(shape):
+            symbols = [] if isinstance(size, int) else list(size.node.expr.free_symbols)
+            if len(symbols) != 1:
+                continue
+            expression, (symbol,) = size.node.expr, symbols
+            offset, factor = expression.subs(symbol, 0), expression.coeff(symbol, 1)
+            if expression == factor * symbol + offset and factor > 0:
+                found.append(Dimension(name, index, str(symbol), int(factor), int(offset)))
+    sizes = {
+        str(symbol): SizeRange(int(values.lower), int(values.upper) if values.upper.is_Integer else None)
+        for symbol, values in program.range_constraints.items()
+    }
+    rows = {each.symbol for each in found if each.index == 0}
+    inner = [each for each in found if each.symbol in sizes.keys() - rows]
+    bounds = [sizes[each.symbol] for each in found if each.index == 0 and each.symbol in sizes]
+    return SizeLimits(inner, sizes, bounds[0] if bounds else SizeRange())
 
 
 def _flatten_program(module: Any) -> Any:

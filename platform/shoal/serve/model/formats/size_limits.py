@@ -1,0 +1,111 @@
+"""The sizes that a program admits in its variable dimensions: bounds, steps, and dimensions that must be equal.
+
+Read from an exported program by `exported`. The served model checks each request of a version (`check`). A batch of
+another number of rows than the program admits is computed in parts, or padded (`LimitedForward`). Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from shoal.errors import InferenceError
+from shoal.serve.model.formats.template import Arrays, Forward
+
+# torch traces with sizes of at least 2: a bound up to this is its own, or the user's, and it enforces neither.
+MIN_TRACED = 2
+
+
+class SizeRange(NamedTuple):
+    """The bounds of a size; `most` is None without an upper one."""
+
+    least: int = 0
+    most: int | None = None
+
+    def has(self, size: int) -> bool:
+        """Whether the program admits this size."""
+        return not self.is_below(size) and (self.most is None or size <= self.most)
+
+    def is_below(self, size: int) -> bool:
+        """Whether the size is too small."""
+        return size < self.least and self.least > MIN_TRACED
+
+
+class Dimension(NamedTuple):
+    """Dimension `index` of an input: its size is `factor` times the size `symbol`, plus `offset`."""
+
+    input: str
+    index: int
+    symbol: str
+    factor: int = 1
+    offset: int = 0
+
+    def format_range(self, size: SizeRange) -> str:
+        """`2 to 64`, or `at least 6 in steps of 2`."""
+        least = self.factor * size.least + self.offset
+        bounds = f"at least {least}" if size.most is None else f"{least} to {self.factor * size.most + self.offset}"
+        return bounds if self.factor == 1 else f"{bounds} in steps of {self.factor}"
+
+
+class SizeLimits:
+    """The limits of one version.
+
+    dimensions: the variable dimensions, except the rows
+    sizes:      the bounds of their symbols
+    rows:       the bounds of a batch
+    """
+
+    def __init__(
+        self,
+        dimensions: Sequence[Dimension] = (),
+        sizes: Mapping[str, SizeRange] | None = None,
+        rows: SizeRange = SizeRange(),  # noqa: B008 - immutable
+    ) -> None:
+        self._dimensions, self._sizes, self.rows = dimensions, sizes or {}, rows
+
+    def check(self, inputs: Arrays) -> None:
+        """Check a request's inputs. Raises InferenceError (422)."""
+        found: dict[str, tuple[int, Dimension]] = {}
+        for dimension in self._dimensions:
+            name, index, symbol, factor, offset = dimension
+            actual, bounds = inputs[name].shape[index], self._sizes[symbol]
+            size, rest = divmod(actual - offset, factor)
+            if rest or not bounds.has(size):
+                expected = f"this version takes {dimension.format_range(bounds)} in dimension {index}"
+                raise InferenceError(422, f"input {name!r}: {expected}, got {actual}")
+            other_size, other = found.setdefault(symbol, (size, dimension))
+            if size != other_size:
+                given = f"{inputs[other.input].shape[other.index]} in dimension {other.index} of {other.input!r}"
+                expected = f"expected {factor * other_size + offset} in dimension {index}, as given by {given}"
+                raise InferenceError(422, f"input {name!r}: {expected}, got {actual}")
+
+
+NO_LIMITS = SizeLimits()
+
+
+class LimitedForward:
+    """A forward that computes a larger batch than the version admits in parts, and pads a smaller one with its last
+    row."""
+
+    def __init__(self, forward: Forward, limits: SizeLimits) -> None:
+        self._forward, self.limits = forward, limits
+
+    def __call__(self, inputs: Arrays) -> Arrays:
+        num_rows, limit = len(next(iter(inputs.values()))), self.limits.rows
+        if limit.has(num_rows):
+            return self._forward(inputs)
+        step = limit.most or num_rows
+        parts = [
+            self._compute_padded({name: array[start : start + step] for name, array in inputs.items()})
+            for start in range(0, num_rows, step)
+        ]
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    def _compute_padded(self, inputs: Arrays) -> Arrays:
+        num_rows = len(next(iter(inputs.values())))
+        limit = self.limits.rows
+        missing = limit.least - num_rows if limit.is_below(num_rows) else 0
+        padded = {name: np.concatenate([array, *[array[-1:]] * missing]) for name, array in inputs.items()}
+        return {name: rows[:num_rows] for name, rows in self._forward(padded).items()}

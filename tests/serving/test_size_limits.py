@@ -1,0 +1,166 @@
+"""The sizes that an exported program or an ONNX file excludes are refused before a forward, by name and range."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from torch import nn
+from torch.export import Dim
+
+from serving.replica_set import Asked, ReplicaSet, ask
+from shoal.errors import InferenceError
+from shoal.open_inference import inference_pb2 as pb
+from shoal.registry import ModelFactory, Registry
+from shoal.serve.grpc.service import InferenceServicer, Invocation
+from shoal.serve.model.formats import exported
+from shoal.serve.model.formats import onnx as onnx_format
+from shoal.serve.model.predictor import LoadedModel, Predictor
+from shoal.serve.protocol.access import AccessControl
+from shoal.serve.replica.replica import EndpointReplica
+from shoal.serve.spec.model_options import ModelOptions
+from shoal.serve.spec.model_source import model_from_ref
+from shoal.weights import WeightSnapshot
+
+BATCH = Dim("batch")
+
+
+class Positions(nn.Module):
+    """x [B, N] times N of 64 weights: a program of more than 64 has no weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x[:, :, None] * self.weight[: x.shape[1]]).sum(1)
+
+
+class Masked(nn.Module):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, twice: torch.Tensor) -> torch.Tensor:
+        return (x * mask).sum(1) + twice.sum(1)
+
+
+class Counted(nn.Module):
+    """The number of rows of the batch, in every row."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, 0] * 0 + x.shape[0]
+
+
+def payload(module: nn.Module, shapes: Mapping[str, Any], *sizes: tuple[int, ...]) -> bytes:
+    file = io.BytesIO()
+    example = tuple(torch.ones(size) for size in sizes)
+    torch.export.save(torch.export.export(module.eval(), example, dynamic_shapes=shapes), file)
+    return file.getvalue()
+
+
+def load(content: bytes, **options: Any) -> LoadedModel:
+    signature = exported.read_signature(content, "model.pt2")
+    predictor = Predictor(ModelFactory(format="torch_export"), signature, ModelOptions.parse(options))
+    return predictor.load(WeightSnapshot.from_payload(1, content))
+
+
+def onnx_payload() -> bytes:
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        [helper.make_node("Mul", ["x", "two"], ["y"])],
+        "twice",
+        [value("x", TensorProto.FLOAT, ["batch", 3])],
+        [value("y", TensorProto.FLOAT, ["batch", 3])],
+        [numpy_helper.from_array(np.array([2.0], np.float32), "two")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    onnx.checker.check_model(model)
+    return bytes(model.SerializeToString())
+
+
+async def infer(replica: EndpointReplica, *shape: int) -> Asked:
+    tensor = {"name": "x", "shape": list(shape), "datatype": "FP32", "data": [1.0] * int(np.prod(shape))}
+    return await ask(replica, "POST", "/v2/models/m/infer", {"inputs": [tensor]})
+
+
+def register(content: bytes, *, is_onnx: bool = False) -> None:
+    read = onnx_format.read_signature if is_onnx else exported.read_signature
+    factory = ModelFactory(format="onnx" if is_onnx else "torch_export")
+    snapshot = WeightSnapshot.from_payload(1, content)
+    Registry().register("m", snapshot, model=factory, signature=read(content, "file"))
+
+
+def test_a_size_that_a_program_excludes_is_refused_over_both_protocols() -> None:
+    register(payload(Positions(), {"x": {0: BATCH, 1: Dim("n", min=2, max=64)}}, (3, 4)))
+
+    async def body() -> None:
+        async with ReplicaSet(model_from_ref("m")) as endpoint:
+            [replica] = await endpoint.start()
+            assert (await infer(replica, 1, 64)).status == 200
+            answer = await infer(replica, 2, 65)
+            words = "input 'x': this version takes 2 to 64 in dimension 1, got 65"
+            assert (answer.status, answer.body["error"]) == (422, words)
+            request = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(4 * 65)])
+            request.inputs.add(name="x", datatype="FP32", shape=[1, 65])
+            servicer = InferenceServicer(replica.manager, AccessControl(None, []))
+            with pytest.raises(InferenceError, match="2 to 64 in dimension 1, got 65") as caught:
+                await servicer.model_infer(request.SerializeToString(), Invocation({}))
+            assert caught.value.status == 422
+            counts = replica.manager.get_model("m").counts.snapshot()
+            assert counts["refused"] == {"422": 2}  # held against no version
+            assert counts["versions"]["1"]["statuses"] == {"200": 1}
+
+    asyncio.run(body())
+
+
+def test_a_size_that_an_onnx_file_fixes_is_refused() -> None:
+    register(onnx_payload(), is_onnx=True)
+
+    async def body() -> None:
+        async with ReplicaSet(model_from_ref("m")) as endpoint:
+            [replica] = await endpoint.start()
+            assert (await infer(replica, 2, 3)).status == 200
+            answer = await infer(replica, 2, 4)
+            assert (answer.status, answer.body["error"]) == (422, "input 'x': expected FP32 [-1, 3], got FP32 [2, 4]")
+
+    asyncio.run(body())
+
+
+def test_sizes_that_depend_on_each_other_are_refused_where_they_disagree() -> None:
+    size = Dim("n", min=3, max=50)
+    shapes = {"x": {0: BATCH, 1: size}, "mask": {0: BATCH, 1: size}, "twice": {0: BATCH, 1: 2 * size}}
+    limits = load(payload(Masked(), shapes, (3, 4), (3, 4), (3, 8))).size_limits
+
+    def check(x: int, mask: int, twice: int) -> None:
+        limits.check({"x": np.ones((1, x)), "mask": np.ones((1, mask)), "twice": np.ones((1, twice))})
+
+    check(3, 3, 6)
+    check(50, 50, 100)
+    with pytest.raises(InferenceError, match="'x': this version takes 3 to 50 in dimension 1, got 2"):
+        check(2, 2, 4)
+    with pytest.raises(InferenceError, match="'mask': expected 5 in dimension 1, as given by 5 in dimension 1 of 'x'"):
+        check(5, 6, 10)
+    with pytest.raises(
+        InferenceError, match="'twice': this version takes 6 to 100 in steps of 2 in dimension 1, got 9"
+    ):
+        check(5, 5, 9)
+    with pytest.raises(InferenceError, match="'twice': expected 10 in dimension 1, as given by 5"):
+        check(5, 5, 12)
+
+
+def test_a_batch_is_computed_with_as_many_rows_as_the_program_admits() -> None:
+    model = load(payload(Counted(), {"x": {0: Dim("batch", min=4, max=8)}}, (5, 2)), max_batch_size=64)
+    requests = [{"x": np.ones((rows, 2), np.float32)} for rows in (3, 1, 9)]
+    outputs = [answer["output"].tolist() for answer in model.predict_batch(requests)]
+    assert outputs == [[8.0] * 3, [8.0], [8.0] * 4 + [5.0] * 5]
+    assert model.predict_batch(requests[1:2])[0]["output"].tolist() == [4.0]  # three copies fill it up
+
+
+def test_a_program_without_bounds_has_no_limits() -> None:
+    model = load(payload(Counted(), {"x": {0: Dim.AUTO, 1: Dim.AUTO}}, (3, 4)))
+    model.size_limits.check({"x": np.ones((1, 1), np.float32)})
+    assert model.predict_batch([{"x": np.ones((1, 1), np.float32)}])[0]["output"].tolist() == [1.0]
