@@ -218,6 +218,10 @@ class InferenceError(ShoalError):
         return (type(self), (self.status, self.message, self.retry_after_s))
 
 
+class ModelError(InferenceError):
+    """A model's own failure on a request (500). Callers receive its text only if their endpoint has `show_errors`."""
+
+
 class ClusterError(ShoalError):
     """Ray could not be started, reached or stopped. The message says what to do."""
 

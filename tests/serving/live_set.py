@@ -34,7 +34,9 @@ class LiveSet(ReplicaSet):
         return self.status.describe_model("moody")
 
     def entries(self) -> list[tuple[str, int | None, int | None, str]]:
-        return [(each.kind, each.version, each.previous, each.by) for each in self.controller.state.events]
+        """The changes: a model's failures on requests are none."""
+        changes = [each for each in self.controller.state.events if each.kind != "failure"]
+        return [(each.kind, each.version, each.previous, each.by) for each in changes]
 
 
 def live(replicas: int = 1, **options: Any) -> Callable[[Callable[[LiveSet], Awaitable[None]]], Callable[[], None]]:

@@ -54,10 +54,37 @@ def counts(replica: EndpointReplica) -> dict[str, int]:
     return found
 
 
+def test_a_model_s_own_words_go_to_the_log_and_the_status_and_to_callers_if_the_endpoint_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def body() -> None:
+        Registry().register("faulty", weights(1), model=factory(), signature=SIGNATURE)
+        async with ReplicaSet(model_from_ref("faulty")) as endpoint:
+            [replica] = await endpoint.start()
+            answers = [await infer(replica, (RAISE, 0.0)) for _ in range(2)]
+            told = [answer.body["error"] for answer in answers]
+            assert [answer.status for answer in answers] == [500, 500]
+            assert told[0] != told[1]
+            assert not any("on purpose" in each for each in told)
+            references = [each.rpartition("(")[2].rstrip(")") for each in told]
+            logged = [record for record in caplog.records if record.exc_info and "failed on a request" in record.msg]
+            assert [record.args[-1] for record in logged] == references  # type: ignore[index]
+            endpoint.controller.report(replica.report())
+            [event] = [each for each in endpoint.controller.state.events if each.kind == "failure"]
+            assert (event.model, event.version) == ("faulty", 1)
+            assert event.reason == f"RuntimeError: on purpose ({references[1]})"
+            assert endpoint.status.describe_model("faulty")["last_failure"] == event.reason
+            await infer(replica, (RAISE, 0.0))
+            endpoint.controller.report(replica.report())  # many failures are one event
+            assert endpoint.kinds().count("failure") == 1
+
+    asyncio.run(body())
+
+
 @pytest.mark.parametrize(("fault", "word"), [(RAISE, "on purpose"), (SHAPE, "'y'"), (NAN, "'y'")])
 def test_a_poisonous_request_fails_alone_and_says_why(fault: float, word: str) -> None:
     async def body() -> None:
-        async with replica_of() as replica:
+        async with replica_of(show_errors=True) as replica:
             asked = [infer(replica, (FINE, float(index))) for index in range(8)]
             asked.insert(3, infer(replica, (fault, 0.0)))
             answers = await asyncio.gather(*asked)

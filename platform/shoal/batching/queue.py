@@ -19,7 +19,7 @@ from shoal.batching.deadline_timer import DeadlineTimer
 from shoal.batching.fair_queue import QueuedRequest
 from shoal.batching.latency_model import LatencyModel
 from shoal.batching.scheduler import BatchScheduler, DeadlineExceeded, QueueFull, QueueState, ScheduledBatch
-from shoal.errors import Closed, InferenceError
+from shoal.errors import Closed, InferenceError, ModelError
 
 logger = logging.getLogger(__name__)
 
@@ -387,7 +387,7 @@ def _split_in_half(part: Sequence[EntryT]) -> list[list[EntryT]]:
 def _to_future_error(error: BaseException) -> Exception:
     """Wrap SystemExit and its like, which would end the awaiting task, and errors that no future takes."""
     is_answer = isinstance(error, Exception) and not isinstance(error, StopIteration)
-    return error if is_answer else InferenceError(500, f"the model raised {error!r}")  # type: ignore[return-value]
+    return error if is_answer else ModelError(500, f"the model raised {error!r}")  # type: ignore[return-value]
 
 
 def _is_unavailable(error: Exception) -> bool:

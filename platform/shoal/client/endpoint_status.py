@@ -49,6 +49,7 @@ class ModelStatus(msgspec.Struct, frozen=True):
     batch_rows: mean rows of a batch over the last `EndpointStatus.window_s`; None where there was none
     refused:    requests answered with 429 or 504 since the start, over all replicas
     latency:    measured (rows, seconds) of a forward, ascending, for `shoal serve simulate`
+    last_failure: a request that the model failed on, and the reference that its caller received; "" for none
     """
 
     name: str
@@ -68,6 +69,7 @@ class ModelStatus(msgspec.Struct, frozen=True):
     deadline_s: float | None = None
     refused: int = 0
     latency: list[tuple[int, float]] = []
+    last_failure: str = ""
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True):

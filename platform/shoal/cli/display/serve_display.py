@@ -61,6 +61,8 @@ def format_plain_lines(status: EndpointStatus, url: str) -> list[str]:
             lines.append(f"{model.name}@{version.version} {version.track or 'loaded'}: {told}")
         if not model.versions or model.state != "READY" or model.reason:
             lines.append(f"{model.name}: {model.state.lower()} {model.reason}".rstrip())
+        if model.last_failure:
+            lines.append(f"{model.name}: a request failed: {model.last_failure}")
     lines += [
         f"replica {each.id}: {_format_replica_state(each, status.generation)}" for each in _find_unhealthy(status)
     ]
@@ -125,7 +127,10 @@ def _render_model(model: ModelStatus) -> RenderableType:
         told.append(forward if first == last else f"{forward}, of {last} {_format_seconds(last_s)}")
     told += _format_following(model)
     text = Text.assemble((f"{model.name}  ", "dim bold"), (", ".join(told), "dim"))
-    return text.append(f"\n{model.name}  {model.reason}", "yellow") if model.reason else text
+    problems = [model.reason, f"a request failed: {model.last_failure}" if model.last_failure else ""]
+    for problem in filter(None, problems):
+        text.append(f"\n{model.name}  {problem}", "yellow")
+    return text
 
 
 def _format_following(model: ModelStatus) -> list[str]:

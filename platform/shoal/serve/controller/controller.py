@@ -23,6 +23,7 @@ from shoal.errors import InferenceError, RegistryError
 from shoal.serve.controller import alias_sync
 from shoal.serve.controller.canary_evidence import EvidenceCollector
 from shoal.serve.controller.canary_guard import judge
+from shoal.serve.controller.failure_events import FailureEvents
 from shoal.serve.controller.live_control import LiveControl
 from shoal.serve.controller.rollout import (
     FOLLOWING,
@@ -94,6 +95,7 @@ class EndpointController:
         self.state = saved or ControllerState(deployment=deployment_id, started_at=time.time())
         for replica in self.state.replicas:  # each has one lease to report again
             self._add_replica(replica)
+        self._failures = FailureEvents(self.record_event, clock)
         self.live = LiveControl(
             lambda: self.state.models, self.reports, self._file, self.record_event, self._set_rollout, self._commit
         )
@@ -133,6 +135,7 @@ class EndpointController:
         for book in self._evidence.values():
             book.add_report(report)
         self.live.receive(report)
+        self._failures.receive(report)
         self._advance_all()
         self._notify_waiters()
         return [other for replica, other in self.reports.items() if replica != report.replica]
@@ -148,6 +151,7 @@ class EndpointController:
     def _remove_replica(self, replica: str) -> None:
         del self.reports[replica], self._last_seen_s[replica]
         self._ready_replicas.discard(replica)
+        self._failures.forget(replica)
         self.state.replicas.remove(replica)
         self._commit()
         self._advance_all()

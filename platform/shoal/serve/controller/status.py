@@ -136,6 +136,7 @@ class StatusReporter:
             deadline_s=options.deadline_s,
             refused=sum(counts["refused"].get(status, 0) for status in ("429", "504")) if counts else 0,
             latency=_latency(reports),
+            last_failure=next((report.failure.describe() for report in reports if report.failure is not None), ""),
         )
 
     def _counts_before_window(self, name: str) -> tuple[float, ModelSnapshot | None]:

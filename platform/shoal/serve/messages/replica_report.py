@@ -42,6 +42,19 @@ class RejectedVersion:
 
 
 @dataclass(frozen=True)
+class ModelFailure:
+    """A request that a version failed on with its own error; the replica's log has it under `reference`."""
+
+    reference: str
+    version: int
+    reason: str
+
+    def describe(self) -> str:
+        """`RuntimeError: odd (3f2a9c1b)`."""
+        return f"{self.reason} ({self.reference})"
+
+
+@dataclass(frozen=True)
 class ModelReport:
     """One model on one replica.
 
@@ -52,6 +65,7 @@ class ModelReport:
     counts:    counts since the replica began to serve the model; None before
     forwards:  the newest forwards of each version
     latency:   (rows, seconds) of a forward, by the batcher's latency model
+    failure:   the newest request that it failed on; None for none
     """
 
     version: int = 0
@@ -62,6 +76,7 @@ class ModelReport:
     forwards: Mapping[int, ForwardMedians] = field(default_factory=dict)
     queued_rows: int = 0
     latency: tuple[tuple[int, float], ...] = ()
+    failure: ModelFailure | None = None
 
 
 @dataclass(frozen=True)

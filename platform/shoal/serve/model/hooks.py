@@ -6,7 +6,7 @@ Called by a loaded model, once per batch, in the forward's thread. An error of a
 |-------------|----------------------|-------------------------------------------------------------------------|
 | preprocess  | ValueError           | 422: its input does not fit the model (ConfigError is a ValueError)     |
 | either      | InferenceError       | that                                                                    |
-| either      | anything else        | 500, naming the hook and the error                                      |
+| either      | anything else        | 500; its text as `ModelError` says                                      |
 | either      | gives no dict of arrays | 500, naming what it gave                                             |
 
 The batcher splits a failed batch, so that the error reaches only the request that caused it.
@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from shoal.errors import InferenceError
+from shoal.errors import InferenceError, ModelError
 from shoal.registry.manifest import ModelFactory, find_callable
 from shoal.serve.model.formats import Arrays
 from shoal.serve.spec.model_options import ModelOptions
@@ -50,9 +50,9 @@ def _wrap_hook(field: str, reference: str, function: Callable[[Arrays], Any]) ->
         except InferenceError:
             raise
         except Exception as error:
-            status = 422 if blames_input and isinstance(error, ValueError) else 500
-            what = str(error) if status == 422 else f"{type(error).__name__}: {error}"
-            raise InferenceError(status, f"{field} {reference}: {what}") from error
+            if blames_input and isinstance(error, ValueError):
+                raise InferenceError(422, f"{field} {reference}: {error}") from error
+            raise ModelError(500, f"{field} {reference}: {type(error).__name__}: {error}") from error
         return _require_arrays(given, f"{field} {reference}")
 
     return hook

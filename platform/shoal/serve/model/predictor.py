@@ -15,7 +15,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 import torch
 
-from shoal.errors import InferenceError, WeightsError
+from shoal.errors import ModelError, WeightsError
 from shoal.registry.manifest import ModelFactory, Signature
 from shoal.serve.messages.inference import Arrays
 from shoal.serve.model.device import devices, select_fastest, time_forwards
@@ -209,5 +209,5 @@ class LoadedModel:
             if self._postprocess is not None:
                 outputs = self._postprocess(outputs)
         except SystemExit as error:  # it would end the computing thread and the awaiting task
-            raise InferenceError(500, f"the model raised {error!r}") from error
+            raise ModelError(500, f"the model raised {error!r}") from error
         return self._layout.to_batch_first(self._check.validate(outputs, num_rows), num_rows)

@@ -20,6 +20,7 @@ from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.serve.messages.desired_state import EndpointPlan, ModelPlan
 from shoal.serve.messages.inference import Arrays, RepositoryEntry
 from shoal.serve.messages.replica_report import ModelReport, RejectedVersion, ReplicaReport
+from shoal.serve.model.predictor import Predictor
 from shoal.serve.replica.live.follower import LiveFollower
 from shoal.serve.replica.loader import BuiltModel, StagedVersion, StagingError, VersionLoader
 from shoal.serve.replica.served_model import ServedModel, VersionedOutputs, format_names
@@ -107,11 +108,13 @@ class ModelManager:
                 if version in versions:
                     continue
                 if rejected is not None and rejected.version == version:
-                    entries.append(RepositoryEntry(name, str(version), "UNAVAILABLE", rejected.reason))
+                    reason = rejected.reason if self._spec.show_errors else "it cannot be loaded: see the status"
+                    entries.append(RepositoryEntry(name, str(version), "UNAVAILABLE", reason))
                 else:
                     entries.append(RepositoryEntry(name, str(version), "LOADING"))
             if not versions and not plan.staged:
-                entries.append(RepositoryEntry(name, "", "UNAVAILABLE", plan.reason or "no weights yet"))
+                reason = plan.reason if self._spec.show_errors else ""
+                entries.append(RepositoryEntry(name, "", "UNAVAILABLE", reason or "no weights yet"))
         entries += [RepositoryEntry(name, "", "UNLOADING") for name in self._retiring]
         return entries
 
@@ -262,11 +265,15 @@ class ModelManager:
             return
         hosted = self._models.get(plan.name)
         if hosted is None:
-            hosted = self._models[plan.name] = ServedModel(
-                plan.name, staged.built.predictor, self._batcher, tracer=self._tracer
-            )
+            hosted = self._models[plan.name] = self._make_served_model(plan.name, staged.built.predictor)
         self._last_built[plan.name], hosted.predictor = staged.built, staged.built.predictor
         hosted.router.add(staged.loaded)
+
+    def _make_served_model(self, name: str, predictor: Predictor, is_live: bool = False) -> ServedModel:
+        show_errors = self._spec.show_errors
+        return ServedModel(
+            name, predictor, self._batcher, is_live=is_live, tracer=self._tracer, show_errors=show_errors
+        )
 
     async def _serve_live(self, plan: ModelPlan) -> None:
         name, model = plan.name, self._live[plan.name]
@@ -281,7 +288,7 @@ class ModelManager:
         if name not in self._plans:  # deleted meanwhile
             del self._tasks[name, LIVE]
             return
-        hosted = self._models[name] = ServedModel(name, predictor, self._batcher, is_live=True, tracer=self._tracer)
+        hosted = self._models[name] = self._make_served_model(name, predictor, is_live=True)
         assert hosted.live is not None
         self.followers[name] = LiveFollower(
             name, hosted.live, model.weights, self._controller, self._plans[name], lambda: self.on_changed()

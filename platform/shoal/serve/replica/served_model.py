@@ -24,6 +24,7 @@ from shoal.serve.messages.inference import Arrays, InferCall, Prediction, size_b
 from shoal.serve.messages.replica_report import ModelReport
 from shoal.serve.model.predictor import LoadedModel, Predictor
 from shoal.serve.protocol.tracing import CLIENT_GONE, TracedArrays
+from shoal.serve.replica.failure_log import FailureLog
 from shoal.serve.replica.fallback_predictor import is_model_error, predict
 from shoal.serve.replica.forward_times import ForwardTimes
 from shoal.serve.replica.live.versions import LiveVersionSelector
@@ -61,12 +62,14 @@ class ServedModel:
         *,
         is_live: bool = False,
         tracer: Tracer | None = None,
+        show_errors: bool = False,
     ) -> None:
         self.name, self.predictor, self.is_live, self._tracer = name, predictor, is_live, tracer
         self.signature: Signature = predictor.signature
         self.options: ModelOptions = predictor.options
         self.router = VersionTable(name)
         self._deadline_s = self.options.deadline_s
+        self._failures = FailureLog(name, show_errors)
         self._thread_state = threading.local()  # version and requests of this forward thread's batch
         self._forward_times = ForwardTimes()
         self.live: LiveVersionSelector | None = None
@@ -119,15 +122,12 @@ class ServedModel:
             )
         except Closed:
             raise InferenceError(503, f"model {self.name!r} is closing; try again later", retry_after_s=1.0) from None
-        except InferenceError as error:
-            self._count_failure(track, error.status, arrived_s)
-            raise
         except RequestFault as fault:
             self._count_failure(track, 500, arrived_s, is_excused=True)
-            raise fault.error from None
-        except Exception:
-            self._count_failure(track, 500, arrived_s)
-            raise
+            raise self._to_answer(fault.error, track) from None
+        except Exception as error:  # noqa: BLE001 - any error of the model's: its caller receives a reference
+            self._count_failure(track, error.status if isinstance(error, InferenceError) else 500, arrived_s)
+            raise self._to_answer(error, track) from None
         except asyncio.CancelledError:
             is_late = deadline_s is not None and time.monotonic() > deadline_s - TIMER_TOLERANCE_S
             status = 504 if is_late else CLIENT_GONE
@@ -182,6 +182,7 @@ class ServedModel:
             counts=self.counts.snapshot(),
             forwards=self._forward_times.retain_medians(versions),
             queued_rows=self._queue.queued_rows,
+            failure=self._failures.last,
             latency=tuple((each, seconds) for each in rows if (seconds := latency.seconds(each)) > 0.0),
         )
 
@@ -206,6 +207,10 @@ class ServedModel:
         self.counts.count_request(loaded.version if loaded else 0, status, time.monotonic() - arrived_s)
         if loaded and is_excused:
             self.counts.excuse_failure(loaded.version)
+
+    def _to_answer(self, error: Exception, track: Track | None) -> InferenceError:
+        loaded = track.loaded if track is not None else None
+        return self._failures.to_answer(error, loaded.version if loaded else 0)
 
     # What follows runs in a forward's thread.
 

@@ -77,6 +77,7 @@ class EndpointSpec(Spec):
     model:          options of models that `models` does not name
     models:         options by model name; unspecified ones are as in `model`
     max_body_bytes: a larger request is refused with 413
+    show_errors:    callers receive the text of a model's own exception; else a reference to the endpoint's log
     token:          when set, all calls except the server's health need `Authorization: Bearer TOKEN`
     keys:           further callers, their models and rates
     torch_threads:  threads of one forward; 1 is best for small models under load
@@ -100,6 +101,7 @@ class EndpointSpec(Spec):
     model: ModelOptions = ModelOptions()
     models: dict[str, ModelOptions] = Field(default_factory=dict)
     max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1)
+    show_errors: bool = False
     token: SecretStr | None = None
     keys: list[ApiKey] = Field(default_factory=list)
     torch_threads: int = Field(default=1, ge=1)
