@@ -158,6 +158,13 @@ def parse_yaml(text: str) -> Any:
         raise MarkedYAMLError(problem=str(error)) from error
 
 
+def parse_overrides(spec: type[Spec], words: Iterable[str]) -> dict[str, Any]:
+    """The fields of `spec` that `a.b=c` words set, and no others. Raises ConfigError for an unknown one."""
+    values: dict[str, Any] = {}
+    _apply_overrides(values, spec, words)
+    return values
+
+
 def format_override(path: str, value: str | list[str]) -> str:
     """The word that sets the field at `path` to this value, quoted where YAML would misread it."""
     try:

@@ -174,7 +174,7 @@ class FakeHost:
         del self.models_by_name[name]
 
     async def administer(self, change: Mapping[str, Any], by: str = "") -> dict[str, Any]:
-        if change.get("action") not in ("canary", "promote", "rollback", "shadow", "deploy", "delete", "metric"):
+        if change.get("action") not in ("canary", "promote", "rollback", "shadow", "deploy", "set", "delete", "metric"):
             raise InferenceError(400, f"action = {str(change.get('action'))[:40]!r}: expected canary, promote, ...")
         model = self.get_model(str(change.get("model", "")))
         self.changes.append(dict(change))

@@ -292,7 +292,7 @@ def test_a_model_is_added_to_an_endpoint_that_is_up(recorded: str, host: Host) -
         (["status", "ftp://x"], "is not the address of an endpoint"),
         (["deploy"], "there is nothing to serve"),
         (["deploy", "nobody"], "there is no model 'nobody'"),
-        (["deploy", "nobody", "--into", "shop", "a=b"], "takes models and nothing else"),
+        (["deploy", "nobody", "--into", "shop", "a=b"], "a = 'b': no such field"),
         (["deploy", "m", "--into", "shop", "--port", "5555"], "port = 5555: is of an endpoint that is deployed anew"),
         (["deploy", "m", "--into", "shop", "--name", "z"], "name = 'z': is of an endpoint that is deployed anew"),
         (["deploy", "m", "--into", "shop", "--replicas", "3"], "replicas = 3: is of an endpoint that is deployed anew"),

@@ -198,10 +198,10 @@ class Client(_ClientBase):
         """The status of the full endpoint, from its controller."""
         return requests.decode(self._send(requests.STATUS), EndpointStatus)
 
-    def rollout(self, action: str, model: str, **details: bool | int | float | str | None) -> ModelStatus:
+    def rollout(self, action: str, model: str, **details: requests.Value) -> ModelStatus:
         """Change the rollout of a model (administrators only); returns the model's new status.
 
-        action: canary, promote, rollback, shadow, deploy, delete, metric
+        action: canary, promote, rollback, shadow, deploy, set, delete, metric
         details: the change's fields; `from_version` is the version that a rollback should leave, so that it cannot go
                  back twice, and `timeout_s` limits the wait
         """
@@ -360,7 +360,7 @@ class AsyncClient(_ClientBase):
         """See `Client.status`."""
         return requests.decode(await self._send(requests.STATUS), EndpointStatus)
 
-    async def rollout(self, action: str, model: str, **details: bool | int | float | str | None) -> ModelStatus:
+    async def rollout(self, action: str, model: str, **details: requests.Value) -> ModelStatus:
         """See `Client.rollout`."""
         request = requests.build_rollout_request({"action": action, "model": model, **details})
         patience = self._build_change_policy(details.get("timeout_s"))

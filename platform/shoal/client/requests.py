@@ -17,7 +17,7 @@ from shoal.open_inference.episodes import EPISODES_PATH, EpisodeAnswer, EpisodeR
 from shoal.open_inference.messages import RepositoryRequest, Statistics, VersionStatistics
 
 T = TypeVar("T")
-Value = bool | int | float | str | None
+Value = bool | int | float | str | Mapping[str, Any] | None
 
 PROBE_ERRORS = (InferenceError, ConnectionLost)  # the statuses of a negative health check
 LIVE = EndpointRequest("GET", "/v2/health/live")

@@ -23,8 +23,10 @@ from shoal.cli.support.console import CommandGroup, make_literal_console, print_
 from shoal.client import Client
 from shoal.client.discovery import FoundEndpoint, find_endpoint, token_for
 from shoal.client.endpoint_status import EndpointStatus, ModelStatus
+from shoal.config import parse_overrides
 from shoal.errors import ConfigError, ConnectionLost, InferenceError
 from shoal.registry import split_ref
+from shoal.serve.spec.model_options import ModelOptions
 
 STATUS_TIMEOUT_S = 5.0
 INTERVAL_S = 1.0  # between two updates of a status
@@ -47,6 +49,7 @@ def serve() -> None:
       shoal serve status
       shoal serve canary fashion@4 --percent 10
       shoal serve promote fashion
+      shoal serve set fashion deadline_s=0.1
       shoal serve delete
     """
 
@@ -187,6 +190,29 @@ def promote(model: str, endpoint: str | None) -> None:
     name, version = _parse_candidate(model)
     with connect_client(endpoint) as (_, client):
         _print_shares(client.rollout("promote", name, version=version))
+
+
+@serve.command("set")
+@click.argument("model", metavar="NAME")
+@click.argument("words", nargs=-1, required=True, metavar="A.B=C...")
+@click.option("--reason", default="", help="For the record.")
+@click.option("--timeout-s", default=120.0, show_default=True, help="How long to wait for every replica.")
+@_endpoint_option
+def set_options(model: str, words: tuple[str, ...], reason: str, timeout_s: float, endpoint: str | None) -> None:
+    """Change options of a model that is served (docs/serving.md lists them).
+
+    Every replica loads its version once more, with the new options, while the present one answers. Then all of them
+    switch, or none if one cannot. No request fails.
+
+    \b
+    Examples:
+      shoal serve set fashion deadline_s=0.1
+      shoal serve set fashion max_batch_size=16 precision=bf16 --reason "latency"
+      shoal serve set fashion guard.max_latency_ratio=3
+    """
+    name, options = _parse_name(model), parse_overrides(ModelOptions, words)
+    with connect_client(endpoint) as (_, client):
+        _print_shares(client.rollout("set", name, options=options, reason=reason or None, timeout_s=timeout_s))
 
 
 @serve.command()

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import click
@@ -30,7 +31,7 @@ from shoal.client.discovery import GRPC_KIND, INFERENCE_KIND, FoundEndpoint, fin
 from shoal.cluster.attach import find_cluster
 from shoal.cluster.cluster_handle import ClusterHandle
 from shoal.cluster.jobs import JobHandle, list_jobs, submit
-from shoal.config import format_override, last_override
+from shoal.config import format_override, last_override, merge, parse_overrides
 from shoal.errors import ClusterError, ConfigError, RunError
 from shoal.flows.serving_spec import NAMED_BY_MODEL, ServingSpec, check, read_serve_port, spec_from_overrides
 from shoal.recipes import find_recipe
@@ -71,7 +72,7 @@ def deploy(
       shoal serve deploy fashion@champion
       shoal serve deploy fashion tabular@2 --name shop --replicas 2 endpoint.model.deadline_s=0.1
       shoal serve deploy fashion endpoint.models.fashion.precision=bf16
-      shoal serve deploy lenet@3 --into shop
+      shoal serve deploy lenet@3 --into shop endpoint.model.deadline_s=0.1
       shoal serve deploy shop.yaml
       shoal serve deploy fashion --port 8000 --address http://head.example:8265
     """
@@ -157,14 +158,31 @@ def _deploy_into(endpoint: str, words: Sequence[str], options: Mapping[str, obje
     for option, value in options.items():
         if value is not None:
             raise ConfigError(option, value, "is of an endpoint that is deployed anew", f"leave --{option} out")
-    if not words or any("=" in each for each in words):
-        remedy = "name models; fields are those of an endpoint that is deployed anew"
-        raise ConfigError("into", endpoint, "takes models and nothing else", remedy)
+    models = [each for each in words if "=" not in each]
+    if not models:
+        raise ConfigError("into", endpoint, "needs a model", "name it before the fields")
+    changes = [(model, options) for model, options in _parse_model_options(models, words).items()]
     found = find_endpoint(endpoint)
     with Client(found.url, token=token_for(found.url)) as client:
-        for model in words:
-            served = client.rollout("deploy", model, timeout_s=timeout_s)
+        for model, options in changes:
+            served = client.rollout("deploy", model, options=options or None, timeout_s=timeout_s)
             click.echo(f"{served.name}: {format_shares(served)}")
+
+
+def _parse_model_options(models: Sequence[str], words: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The options that overrides set for each model. Raises ConfigError for fields of the endpoint itself."""
+    fields = parse_overrides(ServingSpec, [each for each in words if "=" in each])
+    endpoint = fields.pop("endpoint", {})
+    names = [split_ref(model)[0] for model in models]
+    own: dict[str, Any] = endpoint.get("models", {})
+    for field in [*fields, *(f"endpoint.{name}" for name in endpoint if name not in ("model", "models"))]:
+        remedy = "an endpoint that is up takes endpoint.model.A and endpoint.models.NAME.A"
+        raise ConfigError("into", field, "is a field of an endpoint that is deployed anew", remedy)
+    for name in own:
+        if name not in names:
+            raise ConfigError("into", f"endpoint.models.{name}", "is not among the models", f"name {name}, too")
+    everybodys = endpoint.get("model", {})
+    return {model: merge(everybodys, own.get(name, {})) for model, name in zip(models, names, strict=True)}
 
 
 def _require_no_endpoint(cluster: ClusterHandle) -> None:

@@ -18,7 +18,10 @@ from shoal.errors import InferenceError, RegistryError
 from shoal.serve.controller.canary_guard import Evidence, judge
 from shoal.serve.controller.change_request import (
     ChangeRequest,
+    append_details,
+    append_shares,
     is_shadow_end,
+    list_options,
     parse_change,
     parse_options,
     require_from_version,
@@ -28,7 +31,7 @@ from shoal.serve.controller.change_request import (
 from shoal.serve.controller.controller import EndpointController
 from shoal.serve.controller.rollout import Goal, Phase
 from shoal.serve.controller.state import Deployment, ModelState
-from shoal.serve.messages.desired_state import NEWEST, TrafficShares
+from shoal.serve.messages.desired_state import NEWEST
 from shoal.serve.spec.model_options import ModelOptions
 
 LOAD_TIMEOUT_S = 300.0
@@ -50,6 +53,10 @@ class AdminApi:
         match change.action:
             case "deploy":
                 await self._deploy(change, by)
+            case "set":
+                self._get_model(change.model)
+                reason = append_details(change.reason, ", ".join(list_options(change.options)))
+                await self._deploy(msgspec.structs.replace(change, reason=reason), by, kind="set")
             case "canary" | "shadow":
                 await self._open_canary(change, by)
             case "promote":
@@ -96,18 +103,22 @@ class AdminApi:
         base = before.options or self._options.get(name) or self._options.get("", {})
         word = change.version_ref or before.version
         deployment = Deployment(name, before.registry, word, parse_options(change.options, base))
-        version = self._resolve_version(deployment, deployment.version)
+        stable = model.rollout.stable if model else 0
+        version = (stable if kind == "set" else 0) or self._resolve_version(deployment, word)
+        changes_options = stable > 0 and deployment.options != before.options
+        is_change = stable != version or changes_options
         if model is None:
             controller.add_model(deployment)
         else:
             self._require_open(model)
-            if deployment.options != before.options:
-                raise InferenceError(409, f"model {name!r} is served with other options: delete it, then deploy it")
-            controller.redeploy(deployment, is_on_trial=model.rollout.stable != version)
-        if model is None or model.rollout.stable != version:
-            controller.begin_rollout(name, version, Goal.FLIP, kind=kind, by=by, why=change.reason)
+            controller.redeploy(deployment, is_on_trial=is_change)
+        if is_change:
+            why = change.reason
+            controller.begin_rollout(
+                name, version, Goal.FLIP, kind=kind, by=by, why=why, changes_options=changes_options
+            )
         try:
-            await self._wait_until_stable(change, version)
+            await self._wait_until_stable(change, version, deployment.options)
         except InferenceError:
             now = controller.state.models.get(name)
             if now is not None and model is None and not now.rollout.stable:
@@ -137,11 +148,11 @@ class AdminApi:
                 await self._rollback(msgspec.structs.replace(change, version=""), by)
                 return
             adjusted = replace(rollout, kind=change.action, by=by, why=change.reason, shares=shares)
-            reason = _with_shares(change.reason, shares)
+            reason = append_shares(change.reason, shares)
             self._controller.record_event(change.action, name, version, rollout.stable, by, reason)
             self._controller.adjust_rollout(name, adjusted)
         elif version == NEWEST:
-            self._controller.live.share(name, shares, change.action, by, _with_shares(change.reason, shares))
+            self._controller.live.share(name, shares, change.action, by, append_shares(change.reason, shares))
         else:
             self._controller.begin_rollout(
                 name, version, Goal.CANARY, kind=change.action, by=by, why=change.reason, shares=shares
@@ -341,10 +352,14 @@ class AdminApi:
                 raise InferenceError(409, f"{reason}; but no version of {name!r} before {version} is available")
             live.reject(name, version, reason)
 
-    async def _wait_until_stable(self, change: ChangeRequest, version: int) -> None:
+    async def _wait_until_stable(
+        self, change: ChangeRequest, version: int, options: Mapping[str, Any] | None = None
+    ) -> None:
         def is_done() -> bool:
             model = self._controller.state.models.get(change.model)
-            return model is not None and model.rollout.is_open and model.rollout.stable == version
+            if model is None or not model.rollout.is_open or model.rollout.stable != version:
+                return False
+            return options is None or model.deployment.options == options
 
         await self._wait_for_end(change, is_done, version)
 
@@ -382,8 +397,3 @@ class AdminApi:
             return self._controller.catalogue(deployment.registry).resolve(deployment.name, word)
         except RegistryError as error:
             raise InferenceError(404, str(error)) from None
-
-
-def _with_shares(reason: str, shares: TrafficShares) -> str:
-    words = f"{shares.percent:g} percent of the requests, {shares.shadow_percent:g} percent shadowed"
-    return f"{reason} ({words})" if reason else words

@@ -1,6 +1,7 @@
 """The changes that an administrator may request: the fields of `POST /shoal/v1/rollout`, validated.
 
     {"action": "deploy",   "model": "lenet@champion", "options": {...}}     serve it, or another version of it, at once
+    {"action": "set",      "model": "lenet", "options": {...}}              serve it with other options
     {"action": "canary",   "model": "lenet", "version": 3, "percent": 5}    0 percent: only calls with its track
     {"action": "shadow",   "model": "lenet", "version": 3, "percent": 20}   computed and compared; 0 ends it
     {"action": "promote",  "model": "lenet"}                                the candidate becomes stable
@@ -30,7 +31,7 @@ from shoal.registry import split_ref
 from shoal.serve.messages.desired_state import TrafficShares
 from shoal.serve.spec.model_options import GuardOptions, ModelOptions
 
-ChangeAction = Literal["deploy", "canary", "shadow", "promote", "rollback", "delete", "metric"]
+ChangeAction = Literal["deploy", "set", "canary", "shadow", "promote", "rollback", "delete", "metric"]
 MAX_REASON_CHARS = 500
 MAX_TIMEOUT_S = 3600.0
 
@@ -87,6 +88,8 @@ def parse_change(values: Mapping[str, Any]) -> ChangeRequest:
         raise InferenceError(400, "a metric needs a name (metric) and a finite number (value)")
     if change.action in ("canary", "shadow") and change.percent is None:
         raise InferenceError(400, f"{change.action} needs percent, from 0 to 100")
+    if change.action == "set" and (not change.options or change.version_ref):
+        raise InferenceError(400, "set needs options, and no version: `deploy` changes that")
     if change.from_version and change.action != "rollback":
         raise InferenceError(400, f"from_version belongs to a rollback, not to {change.action}")
     if len(change.reason) > MAX_REASON_CHARS:
@@ -100,6 +103,25 @@ def parse_options(values: Mapping[str, Any], base: Mapping[str, Any]) -> dict[st
         return ModelOptions.parse(merge(base, values)).model_dump(mode="json")
     except ConfigError as error:
         raise InferenceError(400, f"options.{error}") from None
+
+
+def list_options(values: Mapping[str, Any], path: str = "") -> list[str]:
+    """The fields of nested `values` as `a.b=c`."""
+    found: list[str] = []
+    for name, value in values.items():
+        found += list_options(value, f"{path}{name}.") if isinstance(value, dict) else [f"{path}{name}={value}"]
+    return found
+
+
+def append_details(reason: str, details: str) -> str:
+    """The details of a change after its author's reason."""
+    return f"{reason} ({details})" if reason else details
+
+
+def append_shares(reason: str, shares: TrafficShares) -> str:
+    """A candidate's shares after the reason."""
+    words = f"{shares.percent:g} percent of the requests, {shares.shadow_percent:g} percent shadowed"
+    return append_details(reason, words)
 
 
 def require_from_version(change: ChangeRequest, version: int) -> None:

@@ -302,12 +302,14 @@ class EndpointController:
 
     def begin_rollout(
         self, name: str, version: int, goal: Goal, *, kind: str, by: str, why: str, shares: TrafficShares = NO_SHARES,
+        changes_options: bool = False,
     ) -> None:  # fmt: skip
         """Stage a version of a model whose rollout allows it."""
         rollout, generation = self.state.models[name].rollout, self.state.generation + 1
         rollout = stage_version(
-            rollout, version, goal, kind=kind, by=by, why=why, now_s=time.time(), shares=shares, generation=generation
-        )
+            rollout, version, goal, kind=kind, by=by, why=why, now_s=time.time(), shares=shares, generation=generation,
+            changes_options=changes_options,
+        )  # fmt: skip
         self._set_rollout(name, rollout)
         self._advance(name)
 
@@ -408,9 +410,11 @@ class EndpointController:
     def _commit(self) -> None:
         """Save the state, then notify the replicas."""
         models = tuple(
-            self.live.complete(build_model_plan(name, asked.registry, asked.options, model.rollout), model)
+            self.live.complete(
+                build_model_plan(name, asked.registry, asked.options, model.rollout, before and before.options), model
+            )
             for name, model in self.state.models.items()
-            if (asked := model.deployment)
+            if (asked := model.deployment, before := model.before)
         )
         # A flip to the version that already answers (an alias returns to it) is a new plan too.
         announced = max((model.rollout.generation for model in self.state.models.values()), default=0)

@@ -19,7 +19,7 @@ from typing import Any
 
 from shoal.serve.controller.canary_guard import MAX_LOST_REPLICAS
 from shoal.serve.messages.desired_state import NEWEST, NO_SHARES, ModelPlan, TrafficShares
-from shoal.serve.messages.replica_report import ReplicaReport
+from shoal.serve.messages.replica_report import ModelReport, ReplicaReport
 
 
 class Phase(StrEnum):
@@ -88,6 +88,7 @@ class Rollout:
     since_s:        time.time() of the last move
     kind, by, why:  the requested change, its author and the reason given
     refused, reason: the last candidate that did not become stable, and why
+    changes_options: the candidate is loaded and answers under other options than the stable version, which it may be
     lost_replicas:  replicas that died since the candidate's staging began; of a canary, since it was opened
     """
 
@@ -106,6 +107,7 @@ class Rollout:
     refused: int = 0
     reason: str = ""
     lost_replicas: int = 0
+    changes_options: bool = False
 
     @property
     def is_open(self) -> bool:
@@ -127,6 +129,7 @@ def stage_version(
     now_s: float,
     shares: TrafficShares = NO_SHARES,
     generation: int = 0,
+    changes_options: bool = False,
 ) -> Rollout:
     """Begin: every replica loads `version` alongside the stable one, from plan `generation` on."""
     return replace(
@@ -142,6 +145,7 @@ def stage_version(
         refused=0,
         reason="",
         lost_replicas=0,
+        changes_options=changes_options,
     )
 
 
@@ -158,7 +162,8 @@ def flip_to_candidate(rollout: Rollout, generation: int, now_s: float) -> Rollou
 def finish_rollout(rollout: Rollout, now_s: float) -> Rollout:
     """End the rollout once every replica has flipped."""
     moved = replace(rollout, phase=transition(rollout.phase, RolloutMove.SETTLE), since_s=now_s)
-    return replace(moved, stable=rollout.candidate, candidate=0, previous=rollout.stable)
+    previous = rollout.previous if rollout.changes_options and rollout.candidate == rollout.stable else rollout.stable
+    return replace(moved, stable=rollout.candidate, candidate=0, previous=previous)
 
 
 def abandon_candidate(rollout: Rollout, reason: str, now_s: float) -> Rollout:
@@ -193,18 +198,29 @@ def _apply_move(rollout: Rollout, move: RolloutMove, now_s: float) -> Rollout:
 
 
 def _clear_candidate(rollout: Rollout, reason: str) -> Rollout:
-    return replace(rollout, candidate=0, shares=NO_SHARES, refused=rollout.candidate, reason=reason)
+    refused = 0 if rollout.candidate == rollout.stable else rollout.candidate  # then its options alone are
+    return replace(rollout, candidate=0, shares=NO_SHARES, refused=refused, reason=reason)
 
 
 # -- the replicas' plan -----------------------------------------------------------------------------------------------
 
 
-def build_model_plan(name: str, registry: str, options: dict[str, Any], rollout: Rollout) -> ModelPlan:
-    """Build the plan that brings a replica to the rollout's state."""
+def build_model_plan(
+    name: str, registry: str, options: dict[str, Any], rollout: Rollout, before: dict[str, Any] | None = None
+) -> ModelPlan:
+    """Build the plan that brings a replica to the rollout's state. `before`: the options that still answer while others
+    are staged."""
+    if rollout.phase is Phase.STAGING and rollout.changes_options and before is not None:
+        stable, attempt = rollout.stable, rollout.attempt
+        return ModelPlan(
+            name, registry, before, stable, staged=(stable,), next_version=rollout.candidate, next_options=options,
+            attempt=attempt,
+        )  # fmt: skip
     staged = tuple(version for version in (rollout.stable, rollout.candidate) if version) if registry else ()
     plan = ModelPlan(name, registry, options, rollout.stable, staged=staged, attempt=rollout.attempt)
     if rollout.phase is Phase.FLIPPING:
-        return replace(plan, stable=rollout.candidate)
+        staged = (rollout.candidate,) if rollout.changes_options else staged
+        return replace(plan, stable=rollout.candidate, staged=staged)
     if rollout.phase is Phase.CANARY:
         return replace(plan, candidate=rollout.candidate, shares=rollout.shares)
     if rollout.phase is Phase.VACANT:
@@ -256,13 +272,19 @@ def decide_next_step(
         for report in replicas
         if report.generation < rollout.generation  # it may be about to drop its copy of this version
         or model not in report.models
-        or rollout.candidate not in report.models[model].staged
+        or not _has_staged(rollout, report.models[model])
     ]
     if late and waited_s > stage_timeout_s:
         return AbandonRollout(
             f"replica {late[0]} had not staged version {rollout.candidate} after {stage_timeout_s:g} s"
         )
     return WaitForReplicas(tuple(late)) if late else Proceed()
+
+
+def _has_staged(rollout: Rollout, report: ModelReport) -> bool:
+    """Whether a replica has loaded the candidate, under the options that it is to have."""
+    candidate = rollout.candidate
+    return report.next_staged == candidate if rollout.changes_options else candidate in report.staged
 
 
 def find_staging_error(model: str, rollout: Rollout, replicas: Sequence[ReplicaReport]) -> str:

@@ -40,6 +40,7 @@ class ModelPlan:
     stable:    the version that answers; 0 for none yet
     candidate: the version that gets `shares`; 0 for none
     staged:    of a registered model: exactly the versions to load
+    next_version, next_options: a version to load alongside under other options, for a later flip to both; 0 for none
     attempt:   changes when rejected versions may be tried again
     reason:    the reason why there is no version
 
@@ -58,12 +59,19 @@ class ModelPlan:
     candidate: int = 0
     shares: TrafficShares = NO_SHARES
     staged: tuple[int, ...] = ()
+    next_version: int = 0
+    next_options: dict[str, Any] = field(default_factory=dict)
     attempt: int = 0
     reason: str = ""
     rejected: tuple[int, ...] = ()
     is_frozen: bool = False
     retained: int = 0
     is_retained: bool = False
+
+    @property
+    def newest_options(self) -> dict[str, Any]:
+        """The options under which versions are to be loaded."""
+        return self.next_options if self.next_version else self.options
 
     @property
     def pinned(self) -> int:

@@ -60,6 +60,7 @@ class ModelReport:
 
     version:   the one that answers requests without a version; 0 for none
     candidate: the one that has a share alongside it; 0 for none
+    next_staged: the version that is loaded under the plan's next options; 0 for none
     staged:    all that could answer at once or are in memory as received, ascending
     rejected:  those that this replica rejected; of a model that follows a run the newest, oldest first
     counts:    counts since the replica began to serve the model; None before
@@ -77,6 +78,7 @@ class ModelReport:
     queued_rows: int = 0
     latency: tuple[tuple[int, float], ...] = ()
     failure: ModelFailure | None = None
+    next_staged: int = 0
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,8 @@ class VersionLoader:
         """Load one version. Raises StagingError.
 
         signature: the served model's; another one is refused
-        last:      the previous version's parts; its predictor is reused when the model is built in the same way, and
+        last:      the previous version's parts; its predictor is reused when the model is built in the same way, with
+                   the same options, and
                    this version must answer an example if that one did
         """
 
@@ -106,7 +107,7 @@ class VersionLoader:
 
     def _load(self, package: ModelPackage, options: ModelOptions, last: BuiltModel | None) -> StagedVersion:
         assert package.snapshot is not None
-        if last is not None and last.factory == package.factory:
+        if last is not None and last.factory == package.factory and last.predictor.options == options:
             predictor = last.predictor
         else:
             before = None if last is None else last.predictor

@@ -22,7 +22,8 @@ from shoal.serve.messages.inference import Arrays, RepositoryEntry
 from shoal.serve.messages.replica_report import ModelReport, RejectedVersion, ReplicaReport
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.replica.live.follower import LiveFollower
-from shoal.serve.replica.loader import BuiltModel, StagedVersion, StagingError, VersionLoader
+from shoal.serve.replica.loader import StagedVersion, StagingError, VersionLoader
+from shoal.serve.replica.model_statistics import ModelStatistics
 from shoal.serve.replica.served_model import ServedModel, VersionedOutputs, format_names
 from shoal.serve.replica.version_router import Answering
 from shoal.serve.replica.watchers import PlanSource
@@ -35,7 +36,9 @@ if TYPE_CHECKING:
 
 DRAIN_POLL_S = 0.02
 MAX_STAGING_S = 900.0  # of staging; the controller gives up earlier
-RETIRE, LIVE = 0, -1  # keys of the tasks that retire a model and build a live one; others stage a version
+# Keys of the tasks that retire a model, build a live one, and load a version under other options. Above 0 they stage a
+# version, below DRAIN they drain a replaced model.
+RETIRE, LIVE, NEXT, DRAIN = 0, -1, -2, -3
 T = TypeVar("T")
 
 
@@ -73,7 +76,8 @@ class ModelManager:
         self._plans: dict[str, ModelPlan] = {}
         self._models: dict[str, ServedModel] = {}
         self._retiring: dict[str, ServedModel] = {}  # answers its pending requests only
-        self._last_built: dict[str, BuiltModel] = {}
+        self._next: dict[str, ServedModel] = {}  # under other options; answers nothing before it replaces its model
+        self._num_replaced = 0
         self._rejected: dict[str, RejectedVersion] = {}
         self._loader = VersionLoader(spec.torch_threads)
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
@@ -151,7 +155,8 @@ class ModelManager:
         """Apply a plan as far as possible, and begin to stage missing versions."""
         before, self._plan, self._plans = self._plans, plan, {model.name: model for model in plan.models}
         self._rejected = {name: rejected for name, rejected in self._rejected.items() if name in self._plans}
-        for name in [name for name in self._models if not _is_same_deployment(self._plans.get(name), before[name])]:
+        for name in [name for name in self._models if not _is_same_model(self._plans.get(name), before[name])]:
+            self._drop_next(name)
             hosted = self._retiring[name] = self._models.pop(name)
             if name in self.followers:
                 self.followers.pop(name).close(timeout_s=0.0)
@@ -186,6 +191,8 @@ class ModelManager:
             return hosted is not None and self.followers[plan.name].has(plan)
         loaded = hosted.versions if hosted is not None else []
         failed = self._rejected[plan.name].version if plan.name in self._rejected else 0
+        if hosted is not None and hosted.plan_options != plan.options:
+            return False
         is_answering = not plan.staged or (hosted is not None and hosted.version > 0)
         return is_answering and all(version in loaded or version == failed for version in plan.staged)
 
@@ -194,6 +201,8 @@ class ModelManager:
         # A retiring model has no version to report: the next model of its name does not wait for it.
         models = {name: replace(hosted.report(), version=0, staged=()) for name, hosted in self._retiring.items()}
         models |= {name: hosted.report() for name, hosted in self._models.items()}
+        for name, successor in self._next.items():
+            models[name] = replace(models[name], next_staged=max(successor.versions, default=0))
         for name, rejected in self._rejected.items():
             models[name] = replace(models.get(name, ModelReport()), rejected=(rejected,))
         generation = self._plan.generation if self._plan is not None else 0
@@ -224,56 +233,103 @@ class ModelManager:
         for task in self._tasks.values():
             task.cancel()
         self._loader.close()
-        for hosted in (*self._models.values(), *self._retiring.values()):
+        for hosted in (*self._models.values(), *self._next.values(), *self._retiring.values()):
             hosted.close()
 
     def _reconcile(self, plan: ModelPlan) -> None:
         """Apply a registered model's plan, as far as its versions are loaded."""
-        name, hosted = plan.name, self._models.get(plan.name)
+        name = plan.name
         if (rejected := self._rejected.get(name)) is not None and rejected.attempt != plan.attempt:
             del self._rejected[name]
-        loaded: list[int] = []
-        if hosted is not None:
+        if name in self._next and self._next[name].plan_options != plan.newest_options:
+            self._drop_next(name)
+        self._switch_options(plan)
+        hosted = self._models.get(name)
+        if hosted is not None and hosted.plan_options == plan.options:
             _apply_rollout(hosted, plan)
-            loaded = hosted.versions
         failed = self._rejected[name].version if name in self._rejected else 0
-        missing = [version for version in plan.staged if version not in loaded and version != failed]
-        for version in missing if loaded else missing[:1]:  # the others are checked against it
-            if (name, version) not in self._tasks:
-                self._start_task((name, version), self._stage(plan, version))
+        for key, version, options in self._list_missing(plan):
+            if version != failed and (name, key) not in self._tasks:
+                self._start_task((name, key), self._stage(plan, key, version, options))
 
-    async def _stage(self, plan: ModelPlan, version: int) -> None:
+    def _list_missing(self, plan: ModelPlan) -> list[tuple[int, int, dict[str, Any]]]:
+        """The versions to load now: the key of the task, the version and its options."""
+        hosted, is_next_loaded = self._models.get(plan.name), plan.name in self._next
+        if hosted is not None and hosted.plan_options != plan.options:  # it has missed the staging, and still answers
+            return [] if is_next_loaded else [(NEXT, plan.stable, plan.options)]
+        loaded = hosted.versions if hosted is not None else []
+        missing = [(version, version, plan.options) for version in plan.staged if version not in loaded]
+        if not loaded:
+            return missing[:1]  # the others are checked against it
+        if plan.next_version and not is_next_loaded:
+            missing.append((NEXT, plan.next_version, plan.next_options))
+        return missing
+
+    async def _stage(self, plan: ModelPlan, key: int, version: int, plan_options: dict[str, Any]) -> None:
         """Load a version, then reconcile again: the plan may have changed."""
         name, hosted = plan.name, self._models.get(plan.name)
-        source, options = RegisteredModel(name, plan.registry), ModelOptions.parse(plan.options)
-        signature = hosted.signature if hosted is not None else None
+        source, options = RegisteredModel(name, plan.registry), ModelOptions.parse(plan_options)
+        signature, built = (hosted.signature, hosted.built) if hosted is not None else (None, None)
         try:
-            staged = await self._loader.load_version(source, version, options, signature, self._last_built.get(name))
+            staged = await self._loader.load_version(source, version, options, signature, built)
         except StagingError as error:
             if name in self._plans:
                 self._rejected[name] = RejectedVersion(version, str(error), plan.attempt)
         else:
-            self._add_staged(plan, staged)
-        del self._tasks[name, version]
+            self._add_staged(name, staged, plan_options)
+        del self._tasks[name, key]
         if name in self._plans:
             self._reconcile(self._plans[name])
         self.on_changed()
 
-    def _add_staged(self, plan: ModelPlan, staged: StagedVersion) -> None:
-        wanted = self._plans.get(plan.name)
-        if wanted is None or staged.loaded.version not in wanted.staged or wanted.options != plan.options:
+    def _add_staged(self, name: str, staged: StagedVersion, options: dict[str, Any]) -> None:
+        wanted, hosted, version = self._plans.get(name), self._models.get(name), staged.loaded.version
+        if wanted is None or version not in (*wanted.staged, wanted.next_version):
             return
-        hosted = self._models.get(plan.name)
-        if hosted is None:
-            hosted = self._models[plan.name] = self._make_served_model(plan.name, staged.built.predictor)
-        self._last_built[plan.name], hosted.predictor = staged.built, staged.built.predictor
-        hosted.router.add(staged.loaded)
+        if options == wanted.options and (hosted is None or hosted.plan_options == options):
+            group = self._models
+        elif options == wanted.newest_options:
+            group = self._next
+        else:
+            return
+        target = group.get(name)
+        if target is None:
+            counts = hosted.counts if hosted is not None else None
+            target = group[name] = self._make_served_model(name, staged.built.predictor, options, counts=counts)
+        target.built, target.predictor = staged.built, staged.built.predictor
+        target.router.add(staged.loaded)
 
-    def _make_served_model(self, name: str, predictor: Predictor, is_live: bool = False) -> ServedModel:
-        show_errors = self._spec.show_errors
-        return ServedModel(
-            name, predictor, self._batcher, is_live=is_live, tracer=self._tracer, show_errors=show_errors
-        )
+    def _make_served_model(
+        self, name: str, predictor: Predictor, options: dict[str, Any], *,
+        is_live: bool = False, counts: ModelStatistics | None = None,
+    ) -> ServedModel:  # fmt: skip
+        made = ServedModel(
+            name, predictor, self._batcher, is_live=is_live, tracer=self._tracer, show_errors=self._spec.show_errors,
+            counts=counts,
+        )  # fmt: skip
+        made.plan_options = options
+        return made
+
+    def _switch_options(self, plan: ModelPlan) -> None:
+        """Replace a model by the one that was loaded under the plan's options; it answers its pending requests."""
+        name = plan.name
+        hosted, successor = self._models.get(name), self._next.get(name)
+        if hosted is None or successor is None or successor.plan_options != plan.options:
+            return
+        self._models[name] = self._next.pop(name)
+        self._num_replaced += 1
+        key = (name, DRAIN - self._num_replaced)
+        self._start_task(key, self._drain(key, hosted))
+
+    async def _drain(self, key: tuple[str, int], hosted: ServedModel) -> None:
+        while not hosted.is_idle:
+            await asyncio.sleep(DRAIN_POLL_S)
+        hosted.close()
+        del self._tasks[key]
+
+    def _drop_next(self, name: str) -> None:
+        if (successor := self._next.pop(name, None)) is not None:
+            successor.close()
 
     async def _serve_live(self, plan: ModelPlan) -> None:
         name, model = plan.name, self._live[plan.name]
@@ -288,7 +344,7 @@ class ModelManager:
         if name not in self._plans:  # deleted meanwhile
             del self._tasks[name, LIVE]
             return
-        hosted = self._models[name] = self._make_served_model(name, predictor, is_live=True)
+        hosted = self._models[name] = self._make_served_model(name, predictor, plan.options, is_live=True)
         assert hosted.live is not None
         self.followers[name] = LiveFollower(
             name, hosted.live, model.weights, self._controller, self._plans[name], lambda: self.on_changed()
@@ -296,7 +352,6 @@ class ModelManager:
 
     async def _retire(self, name: str, hosted: ServedModel) -> None:
         """Drop a model without new calls once it has answered its pending ones."""
-        self._last_built.pop(name, None)
         while not hosted.is_idle:
             await asyncio.sleep(DRAIN_POLL_S)
         hosted.close()
@@ -309,9 +364,13 @@ class ModelManager:
         self._tasks[key] = asyncio.get_running_loop().create_task(work)
 
 
-def _is_same_deployment(plan: ModelPlan | None, before: ModelPlan) -> bool:
-    """Whether it is the former plan's model, not one deployed again with other options."""
-    return plan is not None and (plan.registry, plan.options) == (before.registry, before.options)
+def _is_same_model(plan: ModelPlan | None, before: ModelPlan) -> bool:
+    """Whether it is the former plan's model; a registered one may have other options."""
+    return (
+        plan is not None
+        and plan.registry == before.registry
+        and (bool(plan.registry) or plan.options == before.options)
+    )
 
 
 def _apply_rollout(hosted: ServedModel, plan: ModelPlan) -> None:

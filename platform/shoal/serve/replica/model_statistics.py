@@ -121,7 +121,7 @@ class ModelStatistics:
     """
 
     def __init__(self, name: str, *, live: bool = False, pending: Callable[[], int] = lambda: 0) -> None:
-        self.name, self._live, self._pending = name, live, pending
+        self.name, self._live, self.pending = name, live, pending
         self._lock = threading.Lock()  # between forward threads and the thread that adds a version
         self._versions: dict[int, _VersionCounts] = {}
         self._older = _VersionCounts()
@@ -195,7 +195,7 @@ class ModelStatistics:
             "live": self._live,
             "serving": self._serving,
             "swaps": self._swaps,
-            "pending": self._pending(),
+            "pending": self.pending(),
             "versions": versions,
             "older": older,
             "refused": _by_status(self._refused),

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -28,6 +28,7 @@ from shoal.serve.replica.failure_log import FailureLog
 from shoal.serve.replica.fallback_predictor import is_model_error, predict
 from shoal.serve.replica.forward_times import ForwardTimes
 from shoal.serve.replica.live.versions import LiveVersionSelector
+from shoal.serve.replica.loader import BuiltModel
 from shoal.serve.replica.model_statistics import ModelStatistics
 from shoal.serve.replica.shadow import ShadowTraffic
 from shoal.serve.replica.version_router import Answering, Track, VersionTable
@@ -52,6 +53,7 @@ class ServedModel:
     """Implements `ServedModelProtocol`. Only the model manager changes `table`; `predictor` is the newest version's.
 
     live: selects the versions of a model that follows a run; None for a registered one
+    counts: continues those of the model that this one replaces
     """
 
     def __init__(
@@ -63,10 +65,13 @@ class ServedModel:
         is_live: bool = False,
         tracer: Tracer | None = None,
         show_errors: bool = False,
+        counts: ModelStatistics | None = None,
     ) -> None:
         self.name, self.predictor, self.is_live, self._tracer = name, predictor, is_live, tracer
         self.signature: Signature = predictor.signature
         self.options: ModelOptions = predictor.options
+        self.plan_options: dict[str, Any] = {}  # `options` as its plan has them
+        self.built: BuiltModel | None = None  # of the newest version of a registered model
         self.router = VersionTable(name)
         self._deadline_s = self.options.deadline_s
         self._failures = FailureLog(name, show_errors)
@@ -87,7 +92,7 @@ class ServedModel:
             weight=self.options.weight,
             on_batch=self._on_batch,
         )
-        self.counts = ModelStatistics(name, live=is_live, pending=lambda: self._queue.queued_requests)
+        self.counts = counts or ModelStatistics(name, live=is_live)
         outputs = {spec.name: spec.datatype for spec in self.signature.outputs}
         self.shadow = ShadowTraffic(name, batcher, self._forward, self.options, self.counts, outputs, self._record_time)
 
@@ -186,6 +191,9 @@ class ServedModel:
             latency=tuple((each, seconds) for each in rows if (seconds := latency.seconds(each)) > 0.0),
         )
 
+    def _count_queued(self) -> int:
+        return self._queue.queued_requests
+
     def close(self) -> None:
         """Fail queued requests with 503. Idempotent."""
         self.shadow.close()
@@ -197,6 +205,7 @@ class ServedModel:
             self._queue.seed_latency_model(self.predictor.warm_up_times)
         table = self.router
         table.point(answering)
+        self.counts.pending = self._count_queued
         self.shadow.set_candidate(table.candidate, answering.shares.shadow_percent)
         self.counts.set_serving(table.version, table.candidate_version, table.percent)
 

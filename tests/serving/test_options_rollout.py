@@ -1,0 +1,116 @@
+"""Options of a running model change by a roll-out: everywhere or nowhere, and without a failed request."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from serving.replica_set import ReplicaSet, ask, infer, until
+from serving.test_replica_rollout import everywhere, rollout
+from shoal.errors import InferenceError
+from shoal.serve.replica.loader import VersionLoader
+
+
+def max_rows(endpoint: ReplicaSet) -> list[int]:
+    return [replica.manager.get_model("linear").options.max_batch_size for replica in endpoint.replicas.values()]
+
+
+@rollout(1, replicas=2)
+async def test_options_change_everywhere_without_a_failed_request(endpoint: ReplicaSet) -> None:
+    answered = 0
+
+    async def keep_asking() -> None:
+        nonlocal answered
+        while True:
+            for replica in endpoint.replicas.values():
+                assert (await infer(replica)).version == 1
+                answered += 1
+
+    asking = asyncio.create_task(keep_asking())
+    await until(lambda: answered > 10)
+    status = await endpoint.administer(
+        action="set", model="linear", options={"max_batch_size": 2, "guard": {"min_requests": 7}}, reason="small"
+    )
+    await until(lambda then=answered: answered > then + 10)
+    asking.cancel()
+    await asyncio.wait([asking])
+    assert asking.cancelled(), "a request failed"
+    assert max_rows(endpoint) == [2, 2]
+    assert (status["stable"], status["max_batch_rows"], status["phase"]) == (1, 2, "steady")
+    event = endpoint.controller.state.events[-1]
+    assert (event.kind, event.version, event.previous, event.by) == ("set", 1, 1, "tester")
+    assert event.reason == "small (max_batch_size=2, guard.min_requests=7)"
+    counts = [
+        replica.manager.get_model("linear").counts.snapshot()["versions"]["1"] for replica in endpoint.replicas.values()
+    ]
+    assert sum(each["statuses"]["200"] for each in counts) >= answered  # they go on
+    assert [(await infer(each, rows=3)).status for each in endpoint.replicas.values()] == [422, 422]
+    assert await everywhere(endpoint, 4) == {1: 8}
+
+
+@rollout(1, 2, replicas=2)
+async def test_options_that_one_replica_cannot_serve_are_taken_by_none(endpoint: ReplicaSet) -> None:
+    change = {"action": "set", "model": "linear", "options": {"preprocess": "shoal.no_module:function"}}
+    with pytest.raises(InferenceError, match=r"version 1 of 'linear' was not taken: .*no_module") as caught:
+        await endpoint.administer(**change)
+    assert caught.value.status == 409
+    assert endpoint.controller.state.models["linear"].deployment.options["preprocess"] is None
+    assert await everywhere(endpoint, 4) == {1: 8}
+    await endpoint.administer(action="set", model="linear", options={"max_batch_size": 4})  # nothing is in its way
+    assert max_rows(endpoint) == [4, 4]
+    await endpoint.administer(action="deploy", model="linear", version=2)
+    assert (endpoint.versions(), max_rows(endpoint)) == ([2, 2], [4, 4])
+
+
+@rollout(1, 2, replicas=2)
+async def test_a_version_is_deployed_with_other_options(endpoint: ReplicaSet) -> None:
+    await endpoint.administer(action="deploy", model="linear", version=2, options={"max_batch_size": 2})
+    assert (endpoint.versions(), max_rows(endpoint)) == ([2, 2], [2, 2])
+    await endpoint.administer(action="rollback", model="linear")
+    assert (endpoint.versions(), max_rows(endpoint)) == ([1, 1], [2, 2])
+
+
+@rollout(1, replicas=1)
+async def test_a_replica_and_a_controller_that_start_meanwhile_have_the_new_options(endpoint: ReplicaSet) -> None:
+    gate, load = asyncio.Event(), VersionLoader.load_version
+
+    async def wait(*arguments: object) -> object:
+        await gate.wait()
+        return await load(*arguments)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VersionLoader, "load_version", wait)
+        change = {"action": "set", "model": "linear", "options": {"max_batch_size": 2}}
+        changing = asyncio.create_task(endpoint.administer(**change))
+        await until(lambda: endpoint.phase() == "staging")
+        late = endpoint.add("late")
+        endpoint.restart_controller()
+        assert endpoint.phase() == "staging"
+        assert (await infer(endpoint.replicas["r1"], rows=3)).status == 200  # as before
+        gate.set()
+        await until(lambda: endpoint.phase() == "steady")
+        await late.start(60.0)
+        await until(lambda: max_rows(endpoint) == [2, 2])
+        assert endpoint.controller.state.models["linear"].deployment.options["max_batch_size"] == 2
+        changing.cancel()
+        await asyncio.wait([changing])
+
+
+@rollout(1, 2, replicas=1)
+async def test_what_set_cannot_do_is_refused_by_name(endpoint: ReplicaSet) -> None:
+    refused = {
+        "there is no model 'nobody'": {"model": "nobody", "options": {"max_batch_size": 2}},
+        "set needs options": {"model": "linear"},
+        "and no version": {"model": "linear@2", "options": {"max_batch_size": 2}},
+        "options.max_batch_size = 0": {"model": "linear", "options": {"max_batch_size": 0}},
+    }
+    for words, change in refused.items():
+        with pytest.raises(InferenceError, match=words):
+            await endpoint.administer(action="set", **change)
+    await endpoint.administer(action="canary", model="linear", version=2, percent=10)
+    with pytest.raises(InferenceError, match="promote it or roll it back first"):
+        await endpoint.administer(action="set", model="linear", options={"max_batch_size": 2})
+    [replica] = endpoint.replicas.values()
+    path, change = "/shoal/v1/rollout", {"action": "set", "model": "linear", "options": {"odd": 1}}
+    assert (await ask(replica, "POST", path, change)).status == 400
