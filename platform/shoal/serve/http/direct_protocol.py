@@ -33,6 +33,17 @@ class DirectProtocol(HttpToolsProtocol):
         if self._unread is not None:
             self._unread.cancel()
 
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """Stay open for the answer to a body that ends early. Any other end of input is a client that has gone: so is
+        that of a gRPC stream, whose body has no length."""
+        cycle: Any = self.cycle
+        if not isinstance(cycle, DirectCycle) or not cycle.more_body or cycle.response_complete:
+            return None
+        if all(name != b"content-length" for name, _ in cycle.scope["headers"]):
+            return None
+        cycle.cut_off()
+        return True
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
         cycle: Any = self.cycle

@@ -26,6 +26,8 @@ import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
+from shoal.serve.protocol.request_lifecycle import INCOMPLETE_MESSAGE
+
 if TYPE_CHECKING:
     from uvicorn.protocols.http.flow_control import FlowControl
 
@@ -108,6 +110,7 @@ class DirectCycle:
         "_head",
         "_headers",
         "_is_body_delivered",
+        "_is_cut_off",
         "_on_finished",
         "_transport",
         "body",
@@ -132,7 +135,7 @@ class DirectCycle:
         self._headers, self._on_finished = headers, finished
         self.keep_alive, self.disconnected, self.response_complete = keep_alive, False, False
         self.body, self.more_body = bytearray(), True
-        self._is_body_delivered = self._closing = False
+        self._is_body_delivered = self._closing = self._is_cut_off = False
         self.message_event = asyncio.Event()
         self._head: list[bytes] = []
 
@@ -153,10 +156,15 @@ class DirectCycle:
         self._closing = True
         self.message_event.set()
 
+    def cut_off(self) -> None:
+        """Let `receive` report that the rest of the body will not come."""
+        self._is_cut_off, self.keep_alive = True, False
+        self.message_event.set()
+
     async def receive(self) -> Message:
         lacks_body = self.more_body and not self.body
         if (lacks_body or self._is_body_delivered) and not (
-            self.disconnected or self.response_complete or self._closing
+            self.disconnected or self.response_complete or self._closing or self._is_cut_off
         ):
             self._flow.resume_reading()
             self.message_event.clear()
@@ -164,6 +172,8 @@ class DirectCycle:
         if self.disconnected or self.response_complete:
             return {"type": "http.disconnect"}
         body, self.body = bytes(self.body), bytearray()
+        if self._is_cut_off:
+            return {"type": INCOMPLETE_MESSAGE, "body": body, "more_body": True}
         kind, self._closing = CLOSING_MESSAGE if self._closing else "http.request", False
         self._is_body_delivered = not self.more_body
         return {"type": kind, "body": body, "more_body": self.more_body}
@@ -192,7 +202,7 @@ class DirectCycle:
             self.message_event.set()
             if not self.keep_alive:
                 # The kernel discards an unread answer when a connection closes with unread input.
-                lingers = self.more_body and not self._transport.is_closing()
+                lingers = self.more_body and not (self._is_cut_off or self._transport.is_closing())
                 self._transport.write_eof() if lingers else self._transport.close()
             self._on_finished()
 

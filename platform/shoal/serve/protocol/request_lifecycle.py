@@ -26,6 +26,10 @@ P = TypeVar("P", bound="RequestLifecycle")
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
+# A message of `receive`: the client has ended its side of the connection within a body, and may read an answer.
+INCOMPLETE_MESSAGE = "shoal.incomplete"
+
+
 class RequestLifecycle:
     """One request: reads its body, and is cancelled when its answer is of no more use."""
 
@@ -42,7 +46,8 @@ class RequestLifecycle:
     async def read_body(self, length_bytes: int | None) -> bytes:
         """Read the full body, whose Content-Length is `length_bytes`.
 
-        Raises InferenceError: 413 as soon as the body is, or is declared, too large, 408 when it is too slow.
+        Raises InferenceError: 413 as soon as the body is, or is declared, too large, 408 when it is too slow, 400 when
+        it ends early.
         """
         limit = self._limits.max_body_bytes
         if length_bytes is not None and length_bytes > limit:
@@ -59,6 +64,8 @@ class RequestLifecycle:
             self._received_bytes += len(chunk)
             if self._received_bytes > limit:
                 raise InferenceError(413, f"the body is larger than the limit of {limit} bytes")
+            if message["type"] == INCOMPLETE_MESSAGE:
+                raise InferenceError(400, f"the body ends after {self._received_bytes} of {length_bytes} bytes")
             chunks.append(chunk)
             if not message.get("more_body", False):
                 self._reading = False
