@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pydoc
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,9 @@ def test_every_public_name_is_there_and_says_what_it_is(name: str) -> None:
 
 def test_serve_is_a_function_also_when_its_room_was_imported_before() -> None:
     program = "import shoal.serve.spec.endpoint, shoal; assert callable(shoal.serve); print(shoal.serve.spec.endpoint)"
+    help_text = pydoc.render_doc(shoal.serve, renderer=pydoc.plaintext)
+    assert "serve(*models: 'str', **fields: 'Any')" in help_text
+    assert "`name@alias` (the endpoint follows it)" in help_text
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

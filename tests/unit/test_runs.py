@@ -357,3 +357,17 @@ def test_a_run_is_called_by_what_it_trains(job: str, kind: runs.RunKind | None, 
     runs.create(job, spec, "one", kind=kind).close()
     assert runs.load("one").title == title
     assert runs.load("one").to_dict()["title"] == title
+
+
+def test_of_several_versions_of_a_model_one_is_its_champion() -> None:
+    with runs.create("train", "", "several") as run:
+        run.record_model("cartpole", 1, ("champion",))
+        run.record_model("cartpole", 2, ("champion", "candidate"))
+        run.record_model("cartpole", 3, ("champion",))
+        run.record_model("other", 1, ("champion",))
+    found = runs.load("several")
+    aliases = [[], ["candidate"], ["champion"], ["champion"]]
+    assert found.models()["aliases"].tolist() == aliases
+    models = found.to_dict()["models"]
+    assert isinstance(models, list)
+    assert [each["aliases"] for each in models] == aliases

@@ -283,10 +283,23 @@ class Run:
         return _to_frame([tuple(row) for row in rows], ["version", "step", "time", "sha256"])
 
     def models(self) -> DataFrame:
-        """The models that the run registered: columns name, version, time, aliases (a list, as of then)."""
-        rows = self._query("SELECT name, version, time, aliases FROM models WHERE run = :run ORDER BY time")
-        models = [(r["name"], r["version"], r["time"] - self.created_at, json.loads(r["aliases"])) for r in rows]
+        """The models that the run registered: columns name, version, time, aliases (a list, as the run left them)."""
+        models = [(name, version, at - self.created_at, aliases) for name, version, at, aliases in self._list_models()]
         return _to_frame(models, ["name", "version", "time", "aliases"])
+
+    def _list_models(self) -> list[tuple[str, int, float, list[str]]]:
+        """The registered versions, oldest first. An alias names the last one that it was moved to."""
+        rows = self._query("SELECT name, version, time, aliases FROM models WHERE run = :run ORDER BY time")
+        last = {(row["name"], alias): row["version"] for row in rows for alias in json.loads(row["aliases"])}
+        return [
+            (
+                row["name"],
+                row["version"],
+                row["time"],
+                [alias for alias in json.loads(row["aliases"]) if last[row["name"], alias] == row["version"]],
+            )
+            for row in rows
+        ]
 
     def endpoints(self) -> list[EndpointRecord]:
         """The run's addresses, by name. Endpoints that a lost run had not closed have the state `lost`."""
@@ -311,8 +324,8 @@ class Run:
             "num_versions": self.num_versions(),
             "endpoints": [asdict(endpoint) for endpoint in self.endpoints()],
             "models": [
-                {"name": row["name"], "version": row["version"], "aliases": json.loads(row["aliases"])}
-                for row in self._query("SELECT name, version, aliases FROM models WHERE run = :run ORDER BY time")
+                {"name": name, "version": version, "aliases": aliases}
+                for name, version, _, aliases in self._list_models()
             ],
         }
 

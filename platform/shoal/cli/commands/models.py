@@ -138,7 +138,8 @@ def show(model: str, as_json: bool) -> None:
     ]
     for alias, moves in sorted(registry.aliases(found.name).moves.items()):
         facts += [
-            (f"{alias}", f"{each.kind} to {each.version}, {format_timestamp(each.time)}") for each in moves[-NUM_MOVES:]
+            (f"{alias} moved", f"by {each.kind} to {each.version}, {format_timestamp(each.time)}")
+            for each in moves[-NUM_MOVES:]
         ]
     print_facts(facts)
 

@@ -8,8 +8,11 @@ from __future__ import annotations
 import logging
 import time
 
+import ray
 from ray import serve
 from ray.exceptions import RayActorError
+from ray.serve.context import _disconnect, _get_global_client
+from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
 from shoal.serve.on_ray.controller_actor import stop_controller
@@ -17,7 +20,7 @@ from shoal.serve.on_ray.ownership import cluster_occupied_error, is_serve_runnin
 
 logger = logging.getLogger(__name__)
 
-SHUTDOWN_TIMEOUT_S = 60.0  # for a Serve that is ending: `serve.shutdown` returns after half a minute in any case
+SHUTDOWN_TIMEOUT_S = 60.0  # for a Serve that is ending
 POLL_S = 0.1
 
 
@@ -35,7 +38,7 @@ def remove_abandoned_endpoint() -> None:
         if found.active or not (is_abandoned or is_ending) or time.monotonic() > deadline_s:
             raise cluster_occupied_error(sorted(applications) or found.active)
         if is_abandoned and not is_shut:
-            serve.shutdown()
+            shut_down_serve()
             is_shut, deadline_s = True, time.monotonic() + SHUTDOWN_TIMEOUT_S
         elif not (is_shut or is_told):
             is_told = True
@@ -43,6 +46,30 @@ def remove_abandoned_endpoint() -> None:
         time.sleep(POLL_S)
     for actor in list_driver_endpoints().abandoned.values():
         stop_controller(actor)
+
+
+def shut_down_serve(timeout_s: float = SHUTDOWN_TIMEOUT_S) -> None:
+    """End Serve on this cluster, and return once it has gone.
+
+    `serve.shutdown` waits within a call that Serve's controller never answers: it is killed meanwhile. Ray retries
+    calls to that actor without limit, and reports the failure to this process's terminal. So wait outside of a call.
+    """
+    if not is_serve_running():
+        return
+    try:
+        client = _get_global_client()
+        assert client is not None
+        client.shutdown_cached_handles()
+        ray.get(client._controller.graceful_shutdown.remote(wait=False), timeout=timeout_s)
+    except (RayActorError, RayServeException):  # it has just ended
+        pass
+    deadline_s = time.monotonic() + timeout_s
+    while is_serve_running():
+        if time.monotonic() > deadline_s:
+            logger.warning("Ray Serve has not ended within %g s", timeout_s)
+            break
+        time.sleep(POLL_S)
+    _disconnect()
 
 
 def delete_abandoned_applications() -> None:

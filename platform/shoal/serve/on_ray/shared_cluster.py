@@ -11,13 +11,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
-from ray import serve
 from ray.serve.context import _get_global_client
 
 from shoal.errors import ClusterError, ConfigError
 from shoal.ray_call import NAMESPACE
 from shoal.serve.on_ray.ownership import get_driver_id, is_serve_running, list_driver_endpoints, require_free_name
-from shoal.serve.on_ray.removal import POLL_S, delete_abandoned_applications, list_applications
+from shoal.serve.on_ray.removal import (
+    POLL_S,
+    delete_abandoned_applications,
+    list_applications,
+    shut_down_serve,
+)
 from shoal.serve.spec.endpoint import EndpointSpec
 
 LOCK_NAME = "serve-start"
@@ -62,7 +66,7 @@ def join_serve(spec: EndpointSpec) -> EndpointSpec | None:
         return None
     if not others:
         if not list_applications():  # its last endpoint ended just now, and left Serve to this one
-            serve.shutdown()
+            shut_down_serve()
         return None
     delete_abandoned_applications()
     client = _get_global_client()
@@ -78,4 +82,4 @@ def join_serve(spec: EndpointSpec) -> EndpointSpec | None:
 def end_serve() -> None:
     """End Serve, unless other drivers have endpoints there."""
     if not list_driver_endpoints(without=get_driver_id()).active:
-        serve.shutdown()
+        shut_down_serve()

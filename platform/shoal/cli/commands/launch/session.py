@@ -292,7 +292,8 @@ class RunSession:
             say(Text.assemble(("solved", "green"), told))
         for model in models:
             ref = (f"{model['name']}@{model['version']}", "bold")
-            say(Text.assemble("registered ", ref, f" ({', '.join(model['aliases'])})"))
+            aliases = f" ({', '.join(model['aliases'])})" if model["aliases"] else ""
+            say(Text.assemble("registered ", ref, aliases))
         if "evaluated" in events:
             played = events["evaluated"]
             told = f" over {len(played['returns'])} episodes played through the endpoint's HTTP interface"
