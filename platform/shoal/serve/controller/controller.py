@@ -43,7 +43,7 @@ from shoal.serve.controller.rollout import (
     stage_version,
 )
 from shoal.serve.controller.state import MAX_EVENTS, ControllerState, Deployment, Event, ModelState, StateFile
-from shoal.serve.messages.desired_state import NEWEST, NO_SHARES, EndpointPlan, TrafficShares
+from shoal.serve.messages.desired_state import NEWEST, NO_SHARES, EndpointPlan, ModelPlan, TrafficShares
 from shoal.serve.messages.replica_report import ReplicaReport
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.model_source import Catalogue, RegistryCatalogue
@@ -409,13 +409,7 @@ class EndpointController:
 
     def _commit(self) -> None:
         """Save the state, then notify the replicas."""
-        models = tuple(
-            self.live.complete(
-                build_model_plan(name, asked.registry, asked.options, model.rollout, before and before.options), model
-            )
-            for name, model in self.state.models.items()
-            if (asked := model.deployment, before := model.before)
-        )
+        models = tuple(self._plan_model(name, model) for name, model in self.state.models.items())
         # A flip to the version that already answers (an alias returns to it) is a new plan too.
         announced = max((model.rollout.generation for model in self.state.models.values()), default=0)
         is_new = models != self._plan.models or self._plan.generation != max(announced, self.state.generation)
@@ -427,6 +421,10 @@ class EndpointController:
             self._plan_changed.set()
             self._plan_changed = asyncio.Event()
         self._notify_waiters()
+
+    def _plan_model(self, name: str, model: ModelState) -> ModelPlan:
+        asked, before = model.deployment, model.before.options if model.before else None
+        return self.live.complete(build_model_plan(name, asked.registry, asked.options, model.rollout, before), model)
 
     def _notify_waiters(self) -> None:
         self._state_changed.set()

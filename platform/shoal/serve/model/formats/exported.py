@@ -70,9 +70,9 @@ def _read_limits(program: Any, names: Sequence[str]) -> SizeLimits:
         str(symbol): SizeRange(int(values.lower), int(values.upper) if values.upper.is_Integer else None)
         for symbol, values in program.range_constraints.items()
     }
-    rows = {each.symbol for each in found if each.index == 0}
+    rows = {each.symbol for each in found if each.axis == 0}
     inner = [each for each in found if each.symbol in sizes.keys() - rows]
-    bounds = [sizes[each.symbol] for each in found if each.index == 0 and each.symbol in sizes]
+    bounds = [sizes[each.symbol] for each in found if each.axis == 0 and each.symbol in sizes]
     return SizeLimits(inner, sizes, bounds[0] if bounds else SizeRange())
 
 

@@ -34,10 +34,10 @@ class SizeRange(NamedTuple):
 
 
 class Dimension(NamedTuple):
-    """Dimension `index` of an input: its size is `factor` times the size `symbol`, plus `offset`."""
+    """Dimension `axis` of an input: its size is `factor` times the size `symbol`, plus `offset`."""
 
     input: str
-    index: int
+    axis: int
     symbol: str
     factor: int = 1
     offset: int = 0
@@ -69,16 +69,16 @@ class SizeLimits:
         """Check a request's inputs. Raises InferenceError (422)."""
         found: dict[str, tuple[int, Dimension]] = {}
         for dimension in self._dimensions:
-            name, index, symbol, factor, offset = dimension
-            actual, bounds = inputs[name].shape[index], self._sizes[symbol]
+            name, axis, symbol, factor, offset = dimension
+            actual, bounds = inputs[name].shape[axis], self._sizes[symbol]
             size, rest = divmod(actual - offset, factor)
             if rest or not bounds.has(size):
-                expected = f"this version takes {dimension.format_range(bounds)} in dimension {index}"
+                expected = f"this version takes {dimension.format_range(bounds)} in dimension {axis}"
                 raise InferenceError(422, f"input {name!r}: {expected}, got {actual}")
             other_size, other = found.setdefault(symbol, (size, dimension))
             if size != other_size:
-                given = f"{inputs[other.input].shape[other.index]} in dimension {other.index} of {other.input!r}"
-                expected = f"expected {factor * other_size + offset} in dimension {index}, as given by {given}"
+                given = f"{inputs[other.input].shape[other.axis]} in dimension {other.axis} of {other.input!r}"
+                expected = f"expected {factor * other_size + offset} in dimension {axis}, as given by {given}"
                 raise InferenceError(422, f"input {name!r}: {expected}, got {actual}")
 
 
