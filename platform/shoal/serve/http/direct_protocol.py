@@ -41,7 +41,7 @@ class DirectProtocol(HttpToolsProtocol):
             return None
         if all(name != b"content-length" for name, _ in cycle.scope["headers"]):
             return None
-        cycle.cut_off()
+        cycle.announce_incomplete()
         return True
 
     def on_response_complete(self) -> None:

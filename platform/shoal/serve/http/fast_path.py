@@ -110,7 +110,7 @@ class DirectCycle:
         "_head",
         "_headers",
         "_is_body_delivered",
-        "_is_cut_off",
+        "_is_incomplete",
         "_on_finished",
         "_transport",
         "body",
@@ -135,7 +135,7 @@ class DirectCycle:
         self._headers, self._on_finished = headers, finished
         self.keep_alive, self.disconnected, self.response_complete = keep_alive, False, False
         self.body, self.more_body = bytearray(), True
-        self._is_body_delivered = self._closing = self._is_cut_off = False
+        self._is_body_delivered = self._closing = self._is_incomplete = False
         self.message_event = asyncio.Event()
         self._head: list[bytes] = []
 
@@ -156,15 +156,15 @@ class DirectCycle:
         self._closing = True
         self.message_event.set()
 
-    def cut_off(self) -> None:
+    def announce_incomplete(self) -> None:
         """Let `receive` report that the rest of the body will not come."""
-        self._is_cut_off, self.keep_alive = True, False
+        self._is_incomplete, self.keep_alive = True, False
         self.message_event.set()
 
     async def receive(self) -> Message:
         lacks_body = self.more_body and not self.body
         if (lacks_body or self._is_body_delivered) and not (
-            self.disconnected or self.response_complete or self._closing or self._is_cut_off
+            self.disconnected or self.response_complete or self._closing or self._is_incomplete
         ):
             self._flow.resume_reading()
             self.message_event.clear()
@@ -172,7 +172,7 @@ class DirectCycle:
         if self.disconnected or self.response_complete:
             return {"type": "http.disconnect"}
         body, self.body = bytes(self.body), bytearray()
-        if self._is_cut_off:
+        if self._is_incomplete:
             return {"type": INCOMPLETE_MESSAGE, "body": body, "more_body": True}
         kind, self._closing = CLOSING_MESSAGE if self._closing else "http.request", False
         self._is_body_delivered = not self.more_body
@@ -202,7 +202,7 @@ class DirectCycle:
             self.message_event.set()
             if not self.keep_alive:
                 # The kernel discards an unread answer when a connection closes with unread input.
-                lingers = self.more_body and not (self._is_cut_off or self._transport.is_closing())
+                lingers = self.more_body and not (self._is_incomplete or self._transport.is_closing())
                 self._transport.write_eof() if lingers else self._transport.close()
             self._on_finished()
 
