@@ -361,7 +361,7 @@ def run_som(spec: SomSpec, job: str = "som") -> dict[str, float]:
     """Train, measure, draw, register. Returns the errors of the registered map. Raises ShoalError."""
     rows = read_rows(spec)
     num_rows, num_features = rows.values.shape
-    with shoal.runs.recording(spec.to_yaml(), job, begun="som", run_id=expected_run_id()) as recorder:
+    with shoal.runs.recording(spec.to_record(), job, begun="som", run_id=expected_run_id()) as recorder:
         print(f"run {recorder.id}: {spec.maps} x {spec.rows}x{spec.columns} of {num_rows:,} rows x {num_features}")
         recorder.record_event("som", rows=num_rows, features=num_features, data=rows.title)
         if spec.map_grid.num_nodes > num_rows:

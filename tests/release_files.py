@@ -73,7 +73,7 @@ def write_runs() -> None:
         "prediction": (RunKind.PREDICTION, BatchPredictSpec(model="tiny@1")),
     }
     for name, (kind, spec) in specs.items():
-        with runs.create(name, spec.to_yaml(), name, command=f"shoal run {name}", kind=kind) as run:
+        with runs.create(name, spec.to_record(), name, command=f"shoal run {name}", kind=kind) as run:
             run.log(1, {"loss": 0.5, "return/mean_100": 7.0})
             run.record_event("began", step=1)
             run.record_weights(1, 1, "ab", 1.0)

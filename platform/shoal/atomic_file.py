@@ -1,12 +1,39 @@
-"""Files that survive a power cut, complete or not at all.
+"""Durable files: complete or not at all, also after a power cut; and of a format that this release reads.
 
-Called by the registry and by checkpoints. Standard library only. All raise OSError.
+Called by all that writes below $SHOAL_HOME. Standard library only. What writes raises OSError.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
+
+_log = logging.getLogger(__name__)
+
+
+def describe_newer_format(path: Path, found: object, known: int) -> str:
+    """Why a file with a higher format's number than this release reads is rejected, and the remedy."""
+    remedy = "upgrade Shoal, or set SHOAL_HOME to another folder"
+    return f"{path} was written by a newer Shoal (format {found}; this one reads {known}): {remedy}"
+
+
+def is_newer_format(found: object, known: int) -> bool:
+    """Whether a file's number of its format is beyond those that this release reads."""
+    return isinstance(found, int) and found > known
+
+
+def log_unknown_fields(path: Path | str, names: Iterable[str]) -> None:
+    """Log, once in a process, the fields of a file that this release does not have."""
+    if found := ", ".join(names):
+        _log_once(f"{path} has fields that this release of Shoal does not have; they have no effect: {found}")
+
+
+@lru_cache(maxsize=256)
+def _log_once(warning: str) -> None:
+    _log.warning("%s", warning)
 
 
 def write_synced(path: Path, payload: bytes) -> None:

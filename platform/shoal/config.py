@@ -6,57 +6,23 @@ what would fit. Called by the CLI, jobs and pillars; knows none of them.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
-import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, get_args, get_origin
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError
-from yaml.error import MarkedYAMLError
+from pydantic.fields import FieldInfo
+from yaml import YAMLError
 
+from shoal.atomic_file import log_unknown_fields
 from shoal.errors import ConfigError
+from shoal.yaml_text import dump_yaml, parse_yaml
 
-_INT, _FLOAT, _MERGE = (f"tag:yaml.org,2002:{name}" for name in ("int", "float", "merge"))
-_INTS = re.compile(r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)$")
-_FLOATS = re.compile(
-    r"""([-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?
-    |[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$""",
-    re.VERBOSE,
-)
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1, except that `1e-3` is a number, as in YAML 1.2, and `1:30` is not.
-
-    A duplicate key in a mapping is rejected, as YAML demands: the first value would be lost.
-    """
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE]
-        if twice := [name for name, count in Counter(names).items() if count > 1]:
-            raise MarkedYAMLError(problem=f"{twice[0]!r} stands twice in it")
-        return node
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes every text that `_Loader` or YAML 1.1 would read as something else."""
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [rule for rule in rules if rule[0] not in (_INT, _FLOAT)]
-    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(_INT, _INTS, list("-+0123456789"))
-for _each in (_Loader, _Dumper):
-    _each.add_implicit_resolver(_FLOAT, _FLOATS, list("-+.0123456789"))
-
-MASKED = str(SecretStr("masked"))  # written by `to_yaml` for every secret
+MASKED = str(SecretStr("masked"))  # written by `to_yaml` and `to_record` for every secret
 
 
 if TYPE_CHECKING:
@@ -79,8 +45,11 @@ class Spec(_Model):
 
     Numbers are finite, unless a field allows otherwise. The constructor raises ConfigError, which names the first
     invalid field, with secrets masked.
+
+    recorded_always: fields that readers of a record need, whatever their value
     """
 
+    recorded_always: ClassVar[tuple[str, ...]] = ()
     model_config = ConfigDict(
         ser_json_inf_nan="constants", extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
     )
@@ -99,17 +68,40 @@ class Spec(_Model):
         return cls.parse(_load_mapping(source))
 
     @classmethod
-    def from_record(cls, text: str, words: Iterable[str]) -> Self:
-        """Read the output of `to_yaml`, with `a.b=c` words applied. Raises ConfigError.
+    def from_record(cls, text: str, words: Iterable[str] = (), *, leave_out: Collection[str] = ()) -> Self:
+        """Read the output of `to_record`, with `a.b=c` words applied; the other fields have the present defaults.
 
-        Secrets are masked in it: the words must set them again.
+        Fields that this release does not have are logged, and have no effect. Secrets are masked in a record: the words
+        must set them again, unless they are in one of the fields to `leave_out`. Raises ConfigError.
         """
-        values = _load_mapping(text)
-        _apply_overrides(values, cls, words)
+        values = {name: each for name, each in _load_mapping(text).items() if name not in leave_out}
+        return cls.parse_known(values, "the record", words)
+
+    @classmethod
+    def parse_known(cls, values: Mapping[str, Any], source: Path | str, words: Iterable[str] = ()) -> Self:
+        """Like `parse`, without the fields that this release does not have, which are logged. Raises ConfigError."""
+        words = list(words)
         try:
-            return cls.parse(values)
+            return cls._parse_record(values, words)
+        except ConfigError:
+            known = copy.deepcopy(dict(values))
+            unknown = [
+                f"{path}={MASKED if MASKED in str(each) else each}" for path, each in _remove_unknown_fields(known, cls)
+            ]
+            if not unknown:
+                raise
+        found = cls._parse_record(known, words)
+        log_unknown_fields(source, unknown)
+        return found
+
+    @classmethod
+    def _parse_record(cls, values: Mapping[str, Any], words: Iterable[str]) -> Self:
+        changed = copy.deepcopy(dict(values))
+        _apply_overrides(changed, cls, words)
+        try:
+            return cls.parse(changed)
         except ConfigError as error:
-            for path in _find_masked_paths(values):
+            for path in _find_masked_paths(changed):
                 if f"{error.field}.".startswith(f"{path}."):
                     problem = "is a secret, which no record holds"
                     raise ConfigError(path, MASKED, problem, f"give it again, as in {path}=...") from None
@@ -127,20 +119,62 @@ class Spec(_Model):
 
     def to_yaml(self) -> str:
         """The full spec as YAML, defaults included; `from_yaml` reads it back."""
-        return yaml.dump(self.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
+        return dump_yaml(self.model_dump(mode="json"))
+
+    def to_record(self) -> str:
+        """What was specified, as YAML: the fields that were set; `from_record` reads it.
+
+        A later release, which may rename a field that was not set, then reads the record too.
+        """
+        return dump_yaml(_dump_specified(self, self.model_dump(mode="json")))
 
     def override(self, words: Iterable[str]) -> Self:
         """A copy with `a.b=c` words applied; values are read as YAML (`true`, `3`, `1e-3`, `[1, 2]`, `text`).
 
         Raises ConfigError for a word without `=`, an unknown field, or a value that does not fit.
         """
-        values = self.model_dump()
+        values = _dump_specified(self, self.model_dump())
         _apply_overrides(values, type(self), words)
         return type(self).parse(values)
 
     def update(self, fields: Mapping[str, Any]) -> Self:
         """A copy with `fields` replaced, nested ones field by field. Raises ConfigError."""
-        return type(self).parse(merge(self.model_dump(), dict(fields)))
+        return type(self).parse(merge(_dump_specified(self, self.model_dump(), fields), dict(fields)))
+
+
+def _dump_specified(value: Any, dumped: Any, changing: Any = None) -> Any:
+    """Of the dump of a value, without the fields of specs that parsing sets anyway.
+
+    changing: fields, of which nested ones too, that the caller is about to change
+    """
+    changing = changing if isinstance(changing, Mapping) else {}
+    if isinstance(value, Spec) and isinstance(dumped, dict):
+        fields = type(value).model_fields
+        return {
+            name: _dump_specified(getattr(value, name), each, changing.get(name))
+            for name, each in dumped.items()
+            if name in changing or name not in fields or _is_specified(value, name, fields[name])
+        }
+    if isinstance(value, dict):
+        return {key: _dump_specified(*pair) for key, *pair in zip(dumped, value.values(), dumped.values(), strict=True)}
+    if isinstance(value, list | tuple):
+        return [_dump_specified(*pair) for pair in zip(value, dumped, strict=True)]
+    return dumped
+
+
+def _is_specified(spec: Spec, name: str, field: FieldInfo) -> bool:
+    """Whether a field was set, names the type of the spec, or is recorded always."""
+    is_tag = get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1
+    return is_tag or name in spec.model_fields_set or name in spec.recorded_always
+
+
+def _dump_default(owner: _Owner, name: str) -> Any:
+    """What an absent field has, as far as parsing would not set it anyway; {} where it has no default."""
+    field = owner.model_fields[name] if isinstance(owner, type) else None
+    if field is None or field.is_required():
+        return {}
+    default = field.get_default(call_default_factory=True)
+    return _dump_specified(default, default.model_dump()) if isinstance(default, Spec) else copy.deepcopy(default)
 
 
 def merge(base: Any, changes: Any) -> Any:
@@ -148,14 +182,6 @@ def merge(base: Any, changes: Any) -> Any:
     if not (isinstance(base, dict) and isinstance(changes, dict)):
         return changes
     return {**base, **{name: merge(base.get(name), each) for name, each in changes.items()}}
-
-
-def parse_yaml(text: str) -> Any:
-    """Parse a spec's file or an override's value. Raises yaml.YAMLError."""
-    try:
-        return yaml.load(text, _Loader)
-    except ValueError as error:  # an invalid date or number, such as 2026-02-30
-        raise MarkedYAMLError(problem=str(error)) from error
 
 
 def parse_overrides(spec: type[Spec], words: Iterable[str]) -> dict[str, Any]:
@@ -169,7 +195,7 @@ def format_override(path: str, value: str | list[str]) -> str:
     """The word that sets the field at `path` to this value, quoted where YAML would misread it."""
     try:
         is_plain = parse_yaml(value) == value if isinstance(value, str) else False
-    except yaml.YAMLError:
+    except YAMLError:
         is_plain = False
     return f"{path}={value if is_plain else json.dumps(value, ensure_ascii=False)}"
 
@@ -184,7 +210,7 @@ def last_override(words: Iterable[str], path: str) -> str:
 def _parse_value(path: str, text: str) -> object:
     try:
         return parse_yaml(text)
-    except yaml.YAMLError as error:
+    except YAMLError as error:
         problem = getattr(error, "problem", None) or "a character that has no place in it"
         raise ConfigError(path, "...", f"is not YAML: {problem}", "put it in quotes") from None  # it may be a secret
 
@@ -193,7 +219,7 @@ def _load_mapping(source: str | Path) -> dict[str, Any]:
     text = source.read_text() if isinstance(source, Path) else source
     try:
         loaded = parse_yaml(text) or {}
-    except yaml.YAMLError as error:
+    except YAMLError as error:
         raise ConfigError("yaml", str(source)[:80], f"is not YAML ({error})") from None
     if not isinstance(loaded, dict):
         raise ConfigError("yaml", loaded, "is not a mapping", "write `field: value` lines")
@@ -236,7 +262,8 @@ def _set_field(values: dict[str, Any], spec: type[BaseModel], path: str, value: 
     while len(names := _join_entry_name(owner, node, names)) > 1:
         name = names.pop(0)
         _require_field(owner, name, path, value)
-        node.setdefault(name, {})  # a new entry, or a field of one
+        if name not in node:
+            node[name] = _dump_default(owner, name)
         owner = _find_field_owner(owner, name)
         if isinstance(owner, type) and not isinstance(node[name], dict):  # None, or a word that stands for a full spec
             node[name] = _expand_spec(owner, node[name], path)
@@ -248,7 +275,7 @@ def _set_field(values: dict[str, Any], spec: type[BaseModel], path: str, value: 
     (leaf,) = names
     _require_field(owner, leaf, path, value)
     inner = _find_field_owner(owner, leaf)
-    before = node.get(leaf)  # None for a new entry
+    before = node[leaf] if leaf in node else _dump_default(owner, leaf)
     if isinstance(inner, type) and issubclass(inner, Spec) and isinstance(value, str) and isinstance(before, dict):
         value = inner.from_override(value, before)
     node[leaf] = value
@@ -261,6 +288,25 @@ def _join_entry_name(owner: _Owner, node: Mapping[str, Any], names: list[str]) -
         return names
     end = next((index for index in range(1, len(names)) if names[index] in owner.spec.model_fields), 1)
     return [".".join(names[:end]), *names[end:]]
+
+
+def _remove_unknown_fields(values: Any, owner: _Owner, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Take out the fields that no spec has, and name them."""
+    if isinstance(values, list):
+        for index, each in enumerate(values):
+            yield from _remove_unknown_fields(each, owner, f"{path}{index}.")
+    if not isinstance(values, dict) or owner is None:
+        return
+    if isinstance(owner, type) and issubclass(owner, Spec):
+        try:
+            owner = owner.choose_type(values)
+        except ValueError:  # a kind that this release does not have: parsing names it
+            return
+    for name in list(values):
+        if isinstance(owner, type) and name not in owner.model_fields:
+            yield f"{path}{name}", values.pop(name)
+        else:
+            yield from _remove_unknown_fields(values[name], _find_field_owner(owner, name), f"{path}{name}.")
 
 
 def _expand_spec(owner: type[BaseModel], value: object, path: str) -> dict[str, Any]:

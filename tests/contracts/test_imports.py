@@ -30,7 +30,7 @@ LEVELS = [
     {"open_inference"},
     {"wire", "games"},
     {"config"},
-    {"home"},
+    {"home", "yaml_text"},
     {"frame"},
     {
         *("errors", "gc_freeze", "batch_tree", "atomic_file", "network_address", "cpu_count", "random_state"),

@@ -94,7 +94,7 @@ def test_help_says_what_was_typed(capsys: pytest.CaptureFixture[str], monkeypatc
 
 @pytest.mark.parametrize("spec", [ActorLearnerSpec(), ServingSpec()])
 def test_an_access_token_is_in_no_spec_that_is_recorded(spec: Spec) -> None:
-    with pytest.raises(ConfigError, match=r"endpoint: its token is the access token: set \$SHOAL_TOKEN"):
+    with pytest.raises(ConfigError, match=r"endpoint.*: its token is the access token: set \$SHOAL_TOKEN"):
         spec.override(["endpoint.token=hush"])
 
 

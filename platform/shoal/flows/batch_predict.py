@@ -124,7 +124,7 @@ def batch_predict(spec: BatchPredictSpec, job: str) -> str:
         spec.skip_errors,
         spec.torch_threads,
     )
-    with shoal.runs.create(job, spec.to_yaml(), expected_run_id(), kind=shoal.runs.RunKind.PREDICTION) as recorder:
+    with shoal.runs.create(job, spec.to_record(), expected_run_id(), kind=shoal.runs.RunKind.PREDICTION) as recorder:
         begun_s = time.monotonic()
         kind = "file" if len(files) == 1 else "files"
         print(f"run {recorder.id}: {version.ref} answers the rows of {spec.input} ({len(files)} {kind})", flush=True)

@@ -76,7 +76,7 @@ def record_loop(spec: ActorLearnerSpec, job: str, make_run: Callable[[RunRecorde
     """Run it to its end, and return its id. Raises as its `learn` does."""
     # Closes the record first: it must be right even when the rest is cut short.
     record = shoal.runs.recording(
-        spec.to_yaml(),
+        spec.to_record(),
         job,
         begun="gateway_ready",
         kind=shoal.runs.RunKind.LOOP,

@@ -138,8 +138,10 @@ def require_disk_space(needed_mb: float, existing: Path | None) -> None:
 def _require_unfinished(spec: ActorLearnerSpec, run: Run) -> None:
     if run.status is not Status.FINISHED or spec.target_return is None:  # without a target, there is its time again
         return
-    asked, done = (yaml.safe_load(each) or {} for each in (spec.to_yaml(), run.spec))
-    if asked | {"resume": ""} == done | {"resume": ""}:
+    done = type(spec).from_record(run.spec, leave_out=["endpoint"])  # its keys are masked
+    if all(
+        getattr(spec, name) == getattr(done, name) for name in type(spec).model_fields.keys() - {"endpoint", "resume"}
+    ):
         problem = f"has ended already, with the target_return of {spec.target_return:g} that is asked for"
         raise ConfigError("resume", run.id, problem, "say what it is to do now, as in target_return=490")
 
@@ -147,8 +149,7 @@ def _require_unfinished(spec: ActorLearnerSpec, run: Run) -> None:
 def _require_compatible_checkpoint(spec: ActorLearnerSpec, experience: ExperienceSpec, run: Run) -> None:
     if not any((run.folder / "checkpoints").glob("step-*")):
         return
-    recorded = yaml.safe_load(run.spec) or {}  # of the environment and network; the endpoint's keys are masked
-    before = RLSpec.parse({name: recorded[name] for name in RLSpec.model_fields if name in recorded})
+    before = type(spec).from_record(run.spec, leave_out=["endpoint"])  # its keys are masked
     remedy = "leave it out, or begin a new run"
     if spec.hidden != before.hidden:
         raise SpecMismatch("hidden", list(spec.hidden), f"run {run.id} has learnt with {list(before.hidden)}", remedy)

@@ -67,7 +67,7 @@ def open_endpoint(spec: ServingSpec, job: str) -> Iterator[tuple[DeployedEndpoin
     endpoint_spec = spec.endpoint.model_copy(update={"name": name, "token": SecretStr(load_access_token())})
     num_cpus = endpoint_spec.num_replicas * endpoint_spec.num_cpus
     require_cpus(num_cpus, "endpoint.num_cpus or endpoint.num_replicas")
-    with shoal.runs.create(job, spec.to_yaml(), expected_run_id(), kind=shoal.runs.RunKind.SERVING) as recorder:
+    with shoal.runs.create(job, spec.to_record(), expected_run_id(), kind=shoal.runs.RunKind.SERVING) as recorder:
         endpoint = deploy(endpoint_spec, served)
         try:
             _require_all_served(endpoint)

@@ -12,12 +12,13 @@ from typing import Annotated, Any
 import yaml
 from pydantic import Field, field_validator
 
-from shoal.config import Spec, last_override, parse_yaml
+from shoal.config import Spec, last_override
 from shoal.errors import ConfigError
 from shoal.registry import Registry, split_ref
 from shoal.registry.manifest import find_callable
 from shoal.serve.spec.batch_layout import BatchLayout
 from shoal.serve.spec.endpoint import TOKEN_FROM_ENVIRONMENT, EndpointSpec, with_default_values
+from shoal.yaml_text import parse_yaml
 
 NAMED_BY_MODEL = "named-by-model"
 NamedByModel = Annotated[EndpointSpec, with_default_values(name=NAMED_BY_MODEL, num_cpus=0.5), TOKEN_FROM_ENVIRONMENT]

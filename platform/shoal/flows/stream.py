@@ -89,7 +89,7 @@ def run_stream(spec: StreamSpec, job: str = JOB) -> str:
     check_stream(spec)
     torch.set_num_threads(1)  # batches of a few rows: a second thread costs more than it computes
     with shoal.runs.recording(
-        spec.to_yaml(), job, begun=JOB, kind=shoal.runs.RunKind.STREAM, resumed=spec.resume, run_id=expected_run_id()
+        spec.to_record(), job, begun=JOB, kind=shoal.runs.RunKind.STREAM, resumed=spec.resume, run_id=expected_run_id()
     ) as recorder:
         with ExitStack() as stack:
             here = _start_own_broker(spec, recorder, stack)

@@ -89,7 +89,7 @@ def train_on_cluster(spec: TrainSpec, job: str, *, registers: bool = True) -> Tr
 def _train_recorded(spec: TrainSpec, job: str, checked: ValidatedRun, *, registers: bool) -> tuple[str, TrainResult]:
     """The run's id and result; its report is written unless it was interrupted."""
     with shoal.runs.recording(
-        spec.to_yaml(),
+        spec.to_record(),
         job,
         begun="training",
         kind=shoal.runs.RunKind.TRAINING,

@@ -26,8 +26,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import yaml
 
-from shoal.config import parse_yaml
 from shoal.errors import ConfigError
+from shoal.yaml_text import parse_yaml
 
 WORDS = "uniform(low,high), log(low,high), int(low,high), logint(low,high) or choice(first,second)"
 FACTORS = (0.8, 1.2)  # 1711.09846, section 4.1

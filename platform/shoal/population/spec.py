@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -60,6 +60,8 @@ class PopulationSpec(Spec):
     threads:         that train chunks at once, in each worker; None: all cores
     name:            in the registry; "" takes the Task's name
     """
+
+    recorded_always: ClassVar = ("space",)
 
     task: str = ""
     args: dict[str, Any] = Field(default_factory=dict)

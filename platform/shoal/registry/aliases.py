@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from shoal.config import Spec
+
+FORMAT = 1  # of aliases.json; a file of Shoal 0.1 has no number
 
 
 class AliasMove(Spec):
@@ -26,8 +28,14 @@ class AliasMove(Spec):
 
 
 class Aliases(Spec):
-    """The moves of every alias of one model, and `newest`: the highest version number used."""
+    """The moves of every alias of one model, and `newest`: the highest version number used.
 
+    Retains the fields of a later Shoal, which lie in `model_extra`.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    format: int = FORMAT
     moves: dict[str, list[AliasMove]] = Field(default_factory=dict)
     newest: int = 0
 
@@ -67,7 +75,7 @@ class Aliases(Spec):
 
     def with_version(self, version: int) -> Aliases:
         """A copy with `version` registered."""
-        return Aliases(moves=self.moves, newest=max(self.newest, version))
+        return self.model_copy(update={"newest": max(self.newest, version)})
 
     def with_promotion(self, version: int, aliases: Iterable[str], time: float) -> Aliases:
         """A copy in which `aliases` name `version`, with a move for each that did not; without any move, this
@@ -80,4 +88,4 @@ class Aliases(Spec):
 
     def with_move(self, alias: str, move: AliasMove) -> Aliases:
         """A copy with one more move."""
-        return Aliases(moves={**self.moves, alias: [*self.moves.get(alias, []), move]}, newest=self.newest)
+        return self.model_copy(update={"moves": {**self.moves, alias: [*self.moves.get(alias, []), move]}})

@@ -126,9 +126,13 @@ def find_callable(field: str, reference: str) -> Any:
     return found
 
 
+FORMAT = 1  # of manifest.json; a file of Shoal 0.1 has no number
+
+
 class Manifest(Spec):
     """One version without its payload.
 
+    format:          the number of the file's format
     version:         the model's version in the registry, from 1
     created_at:      the time of registration in seconds since the epoch
     run_id:          the run that made it; None when no run did
@@ -140,6 +144,7 @@ class Manifest(Spec):
 
     model_config = ConfigDict(allow_inf_nan=True, ser_json_inf_nan="strings")  # metrics, which JSON cannot represent
 
+    format: int = FORMAT
     name: str
     version: int = Field(ge=1)
     created_at: float = Field(default_factory=time.time)

@@ -24,10 +24,19 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from shoal.atomic_file import replace_synced, sync_folder, write_synced
+from shoal.atomic_file import (
+    describe_newer_format,
+    is_newer_format,
+    log_unknown_fields,
+    replace_synced,
+    sync_folder,
+    write_synced,
+)
 from shoal.errors import ConfigError, RegistryError, WeightsError
 from shoal.home import file_lock, home
+from shoal.registry.aliases import FORMAT as ALIASES_FORMAT
 from shoal.registry.aliases import Aliases, AliasMove
+from shoal.registry.manifest import FORMAT as MANIFEST_FORMAT
 from shoal.registry.manifest import PAYLOAD_FILES, Manifest, ModelFactory, Signature
 from shoal.weights import WeightSnapshot
 
@@ -334,7 +343,9 @@ def _publish_version(folder: Path, incoming: Path, version: int, aliases: Sequen
 def _read_manifest(folder: Path) -> Manifest:
     path = folder / "manifest.json"
     try:
-        return Manifest.parse(json.loads(path.read_text()))
+        values = json.loads(path.read_text())
+        _require_known_format(path, values, MANIFEST_FORMAT)
+        return Manifest.parse_known(values, path)
     except (OSError, ValueError) as error:
         raise RegistryError(f"{path} cannot be read ({error}): restore it from a copy, or remove its folder") from error
 
@@ -342,13 +353,22 @@ def _read_manifest(folder: Path) -> Manifest:
 def _read_aliases(folder: Path) -> Aliases:
     path = folder / "aliases.json"
     try:
-        return Aliases.parse(json.loads(path.read_text()))
+        values = json.loads(path.read_text())
+        _require_known_format(path, values, ALIASES_FORMAT)
+        found = Aliases.parse(values)
+        log_unknown_fields(path, found.model_extra or ())
+        return found
     except FileNotFoundError:
         return Aliases()
     except (OSError, ValueError) as error:
         raise RegistryError(
             f"{path} cannot be read ({error}): restore it from a copy, or remove it and promote"
         ) from error
+
+
+def _require_known_format(path: Path, values: object, known: int) -> None:
+    if isinstance(values, dict) and is_newer_format(found := values.get("format"), known):
+        raise RegistryError(describe_newer_format(path, found, known))
 
 
 def _write_aliases(folder: Path, aliases: Aliases) -> None:

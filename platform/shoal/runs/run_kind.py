@@ -26,6 +26,11 @@ class RunKind(StrEnum):
     STREAM = "stream"
     OTHER = "other"
 
+    @classmethod
+    def _missing_(cls, value: object) -> RunKind:
+        """A kind that a later Shoal recorded."""
+        return cls.OTHER
+
 
 # The fields that a spec of the kind has, whatever else it has; the first match counts.
 _FIELDS = (
@@ -60,9 +65,14 @@ def _name_task(word: str) -> str:
 @lru_cache(maxsize=16)  # called four times a second
 def infer_kind(spec: str) -> RunKind:
     """Infer it from a recorded spec (YAML)."""
+    found = infer_fields(spec)
+    return next((kind for kind, needed in _FIELDS if needed <= found), RunKind.OTHER)
+
+
+def infer_fields(spec: str) -> set[str]:
+    """The fields of a recorded spec (YAML); none if it is not a mapping."""
     try:
         fields = yaml.safe_load(spec)
     except yaml.YAMLError:
-        return RunKind.OTHER
-    found = set(fields) if isinstance(fields, dict) else set()
-    return next((kind for kind, needed in _FIELDS if needed <= found), RunKind.OTHER)
+        return set()
+    return set(fields) if isinstance(fields, dict) else set()

@@ -23,6 +23,12 @@ class Status(StrEnum):
     STOPPED = "stopped"
     LOST = "lost"
 
+    @classmethod
+    def _missing_(cls, value: object) -> Status:
+        raise RunError(
+            f"the run record has the status {value!r}, which this release of Shoal does not have: upgrade it"
+        )
+
 
 TERMINAL = frozenset({Status.FINISHED, Status.FAILED, Status.STOPPED})
 

@@ -176,7 +176,7 @@ class OnlineTrainer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Become the trainer that made `state`. Raises SpecMismatch when that had another spec."""
-        learnt = OnlineSpec.from_yaml(state["spec"])
+        learnt = OnlineSpec.from_record(state["spec"])
         for name in OnlineSpec.model_fields:
             if getattr(learnt, name) != getattr(self.spec, name):
                 problem = f"the stream was learnt with {getattr(learnt, name)}"

@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 
 import click
-import yaml
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
@@ -20,11 +19,13 @@ from shoal.cli.display.sweep_display import render_trials
 from shoal.cli.support.console import make_literal_console, make_number_column, make_table, print_facts, print_json
 from shoal.errors import ConfigError
 from shoal.rl.experience.quarantine import find_ledgers, read_run_quarantine, release_actor
-from shoal.runs import Run, Status, list_runs, load, write_report
+from shoal.runs import Run, RunKind, Status, list_runs, load, write_report
 from shoal.runs.formatting import format_age, format_duration, format_number, format_timestamp, format_value
+from shoal.runs.run_kind import infer_fields
 from shoal.runs.sweep_trials import SWEEPING, load_sweep
 
 NUM_EVENTS = 8
+_RESUMABLE = frozenset({RunKind.LOOP, RunKind.TRAINING, RunKind.POPULATION, RunKind.SWEEP, RunKind.STREAM})
 MAX_UNFOLDED_ID_LENGTH = 32  # longer, user-chosen ids are folded to leave space for the other columns
 _COLOURS = {
     Status.RUNNING: "blue",
@@ -241,12 +242,8 @@ def format_resume_command(run: Run) -> str:
 
 
 def is_resumable(run: Run) -> bool:
-    """Whether its spec has the field `resume`."""
-    try:
-        recorded = yaml.safe_load(run.spec)
-    except yaml.YAMLError:
-        return False
-    return isinstance(recorded, dict) and "resume" in recorded
+    """Whether its job has the field `resume`."""
+    return run.kind in _RESUMABLE or "resume" in infer_fields(run.spec)
 
 
 def _find_option(typed: Sequence[str], name: str) -> list[str]:

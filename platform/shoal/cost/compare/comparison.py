@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from shoal.cost.cost_table import MEASURED, PREDICTED, CostTable
+from shoal.runs.run_kind import RunKind
 from shoal.runs.run_reader import Run, is_higher_better
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ def build_column(run: Run, metric: str | None = None) -> Column:
     last = run.last_events()
     metrics, lives = run.metrics(), find_attempt_spans(run)
     lived_s = sum(end - begin for begin, end in lives)
-    workers = _as_int(last.get("training", {}).get("workers", spec.get("workers")))
+    default = 1 if run.kind is RunKind.TRAINING else None
+    workers = _as_int(last.get("training", {}).get("workers", spec.get("workers", default)))
     price = float(spec.get("price_per_device_hour") or 0.0)
     predicted, measured = (CostTable.from_details(last.get(kind, {})).values for kind in (PREDICTED, MEASURED))
     values = {name: value for name, value in (predicted | measured).items() if name in ROWS}

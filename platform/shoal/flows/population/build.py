@@ -72,7 +72,7 @@ def load_member(run: str, member: int) -> dict[str, Tensor]:
     Raises RunError for an unknown run, CheckpointError without a checkpoint, ConfigError for an unknown member.
     """
     record = load(run)
-    spec = PopulationSpec.from_yaml(record.spec)
+    spec = PopulationSpec.from_record(record.spec)
     found = checkpoint.load_latest(record.folder / "checkpoints")
     if found is None:
         raise CheckpointError(f"run {record.id} has no checkpoint: the first one is saved after its first round")

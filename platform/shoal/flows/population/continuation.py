@@ -22,10 +22,7 @@ class EvolvedSpec(Protocol):
     space: dict[str, Any]
 
     @classmethod
-    def from_record(cls, text: str, words: Iterable[str]) -> Self: ...
-
-    @classmethod
-    def from_yaml(cls, text: str) -> Self: ...
+    def from_record(cls, text: str, words: Iterable[str] = ()) -> Self: ...
 
     def override(self, words: Iterable[str]) -> Self: ...
 
@@ -49,7 +46,7 @@ def choose_spec(recipe: SpecT, words: Sequence[str]) -> SpecT:
 def require_continuation(spec: EvolvedSpec, unchanged: Sequence[str]) -> None:
     """Raise ConfigError for a run that has ended, SpecMismatch for one in which a field of `unchanged` differs."""
     before = shoal.runs.load(spec.resume)
-    recorded = type(spec).from_yaml(before.spec)
+    recorded = type(spec).from_record(before.spec)
     if before.status is Status.FINISHED and spec.rounds <= recorded.rounds:
         problem = f"has ended already, after {recorded.rounds} rounds"
         raise ConfigError("resume", before.id, problem, f"say when it ends now, as in rounds={2 * recorded.rounds}")

@@ -143,7 +143,7 @@ def run_population(spec: PopulationSpec, job: str = JOB, *, registers: bool = Tr
     checked = check_population(spec)
     torch.set_num_threads(1)  # members, not the operations of one, are computed in parallel
     with shoal.runs.recording(
-        spec.to_yaml(),
+        spec.to_record(),
         job,
         begun="population",
         kind=shoal.runs.RunKind.POPULATION,

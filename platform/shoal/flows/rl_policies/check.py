@@ -27,7 +27,7 @@ def check_policies(spec: PoliciesSpec) -> dict[str, tuple[ExperienceSpec, np.nda
     found = {}
     run = shoal.runs.load(spec.resume) if spec.resume else None
     if run is not None:
-        before = PoliciesSpec.from_record(run.spec, [])
+        before = PoliciesSpec.from_record(run.spec, leave_out=["endpoint"])
         for name in {**before.policies, **spec.policies}:
             learnt, asked = (describe_network(each, name) for each in (before, spec))
             if differing := [key for key in {**learnt, **asked} if learnt.get(key) != asked.get(key)]:

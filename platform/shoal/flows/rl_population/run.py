@@ -72,7 +72,7 @@ def run_rl_population(spec: RLPopulationSpec, job: str = JOB) -> str:
     """Learn and evolve to the end, register the best policy, and return the run's id. Raises a ShoalError."""
     experience = check_rl_population(spec)
     with shoal.runs.recording(
-        spec.to_yaml(),
+        spec.to_record(),
         job,
         begun="population",
         kind=RunKind.POPULATION,

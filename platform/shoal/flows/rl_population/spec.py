@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
@@ -32,6 +32,8 @@ class RLPopulationSpec(RLSpec):
     seed:            of the evolution; member k learns with learner.seed + k
     model_name:      of the best member's policy in the registry; "": none is registered
     """
+
+    recorded_always: ClassVar = ("space",)
 
     members: int = Field(default=4, ge=1)
     actors: int = Field(default=1, ge=1)

@@ -54,7 +54,7 @@ class LoopTrial(Trial):
         experience, _ = inspect_environment(spec)
         resumed = self.run_id if find_trial(self.run_id) is not None else ""
         with shoal.runs.recording(
-            spec.to_yaml(), JOB, begun="gateway_ready", kind=RunKind.LOOP, resumed=resumed, run_id=self.run_id
+            spec.to_record(), JOB, begun="gateway_ready", kind=RunKind.LOOP, resumed=resumed, run_id=self.run_id
         ) as recorder:
             actors = ActorProcesses(recorder.folder, make_actor_variables(spec.recipe, token))
             loop = LocalLoop(spec, experience, recorder.folder, token)

@@ -163,7 +163,7 @@ def sweep_from_overrides(words: list[str]) -> SweepSpec:
         record = shoal.runs.load(resumed)
         if record.kind is not RunKind.SWEEP:
             raise ConfigError("resume", resumed, f"is no sweep, but a run of the kind {record.kind.value}")
-        return SweepSpec.from_yaml(record.spec).model_copy(update={"retry_failed": False}).override(words)
+        return SweepSpec.from_record(record.spec).model_copy(update={"retry_failed": False}).override(words)
     if recipe := last_override(words, f"{_LOOP}recipe"):
         others = [word for word in words if not word.startswith(_LOOP)]
         loop = load_loop_recipe(recipe).override(word.removeprefix(_LOOP) for word in words if word.startswith(_LOOP))

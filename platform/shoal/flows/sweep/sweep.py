@@ -42,7 +42,7 @@ def run_sweep(spec: SweepSpec, job: str = JOB, checked: CheckedSweep | None = No
     """
     checked = checked or check_sweep(spec)
     with shoal.runs.recording(
-        spec.to_yaml(), job, begun="sweeping", kind=RunKind.SWEEP, resumed=spec.resume, run_id=expected_run_id()
+        spec.to_record(), job, begun="sweeping", kind=RunKind.SWEEP, resumed=spec.resume, run_id=expected_run_id()
     ) as recorder:
         before = shoal.runs.load(recorder.id) if spec.resume and _has_trials(recorder.id) else None
         log = TrialLog(recorder)

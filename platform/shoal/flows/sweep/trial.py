@@ -254,7 +254,7 @@ class TrialRun(Trial):
         if record is not None:
             spec = spec.model_copy(update={"resume": self.run_id})
         with shoal.runs.recording(
-            spec.to_yaml(), JOB, begun="training", kind=RunKind.TRAINING, resumed=spec.resume, run_id=self.run_id
+            spec.to_record(), JOB, begun="training", kind=RunKind.TRAINING, resumed=spec.resume, run_id=self.run_id
         ) as recorder:
             if self._copied_from:
                 recorder.record_event("copied", source=self._copied_from)

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import LedgerUnwritable
+from shoal.atomic_file import describe_newer_format, is_newer_format, log_unknown_fields
+from shoal.errors import LedgerUnwritable, RunError
 from shoal.wire.segment import DropReason
 
 # Temporary errors: a full or failing disk, or another process that locks the file.
@@ -30,6 +31,7 @@ BUSY_TIMEOUT_MS = 100  # for a commit while another process locks the file; the 
 
 ActorKey = tuple[str, int]  # (actor id, incarnation)
 
+FORMAT = 1  # in the file's user_version; 0: a file of Shoal 0.1, with the same tables
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS accounts (
     actor_id TEXT, incarnation INTEGER, next_seq INTEGER, received INTEGER, consumed INTEGER,
@@ -39,6 +41,11 @@ CREATE TABLE IF NOT EXISTS leases (lease_id INTEGER PRIMARY KEY, consumer TEXT, 
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT);
 CREATE TABLE IF NOT EXISTS quarantine (actor_id TEXT PRIMARY KEY, reason TEXT);
 """
+_COLUMNS = ("actor_id", "incarnation", "next_seq", "received", "consumed", "duplicates", "dropped")
+_WRITE_ACCOUNT = (  # retains columns of a later Shoal
+    f"INSERT INTO accounts ({', '.join(_COLUMNS)}) VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
+    + ", ".join(f"{name} = excluded.{name}" for name in _COLUMNS[2:])
+)
 
 
 @dataclass
@@ -82,10 +89,15 @@ class Ledger:
         GATEWAY_CRASH."""
         self.lock = threading.RLock()
         self._database = sqlite3.connect(path or ":memory:", check_same_thread=False, isolation_level=None)
-        self._database.execute("PRAGMA journal_mode=WAL")
-        # OFF could damage the file itself at a power cut, not just lose the newest rows.
-        self._database.execute("PRAGMA synchronous=NORMAL")
-        self._database.executescript(_SCHEMA)
+        try:
+            self._open(path)
+        except (sqlite3.DatabaseError, RunError) as error:
+            self._database.close()
+            if isinstance(error, sqlite3.OperationalError | RunError):
+                raise
+            raise RunError(
+                f"the ledger {path} cannot be read: {error}: put a copy in its place, or begin a new run"
+            ) from error
         self._accounts: dict[ActorKey, Account] = {}
         self._totals = Account()  # of all accounts; its `next_seq` is unused
         self._newest_incarnations: dict[str, int] = {}  # incarnation of each actor
@@ -100,6 +112,21 @@ class Ledger:
         self._closed = False
         self._load()
         self._database.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}")
+
+    def _open(self, path: Path | None) -> None:
+        found = self._database.execute("PRAGMA user_version").fetchone()[0]
+        if path is not None and is_newer_format(found, FORMAT):
+            raise RunError(describe_newer_format(path, found, FORMAT))
+        self._database.execute("PRAGMA journal_mode=WAL")
+        # OFF could damage the file itself at a power cut, not just lose the newest rows.
+        self._database.execute("PRAGMA synchronous=NORMAL")
+        self._database.executescript(_SCHEMA)
+        if found != FORMAT:
+            with suppress(sqlite3.OperationalError):  # a full disk: a later start writes it
+                self._database.execute(f"PRAGMA user_version = {FORMAT}")
+        if path is not None:
+            rows = self._database.execute("SELECT name FROM pragma_table_info('accounts')")
+            log_unknown_fields(path, [f"accounts.{name}" for (name,) in rows if name not in _COLUMNS])
 
     def get_account(self, key: ActorKey) -> Account:
         """The account of an actor's incarnation, created if new. The caller must not change it."""
@@ -292,11 +319,13 @@ class Ledger:
 
     def _write_all(self) -> None:
         accounts = map(self._to_row, self._dirty)
-        self._database.executemany("INSERT OR REPLACE INTO accounts VALUES (?, ?, ?, ?, ?, ?, ?)", accounts)
+        self._database.executemany(_WRITE_ACCOUNT, accounts)
         for lease_id in self._dirty_leases:
             self._write_lease(lease_id)
-        self._database.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", self._new_facts.items())
-        self._database.executemany("INSERT OR REPLACE INTO quarantine VALUES (?, ?)", self._new_quarantined.items())
+        self._database.executemany("INSERT OR REPLACE INTO facts (name, value) VALUES (?, ?)", self._new_facts.items())
+        self._database.executemany(
+            "INSERT OR REPLACE INTO quarantine (actor_id, reason) VALUES (?, ?)", self._new_quarantined.items()
+        )
 
     def _write_lease(self, lease_id: int) -> None:
         lease = self._leases.get(lease_id)
@@ -304,12 +333,12 @@ class Ledger:
             self._database.execute("DELETE FROM leases WHERE lease_id = ?", (lease_id,))
         else:
             row = (lease_id, lease.consumer, json.dumps(lease.keys))
-            self._database.execute("INSERT OR REPLACE INTO leases VALUES (?, ?, ?)", row)
+            self._database.execute("INSERT OR REPLACE INTO leases (lease_id, consumer, keys) VALUES (?, ?, ?)", row)
 
     def _load(self) -> None:
         """Read the ledger, and drop the segments queued in a gateway that did not close it."""
         for actor_id, incarnation, next_seq, received, consumed, duplicates, dropped in self._database.execute(
-            "SELECT * FROM accounts"
+            f"SELECT {', '.join(_COLUMNS)} FROM accounts"
         ):
             reasons = json.loads(dropped)
             if former := reasons.pop("malformed", 0):  # the former word, in older records
@@ -319,7 +348,7 @@ class Ledger:
         self.load_quarantine()
         self._next_lease = int(self.get_fact("next_lease") or 1)
         self._last_acknowledged = int(self.get_fact("last_settled") or 0)
-        for lease_id, consumer, text in self._database.execute("SELECT * FROM leases"):
+        for lease_id, consumer, text in self._database.execute("SELECT lease_id, consumer, keys FROM leases"):
             keys = tuple((actor_id, incarnation) for actor_id, incarnation in json.loads(text))
             self._leases[lease_id] = _Lease(consumer, keys)
         leased = Counter(key for lease in self._leases.values() for key in lease.keys)

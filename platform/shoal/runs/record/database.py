@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+from shoal.atomic_file import describe_newer_format
 from shoal.errors import RecordUnwritable, RunError
 from shoal.home import file_lock
 
@@ -70,7 +71,7 @@ def connect(home: Path) -> sqlite3.Connection:
         raise RunError(f"the run record {path} cannot be opened: {error}") from error
     if found > SCHEMA_VERSION:
         connection.close()
-        raise RunError(f"the run record {path} was made by a newer Shoal (schema {found}): upgrade, or set SHOAL_HOME")
+        raise RunError(describe_newer_format(path, found, SCHEMA_VERSION))
     return connection
 
 

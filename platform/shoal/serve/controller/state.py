@@ -15,12 +15,14 @@ from typing import Any
 
 import msgspec
 
-from shoal.errors import WeightsError
+from shoal.atomic_file import describe_newer_format, is_newer_format, log_unknown_fields
+from shoal.errors import RunError, WeightsError
 from shoal.serve.controller.rollout import FOLLOWING, Rollout, repoint
 from shoal.serve.messages.desired_state import NEWEST, TrafficShares
 from shoal.serve.messages.replica_report import RejectedVersion
 from shoal.weights import WeightSnapshot
 
+FORMAT = 1  # of the state file; a file of Shoal 0.1 has no number
 MAX_EVENTS = 500
 logger = logging.getLogger(__name__)
 
@@ -110,6 +112,7 @@ class ModelState:
 class ControllerState:
     """The full state.
 
+    format:       the number of the file's format
     deployment:   the call of `deploy` that it belongs to
     num_attempts: the most stagings of a removed model: one added again under its name continues from there
     """
@@ -122,6 +125,7 @@ class ControllerState:
     events: list[Event] = field(default_factory=list)
     num_events: int = 0
     num_attempts: int = 0
+    format: int = FORMAT
 
 
 class StateFile:
@@ -134,11 +138,12 @@ class StateFile:
         self._path = path
         self._weights: dict[str, WeightSnapshot] = {}
         self._unwritten: dict[Path, bytes] = {}  # the writes that failed
+        self._unknown: dict[str, dict[str, Any]] = {}  # fields of a later Shoal, by model; "": of the full state
 
     def load(self, deployment: str) -> ControllerState | None:
         """Load this deployment's state; None when there is none or it cannot be read.
 
-        Deletes the weights of another deployment.
+        Deletes the weights of another deployment. Raises RunError for a file of a newer format.
         """
         state = self._read()
         if state is not None and state.deployment == deployment:
@@ -154,9 +159,15 @@ class StateFile:
             return None
         try:
             document = msgspec.json.decode(self._path.read_bytes(), type=dict[str, Any])
+            if is_newer_format(found := document.get("format"), FORMAT):
+                raise RunError(describe_newer_format(self._path, found, FORMAT))
             for model in document["models"].values():
                 _upgrade(model)
-            return msgspec.convert(document, ControllerState)
+            state = msgspec.convert(document, ControllerState)
+            self._unknown = _find_unknown(document)
+            paths = (f"{model}.{name}" if model else name for model, each in self._unknown.items() for name in each)
+            log_unknown_fields(self._path, paths)
+            return state
         except FileNotFoundError:
             return None
         except (
@@ -171,8 +182,15 @@ class StateFile:
 
     def save(self, state: ControllerState) -> None:
         """Replace the file in one step; a failed write is logged and waits for `retry_writes`."""
-        if self._path is not None:
-            self._write(self._path, msgspec.json.encode(state))
+        if self._path is None:
+            return
+        document = msgspec.to_builtins(state)
+        for model, fields in self._unknown.items():
+            if not model:
+                document |= fields
+            elif model in document["models"]:
+                document["models"][model] |= fields
+        self._write(self._path, msgspec.json.encode(document))
 
     def retry_writes(self) -> None:
         """Repeat the writes that failed."""
@@ -231,6 +249,15 @@ class StateFile:
             path.unlink(missing_ok=True)
         except OSError as error:
             logger.error("%s cannot be removed, and is no longer used: %s", path, error)
+
+
+def _find_unknown(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The fields that this release does not have, of the full state ("") and of each model."""
+    parts = {"": (ControllerState, document), **{name: (ModelState, each) for name, each in document["models"].items()}}
+    return {
+        name: {field: value for field, value in part.items() if field not in kind.__dataclass_fields__}
+        for name, (kind, part) in parts.items()
+    }
 
 
 def _upgrade(model: dict[str, Any]) -> None:

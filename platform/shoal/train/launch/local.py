@@ -127,7 +127,7 @@ def _open_record(spec: TrainSpec, job: str, world: World, closing: ExitStack) ->
 def _record_run(spec: TrainSpec, job: str) -> Iterator[RunRecorder]:
     """The recorder of this run, new or resumed; this process closes it."""
     with shoal.runs.recording(
-        spec.to_yaml(),
+        spec.to_record(),
         job,
         begun="training",
         kind=shoal.runs.RunKind.TRAINING,

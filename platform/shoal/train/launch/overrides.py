@@ -17,7 +17,7 @@ def spec_from_overrides(words: list[str]) -> TrainSpec:
     ConfigError."""
     resumed, task = last_override(words, "resume"), last_override(words, "task")
     if resumed:
-        return TrainSpec.from_yaml(shoal.runs.load(resumed).spec).override(words)
+        return TrainSpec.from_record(shoal.runs.load(resumed).spec, words)
     return (load_recipe(task) if task else TrainSpec()).override(words)
 
 

@@ -1,0 +1,195 @@
+"""The durable files of an earlier release load in this one; those of a later one are refused by name."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from release_files import FIXTURES, SECRET, load_home
+from shoal import runs
+from shoal.checkpoint import Checkpointer, files
+from shoal.config import Spec
+from shoal.errors import CheckpointError, RegistryError, RunError, ShoalError
+from shoal.flows.actor_learner_spec import ActorLearnerSpec
+from shoal.flows.batch_predict import BatchPredictSpec
+from shoal.flows.rl_policies.spec import PoliciesSpec
+from shoal.flows.rl_population.spec import RLPopulationSpec
+from shoal.flows.serving_spec import ServingSpec
+from shoal.flows.sweep.spec import SweepSpec
+from shoal.population.spec import PopulationSpec
+from shoal.registry import Registry
+from shoal.rl.experience.quarantine import read_run_quarantine
+from shoal.rl.experience.segment_ledger import Ledger
+from shoal.runs import RunKind
+from shoal.serve.controller.state import StateFile
+from shoal.stream.spec import StreamSpec
+from shoal.train.spec import TrainSpec
+
+SPECS: dict[str, tuple[RunKind, type[Spec], list[str]]] = {
+    "training": (RunKind.TRAINING, TrainSpec, []),
+    "loop": (RunKind.LOOP, ActorLearnerSpec, [f"endpoint.keys=[{{name: lab, key: {SECRET}}}]"]),
+    "policies": (RunKind.LOOP, PoliciesSpec, []),
+    "rl_population": (RunKind.POPULATION, RLPopulationSpec, []),
+    "population": (RunKind.POPULATION, PopulationSpec, []),
+    "sweep": (RunKind.SWEEP, SweepSpec, []),
+    "stream": (RunKind.STREAM, StreamSpec, ["mqtt.password=other"]),
+    "serving": (RunKind.SERVING, ServingSpec, []),
+    "prediction": (RunKind.PREDICTION, BatchPredictSpec, []),
+}
+
+
+@pytest.fixture(autouse=True, params=sorted(path.name for path in FIXTURES.glob("release_*")))
+def home(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+    return load_home(request.param, tmp_path)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_recorded_run_is_read_and_resumable(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    kind, spec_type, words = SPECS[name]
+    run = runs.load(name)
+    assert (run.kind, run.status.value, run.best()) == (kind, "finished", ("return/mean_100", 7.0))
+    assert [event for event, _ in run.list_events("began")] == ["began"]
+    assert [(each.name, each.state) for each in run.endpoints()] == [("gateway", "ready")]
+    assert len(run.models()) == len(run.versions()) == 1
+    spec = spec_type.from_record(run.spec, words)
+    assert spec_type.from_record(spec.to_record(), words) == spec
+    assert not caplog.records
+    renamed = yaml.safe_dump({**yaml.safe_load(run.spec), f"former_{name}": 3})
+    assert spec_type.from_record(renamed, words) == spec
+    assert f"former_{name}=3" in caplog.text
+    with runs.reopen(name, spec.to_record()) as again:
+        again.log(2, {"loss": 0.25})
+    assert runs.load(name).incarnation == 2
+
+
+def test_a_ledger_continues(home: Path) -> None:
+    ledger = Ledger(home / "runs/loop/ledger.sqlite")
+    assert ledger.get_totals().to_dict() == {
+        "received": 4,
+        "consumed": 1,
+        "queued": 2,
+        "duplicates": 0,
+        "dropped": {"non_finite": 1},
+        "balanced": True,
+    }
+    assert ledger.acknowledge(2, [None, None])
+    assert ledger.quarantined == read_run_quarantine(home / "runs/loop") == {"c": "claims too much"}
+    ledger.close()
+
+
+def test_a_registered_version_is_found_and_its_alias_moves() -> None:
+    registry = Registry()
+    found = registry.get("tiny@champion")
+    assert (found.version, found.manifest.run_id, found.snapshot().shapes()) == (1, "training", {"w": [3]})
+    assert registry.promote("tiny@2").version == 2
+
+
+def test_checkpoints_of_both_kinds_load(home: Path) -> None:
+    with Checkpointer(home / "runs/training/checkpoints") as checkpointer:
+        found = checkpointer.latest()
+        assert found is not None
+        assert checkpointer.best_step() == 4
+        state = {"model": {"w": torch.zeros(3)}, "step": 0}
+        assert checkpointer.load(found, state).extras == {"note": "hello"}
+    loaded = files.load_latest(home / "runs/loop/checkpoints")
+    assert loaded is not None
+    assert (loaded.step, loaded.state["version"]) == (4, 9)
+    assert torch.equal(state["model"]["w"], loaded.state["w"])  # type: ignore[index]
+
+
+def test_the_state_of_an_endpoint_continues(home: Path) -> None:
+    file = StateFile(home / "endpoints/digits-1.json")
+    state = file.load("a1")
+    assert state is not None
+    assert (state.generation, sorted(state.models), state.models["live"].retained) == (7, ["live", "tiny"], 3)
+    assert file.load_weights("live", 3) is not None
+
+
+def test_fields_of_a_later_release_are_retained_and_named(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    change_json(home / "endpoints/digits-1.json", lambda state: state["models"]["tiny"].update(colour="red"))
+    for name in ("aliases.json", "1/manifest.json"):
+        change_json(home / "registry/tiny" / name, lambda document: document.update(colour="red"))
+    execute(home / "runs/loop/ledger.sqlite", "ALTER TABLE accounts ADD COLUMN colour TEXT DEFAULT 'red'")
+
+    file = StateFile(home / "endpoints/digits-1.json")
+    state = file.load("a1")
+    assert state is not None
+    file.save(state)
+    Registry().get("tiny@1")
+    Registry().promote("tiny@2")
+    ledger = Ledger(home / "runs/loop/ledger.sqlite")
+    ledger.record_received(("a", 1), 3)
+    ledger.close()
+
+    assert json.loads((home / "endpoints/digits-1.json").read_text())["models"]["tiny"]["colour"] == "red"
+    assert json.loads((home / "registry/tiny/aliases.json").read_text())["colour"] == "red"
+    with closing(sqlite3.connect(home / "runs/loop/ledger.sqlite")) as database:
+        assert database.execute("SELECT next_seq, colour FROM accounts WHERE actor_id = 'a'").fetchone() == (4, "red")
+    for name in ("digits-1.json", "aliases.json", "1/manifest.json", "ledger.sqlite"):
+        assert sum(name in each.getMessage() and "colour" in each.getMessage() for each in caplog.records) == 1
+
+
+REFUSALS: dict[str, tuple[type[ShoalError], Callable[[Path], object]]] = {
+    "runs.sqlite": (RunError, lambda home: runs.list_runs()),
+    "runs/loop/ledger.sqlite": (RunError, lambda home: Ledger(home / "runs/loop/ledger.sqlite")),
+    "registry/tiny/aliases.json": (RegistryError, lambda home: Registry().get("tiny")),
+    "registry/tiny/2/manifest.json": (RegistryError, lambda home: Registry().get("tiny")),
+    "endpoints/digits-1.json": (RunError, lambda home: StateFile(home / "endpoints/digits-1.json").load("a1")),
+    "runs/training/checkpoints/step-000000004/manifest.json": (
+        CheckpointError,
+        lambda home: Checkpointer(home / "runs/training/checkpoints").latest(),
+    ),
+    "runs/loop/checkpoints/step-000000004/manifest.json": (
+        CheckpointError,
+        lambda home: files.load_latest(home / "runs/loop/checkpoints"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_file_of_a_newer_format_is_refused_by_name_with_the_remedy(home: Path, name: str) -> None:
+    if name.endswith(".sqlite"):
+        execute(home / name, "PRAGMA user_version = 99")
+    else:
+        change_json(home / name, lambda document: document.update(format=99))
+    before = (home / name).read_bytes()
+    error, load = REFUSALS[name]
+    with pytest.raises(error) as refused:
+        load(home)
+    assert f"{home / name} was written by a newer Shoal (format 99; this one reads 1): upgrade Shoal" in str(
+        refused.value
+    )
+    assert (home / name).read_bytes() == before
+
+
+def test_a_status_and_a_kind_of_a_later_release_are_no_traceback(home: Path) -> None:
+    execute(home / "runs.sqlite", "UPDATE runs SET kind = 'dream' WHERE id = 'loop'")
+    assert runs.load("loop").kind is RunKind.OTHER
+    execute(home / "runs.sqlite", "UPDATE runs SET status = 'asleep' WHERE id = 'loop'")
+    with pytest.raises(RunError, match=r"the status 'asleep', which this release of Shoal does not have: upgrade"):
+        runs.load("loop")
+
+
+def test_a_damaged_ledger_is_named(home: Path) -> None:
+    (home / "runs/loop/ledger.sqlite").write_bytes(b"no database" * 100)
+    with pytest.raises(RunError, match=r"ledger\.sqlite cannot be read: .*: put a copy in its place"):
+        Ledger(home / "runs/loop/ledger.sqlite")
+
+
+def change_json(path: Path, change: Callable[[dict[str, object]], object]) -> None:
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+
+
+def execute(path: Path, statement: str) -> None:
+    with closing(sqlite3.connect(path)) as database, database:
+        database.execute(statement)
