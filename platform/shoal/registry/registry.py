@@ -42,7 +42,7 @@ from shoal.weights import WeightSnapshot
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _ALIAS = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
-_INCOMING = ".incoming"
+_INCOMING, _REMOVED = ".incoming", ".removed"
 _REGISTERING = ".registering"  # locked while a version is written; aliases can move meanwhile
 _CREATING = ".creating"  # of all models, locked while one gets its folder
 
@@ -219,6 +219,38 @@ class Registry:
                 folder, aliases.with_move(alias, AliasMove(version=stack[-2], time=time.time(), kind="rollback"))
             )
         return self.get(f"{name}@{alias}")
+
+    @_convert_os_errors()
+    def remove(self, ref: str) -> None:
+        """Remove one version, or of a `ref` without a version the whole model; their numbers are not used again.
+
+        Raises RegistryError for a version that an alias names.
+        """
+        name, word = split_ref(ref)
+        folder = self._find_folder(name)
+        found = [self.get(ref).version] if word else _versions_in(folder)
+        with lock_folder(folder):
+            aliases = _read_aliases(folder)
+            if word and (names := aliases.list_names(found[0])):
+                remedy = (
+                    f"`shoal models promote {name}@N --alias {names[0]}` moves it, `shoal models rm {name}` removes all"
+                )
+                raise RegistryError(f"{name}@{found[0]} is {' and '.join(names)}: {remedy}")
+            moves = aliases.moves if word else {}
+            newest = max([aliases.find_highest_version(), *found])
+            _write_aliases(folder, aliases.model_copy(update={"moves": moves, "newest": newest}))
+            for version in found:  # in one step, whatever readers see meanwhile
+                shutil.rmtree(folder / _REMOVED, ignore_errors=True)
+                (folder / str(version)).rename(folder / _REMOVED)
+            shutil.rmtree(folder / _REMOVED, ignore_errors=True)
+
+    @_convert_os_errors()
+    def remove_leftovers(self) -> None:
+        """Remove what interrupted registrations and removals left."""
+        for folder in filter(Path.is_dir, self.root.iterdir()):
+            with lock_folder(folder, _REGISTERING), lock_folder(folder):
+                for draft in (_INCOMING, _REMOVED):
+                    shutil.rmtree(folder / draft, ignore_errors=True)
 
     @_convert_os_errors()
     def aliases(self, name: str) -> Aliases:

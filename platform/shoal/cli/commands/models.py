@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,20 @@ from rich.console import Console
 from rich.table import Column
 from rich.text import Text
 
-from shoal.cli.support.console import CommandGroup, make_table, print_facts, print_json
+from shoal.cli.support.console import (
+    CommandGroup,
+    confirm_removal,
+    make_table,
+    parse_age,
+    print_facts,
+    print_json,
+)
 from shoal.errors import ConfigError
+from shoal.home import home
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
 from shoal.registry.manifest import PAYLOAD_FILES, Format
 from shoal.runs.formatting import format_age, format_number, format_size, format_timestamp, format_value
+from shoal.serve.controller.state import find_served_versions
 from shoal.serve.spec.batch_layout import has_batch_first
 from shoal.weights import WeightSnapshot
 
@@ -35,7 +44,7 @@ FORMATS: dict[str, Format] = {
 
 @click.group(cls=CommandGroup)
 def models() -> None:
-    """List, show, add, promote and roll back registered models.
+    """List, show, add, promote, roll back and remove registered models.
 
     A model is named NAME@3, NAME@champion, or NAME for its newest version.
 
@@ -46,6 +55,7 @@ def models() -> None:
       shoal models add resnet.onnx
       shoal models promote cartpole@3
       shoal models rollback cartpole
+      shoal models rm cartpole@1
     """
 
 
@@ -233,6 +243,80 @@ def rollback(name: str, alias: str) -> None:
     """
     found = Registry().rollback(name, alias)
     click.echo(f"{found.name}@{alias} is {found.ref} now.")
+
+
+@models.command("rm")
+@click.argument("references", metavar="NAME[@VERSION]...", nargs=-1, required=True)
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def remove(references: tuple[str, ...], yes: bool) -> None:
+    """Remove a version, or with NAME alone a model: all of its versions and aliases.
+
+    A version that an alias names, or that an endpoint serves, is refused. No number is used again.
+
+    \b
+    Examples:
+      shoal models rm cartpole@3
+      shoal models rm cartpole --yes
+    """
+    registry = Registry()
+    served = find_served_versions(home() / "endpoints", registry.root)
+    for each in references:
+        found = [registry.get(each)] if "@" in each else registry.list(each)
+        for version in found:
+            if (path := served.get((version.name, version.version))) is not None:
+                remedy = (
+                    f"`shoal serve rollout` or `shoal serve delete` it first; if its cluster is gone, remove {path}"
+                )
+                raise ConfigError("model", version.ref, f"is served by the endpoint of {path.name}", remedy)
+            if "@" in each and version.aliases:
+                remedy = f"move it with `shoal models promote {version.name}@N --alias {version.aliases[0]}`"
+                raise ConfigError("model", version.ref, f"is {' and '.join(version.aliases)}", remedy)
+    confirm_removal(references, "models", yes)
+    for each in references:
+        registry.remove(each)
+        click.echo(f"{each} is removed")
+
+
+@models.command()
+@click.argument("name", required=False)
+@click.option("--keep", type=click.IntRange(min=0), help="Keep the newest versions of each model, so many.")
+@click.option("--older-than", callback=parse_age, metavar="AGE", help="Keep newer versions than this, such as 30d.")
+@click.option("--dry-run", is_flag=True, help="Show what would be removed.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def prune(name: str | None, keep: int | None, older_than: float | None, dry_run: bool, yes: bool) -> None:
+    """Remove old versions of every model, or of the model NAME.
+
+    With both options, a version goes that is beyond the newest and old. Versions that an alias names, or that an
+    endpoint serves, stay.
+
+    \b
+    Examples:
+      shoal models prune --keep 5 --dry-run
+      shoal models prune cartpole --keep 5 --older-than 30d --yes
+    """
+    if keep is None and older_than is None:
+        raise ConfigError("prune", "", "needs --keep, --older-than, or both", "as in shoal models prune --keep 5")
+    registry = Registry()
+    old = _choose_old_versions(registry.list(name), keep or 0, time.time() - (older_than or 0.0))
+    served = find_served_versions(home() / "endpoints", registry.root)
+    references = [each.ref for each in old if (each.name, each.version) not in served]
+    if dry_run or not references:
+        click.echo("\n".join(["These would go:", *references]) if references else "Nothing is to be removed.")
+        return
+    confirm_removal(references, "models", yes)
+    for each in references:
+        registry.remove(each)
+    registry.remove_leftovers()
+    click.echo(f"removed: {len(references)}")
+
+
+def _choose_old_versions(found: Sequence[ModelVersion], keep: int, before: float) -> list[ModelVersion]:
+    """Versions without an alias, registered before a time, except the `keep` newest of each model."""
+    by_name: dict[str, list[ModelVersion]] = {}
+    for each in found:
+        by_name.setdefault(each.name, []).append(each)
+    old = [each for versions in by_name.values() for each in versions[: max(0, len(versions) - keep)]]
+    return [each for each in old if not each.aliases and each.manifest.created_at < before]
 
 
 def _read_signature(kind: Format, payload: bytes, file: str, given: Path | None) -> Signature:

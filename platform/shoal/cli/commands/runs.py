@@ -1,6 +1,6 @@
 """`shoal runs` and `shoal report`: the recorded runs, as tables, JSON and a page.
 
-Parse, call, print: reads `shoal.runs`, and writes only the report's own files.
+Parse, call, print: `shoal.runs` reads, draws and removes.
 """
 
 from __future__ import annotations
@@ -16,15 +16,33 @@ from rich.text import Text
 
 from shoal.cli.display import run_view
 from shoal.cli.display.sweep_display import render_trials
-from shoal.cli.support.console import make_literal_console, make_number_column, make_table, print_facts, print_json
+from shoal.cli.support.console import (
+    DefaultCommandGroup,
+    confirm_removal,
+    make_literal_console,
+    make_number_column,
+    make_table,
+    parse_age,
+    print_facts,
+    print_json,
+)
 from shoal.errors import ConfigError
 from shoal.rl.experience.quarantine import find_ledgers, read_run_quarantine, release_actor
 from shoal.runs import Run, RunKind, Status, list_runs, load, write_report
 from shoal.runs.formatting import format_age, format_duration, format_number, format_timestamp, format_value
+from shoal.runs.record.removal import (
+    choose_old_runs,
+    list_leftovers,
+    remove_leftovers,
+    remove_runs,
+    require_ended,
+    vacuum,
+)
 from shoal.runs.run_kind import infer_fields
 from shoal.runs.sweep_trials import SWEEPING, load_sweep
 
 NUM_EVENTS = 8
+ANY_NUMBER = -1  # of SQLite's LIMIT
 _RESUMABLE = frozenset({RunKind.LOOP, RunKind.TRAINING, RunKind.POPULATION, RunKind.SWEEP, RunKind.STREAM})
 MAX_UNFOLDED_ID_LENGTH = 32  # longer, user-chosen ids are folded to leave space for the other columns
 _COLOURS = {
@@ -35,12 +53,29 @@ _COLOURS = {
 }
 
 
-@click.command()
+@click.group(cls=DefaultCommandGroup)
+def runs() -> None:
+    """List the runs, newest first, or show one RUN; remove runs.
+
+    `shoal runs RUN` is `shoal runs show RUN`: its id, the beginning of one, or `latest`. See `shoal runs show --help`
+    for the options --limit, --json and --follow.
+
+    \b
+    Examples:
+      shoal runs
+      shoal runs latest
+      shoal runs latest --follow
+      shoal runs rm 20261120-0645
+      shoal runs prune --keep 50 --older-than 30d
+    """
+
+
+@runs.command()
 @click.argument("run", required=False)
 @click.option("--limit", default=20, show_default=True, type=click.IntRange(min=1), help="How many runs to list.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 @click.option("--follow", is_flag=True, help="Show RUN live; Ctrl-C ends the display, not the run.")
-def runs(run: str | None, limit: int, as_json: bool, follow: bool) -> None:
+def show(run: str | None, limit: int, as_json: bool, follow: bool) -> None:
     """List the runs, newest first, or show one RUN: its id, the beginning of one, or `latest`.
 
     A run can be followed from anywhere on the machine that has its record, however its job was started.
@@ -75,6 +110,56 @@ def runs(run: str | None, limit: int, as_json: bool, follow: bool) -> None:
     else:
         console.print(_build_table(listed))
         console.print(f"One of them: shoal runs {listed[0].id}", style="dim", highlight=False)
+
+
+@runs.command("rm")
+@click.argument("names", metavar="RUN...", nargs=-1, required=True)
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def remove(names: tuple[str, ...], yes: bool) -> None:
+    """Remove runs: their records, and their folders with checkpoints and experience.
+
+    A run that goes on is refused. Registered models stay.
+
+    \b
+    Examples:
+      shoal runs rm latest
+      shoal runs rm 20261120-064501-3f2a 20261119-0900 --yes
+    """
+    found = list({run.id: run for run in map(load, names)}.values())
+    require_ended(found)
+    confirm_removal([run.id for run in found], "records and files", yes)
+    remove_runs(found)
+    for run in found:
+        click.echo(f"{run.id} is removed")
+
+
+@runs.command()
+@click.option("--keep", type=click.IntRange(min=0), help="Keep the newest runs, so many.")
+@click.option("--older-than", callback=parse_age, metavar="AGE", help="Keep what ended later, such as 30d or 12h ago.")
+@click.option("--dry-run", is_flag=True, help="Show what would be removed.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def prune(keep: int | None, older_than: float | None, dry_run: bool, yes: bool) -> None:
+    """Remove old runs, what killed processes left of runs, and free the record's disk space.
+
+    With both options, a run goes that is beyond the newest and old. A run that goes on stays.
+
+    \b
+    Examples:
+      shoal runs prune --keep 50 --dry-run
+      shoal runs prune --keep 50 --older-than 30d --yes
+    """
+    if keep is None and older_than is None:
+        raise ConfigError("prune", "", "needs --keep, --older-than, or both", "as in shoal runs prune --keep 50")
+    old = choose_old_runs(list_runs(ANY_NUMBER), keep or 0, older_than or 0.0, time.time())
+    names = [*(run.id for run in old), *(f"{path} (no run has it)" for path in list_leftovers())]
+    if dry_run or not names:
+        click.echo("\n".join(["These would go:", *names]) if names else "Nothing is to be removed.")
+        return
+    confirm_removal(names, "records and files", yes)
+    remove_runs(old)
+    remove_leftovers()
+    vacuum()
+    click.echo(f"removed: {len(names)}")
 
 
 @click.command()

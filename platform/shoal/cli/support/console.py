@@ -7,6 +7,7 @@ verbs. Pictures style what they assemble (`rich.text.Text`), and never by markup
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 
 import click
@@ -15,6 +16,8 @@ from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.table import Column, Table
 from rich.text import Text
+
+from shoal.errors import ConfigError
 
 
 def make_literal_console(*, soft_wrap: bool = True) -> Console:
@@ -77,6 +80,45 @@ class CommandGroup(click.Group):
         rows = [(name, each.get_short_help_str(_ANY_LENGTH)) for name, each in commands if each is not None]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
+
+
+class DefaultCommandGroup(CommandGroup):
+    """A group whose command `default` has the words that begin with no command's name."""
+
+    default = "show"
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        is_own = bool(args) and (args[0] in self.commands or args[0] in ctx.help_option_names)
+        return super().parse_args(ctx, args if is_own else [self.default, *args])
+
+
+def confirm_removal(names: Sequence[str], what: str, is_confirmed: bool) -> None:
+    """Have the user type the name of what is removed, or of several their number, unless `--yes` was given.
+
+    Raises ConfigError when that is not what was typed.
+    """
+    if is_confirmed:
+        return
+    click.echo(f"This cannot be undone. It removes {what}:")
+    for name in names:
+        click.echo(f"  {name}")
+    expected = names[0] if len(names) == 1 else str(len(names))
+    try:
+        typed = click.prompt(f"Type {expected} to go on", default="", show_default=False)
+    except click.Abort:  # no terminal
+        typed = ""
+    if typed.strip() != expected:
+        raise ConfigError("confirmation", typed, f"is not {expected}, so nothing was removed", "type it, or add --yes")
+
+
+def parse_age(_context: object, _option: object, text: str | None) -> float | None:
+    """A click callback: `30d`, `12h`, `45min` or `10s`, in seconds."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h|d)", text)
+    if found is None:
+        raise ConfigError("older-than", text, "is no age", "give a number and its unit, as in 30d, 12h, 45min or 10s")
+    return float(found[1]) * {"s": 1, "min": 60, "h": 3600, "d": 86400}[found[2]]
 
 
 def strip_task_key(_context: object, _argument: object, task: str) -> str:

@@ -145,7 +145,7 @@ class StateFile:
 
         Deletes the weights of another deployment. Raises RunError for a file of a newer format.
         """
-        state = self._read()
+        state = self.read()
         if state is not None and state.deployment == deployment:
             for model in state.models.values():
                 if model.rollout.is_open:  # the new deployment had not begun when this was saved
@@ -154,7 +154,8 @@ class StateFile:
         self._delete_all_weights()
         return None
 
-    def _read(self) -> ControllerState | None:
+    def read(self) -> ControllerState | None:
+        """The state in the file, of whatever deployment; None when there is none or it cannot be read."""
         if self._path is None:
             return None
         try:
@@ -249,6 +250,22 @@ class StateFile:
             path.unlink(missing_ok=True)
         except OSError as error:
             logger.error("%s cannot be removed, and is no longer used: %s", path, error)
+
+
+def find_served_versions(folder: Path, registry: Path) -> dict[tuple[str, int], Path]:
+    """The versions of a registry that endpoints have, by name and number, with the endpoint's state file.
+
+    folder: of the state files. Raises RunError for a file of a newer format.
+    """
+    found = {}
+    for path in sorted(folder.glob("*.json")):
+        state = StateFile(path).read()
+        for name, model in state.models.items() if state is not None else ():
+            if model.deployment.registry == str(registry):
+                found |= {
+                    (name, version): path for version in (model.rollout.stable, model.rollout.candidate) if version
+                }
+    return found
 
 
 def _find_unknown(document: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -1,0 +1,99 @@
+"""Removing runs: their rows, and their folders with checkpoints, experience and drafts.
+
+Called by the command line. Never removes a run that goes on, nor registered models.
+"""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import sqlite3
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+
+from shoal.errors import RunError
+from shoal.home import home
+from shoal.runs.record.database import connect, transaction, translate_write_errors
+from shoal.runs.run_reader import Run
+from shoal.runs.run_status import TERMINAL, Status, resolve_status
+
+TABLES = ("events", "metrics", "summaries", "versions", "models", "endpoints")
+_REMOVED = ".removed-"
+
+
+def choose_old_runs(runs: Iterable[Run], keep: int, older_than_s: float, now: float) -> list[Run]:
+    """The runs that retention removes: those that ended more than `older_than_s` ago, except the `keep` newest of all.
+
+    A run that goes on stays.
+    """
+    newest_first = sorted(runs, key=lambda run: run.created_at, reverse=True)
+    ended = [run for run in newest_first[keep:] if run.status in TERMINAL or run.status is Status.LOST]
+    return [run for run in ended if now - (run.finished_at or run.heartbeat_at) > older_than_s]
+
+
+def require_ended(runs: Iterable[Run]) -> None:
+    """Raises RunError for a run that goes on."""
+    for run in runs:
+        _require_ended(run.status, run.id, run.pid, run.host)
+
+
+def remove_runs(runs: Sequence[Run]) -> None:
+    """Remove runs with their folders. Raises RunError, which names it, for one that goes on; it and the rest stay."""
+    folder = home()
+    with closing(connect(folder)) as connection:
+        for run in runs:
+            with transaction(connection):
+                _delete_rows(connection, run.id)
+            # After the rows: a process that dies here leaves a folder without a run, which `remove_leftovers` takes.
+            shutil.rmtree(run.folder, ignore_errors=True)
+
+
+def list_leftovers() -> list[Path]:
+    """The folders of runs that the record does not have."""
+    folder = home()
+    with closing(connect(folder)) as connection, transaction(connection):  # no run has a folder before it has its row
+        return _find_leftovers(connection, folder)
+
+
+def remove_leftovers() -> None:
+    """Remove the folders of runs that the record does not have."""
+    folder = home()
+    with closing(connect(folder)) as connection:
+        with transaction(connection):
+            for path in _find_leftovers(connection, folder):
+                with suppress(OSError):  # of another user
+                    path.rename(path.with_name(f"{_REMOVED}{path.name.removeprefix(_REMOVED)}"))
+        for path in (folder / "runs").glob(f"{_REMOVED}*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def vacuum() -> None:
+    """Return the space of removed rows to the disk. Raises RecordUnwritable while another process writes for long."""
+    with closing(connect(home())) as connection, translate_write_errors():
+        connection.execute("VACUUM")
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
+def _delete_rows(connection: sqlite3.Connection, run_id: str) -> None:
+    """Called in a transaction, in which no process can resume the run."""
+    row = connection.execute("SELECT * FROM runs WHERE id = ?", (run_id,)).fetchone()
+    if row is None:
+        return
+    status = Status(row["status"])
+    seen = resolve_status(status, row["heartbeat_at"], row["host"], row["pid"], socket.gethostname(), time.time())
+    _require_ended(seen, run_id, row["pid"], row["host"])
+    for table in TABLES:
+        connection.execute(f"DELETE FROM {table} WHERE run = ?", (row["number"],))
+    connection.execute("DELETE FROM runs WHERE number = ?", (row["number"],))
+
+
+def _require_ended(status: Status, run_id: str, pid: int, host: str) -> None:
+    if status not in TERMINAL and status is not Status.LOST:
+        raise RunError(f"run {run_id!r} is still {status.value} (process {pid} on {host}): stop it first")
+
+
+def _find_leftovers(connection: sqlite3.Connection, folder: Path) -> list[Path]:
+    known = {row["id"] for row in connection.execute("SELECT id FROM runs")}
+    return [path for path in sorted((folder / "runs").glob("*")) if path.is_dir() and path.name not in known]

@@ -1,0 +1,179 @@
+"""`shoal runs rm`, `shoal models rm` and their `prune`: what they remove, what they refuse, and what stays."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import click
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from shoal import runs
+from shoal.cli.commands.models import models
+from shoal.cli.commands.runs import runs as runs_command
+from shoal.errors import ConfigError, RegistryError, RunError
+from shoal.registry import ModelFactory, Registry, Signature
+from shoal.runs.record.removal import TABLES
+from shoal.serve.controller.rollout import Rollout
+from shoal.serve.controller.state import ControllerState, Deployment, ModelState, StateFile
+from shoal.weights import WeightSnapshot
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+    return tmp_path
+
+
+def typed(command: click.Command, *words: str, answer: str = "") -> str:
+    result = CliRunner().invoke(command, list(words), input=answer, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def record(*names: str) -> None:
+    for name in names:
+        with runs.create("cartpole", "a: 1\n", name) as run:
+            run.log(1, {"loss": 0.5})
+            run.record_event("began")
+            run.record_weights(1, 1, "ab", 1.0)
+            run.record_model("cartpole", 1, ["champion"])
+            run.record_endpoint("gateway", "gateway", "tcp://127.0.0.1:1", "closed")
+            (run.folder / "checkpoints/.draft-000000001-ab").mkdir(parents=True)
+
+
+def count_rows(home: Path) -> set[int]:
+    with closing(sqlite3.connect(home / "runs.sqlite")) as database:
+        return {database.execute(f"SELECT count(DISTINCT run) FROM {table}").fetchone()[0] for table in TABLES}
+
+
+def list_ids() -> list[str]:
+    return sorted(run.id for run in runs.list_runs())
+
+
+@pytest.fixture
+def living() -> Iterator[runs.RunRecorder]:
+    with runs.create("cartpole", "a: 1\n", "living") as run:
+        yield run
+
+
+def test_a_run_is_removed_with_its_rows_and_files_after_its_name_was_typed(home: Path) -> None:
+    record("one", "two")
+    with pytest.raises(ConfigError, match="confirmation = 'on': is not one, so nothing was removed"):
+        typed(runs_command, "rm", "one", answer="on\n")
+    with pytest.raises(ConfigError, match="add --yes"):
+        typed(runs_command, "rm", "one")
+    assert list_ids() == ["one", "two"]
+    assert "one is removed" in typed(runs_command, "rm", "one", answer="one\n")
+    assert (list_ids(), count_rows(home)) == (["two"], {1})
+    assert [path.name for path in (home / "runs").iterdir()] == ["two"]
+    record("three")
+    typed(runs_command, "rm", "two", "latest", answer="2\n")
+    assert (list_ids(), count_rows(home)) == ([], {0})
+
+
+def test_a_run_that_goes_on_is_not_removed(living: runs.RunRecorder, home: Path) -> None:
+    record("ended")
+    with pytest.raises(RunError, match=r"run .living. is still running .*: stop it first"):
+        typed(runs_command, "rm", "ended", "living", "--yes")
+    assert list_ids() == ["ended", "living"]
+    (home / "runs/orphan/checkpoints").mkdir(parents=True)
+    (home / "runs/.removed-earlier").mkdir()
+    assert "ended\n" in typed(runs_command, "prune", "--keep", "0", "--dry-run")
+    assert list_ids() == ["ended", "living"]
+    typed(runs_command, "prune", "--keep", "0", "--yes")
+    assert (list_ids(), [path.name for path in (home / "runs").iterdir()]) == (["living"], ["living"])
+    living.log(2, {"loss": 0.25})
+    living.flush()
+    assert runs.load("living").latest() == {"loss": 0.25}
+
+
+def test_prune_removes_what_is_beyond_the_newest_and_old(home: Path) -> None:
+    record("a", "b", "c")
+    assert "Nothing" in typed(runs_command, "prune", "--keep", "1", "--older-than", "1d", "--dry-run")
+    with closing(sqlite3.connect(home / "runs.sqlite")) as database, database:
+        database.execute("UPDATE runs SET finished_at = finished_at - 7200 WHERE id IN ('b', 'c')")
+    assert typed(runs_command, "prune", "--keep", "1", "--older-than", "1h", "--dry-run") == "These would go:\nb\n"
+    typed(runs_command, "prune", "--older-than", "1h", answer="2\n")
+    assert list_ids() == ["a"]
+    for words in ((), ("--older-than", "soon")):
+        with pytest.raises(ConfigError, match=r"needs --keep, --older-than|is no age"):
+            typed(runs_command, "prune", *words)
+
+
+def test_a_pruned_record_takes_less_of_the_disk(home: Path) -> None:
+    with runs.create("cartpole", "a: 1\n", "long") as run:
+        for step in range(2000):
+            run.log(step, {"loss": 0.5})
+    before = (home / "runs.sqlite").stat().st_size
+    typed(runs_command, "prune", "--keep", "0", "--yes")
+    assert (home / "runs.sqlite").stat().st_size < before / 2
+
+
+def test_the_list_and_a_run_are_shown_without_their_commands_name() -> None:
+    record("one")
+    assert "one" in typed(runs_command)
+    assert '"id": "one"' in typed(runs_command, "--json", "one")
+    assert "status" in typed(runs_command, "show", "one")
+    assert "prune" in typed(runs_command, "--help")
+
+
+def register(num_versions: int, name: str = "tiny") -> None:
+    weights = WeightSnapshot.of(1, {"w": np.zeros(1, np.float32)})
+    tensor = {"name": "x", "datatype": "FP32", "shape": [-1, 1]}
+    for _ in range(num_versions):
+        signature = Signature.parse({"inputs": [tensor], "outputs": [tensor]})
+        Registry().register(name, weights, model=ModelFactory(factory="torch.nn:Linear"), signature=signature)
+
+
+def list_refs() -> list[str]:
+    return [found.ref for found in Registry().list()]
+
+
+def serve(home: Path, version: int) -> None:
+    deployment = Deployment("tiny", str(Registry().root), "champion")
+    state = ControllerState("a", models={"tiny": ModelState(deployment, Rollout(stable=version))})
+    StateFile(home / "endpoints/tiny-a.json").save(state)
+
+
+def test_a_version_is_removed_unless_an_alias_names_it_or_an_endpoint_serves_it(home: Path) -> None:
+    register(4)
+    serve(home, 2)
+    with pytest.raises(ConfigError, match=r"tiny@4'?: is champion. move it with `shoal models promote tiny@N"):
+        typed(models, "rm", "tiny@1", "tiny@4", "--yes")
+    with pytest.raises(ConfigError, match=r"is served by the endpoint of tiny-a\.json.*shoal serve delete"):
+        typed(models, "rm", "tiny@2", "--yes")
+    with pytest.raises(ConfigError, match=r"is served by the endpoint of tiny-a\.json"):
+        typed(models, "rm", "tiny", "--yes")
+    with pytest.raises(RegistryError, match="is champion"):
+        Registry().remove("tiny@4")
+    assert len(list_refs()) == 4
+    typed(models, "rm", "tiny@1", answer="tiny@1\n")
+    assert list_refs() == ["tiny@2", "tiny@3", "tiny@4"]
+
+
+def test_a_model_is_removed_with_its_aliases_and_its_numbers_are_not_used_again(home: Path) -> None:
+    register(2)
+    typed(models, "rm", "tiny", "--yes")
+    assert list_refs() == []
+    assert not list((home / "registry/tiny").glob("**/weights.safetensors"))
+    register(1)
+    assert (list_refs(), Registry().get("tiny@champion").version) == (["tiny@3"], 3)
+
+
+def test_prune_of_models_spares_the_newest_the_aliased_and_the_served(home: Path) -> None:
+    register(5)
+    register(2, "other")
+    Registry().promote("tiny@1")
+    serve(home, 2)
+    (home / "registry/tiny/.incoming").mkdir()
+    shown = typed(models, "prune", "--keep", "1", "--dry-run")
+    assert shown == "These would go:\nother@1\ntiny@3\ntiny@4\n"
+    assert "Nothing" in typed(models, "prune", "--older-than", "1d")
+    typed(models, "prune", "tiny", "--keep", "1", answer="2\n")
+    assert list_refs() == ["other@1", "other@2", "tiny@1", "tiny@2", "tiny@5"]
+    assert not (home / "registry/tiny/.incoming").exists()
