@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from shoal.errors import InferenceError
-from shoal.serve.controller.audit import MAX_CHARS, AuditLog
+from shoal.serve.controller import audit
+from shoal.serve.controller.audit import MAX_CHARS, AuditLog, read_audit_log
 from shoal.serve.controller.state import Event
 from shoal.serve.messages.auth_failures import MIN_REPORT_INTERVAL_S, AuthFailure
 from shoal.serve.messages.inference import format_origin
@@ -169,3 +170,21 @@ def test_a_log_that_is_begun_again_tells_the_counts_again(path: Path) -> None:
     assert len(refusing.lines()) == 1
     refusing.restart()
     assert [line["count"] for line in refusing.lines()] == [7]
+
+
+def test_a_full_file_is_followed_by_another_and_the_oldest_goes(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(audit, "MAX_BYTES", 1000)
+    monkeypatch.setattr(audit, "NUM_FILES", 3)
+    logs = [AuditLog(path, name) for name in ("digits", "shop")]
+    for number in range(40):
+        with logs[number % 2].audit_request("canary", {"version": number}, "administrator"):
+            pass
+    files = sorted(path.parent.glob("audit.jsonl*"))
+    assert [each.name for each in files] == ["audit.jsonl", "audit.jsonl.1", "audit.jsonl.2"]
+    assert all(each.stat().st_size <= 1000 and stat.S_IMODE(each.stat().st_mode) == 0o600 for each in files)
+    versions = [entry["change"]["version"] for entry in read_audit_log(path.parent)]
+    assert versions == list(range(40 - len(versions), 40))
+    assert len(versions) > len(written(path))
+    assert not caplog.records

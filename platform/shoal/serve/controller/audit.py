@@ -9,8 +9,8 @@ Calls refused for their caller are logged too, many to a line (see `auth_failure
     {"time": ..., "endpoint": "digits", "entry": "refused", "by": "unknown", "status": 401, "count": 12, ...}
 
 Written by the endpoint's controller to $SHOAL_HOME/audit.jsonl, which only its owner may read; several controllers may
-append to one file. A line that cannot be written goes to the program's log and stops nothing. Contains no key, and only
-the beginning of long values. Reads nothing.
+append to one file. A full file becomes audit.jsonl.1, that one audit.jsonl.2 and so on; the oldest goes. A line that
+cannot be written goes to the program's log and stops nothing. Contains no key, and only the beginning of long values.
 """
 
 from __future__ import annotations
@@ -20,18 +20,22 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import InferenceError
+from shoal.home import file_lock
 from shoal.serve.controller.state import Event
 from shoal.serve.messages.auth_failures import MAX_CHARS, AuthFailureReporter
 from shoal.serve.messages.inference import parse_origin
 from shoal.serve.messages.replica_report import ReplicaReport
 
 AUDIT_FILE = "audit.jsonl"
+MAX_BYTES, NUM_FILES = 16 << 20, 8  # of a file; with the one being written
+ROTATION_TIMEOUT_S = 1.0
 UNAUDITED_ACTIONS = frozenset({"metric"})  # requests that change nothing by themselves
 UNKNOWN_CALLER = "unknown"  # a caller with no key or an unknown one
 logger = logging.getLogger(__name__)
@@ -79,6 +83,7 @@ class AuditLog:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         line = json.dumps({"time": now, "endpoint": self._endpoint, **_truncate(entry)}) + "\n"
         try:
+            self._rotate_if_full(len(line))
             descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
             try:
                 os.write(descriptor, line.encode())
@@ -86,6 +91,33 @@ class AuditLog:
                 os.close(descriptor)
         except OSError as error:
             logger.error("no audit line: %s; it would have been: %s", error, line.strip())
+
+    def _rotate_if_full(self, added_bytes: int) -> None:
+        """Begin another file. One that cannot be renamed grows on: a long file is better than a lost line."""
+        assert self._path is not None
+        if not _is_full(self._path, added_bytes):
+            return
+        with suppress(OSError), file_lock(self._path.with_name(f".{self._path.name}.lock"), ROTATION_TIMEOUT_S):
+            if _is_full(self._path, added_bytes):  # no other controller has been faster
+                for target, source in pairwise(reversed(_name_files(self._path))):
+                    if source.exists():
+                        source.replace(target)
+
+
+def read_audit_log(home: Path) -> Iterator[dict[str, Any]]:
+    """The entries of all files in this folder, in the order in which they were written."""
+    for path in reversed(_name_files(home / AUDIT_FILE)):
+        if path.exists():
+            yield from map(json.loads, path.read_text().splitlines())
+
+
+def _name_files(newest: Path) -> list[Path]:
+    """The paths of all files, the newest first."""
+    return [newest, *(newest.with_name(f"{newest.name}.{age}") for age in range(1, NUM_FILES))]
+
+
+def _is_full(path: Path, added_bytes: int) -> bool:
+    return path.exists() and path.stat().st_size + added_bytes > MAX_BYTES
 
 
 def _parse_caller(by: str) -> dict[str, str]:
