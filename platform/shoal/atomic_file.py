@@ -1,4 +1,4 @@
-"""Durable files: complete or not at all, also after a power cut; and of a format that this release reads.
+"""Durable files: private to their owner; complete or not at all, also after a power cut; of a format that is read here.
 
 Called by all that writes below $SHOAL_HOME. Standard library only. What writes raises OSError.
 """
@@ -36,9 +36,22 @@ def _log_once(warning: str) -> None:
     _log.warning("%s", warning)
 
 
+def make_folder(path: Path) -> None:
+    """Create a folder, and missing parents, that only its owner may enter. One that exists keeps its permissions."""
+    if not path.parent.exists():
+        make_folder(path.parent)
+    path.mkdir(mode=0o700, exist_ok=True)
+
+
+def create_private(path: Path) -> Path:
+    """Create an empty file that only its owner may read, unless there is one; returns the path, to write to it."""
+    os.close(os.open(path, os.O_RDONLY | os.O_CREAT, 0o600))
+    return path
+
+
 def write_synced(path: Path, payload: bytes) -> None:
     """Write the file, and return when it is on the disk. Readers may see an incomplete file meanwhile."""
-    with path.open("wb") as file:
+    with create_private(path).open("wb") as file:
         file.write(payload)
         file.flush()
         os.fsync(file.fileno())
@@ -49,7 +62,7 @@ def replace_synced(path: Path, payload: bytes) -> None:
 
     On a full disk, the incomplete new file is removed.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     draft = path.with_name(f".{path.name}.draft")
     try:
         write_synced(draft, payload)

@@ -9,7 +9,7 @@
     $SHOAL_HOME/cluster.json     the cluster of `shoal up`; up.lock is held while it starts or ends
     $SHOAL_HOME/endpoints/       states of endpoints              $SHOAL_HOME/audit.jsonl  who changed them
 
-Standard library only: the actor process uses it too.
+Folders and files are private to their owner: see `atomic_file`. Standard library only: the actor process uses it too.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from shoal.atomic_file import make_folder
 from shoal.errors import ConfigError
 
 _LOCK_POLL_S = 0.01
@@ -32,7 +33,7 @@ def home() -> Path:
     """The folder of all durable files; created, private to the user, if missing. Raises ConfigError."""
     try:
         folder = _resolve_folder()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(folder)
     except (OSError, RuntimeError) as error:  # a file, another user's place, or an unknown home folder
         value = os.environ.get("SHOAL_HOME") or "~/.shoal"
         raise ConfigError("SHOAL_HOME", value, f"is no folder: {error}", "set it to one where you may write") from None

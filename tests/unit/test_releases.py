@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
+import stat
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from release_files import FIXTURES, SECRET, load_home
+from release_files import FIXTURES, SECRET, load_home, write_files, write_runs
 from shoal import runs
 from shoal.checkpoint import Checkpointer, files
 from shoal.config import Spec
@@ -182,6 +184,21 @@ def test_a_damaged_ledger_is_named(home: Path) -> None:
     (home / "runs/loop/ledger.sqlite").write_bytes(b"no database" * 100)
     with pytest.raises(RunError, match=r"ledger\.sqlite cannot be read: .*: put a copy in its place"):
         Ledger(home / "runs/loop/ledger.sqlite")
+
+
+def test_what_is_written_is_private_to_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh = tmp_path / "not-yet/home"
+    monkeypatch.setenv("SHOAL_HOME", str(fresh))
+    before = os.umask(0o022)
+    try:
+        write_runs()
+        write_files(fresh)
+        runs.write_report(runs.load("loop"))
+    finally:
+        os.umask(before)
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in [fresh.parent, fresh, *fresh.rglob("*")]}
+    assert {path for path, mode in modes.items() if mode != (0o700 if path.is_dir() else 0o600)} == set()
+    assert len([path for path in modes if path.suffix in (".safetensors", ".pt", ".sqlite", ".html", ".yaml")]) > 15
 
 
 def change_json(path: Path, change: Callable[[dict[str, object]], object]) -> None:

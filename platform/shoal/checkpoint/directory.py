@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from shoal.atomic_file import sync_folder
+from shoal.atomic_file import create_private, sync_folder
 
 BLOCK_BYTES = 4 << 20
 _STEP = re.compile(r"step-(\d{9,})")
@@ -57,7 +57,7 @@ def list_newest_first(folder: Path) -> list[Path]:
 def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> FileChecksum:
     """Write a new file and sync it to the disk. Raises OSError."""
     digest, size_bytes = hashlib.sha256(), 0
-    with path.open("wb") as file:
+    with create_private(path).open("wb") as file:
         for piece in pieces:
             digest.update(piece)
             file.write(piece)

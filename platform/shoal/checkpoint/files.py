@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from shoal.atomic_file import describe_newer_format, is_newer_format
+from shoal.atomic_file import describe_newer_format, is_newer_format, make_folder
 from shoal.checkpoint.directory import (
     checkpoint_path,
     delete_old_checkpoints,
@@ -59,7 +59,7 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int = 2) -> Path:
         )
     try:
         shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
+        make_folder(draft)
         written = write_file(draft / "state.pt", [buffer.getbuffer()])
         manifest = {"format": FORMAT, "step": step, "time": time.time(), **written._asdict()}
         write_file(draft / "manifest.json", [json.dumps(manifest).encode()])

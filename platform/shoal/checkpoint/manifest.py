@@ -54,7 +54,7 @@ class NewerFormat(str):
 def write_shard(job: SaveJob, name: str, pieces: Iterator[bytes | memoryview]) -> ShardResult:
     """Write and sync one rank's file."""
     try:
-        job.draft.mkdir(parents=True, exist_ok=True)
+        atomic_file.make_folder(job.draft)
         written = directory.write_file(job.draft / name, pieces)
     except (OSError, RuntimeError) as error:  # RuntimeError: the copy from the GPU failed
         return ShardResult(name, FileChecksum(0, ""), {}, None, f"{name}: {error}")

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from shoal.actor.connection import format_actor_options
+from shoal.atomic_file import create_private
 
 TERMINATION_TIMEOUT_S = 3.0  # after SIGTERM, before an actor is killed
 
@@ -48,7 +49,7 @@ class ActorProcesses:
         variables = {**os.environ, "OMP_NUM_THREADS": "1", **self._environment}
         for index in range(number):
             own = ["--actor-id", f"{self._prefix}-{index}", "--seed", str(seed + index)]
-            with self._get_log(index).open("ab") as log:
+            with create_private(self._get_log(index)).open("ab") as log:
                 self._actors.append(
                     subprocess.Popen(
                         [*words, *options, *own],

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 import shoal.runs
+from shoal.atomic_file import create_private
 from shoal.cluster.job_main import CHECK, HELP, expected_run_id, job_main
 from shoal.config import last_override
 from shoal.errors import RecordUnwritable, RegistryError, ShoalError
@@ -128,7 +129,7 @@ def _run_fleet(spec: StreamSpec, broker: str, log: Path) -> Iterator[None]:
     """The simulated sensors, in a process of their own that ends with this one."""
     words = [sys.executable, "-m", "shoal.stream.fleet", "--broker", broker, "--topic", spec.mqtt.topic]
     words += ["--sensors", str(spec.sensors), "--rate-hz", str(spec.rate_hz)]
-    with log.open("ab") as output:
+    with create_private(log).open("ab") as output:
         fleet = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=output, stderr=output)
     assert fleet.stdin is not None
     try:

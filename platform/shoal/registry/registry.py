@@ -28,6 +28,7 @@ from shoal.atomic_file import (
     describe_newer_format,
     is_newer_format,
     log_unknown_fields,
+    make_folder,
     replace_synced,
     sync_folder,
     write_synced,
@@ -102,7 +103,7 @@ class Registry:
     @_convert_os_errors()
     def __init__(self, root: Path | None = None) -> None:
         self.root = root if root is not None else home() / "registry"
-        self.root.mkdir(parents=True, exist_ok=True)
+        make_folder(self.root)
 
     def register(
         self,
@@ -131,7 +132,7 @@ class Registry:
         try:
             with lock_folder(self.root, _CREATING):
                 self.require_distinct_name("name", name)
-                folder.mkdir(exist_ok=True)
+                make_folder(folder)
             with lock_folder(folder, _REGISTERING):
                 manifest = Manifest(
                     name=name,
@@ -348,7 +349,7 @@ def _write_version(folder: Path, manifest: Manifest, payload: bytes) -> Path:
     incomplete folder found here has no writer."""
     incoming = folder / _INCOMING
     shutil.rmtree(incoming, ignore_errors=True)
-    incoming.mkdir()
+    make_folder(incoming)
     write_synced(incoming / PAYLOAD_FILES[manifest.model.format], payload)
     write_synced(incoming / "manifest.json", manifest.model_dump_json(indent=2).encode())
     sync_folder(incoming)

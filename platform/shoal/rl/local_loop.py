@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from shoal.atomic_file import make_folder
 from shoal.errors import ConfigError, RunError
 from shoal.rl.experience.queue import ExperienceQueue
 from shoal.rl.experience.segment_ledger import LEDGER_NAME, Ledger
@@ -38,7 +39,7 @@ class LocalLoop:
         if spec.learner.replicas > 1:
             problem = "needs a cluster, and this loop is one process"
             raise ConfigError("learner.replicas", spec.learner.replicas, problem, "use 1, or shoal run")
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         self.store = WeightStore()
         self.ledger = Ledger(folder / LEDGER_NAME)
         self.queue = ExperienceQueue(spec.gateway.queue_capacity, self.ledger)

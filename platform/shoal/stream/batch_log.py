@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from shoal.atomic_file import sync_folder
+from shoal.atomic_file import create_private, make_folder, sync_folder
 from shoal.errors import CheckpointError
 from shoal.stream.source import Message
 
@@ -46,7 +46,7 @@ class BatchLog:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         self._file: BinaryIO | None = None
 
     def recover(self, after: int) -> list[LoggedBatch]:
@@ -64,7 +64,7 @@ class BatchLog:
     def append(self, batch: LoggedBatch) -> None:
         """Write the batch; returns when a kill of this process can no longer lose it. Raises OSError."""
         if self._file is None:
-            self._file = (self._folder / f"batches-{batch.number:012d}.log").open("ab", buffering=0)
+            self._file = create_private(self._folder / f"batches-{batch.number:012d}.log").open("ab", buffering=0)
         payload = msgspec.msgpack.encode(batch)
         self._file.write(_HEADER.pack(len(payload), zlib.crc32(payload)) + payload)
 

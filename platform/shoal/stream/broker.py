@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Self
 
+from shoal.atomic_file import make_folder
 from shoal.cluster.ports import find_free_port
 from shoal.errors import ClusterError, ConfigError
 
@@ -42,7 +43,7 @@ class PrivateBroker:
         if program is None:
             problem = "a private broker needs mosquitto, which is not installed"
             raise ConfigError("mqtt.broker", "", problem, "apt-get install mosquitto, or name a broker")
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         self._folder, self.port = folder, port or find_free_port()
         config = folder / "mosquitto.conf"
         config.write_text(CONFIG.format(port=self.port, folder=folder, user=getpass.getuser()))

@@ -51,7 +51,6 @@ def build_standalone_source(task: type[Task]) -> str:
 def _write_source(task: type[Task]) -> Path:
     text = build_standalone_source(task)
     folder = home() / "tasks"
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{task.__name__.lower()}_{hashlib.sha256(text.encode()).hexdigest()[:8]}.py"
     if not path.exists():
         replace_synced(path, text.encode())

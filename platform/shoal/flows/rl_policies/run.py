@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import SecretStr
 
+from shoal.atomic_file import make_folder
 from shoal.cluster.capacity import count_gpu_slots, gpus_by_host, require_cpus, require_gpus
 from shoal.errors import RecordUnwritable, RunError, needs_extra
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
@@ -152,7 +153,7 @@ class _PoliciesRun(LoopRun):
         served = []
         for each in self.policies:
             folder = recorder.folder / each.name
-            folder.mkdir(exist_ok=True)
+            make_folder(folder)
             OpponentPool.of_run(each.spec.self_play, folder)  # takes registered opponents out of this registry
             setting = RunSetting(f"{recorder.id}.{each.name}", folder, self.token, each.spec.target_return, keys)
             each.workers = ActorLearnerWorkers(each.spec, each.experience, setting)

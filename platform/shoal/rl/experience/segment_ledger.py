@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from shoal.atomic_file import describe_newer_format, is_newer_format, log_unknown_fields
+from shoal.atomic_file import create_private, describe_newer_format, is_newer_format, log_unknown_fields
 from shoal.errors import LedgerUnwritable, RunError
 from shoal.wire.segment import DropReason
 
@@ -88,6 +88,8 @@ class Ledger:
         """Open or create the ledger; None keeps it in memory. Segments that a crash left queued become
         GATEWAY_CRASH."""
         self.lock = threading.RLock()
+        if path is not None:
+            create_private(path)  # SQLite's own files next to it take its permissions
         self._database = sqlite3.connect(path or ":memory:", check_same_thread=False, isolation_level=None)
         try:
             self._open(path)

@@ -40,7 +40,7 @@ class OpponentPool:
     def __init__(
         self, folder: Path, snapshot_every: int, max_versions: int = 64, registered: Sequence[str] = ()
     ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        atomic_file.make_folder(folder)
         self._folder, self._snapshot_every = folder, snapshot_every
         self.names = self._take_registered(registered)
         self.versions = sorted(int(path.stem) for path in folder.glob(f"*{_SUFFIX}"))

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from shoal.atomic_file import create_private, make_folder
 from shoal.errors import ConfigError
 from shoal.rl.replay.sum_tree import GROUP_SIZE, SumTree, padded_size
 
@@ -124,7 +125,7 @@ class Ring:
                 ", or use algorithm.replay_on_disk=true",
             )
         else:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self._folder)
             existing_bytes = sum(path.stat().st_size for path in self._folder.iterdir())
             free_bytes, place, remedy = shutil.disk_usage(self._folder).free + existing_bytes, str(self._folder), ""
         if needed_bytes > free_bytes:
@@ -138,7 +139,8 @@ class Ring:
         size_bytes = math.prod(shape) * dtype.itemsize
         if path.exists() and path.stat().st_size != size_bytes:
             path.unlink()  # of another size of the ring: the experience in it is given up
-        with path.open("ab") as file:  # now: a full disk would kill the process at some later write to its pages
+        # Now: a full disk would kill the process at some later write to its pages.
+        with create_private(path).open("ab") as file:
             os.posix_fallocate(file.fileno(), 0, size_bytes)
         return np.memmap(path, dtype, "r+", shape=shape)
 

@@ -23,6 +23,7 @@ from typing import Self
 
 import numpy as np
 
+from shoal.atomic_file import create_private, make_folder
 from shoal.errors import Closed, ConfigError, RunError
 from shoal.home import home
 from shoal.runs.record import metric_summaries
@@ -153,9 +154,9 @@ def _claim_run(connection: sqlite3.Connection, number: int, *, is_resumed: bool,
 def _make_folder(folder: Path, spec: str | None) -> None:
     """Called last in the transaction of a new run: no row without a folder. Raises RunError on failure."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         if spec is not None:
-            (folder / "spec.yaml").write_text(spec)
+            create_private(folder / "spec.yaml").write_text(spec)
     except OSError as error:
         raise RunError(f"the folder of the run, {folder}, cannot be written: {error.strerror}") from error
 

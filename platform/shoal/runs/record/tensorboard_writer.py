@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from shoal.atomic_file import create_private, make_folder
 from shoal.errors import needs_extra
 
 
@@ -32,10 +33,10 @@ class EventFile:
             from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
             from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         now = time.time()
         name = f"events.out.tfevents.{int(now):010d}.{life:06d}.{socket.gethostname()}.{secrets.token_hex(4)}"
-        self._writer = RecordWriter((folder / name).open("wb"))
+        self._writer = RecordWriter(create_private(folder / name).open("wb"))
         self._writer.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
 
     def write_restart(self, step: int) -> None:

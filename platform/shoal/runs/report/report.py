@@ -16,6 +16,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.atomic_file import create_private, make_folder
 from shoal.errors import RunError, needs_extra
 from shoal.runs.formatting import format_duration, format_number, format_timestamp, format_value
 from shoal.runs.report import plots, search_sections
@@ -163,9 +164,9 @@ def write_report(run: Run) -> Path:
 
 def _render_report(run: Run) -> Path:
     folder = run.folder
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     page = _template().render(_build_page(run))
-    path = folder / "report.html"
+    path = create_private(folder / "report.html")
     path.write_text(page, encoding="utf-8")
     return path
 
@@ -295,7 +296,7 @@ def _render_learning_curve(read: _ReportData) -> list[str]:
     if not drawn:
         return []
     *each, whole = drawn
-    (read.run.folder / "learning_curve.png").write_bytes(plots.to_png(whole))
+    create_private(read.run.folder / "learning_curve.png").write_bytes(plots.to_png(whole))
     return [plots.to_svg(figure) for figure in each]
 
 

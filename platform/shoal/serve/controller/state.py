@@ -15,7 +15,13 @@ from typing import Any
 
 import msgspec
 
-from shoal.atomic_file import describe_newer_format, is_newer_format, log_unknown_fields
+from shoal.atomic_file import (
+    create_private,
+    describe_newer_format,
+    is_newer_format,
+    log_unknown_fields,
+    make_folder,
+)
 from shoal.errors import RunError, WeightsError
 from shoal.serve.controller.rollout import FOLLOWING, Rollout, repoint
 from shoal.serve.messages.desired_state import NEWEST, TrafficShares
@@ -298,7 +304,11 @@ def _weights_folder(state: Path) -> Path:
 
 
 def _replace_file(path: Path, content: bytes) -> None:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folder(path.parent)
     incoming = path.with_name(f".incoming-{path.name}")
-    incoming.write_bytes(content)
-    incoming.replace(path)
+    try:
+        create_private(incoming).write_bytes(content)
+        incoming.replace(path)
+    except OSError:
+        incoming.unlink(missing_ok=True)
+        raise

@@ -17,6 +17,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from shoal.atomic_file import make_folder
 from shoal.home import file_lock, home
 from shoal.population.engines.engine import EngineMisfit
 
@@ -36,7 +37,7 @@ def load_kernels(source: str, options: tuple[str, ...] = ()) -> ctypes.CDLL:
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
     folder = home() / "kernels"
     path = folder / f"{name}.so"
-    folder.mkdir(exist_ok=True)
+    make_folder(folder)
     with file_lock(folder / "compile.lock", 2 * COMPILE_TIMEOUT_S):  # threads and processes need the same one
         if not path.exists():
             _compile(source, [*compiler, *options], path)
