@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError
-from pydantic.fields import FieldInfo
-from yaml import YAMLError
-
 from shoal.atomic_file import log_unknown_fields
-from shoal.errors import ConfigError
-from shoal.yaml_text import dump_yaml, parse_yaml
+from shoal.errors import ConfigError, needs_extra
+
+with needs_extra("cluster"):
+    from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError
+    from pydantic.fields import FieldInfo
+    from yaml import YAMLError
+
+    from shoal.yaml_text import dump_yaml, parse_yaml
 
 MASKED = str(SecretStr("masked"))  # written by `to_yaml` and `to_record` for every secret
 

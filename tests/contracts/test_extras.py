@@ -163,3 +163,45 @@ def test_the_program_without_the_cluster_says_what_it_lacks_in_one_line() -> Non
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/")
     assert (done.returncode, done.stdout) == (1, "")
     assert re.fullmatch(r"error: click is not installed: pip install 'CHECKOUT\[cluster\]'.*\n", done.stderr)
+
+
+# On an installation without extras: only the libraries of an actor can be imported.
+BASE_PROGRAM = """
+import sys
+from importlib.metadata import packages_distributions
+BASE = {"numpy", "zmq", "msgspec", "safetensors", "shoal", "google", *sys.stdlib_module_names}
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in absent:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+absent = {name for name in packages_distributions() if name not in BASE and not name.startswith("_")}
+sys.meta_path.insert(0, Absent())
+import shoal.actor, shoal.wire, shoal.weights
+for program in sys.argv[1:]:
+    try:
+        exec(program)
+    except Exception as error:
+        print(type(error).__name__, error)
+    else:
+        print("imported")
+"""
+PUBLIC = (
+    *(
+        "import shoal.runs",
+        "import shoal.registry",
+        "import shoal.train",
+        "import shoal.checkpoint",
+        "import shoal.data",
+    ),
+    *("import shoal.config", "import shoal.parallel", "import shoal.trees", "import shoal.cost"),
+    *("from shoal import Task, TrainSpec", "from shoal import Registry", "from shoal import runs", "shoal.fit(None)"),
+)
+
+
+def test_the_base_installation_names_the_extra_that_a_package_needs() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BASE_PROGRAM, *PUBLIC], capture_output=True, text=True, cwd="/", check=True
+    )
+    said = dict(zip(PUBLIC, done.stdout.splitlines(), strict=True))
+    expected = r"MissingExtra (yaml|pydantic|torch|psutil) is not installed: pip install 'CHECKOUT\[cluster\]'.*"
+    assert {program: line for program, line in said.items() if not re.fullmatch(expected, line)} == {}

@@ -7,7 +7,10 @@ a second to load.
 
 from typing import TYPE_CHECKING, Any
 
-from shoal.checkpoint.files import Loaded, load_latest, save
+from shoal.errors import needs_extra
+
+with needs_extra("cluster"):
+    from shoal.checkpoint.files import Loaded, load_latest, save
 
 if TYPE_CHECKING:
     from shoal.checkpoint.checkpointer import Checkpointer, Extras, Found

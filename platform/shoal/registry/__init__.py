@@ -1,8 +1,11 @@
 """Models by name and version: immutable once registered, found by number or by alias."""
 
-from shoal.registry.aliases import Aliases, AliasMove
-from shoal.registry.manifest import Manifest, ModelFactory, Signature, TensorSignature
-from shoal.registry.registry import AliasNames, ModelVersion, Registry, require_name, split_ref
+from shoal.errors import needs_extra
+
+with needs_extra("cluster"):
+    from shoal.registry.aliases import Aliases, AliasMove
+    from shoal.registry.manifest import Manifest, ModelFactory, Signature, TensorSignature
+    from shoal.registry.registry import AliasNames, ModelVersion, Registry, require_name, split_ref
 
 __all__ = [
     "AliasMove",

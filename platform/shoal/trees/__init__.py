@@ -1,10 +1,12 @@
 """Models over trees and DAGs of any shape, a batch at a time: nodes of one level of all trees are computed together."""
 
-from shoal.errors import TreeError
-from shoal.trees.batch import TreeBatch
-from shoal.trees.cell import Cell, Children, RecursiveCell, RecursiveTensorCell
-from shoal.trees.lstm_cells import ChildSumLSTMCell, NaryLSTMCell
-from shoal.trees.tree_rnn import TreeRNN
+from shoal.errors import TreeError, needs_extra
+
+with needs_extra("cluster"):
+    from shoal.trees.batch import TreeBatch
+    from shoal.trees.cell import Cell, Children, RecursiveCell, RecursiveTensorCell
+    from shoal.trees.lstm_cells import ChildSumLSTMCell, NaryLSTMCell
+    from shoal.trees.tree_rnn import TreeRNN
 
 __all__ = [
     "Cell",
