@@ -18,6 +18,7 @@ import pytest
 import shoal.runs
 from rl_setting import TOKEN, serving
 from shoal.cli import cli
+from shoal.cli.support.console import DefaultCommandGroup
 from waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +46,8 @@ def test_every_command_of_the_pages_is_understood(command: str) -> None:
     found = cli.get_command(click.Context(cli), verb)
     assert found is not None, verb
     while isinstance(found, click.Group):
+        if isinstance(found, DefaultCommandGroup) and not (words and words[0] in found.commands):
+            words.insert(0, found.default)
         inner = found.get_command(click.Context(found), words.pop(0))
         assert inner is not None
         found = inner

@@ -33,9 +33,9 @@ from shoal.runs.formatting import format_age, format_duration, format_number, fo
 from shoal.runs.record.removal import (
     choose_old_runs,
     list_leftovers,
+    reject_running_runs,
     remove_leftovers,
     remove_runs,
-    require_ended,
     vacuum,
 )
 from shoal.runs.run_kind import infer_fields
@@ -126,7 +126,7 @@ def remove(names: tuple[str, ...], yes: bool) -> None:
       shoal runs rm 20261120-064501-3f2a 20261119-0900 --yes
     """
     found = list({run.id: run for run in map(load, names)}.values())
-    require_ended(found)
+    reject_running_runs(found)
     confirm_removal([run.id for run in found], "records and files", yes)
     remove_runs(found)
     for run in found:

@@ -33,10 +33,10 @@ def choose_old_runs(runs: Iterable[Run], keep: int, older_than_s: float, now: fl
     return [run for run in ended if now - (run.finished_at or run.heartbeat_at) > older_than_s]
 
 
-def require_ended(runs: Iterable[Run]) -> None:
+def reject_running_runs(runs: Iterable[Run]) -> None:
     """Raises RunError for a run that goes on."""
     for run in runs:
-        _require_ended(run.status, run.id, run.pid, run.host)
+        _reject_running(run.status, run.id, run.pid, run.host)
 
 
 def remove_runs(runs: Sequence[Run]) -> None:
@@ -83,13 +83,13 @@ def _delete_rows(connection: sqlite3.Connection, run_id: str) -> None:
         return
     status = Status(row["status"])
     seen = resolve_status(status, row["heartbeat_at"], row["host"], row["pid"], socket.gethostname(), time.time())
-    _require_ended(seen, run_id, row["pid"], row["host"])
+    _reject_running(seen, run_id, row["pid"], row["host"])
     for table in TABLES:
         connection.execute(f"DELETE FROM {table} WHERE run = ?", (row["number"],))
     connection.execute("DELETE FROM runs WHERE number = ?", (row["number"],))
 
 
-def _require_ended(status: Status, run_id: str, pid: int, host: str) -> None:
+def _reject_running(status: Status, run_id: str, pid: int, host: str) -> None:
     if status not in TERMINAL and status is not Status.LOST:
         raise RunError(f"run {run_id!r} is still {status.value} (process {pid} on {host}): stop it first")
 

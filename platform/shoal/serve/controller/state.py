@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import shutil
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -192,11 +192,11 @@ class StateFile:
         if self._path is None:
             return
         document = msgspec.to_builtins(state)
-        for model, fields in self._unknown.items():
+        for model, unknown in self._unknown.items():
             if not model:
-                document |= fields
+                document |= unknown
             elif model in document["models"]:
-                document["models"][model] |= fields
+                document["models"][model] |= unknown
         self._write(self._path, msgspec.json.encode(document))
 
     def retry_writes(self) -> None:
@@ -263,7 +263,7 @@ def find_served_versions(folder: Path, registry: Path) -> dict[tuple[str, int], 
 
     folder: of the state files. Raises RunError for a file of a newer format.
     """
-    found = {}
+    found: dict[tuple[str, int], Path] = {}
     for path in sorted(folder.glob("*.json")):
         state = StateFile(path).read()
         for name, model in state.models.items() if state is not None else ():
@@ -276,10 +276,11 @@ def find_served_versions(folder: Path, registry: Path) -> dict[tuple[str, int], 
 
 def _find_unknown(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The fields that this release does not have, of the full state ("") and of each model."""
-    parts = {"": (ControllerState, document), **{name: (ModelState, each) for name, each in document["models"].items()}}
+    of_state, of_model = ({each.name for each in fields(kind)} for kind in (ControllerState, ModelState))
+    known = {"": (of_state, document), **{name: (of_model, each) for name, each in document["models"].items()}}
     return {
-        name: {field: value for field, value in part.items() if field not in kind.__dataclass_fields__}
-        for name, (kind, part) in parts.items()
+        name: {field: value for field, value in part.items() if field not in names}
+        for name, (names, part) in known.items()
     }
 
 
