@@ -55,6 +55,11 @@ class Counted(nn.Module):
         return x[:, 0] * 0 + x.shape[0]
 
 
+class Doubled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
 def payload(module: nn.Module, shapes: Mapping[str, Any], *sizes: tuple[int, ...]) -> bytes:
     file = io.BytesIO()
     example = tuple(torch.ones(size) for size in sizes)
@@ -92,6 +97,19 @@ def register(content: bytes, *, is_onnx: bool = False) -> None:
     factory = ModelFactory(format="onnx" if is_onnx else "torch_export")
     snapshot = WeightSnapshot.from_payload(1, content)
     Registry().register("m", snapshot, model=factory, signature=read(content, "file"))
+
+
+@pytest.mark.parametrize("options", [{"max_batch_size": 0}, {"batch_dim": {"x": 1, "output": 1}}])
+def test_sizes_are_those_of_the_models_own_dimensions(options: dict[str, Any]) -> None:
+    """Without a batch, or with it in dimension 1: dimension 0 of the program has a range of its own."""
+    content = payload(Doubled(), {"x": {0: Dim("n", min=2, max=64), 1: BATCH}}, (3, 4))
+    loaded = load(content, **options)
+    given = np.ones((1, 65, 4) if "max_batch_size" in options else (4, 65), np.float32)
+    with pytest.raises(InferenceError, match="2 to 64 in dimension 0, got 65"):
+        loaded.size_limits.check({"x": given})
+    fitting = given[:, :64]
+    loaded.size_limits.check({"x": fitting})
+    assert loaded.predict_batch([{"x": fitting}])[0]["output"].shape[:2] == fitting.shape[:2]
 
 
 def test_a_size_that_a_program_excludes_is_refused_over_both_protocols() -> None:

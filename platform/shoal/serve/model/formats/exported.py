@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,15 +47,18 @@ class ExportedTemplate:
             choose_kernels(module)
         forward = make_torch_forward(_bind_constants(program, module), self._setting)
         names = [spec.name for spec in self._setting.signature.inputs]
-        return LimitedForward(forward, _read_limits(program, names))
+        batch_dims = {name: self._setting.options.get_batch_dim(name) for name in names}
+        return LimitedForward(forward, _read_limits(program, batch_dims))
 
 
-def _read_limits(program: Any, names: Sequence[str]) -> SizeLimits:
-    """Read the limits of a program's inputs, which a request names by `names`; of sizes that are linear in one
-    symbol."""
+def _read_limits(program: Any, batch_dims: Mapping[str, int | None]) -> SizeLimits:
+    """Read the limits of a program's inputs; of sizes that are linear in one symbol.
+
+    batch_dims: the dimension of each input's batch, by its name in a request, in order
+    """
     nodes = {node.name: node for node in program.graph.nodes}
     tensors = [argument.name for argument in _read_arguments(program)[0] if argument.name is not None]
-    shapes = {name: nodes[tensor].meta["val"].shape for name, tensor in zip(names, tensors, strict=True)}
+    shapes = {name: nodes[tensor].meta["val"].shape for name, tensor in zip(batch_dims, tensors, strict=True)}
     found: list[Dimension] = []
     for name, shape in shapes.items():
         for index, size in enumerate(shape):
@@ -65,14 +68,17 @@ def _read_limits(program: Any, names: Sequence[str]) -> SizeLimits:
             expression, (symbol,) = size.node.expr, symbols
             offset, factor = expression.subs(symbol, 0), expression.coeff(symbol, 1)
             if expression == factor * symbol + offset and factor > 0:
-                found.append(Dimension(name, index, str(symbol), int(factor), int(offset)))
+                batch = batch_dims[name]
+                position = 0 if index == batch else index + (batch is None or index < batch)
+                found.append(Dimension(name, index, position, str(symbol), int(factor), int(offset)))
     sizes = {
         str(symbol): SizeRange(int(values.lower), int(values.upper) if values.upper.is_Integer else None)
         for symbol, values in program.range_constraints.items()
     }
-    rows = {each.symbol for each in found if each.axis == 0}
+    rows = {each.symbol for each in found if each.position == 0}
     inner = [each for each in found if each.symbol in sizes.keys() - rows]
-    bounds = [sizes[each.symbol] for each in found if each.axis == 0 and each.symbol in sizes]
+    is_first = all(batch == 0 for batch in batch_dims.values())
+    bounds = [sizes[each.symbol] for each in found if each.position == 0 and each.symbol in sizes and is_first]
     return SizeLimits(inner, sizes, bounds[0] if bounds else SizeRange())
 
 

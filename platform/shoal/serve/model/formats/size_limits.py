@@ -34,10 +34,14 @@ class SizeRange(NamedTuple):
 
 
 class Dimension(NamedTuple):
-    """Dimension `axis` of an input: its size is `factor` times the size `symbol`, plus `offset`."""
+    """Dimension `axis` of an input: its size is `factor` times the size `symbol`, plus `offset`.
+
+    position: of the dimension in batch-first arrays (`BatchLayout`)
+    """
 
     input: str
     axis: int
+    position: int
     symbol: str
     factor: int = 1
     offset: int = 0
@@ -66,18 +70,18 @@ class SizeLimits:
         self._dimensions, self._sizes, self.rows = dimensions, sizes or {}, rows
 
     def check(self, inputs: Arrays) -> None:
-        """Check a request's inputs. Raises InferenceError (422)."""
+        """Check a request's inputs, batch-first. Raises InferenceError (422)."""
         found: dict[str, tuple[int, Dimension]] = {}
         for dimension in self._dimensions:
-            name, axis, symbol, factor, offset = dimension
-            actual, bounds = inputs[name].shape[axis], self._sizes[symbol]
+            name, axis, position, symbol, factor, offset = dimension
+            actual, bounds = inputs[name].shape[position], self._sizes[symbol]
             size, rest = divmod(actual - offset, factor)
             if rest or not bounds.has(size):
                 expected = f"this version takes {dimension.format_range(bounds)} in dimension {axis}"
                 raise InferenceError(422, f"input {name!r}: {expected}, got {actual}")
             other_size, other = found.setdefault(symbol, (size, dimension))
             if size != other_size:
-                given = f"{inputs[other.input].shape[other.axis]} in dimension {other.axis} of {other.input!r}"
+                given = f"{inputs[other.input].shape[other.position]} in dimension {other.axis} of {other.input!r}"
                 expected = f"expected {factor * other_size + offset} in dimension {axis}, as given by {given}"
                 raise InferenceError(422, f"input {name!r}: {expected}, got {actual}")
 
@@ -87,14 +91,14 @@ NO_LIMITS = SizeLimits()
 
 class LimitedForward:
     """A forward that computes a larger batch than the version admits in parts, and pads a smaller one with its last
-    row."""
+    row. Batches that are not in dimension 0 are left as they are."""
 
     def __init__(self, forward: Forward, limits: SizeLimits) -> None:
         self._forward, self.limits = forward, limits
 
     def __call__(self, inputs: Arrays) -> Arrays:
-        num_rows, limit = len(next(iter(inputs.values()))), self.limits.rows
-        if limit.has(num_rows):
+        limit = self.limits.rows
+        if limit == SizeRange() or limit.has(num_rows := len(next(iter(inputs.values())))):
             return self._forward(inputs)
         step = limit.most or num_rows
         parts = [
