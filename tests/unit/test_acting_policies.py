@@ -147,7 +147,7 @@ class CountingConnection:
 
 def test_an_evaluation_asks_each_policy_for_its_own_agents(monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent that is not in an episode does not count there."""
-    monkeypatch.setattr("shoal.flows.rl_policies.evaluation.open_environment", lambda env: nullcontext(LateGuest()))
+    monkeypatch.setattr("shoal.flows.rl_policies.evaluation.open_environment", lambda *_: nullcontext(LateGuest()))
     connections = {"first": CountingConnection(4), "second": CountingConnection(7)}
     policy_of, max_rows = {"host": "first", "guest": "second"}, {"first": 2, "second": 64}
     found = evaluate_policies(connections, policy_of, "late", 4, 0, max_rows, 60.0)  # type: ignore[arg-type]

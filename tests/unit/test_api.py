@@ -17,6 +17,7 @@ NAMES = [
     "AsyncClient",
     "Client",
     "Data",
+    "Mean",
     "Registry",
     "Task",
     "TrainSpec",

@@ -112,6 +112,8 @@ def test_observations_of_several_parts_are_flattened(tmp_path: Path, monkeypatch
         "    observation_space = Dict(b=Box(-1, 1, (2, 2), np.float32), a=Tuple((Discrete(3), Box(0, 9, (1,)))))\n"
         "    def reset(self, seed=None, options=None):\n"
         "        return {'a': (np.int64(2), np.full(1, 7, np.float32)), 'b': np.eye(2, dtype=np.float32)}, {}\n"
+        "    def step(self, action):\n"
+        "        return self.reset()[0], 0.0, True, False, {}\n"
         "gymnasium.register('Parts-v0', entry_point=Game)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
