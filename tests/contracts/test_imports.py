@@ -34,7 +34,7 @@ LEVELS = [
     {"frame"},
     {
         *("errors", "gc_freeze", "batch_tree", "atomic_file", "network_address", "cpu_count", "random_state"),
-        *("recipes", "ray_call"),
+        *("recipes", "ray_call", "differentiation"),
     },
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

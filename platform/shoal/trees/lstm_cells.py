@@ -7,12 +7,16 @@ node, gates in the order f i o u; w = H for child-sum, K H for N-ary with at mos
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from shoal.differentiation import is_each_operation_needed
 from shoal.trees.cell import Cell, CellLinear, Children
-from shoal.trees.lstm_function import TreeLSTMFunction
+from shoal.trees.lstm_function import MAX_NODES, TreeLSTMFunction
+from shoal.trees.plain_levels import compute_plainly
 from shoal.trees.plan import TreePlan
 
 
@@ -36,8 +40,17 @@ class _LSTMCell(Cell):
         projected: Tensor = self.input(x)
         return projected
 
+    def forward(self, x: Tensor, children: Children) -> tuple[Tensor, Tensor]:
+        return self._compute(x, children, self.below.weight)
+
+    def _compute(self, x: Tensor, children: Children, U: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
     def run_batch(self, x: Tensor, plan: object) -> Tensor | None:
         assert isinstance(plan, TreePlan)
+        is_own = self.forward.__func__ is _LSTMCell.forward and self.project.__func__ is _LSTMCell.project  # type: ignore[attr-defined]
+        if not is_own or is_each_operation_needed():
+            return None
         weights = self.input.weight, self.input.bias, self.below.weight
         is_plain = x.dtype in (torch.float32, torch.float64) and x.shape[1:] == self.input.weight.shape[1:]
         is_plain = is_plain and all(each.device.type == "cpu" and each.dtype == x.dtype for each in (x, *weights))
@@ -48,7 +61,12 @@ class _LSTMCell(Cell):
         if not is_plain or not plan.is_forest or not plan.num_inner:
             return None
         is_nary = self.max_arity is not None
-        outputs: Tensor = TreeLSTMFunction.apply(x, *weights, plan, is_nary)  # type: ignore[no-untyped-call]
+
+        def compute(x: Tensor, W: Tensor, b: Tensor, U: Tensor) -> Tensor:
+            pieces = plan.split_levels(MAX_NODES, by_arity=is_nary)
+            return compute_plainly(partial(self._compute, U=U), plan, nn.functional.linear(x, W, b), pieces)
+
+        outputs: Tensor = TreeLSTMFunction.apply(x, *weights, plan, is_nary, compute)  # type: ignore[no-untyped-call]
         return outputs
 
 
@@ -61,13 +79,13 @@ class ChildSumLSTMCell(_LSTMCell):
     def __init__(self, input_size: int, hidden_size: int) -> None:
         super().__init__(input_size, hidden_size, num_slots=1)
 
-    def forward(self, x: Tensor, children: Children) -> tuple[Tensor, Tensor]:
+    def _compute(self, x: Tensor, children: Children, U: Tensor) -> tuple[Tensor, Tensor]:
         H = self.hidden_size
         from_x, gates = x.split([H, 3 * H], 1)
         kept: Tensor | float = 0.0
         if children:
             h, c = children.states
-            of_f, of_gates = self.below.weight.split([H, 3 * H])
+            of_f, of_gates = U.split([H, 3 * H])
             forget = torch.sigmoid(children.expand(from_x) + nn.functional.linear(h, of_f))  # (4)
             gates = gates + nn.functional.linear(children.sum(h), of_gates)  # (2), (3), (5), (6)
             kept = children.sum(forget * c)
@@ -84,7 +102,7 @@ class NaryLSTMCell(_LSTMCell):
         super().__init__(input_size, hidden_size, num_slots=max_arity)
         self.max_arity = max_arity
 
-    def forward(self, x: Tensor, children: Children) -> tuple[Tensor, Tensor]:
+    def _compute(self, x: Tensor, children: Children, U: Tensor) -> tuple[Tensor, Tensor]:
         H = self.hidden_size
         from_x, gates = x.split([H, 3 * H], 1)
         kept: Tensor | float = 0.0
@@ -92,7 +110,7 @@ class NaryLSTMCell(_LSTMCell):
             h, c = children.states
             h_m = children.stack(h).flatten(1)  # [m, a H]
             width = h_m.shape[1]
-            of_f, of_gates = self.below.weight[:width, :width], self.below.weight[-3 * H :, :width]
+            of_f, of_gates = U[:width, :width], U[-3 * H :, :width]
             forget = torch.sigmoid(children.expand(from_x) + nn.functional.linear(h_m, of_f).view(-1, H))  # (10)
             gates = gates + nn.functional.linear(h_m, of_gates)  # (9), (11), (12)
             kept = children.sum(forget * c)

@@ -13,58 +13,64 @@ W [4H, D] and b [4H] in the gate order f i o u; U [w + 3H, w]: f (N-ary: H rows 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from shoal.differentiation import differentiate_plainly, is_plain_backward_needed
 from shoal.trees.blas import Product, use_torch_threads
 from shoal.trees.plan import Ints, Piece, TreePlan
 
 MAX_NODES = 256  # in one piece of a level: their gates stay in the second-level cache
 
 Array = np.ndarray
+Compute = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class _Saved(NamedTuple):
     """What the backward pass needs of the forward pass, alongside x and the weights."""
 
-    gates: Array  # [N, 3H] i o u
-    forget: Array  # [E, H]
     h: Array  # [N, H] by rows, like c
     c: Array
     tanh_c: Array  # [N, H] by places
-    seen: Array | None  # [n, H] child-sum: the sum of the children's h
-    pieces: list[Piece]
+    gates: Array  # [N, 3H] i o u
+    forget: Array  # [E, H]
+    seen: Array | None = None  # [n, H] child-sum: the sum of the children's h
 
 
 class TreeLSTMFunction(torch.autograd.Function):
-    """(x [N, D] in input order, W, b, U, plan of trees, N-ary or child-sum) to h [N, H] in output order."""
+    """(x [N, D] in input order, W, b, U, plan of trees, N-ary or child-sum, `compute`) to h [N, H] in output order.
+
+    compute: x, W, b, U to h in plain torch, for second derivatives
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, W: Tensor, b: Tensor, U: Tensor, plan: TreePlan, is_nary: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, W: Tensor, b: Tensor, U: Tensor, plan: TreePlan, is_nary: bool, compute: Compute
+    ) -> Tensor:
         arrays = [_view_array(each) for each in (x, W, b, U)]
         with use_torch_threads() as product:
-            saved = _compute(arrays, plan, is_nary, product)
-        ctx.saved, ctx.plan, ctx.is_nary = saved, plan, is_nary
-        outputs = torch.from_numpy(saved.h)
+            saved, ctx.pieces = _compute(arrays, plan, is_nary, product)
+        ctx.plan, ctx.compute = plan, compute
+        h, *others = (torch.from_numpy(each) for each in saved if each is not None)
         # torch rejects tensors that were changed in place. No array of a weight is retained: see `_view_array`.
-        ctx.save_for_backward(outputs, x, W, U)
-        return outputs
+        ctx.save_for_backward(x, W, b, U, h, *others)
+        return h
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_h: Tensor) -> tuple[Tensor | None, ...]:
-        _, *inputs = ctx.saved_tensors
-        x, W, U, d_h = map(_view_array, (*inputs, grad_h))
-        saved = ctx.saved
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
-            ctx.saved = None  # a loss that is kept until the next step would keep it
+        x, W, b, U, *saved = ctx.saved_tensors
+        if is_plain_backward_needed(grad_h):
+            found = differentiate_plainly(ctx.compute, (x, W, b, U), ctx.needs_input_grad[:4], grad_h)
+            return *found, None, None, None
+        arrays = _Saved(*(each.numpy() for each in saved))
         with use_torch_threads() as product:
-            gradients = _differentiate(saved, x, W, U, d_h, ctx.plan, ctx.is_nary, product)
-        return *map(torch.from_numpy, gradients), None, None
+            weights = map(_view_array, (x, W, U, grad_h))
+            gradients = _differentiate(arrays, *weights, ctx.plan, ctx.pieces, product)
+        return *map(torch.from_numpy, gradients), None, None, None
 
 
 def _view_array(tensor: Tensor) -> Array:
@@ -76,7 +82,7 @@ def _view_array(tensor: Tensor) -> Array:
     return array
 
 
-def _compute(arrays: list[Array], plan: TreePlan, is_nary: bool, product: Product) -> _Saved:
+def _compute(arrays: list[Array], plan: TreePlan, is_nary: bool, product: Product) -> tuple[_Saved, list[Piece]]:
     x, W, b, U = arrays
     H, w, N, L, E = len(b) // 4, U.shape[1], len(x), plan.num_leaves, len(plan.edge_parent)
     factor = np.repeat(np.array([1, 2], x.dtype), [w + 2 * H, H])  # f i o by a sigmoid, u by tanh
@@ -114,14 +120,14 @@ def _compute(arrays: list[Array], plan: TreePlan, is_nary: bool, product: Produc
         _finish_tanh(tanh_c[at])
         h[own] = np.multiply(a[:, H : 2 * H], tanh_c[at], out=c_m)
     assert len(forget) == E
-    return _Saved(gates, forget, h, c, tanh_c, seen, pieces)
+    return _Saved(h, c, tanh_c, gates, forget, seen), pieces
 
 
 def _differentiate(
-    saved: _Saved, x: Array, W: Array, U: Array, grad_h: Array, plan: TreePlan, is_nary: bool, product: Product
+    saved: _Saved, x: Array, W: Array, U: Array, grad_h: Array, plan: TreePlan, pieces: list[Piece], product: Product
 ) -> tuple[Array, Array, Array, Array]:
     """The gradients of x, W, b and U."""
-    gates, forget, h, c, tanh_c, seen, pieces = saved
+    h, c, tanh_c, gates, forget, seen = saved
     H, w, L, E = h.shape[1], U.shape[1], plan.num_leaves, len(forget)
     d_h, d_c, d_gates, d_forget = grad_h.copy(), np.empty_like(h), np.empty_like(gates), np.empty_like(forget)
     d_c[E:] = 0  # roots

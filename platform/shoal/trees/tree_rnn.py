@@ -8,16 +8,24 @@ buffers too, so autograd never joins or adds levels. Called by models. Legend: s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from shoal.differentiation import (
+    ForwardState,
+    differentiate_plainly,
+    has_saved_tensor_hooks,
+    is_each_operation_needed,
+    is_plain_backward_needed,
+)
 from shoal.errors import TreeError
 from shoal.trees.batch import TreeBatch
-from shoal.trees.cell import Cell
+from shoal.trees.cell import Cell, Children
 from shoal.trees.compiled_cell import compute_level, compute_level_compiled
+from shoal.trees.plain_levels import check_states, compute_plainly
 from shoal.trees.plan import Piece, TreePlan
 
 MAX_NODES = 2048  # of one call of a cell: bounds the memory of a level
@@ -34,7 +42,8 @@ class TreeRNN(nn.Module):
              Compiling takes seconds for each. Measure: on one CPU the cell of a Tree-LSTM gained 5%, and one of
              matrix products lost half. Each forward pass is differentiated once
 
-    Differentiable once, by x and by the cell's parameters.
+    Differentiable by x and by the cell's parameters, any number of times, and by torch.func. What is not a first
+    gradient is computed in plain torch, which takes longer.
     """
 
     is_one_block: ClassVar = True  # for FSDP: a rank calls the cell's layers once for each level of its own trees
@@ -65,10 +74,13 @@ def _raise_arity(trees: TreeBatch, max_arity: int) -> None:
 
 
 def _run_levels(cell: Cell, plan: TreePlan, x: Tensor, compile_cell: bool) -> Tensor:
-    parameters = [parameter for parameter in cell.parameters() if parameter.requires_grad]
     levels = _Levels(cell, plan, x.device, compile_cell)
+    if is_each_operation_needed() or has_saved_tensor_hooks():  # a tape would pass none of its tensors to them
+        return compute_plainly(cell, plan, x, levels.pieces)
+    parameters = {name: parameter for name, parameter in cell.named_parameters() if parameter.requires_grad}
     if torch.is_grad_enabled() and (x.requires_grad or parameters):
-        outputs: Tensor = _LevelFunction.apply(levels, x, *parameters)  # type: ignore[no-untyped-call]
+        arguments = (levels, [*parameters], x, *parameters.values())
+        outputs: Tensor = _LevelFunction.apply(*arguments)  # type: ignore[no-untyped-call]
         return outputs
     with torch.no_grad():
         return levels.run(x)[0]
@@ -97,7 +109,7 @@ class _Levels:
                     state.requires_grad_(state.is_floating_point())
             with torch.set_grad_enabled(tape is not None):
                 states = self._compute(self.cell, x_m, below, len(x_m), *self._arity_and_parent(piece))
-            self._require_a_row_each(states, piece)
+            check_states(self.cell, states, len(x_m))
             if not buffers:
                 buffers = [state.new_empty(self.plan.num_nodes, *state.shape[1:]) for state in states]
             for buffer, state in zip(buffers, states, strict=True):
@@ -112,15 +124,6 @@ class _Levels:
         if piece.arity == 0 or (piece.arity is not None and not is_any):
             return piece.arity, None
         return None, self._edge_parent[piece.edges] - (piece.places.start - self.plan.num_leaves)
-
-    def _require_a_row_each(self, states: Sequence[Tensor], piece: Piece) -> None:
-        num_nodes = piece.places.stop - piece.places.start
-        for index, state in enumerate(states):
-            if state.ndim == 0 or len(state) != num_nodes:
-                name = f"state {index} of {type(self.cell).__name__}.forward"
-                raise ValueError(
-                    f"{name} has the shape {[*state.shape]}, and needs a row for each of {num_nodes} nodes"
-                )
 
     def read_children(self, buffer: Tensor, piece: Piece) -> Tensor:
         if self._child_row is None:
@@ -148,28 +151,30 @@ def _to_device(indices: Any, device: torch.device) -> Tensor:
 
 
 class _LevelFunction(torch.autograd.Function):
-    """(levels, x [N, P], parameters of the cell) to the outputs [N, S] in output order."""
+    """(levels, names of parameters, x [N, P], parameters of the cell) to the outputs [N, S] in output order."""
 
     @staticmethod
-    def forward(ctx: Any, levels: _Levels, x: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.tape, ctx.levels, ctx.parameters = [], levels, parameters
-        ctx.shape = x.shape
+    def forward(ctx: Any, levels: _Levels, names: list[str], x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.state, ctx.names, ctx.inputs = ForwardState(x.device), names, (x, *parameters)
+        ctx.tape, ctx.levels = [], levels
         buffers = levels.run(x, ctx.tape)
         ctx.shapes = [buffer.shape for buffer in buffers]
         ctx.save_for_backward(buffers[0])  # it is also in the tape: backward refuses it if it was changed
         return buffers[0]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         levels: _Levels = ctx.levels
-        _ = ctx.saved_tensors
-        tape, parameters = ctx.tape, ctx.parameters
+        (outputs,) = ctx.saved_tensors
+        if is_plain_backward_needed(grad_outputs):
+            compute = partial(_compute_again, levels, ctx.names, ctx.state, outputs.detach())
+            return None, None, *differentiate_plainly(compute, ctx.inputs, ctx.needs_input_grad[2:], grad_outputs)
+        tape, (x, *parameters) = ctx.tape, ctx.inputs
         if not torch._C._autograd._get_current_graph_task_keep_graph():
-            ctx.tape = None  # a loss that is kept until the next step would keep it
+            ctx.tape = ctx.inputs = None  # a loss that is kept until the next step would keep it
         zeros = [states.new_zeros(shape) for states, shape in zip(tape[0][2], ctx.shapes, strict=True)]
         d_states = [grad_outputs.clone(), *zeros[1:]]
-        d_x = grad_outputs.new_zeros(ctx.shape, dtype=tape[0][0].dtype) if ctx.needs_input_grad[1] else None
+        d_x = grad_outputs.new_zeros(x.shape, dtype=x.dtype) if ctx.needs_input_grad[2] else None
         d_parameters = _Sums(len(parameters))
         for piece, (x_m, below, states) in zip(reversed(levels.pieces), reversed(tape), strict=True):
             pairs = [
@@ -190,7 +195,30 @@ class _LevelFunction(torch.autograd.Function):
                     levels.add_to_children(d_state, piece, d_child)
             if d_x is not None and found[-1] is not None:
                 d_x[piece.places] = found[-1]
-        return None, d_x, *d_parameters.totals
+        return None, None, d_x, *d_parameters.totals
+
+
+def _compute_again(
+    levels: _Levels, names: list[str], state: ForwardState, expected: Tensor, x: Tensor, *parameters: Tensor
+) -> Tensor:
+    """The outputs by plain operations. Raises TreeError if they are not those of the first time."""
+    buffers = {name: buffer.clone() for name, buffer in levels.cell.named_buffers()}  # a forward may change them
+    tensors = {**buffers, **dict(zip(names, parameters, strict=True))}
+    with state.restore():
+        forward = partial(_call_cell, levels.cell, tensors)
+        outputs = compute_plainly(forward, levels.plan, x, levels.pieces)
+    tolerance = torch.finfo(expected.dtype).eps ** 0.5
+    largest = float(expected.abs().amax()) if expected.numel() else 0.0
+    if not torch.allclose(outputs, expected, rtol=tolerance, atol=tolerance * largest, equal_nan=True):
+        problem = f"{type(levels.cell).__name__} is computed again for second derivatives, and its outputs are others"
+        raise TreeError(
+            None, None, problem, "change neither inputs, parameters, mode nor state of a cell before backward"
+        )
+    return outputs
+
+
+def _call_cell(cell: Cell, tensors: dict[str, Tensor], x: Tensor, children: Children) -> Any:
+    return torch.func.functional_call(cell, tensors, (x, children))
 
 
 class _Sums:
