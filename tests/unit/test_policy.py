@@ -258,3 +258,40 @@ def test_the_fast_perceptron_saturates_as_tanh_does() -> None:
     x = torch.linspace(-30, 30, 2_001).unsqueeze(-1)
     with torch.no_grad():
         np.testing.assert_allclose(part(x), torch.tanh(x), rtol=0, atol=2.5e-7, equal_nan=False)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, in forward mode
+@pytest.mark.parametrize("hidden", [(), (3,), (3, 2)])
+def test_the_fast_perceptron_is_differentiated_any_number_of_times(hidden: tuple[int, ...]) -> None:
+    part = ActorCritic(2, 2, hidden).double().policy
+    x, direction = (torch.randn(4, 2, dtype=torch.float64) for _ in range(2))
+    inputs = (x.clone().requires_grad_(), *part.parameters())
+
+    def compute(x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        named = dict(zip(dict(part.named_parameters()), parameters, strict=True))
+        outputs: torch.Tensor = torch.func.functional_call(part, named, x)
+        return outputs
+
+    assert torch.autograd.gradcheck(compute, inputs, check_batched_grad=True, fast_mode=True)
+    assert torch.autograd.gradgradcheck(compute, inputs, check_batched_grad=True, fast_mode=True)
+    (slope,) = torch.autograd.grad(part(inputs[0]).sum(), inputs[0], create_graph=True)
+    assert slope.requires_grad
+    rows = torch.vmap(torch.func.grad(lambda row: part(row).sum()))(x)
+    torch.testing.assert_close(rows, slope)
+    with torch.no_grad(), torch.autograd.forward_ad.dual_level():
+        found = torch.autograd.forward_ad.unpack_dual(part(torch.autograd.forward_ad.make_dual(x, direction))).tangent
+    torch.testing.assert_close(found.sum(), (slope * direction).sum())
+
+
+def test_the_perceptron_takes_any_leading_dimensions_and_autocast() -> None:
+    part = ActorCritic(4, 2, (8,)).policy
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    expected = torch.autograd.grad(part(x.flatten(0, 1)).square().sum(), x)[0]
+    torch.testing.assert_close(torch.autograd.grad(part(x).square().sum(), x)[0], expected)
+    (one,) = torch.autograd.grad(part(x[0, 0]).square().sum(), x)
+    torch.testing.assert_close(one[0, 0], expected[0, 0])
+    with torch.autocast("cpu"):
+        outputs = part(x.flatten(0, 1))
+    outputs.float().square().sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, expected, rtol=0.1, atol=0.1 * float(expected.abs().max()))

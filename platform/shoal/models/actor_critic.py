@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.differentiation import differentiate_plainly, is_each_operation_needed, is_plain_backward_needed
 from shoal.models.action_distribution import Categorical, MultiCategorical, SquashedGaussian, mask_logits
 from shoal.models.frame_encoder import FrameEncoder
 from shoal.models.own_network import OwnNetwork
@@ -32,15 +33,16 @@ class _TanhPerceptron(torch.autograd.Function):
         kept = [x]  # the input, then s of each hidden layer
         for weight, bias in zip(weights[:-1], biases[:-1], strict=True):
             kept.append(_affine(kept, weight * 2, bias * 2).sigmoid_())
-        ctx.save_for_backward(*kept, *weights)
+        ctx.save_for_backward(*kept, *weights, *biases)
         return _affine(kept, weights[-1], biases[-1])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        num_layers = len(ctx.saved_tensors) // 2
-        kept, weights = ctx.saved_tensors[:num_layers], ctx.saved_tensors[num_layers:]
-        z_grad = grads[0]
+    def backward(ctx: Any, z_grad: Tensor) -> tuple[Tensor | None, ...]:
+        num_layers = len(ctx.saved_tensors) // 3
+        kept, weights, biases = (ctx.saved_tensors[at * num_layers :][:num_layers] for at in range(3))
+        if is_plain_backward_needed(z_grad):
+            parameters = [each for pair in zip(weights, biases, strict=True) for each in pair]
+            return differentiate_plainly(_compute_layers, (kept[0], *parameters), ctx.needs_input_grad, z_grad)
         found: list[Tensor | None] = []
         for index in reversed(range(num_layers)):
             bias_grad = z_grad.sum(0)
@@ -56,6 +58,13 @@ class _TanhPerceptron(torch.autograd.Function):
         return (x_grad, *reversed(found))
 
 
+def _compute_layers(x: Tensor, *parameters: Tensor) -> Tensor:
+    """The perceptron layer by layer."""
+    for index, (weight, bias) in enumerate(zip(parameters[0::2], parameters[1::2], strict=True)):
+        x = nn.functional.linear(torch.tanh(x) if index else x, weight, bias)
+    return x
+
+
 def _affine(kept: Sequence[Tensor], weight: Tensor, bias: Tensor) -> Tensor:
     """W h + b, where h is the input of the perceptron, or 2 s - 1 of the layer before."""
     if len(kept) == 1:
@@ -67,7 +76,8 @@ class _Perceptron(nn.Sequential):
     """Linear layers with tanh between them; faster than its layers one by one where the device is a CPU."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda:
+        is_plain = x.is_cuda or x.ndim != 2 or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu")
+        if is_plain or is_each_operation_needed():
             y: Tensor = super().forward(x)  # type: ignore[no-untyped-call]
         else:
             y = _TanhPerceptron.apply(x, *self.parameters())  # type: ignore[no-untyped-call]
