@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -82,9 +85,80 @@ def test_a_layer_stays_what_it_was() -> None:
         model(torch.zeros(2, 3, 4, 4))
 
 
-def test_a_second_derivative_is_refused() -> None:
-    """The first has sums over all ranks in it, through which nothing is differentiated."""
-    inputs = torch.randn(5, 3, requires_grad=True)
-    (gradient,) = torch.autograd.grad(_globalised(nn.BatchNorm1d(3))(inputs).pow(3).sum(), inputs, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.square().sum().backward()
+class Threads:
+    """Two ranks that are threads of this process."""
+
+    def __init__(self) -> None:
+        self.barrier = Barrier(2, timeout=60)
+        self.values: dict[int, Tensor] = {}
+
+    def rank(self, index: int) -> Any:
+        return ThreadRank(self, index)
+
+
+class ThreadRank(OneRank):
+    def __init__(self, threads: Threads, index: int) -> None:
+        self.threads, self.index = threads, index
+
+    def gather(self, mine: Tensor) -> Tensor:
+        self.threads.values[self.index] = mine
+        self.threads.barrier.wait()
+        everyone = torch.stack([self.threads.values[index] for index in range(2)])
+        self.threads.barrier.wait()
+        return everyone
+
+    def sum(self, values: Tensor) -> Tensor:
+        return values.copy_(self.gather(values.clone()).sum(0))
+
+
+def _penalize(model: nn.Module, inputs: Tensor) -> Tensor:
+    (slope,) = torch.autograd.grad(model(inputs).pow(3).sum(), inputs, create_graph=True)
+    return slope.square().sum()
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 2)).double()
+
+
+def test_a_gradient_penalty_is_that_of_the_whole_batch() -> None:
+    """Two ranks with five and three samples, whose gradients are added; the oracle is torch's own layer with eight."""
+    inputs, whole, threads = torch.randn(8, 3, dtype=torch.float64), _model(), Threads()
+    _penalize(whole, inputs.clone().requires_grad_()).backward()
+
+    def differentiate(index: int) -> list[Tensor]:
+        model = copy.deepcopy(whole)
+        model.zero_grad()
+        globalise_batch_norm(model, threads.rank(index))
+        _penalize(model, inputs.split([5, 3])[index].clone().requires_grad_()).backward()
+        return [torch.zeros_like(each) if each.grad is None else each.grad for each in model.parameters()]
+
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(differentiate, range(2))
+    for mine, theirs, parameter in zip(one, other, whole.parameters(), strict=True):
+        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(mine + theirs, expected)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, in forward mode
+@pytest.mark.parametrize("ranks", [None, OneRank()], ids=["alone", "one rank"])
+def test_it_is_differentiated_any_number_of_times(ranks: Any) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3)).double()
+    globalise_batch_norm(model, ranks)
+    inputs = torch.randn(5, 3, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(model, inputs, check_batched_grad=True, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(model, inputs, check_batched_grad=True)
+    (slope,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+    assert slope.requires_grad, "of a loss that is linear in the outputs, too"
+
+
+def test_transforms_see_each_operation() -> None:
+    inputs = torch.randn(4, 5, 3)
+    mine, theirs = _globalised(layer := nn.BatchNorm1d(3, track_running_stats=False)), copy.deepcopy(layer)
+    theirs.__class__ = nn.BatchNorm1d
+
+    def differentiate(model: nn.Module) -> Tensor:
+        found: Tensor = torch.vmap(torch.func.grad(lambda inputs: model(inputs).pow(3).sum()))(inputs)
+        return found
+
+    torch.testing.assert_close(differentiate(mine), differentiate(theirs))

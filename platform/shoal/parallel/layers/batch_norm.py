@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from shoal.differentiation import is_each_operation_needed, is_plain_backward_needed
 from shoal.errors import PlanError
 from shoal.parallel.comm.shm_all_reduce import ShmAllReduce
 
@@ -77,7 +77,8 @@ class GlobalBatchNorm(_BatchNorm):
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         normalised: Tensor
-        normalised, mean, variance, count = _Normalise.apply(input, self.eps, self.ranks)  # type: ignore[no-untyped-call]
+        normalise = _normalise_plainly if is_each_operation_needed() else _Normalise.apply
+        normalised, _, mean, variance, count = normalise(input, self.eps, self.ranks)  # type: ignore[no-untyped-call]
         if self.track_running_stats:
             self._update_running_stats(mean, variance, count)
         if not self.affine:
@@ -103,10 +104,14 @@ class GlobalBatchNorm(_BatchNorm):
 
 
 class _Normalise(torch.autograd.Function):
-    """(x - mean) / sqrt(variance + eps) over [N, C, ...], with the moments of all ranks' values together."""
+    """(x - mean) / sqrt(variance + eps) over [N, C, ...], with the moments of all ranks' values together.
+
+    The scale, 1 / sqrt(variance + eps), is an output too, with a gradient: so the backward is made of outputs of this
+    function alone, and can itself be differentiated. d scale / d x = -scale² normalised / total.
+    """
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, eps: float, ranks: DataGroup | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, input: Tensor, eps: float, ranks: DataGroup | None) -> tuple[Tensor, ...]:
         values = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         dims = [0, *range(2, input.ndim)]
         variance, mean = torch.var_mean(values, dims, correction=0)
@@ -123,19 +128,68 @@ class _Normalise(torch.autograd.Function):
         total = counts.sum()
         ctx.save_for_backward(normalised, scale, total)
         ctx.ranks, ctx.dims, ctx.dtype = ranks, dims, input.dtype
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(mean, variance, total)
-        return normalised, mean, variance, total
+        return normalised, scale, mean, variance, total
 
     @staticmethod
-    @once_differentiable  # the sums over the ranks have no graph
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor | None, scale_grad: Tensor | None, *_: Any) -> tuple[Tensor, None, None]:
         normalised, scale, total = ctx.saved_tensors
-        grad: Tensor = grads[0]
-        sums = torch.stack([grad.sum(ctx.dims), (grad * normalised).sum(ctx.dims)])  # [2, C]
+        if grad is None:
+            grad = torch.zeros_like(normalised)
+        product = (grad * normalised).sum(ctx.dims)
+        if scale_grad is not None:
+            product = product + (scale * scale_grad).view(-1)
+        sums = torch.stack([grad.sum(ctx.dims), product])  # [2, C]
         if ctx.ranks is not None:
-            sums = ctx.ranks.sum(sums)
+            sums = _sum(sums, ctx.ranks) if is_plain_backward_needed(grad) else ctx.ranks.sum(sums)
         mean_grad, mean_product = (sums / total).view(2, *scale.shape)
         return (scale * (grad - mean_grad - normalised * mean_product)).to(ctx.dtype), None, None
+
+
+def _normalise_plainly(input: Tensor, eps: float, ranks: DataGroup | None) -> tuple[Tensor, ...]:
+    """As `_Normalise`, by operations that autograd sees: three sums over the ranks in place of one exchange."""
+    values = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+    dims, shape = [0, *range(2, input.ndim)], [1, -1, *(1 for _ in input.shape[2:])]
+    total = _sum(values.new_tensor([values.numel() / values.shape[1]]), ranks)
+    mean = _sum(values.sum(dims), ranks) / total
+    centred = values - mean.view(shape)
+    variance = _sum(centred.square().sum(dims), ranks) / total
+    scale = (variance + eps).rsqrt().view(shape)
+    return centred * scale, scale, mean.detach(), variance.detach(), total
+
+
+def _sum(values: Tensor, ranks: DataGroup | None) -> Tensor:
+    """Differentiable sum over the ranks."""
+    added: Tensor = values if ranks is None else _SumOverRanks.apply(values, ranks)  # type: ignore[no-untyped-call]
+    return added
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum of all ranks' values. Each rank's loss depends on it, so its gradient is the sum of theirs.
+
+    Every rank differentiates the same operations in the same order, as all run one program.
+    """
+
+    @staticmethod
+    def forward(values: Tensor, ranks: DataGroup) -> Tensor:
+        return ranks.sum(values.clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, DataGroup], output: Tensor) -> None:
+        ctx.ranks = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _sum(grad, ctx.ranks), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return _sum(tangent, ctx.ranks)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int, None], values: Tensor, ranks: DataGroup) -> tuple[Tensor, int]:
+        return _sum(values, ranks), in_dims[0]
 
 
 def check_batch_norm(model: nn.Module) -> None:
