@@ -11,12 +11,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._pytree import tree_map_only
 
+from shoal.errors import PlanError
 from shoal.parallel.comm.world import World
 from shoal.parallel.layers.compile import compile_forward
 from shoal.parallel.model import Observer, TaskProtocol
@@ -92,10 +94,23 @@ def apply_fsdp(parts: Iterable[nn.Module], mesh: DeviceMesh, dynamic: bool) -> N
     """
     names = ("replicate", "shard") if mesh["replicate"].size() > 1 else ("shard",)
     for part in parts:
-        part.register_forward_hook(_clone_views)
+        part.register_forward_hook(_prepare_outputs)
         fully_shard(part, mesh=mesh[names]).set_reduce_scatter_unused_params(dynamic)
 
 
-def _clone_views(module: nn.Module, args: Any, output: Any) -> Any:
+def _prepare_outputs(module: nn.Module, args: Any, output: Any) -> Any:
+    return tree_map_only(Tensor, _prepare_output, output)
+
+
+def _prepare_output(output: Tensor) -> Tensor:
     """FSDP2 hooks the outputs of its modules; it would miss in-place changes of a view of one."""
-    return tree_map_only(Tensor, lambda tensor: tensor.clone() if tensor._is_view() else tensor, output)
+    output = output.clone() if output._is_view() else output
+    if output.requires_grad:
+        output.register_hook(_refuse_second_derivative)
+    return output
+
+
+def _refuse_second_derivative(gradient: Tensor) -> None:
+    if torch.is_grad_enabled():
+        problem = "a second derivative (create_graph=True) needs weights that are freed after the first"
+        raise PlanError("parallel", "fsdp", problem, "use parallel=ddp, which keeps them")
