@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from member_case import loss, make_batches, make_model, make_small_convolution, train_alone
+from shoal.errors import ConfigError
 from shoal.models.lenet import LeNet
 from shoal.population import Population
 from shoal.population.engines.engine import EngineMisfit
@@ -285,6 +286,46 @@ def test_gradients_are_found_twice_where_the_graph_is_retained(lenet: LaneNetwor
     torch.autograd.grad(other, parameters.values())
     second = torch.autograd.grad(outputs, parameters.values())
     assert all(map(torch.equal, first, second))
+
+
+def test_second_derivatives_are_refused(lenet: LaneNetwork) -> None:
+    parameters, buffers = stack(build_members(LeNet, 2))
+    outputs = lenet.forward(parameters, buffers, torch.randn(2, 1, 28, 28), generators=generators(2))
+    with pytest.raises(EngineMisfit, match=r"no second derivatives \(create_graph=True\): engine=auto takes another"):
+        torch.autograd.grad(outputs.sum(), parameters.values(), create_graph=True)
+
+
+class Penalty:
+    """The slope of outputs by the inputs, which `inputs` makes and `loss` needs."""
+
+    def inputs(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor]:
+        self.x = batch[0].clone().requires_grad_()
+        return (self.x,)
+
+    def loss(self, outputs: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+        (slope,) = torch.autograd.grad(outputs.sum(), self.x, create_graph=True)
+        return loss(outputs, batch) + slope.square().sum()
+
+
+def test_members_with_a_gradient_penalty_are_no_lanes() -> None:
+    (batch,), penalty, steps = make_batches(1, 6), Penalty(), {}
+    for engine in ("auto", "looped", "vmap"):
+        settings: dict[str, Any] = {"members": 3, "threads": 1, "inputs": penalty.inputs, "engine": engine}
+        with Population(make_small_convolution, penalty.loss, **settings) as population:
+            population.step(batch)
+            steps[engine] = [population.member_state_dict(member) for member in range(3)]
+            (choice,) = population.choices
+        if engine == "auto":
+            assert choice is not None
+            assert "its inputs need gradients" in choice.reasons["lanes"]
+    for engine in ("auto", "vmap"):
+        torch.testing.assert_close(steps[engine], steps["looped"])
+    settings["engine"] = "lanes"
+    with (
+        Population(make_small_convolution, penalty.loss, **settings) as population,
+        pytest.raises(ConfigError, match="its inputs need gradients: engine=auto takes another"),
+    ):
+        population.step(batch)
 
 
 def test_a_model_in_double_precision_does_not_fit() -> None:

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from shoal.differentiation import is_plain_backward_needed
 from shoal.population.engines.engine import EngineMisfit
 from shoal.population.engines.lanes.blocks import plan_blocks
 from shoal.population.engines.lanes.compile_kernels import load_kernels
@@ -188,8 +188,9 @@ class _Blocks(torch.autograd.Function):
         return features
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if is_plain_backward_needed(gradient):
+            raise EngineMisfit("gives no second derivatives (create_graph=True): engine=auto takes another")
         inputs, *tensors = ctx.saved_tensors
         network: LaneNetwork = ctx.network
         k, batch = gradient.shape[:2]

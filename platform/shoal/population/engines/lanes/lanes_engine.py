@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from shoal.differentiation import is_each_operation_needed
 from shoal.population.engines.engine import DifferentiableEngine, EngineMisfit
 from shoal.population.engines.lanes.lane_network import LaneNetwork
 from shoal.population.objective import Objective
@@ -40,6 +41,8 @@ class LanesEngine(DifferentiableEngine):
         samples = inputs[0][0] if is_own else inputs[0]
         if samples.device.type != "cpu":
             raise EngineMisfit(f"cannot be lanes because its device is {samples.device.type}, not a CPU")
+        if samples.requires_grad or is_each_operation_needed():
+            raise EngineMisfit("cannot be lanes because its inputs need gradients: engine=auto takes another")
         shape = tuple(samples.shape[1:])
         if shape not in self._networks:
             self._networks[shape] = LaneNetwork(self.model, samples)
