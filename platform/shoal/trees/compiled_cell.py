@@ -6,7 +6,7 @@ children each node has: one is for leaves, then one for each arity of a cell wit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -15,11 +15,13 @@ from torch import Tensor
 
 from shoal.trees.cell import Cell, Children
 
+CellForward = Callable[[Tensor, Children], Tensor | tuple[Tensor, ...]]
+
 _MAX_GRAPHS = 64  # of all cells of a process; beyond, torch runs a cell as it is, and warns
 
 
 def compute_level(
-    cell: Cell, x: Tensor, states: Sequence[Tensor], num_nodes: int, arity: int | None, parent: Tensor | None
+    cell: CellForward, x: Tensor, states: Sequence[Tensor], num_nodes: int, arity: int | None, parent: Tensor | None
 ) -> tuple[Tensor, ...]:
     """The states of the nodes, each [m, S], from x [m, P] and the children's states, each [e, S]; see `Children`."""
     made = cell(x, Children(states, num_nodes, arity, parent))

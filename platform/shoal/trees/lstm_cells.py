@@ -48,7 +48,7 @@ class _LSTMCell(Cell):
 
     def run_batch(self, x: Tensor, plan: object) -> Tensor | None:
         assert isinstance(plan, TreePlan)
-        is_own = self.forward.__func__ is _LSTMCell.forward and self.project.__func__ is _LSTMCell.project  # type: ignore[attr-defined]
+        is_own = type(self).forward is _LSTMCell.forward and type(self).project is _LSTMCell.project
         if not is_own or is_each_operation_needed():
             return None
         weights = self.input.weight, self.input.bias, self.below.weight

@@ -68,8 +68,8 @@ class TreeLSTMFunction(torch.autograd.Function):
             return *found, None, None, None
         arrays = _Saved(*(each.numpy() for each in saved))
         with use_torch_threads() as product:
-            weights = map(_view_array, (x, W, U, grad_h))
-            gradients = _differentiate(arrays, *weights, ctx.plan, ctx.pieces, product)
+            x_, W_, U_, d_h = map(_view_array, (x, W, U, grad_h))
+            gradients = _differentiate(arrays, x_, W_, U_, d_h, ctx.plan, ctx.pieces, product)
         return *map(torch.from_numpy, gradients), None, None, None
 
 

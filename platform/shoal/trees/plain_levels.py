@@ -6,18 +6,15 @@ Legend: see `cell`; E edges.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.trees.cell import Children
-from shoal.trees.compiled_cell import compute_level
+from shoal.trees.compiled_cell import CellForward, compute_level
 from shoal.trees.plan import Ints, Piece, TreePlan
-
-CellForward = Callable[[Tensor, Children], "Tensor | tuple[Tensor, ...]"]
 
 
 def compute_plainly(forward: CellForward, plan: TreePlan, x: Tensor, pieces: list[Piece]) -> Tensor:

@@ -78,7 +78,7 @@ class GlobalBatchNorm(_BatchNorm):
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         normalised: Tensor
         normalise = _normalise_plainly if is_each_operation_needed() else _Normalise.apply
-        normalised, _, mean, variance, count = normalise(input, self.eps, self.ranks)  # type: ignore[no-untyped-call]
+        normalised, _, mean, variance, count = normalise(input, self.eps, self.ranks)
         if self.track_running_stats:
             self._update_running_stats(mean, variance, count)
         if not self.affine:
