@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shoal.differentiation import differentiate_plainly, is_plain_backward_needed
 from shoal.trees.blas import Product, use_torch_threads
-from shoal.trees.plan import Ints, Piece, TreePlan
+from shoal.trees.plan import Ints, TreePlan
 
 MAX_NODES = 256  # in one piece of a level: their gates stay in the second-level cache
 
@@ -53,7 +53,7 @@ class TreeLSTMFunction(torch.autograd.Function):
     ) -> Tensor:
         arrays = [_view_array(each) for each in (x, W, b, U)]
         with use_torch_threads() as product:
-            saved, ctx.pieces = _compute(arrays, plan, is_nary, product)
+            saved = _compute(arrays, plan, is_nary, product)
         ctx.plan, ctx.compute = plan, compute
         h, *others = (torch.from_numpy(each) for each in saved if each is not None)
         # torch rejects tensors that were changed in place. No array of a weight is retained: see `_view_array`.
@@ -68,8 +68,8 @@ class TreeLSTMFunction(torch.autograd.Function):
             return *found, None, None, None
         arrays = _Saved(*(each.numpy() for each in saved))
         with use_torch_threads() as product:
-            x_, W_, U_, d_h = map(_view_array, (x, W, U, grad_h))
-            gradients = _differentiate(arrays, x_, W_, U_, d_h, ctx.plan, ctx.pieces, product)
+            x_, W_, U_ = map(_view_array, (x, W, U))
+            gradients = _differentiate(arrays, x_, W_, U_, grad_h.detach().numpy(), ctx.plan, product)
         return *map(torch.from_numpy, gradients), None, None, None
 
 
@@ -82,7 +82,7 @@ def _view_array(tensor: Tensor) -> Array:
     return array
 
 
-def _compute(arrays: list[Array], plan: TreePlan, is_nary: bool, product: Product) -> tuple[_Saved, list[Piece]]:
+def _compute(arrays: list[Array], plan: TreePlan, is_nary: bool, product: Product) -> _Saved:
     x, W, b, U = arrays
     H, w, N, L, E = len(b) // 4, U.shape[1], len(x), plan.num_leaves, len(plan.edge_parent)
     factor = np.repeat(np.array([1, 2], x.dtype), [w + 2 * H, H])  # f i o by a sigmoid, u by tanh
@@ -93,8 +93,7 @@ def _compute(arrays: list[Array], plan: TreePlan, is_nary: bool, product: Produc
     forget = (product(x[L:], into[:, :H]) + b[:H]).take(plan.edge_parent, 0)  # [E, H]
     h, c, tanh_c = (np.empty((N, H), x.dtype) for _ in range(3))
     seen = None if is_nary else np.empty((N - L, H), x.dtype)
-    pieces = plan.split_levels(MAX_NODES, by_arity=is_nary)
-    for piece in pieces:
+    for piece in plan.split_levels(MAX_NODES, by_arity=is_nary):
         at, kids, own = piece.places, piece.edges, plan.row[piece.places]
         a, f_e, h_e = gates[at], forget[kids], h[kids]
         a += b[H:]
@@ -120,18 +119,18 @@ def _compute(arrays: list[Array], plan: TreePlan, is_nary: bool, product: Produc
         _finish_tanh(tanh_c[at])
         h[own] = np.multiply(a[:, H : 2 * H], tanh_c[at], out=c_m)
     assert len(forget) == E
-    return _Saved(h, c, tanh_c, gates, forget, seen), pieces
+    return _Saved(h, c, tanh_c, gates, forget, seen)
 
 
 def _differentiate(
-    saved: _Saved, x: Array, W: Array, U: Array, grad_h: Array, plan: TreePlan, pieces: list[Piece], product: Product
+    saved: _Saved, x: Array, W: Array, U: Array, grad_h: Array, plan: TreePlan, product: Product
 ) -> tuple[Array, Array, Array, Array]:
     """The gradients of x, W, b and U."""
     h, c, tanh_c, gates, forget, seen = saved
     H, w, L, E = h.shape[1], U.shape[1], plan.num_leaves, len(forget)
     d_h, d_c, d_gates, d_forget = grad_h.copy(), np.empty_like(h), np.empty_like(gates), np.empty_like(forget)
     d_c[E:] = 0  # roots
-    for piece in reversed(pieces):
+    for piece in reversed(plan.split_levels(MAX_NODES, by_arity=seen is None)):
         at, kids, own = piece.places, piece.edges, plan.row[piece.places]
         d_c_m = d_c[own]
         _activate_backward(d_h[own], d_c_m, gates[at], tanh_c[at], d_gates[at])

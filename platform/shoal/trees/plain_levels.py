@@ -24,21 +24,21 @@ def compute_plainly(forward: CellForward, plan: TreePlan, x: Tensor, pieces: lis
     outputs: list[Tensor] = []
     dtypes: list[torch.dtype] = []
     for route, piece, parcels in zip(routes, pieces, received, strict=True):
-        below = [torch.cat(each)[_place(route.order, x)] for each in zip(*parcels, strict=True)]
+        below = [torch.cat(each)[_to_device(route.order, x)] for each in zip(*parcels, strict=True)]
         parcels.clear()
         parent = None
         if piece.arity is None:
-            parent = _place(plan.edge_parent[piece.edges] - (piece.places.start - plan.num_leaves), x)
+            parent = _to_device(plan.edge_parent[piece.edges] - (piece.places.start - plan.num_leaves), x)
         x_m = x[piece.places]
         states = compute_level(forward, x_m, below, len(x_m), piece.arity, parent)
         check_states(forward, states, len(x_m))
         dtypes = dtypes or [state.dtype for state in states]  # autocast may give a level another data type
         states = tuple(state.to(dtype) for state, dtype in zip(states, dtypes, strict=True))
         outputs.append(states[0])
-        divided = [state[_place(route.rows, x)].split(route.counts) for state in states]
+        divided = [state[_to_device(route.rows, x)].split(route.counts) for state in states]
         for index, reader in enumerate(route.readers):
             received[reader].append([parts[index] for parts in divided])
-    return torch.cat(outputs)[_place(plan.position_of_row, x)]
+    return torch.cat(outputs)[_to_device(plan.position_of_row, x)]
 
 
 def check_states(forward: CellForward, states: Sequence[Tensor], num_nodes: int) -> None:
@@ -79,5 +79,5 @@ def _route_states(plan: TreePlan, pieces: list[Piece]) -> list[_Route]:
     return routes
 
 
-def _place(indices: Ints, like: Tensor) -> Tensor:
+def _to_device(indices: Ints, like: Tensor) -> Tensor:
     return torch.from_numpy(indices).to(like.device)

@@ -130,6 +130,17 @@ class TreePlan:
 
     def split_levels(self, max_nodes: int, *, by_arity: bool) -> list[Piece]:
         """The levels in their order, leaves first, in pieces of at most `max_nodes`; `by_arity`: of equal arity."""
+        key = max_nodes, by_arity
+        if key not in self._pieces:
+            self._pieces[key] = self._split_levels(max_nodes, by_arity)
+        return self._pieces[key]
+
+    @cached_property
+    def _pieces(self) -> dict[tuple[int, bool], list[Piece]]:
+        """A plan serves many steps."""
+        return {}
+
+    def _split_levels(self, max_nodes: int, by_arity: bool) -> list[Piece]:
         ends = [*range(max_nodes, self.num_leaves, max_nodes), self.num_leaves]
         pieces = [Piece(slice(begin, end), slice(0, 0), 0) for begin, end in zip([0, *ends], ends, strict=False)]
         if not self.num_inner:
