@@ -123,6 +123,8 @@ def _convert_array(field: str, values: Any) -> np.ndarray:
 def _convert_column(field: str, name: str, column: Any) -> np.ndarray:
     if not _is_of("pandas", column, "Series"):
         return _convert_arrow(field, name, column)
+    if _is_of("pandas", column.dtype, "ArrowDtype"):  # of dates, pandas does not know as much
+        return _convert_arrow(field, name, column.array.__arrow_array__())
     kind = getattr(column.dtype, "kind", "O")
     if kind == "M":
         column = column.dt.tz_localize(None) if column.dt.tz is None else column.dt.tz_convert(None)

@@ -34,6 +34,8 @@ DAY = 1772323200.0  # 2026-03-01
         (pd.Series(pd.to_timedelta(["1min", None])), [60, NAN]),
         (pd.Series([datetime.date(2026, 3, 1), None]), [DAY, NAN]),
         (pd.Series([datetime.datetime(2026, 3, 1, tzinfo=datetime.UTC), pd.NaT], dtype=object), [DAY, NAN]),
+        (pd.Series([datetime.date(2026, 3, 1), None], dtype=pd.ArrowDtype(pa.date32())), [DAY, NAN]),
+        (pd.Series([datetime.datetime(2026, 3, 1), None], dtype=pd.ArrowDtype(pa.timestamp("us"))), [DAY, NAN]),
         (pa.array([1, None]), [1, NAN]),
         (pa.array([1.76e9 + 0.25]), [1.76e9 + 0.25]),
         (pa.array([True, None]), [1, NAN]),
