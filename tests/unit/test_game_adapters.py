@@ -175,6 +175,15 @@ class Rewardless(Old):
     taken = np.zeros(4, np.float32), None, False, False, {}
 
 
+class Bare(Old):
+    """As of gym's old API, reset gives no info: its observation of two numbers looks like a pair."""
+
+    observation_space = Box(-1, 1, (2,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return np.zeros(2, np.float32)
+
+
 class Masked(Old):
     """Its observations pass through a wrapper of ours."""
 
@@ -190,6 +199,7 @@ class Masked(Old):
     [
         ("Old", "step returns no 5 values .*got 4.*return observation, reward, terminated"),
         ("Masked", "step returns no 5 values .*got 4.*return observation, reward, terminated"),
+        ("Bare", r"begins with what is not in its observation_space.*reset returns \(observation, info\)"),
         ("Rewardless", "reward = None: of the environment's step is no number"),
     ],
 )

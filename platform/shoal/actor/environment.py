@@ -134,7 +134,7 @@ def reset_environment(environment: Any, name: str, agents: Sequence[str] = ()) -
     `agents`, whose turn may come later. Raises ConfigError."""
     with translate_environment_errors(name):
         observation, *rest = environment.reset(seed=0)  # one that gives no info is refused by its observation
-        info = rest[0] if len(rest) == 1 else {}
+        info = dict(rest[0]) if len(rest) == 1 and isinstance(rest[0], Mapping) else {}
         if not is_parallel(environment):
             return observation, info
         for _ in range(MAX_TURNS):
