@@ -81,7 +81,12 @@ def test_simulated_sensors_differ_by_their_topics(topic_filter: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "sensor"), [('"oven"', "oven"), ("7", "7"), ('"a/b"', "a/b"), ('"a+"', None), ('""', None), ("[1]", None)]
+    ("name", "sensor"),
+    [
+        *[('"oven"', "oven"), ("7", "7"), ('"a/b"', "a/b"), ('"a+"', None), ('""', None), ("[1]", None)],
+        # A broker ends the connection of who publishes to these, and so the message would come again for ever.
+        *[('"a\\nb"', None), ('"\\u0085"', None), ('"\\uffff"', None), (f'"{"/" * 150}"', None)],
+    ],
 )
 def test_a_field_of_the_payload_names_the_sensor(name: str, sensor: str | None) -> None:
     parser = MessageParser(1, "plant/+", "probe")
@@ -94,6 +99,13 @@ def test_a_field_of_the_payload_names_the_sensor(name: str, sensor: str | None) 
     without = parser.parse("plant/x", b'{"value": 1, "time": 2}', "p", 1, 0.0)
     assert isinstance(without, MalformedPayload)
     assert "'probe' names no sensor" in without.problem
+
+
+@pytest.mark.parametrize("topic", ["a" * 65_535, "/" * 199])
+def test_a_topic_whose_forecasts_no_broker_takes_is_malformed(topic: str) -> None:
+    parsed = MessageParser(1, "#").parse(topic, encode_payload((1.0,), 2.0), "p", 1, 0.0)
+    assert isinstance(parsed, MalformedPayload)
+    assert "its topic names no sensor: at most 200 printable characters" in parsed.problem
 
 
 @given(st.lists(st.integers(1, 60), max_size=80))

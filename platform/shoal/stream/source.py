@@ -16,6 +16,7 @@ from typing import Protocol
 import msgspec
 
 MAX_SHOWN_CHARS = MAX_NAME_CHARS = 200
+MAX_NAME_LEVELS = 100  # mosquitto ends the connection of a client that publishes to a topic of more than 200
 LARGEST_NUMBER = 1e100  # squares of larger ones overflow, and with them a sensor's scaler
 
 
@@ -173,8 +174,9 @@ class MessageParser:
         is_counted = publisher and sequence is not None and sequence >= 0
         problem = ""
         if sensor is None:
-            names = f"no sensor: 1 to {MAX_NAME_CHARS} characters without +, # and NUL"
-            problem = f"its field {self._sensor_field!r} names {names}"
+            named_by = f"field {self._sensor_field!r}" if self._sensor_field else "topic"
+            size = f"at most {MAX_NAME_CHARS} printable characters without + and #, in {MAX_NAME_LEVELS} levels"
+            problem = f"its {named_by} names no sensor: {size}"
         elif not are_usable(*values, reading.time or 0.0):
             problem = f"a number is not finite, or beyond {LARGEST_NUMBER:g}"
         elif len(values) != self._width and (self._width or not values):
@@ -191,14 +193,17 @@ class MessageParser:
         return Message(sensor, values, time_s, publisher, sequence)
 
     def _name_sensor(self, topic: str, payload: bytes) -> str | None:
-        """None where the field is missing, or is no name that a forecast's topic can have. Raises DecodeError."""
+        """None where the field is missing or empty, or is no name that a forecast's topic can have: the broker would
+        end the connection, and deliver the message again. Raises DecodeError."""
         if not self._sensor_field:
-            return match_wildcards(self._topic_filter, topic)
-        fields = _FIELDS.decode(payload)
-        if self._sensor_field not in fields:
-            return None
-        name = str(_NAME.decode(fields[self._sensor_field]))
-        return name if 0 < len(name) <= MAX_NAME_CHARS and not set("+#\0") & set(name) else None
+            name = match_wildcards(self._topic_filter, topic)
+            is_name = True  # the broker has checked its characters
+        else:
+            fields = _FIELDS.decode(payload)
+            name = str(_NAME.decode(fields[self._sensor_field])) if self._sensor_field in fields else ""
+            is_name = bool(name) and name.isprintable() and not set("+#") & set(name)
+        is_short = len(name) <= MAX_NAME_CHARS and name.count("/") < MAX_NAME_LEVELS
+        return name if is_name and is_short else None
 
 
 def are_usable(*numbers: float) -> bool:
