@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary
@@ -58,6 +59,28 @@ def test_agents_of_a_synchronous_run_share_its_credit() -> None:
     play([Chase(), Chase()], client, max_steps=2000)  # type: ignore[arg-type]
     assert client.version > 20
     assert len(split_by_agent(client.segments)) == 3
+
+
+def test_an_agent_that_waits_while_newer_weights_come_sends_nothing_of_the_older_ones() -> None:
+    """Its last choice is of the older weights: the gateway would drop the segment that begins with it."""
+
+    class BusyClient(SynchronousClient):
+        num_credits, num_pulls = 10**6, 0
+
+        def newer_weights(self, than: int) -> tuple[int, dict[str, np.ndarray]] | None:
+            self.num_pulls += 1
+            self.version += self.num_pulls % 19 == 0
+            return super().newer_weights(than)
+
+        def send(self, segment: Segment, timeout_s: float | None) -> None:
+            if segment.episode_length is None:  # the last one is sent in any case: it has the return
+                super().send(segment, timeout_s)  # which compares the versions
+
+    client = BusyClient(msgspec.structs.replace(EXPERIENCE, segment_length=2))
+    play(Chase(has_turns=True), client, max_steps=600, pull_interval_s=0.0)  # type: ignore[arg-type]
+    assert client.version > 20
+    assert len(split_by_agent(client.segments)) == 3
+    assert len(client.segments) > 50
 
 
 class Silent(Chase):

@@ -91,6 +91,7 @@ class ParallelGame(StreamGame):
         # The last choice of an agent (action, log-probability, version), and its reward since then.
         self._choices: dict[str, tuple[Any, float, int]] = {}
         self._rewards: dict[str, float] = {}
+        self._outdated: set[str] = set()  # agents that wait since `discard_steps`: their last choice is discarded, too
         self._acting_agents: list[str] = []  # the agents of `acting`
         self.acting: list[AgentStream] = []
         self._has_begun = False  # whether any agent has observed anything in this episode
@@ -101,6 +102,10 @@ class ParallelGame(StreamGame):
     @property
     def streams(self) -> Sequence[AgentStream]:
         return list(self._open.values())
+
+    def discard_steps(self) -> None:
+        super().discard_steps()
+        self._outdated = set(self._choices)
 
     def reset(self, seeds: Sequence[int | None]) -> None:
         (seed,) = seeds
@@ -133,7 +138,7 @@ class ParallelGame(StreamGame):
 
     def _begin_episode(self, seed: int | None) -> None:
         self._release_streams(list(self._open))
-        self._choices, self._rewards = {}, {}
+        self._choices, self._rewards, self._outdated = {}, {}, set()
         self._opponents, self._has_begun = self._draw_opponents(), False
         observations, infos = self._environment.reset(seed=seed)
         self._select_acting(observations, (), infos)
@@ -181,8 +186,11 @@ class ParallelGame(StreamGame):
         stream, reward = self._open[agent], self._rewards.pop(agent)
         choice = self._choices.pop(agent)
         segment = stream.end_step(choice, reward, observations[agent], terminated, truncated, info)
-        if segment is not None:
+        if segment is not None:  # the end of an episode is sent in any case, for its return
             self._find_runner(agent).send(stream, segment)
+        elif agent in self._outdated:
+            stream.discard_steps()
+        self._outdated.discard(agent)
 
     def _select_acting(
         self, observations: Mapping[str, Any], ended: Sequence[str], infos: Mapping[str, Mapping[str, Any]]
