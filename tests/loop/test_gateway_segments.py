@@ -83,6 +83,7 @@ def test_who_sends_what_only_the_learner_can_reject_is_named_too() -> None:
         wait_for(lambda: parts.gateway.stats()["actors"][0]["invalid"] == {"non_finite": 1})
         (told,) = [details for _, kind, details in parts.gateway.take_events() if kind == "invalid_segment"]
         assert (told["actor_id"], told["reason"]) == ("raw", "non_finite")
+        assert "lower algorithm.learning_rate" in told["detail"]  # for then it is no actor's fault
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,7 @@ class Admission:
         for key, count in self._queue.take_unlearnable().items():
             actor = actors.find(key) or ActorProgress(*key)
             detail = "segment: within the spec, and its loss is not finite: are its numbers plausible?"
+            detail += " If all actors are named, lower algorithm.learning_rate"  # the weights have diverged
             self._progress.record_rejection(actor, DropReason.NON_FINITE, detail, count)
 
     def _enqueue(
