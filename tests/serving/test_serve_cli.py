@@ -287,7 +287,7 @@ def test_a_model_is_added_to_an_endpoint_that_is_up(recorded: str, host: Host) -
     [
         (["rollback", "fashion@3"], "names a version, where the whole model is meant. write fashion"),
         (["canary", "nobody@3"], "there is no model 'nobody'"),
-        (["canary", "Fashion@3"], "is not a name"),
+        (["canary", "fash ion@3"], "is not a name"),
         (["status", "nothing"], "there is no endpoint 'nothing': there is shop (http://127.0.0.1:"),
         (["status", "ftp://x"], "is not the address of an endpoint"),
         (["deploy"], "there is nothing to serve"),

@@ -290,8 +290,8 @@ def test_arguments_that_a_task_does_not_take() -> None:
     [
         ("NoData", "NoData.data gave a list", "return shoal.data.Data(train=...)"),
         ("NoModel", "NoModel.model gave a function", "return a torch.nn.Module"),
-        ("NoLoss", "NoLoss.loss gave a tensor [2]", "return the mean over the batch"),
-        ("LossOfOne", "LossOfOne.loss gave a tensor [1]", "return the mean over the batch, as a scalar"),
+        ("NoLoss", "NoLoss.loss gave a tensor [2]", "return a scalar tensor, the mean over the samples"),
+        ("LossOfOne", "LossOfOne.loss gave a tensor [1]", "return a scalar tensor, the mean over the samples"),
         (
             "OtherLoss",
             "OtherLoss.metrics has a 'loss', which would take the place of the loss itself",
@@ -299,7 +299,7 @@ def test_arguments_that_a_task_does_not_take() -> None:
         ),
         ("NoMetrics", "NoMetrics.metrics gave a NoneType", "return a dict of scalar tensors by name"),
         ("OneTensor", "OneTensor.inputs gave a Tensor", "return a tuple of the model's arguments"),
-        ("PlainNumber", "PlainNumber.metrics: 'accuracy' gave a float", "return the mean over the batch"),
+        ("PlainNumber", "PlainNumber.metrics: 'accuracy' gave a float", "return a scalar tensor"),
     ],
 )
 def test_a_task_that_gives_something_else(task: str, problem: str, remedy: str) -> None:
