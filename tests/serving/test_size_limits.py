@@ -178,6 +178,26 @@ def test_a_batch_is_computed_with_as_many_rows_as_the_program_admits() -> None:
     assert model.predict_batch(requests[1:2])[0]["output"].tolist() == [4.0]  # three copies fill it up
 
 
+class Transposed(nn.Module):
+    """x [2, B] as [B, 2], the number of rows of the batch in [2, B], and a tensor without a batch."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        size = x.shape[1]
+        return {"rows": x.T.clone(), "size": x * 0 + size, "scale": torch.ones(3)}
+
+
+def test_a_batch_in_another_dimension_has_as_many_rows_as_the_program_admits() -> None:
+    content = payload(Transposed(), {"x": {1: Dim("batch", min=4, max=8)}}, (2, 5))
+    model = load(content, batch_dim={"x": 1, "size": 1, "scale": None})
+    requests = [{"x": np.arange(2 * rows, dtype=np.float32).reshape(rows, 2)} for rows in (3, 1, 9)]  # batch-first
+    answers = model.predict_batch(requests)
+    for request, answer in zip(requests, answers, strict=True):
+        np.testing.assert_array_equal(answer["rows"], request["x"])
+        np.testing.assert_array_equal(answer["scale"], np.ones((len(request["x"]), 3)))
+    assert [answer["size"][:, 0].tolist() for answer in answers] == [[8.0] * 3, [8.0], [8.0] * 4 + [5.0] * 5]
+    assert model.predict_batch(requests[1:2])[0]["size"].tolist() == [[4.0, 4.0]]
+
+
 def test_a_program_without_bounds_has_no_limits() -> None:
     model = load(payload(Counted(), {"x": {0: Dim.AUTO, 1: Dim.AUTO}}, (3, 4)))
     model.size_limits.check({"x": np.ones((1, 1), np.float32)})

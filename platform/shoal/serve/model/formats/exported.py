@@ -46,9 +46,12 @@ class ExportedTemplate:
         elif self._setting.device == "cpu":
             choose_kernels(module)
         forward = make_torch_forward(_bind_constants(program, module), self._setting)
-        names = [spec.name for spec in self._setting.signature.inputs]
-        batch_dims = {name: self._setting.options.get_batch_dim(name) for name in names}
-        return LimitedForward(forward, _read_limits(program, batch_dims))
+        signature, options = self._setting.signature, self._setting.options
+        inputs, outputs = (
+            {spec.name: options.get_batch_dim(spec.name) for spec in side}
+            for side in (signature.inputs, signature.outputs)
+        )
+        return LimitedForward(forward, _read_limits(program, inputs), inputs | outputs)
 
 
 def _read_limits(program: Any, batch_dims: Mapping[str, int | None]) -> SizeLimits:
@@ -77,8 +80,7 @@ def _read_limits(program: Any, batch_dims: Mapping[str, int | None]) -> SizeLimi
     }
     rows = {each.symbol for each in found if each.position == 0}
     inner = [each for each in found if each.symbol in sizes.keys() - rows]
-    is_first = all(batch == 0 for batch in batch_dims.values())
-    bounds = [sizes[each.symbol] for each in found if each.position == 0 and each.symbol in sizes and is_first]
+    bounds = [sizes[each.symbol] for each in found if each.position == 0 and each.symbol in sizes]
     return SizeLimits(inner, sizes, bounds[0] if bounds else SizeRange())
 
 

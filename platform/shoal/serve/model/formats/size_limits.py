@@ -91,25 +91,45 @@ NO_LIMITS = SizeLimits()
 
 class LimitedForward:
     """A forward that computes a larger batch than the version admits in parts, and pads a smaller one with its last
-    row. Batches that are not in dimension 0 are left as they are."""
+    row.
 
-    def __init__(self, forward: Forward, limits: SizeLimits) -> None:
-        self._forward, self.limits = forward, limits
+    batch_dims: the dimension of the batch in inputs and outputs; None for a tensor without it
+    """
+
+    def __init__(self, forward: Forward, limits: SizeLimits, batch_dims: Mapping[str, int | None]) -> None:
+        self._forward, self.limits, self._batch_dims = forward, limits, batch_dims
 
     def __call__(self, inputs: Arrays) -> Arrays:
         limit = self.limits.rows
-        if limit == SizeRange() or limit.has(num_rows := len(next(iter(inputs.values())))):
+        if limit == SizeRange() or limit.has(num_rows := self._count_rows(inputs)):
             return self._forward(inputs)
         step = limit.most or num_rows
         parts = [
-            self._compute_padded({name: array[start : start + step] for name, array in inputs.items()})
+            self._compute_padded(self._select_rows(inputs, np.arange(start, min(start + step, num_rows))))
             for start in range(0, num_rows, step)
         ]
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        return {name: self._join_rows(name, [part[name] for part in parts]) for name in parts[0]}
 
     def _compute_padded(self, inputs: Arrays) -> Arrays:
-        num_rows = len(next(iter(inputs.values())))
-        limit = self.limits.rows
-        missing = limit.least - num_rows if limit.is_below(num_rows) else 0
-        padded = {name: np.concatenate([array, *[array[-1:]] * missing]) for name, array in inputs.items()}
-        return {name: rows[:num_rows] for name, rows in self._forward(padded).items()}
+        num_rows, limit = self._count_rows(inputs), self.limits.rows
+        if not limit.is_below(num_rows):
+            return self._forward(inputs)
+        padded = self._select_rows(inputs, np.minimum(np.arange(limit.least), num_rows - 1))
+        return self._select_rows(self._forward(padded), np.arange(num_rows))
+
+    def _count_rows(self, inputs: Arrays) -> int:
+        return next(
+            int(array.shape[dimension])
+            for name, array in inputs.items()
+            if (dimension := self._batch_dims.get(name)) is not None
+        )
+
+    def _select_rows(self, arrays: Arrays, rows: np.ndarray) -> Arrays:
+        return {
+            name: array if (dimension := self._batch_dims.get(name)) is None else array.take(rows, dimension)
+            for name, array in arrays.items()
+        }
+
+    def _join_rows(self, name: str, parts: Sequence[np.ndarray]) -> np.ndarray:
+        dimension = self._batch_dims.get(name)
+        return parts[0] if dimension is None else np.concatenate(parts, dimension)
