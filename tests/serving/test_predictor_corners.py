@@ -281,3 +281,30 @@ def test_where_padding_is_dear_a_batch_is_computed_in_parts_and_everybody_has_th
             np.testing.assert_allclose(answer["y"], request["x"].cumsum(1), rtol=1e-4, atol=1e-5)
     assert sum(rows for rows, _ in Toil.shapes) == 8
     assert sum(rows * length for rows, length in Toil.shapes) < 0.6 * 8 * 120
+
+
+class Product(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+        return x * by * self.scale
+
+
+def negate_in_place(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    for array in arrays.values():
+        np.negative(array, out=array)
+    return arrays
+
+
+def test_a_hook_may_write_to_an_input_that_requests_share() -> None:
+    inputs = [TensorSignature(name=name, datatype="FP32", shape=shape) for name, shape in (("x", [-1, 2]), ("by", [2]))]
+    signature = Signature(inputs=inputs, outputs=[TensorSignature(name="y", datatype="FP32", shape=[-1, 2])])
+    options = ModelOptions.parse({"batch_dim": {"by": None}, "preprocess": f"{__name__}:negate_in_place"})
+    predictor = Predictor(ModelFactory(factory=f"{__name__}:Product"), signature, options)
+    model = predictor.load(WeightSnapshot.of(1, {"scale": np.ones((), np.float32)}))
+    request = {"x": np.ones((1, 2), np.float32), "by": np.full(2, 3, np.float32)}
+    taken = [predictor.layout.to_batch_first(request, 1)] * 2
+    assert [answer["y"].tolist() for answer in model.predict_batch(taken)] == [[[3.0, 3.0]]] * 2
+    assert request["by"].tolist() == [3.0, 3.0]

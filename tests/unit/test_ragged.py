@@ -61,3 +61,16 @@ def test_every_input_counts() -> None:
     long, longer = request((1, 8), (1, 200_000), (1, 4)), request((1, 8), (1, 300_000), (1, 4))
     assert joiner.compute_bucket(long) == joiner.compute_bucket(request((1, 9), (1, 140_000), (1, 4)))
     assert joiner.compute_bucket(long) != joiner.compute_bucket(longer)
+
+
+def test_an_input_without_the_batch_is_stored_once_for_all_rows() -> None:
+    both = [TensorSignature(name=name, datatype="FP32", shape=[-1, 3]) for name in ("x", "map")]
+    joiner = RequestCollator(Signature(inputs=both, outputs=both[:1]), None, ["map"])
+    map_view = np.broadcast_to(np.arange(3, dtype=np.float32), (2, 3))
+    requests = [{"x": np.full((2, 3), each, np.float32), "map": map_view} for each in range(3)]
+    assert len({joiner.compute_bucket(each) for each in requests}) == 1
+    joined = joiner.collate(requests)
+    assert joined.bounds == [0, 2, 4, 6]
+    assert joined.inputs["map"].shape == (6, 3)
+    assert joined.inputs["map"].strides[0] == 0
+    assert joined.inputs["x"][:, 0].tolist() == [0, 0, 1, 1, 2, 2]

@@ -88,15 +88,17 @@ class RequestCollator:
 
     def collate(self, requests: Sequence[Arrays]) -> CollatedBatch:
         """Join requests along the first dimension."""
-        joined = {}
+        joined, first = {}, self.names[0]
+        bounds = [0, *accumulate([len(request[first]) for request in requests])]
         for name in self.names:
             arrays = [request[name] for request in requests]
-            if self._pad_elements and len({array.shape[1:] for array in arrays}) > 1:
+            if name in self._shared:  # one copy for all rows: it may be large
+                joined[name] = np.broadcast_to(arrays[0][:1], (bounds[-1], *arrays[0].shape[1:]))
+            elif self._pad_elements and len({array.shape[1:] for array in arrays}) > 1:
                 joined[name] = _pad_and_concatenate(arrays, self._pad_elements[name])
             else:
                 joined[name] = np.concatenate(arrays)
-        first = self.names[0]
-        return CollatedBatch(joined, [0, *accumulate([len(request[first]) for request in requests])])
+        return CollatedBatch(joined, bounds)
 
     def split(self, outputs: Arrays, joined: CollatedBatch, requests: Sequence[Arrays]) -> list[dict[str, np.ndarray]]:
         """Split the outputs by request."""

@@ -191,8 +191,6 @@ class LoadedModel:
         if len(requests) == 1:
             request = requests[0]
             inputs = {name: request[name] for name in self._input_names}
-            if self._preprocess is not None:  # it may write to them, and another version or a shadow reads them too
-                inputs = {name: array.copy() for name, array in inputs.items()}
             return [self._predict(inputs, len(inputs[self._first_input]))]
         joined = self._collator.collate(requests)
         outputs = self._predict(joined.inputs, joined.bounds[-1])
@@ -204,7 +202,8 @@ class LoadedModel:
         inputs: Arrays = self._layout.to_model_shapes(rows)
         try:
             if self._preprocess is not None:
-                inputs = self._preprocess(inputs)
+                # It may write to them, and another version or a shadow reads them too.
+                inputs = self._preprocess({name: array.copy() for name, array in inputs.items()})
             outputs = self._forward(inputs)
             if self._postprocess is not None:
                 outputs = self._postprocess(outputs)
