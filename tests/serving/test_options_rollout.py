@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 
-from serving.replica_set import ReplicaSet, ask, infer, until
+from serving.replica_set import ReplicaSet, ask, infer, register, until
 from serving.test_replica_rollout import everywhere, rollout
 from shoal.errors import InferenceError
+from shoal.serve.controller.rollout import Rollout
+from shoal.serve.messages.inference import InferCall
 from shoal.serve.replica.loader import VersionLoader
+from shoal.serve.spec.model_source import model_from_ref
 
 
 def max_rows(endpoint: ReplicaSet) -> list[int]:
@@ -56,6 +60,7 @@ async def test_options_that_one_replica_cannot_serve_are_taken_by_none(endpoint:
         await endpoint.administer(**change)
     assert caught.value.status == 409
     assert endpoint.controller.state.models["linear"].deployment.options["preprocess"] is None
+    assert [replica.manager.find_startup_error() for replica in endpoint.replicas.values()] == ["", ""]  # they answer
     assert await everywhere(endpoint, 4) == {1: 8}
     await endpoint.administer(action="set", model="linear", options={"max_batch_size": 4})  # nothing is in its way
     assert max_rows(endpoint) == [4, 4]
@@ -103,7 +108,7 @@ async def test_what_set_cannot_do_is_refused_by_name(endpoint: ReplicaSet) -> No
         "there is no model 'nobody'": {"model": "nobody", "options": {"max_batch_size": 2}},
         "set needs options": {"model": "linear"},
         "and no version": {"model": "linear@2", "options": {"max_batch_size": 2}},
-        "options.max_batch_size = 0": {"model": "linear", "options": {"max_batch_size": 0}},
+        "options.max_batch_size = -1": {"model": "linear", "options": {"max_batch_size": -1}},
     }
     for words, change in refused.items():
         with pytest.raises(InferenceError, match=words):
@@ -114,3 +119,59 @@ async def test_what_set_cannot_do_is_refused_by_name(endpoint: ReplicaSet) -> No
     [replica] = endpoint.replicas.values()
     path, change = "/shoal/v1/rollout", {"action": "set", "model": "linear", "options": {"odd": 1}}
     assert (await ask(replica, "POST", path, change)).status == 400
+
+
+@rollout(1, 2, replicas=1)
+async def test_another_version_is_deployed_while_one_loads_with_the_same_options(endpoint: ReplicaSet) -> None:
+    gate, load = asyncio.Event(), VersionLoader.load_version
+
+    async def wait(*arguments: object) -> object:
+        await gate.wait()
+        return await load(*arguments)  # type: ignore[arg-type]
+
+    options = {"max_batch_size": 2}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VersionLoader, "load_version", wait)
+        setting = asyncio.create_task(endpoint.administer(action="set", model="linear", options=options))
+        await until(lambda: endpoint.phase() == "staging")
+        await endpoint.administer(action="rollback", model="linear")
+        with pytest.raises(InferenceError, match="was not taken: asked for"):
+            await setting
+        deploying = asyncio.create_task(
+            endpoint.administer(action="deploy", model="linear", version=2, options=options, timeout_s=30)
+        )
+        await until(lambda: endpoint.phase() == "staging")
+        gate.set()
+        await deploying
+    assert (endpoint.versions(), max_rows(endpoint)) == ([2], [2])
+
+
+def test_a_model_that_never_answered_is_deployed_with_other_options() -> None:
+    """One replica has its version already, under the former options."""
+    register()
+
+    async def body() -> None:
+        async with ReplicaSet(model_from_ref("linear@1")) as endpoint:
+            first = endpoint.add()
+            await until(lambda: first.manager.list_models())
+            model = endpoint.controller.state.models["linear"]
+            model.rollout = Rollout(attempt=model.rollout.attempt, refused=1, reason="another replica could not")
+            endpoint.controller._commit()
+            await until(lambda: not first.manager.get_model("linear").versions)
+            await endpoint.administer(action="deploy", model="linear", options={"max_batch_size": 2}, timeout_s=30)
+            assert (endpoint.versions(), max_rows(endpoint)) == ([1], [2])
+
+    asyncio.run(body())
+
+
+@rollout(1, replicas=1)
+async def test_a_request_whose_body_arrives_after_a_change_is_answered(endpoint: ReplicaSet) -> None:
+    """Its protocol has found the model before; that one has closed meanwhile."""
+    [replica] = endpoint.replicas.values()
+    before = replica.manager.get_model("linear")
+    await endpoint.administer(action="set", model="linear", options={"max_batch_size": 2})
+    await until(lambda: before._queue.closed)
+    answer = await before.infer(InferCall({"x": np.zeros((1, 3), np.float32)}, 1))
+    assert answer.outputs["y"].tolist() == [[1.0, 1.0]]
+    with pytest.raises(InferenceError, match="1 to 2 rows"):
+        await before.infer(InferCall({"x": np.zeros((3, 3), np.float32)}, 3))

@@ -65,8 +65,7 @@ class VersionLoader:
 
         signature: the served model's; another one is refused
         last:      the previous version's parts; its predictor is reused when the model is built in the same way, with
-                   the same options, and
-                   this version must answer an example if that one did
+                   the same options, and this version must answer an example if that one did
         """
 
         def load() -> StagedVersion:

@@ -173,9 +173,11 @@ class ModelManager:
     def find_startup_error(self) -> str:
         """The reason why this replica can never become ready; "" when it may."""
         for name, plan in self._plans.items():
-            rejected = self._rejected.get(name)
+            rejected, hosted = self._rejected.get(name), self._models.get(name)
             if plan.reason:
                 return f"model {name!r}: {plan.reason}"
+            if hosted is not None and hosted.version and hosted.plan_options == plan.options:
+                continue  # rejected under other options, which no replica takes then
             if rejected is not None and plan.staged[:1] in ((), (rejected.version,)):  # the first must answer
                 return f"model {name!r} cannot be served: {rejected.reason}"
         return ""
@@ -241,7 +243,10 @@ class ModelManager:
         name = plan.name
         if (rejected := self._rejected.get(name)) is not None and rejected.attempt != plan.attempt:
             del self._rejected[name]
-        if name in self._next and self._next[name].plan_options != plan.newest_options:
+        successor, awaited = self._next.get(name), plan.next_version or max(plan.staged[:1], default=0)
+        if successor is not None and (
+            successor.plan_options != plan.newest_options or awaited not in successor.versions
+        ):
             self._drop_next(name)
         self._switch_options(plan)
         hosted = self._models.get(name)
@@ -256,7 +261,7 @@ class ModelManager:
         """The versions to load now: the key of the task, the version and its options."""
         hosted, is_next_loaded = self._models.get(plan.name), plan.name in self._next
         if hosted is not None and hosted.plan_options != plan.options:  # it has missed the staging, and still answers
-            return [] if is_next_loaded else [(NEXT, plan.stable, plan.options)]
+            return [] if is_next_loaded else [(NEXT, version, plan.options) for version in plan.staged[:1]]
         loaded = hosted.versions if hosted is not None else []
         missing = [(version, version, plan.options) for version in plan.staged if version not in loaded]
         if not loaded:
@@ -288,7 +293,7 @@ class ModelManager:
             return
         if options == wanted.options and (hosted is None or hosted.plan_options == options):
             group = self._models
-        elif options == wanted.newest_options:
+        elif hosted is not None and options == wanted.newest_options:
             group = self._next
         else:
             return
@@ -316,7 +321,7 @@ class ModelManager:
         hosted, successor = self._models.get(name), self._next.get(name)
         if hosted is None or successor is None or successor.plan_options != plan.options:
             return
-        self._models[name] = self._next.pop(name)
+        hosted.successor = self._models[name] = self._next.pop(name)
         self._num_replaced += 1
         key = (name, DRAIN - self._num_replaced)
         self._start_task(key, self._drain(key, hosted))

@@ -72,6 +72,7 @@ class ServedModel:
         self.options: ModelOptions = predictor.options
         self.plan_options: dict[str, Any] = {}  # `options` as its plan has them
         self.built: BuiltModel | None = None  # of the newest version of a registered model
+        self.successor: ServedModel | None = None  # under other options: answers late calls
         self.router = VersionTable(name)
         self._deadline_s = self.options.deadline_s
         self._failures = FailureLog(name, show_errors)
@@ -105,7 +106,7 @@ class ServedModel:
         return self.router.versions
 
     async def infer(self, call: InferCall) -> Prediction:
-        arrived_s, layout = time.monotonic(), self.predictor.layout
+        arrived_s, layout, asked = time.monotonic(), self.predictor.layout, call
         if not layout.is_first:
             call = msgspec.structs.replace(call, inputs=layout.to_batch_first(dict(call.inputs), call.num_rows))
         deadline_s = call.deadline_s
@@ -123,9 +124,11 @@ class ServedModel:
                 group=group,
                 deadline_s=deadline_s,
                 tenant=call.tenant,
-                size_bytes=size_bytes(call.inputs),
+                size_bytes=size_bytes(asked.inputs),
             )
         except Closed:
+            if self.successor is not None and self.successor.predictor.layout.dimensions == layout.dimensions:
+                return await self.successor.infer(asked)
             raise InferenceError(503, f"model {self.name!r} is closing; try again later", retry_after_s=1.0) from None
         except RequestFault as fault:
             self._count_failure(track, 500, arrived_s, is_excused=True)
