@@ -10,6 +10,7 @@ import pytest
 from serving.replica_set import ReplicaSet, ask, infer, register, until
 from serving.test_replica_rollout import everywhere, rollout
 from shoal.errors import InferenceError
+from shoal.serve.controller.change_request import parse_options
 from shoal.serve.controller.rollout import Rollout
 from shoal.serve.messages.inference import InferCall
 from shoal.serve.replica.loader import VersionLoader
@@ -175,3 +176,11 @@ async def test_a_request_whose_body_arrives_after_a_change_is_answered(endpoint:
     assert answer.outputs["y"].tolist() == [[1.0, 1.0]]
     with pytest.raises(InferenceError, match="1 to 2 rows"):
         await before.infer(InferCall({"x": np.zeros((3, 3), np.float32)}, 3))
+
+
+def test_a_change_undoes_the_dimension_of_a_batch() -> None:
+    before = parse_options({"batch_dim": {"state": 1, "rate": None}}, {})
+    assert parse_options({"batch_dim": {"state": 0}}, before)["batch_dim"] == {"rate": None}
+    assert parse_options({"max_batch_size": 0, "batch_dim": {"state": 0, "rate": 0}}, before)["batch_dim"] == {}
+    with pytest.raises(InferenceError, match=r"\(batch_dim=\{state: 0, rate: 0\} undoes it\)"):
+        parse_options({"max_batch_size": 0}, before)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal
 
-from pydantic import Field, field_serializer, model_validator
+from pydantic import Field, field_serializer, field_validator, model_validator
 
 from shoal.config import Spec
 
@@ -37,7 +37,8 @@ class ModelOptions(Spec):
     """The options of one model of an endpoint.
 
     max_batch_size: the most rows of one forward; 0: the model has no batch, and each request is a forward
-    batch_dim:      the dimension of the batch in inputs and outputs where it is not 0; null for a tensor without it:
+    batch_dim:      the dimension of the batch in inputs and outputs where it is not 0, which undoes an entry; null for
+                    a tensor without it:
                     requests of equal values then share a batch
     max_queue_size: rows per replica that may wait before requests are refused with 429
     max_queue_bytes: the same limit in bytes of their inputs, for large rows
@@ -77,6 +78,12 @@ class ModelOptions(Spec):
     held_versions: int = Field(default=2, ge=0)
     guard: GuardOptions = GuardOptions()
 
+    @field_validator("batch_dim")
+    @classmethod
+    def _remove_defaults(cls, batch_dim: dict[str, int | None]) -> dict[str, int | None]:
+        """So a change, which is merged into the former options, can undo an entry."""
+        return {name: dimension for name, dimension in batch_dim.items() if dimension != 0}
+
     @property
     def max_rows(self) -> int:
         """The most rows of one forward. A request without a batch is one."""
@@ -106,7 +113,9 @@ class ModelOptions(Spec):
     @model_validator(mode="after")
     def _batches_are_possible(self) -> ModelOptions:
         if self.batch_dim and not self.max_batch_size:
-            raise ValueError("max_batch_size = 0 serves without batches: leave out batch_dim, or set a batch size")
+            undo = ", ".join(f"{name}: 0" for name in self.batch_dim)
+            remedy = f"leave out batch_dim (batch_dim={{{undo}}} undoes it), or set a batch size"
+            raise ValueError(f"max_batch_size = 0 serves without batches: {remedy}")
         if self.cuda_graphs and (self.batch_dim or not self.max_batch_size):
             field = "batch_dim" if self.batch_dim else "max_batch_size = 0"
             raise ValueError(f"cuda_graphs needs the batch in dimension 0: leave it out, or {field}")
