@@ -161,11 +161,11 @@ def _deploy_into(endpoint: str, words: Sequence[str], options: Mapping[str, obje
     models = [each for each in words if "=" not in each]
     if not models:
         raise ConfigError("into", endpoint, "needs a model", "name it before the fields")
-    changes = [(model, options) for model, options in _parse_model_options(models, words).items()]
+    options_by_model = _parse_model_options(models, words)
     found = find_endpoint(endpoint)
     with Client(found.url, token=token_for(found.url)) as client:
-        for model, options in changes:
-            served = client.rollout("deploy", model, options=options or None, timeout_s=timeout_s)
+        for model, changed in options_by_model.items():
+            served = client.rollout("deploy", model, options=changed or None, timeout_s=timeout_s)
             click.echo(f"{served.name}: {format_shares(served)}")
 
 
