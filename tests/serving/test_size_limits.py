@@ -135,6 +135,23 @@ def test_a_size_that_a_program_excludes_is_refused_over_both_protocols() -> None
     asyncio.run(body())
 
 
+def test_a_request_that_waited_for_a_version_of_other_sizes_is_refused() -> None:
+    """It was checked against the version that answered when it came."""
+    register(payload(Doubled(), {"x": {0: BATCH, 1: Dim("n", min=2, max=64)}}, (3, 4)))
+
+    async def body() -> None:
+        async with ReplicaSet(model_from_ref("m")) as endpoint:
+            [replica] = await endpoint.start()
+            model = replica.manager.get_model("m")
+            group = model.router.choose_track(None, "", ""), None
+            requests = [{"x": np.ones((1, size), np.float32)} for size in (64, 65)]
+            with pytest.raises(InferenceError, match="2 to 64 in dimension 1, got 65"):
+                model._forward(group, requests)
+            assert model._forward(group, requests[:1])[0][1] == 1
+
+    asyncio.run(body())
+
+
 def test_a_size_that_an_onnx_file_fixes_is_refused() -> None:
     register(onnx_payload(), is_onnx=True)
 

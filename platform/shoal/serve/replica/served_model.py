@@ -22,6 +22,7 @@ from shoal.open_inference.messages import VersionStatistics
 from shoal.registry.manifest import Signature
 from shoal.serve.messages.inference import Arrays, InferCall, Prediction, size_bytes
 from shoal.serve.messages.replica_report import ModelReport
+from shoal.serve.model.formats.size_limits import NO_LIMITS
 from shoal.serve.model.predictor import LoadedModel, Predictor
 from shoal.serve.protocol.tracing import CLIENT_GONE, TracedArrays
 from shoal.serve.replica.failure_log import FailureLog
@@ -233,6 +234,9 @@ class ServedModel:
         self._thread_state.version, self._thread_state.is_alone = loaded.version, True
         if self._tracer is not None:
             self._thread_state.requests = requests
+        if loaded.size_limits is not NO_LIMITS:  # another version may have been checked: the one of then
+            for request in requests:
+                loaded.size_limits.check(request)
         try:
             answered, version, self._thread_state.is_alone = predict(loaded, requests)
         except Exception as error:
