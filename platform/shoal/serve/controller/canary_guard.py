@@ -123,7 +123,7 @@ def compute_p_value(errors: int, requests: int, stable_errors: int, stable_reque
         among = _log_binomial(requests, count) + _log_binomial(stable_requests, all_errors - count)
         term = exp(among - num_cases)
         total += term
-        if term < 1e-9 * total:
+        if term <= 1e-9 * total:  # both are 0 where the first is below the least number
             break
     return total
 
