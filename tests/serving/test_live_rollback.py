@@ -324,6 +324,7 @@ def json_of(document: dict[str, Any]) -> bytes:
             {"action": "canary", "version": 1, "percent": 10},
         ),
         ("which selects its versions", {"action": "deploy", "version": 1}),
+        ("which selects .* its options", {"action": "set", "options": {"max_batch_size": 2}}),
     ],
 )
 def test_what_makes_no_sense_for_a_live_model_is_refused_with_a_remedy(word: str, change: dict[str, Any]) -> None:

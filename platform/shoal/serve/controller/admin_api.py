@@ -96,7 +96,7 @@ class AdminApi:
         model = controller.state.models.get(name)
         before = model.deployment if model else Deployment(name, self._registry)
         if before.is_live:
-            problem = f"model {name!r} follows the weights of a run, which selects its versions"
+            problem = f"model {name!r} follows the weights of a run, which selects its versions and its options"
             raise InferenceError(
                 409, f"{problem}: roll back to pin it to a retained version, promote to follow the run again"
             )
