@@ -423,3 +423,17 @@ def test_rows_of_a_table_with_other_shared_values_are_computed_apart() -> None:
     table = pa.table({"x": [1.0, 2.0, 3.0], "rate": [10.0, 20.0, 10.0]})
     found = predict_table(Scaled(), signature, table, batch_dim={"rate": None})
     assert [row["y"] for row in found] == [10, 40, 30]
+
+
+class First(Scaled):
+    """The first column of each row."""
+
+    def forward(self, x: torch.Tensor, rate: torch.Tensor | None = None) -> torch.Tensor:
+        return self.scale * x[0, :, 0]
+
+
+def test_the_columns_of_a_table_are_aligned_by_name_wherever_the_batch_is() -> None:
+    x = TensorSignature(name="x", datatype="FP32", shape=[1, -1, 3], columns=["a", "b", "c"])
+    table = pa.table({"c": [3.0, 30.0], "b": [2.0, 20.0], "a": [1.0, 10.0]})
+    found = predict_table(First(), Signature(inputs=[x], outputs=[fp32("y", -1)]), table, batch_dim={"x": 1})
+    assert [row["y"] for row in found] == [1, 10]

@@ -77,7 +77,7 @@ class BatchLayout:
     def _move_batch(self, spec: TensorSignature) -> TensorSignature:
         dimension = self.dimensions[spec.name]
         rest = spec.shape if dimension is None else spec.shape[:dimension] + spec.shape[dimension + 1 :]
-        return TensorSignature(name=spec.name, datatype=spec.datatype, shape=[-1, *rest])
+        return TensorSignature(name=spec.name, datatype=spec.datatype, shape=[-1, *rest], columns=spec.columns)
 
 
 def has_batch_first(tensor: TensorSignature | TensorMetadata) -> bool:
