@@ -189,7 +189,7 @@ def merge(base: Any, changes: Any) -> Any:
 def parse_overrides(spec: type[Spec], words: Iterable[str]) -> dict[str, Any]:
     """The fields of `spec` that `a.b=c` words set, and no others. Raises ConfigError for an unknown one."""
     values: dict[str, Any] = {}
-    _apply_overrides(values, spec, words)
+    _apply_overrides(values, spec, words, with_defaults=False)
     return values
 
 
@@ -249,15 +249,17 @@ class _SpecMapping:
 _Owner: TypeAlias = type[BaseModel] | _SpecMapping | None  # None: a plain mapping without a known type
 
 
-def _apply_overrides(values: dict[str, Any], spec: type[BaseModel], words: Iterable[str]) -> None:
+def _apply_overrides(
+    values: dict[str, Any], spec: type[BaseModel], words: Iterable[str], *, with_defaults: bool = True
+) -> None:
     for word in words:
         path, separator, text = word.partition("=")
         if not separator or not path:
             raise ConfigError("override", word, "is not of the form a.b=c", "for example learner.lr=0.001")
-        _set_field(values, spec, path, _parse_value(path, text) if text else "")
+        _set_field(values, spec, path, _parse_value(path, text) if text else "", with_defaults)
 
 
-def _set_field(values: dict[str, Any], spec: type[BaseModel], path: str, value: object) -> None:
+def _set_field(values: dict[str, Any], spec: type[BaseModel], path: str, value: object, with_defaults: bool) -> None:
     names = path.split(".")
     node: Any = values
     owner: _Owner = spec
@@ -265,7 +267,7 @@ def _set_field(values: dict[str, Any], spec: type[BaseModel], path: str, value: 
         name = names.pop(0)
         _require_field(owner, name, path, value)
         if name not in node:
-            node[name] = _dump_default(owner, name)
+            node[name] = _dump_default(owner, name) if with_defaults else {}
         owner = _find_field_owner(owner, name)
         if isinstance(owner, type) and not isinstance(node[name], dict):  # None, or a word that stands for a full spec
             node[name] = _expand_spec(owner, node[name], path)
