@@ -18,6 +18,7 @@ from shoal.cli.commands.runs import runs as runs_command
 from shoal.errors import ConfigError, RegistryError, RunError
 from shoal.registry import ModelFactory, Registry, Signature
 from shoal.runs.record.removal import TABLES
+from shoal.runs.sweep_trials import TrialLog
 from shoal.serve.controller.rollout import Rollout
 from shoal.serve.controller.state import ControllerState, Deployment, ModelState, StateFile
 from shoal.weights import WeightSnapshot
@@ -92,6 +93,17 @@ def test_a_run_that_goes_on_is_not_removed(living: runs.RunRecorder, home: Path)
     assert runs.load("living").latest() == {"loss": 0.25}
 
 
+def test_a_removed_run_records_nothing_in_another_of_its_number(home: Path) -> None:
+    paused = runs.create("cartpole", "a: 1\n", "paused")
+    with closing(sqlite3.connect(home / "runs.sqlite")) as database, database:  # by `rm`, which took it for lost
+        database.execute("DELETE FROM runs WHERE id = 'paused'")
+    with runs.create("cartpole", "a: 1\n", "next"):
+        paused.log(7, {"loss": 0.5})
+        with pytest.raises(RunError, match="or was removed"):
+            paused.finish("failed")
+        assert (runs.load("next").latest(), runs.load("next").status.value) == ({}, "running")
+
+
 def test_prune_removes_what_is_beyond_the_newest_and_old(home: Path) -> None:
     record("a", "b", "c")
     assert "Nothing" in typed(runs_command, "prune", "--keep", "1", "--older-than", "1d", "--dry-run")
@@ -103,6 +115,13 @@ def test_prune_removes_what_is_beyond_the_newest_and_old(home: Path) -> None:
     for words in ((), ("--older-than", "soon")):
         with pytest.raises(ConfigError, match=r"needs --keep, --older-than|is no age"):
             typed(runs_command, "prune", *words)
+
+
+def test_prune_leaves_the_trials_of_a_sweep_that_goes_on(living: runs.RunRecorder) -> None:
+    record("trial", "other")
+    TrialLog(living).start(0, "trial", {})
+    typed(runs_command, "prune", "--keep", "0", "--yes")
+    assert list_ids() == ["living", "trial"]
 
 
 def test_a_pruned_record_takes_less_of_the_disk(home: Path) -> None:
@@ -134,9 +153,9 @@ def list_refs() -> list[str]:
     return [found.ref for found in Registry().list()]
 
 
-def serve(home: Path, version: int) -> None:
+def serve(home: Path, version: int, previous: int = 0) -> None:
     deployment = Deployment("tiny", str(Registry().root), "champion")
-    state = ControllerState("a", models={"tiny": ModelState(deployment, Rollout(stable=version))})
+    state = ControllerState("a", models={"tiny": ModelState(deployment, Rollout(stable=version, previous=previous))})
     StateFile(home / "endpoints/tiny-a.json").save(state)
 
 
@@ -163,6 +182,33 @@ def test_a_model_is_removed_with_its_aliases_and_its_numbers_are_not_used_again(
     assert not list((home / "registry/tiny").glob("**/weights.safetensors"))
     register(1)
     assert (list_refs(), Registry().get("tiny@champion").version) == (["tiny@3"], 3)
+
+
+def test_the_version_that_an_endpoint_goes_back_to_stays(home: Path) -> None:
+    register(4)
+    serve(home, 3, previous=2)
+    with pytest.raises(ConfigError, match=r"or is the version that it goes back to.*tiny@N --into tiny`"):
+        typed(models, "rm", "tiny@2", "--yes")
+    assert typed(models, "prune", "--keep", "0", "--dry-run") == "These would go:\ntiny@1\n"
+
+
+def test_nothing_is_removed_while_it_is_not_known_what_an_endpoint_serves(home: Path) -> None:
+    register(2)
+    serve(home, 1)
+    (home / "endpoints/tiny-a.json").write_text("{")
+    with pytest.raises(RunError, match=r"tiny-a\.json cannot be read.*remove it if its cluster is gone"):
+        typed(models, "prune", "--keep", "1", "--yes")
+    assert list_refs() == ["tiny@1", "tiny@2"]
+
+
+def test_latest_is_one_version_and_not_the_model(home: Path) -> None:
+    register(3)
+    with pytest.raises(RegistryError, match="tiny@3 is champion"):
+        Registry().remove("tiny@latest")
+    Registry().promote("tiny@1")
+    assert "tiny@3 is removed" in typed(models, "rm", "tiny@latest", "tiny@3", answer="tiny@3\n")
+    assert list_refs() == ["tiny@1", "tiny@2"]
+    assert Registry().get("tiny@champion").version == 1
 
 
 def test_prune_of_models_spares_the_newest_the_aliased_and_the_served(home: Path) -> None:

@@ -227,17 +227,17 @@ class Registry:
 
         Raises RegistryError for a version that an alias names.
         """
-        name, word = split_ref(ref)
-        folder = self._find_folder(name)
-        found = [self.get(ref).version] if word else _versions_in(folder)
+        name, _ = split_ref(ref)
+        folder, is_one = self._find_folder(name), "@" in ref  # also for `name@latest`, which has no word
         with lock_folder(folder):
+            found = [self.get(ref).version] if is_one else _versions_in(folder)
             aliases = _read_aliases(folder)
-            if word and (names := aliases.list_names(found[0])):
+            if is_one and (names := aliases.list_names(found[0])):
                 remedy = (
                     f"`shoal models promote {name}@N --alias {names[0]}` moves it, `shoal models rm {name}` removes all"
                 )
                 raise RegistryError(f"{name}@{found[0]} is {' and '.join(names)}: {remedy}")
-            moves = aliases.moves if word else {}
+            moves = aliases.moves if is_one else {}
             newest = max([aliases.find_highest_version(), *found])
             _write_aliases(folder, aliases.model_copy(update={"moves": moves, "newest": newest}))
             for version in found:  # in one step, whatever readers see meanwhile

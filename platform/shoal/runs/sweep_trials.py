@@ -138,6 +138,11 @@ def load_sweep(run: Run) -> Sweep:
     return Sweep(**settings[-1], trials=tuple(found))
 
 
+def list_trial_ids(run: Run) -> set[str]:
+    """The ids of the runs that are trials of this run; none if it is no sweep."""
+    return {details["run_id"] for _, details in run.list_events(_STARTED)}
+
+
 def load_history(run: Run, number: int, metric: str) -> History:
     """The evaluations of a trial, in order."""
     names = [f"{_prefix(number)}{name}" for name in (_PROGRESS, metric)]

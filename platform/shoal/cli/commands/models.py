@@ -260,19 +260,24 @@ def remove(references: tuple[str, ...], yes: bool) -> None:
     """
     registry = Registry()
     served = find_served_versions(home() / "endpoints", registry.root)
+    names: dict[str, None] = {}  # as they are now: `latest` may be another version when the answer comes
     for each in references:
         found = [registry.get(each)] if "@" in each else registry.list(each)
+        names[found[0].ref if "@" in each else each] = None
         for version in found:
             if (path := served.get((version.name, version.version))) is not None:
+                endpoint = path.stem.rpartition("-")[0]
                 remedy = (
-                    f"`shoal serve rollout` or `shoal serve delete` it first; if its cluster is gone, remove {path}"
+                    f"deploy others with `shoal serve deploy {version.name}@N --into {endpoint}`, or"
+                    f" `shoal serve delete {endpoint}`; if its cluster is gone, remove {path}"
                 )
-                raise ConfigError("model", version.ref, f"is served by the endpoint of {path.name}", remedy)
+                problem = f"is served by the endpoint of {path.name}, or is the version that it goes back to"
+                raise ConfigError("model", version.ref, problem, remedy)
             if "@" in each and version.aliases:
                 remedy = f"move it with `shoal models promote {version.name}@N --alias {version.aliases[0]}`"
                 raise ConfigError("model", version.ref, f"is {' and '.join(version.aliases)}", remedy)
-    confirm_removal(references, "models", yes)
-    for each in references:
+    confirm_removal(list(names), "models", yes)
+    for each in names:
         registry.remove(each)
         click.echo(f"{each} is removed")
 
@@ -287,7 +292,7 @@ def prune(name: str | None, keep: int | None, older_than: float | None, dry_run:
     """Remove old versions of every model, or of the model NAME.
 
     With both options, a version goes that is beyond the newest and old. Versions that an alias names, or that an
-    endpoint serves, stay.
+    endpoint serves or goes back to, stay.
 
     \b
     Examples:

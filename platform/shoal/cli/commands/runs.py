@@ -141,7 +141,7 @@ def remove(names: tuple[str, ...], yes: bool) -> None:
 def prune(keep: int | None, older_than: float | None, dry_run: bool, yes: bool) -> None:
     """Remove old runs, what killed processes left of runs, and free the record's disk space.
 
-    With both options, a run goes that is beyond the newest and old. A run that goes on stays.
+    With both options, a run goes that is beyond the newest and old. A run that goes on stays, with its trials.
 
     \b
     Examples:

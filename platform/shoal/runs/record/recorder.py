@@ -114,10 +114,10 @@ def reopen(ref: str, spec: str | None = None) -> RunRecorder:
     spec = None if spec is None else validate_text("spec", spec)
     connection = connect(home())
     try:
-        with translate_read_errors(home()):
-            row = find_run_row(connection, ref)
-        folder = home() / "runs" / row["id"]
-        with transaction(connection):
+        with transaction(connection):  # in which no process can remove the run
+            with translate_read_errors(home()):
+                row = find_run_row(connection, ref)
+            folder = home() / "runs" / row["id"]
             incarnation = _claim_run(connection, row["number"], is_resumed=True, spec=spec)
             _make_folder(folder, spec)
     except BaseException:
@@ -390,11 +390,11 @@ class RunRecorder:
             for statement, row in pending.others:
                 connection.execute(statement, row)
             beat = connection.execute(
-                "UPDATE runs SET heartbeat_at = ? WHERE number = ? AND incarnation = ?",
-                (time.time(), run, self._incarnation),
+                "UPDATE runs SET heartbeat_at = ? WHERE number = ? AND id = ? AND incarnation = ?",
+                (time.time(), run, self.id, self._incarnation),  # the number of a removed run may be another's
             )
             if beat.rowcount == 0:
-                raise RunError(f"run {self.id!r} was resumed by another process, which records it now")
+                raise RunError(f"run {self.id!r} was resumed by another process, which records it now, or was removed")
 
     def _write_until_stopped(self) -> None:
         last_problem = ""

@@ -18,6 +18,7 @@ from shoal.home import home
 from shoal.runs.record.database import connect, transaction, translate_write_errors
 from shoal.runs.run_reader import Run
 from shoal.runs.run_status import TERMINAL, Status, resolve_status
+from shoal.runs.sweep_trials import list_trial_ids
 
 TABLES = ("events", "metrics", "summaries", "versions", "models", "endpoints")
 _REMOVED = ".removed-"
@@ -26,10 +27,11 @@ _REMOVED = ".removed-"
 def choose_old_runs(runs: Iterable[Run], keep: int, older_than_s: float, now: float) -> list[Run]:
     """The runs that retention removes: those that ended more than `older_than_s` ago, except the `keep` newest of all.
 
-    A run that goes on stays.
+    A run that goes on stays, and so do the trials of a sweep that goes on: it reads them at its end.
     """
     newest_first = sorted(runs, key=lambda run: run.created_at, reverse=True)
-    ended = [run for run in newest_first[keep:] if run.status in TERMINAL or run.status is Status.LOST]
+    needed = {trial for run in newest_first if not _has_ended(run.status) for trial in list_trial_ids(run)}
+    ended = [run for run in newest_first[keep:] if _has_ended(run.status) and run.id not in needed]
     return [run for run in ended if now - (run.finished_at or run.heartbeat_at) > older_than_s]
 
 
@@ -89,8 +91,12 @@ def _delete_rows(connection: sqlite3.Connection, run_id: str) -> None:
     connection.execute("DELETE FROM runs WHERE number = ?", (row["number"],))
 
 
+def _has_ended(status: Status) -> bool:
+    return status in TERMINAL or status is Status.LOST
+
+
 def _reject_running(status: Status, run_id: str, pid: int, host: str) -> None:
-    if status not in TERMINAL and status is not Status.LOST:
+    if not _has_ended(status):
         raise RunError(f"run {run_id!r} is still {status.value} (process {pid} on {host}): stop it first")
 
 

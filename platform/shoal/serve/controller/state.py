@@ -259,18 +259,21 @@ class StateFile:
 
 
 def find_served_versions(folder: Path, registry: Path) -> dict[tuple[str, int], Path]:
-    """The versions of a registry that endpoints have, by name and number, with the endpoint's state file.
+    """The versions of a registry that endpoints serve or go back to, by name and number, with the state file.
 
-    folder: of the state files. Raises RunError for a file of a newer format.
+    folder: of the state files. Raises RunError for a file of a newer format, or one that cannot be read.
     """
     found: dict[tuple[str, int], Path] = {}
     for path in sorted(folder.glob("*.json")):
         state = StateFile(path).read()
+        if state is None and path.exists():
+            remedy = "restore it from a copy, or remove it if its cluster is gone"
+            raise RunError(f"{path} cannot be read, so what its endpoint serves is not known: {remedy}")
         for name, model in state.models.items() if state is not None else ():
             if model.deployment.registry == str(registry):
-                found |= {
-                    (name, version): path for version in (model.rollout.stable, model.rollout.candidate) if version
-                }
+                rollout = model.rollout
+                versions = filter(None, (rollout.stable, rollout.candidate, rollout.previous))
+                found |= {(name, version): path for version in versions}
     return found
 
 
