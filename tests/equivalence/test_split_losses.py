@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -89,6 +90,10 @@ def make_double() -> nn.Module:
     return make_blocks().double()
 
 
+def make_bf16() -> nn.Module:
+    return make_blocks().bfloat16()
+
+
 def train(learnable: Any, plan: dict[str, Any], world: World, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Losses, evaluation and weights. Collective."""
     factory = make_blocks if dtype == torch.float32 else make_double
@@ -162,11 +167,13 @@ def test_a_batch_without_any_label_changes_nothing() -> None:
     assert all(torch.equal(weight, before[name]) for name, weight in found["weights"].items())
 
 
-def _check(learnable: Any, plan: dict[str, Any], world: World) -> str:
-    model = build(make_blocks, ParallelSpec.parse(plan), world, learnable)
+def _check(
+    learnable: Any, plan: dict[str, Any], world: World, make: Callable[[], nn.Module] = make_blocks, num_parts: int = 1
+) -> str:
+    model = build(make, ParallelSpec.parse(plan), world, learnable)
     batch = share(global_batch(0), model.data_rank, model.num_data_ranks)
     try:
-        check_split_loss(model, batch, world, "Weighted")
+        check_split_loss(model, batch, world, "Weighted", num_parts)
     except ConfigError as error:
         return str(error)
     finally:
@@ -174,8 +181,16 @@ def _check(learnable: Any, plan: dict[str, Any], world: World) -> str:
     return ""
 
 
+class PlainMean(ClassWeighted):
+    """The mean over the samples."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Any:
+        return functional.cross_entropy(outputs, batch[1])
+
+
 def _check_all(world: World) -> list[str]:
-    return [_check(learnable(), plan, world) for learnable in (PlainWeighted, ClassWeighted) for plan in TWO]
+    found = [_check(learnable(), plan, world) for learnable in (PlainWeighted, ClassWeighted) for plan in TWO]
+    return [*found, *(_check(PlainMean(), {**plan, "precision": "bf16"}, world) for plan in (TWO[0], TWO[-1]))]
 
 
 def test_the_first_step_rejects_a_scalar_that_is_no_mean_over_samples() -> None:
@@ -206,6 +221,51 @@ def test_what_the_check_can_judge() -> None:
     assert "the mean of its halves" in _check(PlainStep(), ALONE, World.single("cpu"))
 
 
+def test_the_check_knows_how_a_network_in_bf16_is_rounded() -> None:
+    assert not _check(PlainMean(), ALONE, World.single("cpu"), make_bf16)
+
+
+class Counting(PlainWeighted):
+    """Remembers the sizes of its batches."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def loss(self, outputs: Tensor, batch: Any) -> Any:
+        self.sizes.append(len(outputs))
+        return super().loss(outputs, batch)
+
+
+def test_the_check_takes_no_more_memory_than_a_micro_batch() -> None:
+    for num_parts, sizes in ((4, [4, 4, 2, 2]), (BATCH, [2, 2, 1, 1])):
+        task = Counting()
+        assert "the mean of its halves" in _check(
+            task, {"accumulate": num_parts}, World.single("cpu"), num_parts=num_parts
+        )
+        assert task.sizes == sizes
+
+
+class QueueStep(ClassWeighted):
+    """Fills a queue, as a contrast with earlier samples does."""
+
+    def train_step(self, model: nn.Module, batch: Any) -> Tensor:
+        queue = model.get_buffer("queue")
+        queue += 1
+        return functional.cross_entropy(model(batch[0]), batch[1]) * queue[0].item()
+
+
+def make_with_queue() -> nn.Module:
+    model = make_blocks()
+    model.register_buffer("queue", torch.zeros(1))
+    return model
+
+
+def test_the_check_changes_no_buffer() -> None:
+    model = build(make_with_queue, ParallelSpec.parse(ALONE), World.single("cpu"), QueueStep())
+    check_split_loss(model, global_batch(0), World.single("cpu"), "Queue")
+    assert not model.model_state()["queue"].any()
+
+
 def test_means_of_other_shapes_are_rejected() -> None:
     class Rows(ClassWeighted):
         def loss(self, outputs: Tensor, batch: Any) -> Any:
@@ -213,3 +273,53 @@ def test_means_of_other_shapes_are_rejected() -> None:
 
     with pytest.raises(ConfigError, match=r"total.*add the total up to a scalar"):
         train(Rows(), {}, World.single("cpu"))
+
+
+class SometimesMean(ClassWeighted):
+    """A scalar where nothing counts."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Any:
+        found = super().loss(outputs, batch)
+        return found if (batch[1] == global_batch(0)[1][0]).any() else outputs.sum() * 0.0
+
+
+def test_a_loss_that_is_a_mean_for_some_batches_only_is_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"is a shoal\.Mean for some batches.*one of count 0 adds nothing"):
+        train(SometimesMean(), ALONE, World.single("cpu"))
+
+
+def test_a_count_that_has_a_gradient_is_rejected() -> None:
+    class Learnt(ClassWeighted):
+        def loss(self, outputs: Tensor, batch: Any) -> Any:
+            return Mean(functional.cross_entropy(outputs, batch[1], reduction="sum"), outputs.exp().sum())
+
+    with pytest.raises(ConfigError, match=r"count has a gradient.*detach"):
+        train(Learnt(), {}, World.single("cpu"))
+
+
+def test_a_mean_of_any_count_is_the_quotient() -> None:
+    assert Mean(torch.tensor(6.0), -2.0).value() == -3.0
+    assert Mean(torch.tensor(6.0), torch.tensor(float("nan"))).value().isnan()
+    assert Mean(torch.tensor(0.0), 0).value() == 0.0
+    assert Mean(torch.ones((), dtype=torch.bfloat16), 1001).value() == torch.tensor(1.0 / 1001)
+
+
+class TwiceStep(ClassWeighted):
+    """Two steps of one optimiser, with noise."""
+
+    def __init__(self) -> None:
+        self.noise: list[float] = []
+
+    def train_step(self, model: nn.Module, batch: Any) -> Iterator[tuple[str, Any]]:
+        for _ in range(2):
+            self.noise.append(float(torch.rand(())))
+            yield "own", self.loss(model(batch[0]), batch)
+
+
+def test_an_optimizer_that_takes_two_steps_has_the_sum_of_both_losses() -> None:
+    task = TwiceStep()
+    model = build(make_blocks, ParallelSpec.parse(ALONE), World.single("cpu"), task)
+    model.use_optimizers({"own": [each for _, each in model.named_parameters()]}, lambda name: None)
+    total = model.train_step(global_batch(0), 0)
+    assert float(model.step_losses["own_loss"]) == pytest.approx(float(total))
+    assert len(set(task.noise)) == 2 * ALONE["accumulate"]  # each part of each step draws its own

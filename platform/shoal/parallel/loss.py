@@ -6,8 +6,9 @@ outside training. Communicates nothing itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -36,7 +37,8 @@ class Mean:
 
     def value(self) -> Tensor:
         """Scalar: the mean; 0 if the count is 0."""
-        return self.total * invert_count(torch.as_tensor(self.count, dtype=self.total.dtype, device=self.total.device))
+        dtype = torch.promote_types(self.total.dtype, torch.float32)  # a count may be beyond the digits of bf16
+        return self.total * invert_count(torch.as_tensor(self.count, dtype=dtype, device=self.total.device))
 
 
 Loss = Tensor | Mean
@@ -47,6 +49,9 @@ def require_loss(loss: object, field: str = "Task.loss") -> Loss:
     if isinstance(loss, Tensor) and loss.ndim == 0:
         return loss
     if isinstance(loss, Mean):
+        if isinstance(loss.count, Tensor) and loss.count.requires_grad:
+            problem = "gave a Mean whose count has a gradient, which the parts of a batch cannot have each for itself"
+            raise ConfigError(field, "count", problem, "detach() the count, or return a scalar")
         for name, value in (("total", loss.total), ("count", loss.count)):
             if isinstance(value, Tensor) and value.ndim:
                 problem = f"gave a Mean whose {name} is a tensor {list(value.shape)}"
@@ -82,18 +87,31 @@ def split_mean(loss: Loss, num_samples: float) -> Tensor:
 class StepCounts:
     """The counts of a step's `Mean`s, by name, added up over its micro-batches.
 
+    kinds: whether a loss is a `Mean`, by name, where that is known before the first step
+
     They are relative to the number of samples that a rank has when the global batch is divided equally: then a sum of
-    gradients has the scale of a mean until `divide` is called, whatever the counts are.
+    gradients has the scale of a mean until it is divided, whatever the counts are.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: Mapping[str, bool] = MappingProxyType({})) -> None:
         self._counts: dict[str, Tensor] = {}
+        self._kinds = dict(kinds)
+
+    def begin(self) -> None:
+        """Forget the counts of a step that was not finished."""
+        self._counts = {}
 
     def weigh(self, name: str, loss: Loss, weight: float, num_samples: int) -> Tensor:
         """A micro-batch's part of the step's loss.
 
         weight: of the micro-batch, if its loss is the mean over its `num_samples` samples
+
+        Raises ConfigError for a loss that is a `Mean` for some batches only: ranks would not wait for each other.
         """
+        is_mean = isinstance(loss, Mean)
+        if self._kinds.setdefault(name, is_mean) != is_mean:
+            problem = "is a shoal.Mean for some batches, and a scalar for others"
+            raise ConfigError("Task", name, problem, "return a Mean for each batch: one of count 0 adds nothing")
         if not isinstance(loss, Mean):
             return loss if weight == 1.0 else loss * weight
         each = weight / num_samples
@@ -117,4 +135,4 @@ class StepCounts:
 
 def invert_count(count: Tensor) -> Tensor:
     """The factor that makes a total a mean; 0 for a count of 0, whose total is 0 too."""
-    return torch.where(count > 0, 1.0 / count, torch.zeros_like(count))
+    return torch.where(count == 0, torch.zeros_like(count), 1.0 / count)

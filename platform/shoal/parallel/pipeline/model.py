@@ -42,7 +42,7 @@ from shoal.parallel.pipeline.stages import (
     build_schedule,
     shape_key,
 )
-from shoal.parallel.spec import ParallelDims, ParallelSpec
+from shoal.parallel.spec import ParallelDims, ParallelSpec, Precision
 from shoal.parallel.spmd.buffer_consistency import check_buffers
 from shoal.parallel.spmd.fsdp import apply_fsdp
 from shoal.parallel.spmd.fsdp_blocks import find_blocks
@@ -155,7 +155,7 @@ class PipelineModel(ParallelModel):
         self._batches: list[Any] = []  # in flight
         self._step, self._first_index = 0, 0
         self._metric_names: list[str] = []  # of an evaluation
-        self._counts = StepCounts()  # on the rank of the last stage
+        self._counts = StepCounts({LOSS: self.partition.has_mean_loss})  # on the rank of the last stage
         self._reduced_s = 0.0
 
     # -- a step
@@ -165,7 +165,8 @@ class PipelineModel(ParallelModel):
             problem = "needs equally many samples on each rank, and this dataset divides them by `sample_sizes`"
             raise PlanError("parallel.pipeline", self._num_micro_batches, problem, "use ddp or fsdp")
         gradients.clear(self._weights.local_parameters.values())
-        self._step, self.step_weight, self._counts = step, 1.0, StepCounts()
+        self._step, self.step_weight = step, 1.0
+        self._counts.begin()
         batches = split_micro_batches(batch, self._spec.accumulate * self._num_micro_batches)
         losses: list[Tensor] = []
         for first in range(0, len(batches), self._num_micro_batches):
@@ -282,13 +283,13 @@ class PipelineModel(ParallelModel):
     def measure_loss(self, batch: Any) -> Tensor | None:
         self._stage_outputs = {}
         with eval_mode(self._model), torch.no_grad():
-            outputs = self._run_forward(batch)
+            outputs = self._run_forward(batch, "fp32")
             loss = self._learnable.loss(outputs, batch) if self._has_last else None
         self._check_usage([])
         return loss if isinstance(loss, Tensor) else None
 
-    def _run_forward(self, batch: Any) -> Any:
-        """The model's outputs, on the rank of the last stage; None elsewhere."""
+    def _run_forward(self, batch: Any, precision: Precision | None = None) -> Any:
+        """The model's outputs, on the rank of the last stage; None elsewhere. `precision` None: that of the plan."""
         group, inputs, handed = self._groups.pipeline, self._learnable.inputs(batch), None
         assert group is not None
         last = len(self._stage_ranks) - 1
@@ -298,7 +299,7 @@ class PipelineModel(ParallelModel):
                 handed = receive_tensor(before, group, self._world.device)
             if handed is not None:
                 self._stage_outputs[stage - 1] = _empty_like(handed)
-            with autocast(self._spec.precision, self._world.device):
+            with autocast(precision or self._spec.precision, self._world.device):
                 handed = self._stage_forward.run(stage, inputs, handed)
             if stage == last:
                 return handed

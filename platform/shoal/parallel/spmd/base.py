@@ -92,7 +92,8 @@ class SpmdModel(ParallelModel):
                 self._raise_thawed()
         for parameter in self._trainable:
             parameter.grad = None
-        self.step_losses, self.step_weight, self._counts = {}, 1.0, StepCounts()
+        self.step_losses, self.step_weight = {}, 1.0
+        self._counts.begin()
         micro_batches = self._split_batch(batch, share)
         if self._phase_parameters:
             return self._run_phases(micro_batches, step)
@@ -130,8 +131,8 @@ class SpmdModel(ParallelModel):
             gradients.clear(self._trainable)
             name: str | None = None
             summed = torch.zeros_like(total)
-            for each, (part, weight) in zip(steps, micro_batches, strict=True):
-                self._dropout_rng.begin_micro_step(step, index, count_samples(part))
+            for micro_step, (each, (part, weight)) in enumerate(zip(steps, micro_batches, strict=True), index):
+                self._dropout_rng.begin_micro_step(step, micro_step, count_samples(part))
                 with autocast(self._spec.precision, self._world.device):
                     found = next_phase(each, name)
                 if found is None:
@@ -178,7 +179,7 @@ class SpmdModel(ParallelModel):
         """
         counts = self._counts.take(self._average_over_ranks)
         for each, count in counts.items():
-            if each in self.step_losses:
+            if each != name and each in self.step_losses:  # an earlier phase's of this name is divided already
                 self.step_losses = {**self.step_losses, each: self.step_losses[each] * invert_count(count)}
         if name not in counts:
             return summed
@@ -221,7 +222,9 @@ class SpmdModel(ParallelModel):
                 with torch.no_grad():
                     loss = self._learnable.loss(self.module(*self._learnable.inputs(batch)), batch)
             else:
+                restore = snapshot_module(self.module)  # such a step may fill a queue, say
                 found = self._train_step(self.module, batch)
+                restore()
                 if isinstance(found, Iterator):
                     return None
                 loss, _ = split_losses(found)

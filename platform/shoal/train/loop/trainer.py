@@ -166,8 +166,8 @@ class Trainer:
         norm = None
         self._sync.before_step()
         try:
-            if self._is_first_step and self.spec.check_loss and self.spec.splits_batches:
-                check_split_loss(parts.model, batch, self.world, type(self.task).__name__)
+            if self._is_first_step:
+                self._check_loss(batch)
             with self._profiler.step() if self._profiler is not None else nullcontext():
                 if parts.has_phases:
                     self._wait_until_copied()
@@ -194,6 +194,13 @@ class Trainer:
         self._meter.count_step(self.spec.batch_size * (self._progress.step - step))
         if self._profiler is not None and self._profiler.is_due:
             self._report_cost(self._profiler)
+
+    def _check_loss(self, batch: Any) -> None:
+        """Raises ConfigError, on every rank, for a loss that depends on how its batch is split."""
+        if self.spec.check_loss and self.spec.splits_batches:
+            plan, parts = self.spec.parallel, self._parts
+            num_parts = plan.accumulate * plan.num_micro_batches(parts.degrees)
+            check_split_loss(parts.model, batch, self.world, type(self.task).__name__, num_parts)
 
     def _wait_until_copied(self) -> None:
         """Before weights or the optimiser's state change: until a checkpoint has its copy of them."""
