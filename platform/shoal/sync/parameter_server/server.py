@@ -102,7 +102,7 @@ class ParameterServer:
             return gradient.div_(total or 1.0)
         for index in present:
             late, part = self._slice(self._late, index), self._slice(gradient, index)
-            part.add_(late, alpha=1 / unit).div_(total + self._late_weights[index] / unit)
+            part.add_(late, alpha=1 / unit).div_(total + self._late_weights[index] / unit or 1.0)
             late.zero_()
             self._late_weights[index] = 0.0
         return gradient
