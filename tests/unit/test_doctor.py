@@ -47,6 +47,9 @@ def test_training_or_serving_alone_is_enough() -> None:
     requirements += ['shoal[core]; extra == "serve"', 'uvicorn>=0.34; extra == "serve"']
     versions = {"numpy": "2.3.1", "torch": "2.13.0", "h5py": "3.1", "uvicorn": "0.54.0"}
     assert doctor.find_installed_extra(requirements, versions.get) == "cluster"
+    of_cluster = [*requirements, 'gymnasium>=1; extra == "cluster"']
+    assert doctor.find_installed_extra(of_cluster, versions.get) == "train,serve"
+    assert levels(list(doctor.check_packages(of_cluster, versions.get, "train,serve"))) == [Level.OK]
     serving = {name: version for name, version in versions.items() if name != "h5py"}
     assert doctor.find_installed_extra(requirements, serving.get) == "serve"
     assert levels(list(doctor.check_packages(requirements, serving.get, "serve"))) == [Level.OK]

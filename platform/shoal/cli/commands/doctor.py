@@ -37,7 +37,12 @@ from shoal.runs.formatting import format_size
 GIB = 1 << 30
 IMPORTS = ("numpy", "zmq", "msgspec", "safetensors", "torch", "ray", "ray.train", "ray.serve", "ray.tune")
 IMPORT_TIMEOUT_S = 120.0
-UNNEEDED_IMPORTS = {"cluster": (), "train": ("ray.serve",), "serve": ("ray.train", "ray.tune")}  # by extra
+UNNEEDED_IMPORTS = {  # by extra
+    "cluster": (),
+    "train,serve": (),
+    "train": ("ray.serve",),
+    "serve": ("ray.train", "ray.tune"),
+}
 
 
 class Level(StrEnum):
@@ -74,7 +79,7 @@ def check_python(running: str, wanted: str) -> Finding:
 
 
 def find_installed_extra(requirements: Sequence[str], installed: Callable[[str], str | None]) -> str:
-    """`train` or `serve` where only that one is installed in full, else `cluster`."""
+    """`train`, `serve` or `train,serve` where these are installed in full and `cluster` is not, else `cluster`."""
     parsed = list(map(Requirement, requirements))
     there = (extra for extra in UNNEEDED_IMPORTS if all(installed(each.name) for each in _required(parsed, extra)))
     return next(there, "cluster")
@@ -102,9 +107,10 @@ def _install(extra: str) -> str:
 
 
 def _required(requirements: Sequence[Requirement], extra: str) -> Iterator[Requirement]:
-    """The requirements of the package and its extra, including those of extras that the extra names."""
+    """The requirements of the package and its extra (or several, `a,b`), including those of extras that these name."""
+    extras = extra.split(",")
     for requirement in requirements:
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
+        if requirement.marker is not None and not any(requirement.marker.evaluate({"extra": each}) for each in extras):
             continue
         if requirement.name != "shoal":
             yield requirement
