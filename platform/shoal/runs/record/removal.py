@@ -30,8 +30,8 @@ def choose_old_runs(runs: Iterable[Run], keep: int, older_than_s: float, now: fl
     A run that goes on stays, and so do the trials of a sweep that goes on: it reads them at its end.
     """
     newest_first = sorted(runs, key=lambda run: run.created_at, reverse=True)
-    needed = {trial for run in newest_first if not _has_ended(run.status) for trial in list_trial_ids(run)}
-    ended = [run for run in newest_first[keep:] if _has_ended(run.status) and run.id not in needed]
+    needed = {trial for run in newest_first if not _is_over(run.status) for trial in list_trial_ids(run)}
+    ended = [run for run in newest_first[keep:] if _is_over(run.status) and run.id not in needed]
     return [run for run in ended if now - (run.finished_at or run.heartbeat_at) > older_than_s]
 
 
@@ -91,12 +91,12 @@ def _delete_rows(connection: sqlite3.Connection, run_id: str) -> None:
     connection.execute("DELETE FROM runs WHERE number = ?", (row["number"],))
 
 
-def _has_ended(status: Status) -> bool:
+def _is_over(status: Status) -> bool:
     return status in TERMINAL or status is Status.LOST
 
 
 def _reject_running(status: Status, run_id: str, pid: int, host: str) -> None:
-    if not _has_ended(status):
+    if not _is_over(status):
         raise RunError(f"run {run_id!r} is still {status.value} (process {pid} on {host}): stop it first")
 
 
