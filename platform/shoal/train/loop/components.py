@@ -99,6 +99,11 @@ class TrainComponents:
         return self.model.train_step(batch, step, self.training.relative_share)
 
     @property
+    def step_weight(self) -> Tensor | float:
+        """The weight of the newest step's loss in a mean over steps: one that Selective Backprop gives is of samples."""
+        return 1.0 if self.selective is not None else self.model.step_weight
+
+    @property
     def has_phases(self) -> bool:
         """Whether several optimisers take their steps within a step of the run."""
         return isinstance(self.optimizer, OptimizerGroup)

@@ -187,7 +187,7 @@ class Trainer:
             raise better from error
         if parts.average is not None:
             parts.average.update()
-        named, weight = parts.model.step_losses, parts.model.step_weight
+        named, weight = parts.model.step_losses, parts.step_weight
         self._loss_names = self._loss_names or tuple(sorted(named))
         self._pending_steps.append(PendingStep(step, loss, norm, parts.training.last_indices, named, weight))
         self._callbacks.end_step(self._progress.step, loss)
