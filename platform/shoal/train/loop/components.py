@@ -100,7 +100,7 @@ class TrainComponents:
 
     @property
     def step_weight(self) -> Tensor | float:
-        """The weight of the newest step's loss in a mean over steps: one that Selective Backprop gives is of samples."""
+        """The weight of the newest step's loss in a mean over steps; Selective Backprop's is the mean over samples."""
         return 1.0 if self.selective is not None else self.model.step_weight
 
     @property
