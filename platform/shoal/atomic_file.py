@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import logging
 import os
+import sqlite3
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 _log = logging.getLogger(__name__)
 
@@ -45,8 +48,22 @@ def make_folder(path: Path) -> None:
 
 def create_private(path: Path) -> Path:
     """Create an empty file that only its owner may read, unless there is one; returns the path, to write to it."""
-    os.close(os.open(path, os.O_RDONLY | os.O_CREAT, 0o600))
+    with suppress(FileExistsError):
+        os.close(os.open(path, os.O_RDONLY | os.O_CREAT | os.O_EXCL, 0o600))
     return path
+
+
+def connect_private(path: Path, **options: Any) -> sqlite3.Connection:
+    """A connection to an SQLite file; one that is new is for its owner alone, and so are SQLite's files next to it.
+
+    Never opens the file besides: closing it would release the locks of this process's other connections (POSIX), and
+    other processes would damage the file.
+    """
+    is_new = not path.exists()
+    connection = sqlite3.connect(path, **options)
+    if is_new:
+        path.chmod(0o600)
+    return connection
 
 
 def write_synced(path: Path, payload: bytes) -> None:

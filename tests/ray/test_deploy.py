@@ -99,8 +99,10 @@ def faked(serve: FakeServe, actors: tuple[str, ...] = ()) -> Iterator[None]:
             serve.done.append("end")
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (deployment, removal, shared_cluster):
+        for module in (deployment, removal):
             patch.setattr(module, "serve", serve)
+        for module in (removal, shared_cluster):
+            patch.setattr(module, "shut_down_serve", serve.shutdown)
         patch.setattr(shared_cluster, "get_driver_id", lambda: LIVING)
         patch.setattr(shared_cluster, "is_serve_running", serve.has_serve)
         patch.setattr(deployment, "RayControllerClient", Controller)

@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -357,6 +358,19 @@ def test_a_run_is_called_by_what_it_trains(job: str, kind: runs.RunKind | None, 
     runs.create(job, spec, "one", kind=kind).close()
     assert runs.load("one").title == title
     assert runs.load("one").to_dict()["title"] == title
+
+
+def test_another_connection_does_not_release_the_locks_of_a_process(home: Path) -> None:
+    """A process that closes any descriptor of a file loses its locks on it (POSIX): another process would then take
+    itself for the last one, and remove the log that this one writes to."""
+    with runs.create("train", "", "one") as run:
+        runs.load("one")
+        write = "import shoal.runs; shoal.runs.create('train', '', 'two').close()"
+        subprocess.run([sys.executable, "-c", write], check=True, timeout=300)
+        assert (home / "runs.sqlite-wal").exists()
+        run.record_event("still")
+    assert {each.id for each in runs.list_runs()} == {"one", "two"}
+    assert "still" in runs.load("one").last_events()
 
 
 def test_of_several_versions_of_a_model_one_is_its_champion() -> None:

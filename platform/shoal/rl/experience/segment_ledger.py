@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from shoal.atomic_file import create_private, describe_newer_format, is_newer_format, log_unknown_fields
+from shoal.atomic_file import connect_private, describe_newer_format, is_newer_format, log_unknown_fields
 from shoal.errors import LedgerUnwritable, RunError
 from shoal.wire.segment import DropReason
 
@@ -88,9 +88,8 @@ class Ledger:
         """Open or create the ledger; None keeps it in memory. Segments that a crash left queued become
         GATEWAY_CRASH."""
         self.lock = threading.RLock()
-        if path is not None:
-            create_private(path)  # SQLite's own files next to it take its permissions
-        self._database = sqlite3.connect(path or ":memory:", check_same_thread=False, isolation_level=None)
+        options: dict[str, Any] = {"check_same_thread": False, "isolation_level": None}
+        self._database = sqlite3.connect(":memory:", **options) if path is None else connect_private(path, **options)
         try:
             self._open(path)
         except (sqlite3.DatabaseError, RunError) as error:

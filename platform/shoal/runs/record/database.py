@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from shoal.atomic_file import create_private, describe_newer_format
+from shoal.atomic_file import connect_private, describe_newer_format
 from shoal.errors import RecordUnwritable, RunError
 from shoal.home import file_lock
 
@@ -57,8 +57,7 @@ def connect(home: Path) -> sqlite3.Connection:
     path = home / "runs.sqlite"
     connection: sqlite3.Connection | None = None
     try:
-        create_private(path)  # SQLite's own files next to it take its permissions
-        connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+        connection = connect_private(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
         connection.row_factory = sqlite3.Row
         connection.execute("PRAGMA synchronous = NORMAL")  # a power cut may lose the newest commits, a kill none
         found = _read_schema_version(connection)
