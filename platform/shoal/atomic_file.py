@@ -60,7 +60,7 @@ def connect_private(path: Path, **options: Any) -> sqlite3.Connection:
     other processes would damage the file.
     """
     is_new = not path.exists()
-    connection = sqlite3.connect(path, **options)
+    connection: sqlite3.Connection = sqlite3.connect(path, **options)
     if is_new:
         path.chmod(0o600)
     return connection
