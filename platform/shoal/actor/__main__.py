@@ -36,6 +36,21 @@ SHOAL_TOKEN to what that file holds there.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Play until the run is over or a signal comes; returns the exit status."""
+    options = _make_parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    if options.lifeline:
+        threading.Thread(target=_exit_on_stdin_close, name="lifeline", daemon=True).start()
+    try:
+        return _run_processes(options, words) if options.processes > 1 else _run(options)
+    except KeyboardInterrupt:
+        return 130
+    except ShoalError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "shoal actor", description=__doc__, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -67,6 +82,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=1,
         help="actors, each a process of its own, which adds -0, -1, ... to the id (default 1)",
     )
+    _add_run_options(parser)
+    return parser
+
+
+def _add_run_options(parser: argparse.ArgumentParser) -> None:
+    """What most actors need not say."""
     parser.add_argument(
         "--server-key",
         default="",
@@ -101,18 +122,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--lifeline", action="store_true", help="end when standard input closes: for a program that starts actors"
     )
-    options = parser.parse_args(arguments)
-    words = sys.argv[1:] if arguments is None else arguments
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    if options.lifeline:
-        threading.Thread(target=_exit_on_stdin_close, name="lifeline", daemon=True).start()
-    try:
-        return _run_processes(options, words) if options.processes > 1 else _run(options)
-    except KeyboardInterrupt:
-        return 130
-    except ShoalError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
 
 
 def _make_minimum_parser(least: Number, kind: Callable[[str], Number]) -> Callable[[str], Number]:
