@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,26 @@ def test_what_is_not_committed_comes_again_in_order_to_the_next_process(spec: Mq
     assert [message.sequence for message in poll(third, 1)] == [12]
     third.close()
     third.close()
+
+
+def test_what_was_acknowledged_before_a_close_does_not_come_again(tmp_path: Path) -> None:
+    """Though the broker takes its time, and then finds the next connection of the session beside the last one."""
+    with PrivateBroker(tmp_path) as broker:
+        spec = MqttSpec(broker=broker.address, topic="slow/+", client_id="slow")
+        source = MqttSource(spec, 1)
+        source.open(StreamState())
+        publish(spec, make_packets(1, 40))
+        assert len(poll(source, 40)) == 40
+        stop, go_on = (partial(os.kill, broker._process.pid, each) for each in (signal.SIGSTOP, signal.SIGCONT))
+        stop()
+        threading.Timer(0.5, go_on).start()
+        source.commit(StreamState(num_delivered=40))
+        source.close()
+        again = MqttSource(spec, 1)
+        again.open(StreamState())
+        publish(spec, make_packets(41, 41))
+        assert [message.sequence for message in again.poll(10, 30).messages] == [41]
+        again.close()
 
 
 def test_what_is_published_once_a_source_is_open_comes(spec: MqttSpec, monkeypatch: pytest.MonkeyPatch) -> None:

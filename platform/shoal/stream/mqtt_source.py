@@ -154,10 +154,13 @@ class MqttSource:
             self._report("broker_rejects", broker=":".join(map(str, self._address)), reason=str(reason))
             return
         self._connection += 1
-        options = SubscribeOptions(qos=1, retainHandling=SubscribeOptions.RETAIN_DO_NOT_SEND)
-        client.subscribe(self._spec.topic, options=options)
+        self._subscribe(client)
         if self._connection > 1:
             self._report("broker_back", has_session=bool(flags.session_present))
+
+    def _subscribe(self, client: paho.Client) -> None:
+        options = SubscribeOptions(qos=1, retainHandling=SubscribeOptions.RETAIN_DO_NOT_SEND)
+        client.subscribe(self._spec.topic, options=options)
 
     def _begin(self, client: paho.Client, data: Any, number: int, reasons: Sequence[ReasonCode], *rest: Any) -> None:
         """The broker has the subscription: what is published from now on comes."""
@@ -233,10 +236,13 @@ class MqttSource:
             self.num_answers_dropped += sent.rc != paho.MQTT_ERR_SUCCESS
 
     def close(self) -> None:
+        """Leave the session in the broker, which has every acknowledgement by then: else it would send those messages
+        again to a connection that comes before it has read this one to its end."""
         if self._client is not None:
-            deadline_s = time.monotonic() + CLOSE_S
-            while self._client.want_write() and self._connected.is_set() and time.monotonic() < deadline_s:
-                time.sleep(0.005)  # acknowledgements that are not sent yet
+            if self._connected.is_set():
+                self._connected.clear()
+                self._subscribe(self._client)  # answered in order: after all that was sent before
+                self._connected.wait(CLOSE_S)
             self._client.disconnect()
             self._client.loop_stop()
             self._client = None
