@@ -17,6 +17,7 @@ NAMES = (
     *("version_lag", "publish_latency", "remote_inference"),
     *(
         "training_step",
+        "step_before",
         "training_start",
         "sweep",
         "checkpoint",

@@ -216,6 +216,7 @@ def options(
     only: Sequence[str] = (),
     minutes: float | None = None,
     rounds: int | None = None,
+    before: str = "",
 ) -> argparse.Namespace:
     """The command line that all benchmarks share: `runs`, `quick`, `results`; for some, which peers, or how long."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -228,6 +229,8 @@ def options(
         parser.add_argument("--minutes", type=float, default=minutes, help=f"how long (default {minutes:g})")
     if rounds is not None:
         parser.add_argument("--rounds", type=int, default=rounds, help=f"rounds of a population (default {rounds})")
+    if before:
+        parser.add_argument("--before", default=before, help=f"the commit of the other side (default {before})")
     if only:
         parser.add_argument("--only", nargs="+", choices=only, default=list(only), help="the peers to run")
     chosen = parser.parse_args()

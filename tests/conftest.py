@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 # Ray reads this when it is imported, which a test module may do before any fixture runs: 127.0.0.1 stays 127.0.0.1.
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 os.environ["RAY_AUTH_MODE"] = "token"  # as every cluster here has it
+os.environ["SHOAL_LOG_MONITOR"] = "0"  # no test reads what workers print
 if "PYTEST_XDIST_WORKER" in os.environ:  # several of us share the cores; torch reads this when it is imported
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A suite started in the background ignores SIGINT, and so would every program that its tests interrupt.
@@ -202,8 +203,7 @@ def cluster(shared_home: Path) -> Iterator[EmbeddedCluster]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHOAL_HOME", str(shared_home))
-        # Ray's monitor of logs looks for new files twice a second, which takes 13 s of a processor in a session.
-        with start_cluster(num_cpus=8, environment={"LOG_NAME_UPDATE_INTERVAL_S": "2"}) as started:
+        with start_cluster(num_cpus=8) as started:
             assert started.temp_dir is not None
             patch.setitem(logs, "the cluster", started.temp_dir / "head.log")
             for name, value in started.environment.items():

@@ -50,7 +50,7 @@ class RanksFailed(AssertionError):
         super().__init__("\n".join(f"rank {rank}: {cause}" for rank, cause in sorted(causes.items())))
 
 
-def run_ranks(program: Callable[..., Any], size: int, *args: Any, timeout_s: float = 90.0) -> list[Any]:
+def run_ranks(program: Callable[..., Any], size: int, *args: Any, timeout_s: float = 600.0) -> list[Any]:
     """What `program(world, *args)` returns on each of `size` ranks, in order.
 
     program: a function of a module's top level; `args` and what it returns are pickled
@@ -154,7 +154,7 @@ def _rank(
     try:
         world: World = World.single("cpu")
         if size > 1:
-            dist.init_process_group("gloo", f"file://{store}", timedelta(seconds=60), size, rank)
+            dist.init_process_group("gloo", f"file://{store}", timedelta(seconds=300), size, rank)
             world = World.from_process_group("cpu", rank)
             world.barrier()  # nobody leaves before all are connected
         answer = pickle.dumps((True, program(world, *args)))

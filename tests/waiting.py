@@ -7,10 +7,11 @@ from collections.abc import Callable, Collection
 from typing import TypeVar
 
 POLL_S = 0.02
+STATE_S = 600.0  # a deadline is for what hangs: however slow the machine, no test depends on it
 T = TypeVar("T")
 
 
-def wait_for(predicate: Callable[[], T], timeout_s: float = 60.0, what: str = "") -> T:
+def wait_for(predicate: Callable[[], T], timeout_s: float = STATE_S, what: str = "") -> T:
     """The first true value of `predicate`. Fails, naming `what` and the last value, after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     while not (value := predicate()):

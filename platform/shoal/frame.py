@@ -168,7 +168,10 @@ def _to_number(value: Any) -> float | None:
     if value is getattr(sys.modules.get("pandas"), "NaT", None):
         return np.nan
     if isinstance(value, bool | int | float | Decimal | np.bool_ | np.integer | np.floating):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:  # an int beyond float64
+            return None
     if isinstance(value, datetime.datetime):
         return (value if value.tzinfo else value.replace(tzinfo=datetime.UTC)).timestamp()
     if isinstance(value, datetime.date):

@@ -33,7 +33,7 @@ json.dump(config, sys.stdout)
 
 def validated(text: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-P", "-c", VALIDATE], input=text, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-P", "-c", VALIDATE], input=text, capture_output=True, text=True, timeout=600, check=False
     )
 
 

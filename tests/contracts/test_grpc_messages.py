@@ -45,14 +45,14 @@ print(json.dumps([fields, values, methods]))
 def test_the_compiled_messages_are_those_of_the_file(tmp_path: Path) -> None:
     command = ["-m", "grpc_tools.protoc", "-I", PROTOCOL, f"--pyi_out={tmp_path}", "inference.proto"]
     subprocess.run(
-        [sys.executable, *command, f"--descriptor_set_out={tmp_path / 'inference.binpb'}"], check=True, timeout=60
+        [sys.executable, *command, f"--descriptor_set_out={tmp_path / 'inference.binpb'}"], check=True, timeout=600
     )
     for name in ("inference.binpb", "inference_pb2.pyi"):
         assert (tmp_path / name).read_bytes() == (PROTOCOL / name).read_bytes(), f"{name} is stale: make proto"
 
 
 def test_every_field_and_method_is_a_stock_client_s() -> None:
-    done = subprocess.run([CLIENTS, "-c", DESCRIBE], check=True, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([CLIENTS, "-c", DESCRIBE], check=True, capture_output=True, text=True, timeout=600)
     fields, values, methods = json.loads(done.stdout)
     file = FileDescriptorProto.FromString(inference_pb2.DESCRIPTOR.serialized_pb)
     ours: dict[str, Any] = {}
@@ -86,5 +86,5 @@ from shoal.open_inference import inference_pb2
 Default().FindMessageTypeByName("inference.ModelInferRequest")
 print(inference_pb2.ModelInferRequest(model_name="a").model_name)
 """
-    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=600)
     assert done.stdout.strip() == "a"

@@ -49,7 +49,7 @@ def address() -> Iterator[str]:
 @pytest.mark.parametrize(("command", "answer"), EXAMPLES)
 def test_the_examples_run(address: str, command: str, answer: str) -> None:
     environment = {**os.environ, "URL": address, "KEY": TOKEN}
-    done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, timeout=60)
+    done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, timeout=600)
     assert done.returncode == 0, done.stderr
     said, _ = json.JSONDecoder().raw_decode(done.stdout.decode("latin-1"))  # bytes of tensors may follow
     if answer:

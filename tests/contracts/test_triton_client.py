@@ -39,7 +39,7 @@ def ports() -> Iterator[dict[str, int]]:
 def test_a_stock_client(kind: str, http: str, ports: dict[str, int]) -> None:
     assert CLIENTS.exists(), f"there is no {CLIENTS}: make test makes it"
     command = [CLIENTS, HERE / "triton_program.py", kind, *(str(ports[name]) for name in (http, "grpc"))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert not report["failures"], "\n".join(f"{name}\n{error}" for name, error in report["failures"].items())

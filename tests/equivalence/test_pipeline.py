@@ -102,17 +102,17 @@ def states(world: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def two_ranks() -> list[dict[str, Any]]:
-    return run_ranks(compare_all, 2, CASES, timeout_s=150)
+    return run_ranks(compare_all, 2, CASES)
 
 
 @pytest.fixture(scope="module")
 def four_ranks() -> list[dict[str, Any]]:
-    return run_ranks(compare_all, 4, WITH_DATA, timeout_s=150)
+    return run_ranks(compare_all, 4, WITH_DATA)
 
 
 @pytest.fixture(scope="module")
 def eight_ranks() -> list[dict[str, Any]]:
-    return run_ranks(compare_all, 8, ALL_DEGREES, timeout_s=150)
+    return run_ranks(compare_all, 8, ALL_DEGREES)
 
 
 def check(found: Any) -> None:

@@ -54,7 +54,7 @@ def _stepped(world: World, shard: bool) -> list[dict[str, Tensor | None]]:
 @pytest.mark.parametrize("shard", [False, True])
 def test_shapes_may_change_and_differ_between_data_ranks(shard: bool) -> None:
     """Tolerance 1e-5: fp32 sums in another order."""
-    ranks = run_ranks(_stepped, 4, shard, timeout_s=60.0)
+    ranks = run_ranks(_stepped, 4, shard)
     for step in range(len(LENGTHS)):
         model, learnable = _model(), Cut()
         for rank in (0, 1):

@@ -85,7 +85,7 @@ def helped_by_a_thread(world: World, folder: Path) -> float:
     if world.rank == 0:
         threading.Thread(target=say_so, daemon=True).start()
     else:
-        wait_for((folder / "go").exists, 30, "a word of rank 0")
+        wait_for((folder / "go").exists, what="a word of rank 0")
     total = functional.all_reduce(torch.ones(1), "sum", dist.group.WORLD)
     waiting_s = CollectiveTimer(world.device)
     with waiting_s.time_collectives():

@@ -267,7 +267,7 @@ def test_a_run_whose_controller_is_killed_leaves_no_process_and_is_resumed(
     _, alive = psutil.wait_procs(below, timeout=20.0)
     assert alive == []
     again = [sys.executable, "-m", "shoal.train", f"resume={run.id}", f"stop.steps={saved + 60}"]
-    done = subprocess.run(again, env=home, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(again, env=home, capture_output=True, text=True, check=False, timeout=600)
     shutil.rmtree(short)
     assert done.returncode == 0, done.stderr
     events = run.last_events()

@@ -62,7 +62,7 @@ class Link:
             script = f"mount -t sysfs sysfs /sys && {' '.join(words)}"
             words = ("unshare", "--mount", "sh", "-c", script)
         done = subprocess.run(
-            ["nsenter", "-t", str(namespace), "-n", *words], capture_output=True, text=True, check=False, timeout=30
+            ["nsenter", "-t", str(namespace), "-n", *words], capture_output=True, text=True, check=False, timeout=600
         )
         assert done.returncode == 0, f"{words}: {done.stderr}"
         return done.stdout

@@ -143,7 +143,7 @@ class Network:
 
 
 def _output(*words: str) -> str:
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"{shlex.join(words)}: {done.stderr}"
     return done.stdout
 

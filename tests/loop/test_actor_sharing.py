@@ -46,8 +46,8 @@ def test_a_thread_that_waits_is_waited_for_by_no_other(monkeypatch: pytest.Monke
         waiting = waiter.submit(actor.wait_for_weights, 10**9, 0.1)
         try:
             assert waits.wait(LONG_S)
-            assert other.submit(actor.newer_weights, 10**9).result(timeout=10) is None
-            assert other.submit(actor.send, segment()).result(timeout=10) == 0
+            assert other.submit(actor.newer_weights, 10**9).result(timeout=600) is None
+            assert other.submit(actor.send, segment()).result(timeout=600) == 0
         finally:
             may_go_on.set()
         assert waiting.exception(LONG_S) is not None

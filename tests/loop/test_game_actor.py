@@ -124,6 +124,6 @@ def test_a_policy_is_learnt_from_a_game_that_owns_its_loop(tmp_path: Path) -> No
 
         thread = threading.Thread(target=run_game)
         thread.start()
-        assert loop.wait_until_solved(timeout_s=120) > 0
+        assert loop.wait_until_solved(timeout_s=600) > 0
         loop.close()
         thread.join()

@@ -101,7 +101,7 @@ class Bench:
         started = multiprocessing.get_context("fork").Process(target=run_replica, args=(self.spec, self.hub, *later))
         started.start()
         self.processes.append(started)
-        wait_for(lambda: len(self.hub._arrived) > 0, timeout_s=60)  # type: ignore[union-attr]
+        wait_for(lambda: len(self.hub._arrived) > 0)  # type: ignore[union-attr]
         self.hub._admit()
         return started
 
@@ -231,7 +231,7 @@ def test_the_others_join_the_first_learner_again_when_it_has_come_back_from_its_
         first.hub.close()  # as its death does
         with bench(tmp_path / "run", hub=second_hub) as again:
             assert again.learner.restored_updates == 3
-            wait_for(lambda: second_hub._arrived, timeout_s=60)
+            wait_for(lambda: second_hub._arrived)
             again.learn(random, 2)
             assert again.learner.stats()["replica_pids"] == [first.processes[0].pid]
             for key, value in one.weights().items():

@@ -64,7 +64,7 @@ def test_the_books_balance_while_the_run_goes_on_and_after_it(tmp_path: Path) ->
         thread = actor(loop, 0)
         for _ in range(20):
             assert loop.gateway.stats()["segments"]["balanced"]
-        wait_for(lambda: loop.learner.stats()["updates"] > 3, timeout_s=120)
+        wait_for(lambda: loop.learner.stats()["updates"] > 3)
         loop.close()
         totals = loop.ledger.get_totals()
         assert totals.is_balanced
@@ -96,5 +96,5 @@ def test_actors_without_numpy_teach_a_policy_by_remote_inference(tmp_path: Path)
     script = Path(__file__).parent / "bare_sign_actor.py"
     with LocalLoop(SPEC, EXPERIENCE, tmp_path / "run", TOKEN, target_return=7.0) as loop:
         actors = [subprocess.Popen([sys.executable, script, loop.address, TOKEN, f"bare-{i}"]) for i in range(2)]
-        assert loop.wait_until_solved(timeout_s=120) > 0
+        assert loop.wait_until_solved(timeout_s=600) > 0
     assert [each.wait(30) for each in actors] == [0, 0]

@@ -86,7 +86,7 @@ def test_two_policies_learn_from_one_actor(tmp_path: Path) -> None:
         first = {name: decode_tensors(loop.learner.snapshot().payload) for name, loop in loops.items()}
         specs = {name: loop.gateway.experience for name, loop in loops.items()}
         start_actor(loops, threading.Event(), opened)
-        wait_for(lambda: all(loop.gateway.stats()["steps"] > 16_000 for loop in loops.values()), timeout_s=120)
+        wait_for(lambda: all(loop.gateway.stats()["steps"] > 16_000 for loop in loops.values()))
         last = {name: decode_tensors(loop.learner.pause().payload) for name, loop in loops.items()}
         counts = {name: loop.gateway.stats() for name, loop in loops.items()}
         for loop in loops.values():

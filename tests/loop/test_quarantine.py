@@ -159,26 +159,26 @@ def test_the_liar_alone_is_dropped_until_it_is_mended_and_released(tmp_path: Pat
     with LocalLoop(spec, EXPERIENCE, tmp_path / "run", TOKEN) as loop:
         actors = [Actor(loop, "honest", None), Actor(loop, "slow", None, pull_every=40), Actor(loop, "liar", -4.0)]
         ledger = tmp_path / "run" / LEDGER_NAME
-        wait_for(lambda: read_quarantine(ledger), timeout_s=60)
-        wait_for(lambda: actors[2].drops.get("quarantined", 0) > 5, timeout_s=60)
+        wait_for(lambda: read_quarantine(ledger))
+        wait_for(lambda: actors[2].drops.get("quarantined", 0) > 5)
         events: list[tuple[str, str]] = []
 
         def has_event(wanted: str) -> bool:
             events.extend((kind, details["actor_id"]) for _, kind, details in loop.gateway.take_events())
             return any(kind == wanted for kind, _ in events)
 
-        wait_for(lambda: has_event("actor_quarantined"), timeout_s=60)
+        wait_for(lambda: has_event("actor_quarantined"))
         assert list(read_quarantine(ledger)) == ["liar"]
         assert list(loop.gateway.stats()["quarantined"]) == ["liar"]
         actors[2].claim = None
         received = loop.ledger.get_account
         assert release_actor(ledger, "liar")
-        wait_for(lambda: not loop.gateway.stats()["quarantined"], timeout_s=60)
+        wait_for(lambda: not loop.gateway.stats()["quarantined"])
         [key] = [each for each in loop.ledger.get_accounts() if each[0] == "liar"]
         consumed = received(key).consumed
-        wait_for(lambda: received(key).consumed > consumed + 20, timeout_s=60)
+        wait_for(lambda: received(key).consumed > consumed + 20)
         assert read_quarantine(ledger) == {}
-        wait_for(lambda: has_event("actor_released"), timeout_s=60)
+        wait_for(lambda: has_event("actor_released"))
         changes = [each for each in events if each[0] in ("actor_quarantined", "actor_released")]
         assert changes == [("actor_quarantined", "liar"), ("actor_released", "liar")]
     for each in actors:

@@ -229,7 +229,7 @@ def test_cart_pole_is_learnt_by_the_ready_actor_with_the_policy_at_the_gateway(t
             )
             for index in range(2)
         ]
-        assert loop.wait_until_solved(timeout_s=180) > 0
+        assert loop.wait_until_solved(timeout_s=600) > 0
         counts = loop.gateway.stats()["remote_inference"]
         assert counts["actions"] >= loop.gateway.stats()["steps"]
     assert [each.wait(30) for each in actors] == [0, 0]

@@ -166,7 +166,7 @@ def test_a_completed_segment_waits_for_room_and_takes_no_credit_of_others() -> N
 def test_a_client_without_numpy_and_torch_plays_episodes_of_several_at_once() -> None:
     with serving() as parts:
         done = subprocess.run(
-            [sys.executable, BARE, parts.address, TOKEN], capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, BARE, parts.address, TOKEN], capture_output=True, text=True, timeout=600, check=False
         )
         assert done.returncode == 0, done.stderr
         batch = parts.queue.take("test", TAKE_ALL)

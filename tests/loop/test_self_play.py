@@ -83,7 +83,7 @@ def test_an_actor_forgets_the_members_that_have_gone(tmp_path: Path) -> None:
                 client.wait_for_weights(version - 1)
                 client.send(segment(version=version, opponent=1))
                 client.drain(5)
-                wait_for(lambda version=version: client._wait(lambda: True, 1, "") or version in client.opponents, 5)
+                wait_for(lambda version=version: client._wait(lambda: True, 1, "") or version in client.opponents)
             assert list(client.opponents) == [1, 4]
             client.send(segment(version=4, opponent=2))
             client.drain(5)
@@ -111,7 +111,7 @@ def test_an_actor_gets_every_member_and_the_gateway_counts_who_was_beaten(tmp_pa
                     ending: dict[str, Any] = {"terminated": True, "episode_return": reward, "episode_length": 8}
                     client.send(segment(version=version, opponent=1, **ending))
                 client.drain(5)
-                wait_for(lambda version=version: client._wait(lambda: True, 1, "") or version in client.opponents, 5)
+                wait_for(lambda version=version: client._wait(lambda: True, 1, "") or version in client.opponents)
             np.testing.assert_array_equal(
                 client.opponents[3]["policy.0.weight"], weights(3).tensors()["policy.0.weight"]
             )

@@ -55,7 +55,7 @@ def fork_server() -> Iterator[tuple[subprocess.Popen[bytes], str]]:
         command = [sys.executable, "-P", "-m", "shoal.cluster.forking.fork_server", address]
         with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
             try:
-                wait_for(lambda: Path(address).exists(), timeout_s=180, what="fork server")
+                wait_for(lambda: Path(address).exists(), what="fork server")
                 yield process, address
             finally:
                 process.kill()

@@ -48,7 +48,7 @@ def fork_server(cluster: EmbeddedCluster) -> psutil.Process:
 def server_of(cluster: EmbeddedCluster) -> psutil.Process:
     assert cluster.temp_dir is not None
     socket = cluster.temp_dir / "fork.sock"
-    wait_for(socket.exists, timeout_s=180, what="fork server")
+    wait_for(socket.exists, what="fork server")
     children = psutil.Process(cluster.head_pid).children()
     return next(process for process in children if "shoal.cluster.forking.fork_server" in process.cmdline())
 

@@ -89,7 +89,7 @@ def test_trials_end_early_or_copy_others(cluster: EmbeddedCluster, more: dict[st
 def test_a_sweep_whose_driver_is_killed_goes_on(cluster: EmbeddedCluster) -> None:
     env = {**os.environ, **cluster.environment, "SHOAL_RUN_ID": RUN, "OMP_NUM_THREADS": "1"}
     with Program([sys.executable, "jobs/sweep.py", *WORDS], env=env) as program:
-        wait_for(is_half_done, 300, "two trials to finish")
+        wait_for(is_half_done, what="two trials to finish")
         program.process.send_signal(signal.SIGKILL)
         program.wait()
     before = read()
@@ -134,13 +134,13 @@ def test_no_actor_outlives_its_trial_whose_process_is_killed_and_the_trial_goes_
 
     env = {**os.environ, **cluster.environment, "SHOAL_RUN_ID": "loops", "OMP_NUM_THREADS": "1"}
     with Program([sys.executable, "jobs/sweep.py", *LOOP_WORDS], env=env) as program:
-        wait_for(lambda: find_trial() is not None, 120, "a trial that has learnt something")
+        wait_for(lambda: find_trial() is not None, what="a trial that has learnt something")
         trial = find_trial()
         assert trial is not None
         actors = [each.pid for each in trial.children() if "shoal.actor" in each.cmdline()]
         assert len(actors) == 1
         trial.kill()
-        wait_for(lambda: still_alive(actors) == [], 20, "the actor to end")
+        wait_for(lambda: still_alive(actors) == [], what="the actor to end")
         assert program.wait() == 0
     sweep = load_sweep(shoal.runs.load("loops"))
     assert [each.state for each in sweep.trials] == [TrialState.FINISHED] * 2

@@ -141,7 +141,7 @@ def heard(fit: Any) -> list[Any]:
         messages.extend(new)
         return bool(over)
 
-    wait_for(is_over, 120, "the end of the attempt")
+    wait_for(is_over, what="the end of the attempt")
     return messages
 
 
@@ -152,7 +152,7 @@ def test_a_mailbox_that_does_not_answer_stops_nobody_and_loses_nothing(handle: H
     posted = RayLog(handle)
     for step in range(100):
         posted.log(step, {"loss": 1.0})
-    wait_for(lambda: not handle.troubles, 120, "three calls without an answer")
+    wait_for(lambda: not handle.troubles, what="three calls without an answer")
     posted.record_event("stopped", reason="steps")
     posted.close()
     messages, _ = handle.mailbox.poll(0)

@@ -87,7 +87,7 @@ def test_bad_starts_are_one_line(own_home: Path, tmp_path: Path) -> None:
 def test_a_site_without_a_version_says_so_as_it_starts(own_home: Path) -> None:
     (own_home / "models" / "CURRENT").unlink()
     process = run_manage(own_home, "web", "--port", "0")
-    said, errors = process.communicate(timeout=60)
+    said, errors = process.communicate(timeout=600)
     assert (process.returncode, said) == (1, "")
     assert re.fullmatch(r"error: models = '.*': there is no version of the factors yet.*retrain --once.*\n", errors)
 
@@ -168,7 +168,7 @@ def test_a_killed_retraining_is_started_again_and_the_site_stays(own_home: Path)
     wait_for(lambda: json.loads(session.get("status"))["version"] > version, what="a version by the next retraining")
     assert [child.pid for child in find_retraining()] != [killed.pid]
     site.send_signal(signal.SIGINT)
-    site.communicate(timeout=60)
+    site.communicate(timeout=600)
     assert site.returncode == 0
 
 
@@ -200,7 +200,7 @@ def test_a_reader_rates_in_a_browser_and_all_ends_with_ctrl_c(own_home: Path, tm
     finally:
         chromium.close()
         site.send_signal(signal.SIGINT)
-        said, errors = site.communicate(timeout=60)
+        said, errors = site.communicate(timeout=600)
     assert (site.returncode, errors) == (0, "")
     assert said.endswith("ending\n")
     assert not any(child.is_running() for child in children)

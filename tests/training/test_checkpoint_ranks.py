@@ -256,7 +256,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
         for rank in range(SIZE)
     ]
     try:
-        return folder, [rank.communicate(timeout=120.0)[0] for rank in ranks]
+        return folder, [rank.communicate(timeout=600)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

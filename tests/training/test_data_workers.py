@@ -157,9 +157,9 @@ def test_a_dataset_of_the_script_itself_and_no_worker_outlives_its_process(tmp_p
         assert [line.split(" [")[0].strip() for line in lines] == ["read", "read", "[0, 1]", "[2, 3]"]
         worker = int(lines[3].split("[")[2].strip("]\n"))
         process.kill()
-        wait_for(lambda: has_ended(worker), 20, "end of the worker")
+        wait_for(lambda: has_ended(worker), what="end of the worker")
     script.write_text(SCRIPT.replace("GUARD", "True"))
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600)
     assert 'put what starts the training under `if __name__ == "__main__":`' in done.stderr
     assert done.stderr.splitlines()[-1].startswith(
         "shoal.errors.ConfigError: loader.workers = 1: asked for within a worker"

@@ -51,7 +51,7 @@ def test_what_a_checkpoint_outlives_is_in_the_record_when_the_process_is_killed(
     program += "recorder.FLUSH_INTERVAL_S = 1000.0; sys.exit(main(sys.argv[1:]))"
     words = [*WORDS, "stop.steps=200", "checkpoint.every_steps=30", f"args.notes={tmp_path}"]
     fault = ["args.fault=kill", "args.fault_step=66"]
-    killed = subprocess.run([sys.executable, "-c", program, *words, *fault], check=False, timeout=120)
+    killed = subprocess.run([sys.executable, "-c", program, *words, *fault], check=False, timeout=600)
     assert killed.returncode == -signal.SIGKILL
     run = shoal.runs.load("latest")
     saved = max(int(path.name.removeprefix("step-")) for path in (run.folder / "checkpoints").glob("step-*"))

@@ -66,10 +66,11 @@ def test_every_column_with_a_meaning_as_numbers_is_taken(column: Any, expected: 
         pd.DataFrame({"n": [1, 2], "x": pd.Categorical(["low", "high"])}),
         pd.DataFrame({"n": [1, 2], "x": pd.period_range("2026", periods=2, freq="M")}),
         pd.DataFrame({"n": [1, 2], "x": [1j, 2]}),
+        pd.DataFrame({"n": [1, 2], "x": [10**400, 1]}),
         pa.table({"n": [1, 2], "x": ["1", "red"]}),
         pa.table({"n": [1, 2], "x": [[1], [2]]}),
     ],
-    ids=["text", "category", "period", "complex", "Arrow text", "Arrow list"],
+    ids=["text", "category", "period", "complex", "beyond float64", "Arrow text", "Arrow list"],
 )
 def test_what_is_no_number_is_rejected_by_column_and_row(frame: Any) -> None:
     with pytest.raises(DataError, match=r"X = 'x': row 0 has .*which is no number. .*leave the column out"):

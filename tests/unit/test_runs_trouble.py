@@ -304,7 +304,7 @@ def test_processes_that_make_the_record_at_once_all_have_it(tmp_path: Path) -> N
     for folder in folders:
         folder.mkdir()
     words = [sys.executable, "-c", OPENERS, *map(str, folders)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=600, check=True)
     assert (done.stdout, done.stderr) == ("", "")
 
 

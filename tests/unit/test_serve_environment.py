@@ -106,7 +106,7 @@ def test_the_wrapper_never_starts_itself(short_folder: Path, monkeypatch: pytest
     before = wrapper.read_text()
     prepare_ingress(environment)
     assert wrapper.read_text() == before
-    ran = subprocess.run(["sh", wrapper, "-v"], capture_output=True, text=True, check=True, timeout=60)
+    ran = subprocess.run(["sh", wrapper, "-v"], capture_output=True, text=True, check=True, timeout=600)
     assert ran.stdout.startswith("HAProxy version")
 
 

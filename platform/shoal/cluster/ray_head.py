@@ -38,6 +38,7 @@ from shoal.cluster.processes import CLUSTER_ID_VARIABLE, end_cluster
 from shoal.errors import ClusterError
 
 LOOPBACK = "127.0.0.1"
+LOG_MONITOR_VARIABLE = "SHOAL_LOG_MONITOR"  # "0": no driver is sent what workers print
 CHECK_PERIOD_S = 0.5
 SIGTERM_GRACE_S = 5.0  # after a SIGTERM to this process alone; `end_cluster` has killed every process by then
 LAST_LINES = 3
@@ -212,7 +213,7 @@ def _make_ray_params(options: HeadOptions) -> RayParams:
         # Not 0: the raylet would wait for the agents' report, too, and give up after 15 s (ray-project/ray#65983).
         **options["ports"],
         include_dashboard=True,
-        include_log_monitor=True,
+        include_log_monitor=os.environ.get(LOG_MONITOR_VARIABLE) != "0",
         no_monitor=True,
         num_cpus=options["num_cpus"],
         num_gpus=options["num_gpus"],
