@@ -2,9 +2,10 @@
 
     python -m benchmarks.step_before [--before REVISION] [--runs N] [--quick]
 
-The setting of `benchmarks.training_step`. Both trees take turns, process after process. Within each process the Trainer
-takes turns with a loop written by hand, which is the same for both trees: a number is the Trainer's step over that
-loop's, so that a machine whose speed drifts cancels out.
+The setting of `benchmarks.training_step`, in one process: sums over ranks vary by more than what is looked for. Both
+trees take turns, process after process. Within each process the Trainer takes turns with a loop written by hand, which
+is the same for both trees: a number is the Trainer's step over that loop's, so that a machine whose speed drifts
+cancels out.
 """
 
 from __future__ import annotations
@@ -20,12 +21,7 @@ from benchmarks.children import OUR_PYTHON, ROOT, Child, scratch
 from benchmarks.result import compare, options, write
 
 BEFORE = "fbc799c2"  # the last one whose batches were weighted by their samples alone
-SETTINGS = {
-    ("mlp", 1): "one process, perceptron",
-    ("lenet", 1): "one process, LeNet",
-    ("mlp", 2): "DDP, 2 workers, perceptron",
-    ("lenet", 2): "DDP, 2 workers, LeNet",
-}
+SETTINGS = {"mlp": "perceptron", "lenet": "LeNet"}
 BAR = 1.01
 
 
@@ -41,10 +37,9 @@ def checkout(revision: str, folder: Path) -> Iterator[Path]:
         subprocess.run([*git, "remove", "--force", str(tree)], check=True)
 
 
-def measure(package: Path, model: str, size: int, num_blocks: int, folder: Path) -> float:
+def measure(package: Path, model: str, num_blocks: int, folder: Path) -> float:
     """The median step of this package's Trainer over the median step of the loop by hand."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)] if size > 1 else []
-    words = [OUR_PYTHON, *torchrun, "-m", "benchmarks.ours.steps", model, str(num_blocks)]
+    words = [OUR_PYTHON, "-m", "benchmarks.ours.steps", model, str(num_blocks)]
     env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(package), str(ROOT)])}
     with Child(words, folder, env, goodbye_s=20.0) as child:
         said = child.answer(300.0)
@@ -52,16 +47,16 @@ def measure(package: Path, model: str, size: int, num_blocks: int, folder: Path)
 
 
 def main() -> None:
-    chosen = options(__doc__, runs=9, before=BEFORE)
+    chosen = options(__doc__, runs=11, before=BEFORE)
     num_blocks = 3 if chosen.quick else 16
     rows = []
     with scratch() as folder, checkout(chosen.before, folder) as before:
-        for (model, size), name in SETTINGS.items():
+        for model, name in SETTINGS.items():
             ours, theirs = [], []
             for run in range(chosen.runs):
                 trees = [(ours, ROOT / "platform"), (theirs, before)]
                 for values, package in trees if run % 2 else reversed(trees):
-                    values.append(measure(package, model, size, num_blocks, folder))
+                    values.append(measure(package, model, num_blocks, folder))
             note = f"steps of the loop by hand; before is {chosen.before}"
             rows.append(
                 compare(f"step time beside before, {name}", "", "lower", ours, theirs, "before", BAR, "ratio", note)

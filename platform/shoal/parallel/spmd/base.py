@@ -155,10 +155,11 @@ class SpmdModel(ParallelModel):
         raise PlanError("model", name, "was frozen when the run began, and is not now", "thaw it in Task.model()")
 
     def _micro_step(self, batch: Any, step: int, index: int, weight: float) -> Tensor:
-        self._dropout_rng.begin_micro_step(step, index, count_samples(batch))
+        num_samples = count_samples(batch)
+        self._dropout_rng.begin_micro_step(step, index, num_samples)
         with autocast(self._spec.precision, self._world.device):
             loss = self._compute_loss(batch, weight)
-        weighted = self._counts.weigh(LOSS, loss, weight, count_samples(batch))
+        weighted = self._counts.weigh(LOSS, loss, weight, num_samples)
         self._backward(weighted if self._loss_scale is None else weighted * self._loss_scale.value)
         return weighted.detach()
 
