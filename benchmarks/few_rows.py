@@ -27,7 +27,7 @@ from scipy.stats import friedmanchisquare, rankdata, wilcoxon
 
 from benchmarks.children import ROOT, Child, scratch
 from benchmarks.result import QUICK_RESULTS, Row, compare, options, write
-from shoal.models.prior_fitted.network import predict
+from shoal.libs.tables.network import predict
 from shoal.registry import Registry
 
 MODEL, SIZES, NUM_SETS, MAX_TEST_ROWS = "few-rows@champion", (2, 4, 8, 12, 20), 40, 50

@@ -62,7 +62,7 @@ SMALL_FRAMES = {
     "gateway": FRESH,
 }
 PONG = {
-    "env": "shoal.games:SmallPong-v0",
+    "env": "shoal.libs.games:SmallPong-v0",
     "segment_length": 64,
     "algorithm": {
         **{"name": "dqn", "learning_rate": 3e-4, "num_steps": 5, "batch_size": 64, "samples_per_insert": 6},

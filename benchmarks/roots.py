@@ -32,8 +32,8 @@ import shoal.runs
 from benchmarks.children import ROOT, scratch
 from benchmarks.result import QUICK_RESULTS, RESULTS, Row, compare, write
 from shoal.data import Loader
-from shoal.segmentation.scores import score_pictures
-from shoal.segmentation.simulation import CLASSES
+from shoal.libs.segmentation.scores import score_pictures
+from shoal.libs.segmentation.simulation import CLASSES
 from shoal.train import TrainSpec
 from shoal.train.launch.local import fit_locally
 from shoal.train.launch.overrides import load_recipe

@@ -27,10 +27,10 @@ import numpy as np
 import shoal.runs
 from benchmarks.children import DEEPRIVER_PYTHON, OUR_PYTHON, ROOT, Child, scratch
 from benchmarks.result import Row, compare, options, write
-from shoal.stream.broker import PrivateBroker
-from shoal.stream.mqtt_source import MqttSource
-from shoal.stream.source import StreamState
-from shoal.stream.spec import MqttSpec
+from shoal.libs.stream.broker import PrivateBroker
+from shoal.libs.stream.sources.mqtt_source import MqttSource
+from shoal.libs.stream.sources.source import StreamState
+from shoal.libs.stream.spec import MqttSpec
 
 LATENCY_BAR_MS, SPEED_BAR, ERROR_BAR = 10.0, 20.0, 1.0
 SENSORS, RATE_HZ, WARM_UP_S = 1000, 1.0, 20.0
@@ -50,7 +50,7 @@ def measure_latency(seconds: float, folder: Path) -> dict[str, float]:
         session = MqttSource(MqttSpec(broker=broker.address, client_id="bench"), 1)
         session.open(StreamState())  # from here on the broker holds messages for the learner
         session.close()
-        words = ["-m", "shoal.stream.fleet", "--broker", broker.address, "--sensors", str(SENSORS)]
+        words = ["-m", "shoal.libs.stream.fleet", "--broker", broker.address, "--sensors", str(SENSORS)]
         words += ["--rate-hz", str(RATE_HZ), "--messages", str(num_messages), "--answers"]
         fleet = subprocess.Popen(
             [sys.executable, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True

@@ -24,7 +24,7 @@ import numpy as np
 
 from benchmarks.children import OUR_PYTHON, ROOT, scratch
 from benchmarks.result import compare, options, write
-from shoal.population.search_space import SearchSpace
+from shoal.search.space import SearchSpace
 
 BAR, TIMEOUT_S = 1.05, 1800.0
 SHOAL = [OUR_PYTHON, "-c", "from shoal.cli import main; main()"]

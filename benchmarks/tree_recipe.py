@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from benchmarks.result import Row, compare, options, write
 from shoal.data import Data, Loader, LoaderSpec
-from shoal.models.syntax_tree import TreeLSTM
+from shoal.libs.trees.syntax_tree import TreeLSTM
 from shoal.train.task import Task, make_task
 
 BATCH_SIZE = 128

@@ -7,7 +7,7 @@
     python -m shoal.train task=few_rows                        # in this process, without Ray
     shoal run serve_apps/registered_model.py models=few-rows@champion
 
-Training draws tables from `shoal.models.prior_fitted.prior`, and stores none. The network that it registers is then
+Training draws tables from `shoal.libs.tables.prior`, and stores none. The network that it registers is then
 frozen: a user's table is its input, and nothing is fitted to it. See docs/recipes/few-rows.md.
 
 `log_loss` is minus the log density of the held-out targets, in units of their deviation; `log_loss_closed_form` is that
@@ -23,15 +23,15 @@ import torch
 from torch import Generator, Tensor, nn
 
 from shoal.data import Data
-from shoal.models.prior_fitted.network import (
+from shoal.libs.tables.network import (
     QUANTILES,
     PriorFittedNetwork,
     log_density,
     student_log_masses,
     summarise,
 )
-from shoal.models.prior_fitted.prior import PriorSpec, TablePrior
-from shoal.models.prior_fitted.tables import MAX_COLUMNS, MAX_LABELLED, check_tables
+from shoal.libs.tables.prior import PriorSpec, TablePrior
+from shoal.libs.tables.tables import MAX_COLUMNS, MAX_LABELLED, check_tables
 from shoal.registry import Signature, TensorSignature
 from shoal.train import Task, TrainSpec
 

@@ -17,7 +17,7 @@ def spec() -> ActorLearnerSpec:
     """The recipe: 30 apples an episode, in the mean of 100."""
     return ActorLearnerSpec.parse(
         {
-            "env": "shoal.games:Harvest-v0",
+            "env": "shoal.libs.games:Harvest-v0",
             "algorithm": {"name": "ppo", "learning_rate": 0.0005, "minibatches": 8},
             "segment_length": 128,
             "learner": {"batch_steps": 2048},

@@ -26,8 +26,8 @@ from torch.utils.data import TensorDataset
 
 from shoal.data import Data
 from shoal.data.formats import Idx
+from shoal.libs.population.augmentation import Augmentation, erase, flip, shift
 from shoal.models.lenet import MEAN, STD, LeNet, normalise
-from shoal.population.augmentation import Augmentation, erase, flip, shift
 from shoal.train import Task, TrainSpec
 
 INSTALLED = "/usr/share/datasets/fashion-mnist"

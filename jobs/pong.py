@@ -2,7 +2,7 @@
 
     pip install ale-py opencv-python-headless                         # the emulator, licensed under GPL
     shoal run pong --actors 2 --envs 4                                # frames of 42 x 42: a learner without a GPU
-    shoal run pong --actors 16 env=shoal.games:Pong-v0 target_return=18   # of 84 x 84, for one with a GPU
+    shoal run pong --actors 16 env=shoal.libs.games:Pong-v0 target_return=18   # of 84 x 84, for one with a GPU
     ray job submit --working-dir . -- python jobs/pong.py             # the same on a cluster that is up
 
 `python jobs/pong.py --help` lists the fields, docs/algorithms.md the algorithms.
@@ -18,7 +18,7 @@ def spec() -> ActorLearnerSpec:
     """The recipe: a mean return of -15 over 100 episodes: six points against 21."""
     return ActorLearnerSpec.parse(
         {
-            "env": "shoal.games:SmallPong-v0",
+            "env": "shoal.libs.games:SmallPong-v0",
             "algorithm": {
                 "name": "dqn",
                 "learning_rate": 0.0003,

@@ -14,7 +14,7 @@ At the end the best member is registered as `fashion`, and the average of the fi
 and who copied whom. See docs/populations.md.
 """
 
-from shoal.population.spec import PopulationSpec
+from shoal.libs.population.spec import PopulationSpec
 
 
 def spec() -> PopulationSpec:
@@ -42,6 +42,6 @@ def spec() -> PopulationSpec:
 
 
 if __name__ == "__main__":
-    from shoal.flows.population.run import population_main
+    from shoal.libs.population.flow.run import population_main
 
     population_main(spec())

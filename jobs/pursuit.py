@@ -17,7 +17,7 @@ def spec() -> ActorLearnerSpec:
     """The recipe: a return of 0.85 in the mean of 100 episodes, which is a catch after four steps."""
     return ActorLearnerSpec.parse(
         {
-            "env": "shoal.games.pursuit:Pursuit",
+            "env": "shoal.libs.games.pursuit:Pursuit",
             "algorithm": {"name": "ppo", "discount": 0.95, "learning_rate": 0.002},
             "segment_length": 64,
             "learner": {"batch_steps": 1024},

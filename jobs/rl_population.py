@@ -9,7 +9,7 @@ At the end the policy of the best member is registered, and the report has the s
 found, and who copied whom. `python jobs/rl_population.py --help` lists the fields; see docs/populations.md.
 """
 
-from shoal.flows.rl_population.spec import RLPopulationSpec
+from shoal.libs.population.loop.spec import RLPopulationSpec
 
 
 def spec() -> RLPopulationSpec:
@@ -31,6 +31,6 @@ def spec() -> RLPopulationSpec:
 
 
 if __name__ == "__main__":
-    from shoal.flows.rl_population.run import rl_population_main
+    from shoal.libs.population.loop.run import rl_population_main
 
     rl_population_main(spec())

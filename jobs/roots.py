@@ -22,12 +22,11 @@ from torch import Tensor, nn
 
 from shoal.data import Data
 from shoal.errors import ConfigError
-from shoal.registry import Signature, TensorSignature
-from shoal.segmentation.augmentation import Distortion
-from shoal.segmentation.comparison import encode_comparison
-from shoal.segmentation.crops import EvaluationTiles, TrainingCrops
-from shoal.segmentation.losses import compute_loss
-from shoal.segmentation.photographs import (
+from shoal.libs.segmentation.augmentation import Distortion
+from shoal.libs.segmentation.comparison import encode_comparison
+from shoal.libs.segmentation.crops import EvaluationTiles, TrainingCrops
+from shoal.libs.segmentation.losses import compute_loss
+from shoal.libs.segmentation.photographs import (
     PALETTE,
     MaskFormat,
     Photograph,
@@ -35,9 +34,10 @@ from shoal.segmentation.photographs import (
     require_classes,
     split_by_plant,
 )
-from shoal.segmentation.scores import SegmentationScore, score_pictures
-from shoal.segmentation.simulation import CLASSES, STYLES, simulate
-from shoal.segmentation.unet import PictureSegmenter
+from shoal.libs.segmentation.scores import SegmentationScore, score_pictures
+from shoal.libs.segmentation.simulation import CLASSES, STYLES, simulate
+from shoal.libs.segmentation.unet import PictureSegmenter
+from shoal.registry import Signature, TensorSignature
 from shoal.train import Callback, Task, TrainingState, TrainSpec
 
 MAX_OVERLAYS = 6

@@ -35,7 +35,7 @@ from shoal.cluster.job_main import expected_run_id, job_main
 from shoal.config import Spec
 from shoal.data.formats import Idx
 from shoal.errors import DataError, RankLost, needs_extra
-from shoal.models import som
+from shoal.libs.som import network as som
 from shoal.parallel.comm.shm_all_reduce import ShmAllReduce
 from shoal.parallel.comm.world import TIMEOUT_S, choose_device, set_gloo_interface
 from shoal.registry import AliasNames, ModelFactory, Registry, Signature, TensorSignature
@@ -60,7 +60,7 @@ class SomSpec(Spec):
     features:    the columns of the CSV file that the map sees; empty: all
     folder:      where Fashion-MNIST's files are
     standardise: a table's columns to standard deviation 1; their mean is always 0, and bytes of images become 0 to 1
-    rows, columns, grid, toroidal: see `shoal.models.som.Grid`
+    rows, columns, grid, toroidal: see `shoal.libs.som.network.Grid`
     sigma, sigma_final: the neighbourhood's first and last width; null: a quarter of the shorter side, and a tenth of it
     maps:        of seeds `seed`, `seed` + 1 ..., and first widths from 0.5 to 1.5 sigma; the one with the least
                  quantisation error is registered, and the record has the errors of all
@@ -301,7 +301,7 @@ def register_map(
     version = Registry().register(
         spec.name,
         WeightSnapshot.of(spec.epochs, {key: value.numpy() for key, value in network.state_dict().items()}),
-        model=ModelFactory(factory="shoal.models.som:SelfOrganisingMap", kwargs=describe_network(spec, rows)),
+        model=ModelFactory(factory="shoal.libs.som.network:SelfOrganisingMap", kwargs=describe_network(spec, rows)),
         signature=Signature(inputs=[taken], outputs=outputs),
         run_id=recorder.id,
         metrics=errors,

@@ -13,7 +13,7 @@ What the wildcards of the topic match names the sensor. The forecast of its next
 update is on the disk. See docs/recipes/streams.md.
 """
 
-from shoal.stream.spec import StreamSpec
+from shoal.libs.stream.spec import StreamSpec
 
 
 def spec() -> StreamSpec:
@@ -22,6 +22,6 @@ def spec() -> StreamSpec:
 
 
 if __name__ == "__main__":
-    from shoal.flows.stream import stream_main
+    from shoal.libs.stream.flow import stream_main
 
     stream_main(spec())

@@ -20,7 +20,7 @@ def spec() -> PoliciesSpec:
     """The recipe: both learn for two minutes, and then play through the endpoint."""
     return PoliciesSpec.parse(
         {
-            "env": "shoal.games.tag:Tag",
+            "env": "shoal.libs.games.tag:Tag",
             "algorithm": {"name": "ppo", "discount": 0.95, "learning_rate": 0.002},
             "segment_length": 64,
             "learner": {"batch_steps": 1024},

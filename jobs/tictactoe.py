@@ -17,7 +17,7 @@ def spec() -> ActorLearnerSpec:
     """The recipe: against a random opponent, 0.85 of a win in the mean of 100 games, of which chance begins half."""
     return ActorLearnerSpec.parse(
         {
-            "env": "shoal.games:TicTacToe-v0",
+            "env": "shoal.libs.games:TicTacToe-v0",
             "algorithm": {"name": "dqn", "discount": 1.0, "num_steps": 1, "epsilon": 0.02},
             "segment_length": 16,
             "gateway": {"queue_capacity": 16, "max_credits": 4},

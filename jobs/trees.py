@@ -28,10 +28,10 @@ import numpy as np
 from torch import Tensor, nn
 
 from shoal.data import Data
-from shoal.models.syntax_tree import KIND_OF_TOKEN, KINDS, MASKED, TOKENS, TreeLSTM, check_trees, number_nodes
+from shoal.libs.trees import TreeBatch
+from shoal.libs.trees.syntax_tree import KIND_OF_TOKEN, KINDS, MASKED, TOKENS, TreeLSTM, check_trees, number_nodes
 from shoal.registry import Signature, TensorSignature
 from shoal.train import Task, TrainSpec
-from shoal.trees import TreeBatch
 
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__"}
 VALIDATION_EVERY = 5  # files
@@ -97,7 +97,7 @@ class SyntaxTask(Task):
         """The mean over the trees of the mean over a tree's hidden nodes, of values [N]."""
         return batch.mean_per_tree(values, where=batch.labels["is_hidden"]).mean()
 
-    # -- the endpoint: trees come padded, see `shoal.models.syntax_tree`
+    # -- the endpoint: trees come padded, see `shoal.libs.trees.syntax_tree`
 
     def signature(self) -> Signature:
         inputs = [TensorSignature(name=name, datatype="INT64", shape=[-1, -1]) for name in ("tokens", "parents")]

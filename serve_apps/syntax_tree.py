@@ -6,8 +6,8 @@
     python serve_apps/syntax_tree_client.py "not (True and False) or False"
 
 A request is a tree or several: `tokens` and `parents` [trees, nodes], padded with -1. Requests of different sizes share
-a batch (`ragged: pad`), whose trees are computed level by level: see `shoal.trees`. Rows that are no tree are rejected
-before, by the preprocessing. serve_apps/trees.py serves syntax trees of Python.
+a batch (`ragged: pad`), whose trees are computed level by level: see `shoal.libs.trees`. Rows that are no tree are
+rejected before, by the preprocessing. serve_apps/trees.py serves syntax trees of Python.
 """
 
 import ast
@@ -22,7 +22,7 @@ from torch import nn
 from shoal.cluster.job_main import job_main
 from shoal.flows.serving import serve_models
 from shoal.flows.serving_spec import ServingSpec, check, load_serving_spec
-from shoal.models.syntax_tree import NO_NODE, TreeLSTM, pad_trees
+from shoal.libs.trees.syntax_tree import NO_NODE, TreeLSTM, pad_trees
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
 from shoal.weights import WeightSnapshot
 
@@ -88,7 +88,7 @@ def train(steps: int = STEPS) -> ModelVersion:
     made = Registry().register(
         "syntax",
         WeightSnapshot.of(steps, weights),
-        model=ModelFactory(factory="shoal.models.syntax_tree:TreeLSTM", kwargs=SIZE),
+        model=ModelFactory(factory="shoal.libs.trees.syntax_tree:TreeLSTM", kwargs=SIZE),
         signature=Signature(
             inputs=[TensorSignature(name=name, datatype="INT64", shape=[-1, -1]) for name in ("tokens", "parents")],
             outputs=[TensorSignature(name="logits", datatype="FP32", shape=[-1, 2])],

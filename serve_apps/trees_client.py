@@ -10,7 +10,7 @@ import numpy as np
 
 from shoal.client import Client
 from shoal.client.discovery import find_endpoint, token_for
-from shoal.models.syntax_tree import KIND_OF_TOKEN, KINDS, MASKED, number_nodes, pad_trees
+from shoal.libs.trees.syntax_tree import KIND_OF_TOKEN, KINDS, MASKED, number_nodes, pad_trees
 
 
 def hide_each(code: str) -> tuple[dict[str, np.ndarray], list[tuple[int, int]]]:

@@ -46,12 +46,12 @@ def write_runs() -> None:
     from shoal.flows.actor_learner_spec import ActorLearnerSpec
     from shoal.flows.batch_predict import BatchPredictSpec
     from shoal.flows.rl_policies.spec import PoliciesSpec
-    from shoal.flows.rl_population.spec import RLPopulationSpec
     from shoal.flows.serving_spec import ServingSpec
     from shoal.flows.sweep.spec import SweepSpec
-    from shoal.population.spec import PopulationSpec
+    from shoal.libs.population.loop.spec import RLPopulationSpec
+    from shoal.libs.population.spec import PopulationSpec
+    from shoal.libs.stream.spec import StreamSpec
     from shoal.runs import RunKind
-    from shoal.stream.spec import StreamSpec
     from shoal.train.spec import TrainSpec
 
     space = {"optimizer.learning_rate": "log(1e-3, 1e-1)"}

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from shoal.stream.batch_log import read_batches
-from shoal.stream.source import Delivery, MalformedPayload, Message, StreamState
-from shoal.stream.spec import OnlineSpec
-from shoal.stream.trainer import OnlineTrainer
+from shoal.libs.stream.batch_log import read_batches
+from shoal.libs.stream.sources.source import Delivery, MalformedPayload, Message, StreamState
+from shoal.libs.stream.spec import OnlineSpec
+from shoal.libs.stream.trainer import OnlineTrainer
 
 SMALL = OnlineSpec(hidden=4, num_steps=3, update_sensors=2, seed=7)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from shoal.stream.source import Message, StreamSource, StreamState
+from shoal.libs.stream.sources.source import Message, StreamSource, StreamState
 from waiting import wait_for
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from shoal.stream.loop import StreamLoop
-from shoal.stream.mqtt_source import MqttSource
-from shoal.stream.spec import CommitSpec, MqttSpec
-from shoal.stream.trainer import OnlineTrainer
+from shoal.libs.stream.loop import StreamLoop
+from shoal.libs.stream.sources.mqtt_source import MqttSource
+from shoal.libs.stream.spec import CommitSpec, MqttSpec
+from shoal.libs.stream.trainer import OnlineTrainer
 from stream_case import SMALL
 
 

@@ -1,6 +1,6 @@
 """Recursion by the equations, node by node, in float64: what cells over trees and DAGs are compared with.
 
-Shares no code with `shoal.trees`. With cells as users write them. Tolerance: 1e-12 of the largest entry. Sums over
+Shares no code with `shoal.libs.trees`. With cells as users write them. Tolerance: 1e-12 of the largest entry. Sums over
 2,000 nodes in another order differ by about 2,000 * 2**-53 = 2e-13 of the largest summand.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shoal.trees import (
+from shoal.libs.trees import (
     Cell,
     Children,
     ChildSumLSTMCell,

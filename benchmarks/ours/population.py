@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.ours.population_networks import make_batch, make_network
 from benchmarks.talk import commands, say
-from shoal.population import Population
+from shoal.libs.population import Population
 
 
 def loss(outputs: Tensor, batch: Any) -> Tensor:

@@ -15,10 +15,10 @@ import time
 from typing import Any
 
 from benchmarks.talk import say
-from shoal.flows.population.run import run_population
+from shoal.libs.population import Population
+from shoal.libs.population.flow.run import run_population
+from shoal.libs.population.spec import PopulationSpec
 from shoal.models.lenet import LeNet
-from shoal.population import Population
-from shoal.population.spec import PopulationSpec
 
 SPACE = {
     "optimizer.learning_rate": "log(1e-3, 2e-1)",

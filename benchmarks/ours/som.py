@@ -19,7 +19,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.talk import commands, say
-from shoal.models.som import RANKS, Grid, UnitSearch, compute_sigma, draw_weights, find_units, fit_epoch, measure_errors
+from shoal.libs.som.network import (
+    RANKS,
+    Grid,
+    UnitSearch,
+    compute_sigma,
+    draw_weights,
+    find_units,
+    fit_epoch,
+    measure_errors,
+)
 from shoal.parallel.comm.shm_all_reduce import ShmAllReduce
 from shoal.parallel.comm.world import World
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from benchmarks.talk import commands, say
-from shoal.stream.source import Message
-from shoal.stream.spec import OnlineSpec
-from shoal.stream.trainer import OnlineTrainer
+from shoal.libs.stream.sources.source import Message
+from shoal.libs.stream.spec import OnlineSpec
+from shoal.libs.stream.trainer import OnlineTrainer
 
 
 def measure(

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from benchmarks.talk import say
 from shoal.cpu_count import count_usable_cores
 from shoal.data.formats import Idx
+from shoal.libs.population.augmentation import erase, flip, shift
 from shoal.models.lenet import MEAN, STD, LeNet
-from shoal.population.augmentation import erase, flip, shift
 
 FOLDER = Path("/usr/share/datasets/fashion-mnist")
 AUGMENTATIONS = {"shift": shift, "flip": flip, "erase": erase}

@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.children import DYNET_PYTHON, OUR_PYTHON, ROOT, Child, scratch
 from benchmarks.result import RESULTS, Row, compare, options, write
 from benchmarks.trees.forests import NUM_LEAVES, NUM_TREES, Forest, Weights, save
-from shoal.trees.blas import find_fastest_product
+from shoal.libs.trees.blas import find_fastest_product
 
 DATA = ROOT / "docs" / "pictures" / "trees.json"
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

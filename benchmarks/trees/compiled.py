@@ -31,7 +31,7 @@ from benchmarks.talk import say
 from benchmarks.trees.forests import HIDDEN, NUM_LEAVES, NUM_TREES, Forest
 from benchmarks.trees.models import GatedCell, Levels, lstm_by_levels, recurse_lstm
 from benchmarks.trees.ours import by_engine, random_embedding
-from shoal.trees import Cell, NaryLSTMCell, RecursiveTensorCell, TreeBatch
+from shoal.libs.trees import Cell, NaryLSTMCell, RecursiveTensorCell, TreeBatch
 
 NUM_SHAPES = 2  # that are compiled, where each is
 NUM_BATCHES = 10  # of new shapes, where a graph serves them all

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from shoal.trees import Cell, Children
-from shoal.trees.plan import TreePlan
+from shoal.libs.trees import Cell, Children
+from shoal.libs.trees.plan import TreePlan
 
 
 def recurse_lstm(x: Tensor, W: Tensor, b: Tensor, U: Tensor, children: list[list[int]]) -> Tensor:

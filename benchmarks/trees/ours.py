@@ -24,8 +24,8 @@ from torch.nn.utils.rnn import pack_sequence, pad_sequence
 from benchmarks.talk import commands, say
 from benchmarks.trees.forests import HIDDEN, NUM_LEAVES, NUM_TREES, VOCABULARY, Forest, load
 from benchmarks.trees.models import GatedCell, Levels, lstm_by_levels, recurse_gated, recurse_lstm
-from shoal.trees import Cell, ChildSumLSTMCell, NaryLSTMCell, TreeBatch, TreeRNN
-from shoal.trees import planner as planning
+from shoal.libs.trees import Cell, ChildSumLSTMCell, NaryLSTMCell, TreeBatch, TreeRNN
+from shoal.libs.trees import planner as planning
 
 Roots = Callable[[], Tensor]  # the outputs of the roots, from trees that are not planned yet
 

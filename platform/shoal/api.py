@@ -101,8 +101,8 @@ def sweep(
     """
     from shoal.flows.sweep.loop_spec import is_loop_recipe, load_loop_recipe
     from shoal.flows.sweep.spec import SweepSpec, check_sweep, remove_target
-    from shoal.population.search_space import SearchSpace
     from shoal.runs.sweep_trials import load_sweep
+    from shoal.search.space import SearchSpace
 
     if isinstance(task, str) and is_loop_recipe(task):
         trial: dict[str, Any] = {"loop": load_loop_recipe(task).update(train or {}).model_dump()}

@@ -194,7 +194,7 @@ PUBLIC = (
         "import shoal.checkpoint",
         "import shoal.data",
     ),
-    *("import shoal.config", "import shoal.parallel", "import shoal.trees", "import shoal.cost"),
+    *("import shoal.config", "import shoal.parallel", "import shoal.libs.trees", "import shoal.cost"),
     *("from shoal import Task, TrainSpec", "from shoal import Registry", "from shoal import runs", "shoal.fit(None)"),
 )
 

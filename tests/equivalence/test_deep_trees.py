@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from shoal.trees import TreeBatch
+from shoal.libs.trees import TreeBatch
 from tree_recursion import (
     SUBJECTS,
     Subject,

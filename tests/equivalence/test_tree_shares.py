@@ -15,10 +15,10 @@ from programs import run_ranks
 from shoal.data import Loader
 from shoal.data.sampling.sampler import balance_by_size
 from shoal.errors import DataError, PlanError
+from shoal.libs.trees import Cell, Children, ChildSumLSTMCell, TreeBatch, TreeRNN
 from shoal.parallel import ParallelSpec, World
 from shoal.parallel.build import parallelize
 from shoal.parallel.pipeline.model import PipelineModel
-from shoal.trees import Cell, Children, ChildSumLSTMCell, TreeBatch, TreeRNN
 
 NUM_TREES, BATCH_SIZE, NUM_TOKENS = 96, 16, 7
 

@@ -19,7 +19,7 @@ from shoal.cluster.job_main import ACTORS_INFERENCE
 from shoal.errors import ConfigError, SpecMismatch
 from shoal.flows.rl_policies.check import check_policies
 from shoal.flows.rl_policies.spec import PoliciesSpec
-from shoal.games.tag import HUNTERS, PREY, Tag
+from shoal.libs.games.tag import HUNTERS, PREY, Tag
 from shoal.rl.local_loop import LocalLoop
 from shoal.weights import decode_tensors
 from shoal.wire import ExperienceSpec
@@ -27,7 +27,7 @@ from waiting import wait_for
 
 SPEC = PoliciesSpec.parse(
     {
-        "env": "shoal.games.tag:Tag",
+        "env": "shoal.libs.games.tag:Tag",
         "algorithm": {"name": "ppo", "discount": 0.95, "learning_rate": 0.002},
         "segment_length": 32,
         "learner": {"batch_steps": 512},
@@ -115,8 +115,8 @@ def test_two_policies_learn_from_one_actor(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "field", "problem"),
     [
-        (["policies.hunters.agents=[left]"], "policies", "gives no policy to right of shoal.games.tag:Tag"),
-        (["policies.prey.agents=[prey,fox]"], "policies.prey.agents", "shoal.games.tag:Tag has no such agent"),
+        (["policies.hunters.agents=[left]"], "policies", "gives no policy to right of shoal.libs.games.tag:Tag"),
+        (["policies.prey.agents=[prey,fox]"], "policies.prey.agents", "shoal.libs.games.tag:Tag has no such agent"),
         (["policies.hunters.agents=[left,right,prey]"], "PoliciesSpec", "prey has the policy hunters already"),
         (["policies.hunters.agents=[left]", "policies.prey.agents=[right,prey]"], "env", "gives prey other spaces"),
         (["env=CartPole-v1"], "env", "has one agent"),

@@ -24,7 +24,7 @@ from shoal.actor.remote import run_remote_actor
 from shoal.errors import Closed, ConfigError, InvalidSegment, Refused
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.rl_policy import check, inspect_environment
-from shoal.games.tictactoe import TicTacToe
+from shoal.libs.games.tictactoe import TicTacToe
 from shoal.rl.experience.queue import BatchRequest
 from shoal.rl.gateway.gateway import Gateway
 from shoal.rl.gateway.remote_inference import RemoteInference
@@ -274,7 +274,7 @@ class LegalTicTacToe(TicTacToe):
 
 @pytest.mark.parametrize("algorithm", ["dqn", "ppo"])
 def test_action_masks_travel_with_the_observations(tmp_path: Path, algorithm: str) -> None:
-    words = [f"algorithm={algorithm}", "env=shoal.games:TicTacToe-v0", "segment_length=3"]
+    words = [f"algorithm={algorithm}", "env=shoal.libs.games:TicTacToe-v0", "segment_length=3"]
     spec = RLSpec().override([*words, "learner.batch_steps=64"])
     experience, _ = inspect_environment(spec, "remote")
     with LocalLoop(spec, experience, tmp_path / "run", TOKEN) as loop:
@@ -301,7 +301,7 @@ def test_action_masks_travel_with_the_observations(tmp_path: Path, algorithm: st
 
 
 def test_an_endpoint_s_users_give_no_masks() -> None:
-    spec = ActorLearnerSpec(env="shoal.games:TicTacToe-v0", learn_from_endpoint=True)
+    spec = ActorLearnerSpec(env="shoal.libs.games:TicTacToe-v0", learn_from_endpoint=True)
     with pytest.raises(ConfigError, match="users give no action masks"):
         check(spec)
 

@@ -11,12 +11,12 @@ import torch
 
 import shoal.runs
 from shoal.errors import ConfigError
-from shoal.flows.population.continuation import choose_spec
 from shoal.flows.rl_policy import inspect_environment
-from shoal.flows.rl_population import run
-from shoal.flows.rl_population.members import LoopMember, is_finite, shrink_and_perturb
-from shoal.flows.rl_population.run import check_rl_population, run_rl_population
-from shoal.flows.rl_population.spec import RLPopulationSpec
+from shoal.libs.population.flow.continuation import choose_spec
+from shoal.libs.population.loop import run
+from shoal.libs.population.loop.members import LoopMember, is_finite, shrink_and_perturb
+from shoal.libs.population.loop.run import check_rl_population, run_rl_population
+from shoal.libs.population.loop.spec import RLPopulationSpec
 from shoal.registry import Registry
 from shoal.rl.spec import RLSpec
 from shoal.runs import RunKind, Status

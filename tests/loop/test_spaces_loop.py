@@ -131,7 +131,7 @@ def test_a_board_game_is_learned_with_masks(name: str, tmp_path: Path) -> None:
     words = ["algorithm.num_steps=1", "algorithm.learning_starts=500", "algorithm.epsilon_steps=2000"]
     queue = ["gateway.queue_capacity=16", "gateway.max_credits=4", "algorithm.epsilon=0.02"]
     words = [*BASE, f"algorithm={name}", *words, *queue, "hidden=[64]", *BOARD_LEARNERS[name]]
-    spec = RLSpec(env="shoal.games:TicTacToe-v0").override(words)
+    spec = RLSpec(env="shoal.libs.games:TicTacToe-v0").override(words)
     experience, _ = inspect_environment(spec)
 
     def run(index: int, address: str) -> None:

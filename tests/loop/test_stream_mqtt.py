@@ -26,15 +26,15 @@ from paho.mqtt.properties import Properties
 from shoal.checkpoint import files
 from shoal.cluster.ports import find_free_port
 from shoal.errors import ConfigError, DataError
-from shoal.stream import broker as broker_module
-from shoal.stream.batch_log import read_batches
-from shoal.stream.broker import PrivateBroker
-from shoal.stream.fleet import Fleet
-from shoal.stream.loop import StreamLoop
-from shoal.stream.mqtt_source import MqttSource, parse_address
-from shoal.stream.source import MalformedPayload, Message, StreamState, encode_payload
-from shoal.stream.spec import CommitSpec, MqttSpec
-from shoal.stream.trainer import OnlineTrainer, SensorForecast
+from shoal.libs.stream import broker as broker_module
+from shoal.libs.stream.batch_log import read_batches
+from shoal.libs.stream.broker import PrivateBroker
+from shoal.libs.stream.fleet import Fleet
+from shoal.libs.stream.loop import StreamLoop
+from shoal.libs.stream.sources.mqtt_source import MqttSource, parse_address
+from shoal.libs.stream.sources.source import MalformedPayload, Message, StreamState, encode_payload
+from shoal.libs.stream.spec import CommitSpec, MqttSpec
+from shoal.libs.stream.trainer import OnlineTrainer, SensorForecast
 from stream_case import SMALL, differing_tensors, make_messages, relearn
 from stream_contract import check_source
 from waiting import wait_for

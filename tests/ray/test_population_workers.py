@@ -11,9 +11,9 @@ import torch
 
 import shoal.runs
 from shoal.errors import SpecMismatch
-from shoal.flows.population.ray_members import RayMembers
-from shoal.flows.population.run import run_population
-from shoal.population.spec import PopulationSpec
+from shoal.libs.population.flow.ray_members import RayMembers
+from shoal.libs.population.flow.run import run_population
+from shoal.libs.population.spec import PopulationSpec
 from shoal.registry import Registry
 from shoal.runs import RunKind, Status
 from shoal_program import Program

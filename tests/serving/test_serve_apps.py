@@ -16,8 +16,8 @@ import torch
 
 from shoal.errors import ConfigError, RegistryError
 from shoal.flows.serving_spec import check, load_serving_spec
+from shoal.libs.trees.syntax_tree import KINDS, MASKED
 from shoal.models.lenet import MEAN, STD, normalise, probabilities
-from shoal.models.syntax_tree import KINDS, MASKED
 from shoal.registry import Registry
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.spec.model_source import ModelPackage, RegisteredModel

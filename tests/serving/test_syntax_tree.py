@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from gated_forward import answer, run, until
 from shoal.batching.batcher import Batcher
 from shoal.errors import InferenceError, TreeError
-from shoal.models.syntax_tree import TreeLSTM, check_trees, pad_trees, read_padded
+from shoal.libs.trees import planner
+from shoal.libs.trees.plan import TreePlan
+from shoal.libs.trees.syntax_tree import TreeLSTM, check_trees, pad_trees, read_padded
 from shoal.registry import ModelFactory, Signature, TensorSignature
 from shoal.serve.model.predictor import LoadedModel, Predictor
 from shoal.serve.spec.model_options import ModelOptions
-from shoal.trees import planner
-from shoal.trees.plan import TreePlan
 from shoal.weights import WeightSnapshot
 
 SIZES = {"num_tokens": 7, "num_classes": 3, "width": 5, "hidden": 4}
@@ -116,9 +116,9 @@ def signature_of(shape: list[int]) -> Signature:
 
 def served(per_node: bool = True, **options: Any) -> LoadedModel:
     signature = signature_of([-1, -1, 3] if per_node else [-1, 3])
-    hook = "shoal.models.syntax_tree:check_trees"
+    hook = "shoal.libs.trees.syntax_tree:check_trees"
     chosen = ModelOptions.parse({"ragged": "pad", "pad_value": -1, "preprocess": hook, **options})
-    factory = ModelFactory(factory="shoal.models.syntax_tree:TreeLSTM", kwargs={**SIZES, "per_node": per_node})
+    factory = ModelFactory(factory="shoal.libs.trees.syntax_tree:TreeLSTM", kwargs={**SIZES, "per_node": per_node})
     weights = {name: value.numpy() for name, value in fresh(per_node).state_dict().items()}
     return Predictor(factory, signature, chosen).load(WeightSnapshot.of(1, weights))
 
@@ -176,7 +176,7 @@ def test_other_precisions_leave_the_weights_that_a_cell_reads_itself(precision: 
     for each in ("fp32", precision):
         torch.manual_seed(0)
         weights = {name: value.numpy() for name, value in TreeLSTM(**sizes).state_dict().items()}
-        factory = ModelFactory(factory="shoal.models.syntax_tree:TreeLSTM", kwargs=sizes)
+        factory = ModelFactory(factory="shoal.libs.trees.syntax_tree:TreeLSTM", kwargs=sizes)
         predictor = Predictor(factory, signature_of([-1, -1, 300]), ModelOptions(precision=each, warm_up=False))
         [answer_] = predictor.load(WeightSnapshot.of(1, weights)).predict_batch([as_request(CHAIN, FLAT)])
         answers.append(answer_["logits"])

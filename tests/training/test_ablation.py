@@ -13,9 +13,10 @@ from click.testing import CliRunner
 
 from shoal.cli import cli
 from shoal.errors import ConfigError, NotFinite
+from shoal.libs.planning.tune.ablation import PARAMETERS, AblationRun, ablate, build_variants, summarise_variants
+from shoal.train.launch.validate import choose_metric
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
-from shoal.train.tune.ablation import PARAMETERS, AblationRun, ablate, build_variants, choose_metric, summarise_variants
 
 TASK = """
 import torch
@@ -164,7 +165,7 @@ def test_a_metric_that_there_is_not_is_refused_before_anything_is_trained(
     def never(*_: object, **__: object) -> TrainResult:
         raise AssertionError
 
-    monkeypatch.setattr("shoal.cli.commands.ablate.fit_locally", never)
+    monkeypatch.setattr("shoal.libs.planning.ablate.fit_locally", never)
     done = CliRunner().invoke(cli, ["ablate", spec.task, "batch_size=8", "stop.steps=3", "--metric", "mean_eror"])
     assert isinstance(done.exception, ConfigError)
     assert (done.exception.field, done.exception.remedy) == ("--metric", "there is loss, mean_error")
@@ -176,7 +177,7 @@ def test_runs_that_all_fail_are_written_and_shown(
     def diverge(spec: TrainSpec, job: str, *, registers: bool, renews: bool) -> TrainResult:
         raise NotFinite("the loss", 3, None, None)
 
-    monkeypatch.setattr("shoal.cli.commands.ablate.fit_locally", diverge)
+    monkeypatch.setattr("shoal.libs.planning.ablate.fit_locally", diverge)
     words = [spec.task, "threads=1", "batch_size=8", "stop.steps=3", "--part", "bias", "--seeds", "1"]
     done = CliRunner().invoke(cli, ["ablate", *words, "--out", str(tmp_path / "out")], env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output
@@ -236,7 +237,7 @@ def test_what_is_found_is_printed_before_files_are_written(
         (tmp_path / "out").touch()  # in the place of the folder
         raise NotFinite("the loss", 3, None, None)
 
-    monkeypatch.setattr("shoal.cli.commands.ablate.fit_locally", diverge)
+    monkeypatch.setattr("shoal.libs.planning.ablate.fit_locally", diverge)
     words = [spec.task, "threads=1", "batch_size=8", "stop.steps=3", "--part", "bias", "--seeds", "1", "--json"]
     done = CliRunner().invoke(cli, ["ablate", *words, "--out", str(tmp_path / "out")])
     assert isinstance(done.exception, ConfigError)

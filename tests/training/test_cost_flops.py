@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from shoal.cost.measure.op_counter import OpCounts, count_ops
 from shoal.cost.predict.single_device import profile_single_device, watch_silent_modules
 from shoal.data import Data
+from shoal.libs.trees import ChildSumLSTMCell, NaryLSTMCell, TreeBatch, TreeRNN
 from shoal.train import Task
-from shoal.trees import ChildSumLSTMCell, NaryLSTMCell, TreeBatch, TreeRNN
 
 
 def read(module: nn.Module, *inputs: Tensor) -> OpCounts:

@@ -17,25 +17,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.cli import cli
-from shoal.cli.commands.find import parse_bytes
 from shoal.errors import ConfigError, OutOfMemory
-from shoal.train.spec import TrainSpec
-from shoal.train.tune.finders import (
+from shoal.libs.planning.find import parse_bytes
+from shoal.libs.planning.tune.finders import (
     analyse_rates,
     find_batch_size,
     find_learning_rate,
     measure_footprint,
     search_largest,
 )
+from shoal.train.spec import TrainSpec
 
 TASK = '''
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 from shoal.data import Data
-from shoal.models.syntax_tree import TreeLSTM
+from shoal.libs.trees.syntax_tree import TreeLSTM
 from shoal.train import Task
-from shoal.trees import TreeBatch
+from shoal.libs.trees import TreeBatch
 
 
 class Parabola(Task):

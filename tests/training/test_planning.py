@@ -16,15 +16,15 @@ from shoal.cost.predict.dry_run import CollectiveTraffic, DryRun
 from shoal.cost.predict.predict import DryPlan
 from shoal.cost.predict.single_device import SingleDeviceProfile
 from shoal.errors import ConfigError
+from shoal.libs.planning import planner, step_time
+from shoal.libs.planning.calibration import Calibration, LinkCost, StepTimes, calibrate
+from shoal.libs.planning.candidates import enumerate_candidates, require_open_choices
+from shoal.libs.planning.hardware import HardwareSpec
+from shoal.libs.planning.planner import PlanEstimate, Planner, sort_estimates
+from shoal.libs.planning.server_costs import ServerCosts, measure_server_costs
+from shoal.libs.planning.step_time import Machine, StepTime
 from shoal.sync.spec import SyncSpec
 from shoal.train.launch.overrides import spec_from_overrides
-from shoal.train.planning import planner, step_time
-from shoal.train.planning.calibration import Calibration, LinkCost, StepTimes, calibrate
-from shoal.train.planning.candidates import enumerate_candidates, require_open_choices
-from shoal.train.planning.hardware import HardwareSpec
-from shoal.train.planning.planner import PlanEstimate, Planner, sort_estimates
-from shoal.train.planning.server_costs import ServerCosts, measure_server_costs
-from shoal.train.planning.step_time import Machine, StepTime
 from shoal.train.task import make_task
 
 TASK = """

@@ -15,11 +15,11 @@ import torch
 
 import shoal.runs
 from shoal.errors import ConfigError, SpecMismatch, TrainError
-from shoal.flows.population.build import load_member
-from shoal.flows.population.continuation import choose_spec
-from shoal.flows.population.run import check_population, run_population
-from shoal.population.ensemble import Ensemble
-from shoal.population.spec import PopulationSpec
+from shoal.libs.population.ensemble import Ensemble
+from shoal.libs.population.flow.build import load_member
+from shoal.libs.population.flow.continuation import choose_spec
+from shoal.libs.population.flow.run import check_population, run_population
+from shoal.libs.population.spec import PopulationSpec
 from shoal.registry import Registry
 from shoal.runs import RunKind, Status
 from shoal.runs.lineage import Lineage
@@ -324,9 +324,9 @@ def test_a_run_that_has_ended_goes_on_for_more_rounds_of_the_same_members() -> N
 
 KILLED = """
 import os, signal, sys
-from shoal.flows.population import trainer as population_trainer
-from shoal.flows.population.run import run_population
-from shoal.population.spec import PopulationSpec
+from shoal.libs.population.flow import trainer as population_trainer
+from shoal.libs.population.flow.run import run_population
+from shoal.libs.population.spec import PopulationSpec
 
 moment, count = sys.argv[2], int(sys.argv[3])
 trainer = population_trainer.PopulationTrainer

@@ -124,7 +124,7 @@ def test_the_registered_network_of_trees_is_served_as_its_file_says() -> None:
     """Requests with trees of several sizes share a forward, and a row that is no tree is rejected by tree and node."""
     from shoal.errors import InferenceError
     from shoal.flows.serving_spec import check, load_serving_spec
-    from shoal.models.syntax_tree import KINDS, pad_trees
+    from shoal.libs.trees.syntax_tree import KINDS, pad_trees
     from shoal.registry import Registry
     from shoal.serve.model.predictor import Predictor
     from shoal.serve.spec.model_source import ModelPackage, RegisteredModel

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from shoal.batch_tree import slice_samples
 from shoal.data import Data, Loader, fingerprint
-from shoal.models.syntax_tree import KIND_OF_TOKEN, KINDS, MASKED
+from shoal.libs.trees.syntax_tree import KIND_OF_TOKEN, KINDS, MASKED
 from shoal.train.launch.overrides import load_recipe
 from shoal.train.task import Task, load_task_file, make_task
 

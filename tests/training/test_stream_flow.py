@@ -18,10 +18,10 @@ import torch
 import shoal.runs
 from serving.replica_set import ReplicaSet, ask
 from shoal.errors import ConfigError, DataError
-from shoal.flows.stream import check_stream, format_stream_line, run_stream
+from shoal.libs.stream.flow import check_stream, format_stream_line, run_stream
+from shoal.libs.stream.spec import CommitSpec, OnlineSpec, StreamSpec
 from shoal.registry import Registry
 from shoal.serve.spec.model_source import EndpointModel, RegisteredModel
-from shoal.stream.spec import CommitSpec, OnlineSpec, StreamSpec
 
 ROOT = Path(__file__).parents[2]
 SMALL = OnlineSpec(hidden=4, num_steps=4)

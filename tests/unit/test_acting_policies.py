@@ -15,7 +15,7 @@ from shoal.errors import ConfigError
 from shoal.flows.policy_evaluation import ActionAnswer
 from shoal.flows.rl_metrics import combine_policies
 from shoal.flows.rl_policies.evaluation import evaluate_policies
-from shoal.games.tag import HUNTERS, PREY, Tag
+from shoal.libs.games.tag import HUNTERS, PREY, Tag
 from shoal.wire import ExperienceSpec, PolicySpec, Segment, TensorSpec
 from sign_game import SignGame
 

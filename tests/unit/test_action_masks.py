@@ -16,7 +16,7 @@ from shoal.actor.environment import make_environment
 from shoal.actor.policy import make_policy
 from shoal.errors import ConfigError, InvalidSegment
 from shoal.flows.rl_policy import describe_policy_model, inspect_environment
-from shoal.games.tictactoe import TicTacToe
+from shoal.libs.games.tictactoe import TicTacToe
 from shoal.models.action_distribution import mask_logits
 from shoal.rl.algorithm_config import load_named
 from shoal.rl.algorithms.algorithm import make_algorithm
@@ -187,14 +187,14 @@ def test_an_actor_refuses_a_mask_by_reason(mask: Any, reason: str) -> None:
 
 
 def test_a_mask_of_a_dict_observation_moves_to_info() -> None:
-    environment = make_environment("shoal.games:TicTacToe-v0")
+    environment = make_environment("shoal.libs.games:TicTacToe-v0")
     assert environment.observation_space == Box(0, 1, (18,), np.uint8)
     observation, info = environment.reset(seed=1)
     assert observation.shape == (18,)
     assert info["action_mask"].sum() in (8, 9)
     _, _, _, _, info = environment.step(int(np.flatnonzero(info["action_mask"])[0]))
     assert info["action_mask"].sum() in (6, 7)
-    experience, _ = inspect_environment(RLSpec(env="shoal.games:TicTacToe-v0"))
+    experience, _ = inspect_environment(RLSpec(env="shoal.libs.games:TicTacToe-v0"))
     assert find_choices(experience) == (9,)
 
 

@@ -243,6 +243,6 @@ def test_the_parts_that_an_agent_observes_become_one_array() -> None:
 
 
 def test_a_function_may_return_gymnasiums_environment_of_several_parts() -> None:
-    environment = make_environment("shoal.games.tictactoe:TicTacToe")
+    environment = make_environment("shoal.libs.games.tictactoe:TicTacToe")
     assert environment.observation_space == Box(0, 1, (18,), np.uint8)
     assert environment.reset(seed=1)[1]["action_mask"].sum() in (8, 9)

@@ -6,7 +6,7 @@ import ast
 
 import numpy as np
 
-from shoal.models.syntax_tree import KIND_OF_TOKEN, KINDS, MASKED, TOKENS, number_nodes, pad_trees
+from shoal.libs.trees.syntax_tree import KIND_OF_TOKEN, KINDS, MASKED, TOKENS, number_nodes, pad_trees
 
 WORDS = dict(enumerate(TOKENS))
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from shoal.trees import Cell, Children, NaryLSTMCell, TreeBatch, TreeRNN, compiled_cell
+from shoal.libs.trees import Cell, Children, NaryLSTMCell, TreeBatch, TreeRNN, compiled_cell
 
 WIDE = [[-1, 0, 0, 1, 1], [-1, 0, 1, 1], [-1], [-1, 0, 0, 2, 2, 4]]
 OTHER = [[-1, 0, 0, 1, 1, 2, 2], [-1, 0, 1, 2, 2], [-1, 0], [-1, 0, 0, 2, 2, 4, 4]]

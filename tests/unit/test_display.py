@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from shoal import runs
 from shoal.cli.commands import cluster
 from shoal.cli.display import rl_display, run_view
-from shoal.cli.display.rl_display import RunView, format_plain_line, format_sparkline, make_view, render
+from shoal.cli.display.rl_display import LoopView, format_sparkline, make_view
 from shoal.flows.rl_metrics import select_rejections
 
 METRICS = {
@@ -37,7 +37,7 @@ METRICS = {
     "drops/duplicate": 3.0,
     "drops/corrupt": 0.0,
 }
-VIEW = RunView(
+VIEW = LoopView(
     "one", "learning", 12.3, 475.0, METRICS, (20.0, 60.0, 123.4), 20.0, "http://h:8000", "tcp://h:5600", ("a note",)
 )
 
@@ -48,13 +48,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def drawn(view: RunView, width: int = 140) -> str:
+def drawn(view: LoopView, width: int = 140) -> str:
     console = Console(record=True, width=width, file=io.StringIO(), color_system=None)
-    console.print(render(view))
+    console.print(view.render())
     return console.export_text()
 
 
-def bars(view: RunView, monkeypatch: pytest.MonkeyPatch) -> float:
+def bars(view: LoopView, monkeypatch: pytest.MonkeyPatch) -> float:
     """How full the progress bar is."""
     made: list[float] = []
 
@@ -91,7 +91,7 @@ def test_of_several_policies_each_has_its_return() -> None:
     others = {name: value for name, value in METRICS.items() if name != "return/mean_100"}
     view = replace(VIEW, metrics=others | {"return/hunters": 0.5, "return/prey": -0.125})
     assert "│ returns   hunters 0.5   prey -0.125 " in drawn(view)
-    assert "return of hunters 0.5, return of prey -0.125, steps/s 5,678" in format_plain_line(view)
+    assert "return of hunters 0.5, return of prey -0.125, steps/s 5,678" in view.format_plain_line()
 
 
 def test_on_a_narrow_terminal_no_number_is_cut() -> None:
@@ -134,7 +134,7 @@ def test_who_sends_what_is_dropped_is_told_with_the_reason() -> None:
             "invalid_segment", actor_id="a", reason="non_finite", detail="rewards: has NaN or infinite values"
         )
         run.flush()
-        view = make_view(runs.load("one"), "learning", 475.0, None, ["a note"])
+        view = make_view(runs.load("one"), None, ["a note"])
     assert view.notes == ("a note", "a sends what is dropped: non_finite: rewards: has NaN or infinite values")
 
 
@@ -154,16 +154,16 @@ def test_who_sends_only_bad_messages_is_shown_with_reason_and_count(monkeypatch:
         view = run_view.make_view(runs.load("one"), None)
         shown = CliRunner().invoke(cluster.status, [], catch_exceptions=False).output
         found = json.loads(CliRunner().invoke(cluster.status, ["--json"]).output)["runs"][0]
-    assert isinstance(view, RunView)
+    assert isinstance(view, LoopView)
     assert "rejected  looper malformed 1,320  one two non_finite 2" in drawn(view)
-    assert "drops 2, rejected 1322" in format_plain_line(view)
+    assert "drops 2, rejected 1322" in view.format_plain_line()
     assert "    3 actors, 7 steps, drops: non_finite 2\n" in shown
     assert "    rejected: looper malformed 1,320, one two non_finite 2\n" in shown
     assert (found["actors"], found["rejected"]) == (3, {"looper malformed": 1320, "one two non_finite": 2})
 
 
 def test_a_run_that_measured_nothing_has_a_picture() -> None:
-    text = drawn(RunView("one", "starting the endpoint", 0.5, None))
+    text = drawn(LoopView("one", "starting the endpoint", 0.5, None))
     assert "starting the endpoint" in text
     assert "drops     none" in text
     assert "actors" not in text
@@ -189,17 +189,17 @@ def test_the_bar_goes_from_the_lowest_return_to_the_target(
     target: float, history: tuple[float, ...], full: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     metrics = {"return/mean_100": history[-1]} if history else {}
-    view = RunView("one", "learning", 1.0, target, metrics, history)
+    view = LoopView("one", "learning", 1.0, target, metrics, history)
     assert bars(view, monkeypatch) == pytest.approx(full)
 
 
 def test_the_curve_of_negative_returns_rises() -> None:
-    view = RunView("one", "learning", 1.0, -100.0, {"return/mean_100": -100.0}, (-500.0, -300.0, -100.0))
+    view = LoopView("one", "learning", 1.0, -100.0, {"return/mean_100": -100.0}, (-500.0, -300.0, -100.0))
     assert "▁▅█" in drawn(view)
 
 
 def test_the_scale_does_not_shrink_when_the_history_does() -> None:
-    view = RunView("one", "learning", 1.0, -100.0, {"return/mean_100": -300.0}, (-300.0,), lowest=-500.0)
+    view = LoopView("one", "learning", 1.0, -100.0, {"return/mean_100": -300.0}, (-300.0,), lowest=-500.0)
     assert "▅" in drawn(view)
 
 
@@ -207,7 +207,7 @@ def test_the_scale_does_not_shrink_when_the_history_does() -> None:
 
 
 def test_the_line_tells_everything() -> None:
-    assert format_plain_line(VIEW) == (
+    assert VIEW.format_plain_line() == (
         "[ 12.3 s] learning: return 123.4, steps/s 5,678, weights 77, max lag 15, queue 13, drops 9,"
         " endpoint requests/s 21"
     )
@@ -215,27 +215,27 @@ def test_the_line_tells_everything() -> None:
 
 def test_what_is_dropped_because_the_run_has_ended_is_no_problem() -> None:
     view = dataclasses.replace(VIEW, metrics={**METRICS, "drops/shutdown": 6.0})
-    assert "drops 9," in format_plain_line(view)
+    assert "drops 9," in view.format_plain_line()
     assert "shutdown" not in drawn(view)
-    ended = RunView("one", "over", 1.0, None, {"steps/total": 5.0, "drops/shutdown": 6.0})
-    assert "drops 0," in format_plain_line(ended)
+    ended = LoopView("one", "over", 1.0, None, {"steps/total": 5.0, "drops/shutdown": 6.0})
+    assert "drops 0," in ended.format_plain_line()
     assert "drops     none" in drawn(ended)
 
 
 def test_without_actors_nobody_lags() -> None:
     metrics = {name: value for name, value in METRICS.items() if not name.startswith("actor_lag/")}
     view = dataclasses.replace(VIEW, metrics={**metrics, "lag/max": math.nan})
-    assert "max lag -," in format_plain_line(view)
+    assert "max lag -," in view.format_plain_line()
     assert "lag" not in drawn(view)
 
 
 def test_before_the_first_step_the_line_is_the_phase() -> None:
-    assert format_plain_line(RunView("one", "waiting for actors", 3.0, 475.0)) == "[  3.0 s] waiting for actors"
+    assert LoopView("one", "waiting for actors", 3.0, 475.0).format_plain_line() == "[  3.0 s] waiting for actors"
 
 
 def test_what_is_not_known_yet_is_a_dash() -> None:
     view = dataclasses.replace(VIEW, metrics={"steps/total": 5.0, "return/mean_100": math.nan})
-    assert "return -, steps/s -, weights -, max lag -, queue -, drops 0" in format_plain_line(view)
+    assert "return -, steps/s -, weights -, max lag -, queue -, drops 0" in view.format_plain_line()
 
 
 # --- the sparkline ---
@@ -277,19 +277,19 @@ def test_the_history_has_every_new_finite_mean_and_its_lowest() -> None:
         for step, mean in enumerate((math.nan, -500.0, -500.0, math.nan, -300.0)):
             run.log(step, {"return/mean_100": mean})
             run.flush()
-            view = make_view(runs.load("one"), "learning", -100.0, view, ["a note"])
+            view = make_view(runs.load("one"), view, ["a note"])
     assert view is not None
     assert (view.history, view.lowest) == ((-500.0, -300.0), -500.0)
     assert (view.endpoint, view.gateway, view.notes) == ("http://h:8000", "", ("a note",))
 
 
 def test_a_long_history_forgets_but_its_lowest_stays() -> None:
-    before = RunView("one", "learning", 1.0, -100.0, {}, tuple(map(float, range(-500, -500 + rl_display.MAX_HISTORY))))
+    before = LoopView("one", "learning", 1.0, -100.0, {}, tuple(map(float, range(-500, -500 + rl_display.MAX_HISTORY))))
     before = dataclasses.replace(before, lowest=-500.0)
     with runs.create("job", "", "one") as run:
         run.log(1, {"return/mean_100": -7.0})
         run.flush()
-        view = make_view(runs.load("one"), "learning", -100.0, before, [])
+        view = make_view(runs.load("one"), before, [])
     assert len(view.history) == rl_display.MAX_HISTORY
     assert (view.history[0], view.history[-1], view.lowest) == (-499.0, -7.0, -500.0)
 
@@ -300,6 +300,6 @@ def test_a_resumed_run_does_not_show_the_numbers_of_its_earlier_life() -> None:
     with runs.reopen("one"):
         record = runs.load("one")
         assert record.last_started_at() > record.created_at
-        view = make_view(record, "starting the endpoint", 475.0, None, [])
+        view = make_view(record, None, [])
     assert (view.metrics, view.history) == ({}, ())
     assert view.elapsed_s < time.time() - record.created_at  # while nobody ran it no time went by

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from shoal.errors import ConfigError, TrainError
-from shoal.population.evolution import Decisions, Evolution, EvolutionSpec, build_evolution, select_scores
-from shoal.population.evolution.bandit import Bandit, standardize_ranks
-from shoal.population.evolution.gaussian_process import fit
-from shoal.population.evolution.growing_pbt import GrowingPBT
-from shoal.population.evolution.halving import Halving
-from shoal.population.search_space import SearchSpace
+from shoal.libs.population.evolution import Decisions, Evolution, EvolutionSpec, build_evolution, select_scores
+from shoal.libs.population.evolution.bandit import Bandit, standardize_ranks
+from shoal.libs.population.evolution.gaussian_process import fit
+from shoal.libs.population.evolution.growing_pbt import GrowingPBT
+from shoal.libs.population.evolution.halving import Halving
+from shoal.search.space import SearchSpace
 
 Values = list[dict[str, Any]]
 RATE = SearchSpace.parse({"optimizer.learning_rate": "log(1e-4,1)"})

@@ -20,17 +20,17 @@ from serving.fake_host import FakeHost, FakeModel
 from serving.served_here import TOKEN, served
 from shoal.client import Client
 from shoal.errors import ConfigError, DataError
-from shoal.models.prior_fitted.closed_form import LINEAR, PRIOR_ROWS, REGRESSORS, predict_closed_form
-from shoal.models.prior_fitted.network import (
+from shoal.libs.tables.closed_form import LINEAR, PRIOR_ROWS, REGRESSORS, predict_closed_form
+from shoal.libs.tables.network import (
     NUM_BINS,
     PriorFittedNetwork,
     log_density,
     predict,
     summarise,
 )
-from shoal.models.prior_fitted.prior import PriorSpec, TablePrior
-from shoal.models.prior_fitted.tables import check_tables
-from shoal.models.prior_fitted.tokens import prepare
+from shoal.libs.tables.prior import PriorSpec, TablePrior
+from shoal.libs.tables.tables import check_tables
+from shoal.libs.tables.tokens import prepare
 from shoal.registry import Registry
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.spec.model_options import ModelOptions

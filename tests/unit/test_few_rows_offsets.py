@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from shoal.errors import DataError
-from shoal.models.prior_fitted.network import PriorFittedNetwork, predict, summarise
-from shoal.models.prior_fitted.tables import build_tables
+from shoal.libs.tables.network import PriorFittedNetwork, predict, summarise
+from shoal.libs.tables.tables import build_tables
 from shoal.train.task import make_task
 
 ROOT = Path(__file__).parents[2]

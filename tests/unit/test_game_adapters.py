@@ -226,7 +226,7 @@ def test_an_action_is_picked_of_any_space_and_mask() -> None:
 
 def test_a_function_may_be_in_a_file_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", sys.path.copy())
-    (tmp_path / "their_game.py").write_text("from shoal.games.tictactoe import TicTacToe as make\n")
+    (tmp_path / "their_game.py").write_text("from shoal.libs.games.tictactoe import TicTacToe as make\n")
     environment = make_environment(f"{tmp_path}/their_game.py:make")
     assert environment.observation_space.shape == (18,)
     with pytest.raises(ConfigError, match="the file has no function nothing"):

@@ -12,8 +12,8 @@ from gymnasium.utils.env_checker import check_env
 
 from shoal.actor.environment import make_environment
 from shoal.errors import ConfigError
-from shoal.games.harvest import APPLE, BASKET, MAX_STEPS, STONE, Harvest
-from shoal.games.pursuit import Pursuit
+from shoal.libs.games.harvest import APPLE, BASKET, MAX_STEPS, STONE, Harvest
+from shoal.libs.games.pursuit import Pursuit
 from shoal.rl.spec import RLSpec, describe_convolutions, experience_spec
 
 LEFT, STAY, RIGHT = range(3)
@@ -28,7 +28,7 @@ def drop(game: Harvest, kind: int) -> tuple[float, bool]:
 
 
 def test_harvest_keeps_gymnasiums_rules() -> None:
-    check_env(make_environment("shoal.games:Harvest-v0").unwrapped)
+    check_env(make_environment("shoal.libs.games:Harvest-v0").unwrapped)
 
 
 def test_an_apple_is_a_point_and_a_stone_is_the_end() -> None:
@@ -75,7 +75,7 @@ def test_the_basket_stays_in_the_field_and_things_fall_a_row_a_step() -> None:
 
 
 def test_an_episode_without_a_stone_is_truncated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.games.harvest.STONE_PROBABILITY", 0.0)
+    monkeypatch.setattr("shoal.libs.games.harvest.STONE_PROBABILITY", 0.0)
     game = Harvest()
     game.reset(seed=0)
     ends = [game.step(STAY)[2:4] for _ in range(MAX_STEPS)]
@@ -113,4 +113,4 @@ def test_a_missing_simulator_names_its_extra() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("ale_py") is not None, reason="it is installed")
 def test_a_missing_emulator_names_its_package() -> None:
     with pytest.raises(ConfigError, match=r"needs ale_py, which is not installed\. pip install ale-py"):
-        make_environment("shoal.games:Pong-v0")
+        make_environment("shoal.libs.games:Pong-v0")

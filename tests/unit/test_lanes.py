@@ -17,12 +17,12 @@ from torch.nn import functional
 
 from member_case import loss, make_batches, make_model, make_small_convolution, train_alone
 from shoal.errors import ConfigError
+from shoal.libs.population import Population
+from shoal.libs.population.engines.engine import EngineMisfit
+from shoal.libs.population.engines.lanes.compile_kernels import load_kernels
+from shoal.libs.population.engines.lanes.lane_network import LaneNetwork
+from shoal.libs.population.engines.lanes.layer_graph import read_layer_graph
 from shoal.models.lenet import LeNet
-from shoal.population import Population
-from shoal.population.engines.engine import EngineMisfit
-from shoal.population.engines.lanes.compile_kernels import load_kernels
-from shoal.population.engines.lanes.lane_network import LaneNetwork
-from shoal.population.engines.lanes.layer_graph import read_layer_graph
 
 QUICK = ("-O1",)  # compiles in half of the time; the results are the same but for their last digits
 TOLERANCE = 1e-4  # of the largest number: float32, sums in another order, behind several batch norms

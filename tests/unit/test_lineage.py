@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal.population.evolution import EvolutionSpec, build_evolution
-from shoal.population.search_space import SearchSpace
+from shoal.libs.population.evolution import EvolutionSpec, build_evolution
 from shoal.runs.lineage import Lineage, Stretch
+from shoal.search.space import SearchSpace
 
 Event = tuple[str, Mapping[str, Any]]
 

@@ -23,7 +23,7 @@ from member_case import (
     train_alone,
 )
 from shoal.errors import ConfigError
-from shoal.population import Population
+from shoal.libs.population import Population
 
 # Weights after a few steps of SGD, where gradients are sums of the same products in another order. Adam divides by the
 # size of a gradient, and magnifies the last digit where that is near zero: only losses are compared there.

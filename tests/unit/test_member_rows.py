@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shoal.errors import ConfigError, SpecMismatch
-from shoal.population.member_rows import MemberRows, RowLayout
+from shoal.libs.population.member_rows import MemberRows, RowLayout
 
 
 class Tied(nn.Module):

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from member_case import Batch, Residual, accuracy, loss, make_batches, make_model, make_perceptron, train_alone
 from shoal.errors import ConfigError, SpecMismatch
+from shoal.libs.population import Population
+from shoal.libs.population.engines.engine import EngineMisfit
+from shoal.libs.population.engines.stacked import StackedEngine
 from shoal.models.lenet import LeNet
-from shoal.population import Population
-from shoal.population.engines.engine import EngineMisfit
-from shoal.population.engines.stacked import StackedEngine
 
 # Of weights after a few steps of SGD on one machine: the same operations in another order.
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}

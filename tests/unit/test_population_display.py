@@ -11,7 +11,7 @@ from rich.console import Console
 
 from shoal import runs
 from shoal.cli.display import run_view
-from shoal.cli.display.population_display import PopulationView, format_plain_line, make_view, render
+from shoal.libs.population.display import PopulationView, make_view
 from shoal.runs import RunKind
 
 SETTING = {
@@ -40,7 +40,7 @@ VIEW = PopulationView(
 
 def shown(view: PopulationView, width: int = 100) -> str:
     console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
-    console.print(render(view))
+    console.print(view.render())
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -67,7 +67,7 @@ def test_less_is_better_where_the_metric_says_so() -> None:
 
 
 def test_a_line_names_the_best_member_and_its_values() -> None:
-    line = format_plain_line(VIEW)
+    line = VIEW.format_plain_line()
     for word in ("round 7 of 20", "best accuracy 0.78 of member 28", "learning rate 0.0125", "1,300 member-steps/s"):
         assert word in line, word
 
@@ -76,7 +76,7 @@ def test_a_plain_line_is_printed_when_it_has_news(monkeypatch: pytest.MonkeyPatc
     now = [100.0]
     monkeypatch.setattr(run_view.time, "monotonic", lambda: now[0])
     lines = run_view.LineThrottle()
-    assert lines.format_if_due(VIEW) == format_plain_line(VIEW)
+    assert lines.format_if_due(VIEW) == VIEW.format_plain_line()
     now[0] += 60.0
     assert lines.format_if_due(dataclasses.replace(VIEW, elapsed_s=133.0)) is None  # only time has passed
     metrics = {**VIEW.metrics, "train/step": 1100.0}
@@ -88,7 +88,7 @@ def test_a_plain_line_is_printed_when_it_has_news(monkeypatch: pytest.MonkeyPatc
 
 def test_before_the_first_report_there_is_only_the_phase() -> None:
     view = PopulationView("id", "choosing an engine", 1.0)
-    assert format_plain_line(view) == "[  1.0 s] choosing an engine"
+    assert view.format_plain_line() == "[  1.0 s] choosing an engine"
     assert math.isnan(view.remaining_s)
     assert "choosing an engine" in shown(view)
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.population.augmentation import Augmentation, augment_batch, brightness, erase, flip, noise, shift
-from shoal.population.ensemble import Ensemble, average_logits, fit_temperatures
+from shoal.libs.population.augmentation import Augmentation, augment_batch, brightness, erase, flip, noise, shift
+from shoal.libs.population.ensemble import Ensemble, average_logits, fit_temperatures
 
 PAGE = Path(__file__).parents[2] / "docs" / "populations.md"
 ALL = {"shift": shift, "flip": flip, "erase": erase, "noise": noise, "brightness": brightness}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.trees import ChildSumLSTMCell, TreeBatch, TreeRNN
+from shoal.libs.trees import ChildSumLSTMCell, TreeBatch, TreeRNN
 
 SIZES = [[3, 9, 1, 1, 9, 2, 17, 8], [4, 3], [1, 2, 4, 8, 16, 31], [40, 1, 1, 1, 1, 2, 2, 9, 9]]
 

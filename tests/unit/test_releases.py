@@ -22,16 +22,16 @@ from shoal.errors import CheckpointError, RegistryError, RunError, ShoalError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.batch_predict import BatchPredictSpec
 from shoal.flows.rl_policies.spec import PoliciesSpec
-from shoal.flows.rl_population.spec import RLPopulationSpec
 from shoal.flows.serving_spec import ServingSpec
 from shoal.flows.sweep.spec import SweepSpec
-from shoal.population.spec import PopulationSpec
+from shoal.libs.population.loop.spec import RLPopulationSpec
+from shoal.libs.population.spec import PopulationSpec
+from shoal.libs.stream.spec import StreamSpec
 from shoal.registry import Registry
 from shoal.rl.experience.quarantine import read_run_quarantine
 from shoal.rl.experience.segment_ledger import Ledger
 from shoal.runs import RunKind
 from shoal.serve.controller.state import StateFile
-from shoal.stream.spec import StreamSpec
 from shoal.train.spec import TrainSpec
 
 SPECS: dict[str, tuple[RunKind, type[Spec], list[str]]] = {

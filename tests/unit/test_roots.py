@@ -22,9 +22,7 @@ from serving.served_here import TOKEN, served
 from shoal.client import Client
 from shoal.errors import ConfigError, DataError, InferenceError, SpecMismatch
 from shoal.flows.serving_spec import check, load_serving_spec
-from shoal.registry import Registry
-from shoal.runs.report.report import write_report
-from shoal.segmentation.photographs import (
+from shoal.libs.segmentation.photographs import (
     PALETTE,
     MaskFormat,
     Photograph,
@@ -34,8 +32,10 @@ from shoal.segmentation.photographs import (
     require_classes,
     split_by_plant,
 )
-from shoal.segmentation.simulation import CLASSES, STYLES, simulate
-from shoal.segmentation.thinning import measure_length, thin
+from shoal.libs.segmentation.simulation import CLASSES, STYLES, simulate
+from shoal.libs.segmentation.thinning import measure_length, thin
+from shoal.registry import Registry
+from shoal.runs.report.report import write_report
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.spec.model_source import RegisteredModel
 from shoal.train.launch.local import fit_locally

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.population.member_rows import MemberRows, RowLayout
-from shoal.population.row_optimizer import RowOptimizer
+from shoal.libs.population.member_rows import MemberRows, RowLayout
+from shoal.libs.population.row_optimizer import RowOptimizer
 
 NUM_MEMBERS, NUM_STEPS = 3, 20
 RATES, MOMENTA, DECAYS = [0.1, 0.01, 0.03], [0.9, 0.0, 0.5], [0.0, 0.1, 0.01]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shoal.errors import ConfigError
-from shoal.population.search_space import Interval, Options, SearchSpace
+from shoal.search.space import Interval, Options, SearchSpace
 
 WORDS: dict[str, object] = {
     "optimizer.learning_rate": "log(1e-4, 1e-1)",

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from shoal.data import Loader
-from shoal.segmentation.augmentation import Distortion, relight, warp
-from shoal.segmentation.crops import EvaluationTiles, TrainingCrops
-from shoal.segmentation.losses import compute_loss, cross_entropy, soft_dice, soft_skeleton_recall
-from shoal.segmentation.photographs import IGNORED, PALETTE, Photograph
-from shoal.segmentation.scores import SegmentationScore, score_pictures
-from shoal.segmentation.simulation import CLASSES, STYLES, simulate
-from shoal.segmentation.thinning import measure_length, thin, thin_classes
-from shoal.segmentation.tiles import predict_probabilities, remove_background
-from shoal.segmentation.unet import PictureSegmenter, UNet
+from shoal.libs.segmentation.augmentation import Distortion, relight, warp
+from shoal.libs.segmentation.crops import EvaluationTiles, TrainingCrops
+from shoal.libs.segmentation.losses import compute_loss, cross_entropy, soft_dice, soft_skeleton_recall
+from shoal.libs.segmentation.photographs import IGNORED, PALETTE, Photograph
+from shoal.libs.segmentation.scores import SegmentationScore, score_pictures
+from shoal.libs.segmentation.simulation import CLASSES, STYLES, simulate
+from shoal.libs.segmentation.thinning import measure_length, thin, thin_classes
+from shoal.libs.segmentation.tiles import predict_probabilities, remove_background
+from shoal.libs.segmentation.unet import PictureSegmenter, UNet
 
 SIZE = (96, 72)
 

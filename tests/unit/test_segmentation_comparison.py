@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from shoal.segmentation.comparison import encode_comparison
+from shoal.libs.segmentation.comparison import encode_comparison
 
 
 @pytest.mark.parametrize(("width", "rows"), [(300, 1), (40, 3)])

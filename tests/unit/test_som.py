@@ -17,8 +17,7 @@ import shoal.runs
 from shoal.cli.commands.launch.session import RunArguments, RunSession
 from shoal.cli.support.console import make_literal_console
 from shoal.errors import ConfigError, DataError
-from shoal.models import som as engine
-from shoal.models.som import (
+from shoal.libs.som.network import (
     Grid,
     SelfOrganisingMap,
     UnitSearch,
@@ -29,6 +28,7 @@ from shoal.models.som import (
     fit_epoch,
     measure_errors,
 )
+from shoal.models import som as engine
 from shoal.registry import Registry
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.spec.model_options import ModelOptions

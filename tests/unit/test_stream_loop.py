@@ -12,12 +12,12 @@ import pytest
 
 from shoal.checkpoint import files
 from shoal.errors import CheckpointError, ConfigError, SpecMismatch
-from shoal.stream import loop as loop_module
-from shoal.stream.batch_log import BatchLog, read_batches
-from shoal.stream.loop import StreamLoop
-from shoal.stream.source import MalformedPayload
-from shoal.stream.spec import CommitSpec, MqttSpec, StreamSpec
-from shoal.stream.trainer import OnlineTrainer, SensorForecast
+from shoal.libs.stream import loop as loop_module
+from shoal.libs.stream.batch_log import BatchLog, read_batches
+from shoal.libs.stream.loop import StreamLoop
+from shoal.libs.stream.sources.source import MalformedPayload
+from shoal.libs.stream.spec import CommitSpec, MqttSpec, StreamSpec
+from shoal.libs.stream.trainer import OnlineTrainer, SensorForecast
 from stream_case import SMALL, FakeBroker, FakeSource, differing_tensors, make_messages, relearn
 
 COMMIT = CommitSpec(messages=6, interval_s=1e6, max_batch=4, keep_log=True)

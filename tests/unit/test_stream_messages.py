@@ -15,12 +15,19 @@ from hypothesis import strategies as st
 from paho.mqtt.client import topic_matches_sub
 
 from shoal.errors import CheckpointError, DataError
-from shoal.stream.batch_log import BatchLog, LoggedBatch, read_batches
-from shoal.stream.deduplicator import Deduplicator
-from shoal.stream.drift import PageHinkley
-from shoal.stream.fleet import make_topic
-from shoal.stream.replay_source import ReplaySource
-from shoal.stream.source import MalformedPayload, Message, MessageParser, StreamState, encode_payload, match_wildcards
+from shoal.libs.stream.batch_log import BatchLog, LoggedBatch, read_batches
+from shoal.libs.stream.deduplicator import Deduplicator
+from shoal.libs.stream.drift import PageHinkley
+from shoal.libs.stream.fleet import make_topic
+from shoal.libs.stream.sources.replay_source import ReplaySource
+from shoal.libs.stream.sources.source import (
+    MalformedPayload,
+    Message,
+    MessageParser,
+    StreamState,
+    encode_payload,
+    match_wildcards,
+)
 from stream_case import make_messages
 from stream_contract import check_source
 

@@ -11,12 +11,12 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
-from shoal.flows.stream import describe_network
-from shoal.stream.network import MAX_DEVIATIONS, StreamNetwork
-from shoal.stream.sensor_table import SensorTable, Window
-from shoal.stream.source import Message
-from shoal.stream.spec import OnlineSpec
-from shoal.stream.trainer import OnlineTrainer, SensorForecast, split_into_waves
+from shoal.libs.stream.flow import describe_network
+from shoal.libs.stream.network import MAX_DEVIATIONS, StreamNetwork
+from shoal.libs.stream.sensor_table import SensorTable, Window
+from shoal.libs.stream.sources.source import Message
+from shoal.libs.stream.spec import OnlineSpec
+from shoal.libs.stream.trainer import OnlineTrainer, SensorForecast, split_into_waves
 from stream_case import SMALL, differing_tensors, make_messages
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from shoal.population.search_space import SearchSpace
+from shoal.search.space import SearchSpace
 
 pytest.importorskip("optuna", reason="the extra `sweep` is not installed")
 from shoal.flows.sweep.optuna_search import OptunaSearch

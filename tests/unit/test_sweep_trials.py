@@ -65,7 +65,7 @@ def test_a_sweep_is_read_while_it_goes_on_and_after(recorder: RunRecorder) -> No
 def test_the_table_has_the_best_first(recorder: RunRecorder) -> None:
     with recorder:
         record_trials(recorder)
-        view = make_view(shoal.runs.load("s"), ["a note"])
+        view = make_view(shoal.runs.load("s"), None, ["a note"])
         drawn = run_view.make_view(shoal.runs.load("s"), None)
         assert isinstance(drawn, SweepView)
     console = Console(width=100, record=True, file=io.StringIO())
@@ -74,7 +74,7 @@ def test_the_table_has_the_best_first(recorder: RunRecorder) -> None:
     assert text.index("0.9") < text.index("0.8") < text.index("0.6")
     for word in ("copied trial 0", "NotFinite: the loss", "stopped", "learning_rate", "a note"):
         assert word in text
-    assert "best accuracy 0.9" in run_view.format_plain_line(view)
+    assert "best accuracy 0.9" in view.format_plain_line()
 
 
 def make_trial(run_id: str, folder: Path, **fields: object) -> TrialRun:

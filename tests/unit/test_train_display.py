@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from shoal import runs
-from shoal.cli.display.train_display import TrainView, format_plain_line, make_view, render
+from shoal.cli.display.train_display import TrainView, make_view
 
 METRICS = {
     "train/step": 123_456.0,
@@ -38,7 +38,7 @@ VIEW = TrainView(
 
 def shown(view: TrainView, width: int = 100) -> str:
     console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
-    console.print(render(view))
+    console.print(view.render())
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -72,18 +72,18 @@ def test_the_bar_is_as_long_as_the_way_that_is_done() -> None:
 
 def test_after_the_last_step_nothing_is_to_go() -> None:
     assert "to go" not in shown(dataclasses.replace(VIEW, phase="registering"))
-    assert "to go" not in format_plain_line(dataclasses.replace(VIEW, phase="registering"))
+    assert "to go" not in dataclasses.replace(VIEW, phase="registering").format_plain_line()
 
 
 def test_before_the_first_step_there_is_a_picture_too() -> None:
     empty = TrainView("r", "starting workers", 2.0)
     assert "starting workers" in shown(empty)
-    assert format_plain_line(empty) == "[  2.0 s] starting workers"
+    assert empty.format_plain_line() == "[  2.0 s] starting workers"
     assert "nan" not in shown(empty)
 
 
 def test_a_plain_line_has_the_same() -> None:
-    line = format_plain_line(VIEW)
+    line = VIEW.format_plain_line()
     assert line.startswith("[ 73.0 s] training: step 123,456, loss 0.001234, samples/s 1,234,567, data wait 100%")
     assert line.endswith("validation loss 0.5, validation accuracy 0.8659, 2 d 12 h to go")
     assert "\n" not in line

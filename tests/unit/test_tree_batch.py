@@ -20,8 +20,8 @@ from shoal.batch_tree import count_samples, map_tensors, move_to_device, slice_s
 from shoal.data import Loader, LoaderSpec
 from shoal.data.workers.shm_transfer import receive, send
 from shoal.errors import DataError
-from shoal.trees import Cell, Children, ChildSumLSTMCell, TreeBatch, TreeError, TreeRNN
-from shoal.trees.planner import _plans
+from shoal.libs.trees import Cell, Children, ChildSumLSTMCell, TreeBatch, TreeError, TreeRNN
+from shoal.libs.trees.planner import _plans
 
 # A root with two children, of which the second has two; a single node; a chain of three, its root in the middle.
 PARENTS = [[-1, 0, 0, 2, 2], [-1], [1, -1, 0]]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from threadpoolctl import threadpool_info
 from torch import Tensor, nn
 
-from shoal.trees import (
+from shoal.libs.trees import (
     Cell,
     Children,
     ChildSumLSTMCell,
@@ -27,7 +27,7 @@ from shoal.trees import (
     TreeBatch,
     TreeRNN,
 )
-from shoal.trees.blas import use_torch_threads
+from shoal.libs.trees.blas import use_torch_threads
 from tree_recursion import (
     SUBJECTS,
     D,

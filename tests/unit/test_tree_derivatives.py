@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from shoal.trees import Cell, Children, ChildSumLSTMCell, TreeBatch, TreeError, TreeRNN
+from shoal.libs.trees import Cell, Children, ChildSumLSTMCell, TreeBatch, TreeError, TreeRNN
 from tree_recursion import (
     SUBJECTS,
     D,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import DataError
-from shoal.trees import Cell, TreeBatch, TreeError, TreeRNN
+from shoal.libs.trees import Cell, TreeBatch, TreeError, TreeRNN
 
 
 class Never(Cell):

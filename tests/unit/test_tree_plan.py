@@ -14,9 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.trees import ChildSumLSTMCell, TreeBatch, TreeError, TreeRNN
-from shoal.trees.plan import TreePlan
-from shoal.trees.planner import _PlanCache, _plans, plan_forest
+from shoal.libs.trees import ChildSumLSTMCell, TreeBatch, TreeError, TreeRNN
+from shoal.libs.trees.plan import TreePlan
+from shoal.libs.trees.planner import _PlanCache, _plans, plan_forest
 
 
 @pytest.fixture(autouse=True)

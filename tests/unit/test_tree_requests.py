@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from shoal.errors import TreeError
-from shoal.trees import TreeBatch
-from shoal.trees.plan import TreePlan
-from shoal.trees.planner import _PlanCache, _size_bytes, plan_forest
+from shoal.libs.trees import TreeBatch
+from shoal.libs.trees.plan import TreePlan
+from shoal.libs.trees.planner import _PlanCache, _size_bytes, plan_forest
 
 CHAIN = [-1, 0, 1, 2]
 

@@ -13,8 +13,7 @@ from rich.console import Console
 
 from shoal import runs
 from shoal.cli.commands.runs import runs as runs_command
-from shoal.cli.display.population_display import PopulationView
-from shoal.cli.display.rl_display import RunView
+from shoal.cli.display.rl_display import LoopView
 from shoal.cli.display.run_view import follow_run, make_view
 from shoal.cli.display.sweep_display import SweepView
 from shoal.cli.display.train_display import TrainView
@@ -23,9 +22,10 @@ from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.batch_predict import BatchPredictSpec
 from shoal.flows.serving_spec import ServingSpec
 from shoal.flows.sweep.spec import SweepSpec
-from shoal.population.spec import PopulationSpec
+from shoal.libs.population.display import PopulationView
+from shoal.libs.population.spec import PopulationSpec
+from shoal.libs.stream.spec import StreamSpec
 from shoal.runs import Run, RunKind, Status
-from shoal.stream.spec import StreamSpec
 from shoal.train.spec import TrainSpec
 
 
@@ -118,7 +118,7 @@ def test_what_is_shown_of_a_run_depends_on_what_it_does_and_not_on_its_name(kind
         record = runs.load("one")
         assert record.kind is kind
         views = {
-            RunKind.LOOP: RunView,
+            RunKind.LOOP: LoopView,
             RunKind.TRAINING: TrainView,
             RunKind.POPULATION: PopulationView,
             RunKind.SWEEP: SweepView,

@@ -18,6 +18,7 @@ from shoal.actor.adapters.aec import AECGame, is_aec
 from shoal.actor.adapters.flattening import flatten_agents, flatten_environment
 from shoal.actor.agent_streams import is_parallel, to_float
 from shoal.errors import ConfigError, ShoalError
+from shoal.extend.moved import translate_reference
 from shoal.wire import ExperienceSpec
 from shoal.wire.action_masks import INFO_KEY
 
@@ -33,6 +34,7 @@ def make_environment(name: str, ignored: Sequence[str] = ()) -> Any:
     A Dict's "action_mask" moves to info, and its `ignored` parts are left out. The same holds for each of several
     agents.
     """
+    name = translate_reference(name)
     if (function := _find_function(name)) is not None:
         return _call_function(function, name, ignored)
     try:

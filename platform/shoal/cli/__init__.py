@@ -10,8 +10,9 @@ import sys
 import click
 
 from shoal.errors import ShoalError
+from shoal.extend.library import find_libraries
 
-# command -> (module, help text)
+# command -> (module, help text); `find_commands` adds those of libraries
 COMMANDS = {
     "up": ("cluster", "Start a Ray cluster for Shoal on this machine, in the background."),
     "down": ("cluster", "Stop the cluster that `shoal up` started."),
@@ -20,9 +21,6 @@ COMMANDS = {
     "run": ("run", "Run a job, with a live display."),
     "sweep": ("launch.sweep", "Search for a task's best hyper-parameters: many trials, with a live table."),
     "inspect": ("inspect", "Predict what a task costs; after a run, compare with the measurements."),
-    "plan": ("inspect", "Rank the ways of training a task in parallel on given hardware, and say why."),
-    "find": ("find", "Find a learning rate, or the largest batch that fits, for a task."),
-    "ablate": ("ablate", "Measure what each part of a task adds in accuracy, time and memory."),
     "actor": ("actor", "Play an environment and send the experience to a gateway."),
     "runs": ("runs", "List the runs, show one, or remove some."),
     "report": ("runs", "Write the one-page HTML report of a run."),
@@ -35,17 +33,23 @@ COMMANDS = {
 }
 
 
+def find_commands() -> dict[str, tuple[str, str]]:
+    """The `module:command` and the help text of each verb."""
+    own = {verb: (f"shoal.cli.commands.{place}:{verb}", text) for verb, (place, text) in COMMANDS.items()}
+    return own | {verb: each for library in find_libraries(tuple(own)) for verb, each in library.verbs.items()}
+
+
 class _LazyCommandGroup(click.Group):
     """A group that imports a command's module when the command is used, so that `--help` stays fast."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return list(find_commands())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
+        if (found := find_commands().get(cmd_name)) is None:
             return None
-        module = importlib.import_module(f"shoal.cli.commands.{COMMANDS[cmd_name][0]}")
-        command: click.Command = getattr(module, cmd_name.replace("-", "_"))
+        module, _, name = found[0].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), name.replace("-", "_"))
         return command
 
     def invoke(self, ctx: click.Context) -> object:
@@ -56,7 +60,7 @@ class _LazyCommandGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(verb, text) for verb, (_, text) in COMMANDS.items()])
+            formatter.write_dl([(verb, text) for verb, (_, text) in find_commands().items()])
 
 
 @click.group(cls=_LazyCommandGroup, context_settings={"help_option_names": ["-h", "--help"]})

@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_v
 
 from shoal.config import Spec
 from shoal.errors import ConfigError
+from shoal.extend.moved import translate_reference
 
 # The names of the Open Inference Protocol v2, and the newer BF16.
 DATATYPES = (
@@ -110,7 +111,7 @@ class ModelFactory(Spec):
 def find_callable(field: str, reference: str) -> Any:
     """Import the class or function `module:name`. Raises ConfigError for `field`, with the reason."""
     remedy = "write it as module:name, and make the module importable here"
-    module_name, separator, path = reference.partition(":")
+    module_name, separator, path = translate_reference(reference).partition(":")
     if not (module_name and separator and path):
         raise ConfigError(field, reference, "is not of the form module:name", remedy)
     try:

@@ -108,8 +108,8 @@ class Task:
         return type(self).loss is not Task.loss
 
     def augmentations(self) -> Mapping[str, Callable[[Tensor, Tensor, Sequence[Generator]], Tensor]]:
-        """How a population may change the inputs of training, by name: see `shoal.population.augmentation`, which has
-        those for images. Each member has a strength of its own; other trainings apply none."""
+        """How a population may change the inputs of training, by name: see `shoal.libs.population.augmentation`,
+        which has those for images. Each member has a strength of its own; other trainings apply none."""
         return {}
 
     def stateful_metrics(self) -> Mapping[str, StatefulMetric]:

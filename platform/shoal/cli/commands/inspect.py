@@ -1,5 +1,4 @@
 """`shoal inspect`: what a Task will cost under a plan, before it runs; after a run, predicted vs. measured cost.
-`shoal plan`: which plan is fastest for a Task on given hardware, and why.
 
 Parse, call, print. No Ray, no worker: fake process groups simulate a plan of many ranks.
 """
@@ -51,47 +50,6 @@ def inspect(what: str, words: tuple[str, ...], as_json: bool) -> None:
         _show_run(console, run, as_json)
     else:
         _show_task(console, what, words, as_json)
-
-
-@click.command()
-@click.argument("task", callback=strip_task_key)
-@click.argument("words", nargs=-1, metavar="[A.B=C]...")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
-def plan(task: str, words: tuple[str, ...], as_json: bool) -> None:
-    """Rank the ways of training TASK in parallel, by predicted step time and memory, and say why.
-
-    The hardware: hosts, devices (of each host), network and latency (between hosts), device_memory, device_flops,
-    device_bandwidth (within a host). What is left out is measured on this machine. Other overrides are the task's own.
-
-    \b
-    Examples:
-      shoal plan lenet
-      shoal plan lenet hosts=4 devices=8 network=10Gbit
-      shoal plan my_task.py:MyTask args.width=512 batch_size=256 devices=2 device_memory=8GB --json
-    """
-    from shoal.cli.display.plan_table import print_choice, print_plans, to_json
-    from shoal.train.launch.overrides import spec_from_overrides
-    from shoal.train.planning.candidates import require_open_choices
-    from shoal.train.planning.hardware import HardwareSpec
-    from shoal.train.planning.planner import rank_plans
-    from shoal.train.task import make_task
-
-    names = HardwareSpec.model_fields
-    hardware_words = [word for word in words if word.partition("=")[0] in names]
-    own_words = [word for word in words if word not in hardware_words]
-    hardware = HardwareSpec().override(hardware_words)
-    require_open_choices(own_words)
-    with redirect_stdout(sys.stderr):  # a Task's own output is not part of the result
-        spec = spec_from_overrides([format_override("task", task), *own_words])
-        with Console(stderr=True).status("") as status:
-            found = rank_plans(make_task(task, spec.args), spec, hardware, lambda name: status.update(f"{name} ..."))
-    if as_json:
-        print_json({"task": task, "batch_size": spec.batch_size, "plans": [to_json(each, spec) for each in found]})
-        return
-    title = f"{task}, batch of {spec.batch_size}, {hardware.hosts} host(s)"
-    click.secho(title, bold=True)
-    print_plans(found, spec)
-    print_choice(found, task, own_words)
 
 
 def _find_run(what: str) -> Run | None:

@@ -1,7 +1,7 @@
 """The display of a running actor-learner run: one picture on a terminal, plain lines elsewhere.
 
 Reads only the run record, so it shows the same for a run of this process, of another, or of yesterday. Called by
-`run_view`. `RunView` is the data; `render` and `format_plain_line` are pure functions of it.
+`run_view`. `LoopView` is the data, which draws itself.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
+import yaml
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.progress_bar import ProgressBar
@@ -26,7 +28,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
-class RunView:
+class LoopView:
     """One moment of a run.
 
     metrics: the newest values of this attempt of the run
@@ -64,10 +66,48 @@ class RunView:
         """Segments and messages that were rejected, by actor and reason; most first."""
         return dict(sorted(self.get_group("rejected").items(), key=lambda each: -each[1]))
 
+    def render(self) -> RenderableType:
+        """The picture for a terminal."""
+        parts: list[RenderableType] = [_render_return(self), _render_numbers(self)]
+        lags = self.get_group("actor_lag")
+        if lags:
+            parts.append(_render_actors(self, lags))
+        if won := self.get_group("win_rate"):
+            rates = "  ".join(f"{name} {rate:.0%}" for name, rate in sort_opponents(won))
+            parts.append(Text.assemble(("won       ", "dim"), rates))
+        dropped = ", ".join(f"{reason} {count:,.0f}" for reason, count in sorted(self.drops.items())) or "none"
+        parts.append(Text.assemble(("drops     ", "dim"), dropped))
+        if self.rejections:
+            rejected = "  ".join(f"{name} {count:,.0f}" for name, count in self.rejections.items())
+            parts.append(Text.assemble(("rejected  ", "dim"), (rejected, "red")))
+        if self.endpoint:
+            parts.append(
+                Text.assemble(("endpoint  ", "dim"), self.endpoint, ("   gateway  ", "dim"), self.gateway or "-")
+            )
+        return render_run_panel(self.run_id, self.phase, self.elapsed_s, parts, self.notes)
 
-def make_view(
-    run: Run, phase: str, target_return: float | None, before: RunView | None, notes: Sequence[str]
-) -> RunView:
+    def format_plain_line(self) -> str:
+        """One line for a log file."""
+        if math.isnan(self.value("steps/total")):
+            return f"[{self.elapsed_s:5.1f} s] {self.phase}"
+        returns = {"return": _format_number(self.value("return/mean_100"), ".1f")}
+        returns = {
+            f"return of {name}": _format_number(each, ".3g") for name, each in _get_policies(self).items()
+        } or returns
+        numbers = {
+            **returns,
+            "steps/s": _format_number(self.value("steps/per_s"), ",.0f"),
+            "weights": _format_number(self.value("weights/version"), ".0f"),
+            "max lag": _format_number(self.value("lag/max"), ".0f"),
+            "queue": _format_number(self.value("queue/depth"), ".0f"),
+            "drops": f"{sum(self.drops.values()):.0f}",
+            **({"rejected": f"{sum(self.rejections.values()):.0f}"} if self.rejections else {}),
+            "endpoint requests/s": _format_number(self.value("endpoint/requests_per_s"), ".0f"),
+        }
+        return f"[{self.elapsed_s:5.1f} s] {self.phase}: " + ", ".join(f"{k} {v}" for k, v in numbers.items())
+
+
+def make_view(run: Run, before: LoopView | None, notes: Sequence[str]) -> LoopView:
     """The present state of the run; `before` supplies the history."""
     metrics = run.latest(since_resumed=True)
     history, lowest = (before.history, before.lowest) if before else ((), math.inf)
@@ -75,11 +115,11 @@ def make_view(
     if math.isfinite(mean) and (not history or history[-1] != mean):
         history, lowest = (*history, mean)[-MAX_HISTORY:], min(lowest, mean)
     addresses = {endpoint.kind: endpoint.address for endpoint in run.endpoints() if endpoint.state == "ready"}
-    return RunView(
+    return LoopView(
         run.id,
-        phase,
+        _infer_phase(run),
         time.time() - run.last_started_at(),
-        target_return,
+        _read_target_return(run.spec),
         metrics,
         history,
         lowest,
@@ -89,23 +129,26 @@ def make_view(
     )
 
 
-def render(view: RunView) -> RenderableType:
-    """The picture for a terminal."""
-    parts: list[RenderableType] = [_render_return(view), _render_numbers(view)]
-    lags = view.get_group("actor_lag")
-    if lags:
-        parts.append(_render_actors(view, lags))
-    if won := view.get_group("win_rate"):
-        rates = "  ".join(f"{name} {rate:.0%}" for name, rate in sort_opponents(won))
-        parts.append(Text.assemble(("won       ", "dim"), rates))
-    dropped = ", ".join(f"{reason} {count:,.0f}" for reason, count in sorted(view.drops.items())) or "none"
-    parts.append(Text.assemble(("drops     ", "dim"), dropped))
-    if view.rejections:
-        rejected = "  ".join(f"{name} {count:,.0f}" for name, count in view.rejections.items())
-        parts.append(Text.assemble(("rejected  ", "dim"), (rejected, "red")))
-    if view.endpoint:
-        parts.append(Text.assemble(("endpoint  ", "dim"), view.endpoint, ("   gateway  ", "dim"), view.gateway or "-"))
-    return render_run_panel(view.run_id, view.phase, view.elapsed_s, parts, view.notes)
+def _infer_phase(record: Run) -> str:
+    seen = record.last_events(since_resumed=True)
+    ready = {point.kind for point in record.endpoints() if point.state == "ready"}
+    if "evaluated" in seen or "policies_evaluated" in seen:
+        return "writing the report"
+    if "solved" in seen:  # and it stays so, though the mean return may be below the target again
+        has_failed = not seen["tried"]["passes"] if "tried" in seen else "trial_failed" in seen
+        return f"solved; {'learning on until a trial passes' if has_failed else 'playing through the endpoint'}"
+    if "gateway_ready" in seen and record.latest(since_resumed=True):
+        return "learning"
+    if "gateway" in ready:
+        return "waiting for actors"
+    return "starting the endpoint" if "inference" not in ready else "starting the gateway"
+
+
+@lru_cache(maxsize=1)  # called four times a second
+def _read_target_return(spec: str) -> float | None:
+    """The mean return that ends a run of the loop, from its recorded spec."""
+    target: float | None = (yaml.safe_load(spec) or {}).get("target_return")
+    return target
 
 
 def sort_opponents(rates: Mapping[str, float]) -> list[tuple[str, float]]:
@@ -113,27 +156,6 @@ def sort_opponents(rates: Mapping[str, float]) -> list[tuple[str, float]]:
     registered = sorted((name, rate) for name, rate in rates.items() if not name.isdigit())
     versions = sorted((int(name), rate) for name, rate in rates.items() if name.isdigit())
     return [*registered, *((f"v{version}", rate) for version, rate in versions)]
-
-
-def format_plain_line(view: RunView) -> str:
-    """One line for a log file."""
-    if math.isnan(view.value("steps/total")):
-        return f"[{view.elapsed_s:5.1f} s] {view.phase}"
-    returns = {"return": _format_number(view.value("return/mean_100"), ".1f")}
-    returns = {
-        f"return of {name}": _format_number(each, ".3g") for name, each in _get_policies(view).items()
-    } or returns
-    numbers = {
-        **returns,
-        "steps/s": _format_number(view.value("steps/per_s"), ",.0f"),
-        "weights": _format_number(view.value("weights/version"), ".0f"),
-        "max lag": _format_number(view.value("lag/max"), ".0f"),
-        "queue": _format_number(view.value("queue/depth"), ".0f"),
-        "drops": f"{sum(view.drops.values()):.0f}",
-        **({"rejected": f"{sum(view.rejections.values()):.0f}"} if view.rejections else {}),
-        "endpoint requests/s": _format_number(view.value("endpoint/requests_per_s"), ".0f"),
-    }
-    return f"[{view.elapsed_s:5.1f} s] {view.phase}: " + ", ".join(f"{k} {v}" for k, v in numbers.items())
 
 
 def format_sparkline(values: Sequence[float], width: int, low: float | None = None, high: float | None = None) -> str:
@@ -165,12 +187,12 @@ class Sparkline:
         return Measurement(1, min(MAX_BARS, options.max_width))
 
 
-def _get_policies(view: RunView) -> dict[str, float]:
+def _get_policies(view: LoopView) -> dict[str, float]:
     """The mean returns of a run of several policies, by policy."""
     return {name: each for name, each in view.get_group("return").items() if name != "mean_100"}
 
 
-def _render_return(view: RunView) -> RenderableType:
+def _render_return(view: LoopView) -> RenderableType:
     if policies := _get_policies(view):
         each_return = render_cells((name, _format_number(each, ".3g")) for name, each in policies.items())
         return render_line(Text("returns  ", "dim"), each_return)
@@ -187,7 +209,7 @@ def _render_return(view: RunView) -> RenderableType:
     return render_line(*cells)
 
 
-def _lowest_return(view: RunView) -> float:
+def _lowest_return(view: LoopView) -> float:
     """The start of the scale: 0 when the target is above it, or the lowest return seen if that is lower."""
     is_from_zero = view.target_return is None or view.target_return > 0
     lowest = min((view.lowest, *view.history, *((0.0,) if is_from_zero else ())))
@@ -201,7 +223,7 @@ def _compute_progress(mean: float, low: float, target: float) -> float:
     return min(1.0, max(0.0, (mean - low) / (target - low))) if target > low else 0.0
 
 
-def _render_numbers(view: RunView) -> RenderableType:
+def _render_numbers(view: LoopView) -> RenderableType:
     cells = (
         ("steps/s", "steps/per_s", ",.0f"),
         ("steps", "steps/total", ",.0f"),
@@ -213,7 +235,7 @@ def _render_numbers(view: RunView) -> RenderableType:
     return render_cells((name, _format_number(view.value(metric), form)) for name, metric, form in cells)
 
 
-def _render_actors(view: RunView, lags: dict[str, float]) -> RenderableType:
+def _render_actors(view: LoopView, lags: dict[str, float]) -> RenderableType:
     text = Text.assemble(
         ("actors    ", "dim"), f"{_format_number(view.value('actors/connected'), '.0f')} connected, lag "
     )

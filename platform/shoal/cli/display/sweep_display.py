@@ -53,19 +53,27 @@ class SweepView:
         ranked = self.sweep.rank() if self.sweep is not None else []
         return {self.sweep.metric: ranked[0].get_score(self.sweep.metric)} if self.sweep is not None and ranked else {}
 
+    def render(self) -> RenderableType:
+        """The picture for a terminal."""
+        parts: list[RenderableType] = []
+        if self.sweep is not None:
+            parts = [render_cells(_count_states(self.sweep)), render_trials(self.sweep, MAX_ROWS)]
+        return render_run_panel(self.run_id, self.phase, self.elapsed_s, parts, self.notes)
 
-def make_view(run: Run, notes: Sequence[str]) -> SweepView:
+    def format_plain_line(self) -> str:
+        """One line for a log file."""
+        at = f"[{self.elapsed_s:5.1f} s] {self.phase}"
+        if self.sweep is None:
+            return at
+        parts = [f"{name} {count}" for name, count in _count_states(self.sweep)]
+        parts += [f"best {name} {format_number(value)}" for name, value in self.metrics.items()]
+        return f"{at}: {', '.join(parts)}" if parts else at
+
+
+def make_view(run: Run, before: SweepView | None, notes: Sequence[str]) -> SweepView:
     """The present view of the run."""
     sweep = load_sweep(run) if run.list_events(SWEEPING) else None
     return SweepView(run.id, time.time() - run.last_started_at(), sweep, tuple(notes))
-
-
-def render(view: SweepView) -> RenderableType:
-    """The picture for a terminal."""
-    parts: list[RenderableType] = []
-    if view.sweep is not None:
-        parts = [render_cells(_count_states(view.sweep)), render_trials(view.sweep, MAX_ROWS)]
-    return render_run_panel(view.run_id, view.phase, view.elapsed_s, parts, view.notes)
 
 
 def render_trials(sweep: Sweep, max_rows: int | None = None) -> Table:
@@ -110,13 +118,3 @@ def _count_states(sweep: Sweep) -> list[tuple[str, str]]:
     waiting = sweep.num_trials - len(sweep.trials)
     cells = [(state.value, str(counts[state])) for state in TrialState if counts[state]]
     return [*cells, ("waiting", str(waiting))] if waiting else cells
-
-
-def format_plain_line(view: SweepView) -> str:
-    """One line for a log file."""
-    at = f"[{view.elapsed_s:5.1f} s] {view.phase}"
-    if view.sweep is None:
-        return at
-    parts = [f"{name} {count}" for name, count in _count_states(view.sweep)]
-    parts += [f"best {name} {format_number(value)}" for name, value in view.metrics.items()]
-    return f"{at}: {', '.join(parts)}" if parts else at

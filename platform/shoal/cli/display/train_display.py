@@ -57,6 +57,33 @@ class TrainView(StepView):
         start = "validation/"
         return {name.removeprefix(start): v for name, v in self.metrics.items() if name.startswith(start)}
 
+    def render(self) -> RenderableType:
+        """The picture for a terminal."""
+        parts: list[RenderableType] = [_render_progress(self), _render_loss(self), render_cells(_format_rates(self))]
+        if self.evaluation_metrics:
+            text = Text.assemble(("evaluated ", "dim"))
+            for name, value in self.evaluation_metrics.items():
+                text.append(f"{name} ", "dim")
+                text.append(f"{format_number(value)}  ", "bold green")
+            parts.append(text)
+        if self.setting:
+            setting = self.setting
+            words = f"{setting['plan']} on {setting['device']}, {setting['parameters']:,} parameters"
+            parts.append(Text.assemble(("plan      ", "dim"), words))
+        return render_run_panel(self.run_id, self.phase, self.elapsed_s, parts, self.notes)
+
+    def format_plain_line(self) -> str:
+        """One line for a log file."""
+        at = f"[{self.elapsed_s:5.1f} s] {self.phase}"
+        if not math.isfinite(self.value("train/step")):
+            return at
+        parts = [f"step {self.value('train/step'):,.0f}", f"loss {format_number(self.value('train/loss'))}"]
+        parts += [f"{name} {value}" for name, value in _format_rates(self)]
+        parts += [f"validation {name} {format_number(value)}" for name, value in self.evaluation_metrics.items()]
+        if math.isfinite(self.remaining_s):
+            parts.append(f"{format_duration(self.remaining_s)} to go")
+        return f"{at}: {', '.join(parts)}"
+
 
 def make_view(run: Run, before: TrainView | None, notes: Sequence[str]) -> TrainView:
     """The present view of the run; `before` supplies the history."""
@@ -75,35 +102,6 @@ def _infer_phase(seen: dict[str, dict[str, Any]]) -> str:
         if kind in seen:
             return phase
     return "starting workers"
-
-
-def render(view: TrainView) -> RenderableType:
-    """The picture for a terminal."""
-    parts: list[RenderableType] = [_render_progress(view), _render_loss(view), render_cells(_format_rates(view))]
-    if view.evaluation_metrics:
-        text = Text.assemble(("evaluated ", "dim"))
-        for name, value in view.evaluation_metrics.items():
-            text.append(f"{name} ", "dim")
-            text.append(f"{format_number(value)}  ", "bold green")
-        parts.append(text)
-    if view.setting:
-        setting = view.setting
-        words = f"{setting['plan']} on {setting['device']}, {setting['parameters']:,} parameters"
-        parts.append(Text.assemble(("plan      ", "dim"), words))
-    return render_run_panel(view.run_id, view.phase, view.elapsed_s, parts, view.notes)
-
-
-def format_plain_line(view: TrainView) -> str:
-    """One line for a log file."""
-    at = f"[{view.elapsed_s:5.1f} s] {view.phase}"
-    if not math.isfinite(view.value("train/step")):
-        return at
-    parts = [f"step {view.value('train/step'):,.0f}", f"loss {format_number(view.value('train/loss'))}"]
-    parts += [f"{name} {value}" for name, value in _format_rates(view)]
-    parts += [f"validation {name} {format_number(value)}" for name, value in view.evaluation_metrics.items()]
-    if math.isfinite(view.remaining_s):
-        parts.append(f"{format_duration(view.remaining_s)} to go")
-    return f"{at}: {', '.join(parts)}"
 
 
 def _render_progress(view: TrainView) -> RenderableType:

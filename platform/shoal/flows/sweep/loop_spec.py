@@ -17,9 +17,9 @@ from shoal.config import Spec
 from shoal.errors import ConfigError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec, is_loop_job
 from shoal.network_address import is_loopback
-from shoal.population.search_space import SearchSpace
 from shoal.registry import AliasNames
 from shoal.rl.spec import RLSpec
+from shoal.search.space import SearchSpace
 from shoal.train.task import find_source_file, load_task_file, unload_if_changed
 
 MEAN_RETURN = "mean_return"

@@ -17,7 +17,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.samplers import TPESampler
 from optuna.trial import TrialState
 
-from shoal.population.search_space import Distribution, Interval, Options, SearchSpace
+from shoal.search.space import Distribution, Interval, Options, SearchSpace
 
 
 class OptunaSearch:

@@ -20,8 +20,8 @@ from ray.tune.search import Searcher
 from shoal.flows.sweep.ray_trial import FAILURE, FINISHED, PROGRESS, STEP, VALUE, format_trial_name, parse_trial_name
 from shoal.flows.sweep.spec import CheckedSweep, SweepSpec
 from shoal.flows.sweep.trial import PlannedTrial
-from shoal.population.search_space import SearchSpace
 from shoal.runs.sweep_trials import History, SweepTrial, TrialLog, TrialState
+from shoal.search.space import SearchSpace
 
 
 class TuneSearcher(Searcher):

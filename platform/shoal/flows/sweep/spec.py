@@ -25,15 +25,14 @@ from shoal.flows.sweep.loop_spec import (
     require_loop_fields,
     require_loop_search,
 )
-from shoal.population.search_space import Options, SearchSpace
 from shoal.runs import RunKind
 from shoal.runs.run_reader import infer_direction
+from shoal.search.space import Options, SearchSpace
 from shoal.train.launch.checked_run import check_once
 from shoal.train.launch.overrides import spec_from_overrides
-from shoal.train.launch.validate import ValidatedRun
+from shoal.train.launch.validate import ValidatedRun, choose_metric
 from shoal.train.optim.lr_schedule import resolve_total_steps
 from shoal.train.spec import Direction, TrainSpec
-from shoal.train.tune.ablation import choose_metric
 
 Search = Literal["random", "optuna", "bohb", "pbt"]
 Scheduler = Literal["auto", "none", "asha"]

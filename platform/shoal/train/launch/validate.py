@@ -7,7 +7,7 @@ them again. Takes no step.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -256,3 +256,20 @@ def _require_picklable(task: Task, spec: TrainSpec) -> None:
         raise ConfigError(
             "task", spec.task, problem, "open files, locks and generators in data(), not in __init__"
         ) from error
+
+
+def choose_metric(names: Sequence[str], spec: TrainSpec, wished: str | None = None) -> str:
+    """The first metric of the table: `wished`, that of `stop`, or the first that is not the loss.
+
+    names: the metrics of an evaluation
+
+    Raises ConfigError for an unknown one.
+    """
+    for watched in (wished, spec.stop.target and spec.stop.target.metric):
+        if watched:
+            if watched not in names:
+                raise ConfigError("--metric", watched, "is not evaluated", f"there is {', '.join(names) or 'none'}")
+            return watched
+    if not names:
+        raise ConfigError("task", spec.task, "is not evaluated", "give Data(validation=...)")
+    return next((name for name in names if name != "loss"), names[0])

@@ -15,8 +15,8 @@ from shoal.cli.support.job_lookup import find_job
 from shoal.config import format_override, last_override
 from shoal.errors import ConfigError
 from shoal.flows.actor_learner_spec import is_loop_job
-from shoal.population.search_space import SearchSpace
 from shoal.runs.record.provenance import format_masked_command
+from shoal.search.space import SearchSpace
 
 JOB = "sweep"
 _DISTRIBUTION = re.compile(r"\s*[A-Za-z_]+\s*\(.*\)\s*", re.DOTALL)

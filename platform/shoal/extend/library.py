@@ -1,0 +1,62 @@
+"""A library: a package that joins the command line of `shoal`."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from shoal.errors import ConfigError
+
+LIBRARIES = "shoal.libraries"
+
+
+@dataclass(frozen=True)
+class Library:
+    """What is built on Shoal, and joins its command line. Cheap to import: it names modules, and imports none.
+
+    verbs:    of the program `shoal`, by name: the `module:command`, a command of click, and a line of help
+    displays: by the kind of a run: the module that draws it live, with `make_view`, `render` and `format_plain_line`
+              (see `shoal.cli.display.run_view`)
+    """
+
+    name: str
+    verbs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    displays: Mapping[str, str] = field(default_factory=dict)
+
+
+@cache
+def find_libraries(verbs: Iterable[str] = ()) -> tuple[Library, ...]:
+    """Those of `shoal.libs`, then those of other packages. verbs: the platform's own.
+
+    Raises ConfigError for one that cannot be imported, or whose verb another has.
+    """
+    own = [f"shoal.libs.{each.name}.library:LIBRARY" for each in pkgutil.iter_modules([str(_OWN)]) if each.ispkg]
+    found = [_load(reference) for reference in own if (_OWN / reference.split(".")[2] / "library.py").exists()]
+    found += [_load(each.value) for each in entry_points(group=LIBRARIES)]
+    seen = dict.fromkeys(verbs, "shoal")
+    for library in found:
+        for verb in library.verbs:
+            if verb in seen:
+                problem = f"has the verb {verb}, which {seen[verb]} has too"
+                raise ConfigError(LIBRARIES, library.name, problem, "uninstall one of the packages")
+            seen[verb] = library.name
+    return tuple(found)
+
+
+_OWN = Path(__file__).parents[1] / "libs"
+
+
+def _load(reference: str) -> Library:
+    module, _, name = reference.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(LIBRARIES, reference, f"cannot be imported ({error})", "mend or uninstall it") from error
+    if not isinstance(found, Library):
+        raise ConfigError(LIBRARIES, reference, "is no shoal.extend.Library", "mend or uninstall it")
+    return found

@@ -1,0 +1,21 @@
+"""Modules that have moved, which records of earlier releases name as they were: registered models, runs' specs."""
+
+from __future__ import annotations
+
+MOVED = {
+    "shoal.games": "shoal.libs.games",
+    "shoal.models.prior_fitted": "shoal.libs.tables",
+    "shoal.models.som": "shoal.libs.som.network",
+    "shoal.models.syntax_tree": "shoal.libs.trees.syntax_tree",
+    "shoal.population": "shoal.libs.population",
+    "shoal.segmentation": "shoal.libs.segmentation",
+    "shoal.stream": "shoal.libs.stream",
+    "shoal.trees": "shoal.libs.trees",
+}
+
+
+def translate_reference(reference: str) -> str:
+    """The present name of `module:name`, or of a module."""
+    module, colon, name = reference.partition(":")
+    old = next((each for each in MOVED if f"{module}.".startswith(f"{each}.")), None)
+    return reference if old is None else f"{MOVED[old]}{module.removeprefix(old)}{colon}{name}"

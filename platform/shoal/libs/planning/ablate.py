@@ -1,0 +1,170 @@
+"""`shoal ablate`: the contribution of each part of a task to accuracy, time, memory and parameters.
+
+Parse, call, print: `shoal.libs.planning.tune.ablation` trains and counts, in this process. Imports no Ray.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+from rich.table import Column, Table
+from rich.text import Text
+
+from shoal.cli.support.console import make_literal_console, make_number_column, make_table, strip_task_key
+from shoal.config import format_override
+from shoal.libs.planning.find import prepare_output_folder, write_files
+from shoal.libs.planning.tune.ablation import (
+    COSTS,
+    MEMORY,
+    PARAMETERS,
+    STEP_S,
+    AblationRun,
+    MeanAndDeviation,
+    VariantSummary,
+    build_variants,
+    summarise_variants,
+)
+from shoal.libs.planning.tune.ablation import ablate as measure
+from shoal.libs.planning.tune.plots import plot_ablation
+from shoal.runs.formatting import format_duration, format_number, format_size
+from shoal.train.launch.local import fit_locally
+from shoal.train.launch.overrides import spec_from_overrides
+from shoal.train.launch.validate import choose_metric, validate_run
+
+LABELS = {STEP_S: "s per step", MEMORY: "memory", PARAMETERS: "parameters"}
+JOB = "ablate"
+
+
+@click.command()
+@click.argument("task", callback=strip_task_key)
+@click.argument("words", nargs=-1, metavar="[A.B=C]...")
+@click.option("--part", "parts", multiple=True, metavar="NAME", help="A part to leave out; all of them by default.")
+@click.option("--change", "changes", multiple=True, metavar="NAME=A.B=C", help="Something to change instead.")
+@click.option("--seeds", default=3, show_default=True, type=click.IntRange(min=1), help="Runs of each.")
+@click.option("--metric", default=None, help="The table's metric; default: that of stop, or the first but the loss.")
+@click.option("--out", default=None, type=click.Path(path_type=Path), help="Folder of the files that are written.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+def ablate(
+    task: str,
+    words: tuple[str, ...],
+    parts: tuple[str, ...],
+    changes: tuple[str, ...],
+    seeds: int,
+    metric: str | None,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Train TASK in full and without each of its parts, with the same seeds, and show what each part contributes.
+
+    A task names its parts itself (`Task.parts`); `--change` names others. Trains in this process, one after another.
+
+    \b
+    Examples:
+      shoal ablate lenet stop.epochs=1
+      shoal ablate lenet --part normalisation --seeds 5 stop.steps=500
+      shoal ablate lenet --change sgd=optimizer.name=sgd --change sgd=optimizer.learning_rate=0.1
+    """
+    folder = prepare_output_folder(out)
+
+    def say(each: AblationRun) -> None:
+        said.append(each)
+        told = each.failure or "  ".join(f"{name} {format_number(value)}" for name, value in each.values.items())
+        click.echo(f"[{len(said)}/{num_runs}] {each.variant}, seed {each.seed}: {told}", err=True)
+
+    said: list[AblationRun] = []
+    with redirect_stdout(sys.stderr):  # a Task's own output is not part of the result
+        spec = spec_from_overrides([format_override("task", task), *words]).model_copy(update={"workers": 1})
+        variants = build_variants(spec, parts, changes)
+        judged = choose_metric(validate_run(spec).metric_names, spec, metric)
+        num_runs = len(variants) * seeds
+        measured = measure(variants, seeds, lambda each: fit_locally(each, JOB, registers=False, renews=False), say)
+    found = summarise_variants(measured)
+    text = json.dumps(_as_dict(task, found, measured), indent=2)
+    if as_json:
+        click.echo(text)
+    else:
+        _show(found, judged, seeds)
+    shown = [(judged, judged), *LABELS.items()]
+    files = {
+        "png": plot_ablation(found, shown, f"{task}: whole, and without each part (seeds: {seeds})"),
+        "csv": _to_csv(measured).encode(),
+        "json": text.encode(),
+    }
+    paths = write_files(folder, f"ablate-{Path(task).name}", files)
+    if not as_json:
+        for path in paths:
+            click.echo(f"  {path}")
+
+
+def _show(found: Sequence[VariantSummary], judged: str, seeds: int) -> None:
+    console = make_literal_console(soft_wrap=False)
+    console.print(_build_table(found, judged, shows_spread=seeds > 1), soft_wrap=not console.is_terminal)
+    for worth in found:
+        for failure in worth.failures:
+            console.print(Text(f"{worth.name} did not end: {failure}", style="red"))
+    over = f", mean ± standard deviation over {seeds} seeds, seed by seed" if seeds > 1 else ", with one seed"
+    click.echo(f"Below each part's own numbers: their differences from the whole{over}.")
+
+
+def _build_table(found: Sequence[VariantSummary], metric: str, *, shows_spread: bool) -> Table:
+    """Two lines per part, so that all numbers fit into 80 columns: its own, and their differences from the full
+    task."""
+    names = (metric, *COSTS)
+    spread_of = frozenset(names) - {MEMORY, PARAMETERS} if shows_spread else frozenset[str]()
+    numbers = map(make_number_column, (metric, "step", "memory", "parameters"))
+    table = make_table(Column("variant", no_wrap=True), *numbers)
+    for worth in found:
+        own = [_format_spread(worth.values.get(name), name, name in spread_of) for name in names]
+        table.add_row(Text(worth.name, style="bold" if worth.is_baseline else ""), *own)
+        if not worth.is_baseline:
+            table.add_row(
+                "", *[_format_difference(worth.differences.get(name), name, name in spread_of) for name in names]
+            )
+    return table
+
+
+def _format_difference(spread: MeanAndDeviation | None, name: str, shows_spread: bool) -> Text:
+    sign = "+" if spread is not None and spread.mean > 0 else ""
+    return Text(sign + _format_spread(spread, name, shows_spread), style="dim")
+
+
+def _format_spread(spread: MeanAndDeviation | None, name: str, shows_spread: bool) -> str:
+    if spread is None:
+        return ""
+    shown = ("-" if spread.mean < 0 else "") + _format_quantity(abs(spread.mean), name)
+    return f"{shown} ± {_format_quantity(spread.deviation, name)}" if shows_spread else shown
+
+
+def _format_quantity(value: float, name: str) -> str:
+    if name == MEMORY:
+        return format_size(int(value))
+    if name == STEP_S:
+        return f"{1e3 * value:.3g} ms" if value < 1 else format_duration(value)
+    return format_number(value)
+
+
+def _to_csv(measured: Sequence[AblationRun]) -> str:
+    """One line per run."""
+    names = list(dict.fromkeys(name for each in measured for name in each.values))
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["variant", "seed", *names, "steps", "reason", "run", "failure"])
+    for each in measured:
+        values = [each.values.get(name, "") for name in names]
+        writer.writerow([each.variant, each.seed, *values, each.steps, each.reason, each.run_id, each.failure])
+    return text.getvalue()
+
+
+def _as_dict(task: str, found: Sequence[VariantSummary], measured: Sequence[AblationRun]) -> dict[str, object]:
+    variants = [
+        {"is_whole" if name == "is_baseline" else name: value for name, value in asdict(each).items()} for each in found
+    ]
+    return {"task": task, "variants": variants, "runs": [asdict(each) for each in measured]}

@@ -1,0 +1,15 @@
+"""The verbs of this library."""
+
+from shoal.extend import Library
+
+LIBRARY = Library(
+    "planning",
+    verbs={
+        "plan": ("shoal.libs.planning.plan:plan", "Rank the ways of training a task in parallel on given hardware."),
+        "find": ("shoal.libs.planning.find:find", "Find a learning rate, or the largest batch that fits, for a task."),
+        "ablate": (
+            "shoal.libs.planning.ablate:ablate",
+            "Measure what each part of a task adds in accuracy, time and memory.",
+        ),
+    },
+)

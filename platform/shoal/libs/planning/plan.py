@@ -1,0 +1,59 @@
+"""`shoal plan`: which plan is fastest for a Task on given hardware, and why.
+
+Parse, call, print. No Ray, no worker: fake process groups simulate a plan of many ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import redirect_stdout
+
+import click
+from rich.console import Console
+
+from shoal.cli.support.console import print_json, strip_task_key
+from shoal.config import format_override
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before importing torch: else its profiler prints remarks
+
+
+@click.command()
+@click.argument("task", callback=strip_task_key)
+@click.argument("words", nargs=-1, metavar="[A.B=C]...")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+def plan(task: str, words: tuple[str, ...], as_json: bool) -> None:
+    """Rank the ways of training TASK in parallel, by predicted step time and memory, and say why.
+
+    The hardware: hosts, devices (of each host), network and latency (between hosts), device_memory, device_flops,
+    device_bandwidth (within a host). What is left out is measured on this machine. Other overrides are the task's own.
+
+    \b
+    Examples:
+      shoal plan lenet
+      shoal plan lenet hosts=4 devices=8 network=10Gbit
+      shoal plan my_task.py:MyTask args.width=512 batch_size=256 devices=2 device_memory=8GB --json
+    """
+    from shoal.libs.planning.candidates import require_open_choices
+    from shoal.libs.planning.hardware import HardwareSpec
+    from shoal.libs.planning.plan_table import print_choice, print_plans, to_json
+    from shoal.libs.planning.planner import rank_plans
+    from shoal.train.launch.overrides import spec_from_overrides
+    from shoal.train.task import make_task
+
+    names = HardwareSpec.model_fields
+    hardware_words = [word for word in words if word.partition("=")[0] in names]
+    own_words = [word for word in words if word not in hardware_words]
+    hardware = HardwareSpec().override(hardware_words)
+    require_open_choices(own_words)
+    with redirect_stdout(sys.stderr):  # a Task's own output is not part of the result
+        spec = spec_from_overrides([format_override("task", task), *own_words])
+        with Console(stderr=True).status("") as status:
+            found = rank_plans(make_task(task, spec.args), spec, hardware, lambda name: status.update(f"{name} ..."))
+    if as_json:
+        print_json({"task": task, "batch_size": spec.batch_size, "plans": [to_json(each, spec) for each in found]})
+        return
+    title = f"{task}, batch of {spec.batch_size}, {hardware.hosts} host(s)"
+    click.secho(title, bold=True)
+    print_plans(found, spec)
+    print_choice(found, task, own_words)

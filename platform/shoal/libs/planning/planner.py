@@ -1,0 +1,287 @@
+"""Ranks the plans for a Task on given hardware by predicted step time and memory, and gives the reasons.
+
+Every plan is run rank by rank in this process, without its other ranks (`cost.predict`); what the ranks do to each
+other comes from a calibration of this machine and from the hardware's network. Called by `shoal plan`. Starts only the
+calibration's processes; leaves random numbers and threads as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import psutil
+import torch
+
+from shoal.cost.cost_table import format_quantity
+from shoal.cost.measure.peak_flops import measure_peak_flops
+from shoal.cost.predict.dry_run import DryRun
+from shoal.cost.predict.predict import DryPlan, dry_run_plan, simulate_pipeline
+from shoal.cost.predict.single_device import preserve_process
+from shoal.cpu_count import count_usable_cores
+from shoal.errors import ConfigError, ShoalError, summarize_error
+from shoal.libs.planning import step_time
+from shoal.libs.planning.calibration import Calibration, calibrate
+from shoal.libs.planning.candidates import Candidate, enumerate_candidates
+from shoal.libs.planning.hardware import HardwareSpec
+from shoal.libs.planning.server_costs import ServerCosts, measure_server_costs
+from shoal.libs.planning.step_time import Machine, StepTime
+from shoal.parallel.comm.world import choose_device
+from shoal.sync.parameter_server.partition import plan_partition
+from shoal.train.optim.optimizers import make_optimizer
+from shoal.train.spec import TrainSpec
+from shoal.train.task import Task, build_model
+
+CALIBRATED_STEP_S = 0.2  # a longer step is calibrated on fewer samples
+
+
+@dataclass(frozen=True)
+class PlanEstimate:
+    """One plan. Seconds are NaN and bytes 0 where the plan is not applicable.
+
+    memory_bytes: of a worker
+    server_bytes: of a parameter server
+    sent_bytes:   of a worker, each step
+    problem:      why it cannot run: it does not fit, or is not applicable
+    """
+
+    candidate: Candidate
+    time: StepTime | None = None
+    memory_bytes: float = 0.0
+    server_bytes: float = 0.0
+    sent_bytes: float = 0.0
+    problem: str = ""
+    is_applicable: bool = True
+
+    @property
+    def is_possible(self) -> bool:
+        return not self.problem
+
+    @property
+    def step_s(self) -> float:
+        return float("inf") if self.time is None else self.time.step_s
+
+    @property
+    def reason(self) -> str:
+        """Why the plan has its rank, in one line."""
+        if self.problem or self.time is None:
+            return self.problem
+        time = self.time
+        parts = [f"compute {_seconds(time.compute_s)}"]
+        if time.bubble_s:
+            parts.append(f"bubble {_seconds(time.bubble_s)}")
+        if self.sent_bytes:
+            parts.append(f"communication {_seconds(time.exposed_s)} ({format_quantity(self.sent_bytes, 'bytes')} sent)")
+        if time.limit:
+            parts.append(f"bound by {time.limit}")
+        return ", ".join(parts)
+
+
+def _seconds(value: float) -> str:
+    return format_quantity(value, "seconds")
+
+
+@dataclass
+class Planner:
+    """Estimates candidates for one Task.
+
+    spec: of the Task, without the choices of a plan
+    """
+
+    task: Task
+    spec: TrainSpec
+    machine: Machine
+    calibration: Calibration
+    device_memory: float
+    _replicas: dict[int, DryPlan] = field(default_factory=dict)  # by their number
+
+    def estimate(self, candidate: Candidate) -> PlanEstimate:
+        """The candidate's numbers, or why it is not applicable."""
+        try:
+            spec = self.spec.override(candidate.overrides)
+            found = self._estimate_replicas(candidate, spec) if _has_servers(spec) else self._estimate(candidate, spec)
+        except ShoalError as error:
+            return PlanEstimate(candidate, problem=f"not applicable: {_first_line(error)}", is_applicable=False)
+        except Exception as error:  # noqa: BLE001 - whatever a user's code raises of batches and parts that it never saw
+            problem = f"not applicable: {type(error).__name__}: {summarize_error(error)}"
+            return PlanEstimate(candidate, problem=problem, is_applicable=False)
+        if found.memory_bytes > self.device_memory:
+            needed, given = (format_quantity(each, "bytes") for each in (found.memory_bytes, self.device_memory))
+            return replace(found, problem=f"does not fit: needs {needed} of {given}")
+        return found
+
+    def _estimate(self, candidate: Candidate, spec: TrainSpec) -> PlanEstimate:
+        """All ranks take part in each step."""
+        spec = spec.model_copy(update={"threads": spec.threads or self._threads(spec.workers)})
+        plan = dry_run_plan(self.task, spec, make_optimizer)
+        slowdown = step_time.compute_slowdown(self.calibration, self.machine, spec.workers)
+        input_s = self._input_s(spec.batch_size / plan.degrees.data)
+        if plan.degrees.pipeline > 1:
+            time = self._time_pipeline(spec, plan, slowdown, input_s)
+        else:
+            [run] = plan.runs.values()
+            compute_s = slowdown * run.values["step_s"] + input_s
+            time = step_time.time_synchronous(compute_s, run.traffic, self.calibration, self.machine)
+        memory = max(run.values["memory_peak"] for run in plan.runs.values())
+        sent = max(run.values["sent_bytes"] for run in plan.runs.values())
+        return PlanEstimate(candidate, time, memory, sent_bytes=sent)
+
+    def _time_pipeline(self, spec: TrainSpec, plan: DryPlan, slowdown: float, input_s: float) -> StepTime:
+        def time_message(stage: int, size_bytes: float) -> float | None:
+            ranks = [plan.degrees.rank(plan.degrees.coordinates(0)._replace(pipeline=each)) for each in (0, 1)]
+            near, far = (self.machine.hosts_of([each])[0] for each in (ranks[1] * stage, ranks[1] * (stage + 1)))
+            if near != far:
+                return self.machine.latency_s + size_bytes * self.machine.devices * self.machine.network_s
+            return None if self.machine.device_s is None else size_bytes * self.machine.device_s
+
+        played = simulate_pipeline(spec, plan, slowdown, time_message)
+        rounds = spec.parallel.accumulate
+        bubble_s = played.idle_share * played.step_s * rounds
+        slowest = max(plan.runs.values(), key=lambda run: run.outside_s)
+        outside_s = slowdown * slowest.outside_s + input_s
+        compute_s = played.step_s * rounds - bubble_s + outside_s
+        exposed_s = max(self._exposed_s(run, compute_s) for run in plan.runs.values())
+        return StepTime(compute_s, exposed_s, bubble_s)
+
+    def _exposed_s(self, run: DryRun, compute_s: float) -> float:
+        return step_time.time_collectives(run.traffic, self.calibration, self.machine, compute_s)
+
+    def _estimate_replicas(self, candidate: Candidate, spec: TrainSpec) -> PlanEstimate:
+        """Each worker has the full model and takes a share of the batch by itself."""
+        workers, sync = spec.workers, spec.sync
+        plan = self._dry_run_replica(spec)
+        costs = self._measure_servers(spec)
+        [run] = plan.runs.values()
+        slowdown = step_time.compute_slowdown(
+            self.calibration,
+            self.machine,
+            workers,
+            is_waiting=sync.staleness == 0 and not sync.has_local_steps,
+        )
+        optimizer_s = 0.0 if sync.has_local_steps else min(self.calibration.alone.optimizer_s, run.values["step_s"])
+        compute_s = slowdown * (run.values["step_s"] - optimizer_s) + self._input_s(spec.batch_size / workers)
+        shared = costs, self.calibration, self.machine, workers, sync.servers
+        memory, sent = run.values["memory_peak"], 2.0 * costs.weight_bytes
+        if sync.has_local_steps:
+            time = step_time.time_local_steps(compute_s, *shared, sync.every)
+            memory, sent = memory + costs.weight_bytes, sent / sync.every
+        else:
+            memory -= run.values["memory_optimizer"]
+            if sync.staleness == 0:
+                time = step_time.time_bsp(compute_s, *shared)
+            else:
+                time = step_time.time_free(compute_s, slowdown, *shared, threads=spec.threads or 1)
+        return PlanEstimate(candidate, time, memory, costs.memory_bytes(workers, sync.servers), sent)
+
+    def _dry_run_replica(self, spec: TrainSpec) -> DryPlan:
+        workers = spec.workers
+        if workers not in self._replicas:
+            overrides = ["sync=all_reduce", "parallel=single", "workers=1", f"batch_size={spec.batch_size // workers}"]
+            alone = spec.override([*overrides, f"threads={spec.threads or 1}"])
+            self._replicas[workers] = dry_run_plan(self.task, alone, make_optimizer)
+        return self._replicas[workers]
+
+    def _measure_servers(self, spec: TrainSpec) -> ServerCosts:
+        with preserve_process(spec.seed, 1):
+            model = build_model(self.task, spec.task)
+            return measure_server_costs(make_optimizer(self.task, spec.optimizer, model.parameters()), spec.sync)
+
+    def _threads(self, workers: int) -> int:
+        return _threads_of(self.machine.cores or count_usable_cores(), min(workers, self.machine.devices))
+
+    def _input_s(self, samples: float) -> float:
+        return self.calibration.together.input_s * samples / self.calibration.samples
+
+
+def _has_servers(spec: TrainSpec) -> bool:
+    return spec.sync.kind != "all_reduce"
+
+
+def _first_line(error: ShoalError) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _threads_of(cores: int, workers: int) -> int:
+    """Of a worker, when as many share a host: never more than this machine can time."""
+    return max(1, min(count_usable_cores(), cores // workers))
+
+
+def rank_plans(
+    task: Task, spec: TrainSpec, hardware: HardwareSpec, report: Callable[[str], None] = lambda line: None
+) -> list[PlanEstimate]:
+    """All plans: those that can run, the fastest first; then those that do not fit, and those that are not applicable.
+
+    spec:   of the Task; `workers`, `parallel` degrees and `sync.kind` are chosen here
+    report: receives the name of each plan before it is estimated
+
+    Raises ConfigError for hardware that is not fully known, and for a Task that one device cannot train.
+    """
+    planner = _prepare(task, spec, hardware, report)
+    candidates = enumerate_candidates(
+        planner.machine.hosts, planner.machine.devices, spec.sync.every, spec.parallel.micro_batches
+    )
+    found = []
+    for candidate in candidates:
+        report(candidate.name)
+        found.append(planner.estimate(candidate))
+    return sort_estimates(found)
+
+
+def sort_estimates(estimates: Sequence[PlanEstimate]) -> list[PlanEstimate]:
+    """The fastest of those that can run first; the least memory first of those that do not fit."""
+    return sorted(estimates, key=lambda each: (not each.is_applicable, not each.is_possible, *_order(each)))
+
+
+def _order(estimate: PlanEstimate) -> tuple[float, float]:
+    if estimate.is_possible:
+        return estimate.step_s, estimate.memory_bytes
+    return estimate.memory_bytes, estimate.step_s
+
+
+def _prepare(task: Task, spec: TrainSpec, hardware: HardwareSpec, report: Callable[[str], None]) -> Planner:
+    if hardware.hosts > 1 and hardware.network is None:
+        raise ConfigError("network", None, f"{hardware.hosts} hosts need one", "for example network=10Gbit")
+    device, cores = choose_device(spec.device, 0), count_usable_cores()
+    is_cpu = device.type == "cpu"
+    devices = hardware.devices or (cores if is_cpu else torch.cuda.device_count())
+    report("this machine")
+    processes = max(2, min(devices, cores))
+    threads = max(1, cores // processes)
+    single = spec.override(["parallel=single", "sync=all_reduce", "workers=1", f"threads={threads}"])
+    alone = dry_run_plan(task, single, make_optimizer).alone
+    share = max(1, spec.batch_size // processes)
+    samples = min(share, max(1, int(CALIBRATED_STEP_S / max(alone.sample_s, 1e-9))))
+    calibration = calibrate(single, processes, samples, threads, has_server=_allows_servers(task, single))
+    speed = 1.0
+    if hardware.device_flops is not None:
+        with preserve_process(spec.seed, threads):
+            speed = hardware.device_flops / measure_peak_flops(device, spec.parallel.precision)
+    machine = Machine(
+        hosts=hardware.hosts,
+        devices=devices,
+        cores=max(cores, devices) if is_cpu and hardware.device_flops is None else None,
+        is_overlapped=not is_cpu,
+        network_s=1.0 / hardware.network if hardware.network is not None else 0.0,
+        latency_s=hardware.latency if hardware.latency is not None else calibration.sockets.latency_s / 2,
+        device_s=1.0 / hardware.device_bandwidth if hardware.device_bandwidth is not None else None,
+        speed=speed,
+    )
+    memory = hardware.device_memory or _find_memory(device, devices)
+    return Planner(task, spec, machine, calibration, memory)
+
+
+def _allows_servers(task: Task, spec: TrainSpec) -> bool:
+    try:
+        with preserve_process(spec.seed, 1):
+            optimizer = make_optimizer(task, spec.optimizer, build_model(task, spec.task).parameters())
+            plan_partition(optimizer, 1)
+    except ConfigError:
+        return False
+    return True
+
+
+def _find_memory(device: torch.device, devices: int) -> float:
+    """Of this machine's GPU, or the device's part of this machine's memory."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return psutil.virtual_memory().total / min(devices, count_usable_cores())

@@ -1,0 +1,215 @@
+"""A chain of layers for many members at once: blocks as compiled lanes, then stacked matrix products.
+
+Owns a model's library and the workspaces of its calls. Called by `LanesEngine`; holds no weights.
+Legend: k members, B samples, L lanes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.differentiation import is_plain_backward_needed
+from shoal.libs.population.engines.engine import EngineMisfit
+from shoal.libs.population.engines.lanes.blocks import plan_blocks
+from shoal.libs.population.engines.lanes.compile_kernels import load_kernels
+from shoal.libs.population.engines.lanes.generate_source import generate_source
+from shoal.libs.population.engines.lanes.layer_graph import read_layer_graph
+from shoal.libs.population.engines.lanes.layers import DropoutLayer
+from shoal.libs.population.engines.lanes.stacked_head import apply_head, draw_mask, update_statistics
+
+MAX_DIMS = 5
+
+
+class LaneNetwork:
+    """A model's forward and backward for k members, up to L of them in one call of the kernels.
+
+    Raises EngineMisfit where the model is no chain of known layers in float32, or there is no compiler.
+    options: of the compiler, for tests
+    """
+
+    def __init__(self, model: nn.Module, example_input: Tensor, options: tuple[str, ...] = ()) -> None:
+        if any(each.dtype != torch.float32 for each in (*model.parameters(), example_input)):
+            raise EngineMisfit("cannot be lanes because its numbers are not all float32")
+        self.plan = plan_blocks(read_layer_graph(model, tuple(example_input.shape[1:])))
+        source = generate_source(self.plan)
+        self.slots = source.slots
+        self.library = load_kernels(source.text, options)
+        self.library.workspace_bytes.restype = ctypes.c_long
+        self.num_lanes: int = self.library.count_lanes()
+        self.names = self._name_tensors()  # {slot: name of the parameter}
+        self._spaces: dict[int, list[Tensor]] = {}
+
+    def forward(
+        self,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        inputs: Tensor,
+        *,
+        is_own: bool = False,
+        generators: Sequence[torch.Generator] | None,
+    ) -> Tensor:
+        """Outputs [k, B, ...]; differentiable in the parameters in training.
+
+        parameters: {name: [k, *shape]}; buffers: {name: [k, *shape]}, whose running statistics training changes
+        inputs:     [B, ...] of all members, or [k, B, ...] where is_own
+        generators: one a member in training, for dropout; None in evaluation
+        Raises ValueError for inputs of another shape or type.
+        """
+        tensors = {slot: parameters[name] if name in parameters else buffers[name] for slot, name in self.names.items()}
+        k, batch = len(next(iter(tensors.values()))), inputs.shape[1 if is_own else 0]
+        expected = self.plan.input_shape
+        if tuple(inputs.shape[2 if is_own else 1 :]) != expected or inputs.dtype != torch.float32:
+            raise ValueError(f"inputs {list(inputs.shape)} of {inputs.dtype} are no float32 samples {list(expected)}")
+        for index, block in enumerate(self.plan.blocks):
+            if isinstance(block.operation, DropoutLayer) and generators is not None:
+                tensors[f"{index}.mask"] = draw_mask(block.operation, k, batch, generators)
+        others = self._statistics(k, buffers, generators is not None)
+        if generators is not None:
+            arguments = (self, is_own, inputs, others, list(tensors), *tensors.values())
+            features: Tensor = _Blocks.apply(*arguments)  # type: ignore[no-untyped-call]
+            self._update_statistics(buffers, others, batch)
+        else:
+            features = self._evaluate(is_own, inputs, {**tensors, **others})
+        return apply_head(self.plan.head, features, parameters, buffers, generators)
+
+    def _name_tensors(self) -> dict[str, str]:
+        names = {}
+        for index, block in enumerate(self.plan.blocks):
+            if block.conv:
+                names[f"{index}.weight"] = f"{block.conv.name}.weight"
+                if block.conv.has_bias:
+                    names[f"{index}.bias"] = f"{block.conv.name}.bias"
+            if block.norm and block.norm.is_affine:
+                names |= {f"{index}.gamma": f"{block.norm.name}.weight", f"{index}.beta": f"{block.norm.name}.bias"}
+        return names
+
+    def _statistics(self, k: int, buffers: Mapping[str, Tensor], is_training: bool) -> dict[str, Tensor]:
+        """Of batch norm: in training tensors [k, C] that the kernels fill, else the running ones."""
+        found = {}
+        for index, block in enumerate(self.plan.blocks):
+            if not block.norm:
+                continue
+            for kind in ("mean", "variance"):
+                if is_training:
+                    found[f"{index}.{kind}"] = torch.empty(k, block.middle_shape[0])
+                else:
+                    suffix = "mean" if kind == "mean" else "var"
+                    found[f"{index}.{kind}"] = buffers[f"{block.norm.name}.running_{suffix}"]
+        return found
+
+    def _update_statistics(self, buffers: Mapping[str, Tensor], found: Mapping[str, Tensor], batch: int) -> None:
+        for index, block in enumerate(self.plan.blocks):
+            if block.norm:
+                count = batch * prod(block.middle_shape[1:])
+                update_statistics(block.norm, buffers, found[f"{index}.mean"], found[f"{index}.variance"], count)
+
+    def _evaluate(self, is_own: bool, inputs: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+        k, batch = len(next(iter(tensors.values()))), inputs.shape[1 if is_own else 0]
+        features = torch.empty(k, batch, *self.plan.feature_shape)
+        call = _Call(self, is_own, inputs, {**tensors, "features": features})
+        space = self.take_space(1)
+        for start in range(0, k, self.num_lanes):
+            call.run("evaluate", start, min(self.num_lanes, k - start), space)
+        self.give_space(1, space)
+        return features
+
+    def take_space(self, batch: int) -> Tensor:
+        """A workspace for a batch; what it stores between samples' borders is zero, and stays so."""
+        unused = self._spaces.setdefault(batch, [])
+        return unused.pop() if unused else torch.zeros(self.library.workspace_bytes(ctypes.c_long(batch)) // 4)
+
+    def give_space(self, batch: int, space: Tensor) -> None:
+        self._spaces[batch].append(space)
+
+
+@dataclass
+class _Call:
+    """The tensors of a call of the kernels: {slot: [k, ...]}; a shared input is [B, ...]."""
+
+    network: LaneNetwork
+    is_own: bool
+    inputs: Tensor
+    tensors: dict[str, Tensor]
+
+    def run(
+        self, function: str, start: int, count: int, space: Tensor, gradients: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """For members `start` to `start + count`."""
+        inputs = self.inputs if self.is_own else self.inputs.unsqueeze(0)
+        batch = inputs.shape[1]
+        rows = self._table({**self.tensors, "input": inputs}, start)
+        slopes = self._table(gradients or {}, start)
+        pointer = ctypes.c_void_p(space.data_ptr())
+        self.network.library[function](batch, count, int(not self.is_own), rows, slopes, pointer)
+
+    def _table(self, tensors: Mapping[str, Tensor], start: int) -> Any:
+        """Of each slot the address and the strides, which is `Rows` in the source."""
+        numbers = [0] * ((MAX_DIMS + 1) * len(self.network.slots))
+        for slot, tensor in tensors.items():
+            at = self.network.slots[slot] * (MAX_DIMS + 1)
+            strides = tensor.stride()
+            if slot == "input" and not self.is_own:
+                strides = (0, *strides[1:])
+            numbers[at] = tensor.data_ptr() + start * strides[0] * 4
+            numbers[at + 1 : at + 1 + len(strides)] = strides
+        return (ctypes.c_long * len(numbers))(*numbers)
+
+
+class _Blocks(torch.autograd.Function):
+    """(network, is_own, inputs, statistics, slots, *tensors [k, ...]) to features [k, B, ...]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        network: LaneNetwork,
+        is_own: bool,
+        inputs: Tensor,
+        others: dict[str, Tensor],
+        slots: list[str],
+        *tensors: Tensor,
+    ) -> Tensor:
+        named = {**dict(zip(slots, tensors, strict=True)), **others}
+        k, batch = len(tensors[0]), inputs.shape[1 if is_own else 0]
+        features = torch.empty(k, batch, *network.plan.feature_shape)
+        call = _Call(network, is_own, inputs, {**named, "features": features})
+        ctx.spaces = []
+        for start in range(0, k, network.num_lanes):
+            ctx.spaces.append(network.take_space(batch))
+            call.run("train_forward", start, min(network.num_lanes, k - start), ctx.spaces[-1])
+        ctx.network, ctx.is_own, ctx.slots = network, is_own, slots
+        ctx.save_for_backward(inputs, *tensors)
+        return features
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if is_plain_backward_needed(gradient):
+            raise EngineMisfit("gives no second derivatives (create_graph=True): engine=auto takes another")
+        inputs, *tensors = ctx.saved_tensors
+        network: LaneNetwork = ctx.network
+        k, batch = gradient.shape[:2]
+        named = dict(zip(ctx.slots, tensors, strict=True))
+        found = {slot: _empty_like(tensor) for slot, tensor in named.items() if not slot.endswith("mask")}
+        call = _Call(network, ctx.is_own, inputs, named)
+        for start, space in zip(range(0, k, network.num_lanes), ctx.spaces, strict=True):
+            count = min(network.num_lanes, k - start)
+            call.run("train_backward", start, count, space, {**found, "features": gradient})
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            for space in ctx.spaces:
+                network.give_space(batch, space)
+            ctx.spaces = []
+        return None, None, None, None, None, *(found.get(slot) for slot in ctx.slots)
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    """With the tensor's order of dimensions in memory, so that a copy into a row is one of runs."""
+    if tensor.dim() != MAX_DIMS:
+        return torch.empty(tensor.shape)
+    k, o, c, kh, kw = tensor.shape
+    return torch.empty(k, o, kh, kw, c).permute(0, 1, 4, 2, 3)

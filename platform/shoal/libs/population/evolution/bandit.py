@@ -1,0 +1,135 @@
+"""A time-varying bandit over a search space: it proposes the hyper-parameters that promise the largest gain.
+
+PB2 (2002.02518, section 4): a Gaussian process of the change of the score, given hyper-parameters,
+the score before and the time; the proposal has the highest upper confidence bound, where hyper-parameters that others
+are about to be trained with count as seen.
+
+Not of the paper: changes are replaced by normal quantiles of their ranks, as in BG-PBT (2207.09405), so that one
+diverged member does not flatten the rest; options are dimensions of the same process, one for each option; the bound
+is maximised over random candidates, not by gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from shoal.libs.population.evolution.gaussian_process import GaussianProcess, fit
+from shoal.search.space import Options, SearchSpace, Values
+
+MAX_OBSERVATIONS = 100  # the newest, as in BG-PBT: costs grow with the third power
+MIN_OBSERVATIONS = 4
+NUM_CANDIDATES = 512
+LOCAL_WIDTH = 0.2  # of the box around the parent from which half of the candidates come
+
+
+class Bandit:
+    """Observations of what hyper-parameters gained, and proposals."""
+
+    def __init__(self, space: SearchSpace) -> None:
+        self.space = space
+        self._units: list[list[float]] = []  # positions in the unit cube
+        self._others: list[list[float]] = []  # score before, time, gain
+        self._process: GaussianProcess | None = None  # of these observations, once it is needed
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there are enough observations for a proposal."""
+        return len(self._units) >= MIN_OBSERVATIONS
+
+    def observe(self, values: Mapping[str, Any], before: float, time: float, gain: float) -> None:
+        """Add that a member with the score `before` gained `gain` with these hyper-parameters."""
+        self._units.append([float(unit) for unit in self.space.to_unit(values)])
+        self._others.append([float(before), float(time), float(gain)])
+        self._process = None
+        del self._units[:-MAX_OBSERVATIONS], self._others[:-MAX_OBSERVATIONS]
+
+    def propose(
+        self,
+        parent: Mapping[str, Any],
+        before: float,
+        time: float,
+        taken: Sequence[Mapping[str, Any]],
+        rng: np.random.Generator,
+        *,
+        width: float | None = None,
+    ) -> Values:
+        """Hyper-parameters for a member that continues from a parent with the score `before`.
+
+        taken: those of other members in the coming round
+        width: of the box in the unit cube around the parent's, within which to stay; None: the full space
+        """
+        process = self._process = self._process or self._fit()
+        if taken:  # the mean stays as it is
+            positions = np.array([self.space.to_unit(values) for values in taken])
+            process = process.condition(self._encode(positions, before), np.full(len(taken), time))
+        candidates = _draw_candidates(self.space, self.space.to_unit(parent), rng, width)
+        mean, deviation = process.predict(self._encode(candidates, before), np.full(len(candidates), time))
+        best = int(np.argmax(mean + compute_exploration(len(self._units)) * deviation))
+        return self.space.from_unit(candidates[best])
+
+    def _fit(self) -> GaussianProcess:
+        others = np.array(self._others)
+        return fit(self._encode(np.array(self._units), others[:, 0]), others[:, 1], standardize_ranks(others[:, 2]))
+
+    def _encode(self, units: np.ndarray, before: np.ndarray | float) -> np.ndarray:
+        """Positions and scores before as inputs of the process; the observed scores span one unit."""
+        observed = np.array(self._others)[:, 0]
+        span = float(np.ptp(observed)) or 1.0
+        column = np.broadcast_to((before - observed.min()) / span, (len(units),))
+        return np.column_stack([_encode(self.space, units), column])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The observations."""
+        return {"units": [list(each) for each in self._units], "others": [list(each) for each in self._others]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the observations of `state_dict`."""
+        self._units = [list(each) for each in state["units"]]
+        self._others, self._process = [list(each) for each in state["others"]], None
+
+
+def compute_exploration(num_observations: int) -> float:
+    """√β of the upper confidence bound, β = 0.2 ln(0.4 n), the constants of PB2's published code; at least 0.2."""
+    return math.sqrt(max(0.2 * math.log(0.4 * max(num_observations, 1)), 0.2))
+
+
+def standardize_ranks(numbers: np.ndarray) -> np.ndarray:
+    """Normal quantiles of the ranks, equal numbers at the highest of theirs (the copula transform of BG-PBT)."""
+    ranks = (numbers[None, :] <= numbers[:, None]).sum(axis=1)
+    normal = NormalDist()
+    return np.array([normal.inv_cdf(rank / (len(numbers) + 1)) for rank in ranks])
+
+
+def _encode(space: SearchSpace, units: np.ndarray) -> np.ndarray:
+    """Positions [N, P] as inputs of the process [N, D]: two options are as far apart as the ends of an interval."""
+    columns = []
+    for column, distribution in zip(units.T, space.values(), strict=True):
+        if isinstance(distribution, Options) and not distribution.is_ordered:
+            size = len(distribution.options)
+            index = np.minimum((column * size).astype(int), size - 1)
+            columns.append(np.eye(size)[index] * math.sqrt(0.5))
+        else:
+            columns.append(column[:, None])
+    return np.concatenate(columns, axis=1)
+
+
+def _draw_candidates(
+    space: SearchSpace, parent: np.ndarray, rng: np.random.Generator, width: float | None
+) -> np.ndarray:
+    """[NUM_CANDIDATES, P]: with a width all in the box around the parent; without, half of them."""
+    uniform = rng.random((NUM_CANDIDATES, len(parent)))
+    half = (width or LOCAL_WIDTH) / 2
+    low, high = np.clip(parent - half, 0, 1), np.clip(parent + half, 0, 1)
+    local = low + uniform * (high - low)
+    is_local = np.ones(NUM_CANDIDATES, bool) if width else np.arange(NUM_CANDIDATES) % 2 == 0
+    candidates = np.where(is_local[:, None], local, uniform)
+    for column, distribution in enumerate(space.values()):  # options have no neighbours: one in four is drawn anew
+        if isinstance(distribution, Options) and not distribution.is_ordered:
+            is_parents = is_local & (rng.random(NUM_CANDIDATES) < 0.75)
+            candidates[:, column] = np.where(is_parents, parent[column], rng.random(NUM_CANDIDATES))
+    return candidates

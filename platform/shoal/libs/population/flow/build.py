@@ -1,0 +1,141 @@
+"""The members of a population run, built from its spec; and the contract of whatever holds them.
+
+Called by `run` for members of this process, and by `ray_members` in workers that hold a share each.
+Legend: K members, k of a share.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Generator, Tensor, nn
+
+from shoal import checkpoint
+from shoal.errors import CheckpointError, ConfigError
+from shoal.libs.population import Population
+from shoal.libs.population.augmentation import augment_batch
+from shoal.libs.population.engines.select_engine import EngineChoice
+from shoal.libs.population.evolution import ARCHITECTURE
+from shoal.libs.population.population import ChunkResult
+from shoal.libs.population.row_optimizer import RowOptimizer
+from shoal.libs.population.spec import PopulationSpec
+from shoal.runs import load
+from shoal.train.initial_weights import load_initial_weights
+from shoal.train.task import Task, build_model, make_task
+
+Values = Sequence[Mapping[str, Any]]  # of the space, for each member
+
+
+class MemberSet(Protocol):
+    """What a run needs of its members: a Population, or several in workers."""
+
+    @property
+    def choices(self) -> Sequence[EngineChoice | None]: ...
+
+    def train(self, batches: Iterable[Any]) -> Iterator[ChunkResult]: ...
+
+    def evaluate(self, batches: Iterable[Any]) -> dict[str, Tensor]: ...
+
+    def exploit(self, pairs: Iterable[tuple[int, int]]) -> None: ...
+
+    def retire(self, member: int) -> None: ...
+
+    def find_failed(self) -> list[int]: ...
+
+    def set_hyper_parameters(self, member: int, values: Mapping[str, float]) -> None: ...
+
+    def member_state_dict(self, member: int) -> dict[str, Tensor]: ...
+
+    def load_member(self, member: int, state: Mapping[str, Tensor]) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def divide_members(spec: PopulationSpec) -> list[range]:
+    """The members of each worker."""
+    bounds = [spec.members * index // spec.workers for index in range(spec.workers + 1)]
+    return list(itertools.starmap(range, itertools.pairwise(bounds)))
+
+
+def load_member(run: str, member: int) -> dict[str, Tensor]:
+    """A member of a population run, as an ordinary state dict on the CPU, from the run's newest checkpoint.
+
+    run: an id, the unique beginning of one, or `latest`
+    Raises RunError for an unknown run, CheckpointError without a checkpoint, ConfigError for an unknown member.
+    """
+    record = load(run)
+    spec = PopulationSpec.from_record(record.spec)
+    found = checkpoint.load_latest(record.folder / "checkpoints")
+    if found is None:
+        raise CheckpointError(f"run {record.id} has no checkpoint: the first one is saved after its first round")
+    share = next((each for each in divide_members(spec) if member in each), None)
+    if share is None:
+        raise ConfigError("member", member, f"the run has members 0 to {spec.members - 1}")
+    state = found.state["population"]
+    values = [found.state["values"][each] for each in share]
+    task = make_task(spec.task, spec.make_args(values[0]))
+    with build_population(spec, task, torch.device("cpu"), values, share.start, threads=1) as population:
+        population.load_state_dict(state["shares"][divide_members(spec).index(share)] if "shares" in state else state)
+        return population.member_state_dict(member - share.start)
+
+
+def make_member_tasks(spec: PopulationSpec, values: Values) -> list[Task]:
+    """The Task of each member, one object for each architecture. Raises ConfigError for unknown arguments."""
+    made: dict[str, Task] = {}
+    tasks = []
+    for each in values:
+        args = spec.make_args(each)
+        key = repr(sorted(args.items(), key=str))
+        if key not in made:
+            made[key] = make_task(spec.task, args)
+        tasks.append(made[key])
+    return tasks
+
+
+def build_network(spec: PopulationSpec, task: Task) -> nn.Module:
+    """A member's network, as it begins."""
+    network = build_model(task, spec.task)
+    load_initial_weights(network, spec.init)
+    return network
+
+
+def build_population(
+    spec: PopulationSpec, task: Task, device: torch.device, values: Values, first: int = 0, threads: int | None = None
+) -> Population:
+    """The members `first`, `first` + 1, ... with these values of the space.
+
+    task: measures all of them; the members' own Tasks, where they differ, build their networks
+    """
+    paths = [path for path in values[0] if not path.startswith(ARCHITECTURE)]
+    own = {path: [float(each[path]) for each in values] for path in paths}
+    augmentations, names = task.augmentations(), spec.augmentations
+
+    def augment(batch: Any, strengths: Mapping[str, Tensor], generators: Sequence[Generator]) -> Any:
+        return augment_batch(batch, augmentations, {name: strengths[name] for name in names}, generators)
+
+    tasks = make_member_tasks(spec, values) if spec.has_architectures else [task] * len(values)
+    return Population(
+        [partial(build_network, spec, each) for each in tasks],
+        task.loss,
+        members=len(values),
+        optimizer=RowOptimizer(spec.optimizer.name, betas=spec.optimizer.betas),
+        hyper_parameters={**spec.hyper_parameters, **own},
+        inputs=task.inputs,
+        metrics=task.metrics,
+        augment=augment if names else None,
+        order=spec.order,
+        seed=spec.seed + first,
+        engine=spec.engine,
+        chunk=spec.chunk,
+        threads=spec.threads or threads,
+        device=device,
+        memory_bytes=spec.memory_bytes,
+    )

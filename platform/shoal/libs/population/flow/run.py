@@ -1,0 +1,327 @@
+"""A population run: from the words of a command to its record, its registered networks and its report.
+
+    check ► record ► rounds (`trainer`) ► register the best member, and the ensemble of the best ► report
+
+Called by `jobs/population.py`, in a process connected to a Ray cluster, and by tests and scripts without one: nothing
+here needs Ray but `population_main`. The population trains in this process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import shoal.runs
+from shoal.batch_tree import tensors_of
+from shoal.cluster.job_main import expected_run_id, job_main
+from shoal.config import last_override
+from shoal.errors import ConfigError
+from shoal.libs.population.ensemble import Ensemble, make_ensemble_factory
+from shoal.libs.population.evolution import build_evolution, list_architectures
+from shoal.libs.population.flow.build import MemberSet, Values, build_network, make_member_tasks
+from shoal.libs.population.flow.continuation import choose_spec, require_continuation
+from shoal.libs.population.flow.state import rank_members
+from shoal.libs.population.flow.trainer import PopulationTrainer
+from shoal.libs.population.member_rows import RowLayout
+from shoal.libs.population.row_optimizer import RowOptimizer
+from shoal.libs.population.row_store import plan_resident
+from shoal.libs.population.spec import PopulationSpec
+from shoal.parallel.comm.world import choose_device
+from shoal.parallel.loss import get_value, split_mean
+from shoal.registry import ModelFactory, Registry
+from shoal.runs import RunRecorder
+from shoal.runs.lineage import Lineage
+from shoal.search.space import SearchSpace
+from shoal.train.export.model_entry import make_factory, make_model_name
+from shoal.train.launch.validate import ValidatedRun, validate_run
+from shoal.train.reporting.console import ConsoleLog, format_metrics
+from shoal.train.reporting.event_log import RecordLog
+from shoal.train.spec import TrainSpec
+from shoal.train.task import Task, load_data, make_task, unload_if_changed
+from shoal.weights import WeightSnapshot
+
+JOB = "population"
+UNCHANGED = ("task", "args", "members", "space", "augmentation", "optimizer", "evolution", "order", "steps_per_round",
+             "metric", "direction", "score_samples", "seed", "workers")  # fmt: skip
+CAPACITY_WAIT_S = 10.0  # for a run that has just ended to release its resources
+
+
+def population_main(recipe: PopulationSpec) -> None:
+    """The main function of jobs/population.py and of a recipe's own file."""
+
+    def choose(words: list[str]) -> PopulationSpec:
+        """Of the recipe, or for another Task of the defaults."""
+        task = last_override(words, "task")
+        return choose_spec(recipe if task in ("", recipe.task) else PopulationSpec(task=task), words)
+
+    job_main(choose, run_population, JOB, check_population)
+
+
+def to_train_spec(spec: PopulationSpec, values: Mapping[str, Any] | None = None) -> TrainSpec:
+    """A member as a training of its own, as far as a TrainSpec can say it.
+
+    values: the member's of the space, for its architecture; None: the first one
+    """
+    if values is None:
+        values = list_architectures(SearchSpace.parse(spec.space))[0]
+    return TrainSpec.parse(
+        {
+            **{name: getattr(spec, name) for name in ("task", "batch_size", "seed", "device", "init", "name")},
+            "args": spec.make_args(values),
+            "optimizer": spec.optimizer.model_dump(),
+            "stop": {"steps": spec.total_steps},
+            "evaluate": {"batch_size": spec.evaluation_batch_size},
+        }
+    )
+
+
+def check_population(spec: PopulationSpec) -> ValidatedRun:
+    """Raises ConfigError or DataError with field, value and remedy, for a run that could not work."""
+    if spec.resume:
+        require_continuation(spec, UNCHANGED)
+    build_evolution(spec.evolution, SearchSpace.parse(spec.space), spec.members, num_rounds=spec.rounds)
+    architectures = list_architectures(SearchSpace.parse(spec.space))
+    checked = validate_run(to_train_spec(spec))
+    _require_rows(spec, [build_network(spec, each) for each in make_member_tasks(spec, architectures)])
+    task = make_task(spec.task, spec.make_args(architectures[0]))
+    if task.train_step is not None or type(task).optimizer is not Task.optimizer:
+        name = "train_step" if task.train_step is not None else "optimizer"
+        problem = f"{type(task).__name__} has its own {name}, and members share one update"
+        raise ConfigError("task", spec.task, problem, "use `shoal sweep`, whose trials are ordinary trainings")
+    if not checked.metric_names:
+        problem = f"{type(task).__name__}.data has no validation data, by which members are scored"
+        raise ConfigError("task", spec.task, problem, "give Data(validation=...)")
+    measured = [name for name in checked.metric_names if name not in task.stateful_metrics()]
+    if spec.metric not in measured:
+        raise ConfigError("metric", spec.metric, "is not measured of each member", f"there is {', '.join(measured)}")
+    known = task.augmentations()
+    for name in spec.augmentations:
+        if name not in known:
+            problem = f"{type(task).__name__}.augmentations has no {name!r}"
+            remedy = f"there is {', '.join(known)}" if known else "write augmentations: see shoal.train.Task"
+            raise ConfigError(f"space.augmentation.{name}", name, problem, remedy)
+    return checked
+
+
+def _require_rows(spec: PopulationSpec, networks: list[nn.Module]) -> None:
+    """Raises ConfigError for a network that is no row of numbers, or where `memory_bytes` has no room for one."""
+    layouts = [RowLayout(each) for each in networks]
+    if spec.memory_bytes is not None:
+        members = math.ceil(spec.members / spec.workers / len(layouts))  # of one architecture, in one worker
+        slots = RowOptimizer(spec.optimizer.name).slots
+        plan_resident([(each, members) for each in layouts], len(slots), torch.device("cpu"), spec.memory_bytes)
+
+
+@dataclass(frozen=True)
+class PopulationResult:
+    """How a run ended.
+
+    scores:  of each member, by the spec's metric, after the last round
+    best:    the best member of any round
+    metrics: of that member then, over all validation data; `ensemble` has those of the ensemble, if there is one
+    """
+
+    run_id: str
+    scores: list[float]
+    best: int
+    metrics: dict[str, float]
+    ensemble: dict[str, float]
+
+
+def run_population(spec: PopulationSpec, job: str = JOB, *, registers: bool = True) -> PopulationResult:
+    """Train and evolve to the end in this process. Raises a ShoalError on failure, which the record has too.
+
+    registers: register the best member and the ensemble
+    """
+    unload_if_changed(spec.task)
+    checked = check_population(spec)
+    torch.set_num_threads(1)  # members, not the operations of one, are computed in parallel
+    with shoal.runs.recording(
+        spec.to_record(),
+        job,
+        begun="population",
+        kind=shoal.runs.RunKind.POPULATION,
+        resumed=spec.resume,
+        run_id=expected_run_id(),
+    ) as recorder:
+        log = _RoundLog(RecordLog(recorder), _print_line)
+        task = make_task(spec.task, to_train_spec(spec).args)
+        data, device = load_data(task, spec.task), choose_device(spec.device, 0)
+        print(f"run {recorder.id}: {spec.members} members of {spec.task}", flush=True)
+        make = _make_workers(spec) if spec.workers > 1 else None
+        with closing(PopulationTrainer(spec, task, data, device, recorder.folder, log, make)) as trainer:
+            trainer.run()
+            result = _finish(trainer, checked, recorder, registers=registers)
+    shoal.runs.write_report_at_end(recorder.id)
+    return result
+
+
+def _make_workers(spec: PopulationSpec) -> Callable[[Values], MemberSet]:
+    """Raises PlanError when the cluster has no room for them, ClusterError when it has none now."""
+    from shoal.libs.population.flow.ray_members import make_ray_members
+    from shoal.train.launch.ray_capacity import require_capacity, resolve_device
+
+    train = resolve_device(to_train_spec(spec).model_copy(update={"workers": spec.workers}))
+    require_capacity(train, CAPACITY_WAIT_S)
+    return make_ray_members(spec.model_copy(update={"device": train.device}))
+
+
+class _RoundLog(ConsoleLog):
+    """Prints a line for each round, and every problem."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._event_log.log(step, values)
+
+    def record_event(self, kind: str, /, **details: Any) -> None:
+        super().record_event(kind, **details)
+        if kind == "round":
+            finite = [score for score in details["scores"] if score is not None]
+            scores = f"{min(finite):.4g} to {max(finite):.4g}" if finite else "none finite"
+            self._say(f"round {details['round']:3} | step {details['step']:,} | scores {scores}")
+
+
+def _print_line(line: str) -> None:
+    print(line, flush=True)
+
+
+def _finish(
+    trainer: PopulationTrainer, checked: ValidatedRun, recorder: RunRecorder, *, registers: bool
+) -> PopulationResult:
+    """Measure the best member over all validation data, register, and record how the run ended."""
+    spec, best = trainer.spec, trainer.state.best
+    recorder.record_event("data", **checked.fingerprint)
+    name = make_model_name(to_train_spec(spec))
+    factory = make_factory(to_train_spec(spec, best["hyper_parameters"])) if spec.has_architectures else checked.factory
+    network: Any = factory.build()
+    network.load_state_dict(best["weights"])
+    metrics = evaluate_network(network, trainer)
+    chosen = {key: value for key, value in best.items() if key != "weights"}
+    recorder.record_event("evolved", metrics=metrics, **chosen)
+    if registers:
+        lineage = {"member": best["member"], "round": best["round"], "schedule": trace_schedule(trainer)}
+        _register(name, network, factory, metrics, lineage, trainer, checked, recorder)
+    combined: dict[str, float] = {}
+    members = _choose_ensemble(trainer)
+    if members:
+        if spec.has_architectures:
+            factory = make_factory(to_train_spec(spec, trainer.state.values[members[0]]))
+        ensemble = build_ensemble(trainer, members, factory)
+        combined = evaluate_network(ensemble, trainer)
+        recorder.record_event("ensemble", members=members, metrics=combined, **ensemble.describe())
+        if registers:
+            combined_factory = make_ensemble_factory(factory, len(members), is_classifier=ensemble.is_classifier)
+            lineage = {"members": members, **ensemble.describe()}
+            _register(f"{name}-ensemble", ensemble, combined_factory, combined, lineage, trainer, checked, recorder)
+    detail = f"{spec.rounds} rounds of {spec.members} members, member {best['member']} of round {best['round']} is best"
+    recorder.record_event(
+        "trained",
+        reason="rounds",
+        detail=detail,
+        steps=spec.total_steps,
+        kept=best["round"] * spec.steps_per_round,
+        seconds=trainer.state.seconds,
+        metrics=metrics | {f"ensemble {name}": value for name, value in combined.items()},
+    )
+    print(f"run {recorder.id}: {detail}; {format_metrics(metrics)}", flush=True)
+    return PopulationResult(recorder.id, trainer.get_scores(), best["member"], metrics, combined)
+
+
+def _choose_ensemble(trainer: PopulationTrainer) -> list[int]:
+    """The best members of the last round, of the architecture of the best one; none if the spec wants none, or fewer
+    than two have a score."""
+    scores = trainer.get_scores()
+    ranked = [member for member in rank_members(scores, trainer.spec.is_higher_better) if math.isfinite(scores[member])]
+    args = [trainer.spec.make_args(values) for values in trainer.state.values]
+    members = [member for member in ranked if args[member] == args[ranked[0]]][: trainer.spec.ensemble_size]
+    return members if len(members) > 1 else []
+
+
+def trace_schedule(trainer: PopulationTrainer) -> list[dict[str, Any]]:
+    """Of the best member and its ancestors, oldest first: who was trained in which rounds, with which values."""
+    best = trainer.state.best
+    ancestry = Lineage(trainer.state.rounds).trace_ancestry(best["member"], best["round"])
+    return [
+        {"member": each.member, "first_round": each.begin + 1, "last_round": each.end, **each.values}
+        for each in ancestry
+    ]
+
+
+def _register(
+    name: str,
+    network: nn.Module,
+    factory: ModelFactory,
+    metrics: dict[str, float],
+    lineage: dict[str, Any],
+    trainer: PopulationTrainer,
+    checked: ValidatedRun,
+    recorder: RunRecorder,
+) -> None:
+    spec = trainer.spec
+    tensors = {key: tensor.numpy(force=True) for key, tensor in network.state_dict().items()}
+    version = Registry().register(
+        name,
+        WeightSnapshot.of(spec.total_steps, tensors),
+        model=factory,
+        signature=checked.signature,
+        run_id=recorder.id,
+        metrics=metrics,
+        data=checked.fingerprint,
+        lineage=lineage,
+        aliases=spec.aliases,
+    )
+    recorder.record_model(version.name, version.version, version.aliases)
+
+
+@torch.no_grad()
+def build_ensemble(trainer: PopulationTrainer, members: list[int], factory: ModelFactory) -> Ensemble:
+    """The network that averages these members, calibrated on the validation data if they are classifiers."""
+    networks = []
+    for member in members:
+        network: Any = factory.build()
+        network.load_state_dict(trainer.population.member_state_dict(member))
+        networks.append(network.to(trainer.device))
+    logits, targets = [], []
+    with trainer.make_validation_loader() as loader:
+        for batch in loader:
+            outputs = [network.eval()(*trainer.task.inputs(batch)) for network in networks]
+            classes = _find_classes(trainer.task, outputs[0], batch)
+            if classes is None:
+                return Ensemble(networks, is_classifier=False).eval()
+            logits.append(torch.stack(outputs))
+            targets.append(classes)
+    ensemble = Ensemble(networks, is_classifier=True).to(trainer.device).eval()
+    ensemble.calibrate(torch.cat(logits, 1), torch.cat(targets))
+    return ensemble
+
+
+def _find_classes(task: Task, outputs: Any, batch: Any) -> Tensor | None:
+    """The target classes [B], if the Task's loss is the cross entropy of the outputs as logits [B, C]; else None."""
+    if not isinstance(outputs, Tensor) or outputs.ndim != 2:
+        return None
+    for targets in tensors_of(batch):
+        is_integer = targets.dtype == torch.int64 and targets.shape == outputs.shape[:1]
+        if is_integer and targets.min() >= 0 and targets.max() < outputs.shape[1]:
+            expected = nn.functional.cross_entropy(outputs, targets)
+            if torch.allclose(get_value(task.loss(outputs, batch)), expected, rtol=1e-4):
+                return targets
+    return None
+
+
+@torch.no_grad()
+def evaluate_network(network: nn.Module, trainer: PopulationTrainer) -> dict[str, float]:
+    """The loss and the metrics of a network over all validation data: means over the samples."""
+    network.to(trainer.device).eval()
+    totals: dict[str, Tensor] = {}  # [2] each
+    with trainer.make_validation_loader() as loader:
+        for batch in loader:
+            outputs = network(*trainer.task.inputs(batch))
+            found = {"loss": trainer.task.loss(outputs, batch), **trainer.task.metrics(outputs, batch)}
+            for name, value in found.items():
+                totals[name] = totals.get(name, 0.0) + split_mean(value, loader.num_samples)
+    return {name: float(total[0] / total[1]) for name, total in totals.items()}

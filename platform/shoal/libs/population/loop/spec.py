@@ -1,0 +1,111 @@
+"""The spec of a population of learners, and the checks before it starts. Imports neither torch nor Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import Field, field_validator, model_validator
+
+from shoal.errors import ConfigError
+from shoal.flows.sweep.loop_spec import MEAN_RETURN, nest
+from shoal.libs.population.evolution.spec import EvolutionSpec
+from shoal.libs.population.spec import flatten_space
+from shoal.network_address import is_loopback
+from shoal.registry import AliasNames
+from shoal.rl.spec import RLSpec
+from shoal.search.space import Options, SearchSpace
+
+ALGORITHM = "algorithm."
+
+
+class RLPopulationSpec(RLSpec):
+    """One run: the fields of a run of the loop are those of each member, but for the fields of `space`.
+
+    members:         learners, each with a gateway of its own
+    actors:          of each member: processes that the run starts and ends
+    rounds:          between two of them members are scored, copied and changed
+    steps_per_round: environment steps of each member
+    min_episodes:    of each member in a round, at least: their mean return scores it
+    space:           what differs from member to member: fields of the algorithm that a learner can change while it
+                     learns
+    seed:            of the evolution; member k learns with learner.seed + k
+    model_name:      of the best member's policy in the registry; "": none is registered
+    """
+
+    recorded_always: ClassVar = ("space",)
+
+    members: int = Field(default=4, ge=1)
+    actors: int = Field(default=1, ge=1)
+    rounds: int = Field(default=10, ge=1)
+    steps_per_round: int = Field(default=5000, ge=1)
+    min_episodes: int = Field(default=5, ge=1)
+    space: dict[str, Any] = Field(
+        default_factory=lambda: {
+            "algorithm.learning_rate": "log(1e-4, 1e-2)",
+            "algorithm.entropy_cost": "log(1e-3, 1e-1)",
+        }
+    )
+    evolution: EvolutionSpec = EvolutionSpec(name="pbt")
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    keep_checkpoints: int = Field(default=2, ge=1)
+    model_name: str = "policy"
+    aliases: AliasNames = ("champion",)
+    resume: str = ""
+
+    @field_validator("space", mode="before")
+    @classmethod
+    def _flatten_space(cls, space: object) -> object:
+        """`space.algorithm.clip=...` on the command line is a nested field; null removes an entry."""
+        return flatten_space(space) if isinstance(space, Mapping) else space
+
+    @property
+    def search_space(self) -> SearchSpace:
+        return SearchSpace.parse(self.space)
+
+    @property
+    def metric(self) -> str:
+        return MEAN_RETURN
+
+    @property
+    def total_steps(self) -> int:
+        """Environment steps of each member."""
+        return self.rounds * self.steps_per_round
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> RLPopulationSpec:
+        changeable = self.algorithm.changeable
+        if not changeable:
+            raise ValueError(
+                f"algorithm={self.algorithm.name}: its learner has a replay, which no member can copy: use"
+                " algorithm=impala or algorithm=ppo, or shoal sweep"
+            )
+        for path, distribution in SearchSpace.parse(self.space).items():
+            if not path.startswith(ALGORITHM) or path.removeprefix(ALGORITHM) not in changeable:
+                there_is = ", ".join(ALGORITHM + name for name in changeable)
+                raise ValueError(f"space: a learner cannot change {path!r} while it learns: there is {there_is}")
+            if isinstance(distribution, Options) and not distribution.is_ordered:
+                raise ValueError(f"space: {path} = {distribution}: a hyper-parameter of a member is a number")
+        return self
+
+    def make_member_spec(self, member: int, values: Mapping[str, object]) -> RLSpec:
+        """What this member learns with. Raises ConfigError for values that do not fit."""
+        own = {name: getattr(self, name) for name in RLSpec.model_fields}
+        spec = RLSpec.parse({**own, "algorithm": self.algorithm})
+        return spec.update(nest({**values, "learner.seed": self.learner.seed + member}))
+
+
+def require_local(spec: RLPopulationSpec) -> None:
+    """Raise ConfigError for what members in one process cannot have, and for values out of range."""
+    if spec.learn_from_endpoint:
+        raise ConfigError("learn_from_endpoint", True, "members have no endpoint", "leave it out")
+    if spec.self_play.is_on:
+        problem = "scores a member by opponents of its own, so that members cannot be compared"
+        raise ConfigError("self_play", str(spec.self_play), problem, "leave it out")
+    if spec.learner.replicas > 1:
+        raise ConfigError("learner.replicas", spec.learner.replicas, "members share one process", "use 1")
+    if spec.gateway.curve or not is_loopback(spec.gateway.host) or spec.gateway.port:
+        problem = "each member has a gateway of its own, at a free port of this machine"
+        raise ConfigError("gateway", spec.gateway.host, problem, "leave out host, port and curve")
+    for unit in (0.0, 1.0):
+        spec.make_member_spec(0, spec.search_space.from_unit([unit] * len(spec.space)))

@@ -1,0 +1,178 @@
+"""Where the rows of members live, and where they are computed: on the device, or, when more than fit, in host memory.
+
+Owns the rows and the copies. Members in host memory pass through slots on the device: while a chunk is computed, the
+next one is loaded and the last one stored. On a CUDA device copies run on streams of their own, from pinned memory; on
+a CPU in a thread. No files. Called by MemberGroup; a chunk is opened by one thread at a time.
+
+| queue | capacity | blocks | unblocked by | close() |
+|---|---|---|---|---|
+| free slots | two a thread, or as many as fit | the loader, when all are in use | a chunk that ends | ends the loader |
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+import psutil
+import torch
+from torch import Tensor
+
+from shoal.errors import ConfigError
+from shoal.libs.population.member_rows import MemberRows, RowLayout
+
+Part = tuple[int, int]  # the first row, and how many
+
+
+class _Slot:
+    """Rows on the device for a chunk, and the copies that they wait for."""
+
+    def __init__(self, rows: MemberRows) -> None:
+        self.rows = rows
+        self.loaded = self.stored = torch.cuda.Event() if rows.weights.is_cuda else None
+        if self.loaded is not None:
+            self.stored = torch.cuda.Event()
+
+
+class RowStore:
+    """Rows of `num_members`, of which at most `resident` are on the device at once; None: all.
+
+    rows:      of all members, where they live
+    max_chunk: the most members that can be opened together
+    """
+
+    def __init__(
+        self,
+        layout: RowLayout,
+        num_members: int,
+        slots: Sequence[str],
+        device: torch.device,
+        *,
+        resident: int | None = None,
+        threads: int = 1,
+    ) -> None:
+        self.device, self.is_resident = device, resident is None or resident >= num_members
+        self.max_chunk = num_members
+        self._loads: dict[Part, Future[_Slot]] = {}
+        self._loader: ThreadPoolExecutor | None = None
+        self._narrowed: dict[Part, MemberRows] = {}
+        if self.is_resident:
+            self.rows = MemberRows(layout, num_members, slots, device)
+            return
+        assert resident is not None
+        num_slots = min(2 * threads, resident)
+        self.max_chunk = resident // num_slots
+        self.rows = MemberRows(layout, num_members, slots, "cpu", has_gradients=False, is_pinned=device.type == "cuda")
+        self._free: queue.Queue[_Slot] = queue.Queue()
+        for _ in range(num_slots):
+            self._free.put(_Slot(MemberRows(layout, self.max_chunk, slots, device)))
+        self._loader = ThreadPoolExecutor(1, "population-loader")
+        self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else None
+
+    @contextmanager
+    def loading(self, parts: Sequence[Part]) -> Iterator[None]:
+        """Load the parts in this order, as slots become free; within, each may be opened once, in the same order."""
+        if self._loader is None:
+            yield
+            return
+        self._loads = {part: self._loader.submit(self._load, part) for part in parts}
+        try:
+            yield
+        finally:
+            for load in self._loads.values():  # of parts that were never opened
+                if not load.cancel():
+                    self._free.put(load.result())
+            self._loads = {}
+            if self._streams is not None:
+                self._streams[1].synchronize()
+
+    @contextmanager
+    def open(self, part: Part, *, is_changed: bool = True) -> Iterator[MemberRows]:
+        """The rows of a part on the device. What is changed within is stored at the end."""
+        if self._loader is None:
+            if part not in self._narrowed:
+                self._narrowed[part] = self.rows.narrow(*part)
+            yield self._narrowed[part]
+            return
+        slot = self._loads.pop(part).result()
+        try:
+            if slot.loaded is not None:
+                torch.cuda.current_stream(self.device).wait_event(slot.loaded)
+            rows = slot.rows.narrow(0, part[1])
+            yield rows
+            if is_changed:
+                self._store(slot, rows, part)
+        finally:
+            self._free.put(slot)
+
+    def close(self) -> None:
+        """End the loader. Idempotent."""
+        if self._loader is not None:
+            self._loader.shutdown()
+
+    def _load(self, part: Part) -> _Slot:
+        slot = self._free.get()
+        sources, targets = self.rows.narrow(*part).state(), slot.rows.narrow(0, part[1]).state()
+        if self._streams is None:
+            _copy(sources, targets)
+            return slot
+        assert slot.loaded is not None
+        assert slot.stored is not None
+        with torch.cuda.stream(self._streams[0]):
+            slot.stored.wait()
+            _copy(sources, targets)
+            slot.loaded.record()
+        return slot
+
+    def _store(self, slot: _Slot, rows: MemberRows, part: Part) -> None:
+        sources, targets = rows.state(), self.rows.narrow(*part).state()
+        if self._streams is None:
+            _copy(sources, targets)
+            return
+        assert slot.stored is not None
+        self._streams[1].wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._streams[1]):
+            _copy(sources, targets)
+            slot.stored.record()
+
+
+@torch.no_grad()
+def _copy(sources: dict[str, Tensor], targets: dict[str, Tensor]) -> None:
+    for name, source in sources.items():
+        targets[name].copy_(source, non_blocking=True)
+
+
+def plan_resident(
+    layouts: Sequence[tuple[RowLayout, int]], num_slots: int, device: torch.device, memory_bytes: int | None
+) -> list[int | None]:
+    """For each (layout, members), how many members may be on the device at once; None: all.
+
+    num_slots:    of the optimizer
+    memory_bytes: of the device for rows; None: on a CUDA device 0.8 of what is free, on a CPU whatever is free
+    Raises ConfigError when not even one member fits, or when the host's memory is too small for all.
+    """
+    sizes = [layout.row_bytes(num_slots) for layout, _ in layouts]
+    counts = [count for _, count in layouts]
+    total = sum(size * count for size, count in zip(sizes, counts, strict=True))
+    free = psutil.virtual_memory().available
+    if total > free:
+        problem = f"need {total / 1e9:.3g} GB of host memory, and {free / 1e9:.3g} GB are free"
+        raise ConfigError("members", sum(counts), problem, "take fewer members")
+    if memory_bytes is None:
+        if device.type != "cuda":
+            return [None] * len(layouts)
+        memory_bytes = int(0.8 * torch.cuda.mem_get_info(device)[0])
+    if total <= memory_bytes:
+        return [None] * len(layouts)
+    resident: list[int | None] = []
+    for size, count in zip(sizes, counts, strict=True):
+        fitting = int(memory_bytes * (size * count / total) / size)
+        if not fitting:
+            problem = (
+                f"one member takes {size / 1e6:.3g} MB, its share is {memory_bytes * size * count / total / 1e6:.3g}"
+            )
+            raise ConfigError("memory_bytes", memory_bytes, problem, "give more, or take smaller members")
+        resident.append(fitting)
+    return resident

@@ -1,0 +1,140 @@
+"""A U-Net (arXiv:1505.04597) for thin things, and the form of it that an endpoint serves: a picture in, a mask out.
+
+Called by the recipe jobs/roots.py and by benchmarks. Groups are normalised, not batches: a tile's result depends on the
+tile alone. Legend: B pictures, C classes with the background as 0, H and W pixels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shoal.errors import DataError, InferenceError
+from shoal.libs.segmentation.photographs import decode_picture, encode_mask, find_region, shrink_picture
+from shoal.libs.segmentation.scores import measure_lengths
+from shoal.libs.segmentation.tiles import predict_probabilities, remove_background
+
+BACKGROUND_KERNEL = 31  # pixels: several times the width of a root
+OVERLAP = 1 / 3  # of neighbouring tiles
+MAX_PIXELS = 50_000_000  # of a request's picture
+
+
+class _Block(nn.Sequential):
+    """Two convolutions of 3 x 3, each normalised in groups."""
+
+    def __init__(self, num_inputs: int, num_outputs: int) -> None:
+        layers: list[nn.Module] = []
+        for channels in (num_inputs, num_outputs):
+            layers += [
+                nn.Conv2d(channels, num_outputs, 3, padding=1, bias=False),
+                nn.GroupNorm(math.gcd(8, num_outputs), num_outputs),
+                nn.LeakyReLU(0.01, inplace=True),
+            ]
+        super().__init__(*layers)
+
+
+class UNet(nn.Module):
+    """Pictures [B, 3, H, W] of 0 to 255, bytes or floats, to logits float [B, C, H, W]. H and W divide by 2^(levels-1).
+
+    width:      channels of the first level; each further one has twice as many
+    background: whether the picture without its slow changes is a fourth channel
+    With 16 and 4 levels it has 0.48 million parameters.
+    """
+
+    def __init__(self, num_classes: int, width: int = 16, levels: int = 4, background: bool = True) -> None:
+        super().__init__()
+        self.background = background
+        widths = [width << level for level in range(levels)]
+        self.down = nn.ModuleList(_Block(*pair) for pair in pairwise([4 if background else 3, *widths]))
+        self.up = nn.ModuleList(_Block(wide + narrow, narrow) for narrow, wide in pairwise(widths))
+        self.head = nn.Conv2d(width, num_classes, 1)
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        pixels = pictures.to(self.head.weight.dtype) / 255
+        features = (pixels - 0.5) / 0.25
+        if self.background:
+            features = torch.cat([features, remove_background(pixels, BACKGROUND_KERNEL) / 0.1], 1)
+        skipped: list[Tensor] = []
+        for level, block in enumerate(self.down):
+            features = block(functional.max_pool2d(features, 2) if level else features)
+            skipped.append(features)
+        for block, narrow in zip(reversed(self.up), reversed(skipped[:-1]), strict=True):
+            features = block(torch.cat([functional.interpolate(features, scale_factor=2.0), narrow], 1))
+        logits: Tensor = self.head(features)
+        return logits
+
+
+class PictureSegmenter(UNet):
+    """A U-Net that also answers requests: see `predict`. Its weights are those of the U-Net.
+
+    colours: of the classes in the mask's palette; region, shrink: as of the MaskFormat that it was trained with
+    tile, flips: see `predict_probabilities`
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        width: int = 16,
+        levels: int = 4,
+        background: bool = True,
+        *,
+        colours: Sequence[str],
+        region: Sequence[float] | None = None,
+        shrink: int = 1,
+        tile: int = 128,
+        flips: bool = False,
+    ) -> None:
+        super().__init__(num_classes, width, levels, background)
+        self.num_classes, self.colours, self.region, self.shrink = num_classes, tuple(colours), region, shrink
+        self.tile, self.flips = tile, flips
+
+    def predict(self, picture: np.ndarray) -> dict[str, Any]:
+        """The masks of encoded pictures (PNG, JPEG, ...) of any size, bytes [B].
+
+        Gives "mask", PNG files bytes [B] whose pixels are the classes, and "length" float32 [B, C - 1], each class's
+        length in pixels. Raises InferenceError (422) for bytes that are no picture, and for one that is too large.
+        """
+        masks, lengths = [], []
+        for row, content in enumerate(picture.tolist()):
+            classes = self.segment(self._decode(content, row))
+            masks.append(encode_mask(classes, self.colours))
+            lengths.append(measure_lengths(classes, self.num_classes))
+        return {"mask": np.array(masks, object), "length": torch.tensor(lengths)}
+
+    def segment(self, picture: np.ndarray) -> np.ndarray:
+        """The classes uint8 [H, W] of a picture uint8 [3, H, W]: its region, shrunk; the rest is background."""
+        _, height, width = picture.shape
+        classes = np.zeros((height, width), np.uint8)
+        rows, columns = find_region(self.region or (0, 0, 1, 1), height, width)
+        inside = picture[:, rows, columns]
+        step = min(self.shrink, *inside.shape[1:])
+        found = self.classify(shrink_picture(inside, step) if step > 1 else inside)
+        found = found.repeat(step, 0).repeat(step, 1)
+        classes[rows, columns][: found.shape[0], : found.shape[1]] = found
+        return classes
+
+    def classify(self, picture: np.ndarray) -> np.ndarray:
+        """The classes uint8 [H, W] of a picture uint8 [3, H, W], as it is."""
+        pixels = torch.from_numpy(np.ascontiguousarray(picture)).to(self.head.weight.device)
+        with torch.no_grad():
+            found = predict_probabilities(self, pixels, self.tile, OVERLAP, self.flips).argmax(0)
+        classes: np.ndarray = found.to(torch.uint8).numpy(force=True)
+        return classes
+
+    def _decode(self, content: bytes | str, row: int) -> np.ndarray:
+        if isinstance(content, str):
+            content = content.encode()
+        try:
+            picture = decode_picture(content, f"row {row}, {len(content):,} bytes")
+        except DataError as error:
+            raise InferenceError(422, f"{error.value}: {error.problem}") from error
+        if picture[0].size > MAX_PIXELS:
+            raise InferenceError(422, f"row {row} has {picture[0].size:,} pixels: at most {MAX_PIXELS:,} are answered")
+        return picture

@@ -1,0 +1,1 @@
+"""A self-organising map: the network, which is trained by `jobs/som.py`."""

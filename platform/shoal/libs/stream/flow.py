@@ -1,0 +1,322 @@
+"""A stream run: from the words of a command to its record, its versions in the registry and its report.
+
+    check ► record ► broker and sensors, if they are our own ► `StreamLoop` ► report
+
+Called by `jobs/stream.py`, by tests and scripts. Nothing here needs Ray but `stream_main`, whose job runs on a cluster.
+Endpoints follow the alias of the registered versions.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import shoal.runs
+from shoal.atomic_file import create_private
+from shoal.cluster.job_main import CHECK, HELP, expected_run_id, job_main
+from shoal.config import last_override
+from shoal.errors import RecordUnwritable, RegistryError, ShoalError
+from shoal.libs.stream.broker import PrivateBroker
+from shoal.libs.stream.loop import StreamLoop
+from shoal.libs.stream.sources.source import StreamSource
+from shoal.libs.stream.spec import OnlineSpec, StreamSpec
+from shoal.libs.stream.trainer import OnlineTrainer
+from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
+from shoal.runs import RunRecorder
+from shoal.runs.formatting import format_number
+from shoal.runs.report.event_messages import format_warning
+from shoal.weights import WeightSnapshot
+
+JOB = "stream"
+REPORT_EVERY_S = 2.0
+FLEET_END_S = 10.0
+MAX_SHOWN_SENSORS = 5
+
+
+def stream_main(recipe: StreamSpec) -> None:
+    """The main function of jobs/stream.py: a job of the cluster of $RAY_ADDRESS, or without one a run of this process.
+
+    Exits 1 on a ShoalError or OSError, 130 after a signal.
+    """
+    words = sys.argv[1:]
+    if os.environ.get("RAY_ADDRESS") or not {CHECK, *HELP}.isdisjoint(words):
+        job_main(recipe, run_stream, JOB, check_stream)
+        return
+    try:
+        resumed = last_override(words, "resume")
+        base = StreamSpec.from_record(shoal.runs.load(resumed).spec, words) if resumed else recipe
+        run_stream(base.override(words))
+    except (ShoalError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr, flush=True)
+        sys.exit(130)
+
+
+def check_stream(spec: StreamSpec) -> None:
+    """Raises ConfigError or DataError when the broker does not answer, or no message of the spec's width comes."""
+    if spec.resume or not (spec.files or spec.mqtt.broker):
+        return
+    make_source(spec).example()
+
+
+def make_source(spec: StreamSpec, report: Callable[..., None] = lambda kind, **details: None) -> StreamSource:
+    """The source that the spec names: files, or a broker's topic."""
+    if spec.files:
+        from shoal.libs.stream.sources.replay_source import ReplaySource
+
+        return ReplaySource(spec.files, spec.online.width)
+    from shoal.libs.stream.sources.mqtt_source import MqttSource
+
+    return MqttSource(spec.mqtt, spec.online.width, report)
+
+
+def run_stream(spec: StreamSpec, job: str = JOB) -> str:
+    """Learn and answer until the spec's end, the files' end or a signal; returns the run's id.
+
+    Raises a ShoalError on failure, which the record has too, and KeyboardInterrupt after a signal: all is committed.
+    """
+    check_stream(spec)
+    torch.set_num_threads(1)  # batches of a few rows: a second thread costs more than it computes
+    with shoal.runs.recording(
+        spec.to_record(), job, begun=JOB, kind=shoal.runs.RunKind.STREAM, resumed=spec.resume, run_id=expected_run_id()
+    ) as recorder:
+        with ExitStack() as stack:
+            here = _start_own_broker(spec, recorder, stack)
+            monitor = _Monitor(here, recorder)
+            source = make_source(here, monitor.report)
+            publish = getattr(source, "publish", lambda answers: None)
+            saved = _Registrar(here, recorder, monitor.report)
+            loop = StreamLoop(
+                OnlineTrainer(here.online), source, recorder.folder, here.commit, publish, monitor.report, saved
+            )
+            stack.enter_context(monitor.watch_signals())
+            stack.enter_context(_short_collections())
+            loop.run(lambda: monitor.check(loop))
+        monitor.finish(loop)
+        saved.register(loop.trainer.state_dict())
+        if monitor.is_interrupted:
+            raise KeyboardInterrupt
+    shoal.runs.write_report_at_end(recorder.id)
+    return recorder.id
+
+
+def _start_own_broker(spec: StreamSpec, recorder: RunRecorder, stack: ExitStack) -> StreamSpec:
+    """Start a private broker and its sensors if the spec names neither broker nor files; returns the spec to run."""
+    mqtt = spec.mqtt
+    if not spec.files and not mqtt.broker:
+        broker = stack.enter_context(PrivateBroker(recorder.folder / "broker"))
+        mqtt = mqtt.model_copy(update={"broker": broker.address})
+        if spec.sensors:
+            stack.enter_context(_run_fleet(spec, broker.address, recorder.folder / "sensors.log"))
+    client_id = mqtt.client_id or f"shoal-{recorder.id}"  # a resumed run has the same
+    return spec.model_copy(update={"mqtt": mqtt.model_copy(update={"client_id": client_id})})
+
+
+@contextmanager
+def _run_fleet(spec: StreamSpec, broker: str, log: Path) -> Iterator[None]:
+    """The simulated sensors, in a process of their own that ends with this one."""
+    words = [sys.executable, "-m", "shoal.libs.stream.fleet", "--broker", broker, "--topic", spec.mqtt.topic]
+    words += ["--sensors", str(spec.sensors), "--rate-hz", str(spec.rate_hz)]
+    with create_private(log).open("ab") as output:
+        fleet = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=output, stderr=output)
+    assert fleet.stdin is not None
+    try:
+        yield
+    finally:
+        fleet.stdin.close()
+        try:
+            fleet.wait(FLEET_END_S)
+        except subprocess.TimeoutExpired:
+            fleet.kill()
+            fleet.wait()
+
+
+@contextmanager
+def _short_collections() -> Iterator[None]:
+    """Until its end, the garbage collector passes over what exists now.
+
+    To go through all that libraries have made takes it a tenth of a second, in which nothing is answered.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+class _Monitor:
+    """Prints and records how the stream goes, and says when it is to end."""
+
+    def __init__(self, spec: StreamSpec, recorder: RunRecorder) -> None:
+        self._spec, self._recorder = spec, recorder
+        self._began_s = self._reported_s = time.monotonic()
+        self._has_begun = self.is_interrupted = False
+        self._drifting: dict[str, None] = {}  # sensors, in the order of their drifts
+
+    @contextmanager
+    def watch_signals(self) -> Iterator[None]:
+        """Until its end, SIGTERM and Ctrl-C end the loop between two batches, and all that was learnt is committed."""
+
+        def interrupt(signum: int, frame: object) -> None:
+            self.is_interrupted = True
+
+        before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def report(self, kind: str, **details: Any) -> None:
+        """Record an event; print it if it is a warning. Drifts, which may be many, are one event for each line."""
+        if kind == "drift":
+            self._drifting.update(dict.fromkeys(details["sensors"]))
+            return
+        self._record_event(kind, **details)
+
+    def _record_event(self, kind: str, **details: Any) -> None:
+        with suppress(RecordUnwritable):
+            self._recorder.record_event(kind, **details)
+        if warning := format_warning(kind, details):
+            print(warning, flush=True)
+        if kind == "recovered":
+            ended = f"{details['relearnt']} batches of the log were learnt again"
+            print(f"going on after batch {details['batch']:,}; {ended}", flush=True)
+
+    def check(self, loop: StreamLoop) -> bool:
+        """Whether the run is to end. Reports when it is time."""
+        if not self._has_begun:
+            self._begin(loop)
+        if time.monotonic() - self._reported_s >= REPORT_EVERY_S:
+            self._log(loop)
+        spec, num_messages = self._spec, loop.trainer.totals.num_messages
+        is_done = spec.max_messages is not None and num_messages >= spec.max_messages
+        is_late = spec.max_wall_s is not None and time.monotonic() - self._began_s >= spec.max_wall_s
+        return self.is_interrupted or is_done or is_late
+
+    def _begin(self, loop: StreamLoop) -> None:
+        self._has_begun = True
+        origin = ", ".join(self._spec.files) or f"{self._spec.mqtt.topic} at {self._spec.mqtt.broker}"
+        with suppress(RecordUnwritable):
+            self._recorder.forget_after(loop.trainer.totals.num_messages)
+        self.report("stream", origin=origin, answers=self._spec.mqtt.answers, step=loop.trainer.totals.num_messages)
+        print(f"run {self._recorder.id}: learns and answers {origin}", flush=True)
+
+    def _log(self, loop: StreamLoop) -> None:
+        self._reported_s = time.monotonic()
+        totals, deduplicator = loop.trainer.totals, loop.deduplicator
+        metrics = loop.statistics.take() | {
+            "stream/redelivered": loop.num_redelivered,
+            "stream/duplicates": deduplicator.num_duplicates,
+            "stream/missing": deduplicator.num_gaps,
+            "stream/malformed": loop.num_malformed,
+            "stream/clock_jumps": totals.num_clock_jumps,
+            "stream/drifts": totals.num_drifts,
+            "stream/updates": loop.trainer.num_updates,
+        }
+        with suppress(RecordUnwritable):
+            self._recorder.log(totals.num_messages, metrics)
+        print(format_stream_line(totals.num_messages, metrics), flush=True)
+        if self._drifting:
+            names, self._drifting = list(self._drifting), {}
+            self._record_event("drift", count=len(names), sensors=names[:MAX_SHOWN_SENSORS])
+
+    def finish(self, loop: StreamLoop) -> None:
+        """Record the end."""
+        self._log(loop)
+        totals = loop.trainer.totals
+        num_forecasts = max(totals.num_forecasts, 1)
+        metrics = {
+            "mae": totals.absolute_error / num_forecasts,
+            "as_now": totals.naive_error / num_forecasts,
+        }
+        detail = f"{totals.num_messages:,} messages of {len(loop.trainer.table):,} sensors learnt and answered"
+        seconds = time.monotonic() - self._began_s
+        self.report(
+            "trained",
+            reason="interrupted" if self.is_interrupted else "ended",
+            detail=detail,
+            steps=totals.num_messages,
+            kept=totals.num_messages,
+            seconds=seconds,
+            metrics=metrics,
+        )
+        print(f"run {self._recorder.id}: {detail}, {seconds:.1f} s", flush=True)
+
+
+def format_stream_line(num_messages: int, metrics: dict[str, float]) -> str:
+    """One line for a terminal or a log file."""
+
+    def show(name: str) -> str:
+        return format_number(metrics[name]) if name in metrics else "-"
+
+    parts = [
+        f"{num_messages:,} messages",
+        f"{show('stream/per_s')}/s in batches of {show('stream/batch')}",
+        f"lag {show('stream/lag_p50_ms')} ms (p99 {show('stream/lag_p99_ms')})",
+        f"learn {show('stream/learn_p50_ms')} ms (p99 {show('stream/learn_p99_ms')})",
+        f"mae {show('prequential/mae')} (as now {show('prequential/as_now')})",
+    ]
+    counts = ("redelivered", "duplicates", "missing", "malformed", "clock_jumps", "drifts")
+    parts += [
+        f"{name.replace('_', ' ')} {metrics[key]:,.0f}" for name in counts if metrics.get(key := f"stream/{name}")
+    ]
+    return " | ".join(parts)
+
+
+class _Registrar:
+    """Registers the weights of a durable checkpoint, at most every `register_every_s`; from the writer's thread."""
+
+    def __init__(self, spec: StreamSpec, recorder: RunRecorder, report: Callable[..., None]) -> None:
+        self._spec, self._recorder, self._report = spec, recorder, report
+        self._registered_s = -spec.register_every_s
+
+    def __call__(self, state: dict[str, Any]) -> None:
+        if time.monotonic() - self._registered_s >= self._spec.register_every_s:
+            self.register(state)
+
+    def register(self, state: dict[str, Any]) -> None:
+        """Register a trainer's state as the next version. A registry that cannot be written is reported."""
+        self._registered_s = time.monotonic()
+        num_batches, num_updates = state["counts"]
+        totals = state["totals"]
+        tensors = {name: tensor.numpy() for name, tensor in state["network"].items()}
+        metrics = {"mae": totals["absolute_error"] / max(totals["num_forecasts"], 1), "updates": float(num_updates)}
+        factory, signature = describe_network(self._spec.online)
+        try:
+            version = Registry().register(
+                self._spec.name,
+                WeightSnapshot.of(num_batches, tensors),
+                model=factory,
+                signature=signature,
+                run_id=self._recorder.id,
+                metrics=metrics,
+                aliases=self._spec.aliases,
+            )
+            self._recorder.record_model(version.name, version.version, version.aliases)
+        except (RegistryError, RecordUnwritable) as error:
+            self._report("register_failed", error=str(error))
+
+
+def describe_network(spec: OnlineSpec) -> tuple[ModelFactory, Signature]:
+    """How an endpoint builds the network, and what it takes: histories `values`, oldest first, to `forecast`."""
+    kwargs = {name: getattr(spec, name) for name in ("width", "hidden", "horizon", "memory")}
+    shape = [-1, -1] if spec.width == 1 else [-1, -1, spec.width]
+    signature = Signature(
+        inputs=[TensorSignature(name="values", datatype="FP64", shape=shape)],
+        outputs=[TensorSignature(name="forecast", datatype="FP64", shape=[-1])],
+    )
+    return ModelFactory(factory="shoal.libs.stream.network:StreamNetwork", kwargs=kwargs), signature

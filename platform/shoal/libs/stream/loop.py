@@ -1,0 +1,231 @@
+"""The loop of a stream: take, log, answer, learn, checkpoint, acknowledge. Each message is learnt exactly once.
+
+    source ─► Deduplicator ─► BatchLog.append ─► OnlineTrainer.process ─► answers
+                                   │                    │  every group of messages
+                                   ▼                    ▼
+                              fsync of the log ─► checkpoint, fsynced, renamed ─► source.commit: acknowledgements
+
+**The protocol.** A *group* is the batches between two checkpoints.
+
+1. `append(batch)`: the batch, its messages and their order, reaches the log before anything is learnt from it.
+2. `process(batch)`: answers, then learns if enough is pending. It is a function of the state before and of the batch:
+   no clock, no chance. Where the clock decides, in a pause of the stream, it makes a batch without messages, which is
+   logged like any other and learns what is pending.
+3. `snapshot`: what is pending is learnt, by such a batch; then the trainer and the deduplicator are copied in memory.
+   Learning goes on.
+4. `save`, in a thread: the log is fsynced; then the copy is written beside the older checkpoints, fsynced and renamed.
+5. `commit`: the deliveries that the snapshot accounts for are acknowledged.
+
+**After a kill** at any moment, `recover` loads the newest checkpoint and processes the batches that the log has beyond
+it. Then the broker's redelivery is taken.
+
+| killed                | log      | checkpoint | acknowledged | what recovery does                                   |
+|-----------------------|----------|------------|--------------|------------------------------------------------------|
+| before or in 1        | no, torn | no         | no           | removes a torn record; its messages come again       |
+| after 1, in 2 or in 3 | yes      | no         | no           | answers and learns it; what comes again is dropped   |
+| answered, but pending | yes      | no         | no           | the same: the rows that are pending follow from it   |
+| in 4                  | yes      | no         | no           | the same: a draft without its name does not exist    |
+| after 4, in 5         | yes      | yes        | in part      | loads it; what comes again is dropped                |
+
+*Nothing is lost*: a message is acknowledged (5) only after a durable checkpoint contains its update (3, 4). *Nothing is
+learnt twice*: what the deduplicator has admitted is in the same checkpoint as its update, and batches beyond the
+checkpoint pass through it again. *The same bits*: weights are a function of the log alone (2), and the log never
+changes but for a torn record, from which nothing was learnt (1). Recovery publishes the answers of the open group
+again, the same to the bit.
+
+A kill of the process loses nothing that was written; a power cut may lose what was not fsynced. Then batches of the
+open group may be gone from the log. Their messages were not acknowledged: they come again, and are batched anew.
+
+Called by the flow and by tests. Knows no broker and no run record.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shoal.checkpoint import files
+from shoal.checkpoint.directory import list_newest_first
+from shoal.errors import CheckpointError
+from shoal.libs.stream.batch_log import BatchLog, LoggedBatch
+from shoal.libs.stream.deduplicator import Deduplicator
+from shoal.libs.stream.sources.source import Delivery, Message, StreamSource, StreamState
+from shoal.libs.stream.spec import CommitSpec
+from shoal.libs.stream.statistics import StreamStatistics
+from shoal.libs.stream.trainer import OnlineTrainer, SensorForecast
+
+POLL_S = 0.05  # how long an idle loop waits before it looks whether to stop or to commit
+PAUSE_S = 0.005  # without a message for so long, what is pending is learnt
+MAX_REPORTED = 5  # publishers of one event
+
+
+class _Group(NamedTuple):
+    """A snapshot on its way to the disk."""
+
+    state: StreamState
+    saved: Future[None]
+    began_s: float
+
+
+class StreamLoop:
+    """Runs one trainer on one source, in the caller's thread; see the module's docstring.
+
+    folder:  of the run: `log/`, `checkpoints/`
+    publish: takes answers as soon as they are made
+    report:  called with the kind and the details of each event: `recovered`, `malformed`, `drift`, `checkpoint_failed`,
+             `publisher_restarted`
+    on_saved: called with the trainer's state when a checkpoint of it is on the disk, from the writer's thread
+    """
+
+    def __init__(
+        self,
+        trainer: OnlineTrainer,
+        source: StreamSource,
+        folder: Path,
+        spec: CommitSpec,
+        publish: Callable[[list[SensorForecast]], None] = lambda answers: None,
+        report: Callable[..., None] = lambda kind, **details: None,
+        on_saved: Callable[[dict[str, Any]], None] = lambda state: None,
+    ) -> None:
+        self.trainer, self.deduplicator, self.statistics = trainer, Deduplicator(), StreamStatistics()
+        self.num_malformed = self.num_redelivered = 0
+        self._source, self._spec, self._publish = source, spec, publish
+        self._report, self._on_saved = report, on_saved
+        self._checkpoints, self._log = folder / "checkpoints", BatchLog(folder / "log")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._group: _Group | None = None
+        self._num_snapshotted = self._num_committed = 0  # deliveries
+        self._snapshotted_s = self._failed_s = -math.inf
+
+    def run(self, should_stop: Callable[[], bool]) -> None:
+        """Recover, then learn until `should_stop` or the source's end; the last group is committed.
+
+        Raises CheckpointError when the state cannot be read, or the last group not be written.
+        """
+        try:
+            self.recover()
+            while not should_stop() and not self._source.is_exhausted:
+                delivery = self._source.poll(self._spec.max_batch, PAUSE_S if self.trainer.num_pending else POLL_S)
+                self.take(delivery)
+                if not delivery.messages and self.trainer.num_pending:
+                    self._process([])
+                self._advance_commit()
+            self._finish()
+        finally:
+            self._writer.shutdown()
+            self._log.close()
+            self._source.close()
+
+    def recover(self) -> None:
+        """Become what the last process was when it ended, and open the source."""
+        loaded = files.load_latest(self._checkpoints)
+        if loaded is not None:
+            self.trainer.load_state_dict(loaded.state["trainer"])
+            self.deduplicator.load_state_dict(loaded.state["deduplicator"])
+            self.num_malformed, self.num_redelivered = loaded.state["counts"]
+        batches = self._log.recover(after=self.trainer.num_batches)
+        self._source.open(StreamState(0, self.deduplicator.sequences))
+        for batch in batches:
+            for message in batch.messages:
+                self.deduplicator.admit(message)
+            self.trainer.process(batch.messages, self._publish)
+        if loaded is not None or batches:
+            damaged = loaded.damaged if loaded is not None else []
+            self._report("recovered", batch=self.trainer.num_batches, relearnt=len(batches), damaged=damaged)
+        self._snapshotted_s = time.monotonic()
+
+    def take(self, delivery: Delivery) -> None:
+        """Log, answer and learn what is new of a delivery."""
+        self.num_redelivered += delivery.num_redelivered
+        for each in delivery.malformed:
+            if not self.num_malformed:
+                self._report("malformed", **{name: getattr(each, name) for name in each.__struct_fields__})
+            self.num_malformed += 1
+        if not delivery.messages:
+            return
+        num_stale = self.deduplicator.num_stale
+        new = [message for message in delivery.messages if self.deduplicator.admit(message)]
+        if self.deduplicator.num_stale > num_stale == 0:
+            self._report(
+                "publisher_restarted", publishers=sorted({each.publisher for each in delivery.messages})[:MAX_REPORTED]
+            )
+        if new:
+            self._process(new)
+
+    def _process(self, messages: list[Message]) -> None:
+        """Log a batch, then answer and learn it; one without messages learns what is pending."""
+        self._log.append(LoggedBatch(self.trainer.num_batches + 1, messages))
+        began_s, num_updates = time.perf_counter(), self.trainer.num_updates
+        result = self.trainer.process(messages, self._answer)
+        has_learnt = self.trainer.num_updates > num_updates
+        self.statistics.add(len(messages), time.perf_counter() - began_s, has_learnt, vars(result.totals))
+        if result.drifting:
+            self._report("drift", sensors=result.drifting)
+
+    def _answer(self, answers: list[SensorForecast]) -> None:
+        self._publish(answers)
+        self.statistics.add_answers([answer.message for answer in answers])
+
+    # -- commits
+
+    def _advance_commit(self) -> None:
+        """Acknowledge a saved group; begin to save the next one when it is due."""
+        if self._group is not None and self._group.saved.done():
+            self._acknowledge()
+        num_open = self._source.num_delivered - self._num_snapshotted
+        now_s, interval_s = time.monotonic(), self._spec.interval_s
+        is_due = num_open >= self._spec.messages or now_s - self._snapshotted_s >= interval_s
+        if self._group is None and num_open and is_due and now_s - self._failed_s >= interval_s:
+            self._snapshot()
+
+    def _snapshot(self) -> None:
+        if self.trainer.num_pending:  # what is acknowledged has been learnt
+            self._process([])
+        state = {
+            "trainer": self.trainer.state_dict(),
+            "deduplicator": self.deduplicator.state_dict(),
+            "counts": [self.num_malformed, self.num_redelivered],
+        }
+        covered = StreamState(self._source.num_delivered, self.deduplicator.sequences)
+        step, descriptor = self.trainer.num_batches, self._log.rotate()
+        saved = self._writer.submit(self._save, step, state, descriptor)
+        self._group = _Group(covered, saved, time.perf_counter())
+        self._num_snapshotted, self._snapshotted_s = covered.num_delivered, time.monotonic()
+
+    def _save(self, step: int, state: dict[str, Any], descriptor: int | None) -> None:
+        """In the writer's thread: make the log durable, then the checkpoint; then drop the log that none needs."""
+        self._log.sync(descriptor)
+        files.save(self._checkpoints, step, state, self._spec.keep_checkpoints)
+        if not self._spec.keep_log:
+            oldest = list_newest_first(self._checkpoints)[-1]
+            self._log.remove_before(int(oldest.name.removeprefix("step-")))
+        self._on_saved(state["trainer"])
+
+    def _acknowledge(self) -> None:
+        assert self._group is not None
+        group, self._group = self._group, None
+        try:
+            group.saved.result()
+        except (CheckpointError, OSError) as error:
+            # The next group covers this one too; until it is written, the broker holds its messages.
+            self._num_snapshotted, self._failed_s = self._num_committed, time.monotonic()
+            self._report("checkpoint_failed", error=str(error))
+            return
+        self._source.commit(group.state)
+        self._num_committed = group.state.num_delivered
+        self.statistics.add_commit(time.perf_counter() - group.began_s)
+
+    def _finish(self) -> None:
+        """Commit all that was learnt. Raises CheckpointError when it cannot be written."""
+        if self._group is not None:
+            self._group.saved.exception()  # waits
+            self._acknowledge()
+        if self._source.num_delivered > self._num_snapshotted:
+            self._snapshot()
+            assert self._group is not None
+            self._group.saved.result()
+            self._acknowledge()

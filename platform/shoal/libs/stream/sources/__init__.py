@@ -1,0 +1,1 @@
+"""Where messages come from: a broker, files; and what they have in common."""

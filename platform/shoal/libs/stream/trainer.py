@@ -1,0 +1,203 @@
+"""An LSTM that learns from each message as it comes, and answers it before: test, then learn.
+
+Called by `StreamLoop` and by benchmarks. Knows neither brokers nor disks: a function of batches, in their order. The
+same batches leave the same weights to the bit.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from shoal.errors import SpecMismatch
+from shoal.libs.stream.drift import PageHinkley
+from shoal.libs.stream.network import MAX_DEVIATIONS, StreamNetwork
+from shoal.libs.stream.numpy_network import StepWeights, observe, step
+from shoal.libs.stream.sensor_table import SensorTable
+from shoal.libs.stream.sources.source import Message
+from shoal.libs.stream.spec import OnlineSpec
+
+
+class SensorForecast(NamedTuple):
+    """A forecast of the sensor's value, `horizon` messages after `message`; `num_updates` tells which weights made
+    it."""
+
+    message: Message
+    prediction: float
+    num_updates: int
+
+
+@dataclass
+class PrequentialTotals:
+    """Sums over all forecasts whose value has come. Prequential: each was made before any learning from that value.
+
+    naive_error: of the forecast "as now"
+    """
+
+    num_messages: int = 0
+    num_forecasts: int = 0
+    absolute_error: float = 0.0
+    squared_error: float = 0.0
+    naive_error: float = 0.0
+    scaled_error: float = 0.0
+    num_clock_jumps: int = 0
+    num_drifts: int = 0
+
+
+@dataclass
+class BatchResult:
+    """What one batch has shown: its share of the totals, and the sensors that drift."""
+
+    totals: PrequentialTotals = field(default_factory=PrequentialTotals)
+    drifting: list[str] = field(default_factory=list)
+
+
+class OnlineTrainer:
+    """Answers and learns batches of messages; at most one step of a sensor at a time.
+
+    A batch in which a sensor has several messages is taken in waves: the first message of each sensor, then the second,
+    and so on. Each wave is answered. Its sensors that are due are pending until one step of the optimizer runs over the
+    windows of all that are: when they are `update_sensors`, before one of them is answered again, or with a batch
+    without messages. See `OnlineSpec`. The learner is on the CPU, in the caller's thread.
+    """
+
+    def __init__(self, spec: OnlineSpec) -> None:
+        self.spec = spec
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(spec.seed)
+            self.network = StreamNetwork(spec.width, spec.hidden, spec.horizon, spec.memory)
+        self.table = SensorTable(spec.width, spec.hidden, spec.horizon, spec.num_steps)
+        self.optimizer = torch.optim.Adam(self.network.parameters(), spec.learning_rate, fused=True)
+        self.drift = PageHinkley()
+        self.totals = PrequentialTotals()
+        self.num_batches = self.num_updates = 0
+        self._weights = StepWeights.view(self.network)
+        self._pending: dict[int, None] = {}  # rows that are due, in the order of their messages
+
+    @property
+    def num_pending(self) -> int:
+        """Sensors that the next update takes: they were answered, and are due."""
+        return len(self._pending)
+
+    def process(self, messages: Sequence[Message], publish: Callable[[list[SensorForecast]], None]) -> BatchResult:
+        """Forecast each message through `publish`; learn when it is time. A batch without messages learns what is
+        pending."""
+        result = BatchResult()
+        if not messages:
+            self._learn()
+        for wave in split_into_waves(messages):
+            rows = self.table.find_rows([message.sensor for message in wave])
+            if not self._pending.keys().isdisjoint(rows.tolist()):
+                self._learn()
+            values = np.array([message.values for message in wave])
+            self._score(rows, values, wave, result)
+            predictions = self._predict(rows, values).tolist()
+            publish([SensorForecast(*each, self.num_updates) for each in zip(wave, predictions, strict=True)])
+            counts = self.table.counts[rows]
+            due = rows[(counts > self.spec.horizon) & (counts % self.spec.learn_every == 0)]
+            self._pending.update(dict.fromkeys(due.tolist()))
+            if len(self._pending) >= self.spec.update_sensors:
+                self._learn()
+        self.num_batches += 1
+        for name, value in vars(result.totals).items():
+            setattr(self.totals, name, getattr(self.totals, name) + value)
+        return result
+
+    def _score(self, rows: np.ndarray, values: np.ndarray, wave: list[Message], result: BatchResult) -> None:
+        """Compare the forecasts of these values [B, D] with them, before anything is learnt from them."""
+        times_s = np.array([message.time_s for message in wave])
+        has_jumped = times_s < self.table.last_times_s[rows]
+        self.table.last_times_s[rows] = times_s
+        totals, counts = result.totals, self.table.counts[rows]
+        totals.num_messages += len(wave)
+        totals.num_clock_jumps += int(has_jumped.sum())
+        is_due = counts >= self.spec.horizon
+        rows, newest = rows[is_due], values[is_due, 0]
+        earlier, predictions = self.table.read_earlier(rows)
+        errors = np.abs(newest - predictions)
+        scaled = errors / self.table.read_moments(rows).change_deviations
+        is_judged = counts[is_due] > self.spec.horizon  # the first change is the scale's first value
+        scaled = np.minimum(scaled[is_judged], 2 * MAX_DEVIATIONS)
+        totals.num_forecasts += len(rows)
+        totals.absolute_error += float(errors.sum())
+        totals.squared_error += float((errors * errors).sum())
+        totals.naive_error += float(np.abs(newest - earlier).sum())
+        totals.scaled_error += float(scaled.sum())
+        drifting = self.drift.update(rows[is_judged], scaled)
+        totals.num_drifts += len(drifting)
+        if len(drifting):
+            names = self.table.names
+            result.drifting += [names[row] for row in drifting]
+
+    def _predict(self, rows: np.ndarray, values: np.ndarray) -> np.ndarray:
+        """One step of the LSTM: forecasts [B], after values [B, D]."""
+        earlier, _ = self.table.read_earlier(rows)
+        moments = self.table.read_moments(rows)
+        features, moments = observe(values, earlier, moments, self.spec.horizon, self.spec.memory)
+        outputs, state = step(features, self.table.read_state(rows), self._weights)
+        predictions: np.ndarray = values[:, 0] + outputs * moments.change_deviations
+        self.table.append(rows, values[:, 0], predictions, features, state, moments)
+        return predictions
+
+    def _learn(self) -> None:
+        """One update from the windows of the sensors that are pending; none if none is."""
+        if not self._pending:
+            return
+        window = self.table.read_window(np.array(list(self._pending)))
+        self._pending = {}
+        outputs = self.network.unroll(window.features, window.state)
+        losses = nn.functional.huber_loss(outputs, window.targets, reduction="none")
+        loss = (losses * window.is_known).sum() / window.is_known.sum()
+        self.optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
+        self.optimizer.step()
+        self.num_updates += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of everything that further batches depend on."""
+        return {
+            "spec": self.spec.to_yaml(),
+            "network": {name: tensor.clone() for name, tensor in self.network.state_dict().items()},
+            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
+            "table": self.table.state_dict(),
+            "drift": self.drift.state_dict(),
+            "totals": vars(self.totals).copy(),
+            "counts": [self.num_batches, self.num_updates],
+            "pending": list(self._pending),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Become the trainer that made `state`. Raises SpecMismatch when that had another spec."""
+        learnt = OnlineSpec.from_record(state["spec"])
+        for name in OnlineSpec.model_fields:
+            if getattr(learnt, name) != getattr(self.spec, name):
+                problem = f"the stream was learnt with {getattr(learnt, name)}"
+                raise SpecMismatch(f"online.{name}", getattr(self.spec, name), problem, "leave it out, or begin anew")
+        self.network.load_state_dict(state["network"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.table.load_state_dict(state["table"])
+        self.drift.load_state_dict(state["drift"])
+        self.totals = PrequentialTotals(**state["totals"])
+        self.num_batches, self.num_updates = state["counts"]
+        self._pending = dict.fromkeys(state["pending"])
+
+
+def split_into_waves(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """The first message of each sensor, then the second of each, and so on."""
+    seen: Counter[str] = Counter()
+    waves: list[list[Message]] = []
+    for message in messages:
+        number = seen[message.sensor]
+        seen[message.sensor] += 1
+        if number == len(waves):
+            waves.append([])
+        waves[number].append(message)
+    yield from waves

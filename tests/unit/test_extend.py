@@ -1,0 +1,95 @@
+"""Libraries join the command line; what an earlier release called otherwise is found."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from shoal.actor.environment import make_environment
+from shoal.cli import cli, find_commands
+from shoal.errors import ConfigError
+from shoal.extend import Library, library
+from shoal.extend.library import find_libraries
+from shoal.extend.moved import MOVED, translate_reference
+from shoal.libs.games.tag import Tag
+from shoal.libs.som.network import SelfOrganisingMap
+from shoal.registry import ModelFactory
+
+
+def install(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str) -> None:
+    """A package with an entry point, as pip would install it."""
+    (folder / "mine_of_this_test.py").write_text(text)
+    monkeypatch.syspath_prepend(str(folder))
+    entry = EntryPoint("mine", "mine_of_this_test:LIBRARY", library.LIBRARIES)
+    monkeypatch.setattr(library, "entry_points", lambda group: [entry] if group == library.LIBRARIES else [])
+    monkeypatch.delitem(sys.modules, "mine_of_this_test", raising=False)
+    find_libraries.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _find_anew() -> Iterator[None]:
+    yield
+    find_libraries.cache_clear()
+
+
+MINE = """
+import click
+from shoal.extend import Library
+
+@click.command()
+@click.argument("word")
+def greet(word):
+    click.echo(f"hello {word}")
+
+LIBRARY = Library("mine", verbs={"greet": ("mine_of_this_test:greet", "Say hello.")})
+"""
+
+
+def test_a_package_adds_a_verb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install(monkeypatch, tmp_path, MINE)
+    assert "Say hello." in CliRunner().invoke(cli, ["--help"]).output
+    assert CliRunner().invoke(cli, ["greet", "you"]).output == "hello you\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("LIBRARY = 3", "is no shoal.extend.Library"),
+        ("import nothing_like_it", "cannot be imported .*nothing_like_it"),
+        (MINE.replace('"greet"', '"plan"'), "the verb plan, which planning has too"),
+        (MINE.replace('"greet"', '"run"'), "the verb run, which shoal has too"),
+    ],
+    ids=["no library", "broken", "a library's verb", "a verb of the platform"],
+)
+def test_a_package_that_does_not_fit_is_named(
+    text: str, problem: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    install(monkeypatch, tmp_path, text)
+    with pytest.raises(ConfigError, match=rf"shoal.libraries = .*mine.*{problem}"):
+        find_commands()
+
+
+def test_every_verb_of_our_libraries_is_there() -> None:
+    assert {"plan", "find", "ablate"} <= find_commands().keys()
+    for verb in find_commands():
+        assert isinstance(cli.get_command(click.Context(cli), verb), click.Command)
+    assert all(isinstance(each, Library) for each in find_libraries())
+
+
+def test_what_moved_is_found_by_its_old_name() -> None:
+    assert isinstance(make_environment("shoal.games.tag:Tag"), Tag)
+    assert make_environment("shoal.games:TicTacToe-v0").action_space.n == 9
+    factory = ModelFactory(
+        factory="shoal.models.som:SelfOrganisingMap", kwargs={"rows": 2, "columns": 3, "num_features": 4}
+    )
+    assert isinstance(factory.build(), SelfOrganisingMap)
+    assert translate_reference("shoal.streams.network:X") == "shoal.streams.network:X"
+    for old in MOVED:
+        importlib.import_module(translate_reference(old))
