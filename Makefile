@@ -41,7 +41,7 @@ compat: $(CLIENTS)/.ready  ## Run unit, contract and equivalence tests with the 
 	@grep -v '^torch==' constraints.txt > $(COMPAT)/constraints.txt
 	@echo "installing $(TORCH) and the rest into $(COMPAT) (gigabytes where pip finds torch for GPUs alone) ..."
 	@$(COMPAT)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -c $(COMPAT)/constraints.txt '$(TORCH)' -e '.[cluster,dev]'
-	@$(COMPAT)/bin/python -m pytest -q tests/unit tests/contracts tests/equivalence
+	@$(COMPAT)/bin/python -m pytest -q tests/unit tests/contracts tests/equivalence tests/libs
 
 check: $(READY)  ## Format, lint, types, import contracts
 	@$(BIN)/ruff format --check .

@@ -8,7 +8,7 @@
     shoal run serve_apps/registered_model.py models=few-rows@champion
 
 Training draws tables from `shoal.libs.tables.prior`, and stores none. The network that it registers is then
-frozen: a user's table is its input, and nothing is fitted to it. See docs/recipes/few-rows.md.
+frozen: a user's table is its input, and nothing is fitted to it. See docs/libs/tables.md.
 
 `log_loss` is minus the log density of the held-out targets, in units of their deviation; `log_loss_closed_form` is that
 of the mixture of Bayesian regressors that the network begins with. Tensor ranks and pipelines would wait for each

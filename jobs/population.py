@@ -11,7 +11,7 @@
 
 At the end the best member is registered as `fashion`, and the average of the five best as `fashion-ensemble`:
 `shoal serve deploy fashion fashion-ensemble`. The report has the accuracy of each member, the schedule that was found,
-and who copied whom. See docs/populations.md.
+and who copied whom. See docs/libs/population.md.
 """
 
 from shoal.libs.population.spec import PopulationSpec

@@ -6,7 +6,7 @@
     shoal run rl_population evolution=random_search                # no member copies another
 
 At the end the policy of the best member is registered, and the report has the schedule of hyper-parameters that was
-found, and who copied whom. `python jobs/rl_population.py --help` lists the fields; see docs/populations.md.
+found, and who copied whom. `python jobs/rl_population.py --help` lists the fields; see docs/libs/population.md.
 """
 
 from shoal.libs.population.loop.spec import RLPopulationSpec

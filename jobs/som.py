@@ -9,7 +9,7 @@
     shoal serve deploy som                                  # rows in; row, column and distance out
     ray job submit --working-dir . -- python jobs/som.py    # the same on a cluster that is up
 
-The map, its U-matrix and its component planes are in the run's report; docs/recipes/maps.md says how to read them. The
+The map, its U-matrix and its component planes are in the run's report; docs/libs/som.md says how to read them. The
 images are those of Debian's package, as in jobs/lenet.py; without it they are generated, and the run says so.
 """
 

@@ -10,7 +10,7 @@
 
 What the wildcards of the topic match names the sensor. The forecast of its next value is published to
 `shoal/forecasts/SENSOR` before the message is learnt. A message is acknowledged when a checkpoint that contains its
-update is on the disk. See docs/recipes/streams.md.
+update is on the disk. See docs/libs/stream.md.
 """
 
 from shoal.libs.stream.spec import StreamSpec

@@ -42,7 +42,7 @@ hypothesis.settings.load_profile("shoal")
 TESTS = Path(__file__).parent
 _homes = itertools.count()
 WITH_CLUSTER = ("ray", "faults", "e2e", "hosts")
-WITHOUT_RAY = ("unit", "loop", "training", "equivalence", "serving")
+WITHOUT_RAY = ("unit", "loop", "training", "equivalence", "serving", "libs")
 
 # Of these folders each test goes to whichever process is free, since they have a cluster there anyway; but for these
 # files, and in all other folders, tests of one file share what is dear to make: an endpoint, a run, several hosts.

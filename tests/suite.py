@@ -29,7 +29,7 @@ NUM_FILES = 10
 STAGES = (
     "-n 2 --dist worksteal tests/unit",
     "-n 3 --dist loadgroup --no-loadscope-reorder"
-    " tests/hosts tests/training tests/equivalence tests/serving tests/contracts tests/loop",
+    " tests/hosts tests/training tests/equivalence tests/serving tests/contracts tests/loop tests/libs",
     "-n 2 --dist loadgroup --no-loadscope-reorder tests/e2e tests/faults tests/ray",
 )
 

@@ -1,4 +1,4 @@
-"""The plot of docs/trees.md, from docs/pictures/trees.json.
+"""The plot of docs/libs/trees.md, from docs/pictures/trees.json.
 
 python -m benchmarks.trees.plots
 """

@@ -52,7 +52,7 @@ class TreeRNN(nn.Module):
         super().__init__()
         self.cell, self.compile_cell = cell, compile
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph for each shape of a batch: see docs/trees.md
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph for each shape of a batch: see docs/libs/trees.md
     def forward(self, x: Tensor, trees: TreeBatch) -> Tensor:
         """Raises TreeError for a node with more children than the cell takes, and for another number of nodes."""
         plan, cell = trees.plan, self.cell

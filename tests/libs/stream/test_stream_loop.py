@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from stream_case import SMALL, FakeBroker, FakeSource, differing_tensors, make_messages, relearn
 
 from shoal.checkpoint import files
 from shoal.errors import CheckpointError, ConfigError, SpecMismatch
@@ -18,7 +19,6 @@ from shoal.libs.stream.loop import StreamLoop
 from shoal.libs.stream.sources.source import MalformedPayload
 from shoal.libs.stream.spec import CommitSpec, MqttSpec, StreamSpec
 from shoal.libs.stream.trainer import OnlineTrainer, SensorForecast
-from stream_case import SMALL, FakeBroker, FakeSource, differing_tensors, make_messages, relearn
 
 COMMIT = CommitSpec(messages=6, interval_s=1e6, max_batch=4, keep_log=True)
 NUM_MESSAGES = 24

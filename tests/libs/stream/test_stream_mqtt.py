@@ -22,6 +22,7 @@ from paho.mqtt import client as paho
 from paho.mqtt.enums import CallbackAPIVersion
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
+from stream_case import SMALL, differing_tensors, make_messages, relearn
 
 from shoal.checkpoint import files
 from shoal.cluster.ports import find_free_port
@@ -35,11 +36,10 @@ from shoal.libs.stream.sources.mqtt_source import MqttSource, parse_address
 from shoal.libs.stream.sources.source import MalformedPayload, Message, StreamState, encode_payload
 from shoal.libs.stream.spec import CommitSpec, MqttSpec
 from shoal.libs.stream.trainer import OnlineTrainer, SensorForecast
-from stream_case import SMALL, differing_tensors, make_messages, relearn
 from stream_contract import check_source
 from waiting import wait_for
 
-TESTS = Path(__file__).parents[1]
+PROGRAM = Path(__file__).with_name("stream_program.py")
 NUM_MESSAGES = 400
 
 
@@ -337,7 +337,7 @@ def test_killed_at_any_moment_it_ends_in_the_same_weights(spec: MqttSpec, tmp_pa
         fleet.publish(number)
     command = [
         sys.executable,
-        str(TESTS / "stream_program.py"),
+        str(PROGRAM),
         spec.broker,
         spec.client_id,
         str(tmp_path),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
+from stream_case import SMALL, differing_tensors, make_messages
 from torch import nn
 
 from shoal.libs.stream.flow import describe_network
@@ -17,7 +18,6 @@ from shoal.libs.stream.sensor_table import SensorTable, Window
 from shoal.libs.stream.sources.source import Message
 from shoal.libs.stream.spec import OnlineSpec
 from shoal.libs.stream.trainer import OnlineTrainer, SensorForecast, split_into_waves
-from stream_case import SMALL, differing_tensors, make_messages
 
 
 class PlainLearner:

@@ -13,12 +13,12 @@ import traceback
 from pathlib import Path
 
 import torch
+from stream_case import SMALL
 
 from shoal.libs.stream.loop import StreamLoop
 from shoal.libs.stream.sources.mqtt_source import MqttSource
 from shoal.libs.stream.spec import CommitSpec, MqttSpec
 from shoal.libs.stream.trainer import OnlineTrainer
-from stream_case import SMALL
 
 
 def learn(broker: str, client_id: str, folder: Path, count: int) -> None:

@@ -18,7 +18,7 @@ from shoal.libs.tables.network import PriorFittedNetwork, predict, summarise
 from shoal.libs.tables.tables import build_tables
 from shoal.train.task import make_task
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MINUTES, ASKED = np.arange(10.0)[:, None], np.array([[4.5], [10.0]])
 TARGET = 3 * MINUTES[:, 0] + 5
 SECONDS = 1.76e9  # since 1970

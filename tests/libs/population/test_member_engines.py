@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-
 from member_case import (
     Batch,
     Branching,
@@ -22,6 +20,8 @@ from member_case import (
     make_small_convolution,
     train_alone,
 )
+from torch import Tensor, nn
+
 from shoal.errors import ConfigError
 from shoal.libs.population import Population
 

@@ -23,7 +23,7 @@ from shoal.libs.stream.spec import CommitSpec, OnlineSpec, StreamSpec
 from shoal.registry import Registry
 from shoal.serve.spec.model_source import EndpointModel, RegisteredModel
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SMALL = OnlineSpec(hidden=4, num_steps=4)
 
 
@@ -112,6 +112,6 @@ def test_a_line_says_only_what_is_known() -> None:
 
 
 def test_the_python_of_the_page_runs() -> None:
-    page = (ROOT / "docs" / "recipes" / "streams.md").read_text()
+    page = (ROOT / "docs" / "libs" / "stream.md").read_text()
     (block,) = [part.partition("```")[0] for part in page.split("```python\n")[1:]]
     exec(compile(block, "streams.md", "exec"), {})

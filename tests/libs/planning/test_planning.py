@@ -11,7 +11,6 @@ import torch
 from click.testing import CliRunner
 from torch.optim import Adam
 
-from shoal.cli.commands.inspect import plan as plan_command
 from shoal.cost.predict.dry_run import CollectiveTraffic, DryRun
 from shoal.cost.predict.predict import DryPlan
 from shoal.cost.predict.single_device import SingleDeviceProfile
@@ -20,6 +19,7 @@ from shoal.libs.planning import planner, step_time
 from shoal.libs.planning.calibration import Calibration, LinkCost, StepTimes, calibrate
 from shoal.libs.planning.candidates import enumerate_candidates, require_open_choices
 from shoal.libs.planning.hardware import HardwareSpec
+from shoal.libs.planning.plan import plan as plan_command
 from shoal.libs.planning.planner import PlanEstimate, Planner, sort_estimates
 from shoal.libs.planning.server_costs import ServerCosts, measure_server_costs
 from shoal.libs.planning.step_time import Machine, StepTime

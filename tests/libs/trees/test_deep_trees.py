@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-
-from shoal.libs.trees import TreeBatch
 from tree_recursion import (
     SUBJECTS,
     Subject,
@@ -18,6 +16,8 @@ from tree_recursion import (
     float64_on_one_thread,
     star,
 )
+
+from shoal.libs.trees import TreeBatch
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shoal.libs.population.augmentation import Augmentation, augment_batch, brightness, erase, flip, noise, shift
 from shoal.libs.population.ensemble import Ensemble, average_logits, fit_temperatures
 
-PAGE = Path(__file__).parents[2] / "docs" / "populations.md"
+PAGE = Path(__file__).parents[3] / "docs" / "libs" / "population.md"
 ALL = {"shift": shift, "flip": flip, "erase": erase, "noise": noise, "brightness": brightness}
 
 

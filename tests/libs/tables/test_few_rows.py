@@ -39,7 +39,7 @@ from shoal.train import TrainSpec
 from shoal.train.launch.local import fit_locally
 from shoal.train.task import Task, make_task
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RECIPE = str(ROOT / "jobs" / "few_rows.py")
 SMALL = {"width": 32, "depth": 1, "tables": 2048, "validation": 128}
 # The network computes in float32 and sums in another order: thousandths of the predicted deviation.
@@ -401,7 +401,7 @@ def test_the_python_of_the_page_runs(
     trained: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHOAL_HOME", str(trained["home"]))
-    page = (ROOT / "docs" / "recipes" / "few-rows.md").read_text()
+    page = (ROOT / "docs" / "libs" / "tables.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     assert blocks
     for block in blocks:

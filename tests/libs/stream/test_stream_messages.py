@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from paho.mqtt.client import topic_matches_sub
+from stream_case import make_messages
 
 from shoal.errors import CheckpointError, DataError
 from shoal.libs.stream.batch_log import BatchLog, LoggedBatch, read_batches
@@ -28,7 +29,6 @@ from shoal.libs.stream.sources.source import (
     encode_payload,
     match_wildcards,
 )
-from stream_case import make_messages
 from stream_contract import check_source
 
 

@@ -42,7 +42,7 @@ from shoal.train.launch.local import fit_locally
 from shoal.train.launch.overrides import load_recipe
 from shoal.train.task import load_task_file, make_task
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RECIPE = ROOT / "jobs" / "roots.py"
 FORMAT = MaskFormat(CLASSES)
 SIZE = (96, 72)
@@ -366,7 +366,7 @@ def test_the_recipe_says_how_it_is_trained_and_what_can_be_left_out() -> None:
 
 
 def test_the_python_of_the_page_runs(run_id: str, plants: list[Photograph], monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (ROOT / "docs" / "recipes" / "roots.md").read_text()
+    page = (ROOT / "docs" / "libs" / "segmentation.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     assert len(blocks) == 2
     signature, loaded = predictor_of("roots")

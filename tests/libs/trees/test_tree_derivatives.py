@@ -1,6 +1,6 @@
 """Second derivatives, transforms of torch.func and torch.utils.checkpoint over trees: right whatever the shapes are.
 
-The oracle is the recursion by the equations (tests/tree_recursion.py), which torch differentiates.
+The oracle is the recursion by the equations (tests/libs/trees/tree_recursion.py), which torch differentiates.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
-
-from shoal.libs.trees import Cell, Children, ChildSumLSTMCell, TreeBatch, TreeError, TreeRNN
 from tree_recursion import (
     SUBJECTS,
     D,
@@ -28,6 +26,8 @@ from tree_recursion import (
     level_by_level,
     recurse,
 )
+
+from shoal.libs.trees import Cell, Children, ChildSumLSTMCell, TreeBatch, TreeError, TreeRNN
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, in forward mode
 

@@ -1,6 +1,6 @@
-"""Cells over trees and DAGs give the values and gradients of a recursion by the equations (tests/tree_recursion.py).
+"""Cells over trees and DAGs give the values and gradients of a recursion by the equations (`tree_recursion`).
 
-Great depth and width: tests/equivalence/test_deep_trees.py.
+Great depth and width: tests/libs/trees/test_deep_trees.py.
 """
 
 from __future__ import annotations
@@ -16,18 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from threadpoolctl import threadpool_info
 from torch import Tensor, nn
-
-from shoal.libs.trees import (
-    Cell,
-    Children,
-    ChildSumLSTMCell,
-    NaryLSTMCell,
-    RecursiveCell,
-    RecursiveTensorCell,
-    TreeBatch,
-    TreeRNN,
-)
-from shoal.libs.trees.blas import use_torch_threads
 from tree_recursion import (
     SUBJECTS,
     D,
@@ -44,6 +32,18 @@ from tree_recursion import (
     grow,
     star,
 )
+
+from shoal.libs.trees import (
+    Cell,
+    Children,
+    ChildSumLSTMCell,
+    NaryLSTMCell,
+    RecursiveCell,
+    RecursiveTensorCell,
+    TreeBatch,
+    TreeRNN,
+)
+from shoal.libs.trees.blas import use_torch_threads
 
 every_subject = pytest.mark.parametrize("subject", SUBJECTS.values(), ids=SUBJECTS)
 

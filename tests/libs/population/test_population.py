@@ -9,9 +9,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from member_case import Batch, Residual, accuracy, loss, make_batches, make_model, make_perceptron, train_alone
 from torch import Tensor, nn
 
-from member_case import Batch, Residual, accuracy, loss, make_batches, make_model, make_perceptron, train_alone
 from shoal.errors import ConfigError, SpecMismatch
 from shoal.libs.population import Population
 from shoal.libs.population.engines.engine import EngineMisfit

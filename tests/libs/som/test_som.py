@@ -17,6 +17,7 @@ import shoal.runs
 from shoal.cli.commands.launch.session import RunArguments, RunSession
 from shoal.cli.support.console import make_literal_console
 from shoal.errors import ConfigError, DataError
+from shoal.libs.som import network as engine
 from shoal.libs.som.network import (
     Grid,
     SelfOrganisingMap,
@@ -28,12 +29,11 @@ from shoal.libs.som.network import (
     fit_epoch,
     measure_errors,
 )
-from shoal.models import som as engine
 from shoal.registry import Registry
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.spec.model_options import ModelOptions
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 GRIDS = [
     Grid(4, 6, hexagonal=hexagonal, toroidal=toroidal) for hexagonal in (False, True) for toroidal in (False, True)
 ]
@@ -198,7 +198,7 @@ def test_the_network_gives_places_and_distances_of_raw_rows() -> None:
 
 
 def test_the_pages_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (ROOT / "docs" / "recipes" / "maps.md").read_text()
+    page = (ROOT / "docs" / "libs" / "som.md").read_text()
     (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     exec(compile(block, "maps.md", "exec"), {})
     assert "quantisation_error" in capsys.readouterr().out

@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from member_case import loss, make_batches, make_model, make_small_convolution, train_alone
 from torch import Tensor, nn
 from torch.nn import functional
 
-from member_case import loss, make_batches, make_model, make_small_convolution, train_alone
 from shoal.errors import ConfigError
 from shoal.libs.population import Population
 from shoal.libs.population.engines.engine import EngineMisfit
