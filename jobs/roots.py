@@ -10,7 +10,8 @@
     python -m shoal.train task=roots                          # in this process, without Ray
 
 Photographs have any size, and are split by plant: NAME without what follows its last underscore, or `plants.csv`. Masks
-have the class of each pixel as its number or its colour. docs/libs/segmentation.md says how many photographs are needed.
+have the class of each pixel as its number or its colour. docs/libs/segmentation.md says how many photographs are
+needed.
 """
 
 from collections.abc import Sequence

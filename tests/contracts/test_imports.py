@@ -73,6 +73,13 @@ def test_imports_point_down(path: Path) -> None:
         assert LEVEL[parts[1]] > LEVEL[room], f"{room} may not import {name}"
 
 
+@pytest.mark.parametrize("path", sorted((PACKAGE / "libs").rglob("*.py")), ids=lambda path: str(path))
+def test_a_library_imports_no_other(path: Path) -> None:
+    own = path.relative_to(PACKAGE / "libs").parts[0]
+    others = {name.split(".")[2] for name in imports_of(path) if name.startswith("shoal.libs.")} - {own}
+    assert not others, f"{own} may not import {others}"
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_only_shells_and_the_cluster_import_ray(path: Path) -> None:
     if path.name.startswith("ray_") or path.parent.name == "on_ray" or room_of(path) == "cluster":
@@ -84,7 +91,7 @@ def test_only_shells_and_the_cluster_import_ray(path: Path) -> None:
 # import each other. "." stands for the files that are not named.
 ORDER: dict[str, list[set[str]]] = {
     "cli": [{"."}, {"commands"}, {"display"}, {"support"}],
-    "train": [{"__main__"}, {"planning", "tune"}, {"launch"}, {"export", "loop"}, {"optim", "reporting"}, {"."}],
+    "train": [{"__main__"}, {"launch"}, {"export", "loop"}, {"optim", "reporting"}, {"."}],
     "rl": [
         {"local_loop", "ray_workers"},
         {"learner", "learner_replica"},
