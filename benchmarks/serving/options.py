@@ -24,7 +24,6 @@ from torch import nn
 from benchmarks.children import ROOT
 from benchmarks.result import Row, compare, number, options, write
 from shoal.registry import ModelFactory, Signature, TensorSignature
-from shoal.registry.manifest import Format
 from shoal.serve.model.predictor import LoadedModel, Predictor
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
@@ -33,7 +32,7 @@ PAGE = ROOT / "docs" / "serving-models.md"
 BEGIN, END = "<!-- options:begin -->", "<!-- options:end -->"
 BATCHES = (1, 8, 64)
 PLAIN = "as it is"
-CHOICES: dict[str, tuple[Format, dict[str, Any]]] = {
+CHOICES: dict[str, tuple[str, dict[str, Any]]] = {
     PLAIN: ("module", {}),
     "bf16": ("module", {"precision": "bf16"}),
     "int8": ("module", {"precision": "int8"}),
@@ -88,7 +87,7 @@ MODELS = [
 ]
 
 
-def payload(kind: Format, model: Model) -> bytes:
+def payload(kind: str, model: Model) -> bytes:
     """The model in one of its formats. Four rows stand for any number."""
     module = model.factory.build()
     assert isinstance(module, nn.Module)

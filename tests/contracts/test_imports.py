@@ -19,6 +19,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = [
     {"__main__"},
     {"libs"},
+    {"extend"},
     {"cli", "api"},
     {"flows"},
     {"train", "rl", "serve"},
@@ -32,7 +33,7 @@ LEVELS = [
     {"wire"},
     {"config"},
     {"home", "yaml_text"},
-    {"frame", "extend"},
+    {"frame", "plugins"},
     {
         *("errors", "gc_freeze", "batch_tree", "atomic_file", "network_address", "cpu_count", "random_state"),
         *("recipes", "ray_call", "differentiation"),

@@ -24,7 +24,6 @@ from shoal.open_inference import inference_pb2 as pb
 from shoal.open_inference.http_codec import HttpCodec
 from shoal.open_inference.messages import ModelMetadata
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
-from shoal.registry.manifest import Format
 from shoal.serve.grpc.service import InferenceServicer, Invocation
 from shoal.serve.model.predictor import LoadedModel, Predictor
 from shoal.serve.protocol.access import AccessControl
@@ -120,7 +119,7 @@ def weights(module: nn.Module) -> WeightSnapshot:
     return WeightSnapshot.of(1, {name: value.numpy() for name, value in module.state_dict().items()})
 
 
-def load(kind: Format, options: dict[str, Any]) -> LoadedModel:
+def load(kind: str, options: dict[str, Any]) -> LoadedModel:
     """The detector in a format. Its outputs have their own names in each."""
     if kind == "module":
         factory, signature, snapshot = ModelFactory(factory=f"{__name__}:Detector"), DETECTOR, weights(Detector())
@@ -139,7 +138,7 @@ def load(kind: Format, options: dict[str, Any]) -> LoadedModel:
     return Predictor(factory, signature, ModelOptions.parse(options)).load(snapshot)
 
 
-def split_first(kind: Format, options: dict[str, Any], requests: list[dict[str, np.ndarray]]) -> list[list[np.ndarray]]:
+def split_first(kind: str, options: dict[str, Any], requests: list[dict[str, np.ndarray]]) -> list[list[np.ndarray]]:
     """The answers to requests in the model's shapes, in the order of its outputs."""
     model = load(kind, options)
     layout = model._layout
@@ -148,7 +147,7 @@ def split_first(kind: Format, options: dict[str, Any], requests: list[dict[str, 
 
 
 @pytest.mark.parametrize("kind", ["module", "torch_export", "onnx"])
-def test_rows_are_joined_and_split_along_the_stated_dimension(kind: Format) -> None:
+def test_rows_are_joined_and_split_along_the_stated_dimension(kind: str) -> None:
     requests = [detector_inputs(1), detector_inputs(3)]
     for answer, request in zip(split_first(kind, STATED, requests), requests, strict=True):
         for found, expected in zip(answer, detect(request).values(), strict=True):
@@ -156,7 +155,7 @@ def test_rows_are_joined_and_split_along_the_stated_dimension(kind: Format) -> N
 
 
 @pytest.mark.parametrize("kind", ["module", "torch_export", "onnx"])
-def test_without_a_batch_a_request_is_what_the_model_takes(kind: Format) -> None:
+def test_without_a_batch_a_request_is_what_the_model_takes(kind: str) -> None:
     request = detector_inputs(3)
     (answer,) = split_first(kind, {"max_batch_size": 0}, [request])
     for found, expected in zip(answer, detect(request).values(), strict=True):

@@ -186,9 +186,10 @@ def test_a_module_is_refused_where_its_weights_would_not_be_those_of_the_version
     with pytest.raises(ConfigError, match="compile = True: is not for a module that keeps its weights in a list"):
         predictor("Listed", [-1, 3], [-1, 2], compile=True)
     signature = Signature(inputs=[TensorSignature(name="x", datatype="FP32", shape=[-1, 3])], outputs=[])
-    setting = TemplateConfig(signature, ModelOptions(cuda_graphs=True), device="cpu", torch_threads=1)
+    factory = ModelFactory(factory=f"{__name__}:Enclosed")
+    setting = TemplateConfig(factory, signature, ModelOptions(cuda_graphs=True), device="cpu", torch_threads=1)
     with pytest.raises(ConfigError, match="cuda_graphs = True: is not for a module that functions within it hold"):
-        ModuleTemplate(ModelFactory(factory=f"{__name__}:Enclosed"), setting)
+        ModuleTemplate(setting)
 
 
 def test_what_versions_are_copied_from_holds_no_weights() -> None:
@@ -258,11 +259,9 @@ def test_an_encoder_with_a_mask_runs_in_every_precision(precision: str) -> None:
 
 
 def test_graphs_for_inputs_of_any_length_are_refused() -> None:
+    factory = ModelFactory(factory="torch.nn:Identity")
     with pytest.raises(ConfigError, match=r"cuda_graphs = True: needs a graph for each size of 'x'"):
-        ModuleTemplate(
-            ModelFactory(factory="torch.nn:Identity"),
-            TemplateConfig(SIGNATURE, ModelOptions(cuda_graphs=True), device="cpu", torch_threads=1),
-        )
+        ModuleTemplate(TemplateConfig(factory, SIGNATURE, ModelOptions(cuda_graphs=True), "cpu", torch_threads=1))
 
 
 def test_where_padding_is_dear_a_batch_is_computed_in_parts_and_everybody_has_their_own_answer(

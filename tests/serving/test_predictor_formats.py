@@ -16,7 +16,6 @@ from torch import nn
 from shoal.cli.commands.models import models
 from shoal.errors import ConfigError, InferenceError, WeightsError
 from shoal.registry import ModelFactory, Registry, Signature
-from shoal.registry.manifest import Format
 from shoal.serve.model.formats import exported
 from shoal.serve.model.formats import onnx as onnx_format
 from shoal.serve.model.predictor import Predictor
@@ -92,7 +91,7 @@ def onnx_payload(scale: float = 2.0, batch: int | str = "batch") -> bytes:
     return bytes(model.SerializeToString())
 
 
-def predictor(kind: Format, signature: Signature, **options: object) -> Predictor:
+def predictor(kind: str, signature: Signature, **options: object) -> Predictor:
     return Predictor(ModelFactory(format=kind), signature, ModelOptions.parse({"max_batch_size": 8, **options}))
 
 
@@ -227,7 +226,7 @@ def test_a_list_of_maps_is_refused_with_the_option_that_leaves_it_out() -> None:
 
 
 @pytest.mark.parametrize("kind", ["torch_export", "onnx"])
-def test_a_file_that_is_none_of_its_format_is_refused(kind: Format, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_is_none_of_its_format_is_refused(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     signature = onnx_format.read_signature(onnx_payload(), "file")
     with pytest.raises(WeightsError, match=r"version 3 is not an? "):
         predictor(kind, signature).load(WeightSnapshot.from_payload(3, b"nonsense"))
@@ -260,7 +259,7 @@ def test_a_fixed_batch_is_refused_unless_it_is_served_without_one(shoal_home: Pa
         ("torch_export", {"precision": "int8"}, "precision = 'int8': is not for models of format torch_export"),
     ],
 )
-def test_an_option_that_a_format_lacks_is_refused(kind: Format, options: dict[str, object], complaint: str) -> None:
+def test_an_option_that_a_format_lacks_is_refused(kind: str, options: dict[str, object], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         predictor(kind, onnx_format.read_signature(onnx_payload(), "file"), **options)
 

@@ -18,7 +18,7 @@ from shoal.errors import ConfigError, InvalidSegment
 from shoal.flows.rl_policy import describe_policy_model, inspect_environment
 from shoal.libs.games.tictactoe import TicTacToe
 from shoal.models.action_distribution import mask_logits
-from shoal.rl.algorithm_config import load_named
+from shoal.plugins.find import load_reference
 from shoal.rl.algorithms.algorithm import make_algorithm
 from shoal.rl.algorithms.segments import to_tensors
 from shoal.rl.experience.queue import ExperienceBatch
@@ -237,7 +237,7 @@ def test_an_endpoint_takes_masks(name: str, space: str) -> None:
     answers = algorithm.model.predict(observations, masks)
     chosen = answers["action"].reshape(64, -1) + torch.tensor([0, 2] if space == "several" else [0])
     assert masks.gather(1, chosen).all()
-    assert load_named(spec.algorithm.model_factory) is type(algorithm.model)
+    assert load_reference(spec.algorithm.model_factory) is type(algorithm.model)
 
 
 @pytest.mark.parametrize("name", ["impala", "ppo", "r2d2"])

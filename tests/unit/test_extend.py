@@ -15,11 +15,12 @@ from click.testing import CliRunner
 from shoal.actor.environment import make_environment
 from shoal.cli import cli, find_commands
 from shoal.errors import ConfigError
-from shoal.extend import Library, library
-from shoal.extend.library import find_libraries
-from shoal.extend.moved import MOVED, translate_reference
+from shoal.extend import Library
 from shoal.libs.games.tag import Tag
 from shoal.libs.som.network import SelfOrganisingMap
+from shoal.plugins import library
+from shoal.plugins.library import find_libraries
+from shoal.plugins.moved import MOVED, translate_reference
 from shoal.registry import ModelFactory
 
 

@@ -17,7 +17,7 @@ from shoal.actor.networks.graph_network import GraphNetwork
 from shoal.actor.policy import make_policy
 from shoal.errors import ConfigError, WeightsError
 from shoal.flows.rl_policy import describe_policy_model
-from shoal.rl.algorithm_config import load_named
+from shoal.plugins.find import load_reference
 from shoal.rl.algorithms.algorithm import make_algorithm
 from shoal.rl.experience.queue import ExperienceBatch
 from shoal.rl.spec import RLSpec, experience_spec
@@ -135,7 +135,7 @@ def test_it_is_served_from_the_record_alone(case: str, tmp_path: Path) -> None:
     again = RLSpec.from_yaml(spec.to_yaml())
     assert again == spec
     factory, signature = describe_policy_model(again, experience)
-    model = load_named(factory.factory)(**msgspec.json.decode(msgspec.json.encode(factory.kwargs)))
+    model = load_reference(factory.factory)(**msgspec.json.decode(msgspec.json.encode(factory.kwargs)))
     answers = model.predict(torch.zeros(2, *experience.observation.shape))
     assert [*answers] == [each.name for each in signature.outputs]
     for each in signature.outputs:

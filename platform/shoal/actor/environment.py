@@ -18,7 +18,7 @@ from shoal.actor.adapters.aec import AECGame, is_aec
 from shoal.actor.adapters.flattening import flatten_agents, flatten_environment
 from shoal.actor.agent_streams import is_parallel, to_float
 from shoal.errors import ConfigError, ShoalError
-from shoal.extend.moved import translate_reference
+from shoal.plugins.moved import translate_reference
 from shoal.wire import ExperienceSpec
 from shoal.wire.action_masks import INFO_KEY
 

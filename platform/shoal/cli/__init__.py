@@ -10,7 +10,7 @@ import sys
 import click
 
 from shoal.errors import ShoalError
-from shoal.extend.library import find_libraries
+from shoal.plugins.library import find_libraries
 
 # command -> (module, help text); `find_commands` adds those of libraries
 COMMANDS = {

@@ -1,12 +1,69 @@
-"""What a user adds to Shoal, in files of their own.
+"""What a user adds to Shoal in files of their own: interfaces, and what implementations need (docs/extending.md).
 
-    # in the pyproject.toml of a package of yours
-    [project.entry-points."shoal.libraries"]
-    mine = "my_package.shoal_library:LIBRARY"
+| interface                                     | used by                                         | entry points       |
+|-----------------------------------------------|-------------------------------------------------|--------------------|
+| `AlgorithmConfig`, which names an `Algorithm` | `algorithm=my_algorithm.py:MyConfig`            | `shoal.algorithms` |
+| `ModelFormat`, which names a template         | `shoal models add FILE --format my_format:NAME` | `shoal.formats`    |
+| `Library`: verbs and displays                 | `shoal VERB`                                    | `shoal.libraries`  |
 
-`shoal.libs` is built with the same means as a user's package: nothing else of Shoal imports it.
+Names are imported at their first use: some need torch.
 """
 
-from shoal.extend.library import Library
+from __future__ import annotations
 
-__all__ = ["Library"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal.plugins.library import Library
+    from shoal.registry import Signature, TensorSignature
+    from shoal.registry.model_format import ModelFormat
+    from shoal.rl.algorithm_config import AlgorithmConfig
+    from shoal.rl.algorithms.algorithm import Algorithm, NonFiniteLoss, build_model
+    from shoal.rl.algorithms.normalization import Normalizer
+    from shoal.rl.algorithms.segments import evaluate_rows, make_grid, to_tensors
+    from shoal.rl.experience.queue import ExperienceBatch
+    from shoal.rl.spec import RLSpec
+    from shoal.serve.model.formats.template import Arrays, Forward, TemplateConfig
+    from shoal.wire import ExperienceSpec
+
+__all__ = [
+    "Algorithm",
+    "AlgorithmConfig",
+    "Arrays",
+    "ExperienceBatch",
+    "ExperienceSpec",
+    "Forward",
+    "Library",
+    "ModelFormat",
+    "NonFiniteLoss",
+    "Normalizer",
+    "RLSpec",
+    "Signature",
+    "TemplateConfig",
+    "TensorSignature",
+    "build_model",
+    "evaluate_rows",
+    "make_grid",
+    "to_tensors",
+]
+
+_HOMES = {
+    **dict.fromkeys(("Algorithm", "NonFiniteLoss", "build_model"), "shoal.rl.algorithms.algorithm"),
+    **dict.fromkeys(("evaluate_rows", "make_grid", "to_tensors"), "shoal.rl.algorithms.segments"),
+    **dict.fromkeys(("Arrays", "Forward", "TemplateConfig"), "shoal.serve.model.formats.template"),
+    **dict.fromkeys(("Signature", "TensorSignature"), "shoal.registry"),
+    "AlgorithmConfig": "shoal.rl.algorithm_config",
+    "ExperienceBatch": "shoal.rl.experience.queue",
+    "ExperienceSpec": "shoal.wire",
+    "Library": "shoal.plugins.library",
+    "ModelFormat": "shoal.registry.model_format",
+    "Normalizer": "shoal.rl.algorithms.normalization",
+    "RLSpec": "shoal.rl.spec",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

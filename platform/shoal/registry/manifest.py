@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import importlib
 import time
-from typing import Any, Literal
+from importlib.metadata import entry_points
+from typing import Any
 
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from shoal.config import Spec
 from shoal.errors import ConfigError
-from shoal.extend.moved import translate_reference
+from shoal.plugins.moved import translate_reference
+from shoal.registry.model_format import FORMATS, GROUP
 
 # The names of the Open Inference Protocol v2, and the newer BF16.
 DATATYPES = (
@@ -67,21 +69,11 @@ class Signature(Spec):
     outputs: list[TensorSignature]
 
 
-Format = Literal["module", "torch_export", "torchscript", "onnx"]
-# The file name of a version's payload.
-PAYLOAD_FILES: dict[Format, str] = {
-    "module": "weights.safetensors",
-    "torch_export": "model.pt2",
-    "torchscript": "model.pt",
-    "onnx": "model.onnx",
-}
-
-
 class ModelFactory(Spec):
     """How to build a model from its registered payload.
 
-    format:  `module` builds `factory`, of the form module:Class, with `kwargs`, and loads weights into it; a program of
-             torch.export, a TorchScript and an ONNX file contain both and need no factory
+    format:  of its payload (see `shoal.registry.model_format`): `module` builds `factory`, of the form module:Class,
+             with `kwargs`, and loads weights into it; files of all other formats contain both, and need no factory
     preprocess, postprocess: an endpoint's steps before and after the model, unless its options override them: a
              `module:function` that returns the step (a function from a dict of arrays to another) for the model's
              `kwargs`
@@ -89,9 +81,16 @@ class ModelFactory(Spec):
 
     factory: str = ""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    format: Format = "module"
+    format: str = "module"
     preprocess: str = ""
     postprocess: str = ""
+
+    @field_validator("format")
+    @classmethod
+    def _known_format(cls, word: str) -> str:
+        if word not in FORMATS and ":" not in word and word not in {each.name for each in entry_points(group=GROUP)}:
+            raise ValueError(f"one of {', '.join(FORMATS)}, or module:NAME of your own")
+        return word
 
     @model_validator(mode="after")
     def _modules_alone_have_a_factory(self) -> ModelFactory:

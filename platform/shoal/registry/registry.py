@@ -38,7 +38,8 @@ from shoal.home import file_lock, home
 from shoal.registry.aliases import FORMAT as ALIASES_FORMAT
 from shoal.registry.aliases import Aliases, AliasMove
 from shoal.registry.manifest import FORMAT as MANIFEST_FORMAT
-from shoal.registry.manifest import PAYLOAD_FILES, Manifest, ModelFactory, Signature
+from shoal.registry.manifest import Manifest, ModelFactory, Signature
+from shoal.registry.model_format import get_payload_file
 from shoal.weights import WeightSnapshot
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -68,7 +69,7 @@ class ModelVersion:
 
         Raises WeightsError when it is missing or damaged.
         """
-        path = self.folder / PAYLOAD_FILES[self.manifest.model.format]
+        path = self.folder / get_payload_file(self.manifest.model.format)
         remedy = f"restore {path} from a copy, or register the model again"
         try:
             payload = path.read_bytes()
@@ -350,7 +351,7 @@ def _write_version(folder: Path, manifest: Manifest, payload: bytes) -> Path:
     incoming = folder / _INCOMING
     shutil.rmtree(incoming, ignore_errors=True)
     make_folder(incoming)
-    write_synced(incoming / PAYLOAD_FILES[manifest.model.format], payload)
+    write_synced(incoming / get_payload_file(manifest.model.format), payload)
     write_synced(incoming / "manifest.json", manifest.model_dump_json(indent=2).encode())
     sync_folder(incoming)
     return incoming

@@ -1,20 +1,21 @@
 """The configuration of an algorithm, chosen by its name: `algorithm=impala`, `algorithm.learning_rate=0.002`.
 
-Owns the table of algorithms. Imports no torch: launchers and the gateway read a spec without computing.
+Owns the table of algorithms. Imports no torch: launchers and the gateway read a spec without computing. An algorithm of
+the user's own is named by its configuration: `algorithm=my_algorithm.py:MyConfig` (see `shoal.extend`).
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, SerializeAsAny
 
 from shoal.config import Spec
+from shoal.plugins.find import find_extension
 from shoal.wire.experience_spec import PolicySpec
 
-# The configuration and the algorithm of each: modules are imported at their first use.
+# The configuration of each: modules are imported at their first use.
 CONFIGS = {
     "impala": "shoal.rl.algorithms.impala.config:ImpalaConfig",
     "ppo": "shoal.rl.algorithms.ppo.config:PPOConfig",
@@ -22,18 +23,13 @@ CONFIGS = {
     "sac": "shoal.rl.algorithms.sac.config:SACConfig",
     "r2d2": "shoal.rl.algorithms.r2d2.config:R2D2Config",
 }
-ALGORITHMS = {
-    "impala": "shoal.rl.algorithms.impala.algorithm:Impala",
-    "ppo": "shoal.rl.algorithms.ppo.algorithm:PPO",
-    "dqn": "shoal.rl.algorithms.dqn.algorithm:DQN",
-    "sac": "shoal.rl.algorithms.sac.algorithm:SAC",
-    "r2d2": "shoal.rl.algorithms.r2d2.algorithm:R2D2",
-}
+GROUP = "shoal.algorithms"  # of entry points
 
 
 class AlgorithmConfig(Spec):
-    """What every algorithm has. Subclasses give `name` a default, their word.
+    """What every algorithm has. Subclasses of ours give `name` a default, their word.
 
+    algorithm:     the `module:Class` of its `Algorithm`
     model_factory: of the model that learner, endpoint and registry build
     recurrent_factory: of the model of a run with a recurrent core
     score_output:  the endpoint's name for the numbers of the actions
@@ -49,6 +45,7 @@ class AlgorithmConfig(Spec):
 
     name: str
 
+    algorithm: ClassVar[str]
     model_factory: ClassVar[str] = "shoal.models.actor_critic:ActorCritic"
     recurrent_factory: ClassVar[str] = "shoal.models.recurrent_actor_critic:RecurrentActorCritic"
     score_output: ClassVar[str] = "logits"
@@ -91,16 +88,10 @@ class AlgorithmConfig(Spec):
 
 def find_config_type(name: object) -> type[AlgorithmConfig]:
     """The configuration of the algorithm `name`. Raises ValueError."""
-    if name not in CONFIGS:
-        raise ValueError(f"{name!r} is no algorithm: there is {', '.join(CONFIGS)}")
-    found: type[AlgorithmConfig] = load_named(CONFIGS[str(name)])
+    found = find_extension(str(name), GROUP, CONFIGS)
+    if not (isinstance(found, type) and issubclass(found, AlgorithmConfig)):
+        raise ValueError(f"{name} is no subclass of shoal.extend.AlgorithmConfig")
     return found
-
-
-def load_named(place: str) -> Any:
-    """What `module:name` names."""
-    module, _, name = place.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def _parse_config(value: object) -> object:

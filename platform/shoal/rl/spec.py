@@ -19,7 +19,8 @@ from shoal.config import Spec
 from shoal.errors import ConfigError
 from shoal.models.network_source import AnyNetworkSource
 from shoal.network_address import is_loopback
-from shoal.rl.algorithm_config import CONFIGS, AnyAlgorithmConfig, find_config_type, load_named
+from shoal.plugins.find import load_reference
+from shoal.rl.algorithm_config import CONFIGS, AnyAlgorithmConfig, find_config_type
 from shoal.wire.action_masks import INFO_KEY, describe_masks
 from shoal.wire.experience_spec import (
     DTYPES,
@@ -241,7 +242,7 @@ def describe_graph(spec: RLSpec, word: str, experience: ExperienceSpec) -> Polic
         )
         raise ConfigError("model", word, problem, f"core=none, and algorithm={' or algorithm='.join(fitting)}")
     kwargs = network_kwargs(spec, experience)
-    model = load_named(spec.algorithm.model_factory)(**kwargs)
+    model = load_reference(spec.algorithm.model_factory)(**kwargs)
     num_outputs = kwargs["num_actions"] * (2 if policy.action_low else 1)
     return msgspec.structs.replace(
         policy,

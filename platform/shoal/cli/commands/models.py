@@ -27,19 +27,15 @@ from shoal.cli.support.console import (
 )
 from shoal.errors import ConfigError
 from shoal.home import home
+from shoal.plugins.find import load_reference
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
-from shoal.registry.manifest import PAYLOAD_FILES, Format
+from shoal.registry.model_format import FORMATS, ModelFormat, find_format, find_format_of_file, get_payload_file
 from shoal.runs.formatting import format_age, format_number, format_size, format_timestamp, format_value
 from shoal.serve.controller.state import find_served_versions
 from shoal.serve.spec.batch_layout import has_batch_first
 from shoal.weights import WeightSnapshot
 
 NUM_MOVES = 5
-FORMATS: dict[str, Format] = {
-    ".pt2": "torch_export",
-    ".onnx": "onnx",
-    **dict.fromkeys((".pt", ".ts", ".jit", ".torchscript"), "torchscript"),
-}
 
 
 @click.group(cls=CommandGroup)
@@ -123,7 +119,9 @@ def show(model: str, as_json: bool) -> None:
         return
     snapshot = found.snapshot()
     manifest = found.manifest
-    payload, built_by = f"{format_size(manifest.size_bytes)}, whole", f"{PAYLOAD_FILES[manifest.model.format]} alone"
+    payload = f"{format_size(manifest.size_bytes)}, whole"
+    kind = manifest.model.format
+    built_by = f"{get_payload_file(kind)} alone" if kind in FORMATS else kind
     if manifest.model.format == "module":
         shapes = snapshot.shapes()
         num_values = sum(math.prod(shape) for shape in shapes.values())
@@ -164,7 +162,8 @@ def show(model: str, as_json: bool) -> None:
     type=click.Path(path_type=Path),
     help="The tensors of a TorchScript file, in YAML or JSON.",
 )
-def add(file: Path, name: str | None, alias: str, signature_file: Path | None) -> None:
+@click.option("--format", "word", help="A format of your own, as my_format:FORMAT; by the file's suffix by default.")
+def add(file: Path, name: str | None, alias: str, signature_file: Path | None, word: str | None) -> None:
     """Register a model file: torch.export (.pt2), ONNX (.onnx) or TorchScript (.pt, .ts, .jit).
 
     Its inputs and outputs are read from the file, or from --signature for TorchScript. Requests share a batch along the
@@ -177,21 +176,16 @@ def add(file: Path, name: str | None, alias: str, signature_file: Path | None) -
       shoal models add build/model.pt2 --name ranker --alias candidate
       shoal models add model.pt --signature tensors.yaml
     """
-    if file.suffix not in FORMATS:
-        remedy = (
-            "a model is a .pt2 file of torch.export.save, an .onnx file, or a .pt file of torch.jit.save; a module is"
-            " registered in Python, by the job that trains it or with shoal.registry.Registry().register"
-        )
-        raise ConfigError("file", str(file), f"is not one of {', '.join(FORMATS)}", remedy)
+    kind = _choose_format(file, word)
     try:
         payload = file.read_bytes()
     except OSError as error:
         raise ConfigError("file", str(file), f"cannot be read ({error})") from error
-    signature = _read_signature(FORMATS[file.suffix], payload, str(file), signature_file)
+    signature = _read_signature(kind, payload, str(file), signature_file)
     found = Registry().register(
         name or file.stem.lower(),
         WeightSnapshot.from_payload(1, payload),
-        model=ModelFactory(format=FORMATS[file.suffix]),
+        model=ModelFactory(format=kind.name),
         signature=signature,
         aliases=(alias,),
     )
@@ -324,23 +318,29 @@ def _choose_old_versions(found: Sequence[ModelVersion], keep: int, before: float
     return [each for each in old if not each.aliases and each.manifest.created_at < before]
 
 
-def _read_signature(kind: Format, payload: bytes, file: str, given: Path | None) -> Signature:
+def _choose_format(file: Path, word: str | None) -> ModelFormat:
+    if word is not None:
+        return find_format(word)
+    if (found := find_format_of_file(file.suffix)) is None:
+        remedy = (
+            "a model is a .pt2 file of torch.export.save, an .onnx file, or a .pt file of torch.jit.save; a module is"
+            " registered in Python, by the job that trains it or with shoal.registry.Registry().register; give --format"
+            " for a format of your own"
+        )
+        suffixes = ", ".join(suffix for each in FORMATS.values() for suffix in each.suffixes)
+        raise ConfigError("file", str(file), f"is not one of {suffixes}", remedy)
+    return found
+
+
+def _read_signature(kind: ModelFormat, payload: bytes, file: str, given: Path | None) -> Signature:
     """Imports the format's libraries, which take a second, on use."""
-    if kind == "torchscript":
-        return _check_torchscript(payload, file, given)
-    if given is not None:
-        raise ConfigError("signature", str(given), f"is not for {file}, which has its own", "leave it out")
-    if kind == "onnx":
-        from shoal.serve.model.formats.onnx import read_signature
-    else:
-        from shoal.serve.model.formats.exported import read_signature
-    return read_signature(payload, file)
-
-
-def _check_torchscript(payload: bytes, file: str, given: Path | None) -> Signature:
-    from shoal.serve.model.formats.torchscript import load_module
-
-    load_module(payload, file)
+    if kind.check:
+        load_reference(kind.check)(payload, file)
+    if kind.signature:
+        if given is not None:
+            raise ConfigError("signature", str(given), f"is not for {file}, which has its own", "leave it out")
+        found: Signature = load_reference(kind.signature)(payload, file)
+        return found
     if given is None:
         remedy = (
             "give --signature FILE, a YAML file of `inputs: [{name: x, datatype: FP32, shape: [-1, 3]}]` in the order"

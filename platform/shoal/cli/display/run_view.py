@@ -19,7 +19,7 @@ from rich.live import Live
 
 import shoal.runs
 from shoal.errors import ConfigError
-from shoal.extend.library import find_libraries
+from shoal.plugins.library import find_libraries
 from shoal.runs import Run, RunKind, Status
 
 REFRESH_S = 0.25

@@ -1,6 +1,6 @@
 """The verbs of this library."""
 
-from shoal.extend import Library
+from shoal.plugins.library import Library
 
 LIBRARY = Library(
     "planning",

@@ -1,5 +1,5 @@
 """The display of this library's runs."""
 
-from shoal.extend import Library
+from shoal.plugins.library import Library
 
 LIBRARY = Library("population", displays={"population": "shoal.libs.population.display"})

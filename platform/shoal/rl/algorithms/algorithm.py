@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.errors import ConfigError, ShoalError
-from shoal.rl.algorithm_config import ALGORITHMS, AlgorithmConfig, load_named
+from shoal.plugins.find import load_reference
+from shoal.rl.algorithm_config import AlgorithmConfig
 from shoal.rl.algorithms.normalization import Normalizer
 from shoal.rl.experience.queue import ExperienceBatch
 from shoal.rl.learner_group import SINGLE, LearnerGroup, SampleShare
-from shoal.rl.spec import RLSpec
+from shoal.rl.spec import RLSpec, network_kwargs
 from shoal.wire import ExperienceSpec
 
 Metrics = Mapping[str, float]
@@ -120,11 +121,16 @@ def find_device(spec: RLSpec) -> torch.device:
     return torch.device("cuda" if has_cuda and spec.learner.device != "cpu" else "cpu")
 
 
+def build_model(spec: RLSpec, experience: ExperienceSpec) -> Any:
+    """The network of the run, with fresh weights: the model of `algorithm.model_factory` in the sizes of the spec."""
+    return load_reference(spec.model_factory)(**network_kwargs(spec, experience))
+
+
 def make_algorithm(
     spec: RLSpec, experience: ExperienceSpec, folder: Path | None = None, has_replay: bool = True
 ) -> Algorithm:
     """The algorithm of a run. A replay that is wanted on disk lies in `folder`. has_replay: not where another learner
     draws the samples"""
     options = {} if has_replay or not spec.algorithm.is_off_policy else {"has_replay": False}
-    made: Algorithm = load_named(ALGORITHMS[spec.algorithm.name])(spec, experience, folder, **options)
+    made: Algorithm = load_reference(spec.algorithm.algorithm)(spec, experience, folder, **options)
     return made

@@ -63,7 +63,7 @@ class Predictor:
         self._postprocess = find_hook("postprocess", factory, options)
         has_hooks = self._preprocess is not None, self._postprocess is not None
         self._templates = {
-            device: open_template(factory, TemplateConfig(signature, options, device, torch_threads, *has_hooks))
+            device: open_template(TemplateConfig(factory, signature, options, device, torch_threads, *has_hooks))
             for device in devices(options, has_cuda(factory.format))
         }
         self._load_lock = threading.Lock()  # locked while the first version selects a device

@@ -47,6 +47,7 @@ class DQNConfig(AlgorithmConfig):
     huber_delta: float = Field(default=10.0, gt=0)
     max_grad_norm: float = Field(default=10.0, gt=0)
 
+    algorithm: ClassVar[str] = "shoal.rl.algorithms.dqn.algorithm:DQN"
     model_factory: ClassVar[str] = "shoal.models.q_network:QNetwork"
     score_output: ClassVar[str] = "q_values"
     has_value_head: ClassVar[bool] = False

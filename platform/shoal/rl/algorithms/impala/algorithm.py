@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from shoal.models.action_distribution import Categorical, MultiCategorical, SquashedGaussian
 from shoal.models.recurrent_actor_critic import AnyActorCritic
-from shoal.rl.algorithm_config import AlgorithmConfig, load_named
+from shoal.rl.algorithm_config import AlgorithmConfig
 from shoal.rl.algorithms.algorithm import (
     Algorithm,
     Metrics,
     NonFiniteLoss,
+    build_model,
     find_device,
     restore_optimizer,
     set_learning_rate,
@@ -39,7 +40,7 @@ from shoal.rl.algorithms.segments import (
 from shoal.rl.algorithms.vtrace import vtrace
 from shoal.rl.experience.queue import ExperienceBatch
 from shoal.rl.learner_group import SINGLE, LearnerGroup, standardize
-from shoal.rl.spec import RLSpec, network_kwargs
+from shoal.rl.spec import RLSpec
 from shoal.wire import ExperienceSpec
 
 
@@ -142,7 +143,7 @@ class Impala(Algorithm):
         assert isinstance(spec.algorithm, ImpalaConfig)
         self._config = spec.algorithm
         self.device, self.normalizer = find_device(spec), Normalizer(spec, experience)
-        self.model: AnyActorCritic = load_named(spec.model_factory)(**network_kwargs(spec, experience))
+        self.model: AnyActorCritic = build_model(spec, experience)
         self.model.to(self.device)
         self._optimizer = torch.optim.Adam(self.model.parameters(), lr=self._config.learning_rate, fused=True)
 

@@ -26,6 +26,7 @@ class ImpalaConfig(AlgorithmConfig):
     max_grad_norm: float = Field(default=40.0, gt=0)
     normalize_advantages: bool = False
 
+    algorithm: ClassVar[str] = "shoal.rl.algorithms.impala.algorithm:Impala"
     cores: ClassVar[tuple[str, ...]] = ("none", "gru", "lstm")
     changeable: ClassVar[tuple[str, ...]] = (
         *("discount", "learning_rate", "value_cost", "entropy_cost"),

@@ -32,6 +32,7 @@ class PPOConfig(AlgorithmConfig):
     normalize_advantages: bool = True
     synchronous: bool = False
 
+    algorithm: ClassVar[str] = "shoal.rl.algorithms.ppo.algorithm:PPO"
     cores: ClassVar[tuple[str, ...]] = ("none", "gru", "lstm")
     changeable: ClassVar[tuple[str, ...]] = (
         *("discount", "lambda_", "learning_rate", "epochs", "minibatches", "clip"),

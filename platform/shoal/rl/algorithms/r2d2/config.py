@@ -53,6 +53,7 @@ class R2D2Config(AlgorithmConfig):
 
     recurrent_factory: ClassVar[str] = "shoal.models.q_network:RecurrentQNetwork"
     score_output: ClassVar[str] = "q_values"
+    algorithm: ClassVar[str] = "shoal.rl.algorithms.r2d2.algorithm:R2D2"
     cores: ClassVar[tuple[str, ...]] = ("gru", "lstm")
     action_spaces: ClassVar[tuple[str, ...]] = ("Discrete",)
     is_off_policy: ClassVar[bool] = True

@@ -28,7 +28,6 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from shoal.errors import ConfigError, WeightsError
-from shoal.registry.manifest import ModelFactory
 from shoal.serve.model.formats.compiled import CompiledModule
 from shoal.serve.model.formats.cuda_graphs import GraphedModule
 from shoal.serve.model.formats.module_copy import can_reach, list_state_tensors
@@ -51,8 +50,8 @@ class ModuleTemplate:
     is called as `forward(*inputs)` in the signature's order and returns a tensor, a tuple or a dict.
     """
 
-    def __init__(self, factory: ModelFactory, setting: TemplateConfig) -> None:
-        self._factory, self._setting = factory, setting
+    def __init__(self, setting: TemplateConfig) -> None:
+        self._setting = setting
         module = self._build_module()
         self._expected = {name: (tensor.shape, tensor.dtype) for name, tensor in module.state_dict().items()}
         # A mask may contain infinities on purpose, and then has them from the start.
@@ -62,9 +61,9 @@ class ModuleTemplate:
         self._bind = self._select_binding(module)
 
     def _build_module(self) -> nn.Module:
-        module = self._factory.build()
+        module = self._setting.factory.build()
         if not isinstance(module, nn.Module):
-            name, given = self._factory.factory, type(module).__name__
+            name, given = self._setting.factory.factory, type(module).__name__
             raise ConfigError("model.factory", name, f"gave {given}, not a torch nn.Module")
         return module.eval().requires_grad_(False)
 

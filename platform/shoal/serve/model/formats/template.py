@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from shoal.registry.manifest import Signature, TensorSignature
+from shoal.registry.manifest import ModelFactory, Signature, TensorSignature
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
 
@@ -26,9 +26,10 @@ class Template(Protocol):
 
 @dataclass(frozen=True)
 class TemplateConfig:
-    """A template's configuration: the model's signature and options, the selected device, the threads of a forward, and
-    whether the user has a pre- and a postprocessing hook."""
+    """A template's configuration: the model and how it is built, its options, the selected device, the threads of a
+    forward, and whether the user has a pre- and a postprocessing hook."""
 
+    factory: ModelFactory
     signature: Signature
     options: ModelOptions
     device: str  # cpu or cuda

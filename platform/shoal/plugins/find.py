@@ -1,0 +1,61 @@
+"""Finds what a word of a spec names: something of ours, of an installed package, or of the user's own file.
+
+    algorithm=ppo                       of ours
+    algorithm=grpo                      of a package with an entry point `grpo` in the group `shoal.algorithms`
+    algorithm=my_package.grpo:Config    of a module that can be imported
+    algorithm=grpo.py:Config            of a file
+
+Raises ValueError, so that a spec names the field.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from shoal.plugins.moved import translate_reference
+
+
+def find_extension(word: str, group: str, own: Mapping[str, str]) -> Any:
+    """What `word` names.
+
+    group: of entry points, such as "shoal.algorithms"
+    own:   the `module:name` of each name of ours
+
+    Raises ValueError when nothing has the name, or what has it cannot be imported.
+    """
+    if ":" in word:
+        return load_reference(word)
+    if word in own:
+        return load_reference(own[word])
+    others = {each.name: each.value for each in entry_points(group=group)}
+    if word in others:
+        return load_reference(others[word])
+    raise ValueError(f"{word!r} is none of {', '.join([*own, *others])}; your own is module:name or file.py:name")
+
+
+def load_reference(reference: str) -> Any:
+    """What `module:name` or `file.py:name` names. Raises ValueError.
+
+    A file is imported as a module of its name, from its folder: workers that get `sys.path` import it too. A module is
+    also looked for in the current folder.
+    """
+    module, _, name = translate_reference(reference).partition(":")
+    if module.endswith(".py"):
+        path = Path(module)
+        if not path.is_file():
+            raise ValueError(f"there is no file {module} in {Path.cwd()}")
+        if (folder := str(path.resolve().parent)) not in sys.path:
+            sys.path.insert(0, folder)
+        module = path.stem
+    elif (folder := os.getcwd()) not in sys.path:  # a program such as `shoal` has its own folder there
+        sys.path.append(folder)
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{reference} cannot be loaded ({error})") from error
