@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -96,18 +95,15 @@ class ActorClient:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._lock = SocketLock()
-        self._closing = threading.Event()  # no new session once set
-        self._closed = threading.Event()
+        self._closing, self._closed = threading.Event(), threading.Event()  # closing: no new session
         self._keepalive_thread: threading.Thread | None = None
         self._limits = MessageLimits(_MAX_HEADER_BYTES, max_weights_bytes)
         self._welcome: Welcome | None = None
         self._outbox = Outbox()
         self._is_session_lost = False  # the session is over: send hello again
         self._weights = ReceivedWeights(max_weights_bytes, is_on_this_host(address))
-        self._last_received_at = time.monotonic()
-        self._last_used_at = time.monotonic()
-        self._pinged_beats = 0
-        self.published_version = 0  # the newest version that the gateway has reported
+        self._last_received_at = self._last_used_at = time.monotonic()
+        self._pinged_beats = self.published_version = 0  # the newest version that the gateway has reported
         self.finished = False  # the gateway has reported the end of the run
         self.reconnects = 0  # sessions after the first one
         self.acknowledged: dict[str, int] = {"accepted": 0, "dropped": 0, "duplicate": 0}
@@ -173,9 +169,7 @@ class ActorClient:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         failure = f"failed: {type(error).__name__}: {error}" if isinstance(error, Exception) else "interrupted"
         self.close(reason="done" if error is None else failure)
 

@@ -77,9 +77,7 @@ class Learner:
         self._divides_batches = not spec.algorithm.is_off_policy  # otherwise the samples of its replay
         if hub is not None:
             self.algorithm.group = hub
-        self.updates = 0  # steps of the optimiser
-        self.steps = 0  # environment steps that entered an update
-        self.version = 0
+        self.updates = self.steps = self.version = 0  # steps: of the environment, that entered an update
         self.counts = {"consumed": 0, "dropped": 0}  # segments, over all incarnations of the learner
         self.damaged_checkpoints: list[str] = []
         self.failure = ""  # why the last checkpoint or version could not be written; "" when it was

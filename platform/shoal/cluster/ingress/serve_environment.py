@@ -81,8 +81,7 @@ def serve_environment(temp_dir: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
         "RAY_SERVE_HAPROXY_RETRIES": "3",
         "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "1",
-        # After this time without an answer the client gets 504, so no request waits for ever for a replica to start. (A
-        # change has longer: see `haproxy_config`.)
+        # Then the client gets 504: no request waits for ever for a replica to start. A change has longer.
         "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": "60",
         # A client that neither sends nor reads its outstanding bytes is disconnected.
         "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(CLIENT_TIMEOUT_S),

@@ -32,7 +32,8 @@ from shoal.parallel.model import Observer, ParallelModel, TaskProtocol, compute_
 from shoal.parallel.pipeline.groups import PipelineGroups, receive_tensor, send_tensor, sum_gradients
 from shoal.parallel.pipeline.partition import StagePartition, partition_model
 from shoal.parallel.pipeline.schedules import SPLIT_BACKWARD, check_schedule, get_stage_ranks
-from shoal.parallel.pipeline.stage_forward import StageForward, StageSlice, build_stage_slices
+from shoal.parallel.pipeline.stage_blocks import compile_blocks, find_gated_modules, shard_blocks
+from shoal.parallel.pipeline.stage_forward import StageForward, build_stage_slices
 from shoal.parallel.pipeline.stage_weights import StageWeights, check_copied_weights
 from shoal.parallel.pipeline.stages import (
     ScheduleCache,
@@ -44,11 +45,9 @@ from shoal.parallel.pipeline.stages import (
 )
 from shoal.parallel.spec import ParallelDims, ParallelSpec, Precision
 from shoal.parallel.spmd.buffer_consistency import check_buffers
-from shoal.parallel.spmd.fsdp import apply_fsdp
-from shoal.parallel.spmd.fsdp_blocks import find_blocks
 from shoal.parallel.spmd.fsdp_consistency import BlockUsageCheck
 from shoal.parallel.state import gradients, state_dict
-from shoal.parallel.state.module_snapshot import eval_mode, preserve_parameter_attributes
+from shoal.parallel.state.module_snapshot import eval_mode
 from shoal.parallel.tensor.apply import agree_on_tensor_plan, split_dropouts, split_layers
 
 
@@ -117,10 +116,8 @@ class PipelineModel(ParallelModel):
         self.data_rank, self.num_data_ranks = degrees.coordinates(world.rank).data, degrees.data
         self._model, self._learnable, self._spec, self._degrees, self._world = model, learnable, spec, degrees, world
         self._groups = PipelineGroups(degrees, world.rank)
-        self._rank, self._stage_ranks = (
-            self._groups.coordinates.pipeline,
-            get_stage_ranks(spec.schedule, degrees.pipeline),
-        )
+        self._rank = self._groups.coordinates.pipeline
+        self._stage_ranks = get_stage_ranks(spec.schedule, degrees.pipeline)
         own = [stage for stage, rank in enumerate(self._stage_ranks) if rank == self._rank]
         self._has_last = len(self._stage_ranks) - 1 in own
         self._num_micro_batches = spec.num_micro_batches(degrees)
@@ -133,30 +130,27 @@ class PipelineModel(ParallelModel):
         calls, cuts = layout.calls, layout.split_points
         self._dropout_rng = StageDropoutRng(seed, self.data_rank, degrees.data, world.device, calls, cuts)
         seed_dropout(model, self._dropout_rng)
-        blocks = _shard_blocks(model, layout, own, mesh, spec) if mesh is not None and degrees.is_sharded else []
+        blocks = shard_blocks(model, layout, own, mesh, spec) if mesh is not None and degrees.is_sharded else []
         self._sharded = {f"{path}.{name}" for path, block in blocks for name, _ in block.named_parameters()}
-        self._usage_check = (
-            BlockUsageCheck(blocks, self._data_ranks, spec.dynamic) if blocks and self._data_ranks is not None else None
-        )
+        self._usage_check: BlockUsageCheck | None = None
+        if blocks and self._data_ranks is not None:
+            self._usage_check = BlockUsageCheck(blocks, self._data_ranks, spec.dynamic)
         self._weights = StageWeights(model, layout, self._stage_ranks, self._rank)
         ties = [(self._groups.make_group(ranks), names) for ranks, names in self._weights.tied_names.items()]
         kept = self._weights.local_parameters
         self._tied_groups = [(group, [kept[name] for name in names]) for group, names in ties if group is not None]
-        compiled: list[str] = []
-        if spec.compile:
-            begun = [name for name, stage in layout.blocks.items() if stage in own]
-            compiled = _compile_blocks(model, begun, build_stage_slices(calls, cuts))
-        self._stage_forward = StageForward(model, build_stage_slices(calls, cuts, _find_gated_modules(model, compiled)))
+        begun = [name for name, stage in layout.blocks.items() if stage in own and spec.compile]
+        compiled = compile_blocks(model, begun, build_stage_slices(calls, cuts)) if begun else []
+        self._stage_forward = StageForward(model, build_stage_slices(calls, cuts, find_gated_modules(model, compiled)))
         self._stages = {
             each: StageModule(each, self._weights.get_stage_parameters(each), self._compute_stage) for each in own
         }
         self._schedules = ScheduleCache(self._data_ranks if degrees.is_sharded else None, world.device)
         self._stage_outputs: dict[int, Tensor] = {}  # by stage, a tensor like its outputs, without memory
         self._batches: list[Any] = []  # in flight
-        self._step, self._first_index = 0, 0
+        self._step, self._first_index, self._reduced_s = 0, 0, 0.0
         self._metric_names: list[str] = []  # of an evaluation
         self._counts = StepCounts({LOSS: self.partition.has_mean_loss})  # on the rank of the last stage
-        self._reduced_s = 0.0
 
     # -- a step
 
@@ -398,36 +392,5 @@ def _empty_like(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=True)
 
 
-def _shard_blocks(
-    model: nn.Module, layout: StagePartition, own: list[int], mesh: DeviceMesh, spec: ParallelSpec
-) -> list[tuple[str, nn.Module]]:
-    """Shard the blocks that only these stages use, and return them with their names. The rest stays unsharded."""
-    blocks = []
-    for path, block in find_blocks(model):
-        if all(set(layout.parameters[f"{path}.{name}"]) <= set(own) for name, _ in block.named_parameters()):
-            blocks.append((path, block))
-    with preserve_parameter_attributes(model):
-        apply_fsdp([block for _, block in blocks], mesh, spec.dynamic)
-    return blocks
-
-
 def _filter_trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     return [parameter for parameter in parameters if parameter.requires_grad]
-
-
-def _find_gated_modules(model: nn.Module, compiled: list[str]) -> set[str]:
-    """Modules with parameters of their own, except those in compiled blocks, which would skip gates."""
-    named = dict(model.named_modules())
-    within = {inner for block in compiled for inner in named[block].modules() if inner is not named[block]}
-    own = {name for name, module in named.items() if any(True for _ in module.parameters(recurse=False))}
-    return {name for name in own if named[name] not in within}
-
-
-def _compile_blocks(model: nn.Module, blocks: list[str], views: list[StageSlice]) -> list[str]:
-    """The blocks that run completely or not at all: a compiled one would skip the gates within it."""
-    gated = {name for view in views for name in view.actions}
-    compiled = [name for name in blocks if not any(each.startswith(f"{name}.") for each in gated)]
-    for name in compiled:
-        module = model.get_submodule(name)
-        module.forward = torch.compile(module.forward)
-    return compiled

@@ -1,0 +1,48 @@
+"""Pages name files that exist, and what CONTRIBUTING says of sizes holds."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+OF_OTHERS = {"marshal/dispatcher.py", "platform/__init__.py"}  # of a peer; one that must not be
+
+
+def test_pages_name_files_that_exist() -> None:
+    """But for the log, which tells of its time."""
+    files = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
+    missing = []
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        if "log" in page.relative_to(ROOT).parts:
+            continue
+        for named in re.findall(r"`([\w./-]+/[\w-]+\.(?:py|hpp|html))`", page.read_text()):
+            if named not in OF_OTHERS and not any(f"/{file}".endswith(f"/{named}") for file in files):
+                missing.append(f"{page.relative_to(ROOT)}: {named}")
+    assert missing == []
+
+
+PRODUCT = [path for place in ("platform", "jobs", "serve_apps") for path in sorted((ROOT / place).rglob("*.py"))]
+MAX_FUNCTION, MAX_FILE = 50, 400  # lines without docstrings
+
+
+def docstring_lines(node: ast.AST) -> int:
+    if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return 0
+    return len((ast.get_docstring(node, clean=False) or "").splitlines())
+
+
+@pytest.mark.parametrize("path", PRODUCT, ids=lambda path: str(path.relative_to(ROOT)))
+def test_functions_and_files_are_short(path: Path) -> None:
+    text = path.read_text()
+    nodes = list(ast.walk(ast.parse(text)))
+    assert len(text.splitlines()) - sum(map(docstring_lines, nodes)) <= MAX_FILE
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            size = node.end_lineno - node.lineno + 1 - docstring_lines(node)
+            assert size <= MAX_FUNCTION, f"{node.name} has {size} lines"
