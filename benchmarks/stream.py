@@ -28,9 +28,9 @@ import shoal.runs
 from benchmarks.children import DEEPRIVER_PYTHON, OUR_PYTHON, ROOT, Child, scratch
 from benchmarks.result import Row, compare, options, write
 from shoal.libs.stream.broker import PrivateBroker
-from shoal.libs.stream.sources.mqtt_source import MqttSource
-from shoal.libs.stream.sources.source import StreamState
-from shoal.libs.stream.spec import MqttSpec
+from shoal.libs.stream.sensor_source import SensorSource
+from shoal.libs.stream.spec import SensorTopicSpec
+from shoal.sources.source import StreamState
 
 LATENCY_BAR_MS, SPEED_BAR, ERROR_BAR = 10.0, 20.0, 1.0
 SENSORS, RATE_HZ, WARM_UP_S = 1000, 1.0, 20.0
@@ -47,7 +47,7 @@ def measure_latency(seconds: float, folder: Path) -> dict[str, float]:
     os.environ["SHOAL_HOME"] = environment["SHOAL_HOME"]
     num_messages = int(SENSORS * RATE_HZ * (WARM_UP_S + seconds))
     with PrivateBroker(folder / "broker") as broker:
-        session = MqttSource(MqttSpec(broker=broker.address, client_id="bench"), 1)
+        session = SensorSource(SensorTopicSpec(broker=broker.address, client_id="bench"), 1)
         session.open(StreamState())  # from here on the broker holds messages for the learner
         session.close()
         words = ["-m", "shoal.libs.stream.fleet", "--broker", broker.address, "--sensors", str(SENSORS)]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from shoal.libs.stream.sources.source import Message, StreamSource, StreamState
+from shoal.libs.stream.messages import Message
+from shoal.sources.source import StreamSource, StreamState
 from waiting import wait_for
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.talk import commands, say
-from shoal.libs.stream.sources.source import Message
+from shoal.libs.stream.messages import Message
 from shoal.libs.stream.spec import OnlineSpec
 from shoal.libs.stream.trainer import OnlineTrainer
 

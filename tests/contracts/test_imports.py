@@ -29,7 +29,7 @@ LEVELS = [
     {"checkpoint", "parallel", "data", "models"},
     {"runs", "registry", "search"},
     {"batching", "weights"},
-    {"open_inference"},
+    {"open_inference", "sources"},
     {"wire"},
     {"config"},
     {"home", "yaml_text"},

@@ -23,6 +23,8 @@ from shoal.rl.local_loop import LocalLoop
 from shoal.rl.spec import RLSpec, policy_spec
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.spec.model_options import ModelOptions
+from shoal.train.launch.local import fit_locally
+from shoal.train.spec import TrainSpec
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 FILES = dict(re.findall(r"^```python file=(\S+)\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE))
@@ -69,6 +71,20 @@ def test_an_algorithm_of_a_file_learns(folder: Path) -> None:
 def test_a_word_that_names_no_algorithm_is_refused(folder: Path, word: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s)algorithm.*{problem}"):
         RLSpec().override([f"algorithm={word}"])
+
+
+def test_a_source_of_a_file_trains_a_task_and_goes_on_where_it_was(folder: Path) -> None:
+    (folder / "lines").write_text("".join(f"{each / 100} {each / 50}\n" for each in range(400)))
+    words = ["task=line_source.py:Doubling", "batch_size=8", "checkpoint.every_steps=10", "threads=1"]
+    spec = TrainSpec().override([*words, "optimizer.learning_rate=0.05"])
+    first = fit_locally(spec.override(["stop.steps=20"]), registers=False, predicts=False)
+    assert first.steps == 20
+    position = int((folder / "lines.position").read_text())
+    assert (folder / "lines").read_bytes()[:position].count(b"\n") == 160, "the messages of twenty steps"
+    second = fit_locally(spec.override([f"resume={first.run_id}", "stop.steps=30"]), registers=False, predicts=False)
+    assert second.steps == 30
+    position = int((folder / "lines.position").read_text())
+    assert (folder / "lines").read_bytes()[:position].count(b"\n") == 240
 
 
 def test_a_format_of_a_module_is_served_and_its_registry_read_without_it(folder: Path) -> None:

@@ -18,7 +18,8 @@ from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.film_site import browse, rate, read_page
 from serving.served_here import served
 from shoal.errors import DataError, InferenceError
-from shoal.libs.stream.sources.source import Message, StreamState
+from shoal.libs.stream.messages import Message
+from shoal.sources.source import StreamState
 from stream_contract import check_source
 
 

@@ -58,7 +58,7 @@ def test_the_python_of_the_training_page_runs(capsys: pytest.CaptureFixture[str]
     assert Registry().get("mine@champion").manifest.data
 
 
-@pytest.mark.parametrize("page", ["data.md", "checkpoints.md", "trees.md"])
+@pytest.mark.parametrize("page", ["data.md", "checkpoints.md", "libs/trees.md"])
 def test_the_python_of_the_other_pages_runs(page: str) -> None:
     found = blocks(page, "python")
     assert found

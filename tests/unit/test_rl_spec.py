@@ -116,7 +116,7 @@ def test_an_algorithm_is_chosen_by_its_name_and_set_by_its_fields() -> None:
     assert RLSpec.from_yaml(spec.to_yaml()) == spec
     assert spec.override(["algorithm=impala"]) == spec
     for words, match in (
-        (["algorithm=reinforce"], "'reinforce' is no algorithm: there is impala"),
+        (["algorithm=reinforce"], "'reinforce' is none of impala"),
         (["algorithm.rate=3"], "algorithm.rate = 3: no such field"),
         (["algorithm.discount=3"], "discount = 3"),
     ):

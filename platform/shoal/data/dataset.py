@@ -1,4 +1,4 @@
-"""The data of a Task, and the two kinds of dataset that Shoal reads.
+"""The data of a Task, and the kinds of dataset that Shoal reads.
 
 Owns `Data` and the distinction of the kinds. Called by Tasks and by the loader. Opens nothing.
 """
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from shoal.errors import ConfigError
 
-Source = Any  # a map-style dataset (`__len__`, `__getitem__`) or an iterable one (`__iter__`)
+Source = Any  # map-style (`__len__`, `__getitem__`), iterable (`__iter__`), or a stream of messages (`poll`, `commit`)
 Batch = Any  # a tensor, or a tuple, list or dict of tensors; dimension 0 is the sample
 Collate = Callable[[list[Any]], Batch]
 
@@ -41,7 +41,7 @@ def is_iterable(source: Source) -> bool:
     if isinstance(source, DataLoader) and source.batch_sampler is not None:
         remedy = "give its dataset, and its collate function as Data(collate=...)"
         raise ConfigError("data", type(source).__name__, "gives batches, and not samples", remedy)
-    if isinstance(source, IterableDataset):
+    if isinstance(source, IterableDataset) or is_stream(source):
         return True
     is_frame = hasattr(source, "iloc") and hasattr(source, "columns")
     if is_frame or (isinstance(source, Mapping) and 0 not in source):
@@ -56,6 +56,11 @@ def is_iterable(source: Source) -> bool:
         return True
     remedy = "give it __len__ and __getitem__, or __iter__"
     raise ConfigError("data", type(source).__name__, "is neither a map-style nor an iterable dataset", remedy)
+
+
+def is_stream(source: Source) -> bool:
+    """Whether it is a stream of messages (`shoal.sources`)."""
+    return all(callable(getattr(source, name, None)) for name in ("open", "poll", "commit"))
 
 
 def has_shoal_method(source: Source, name: Literal["batch", "shard"]) -> bool:

@@ -14,12 +14,15 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from torch.utils.data import default_collate
 
-from shoal.data.dataset import Batch, Collate, Data, Source, is_iterable, length_of
+from shoal.batch_tree import map_tensors
+from shoal.data.dataset import Batch, Collate, Data, Source, is_iterable, is_stream, length_of
 from shoal.data.device_prefetch import make_transfer
 from shoal.data.loader_spec import LoaderSpec
 from shoal.data.readers.iterable_reader import make_stream_reader
 from shoal.data.readers.map_reader import EpochEnd, InProcessReader, MapReader, ReadBatch, Reader
+from shoal.data.readers.message_dataset import MessageDataset
 from shoal.data.sampling.epoch_plan import EpochPlan, MapEpochPlan, StreamEpochPlan
 from shoal.data.sampling.sampler import Indices, MapOrder, RankShare
 from shoal.data.workers.pool import WorkerPool
@@ -69,6 +72,8 @@ class Loader:
         self._num_ranks = share.size
         _check_division(batch_size, share, drop_last or hasattr(source, "batches"))
         shuffle = self.spec.shuffle if shuffle is None else shuffle
+        self._messages = _open_stream(source, share, self.spec.workers) if is_stream(source) else None
+        source = self._messages or source
         reader: Reader
         self._epoch_plan: EpochPlan
         if is_iterable(source):
@@ -170,6 +175,11 @@ class Loader:
         self._epoch_plan.load_state_dict(state)
         self.epoch, self.position, self._is_feed_positioned = state["epoch"], state["position"], False
 
+    def commit(self, state: dict[str, Any]) -> None:
+        """Tell a stream of messages that a `state` is on the disk; nothing for other data."""
+        if self._messages is not None and state["states"][0] is not None:
+            self._messages.commit(state["states"][0][1])
+
     def get_worker_pids(self) -> list[int]:
         """The running worker processes."""
         return self._feed.pids()
@@ -179,12 +189,24 @@ class Loader:
         self._in_flight.clear()
         self._is_feed_positioned = False
         self._feed.close()
+        if self._messages is not None:
+            self._messages.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _open_stream(source: Source, share: RankShare, num_workers: int) -> MessageDataset:
+    """Raises ConfigError where several processes would read it."""
+    name = type(source).__name__
+    if share.size > 1:
+        raise ConfigError("data", name, f"is a stream, which {share.size} data ranks cannot share", "use workers=1")
+    if num_workers:
+        raise ConfigError("loader.workers", num_workers, f"{name} is read in the training process", "leave it out")
+    return MessageDataset(source)
 
 
 def _as_int(field: str, value: Any) -> int:
@@ -240,7 +262,14 @@ def load_first_batch(
     """The first `num_samples` samples of the training data, collated, or as many as there are. Raises DataError.
 
     is_exact: fewer samples are a DataError
+
+    Of a stream it is one message, repeated, which is not consumed.
     """
+    if is_stream(data.train):
+        example = data.train.example()
+        collate: Collate = data.collate or default_collate
+        batch = collate([getattr(example, "value", example)] * num_samples)
+        return map_tensors(batch, lambda tensor: tensor.to(device))
     with Loader(
         data.train, batch_size=num_samples, device=device, collate=data.collate, shuffle=False, drop_last=is_exact
     ) as loader:

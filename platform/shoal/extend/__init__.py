@@ -4,6 +4,7 @@
 |-----------------------------------------------|-------------------------------------------------|--------------------|
 | `AlgorithmConfig`, which names an `Algorithm` | `algorithm=my_algorithm.py:MyConfig`            | `shoal.algorithms` |
 | `ModelFormat`, which names a template         | `shoal models add FILE --format my_format:NAME` | `shoal.formats`    |
+| `shoal.sources.StreamSource`                  | `shoal.Data(train=MySource())`                  |                    |
 | `Library`: verbs and displays                 | `shoal VERB`                                    | `shoal.libraries`  |
 
 Names are imported at their first use: some need torch.

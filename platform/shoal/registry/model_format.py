@@ -87,7 +87,7 @@ ONNX = ModelFormat(
     advice="onnxruntime runs the file as it is; register the module itself",
     payload_file="model.onnx",
 )
-FORMATS: Mapping[str, ModelFormat] = {each.name: each for each in (MODULE, TORCH_EXPORT, TORCHSCRIPT, ONNX)}
+FORMATS: Mapping[str, ModelFormat] = {each.name: each for each in (MODULE, TORCH_EXPORT, ONNX, TORCHSCRIPT)}
 
 
 def find_format(word: str) -> ModelFormat:

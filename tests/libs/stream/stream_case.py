@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 
 from shoal.libs.stream.batch_log import read_batches
-from shoal.libs.stream.sources.source import Delivery, MalformedPayload, Message, StreamState
+from shoal.libs.stream.messages import Message
 from shoal.libs.stream.spec import OnlineSpec
 from shoal.libs.stream.trainer import OnlineTrainer
+from shoal.sources.source import Delivery, MalformedPayload, StreamState
 
 SMALL = OnlineSpec(hidden=4, num_steps=3, update_sensors=2, seed=7)
 

@@ -16,16 +16,16 @@ import torch
 from stream_case import SMALL
 
 from shoal.libs.stream.loop import StreamLoop
-from shoal.libs.stream.sources.mqtt_source import MqttSource
-from shoal.libs.stream.spec import CommitSpec, MqttSpec
+from shoal.libs.stream.sensor_source import SensorSource
+from shoal.libs.stream.spec import CommitSpec, SensorTopicSpec
 from shoal.libs.stream.trainer import OnlineTrainer
 
 
 def learn(broker: str, client_id: str, folder: Path, count: int) -> None:
     """Learn until `count` messages are learnt."""
-    source = MqttSource(MqttSpec(broker=broker, client_id=client_id, receive_maximum=200), 1)
+    source = SensorSource(SensorTopicSpec(broker=broker, client_id=client_id, receive_maximum=200), 1)
     spec = CommitSpec(messages=40, interval_s=0.2, max_batch=8, keep_log=True)
-    loop = StreamLoop(OnlineTrainer(SMALL), source, folder, spec, source.publish)
+    loop = StreamLoop(OnlineTrainer(SMALL), source, folder, spec, source.publish_forecasts)
     loop.run(lambda: loop.trainer.totals.num_messages >= count)
 
 

@@ -16,9 +16,9 @@ from shoal.errors import CheckpointError, ConfigError, SpecMismatch
 from shoal.libs.stream import loop as loop_module
 from shoal.libs.stream.batch_log import BatchLog, read_batches
 from shoal.libs.stream.loop import StreamLoop
-from shoal.libs.stream.sources.source import MalformedPayload
-from shoal.libs.stream.spec import CommitSpec, MqttSpec, StreamSpec
+from shoal.libs.stream.spec import CommitSpec, SensorTopicSpec, StreamSpec
 from shoal.libs.stream.trainer import OnlineTrainer, SensorForecast
+from shoal.sources.source import MalformedPayload
 
 COMMIT = CommitSpec(messages=6, interval_s=1e6, max_batch=4, keep_log=True)
 NUM_MESSAGES = 24
@@ -186,5 +186,5 @@ def test_another_network_does_not_take_up_the_stream(tmp_path: Path) -> None:
 
 def test_a_group_that_would_never_fill_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"commit\.messages=101 .*receive_maximum=100"):
-        StreamSpec(mqtt=MqttSpec(receive_maximum=100), commit=CommitSpec(messages=101))
-    assert StreamSpec(mqtt=MqttSpec(receive_maximum=100), commit=CommitSpec(messages=100))
+        StreamSpec(mqtt=SensorTopicSpec(receive_maximum=100), commit=CommitSpec(messages=101))
+    assert StreamSpec(mqtt=SensorTopicSpec(receive_maximum=100), commit=CommitSpec(messages=100))

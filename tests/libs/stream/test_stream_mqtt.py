@@ -32,10 +32,12 @@ from shoal.libs.stream.batch_log import read_batches
 from shoal.libs.stream.broker import PrivateBroker
 from shoal.libs.stream.fleet import Fleet
 from shoal.libs.stream.loop import StreamLoop
-from shoal.libs.stream.sources.mqtt_source import MqttSource, parse_address
-from shoal.libs.stream.sources.source import MalformedPayload, Message, StreamState, encode_payload
-from shoal.libs.stream.spec import CommitSpec, MqttSpec
+from shoal.libs.stream.messages import Message, encode_payload
+from shoal.libs.stream.sensor_source import SensorSource
+from shoal.libs.stream.spec import CommitSpec, SensorTopicSpec
 from shoal.libs.stream.trainer import OnlineTrainer, SensorForecast
+from shoal.sources.mqtt import parse_address
+from shoal.sources.source import MalformedPayload, StreamState
 from stream_contract import check_source
 from waiting import wait_for
 
@@ -50,13 +52,13 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateBroker]:
 
 
 @pytest.fixture
-def spec(broker: PrivateBroker, request: pytest.FixtureRequest) -> MqttSpec:
+def spec(broker: PrivateBroker, request: pytest.FixtureRequest) -> SensorTopicSpec:
     """Topics and a session of the test's own."""
     name = request.node.name.partition("[")[0]
-    return MqttSpec(broker=broker.address, topic=f"{name}/+", answers=f"{name}-answers", client_id=name)
+    return SensorTopicSpec(broker=broker.address, topic=f"{name}/+", answers=f"{name}-answers", client_id=name)
 
 
-def publish(spec: MqttSpec, packets: list[tuple[str, bytes, int | None]]) -> None:
+def publish(spec: SensorTopicSpec, packets: list[tuple[str, bytes, int | None]]) -> None:
     """Publish (sensor, payload, sequence) with QoS 1, and wait until the broker has them."""
     client = paho.Client(CallbackAPIVersion.VERSION2, protocol=paho.MQTTv5)
     client.connect(*parse_address(spec))
@@ -70,9 +72,9 @@ def publish(spec: MqttSpec, packets: list[tuple[str, bytes, int | None]]) -> Non
     client.loop_stop()
 
 
-def begin_session(spec: MqttSpec) -> None:
+def begin_session(spec: SensorTopicSpec) -> None:
     """From now on, the broker holds messages for it."""
-    source = MqttSource(spec, 1)
+    source = SensorSource(spec, 1)
     source.open(StreamState())
     source.close()
 
@@ -81,22 +83,22 @@ def make_packets(first: int, last: int) -> list[tuple[str, bytes, int | None]]:
     return [(f"s{at % 3}", encode_payload((at / 7,), float(at)), at) for at in range(first, last + 1)]
 
 
-def poll(source: MqttSource, count: int) -> list[Message]:
+def poll(source: SensorSource, count: int) -> list[Message]:
     """The next `count` messages."""
     found: list[Message] = []
     wait_for(lambda: found.extend(source.poll(count - len(found), 0.1).messages) or len(found) == count)
     return found
 
 
-def test_a_topic_keeps_the_contract_of_sources(spec: MqttSpec) -> None:
+def test_a_topic_keeps_the_contract_of_sources(spec: SensorTopicSpec) -> None:
     begin_session(spec)
     publish(spec, make_packets(1, 9))
     expected = [Message(f"s{at % 3}", (at / 7,), float(at), "p", at) for at in range(1, 10)]
-    check_source(lambda: MqttSource(spec, 1), expected)
+    check_source(lambda: SensorSource(spec, 1), expected)
 
 
-def test_what_is_not_committed_comes_again_in_order_to_the_next_process(spec: MqttSpec) -> None:
-    first = MqttSource(spec, 1)
+def test_what_is_not_committed_comes_again_in_order_to_the_next_process(spec: SensorTopicSpec) -> None:
+    first = SensorSource(spec, 1)
     first.open(StreamState())
     publish(spec, make_packets(1, 9))
     messages = poll(first, 9)
@@ -104,12 +106,12 @@ def test_what_is_not_committed_comes_again_in_order_to_the_next_process(spec: Mq
     first.commit(StreamState(num_delivered=4))
     first.close()
     publish(spec, make_packets(10, 11))  # to the session of a process that is away
-    second = MqttSource(spec, 1)
+    second = SensorSource(spec, 1)
     second.open(StreamState())
     assert [message.sequence for message in poll(second, 7)] == [5, 6, 7, 8, 9, 10, 11]
     second.commit(StreamState(num_delivered=7))
     second.close()
-    third = MqttSource(spec, 1)
+    third = SensorSource(spec, 1)
     third.open(StreamState())
     publish(spec, make_packets(12, 12))
     assert [message.sequence for message in poll(third, 1)] == [12]
@@ -120,8 +122,8 @@ def test_what_is_not_committed_comes_again_in_order_to_the_next_process(spec: Mq
 def test_what_was_acknowledged_before_a_close_does_not_come_again(tmp_path: Path) -> None:
     """Though the broker takes its time, and then finds the next connection of the session beside the last one."""
     with PrivateBroker(tmp_path) as broker:
-        spec = MqttSpec(broker=broker.address, topic="slow/+", client_id="slow")
-        source = MqttSource(spec, 1)
+        spec = SensorTopicSpec(broker=broker.address, topic="slow/+", client_id="slow")
+        source = SensorSource(spec, 1)
         source.open(StreamState())
         publish(spec, make_packets(1, 40))
         assert len(poll(source, 40)) == 40
@@ -130,14 +132,14 @@ def test_what_was_acknowledged_before_a_close_does_not_come_again(tmp_path: Path
         threading.Timer(0.5, go_on).start()
         source.commit(StreamState(num_delivered=40))
         source.close()
-        again = MqttSource(spec, 1)
+        again = SensorSource(spec, 1)
         again.open(StreamState())
         publish(spec, make_packets(41, 41))
         assert [message.sequence for message in again.poll(10, 30).messages] == [41]
         again.close()
 
 
-def test_what_is_published_once_a_source_is_open_comes(spec: MqttSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_published_once_a_source_is_open_comes(spec: SensorTopicSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the broker takes to have the subscription."""
     subscribe = paho.Client.subscribe
 
@@ -145,18 +147,18 @@ def test_what_is_published_once_a_source_is_open_comes(spec: MqttSpec, monkeypat
         threading.Timer(0.5, subscribe, (client, *words), options).start()
 
     monkeypatch.setattr(paho.Client, "subscribe", subscribe_late)
-    source = MqttSource(spec, 1)
+    source = SensorSource(spec, 1)
     source.open(StreamState())
     publish(spec, make_packets(1, 3))
     assert [message.sequence for message in poll(source, 3)] == [1, 2, 3]
     source.close()
 
 
-def test_an_example_is_not_consumed(spec: MqttSpec) -> None:
-    source = MqttSource(spec, 1)
+def test_an_example_is_not_consumed(spec: SensorTopicSpec) -> None:
+    source = SensorSource(spec, 1)
     source.open(StreamState())
     found: queue.SimpleQueue[Message] = queue.SimpleQueue()
-    asking = threading.Thread(target=lambda: found.put(MqttSource(spec, 1).example()))
+    asking = threading.Thread(target=lambda: found.put(SensorSource(spec, 1).example()))
     asking.start()
     sequence = 0
     while found.empty() and sequence < 1000:
@@ -168,9 +170,9 @@ def test_an_example_is_not_consumed(spec: MqttSpec) -> None:
     source.close()
 
 
-def test_the_broker_sends_no_more_than_the_window_before_an_acknowledgement(spec: MqttSpec) -> None:
+def test_the_broker_sends_no_more_than_the_window_before_an_acknowledgement(spec: SensorTopicSpec) -> None:
     """A slow consumer holds messages back in the broker."""
-    source = MqttSource(spec.model_copy(update={"receive_maximum": 5}), 1)
+    source = SensorSource(spec.model_copy(update={"receive_maximum": 5}), 1)
     source.open(StreamState())
     publish(spec, make_packets(1, 30))
     assert [message.sequence for message in poll(source, 5)] == [1, 2, 3, 4, 5]
@@ -183,19 +185,19 @@ def test_the_broker_sends_no_more_than_the_window_before_an_acknowledgement(spec
 def test_a_broker_that_is_down_is_named_with_host_and_port() -> None:
     port = find_free_port()
     for call in ("open", "example"):
-        source = MqttSource(MqttSpec(broker=f"127.0.0.1:{port}", client_id="x"), 1)
+        source = SensorSource(SensorTopicSpec(broker=f"127.0.0.1:{port}", client_id="x"), 1)
         with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}.*refused.*host 127\.0\.0\.1, port {port}"):
             source.open(StreamState()) if call == "open" else source.example()
     with pytest.raises(ConfigError, match="HOST:PORT"):
-        MqttSource(MqttSpec(broker="there:x"), 1)
+        SensorSource(SensorTopicSpec(broker="there:x"), 1)
 
 
 def test_a_broker_that_rejects_the_client_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broker_module, "CONFIG", broker_module.CONFIG.replace("allow_anonymous true", ""))
     with PrivateBroker(tmp_path / "broker") as broker:
-        spec = MqttSpec(broker=broker.address, client_id="x", username="who", connect_timeout_s=1.0)
+        spec = SensorTopicSpec(broker=broker.address, client_id="x", username="who", connect_timeout_s=1.0)
         with pytest.raises(ConfigError, match=r"rejects this client .*[Nn]ot authorized"):
-            MqttSource(spec, 1).open(StreamState())
+            SensorSource(spec, 1).open(StreamState())
 
 
 def test_a_connection_with_tls_delivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,9 +209,9 @@ def test_a_connection_with_tls_delivers(tmp_path: Path, monkeypatch: pytest.Monk
     )  # fmt: skip
     monkeypatch.setattr(broker_module, "CONFIG", f"{broker_module.CONFIG}certfile {certificate}\nkeyfile {key}\n")
     with PrivateBroker(tmp_path / "broker") as broker:
-        spec = MqttSpec(broker=broker.address, topic="t/+", answers="t", client_id="tls", has_tls=True)
+        spec = SensorTopicSpec(broker=broker.address, topic="t/+", answers="t", client_id="tls", has_tls=True)
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-        source, malformed = MqttSource(spec, 1), list[MalformedPayload]()
+        source, malformed = SensorSource(spec, 1), list[MalformedPayload]()
         source.open(StreamState())
         messages = make_messages(100)
         source.publish([SensorForecast(message, 1.0, 0) for message in messages])  # which come back
@@ -218,23 +220,23 @@ def test_a_connection_with_tls_delivers(tmp_path: Path, monkeypatch: pytest.Monk
         source.close()
 
 
-def test_a_topic_without_messages_is_named(spec: MqttSpec) -> None:
-    source = MqttSource(spec.model_copy(update={"connect_timeout_s": 0.3}), 1)
+def test_a_topic_without_messages_is_named(spec: SensorTopicSpec) -> None:
+    source = SensorSource(spec.model_copy(update={"connect_timeout_s": 0.3}), 1)
     with pytest.raises(DataError, match="no message came"):
         source.example()
 
 
 def run_loop(
-    spec: MqttSpec, folder: Path, stop: Callable[[StreamLoop], bool]
+    spec: SensorTopicSpec, folder: Path, stop: Callable[[StreamLoop], bool]
 ) -> tuple[StreamLoop, list[tuple[str, dict[str, Any]]]]:
     events: list[tuple[str, dict[str, Any]]] = []
-    source = MqttSource(spec, 1, lambda kind, **details: events.append((kind, details)))
+    source = SensorSource(spec, 1, lambda kind, **details: events.append((kind, details)))
     loop = StreamLoop(
         OnlineTrainer(SMALL),
         source,
         folder,
         CommitSpec(messages=20, interval_s=0.1, keep_log=True),
-        source.publish,
+        source.publish_forecasts,
         lambda kind, **details: events.append((kind, details)),
     )
     loop.run(lambda: stop(loop))
@@ -242,7 +244,7 @@ def run_loop(
 
 
 @contextmanager
-def receive_forecasts(spec: MqttSpec) -> Iterator[queue.SimpleQueue[paho.MQTTMessage]]:
+def receive_forecasts(spec: SensorTopicSpec) -> Iterator[queue.SimpleQueue[paho.MQTTMessage]]:
     answers: queue.SimpleQueue[paho.MQTTMessage] = queue.SimpleQueue()
     client = paho.Client(CallbackAPIVersion.VERSION2, protocol=paho.MQTTv5)
     client.on_message = lambda client, data, packet: answers.put(packet)
@@ -257,7 +259,9 @@ def receive_forecasts(spec: MqttSpec) -> Iterator[queue.SimpleQueue[paho.MQTTMes
     client.loop_stop()
 
 
-def test_malformed_payloads_and_clock_jumps_are_counted_and_answers_come_back(spec: MqttSpec, tmp_path: Path) -> None:
+def test_malformed_payloads_and_clock_jumps_are_counted_and_answers_come_back(
+    spec: SensorTopicSpec, tmp_path: Path
+) -> None:
     begin_session(spec)
     packets = make_packets(1, 12)
     packets.insert(3, ("s1", b"hot", None))
@@ -271,7 +275,7 @@ def test_malformed_payloads_and_clock_jumps_are_counted_and_answers_come_back(sp
     malformed = [details for kind, details in events if kind == "malformed"]
     assert [(each["origin"].rpartition("/")[2], each["text"]) for each in malformed] == [("s1", "hot")]
     assert [each["sequence"] for each in received] == list(range(1, 13))
-    again = MqttSource(spec, 1)  # all was acknowledged, the malformed ones too
+    again = SensorSource(spec, 1)  # all was acknowledged, the malformed ones too
     again.open(StreamState())
     assert again.poll(1, 0.3).messages == []
     again.close()
@@ -286,7 +290,7 @@ def test_malformed_payloads_and_clock_jumps_are_counted_and_answers_come_back(sp
     ],
 )
 def test_sensors_of_a_wildcard_are_not_merged_and_each_has_a_topic_of_forecasts(
-    levels: str, sensor_field: str, named: list[str], spec: MqttSpec, tmp_path: Path
+    levels: str, sensor_field: str, named: list[str], spec: SensorTopicSpec, tmp_path: Path
 ) -> None:
     own = spec.model_copy(
         update={"topic": spec.topic.replace("+", levels), "client_id": levels, "sensor_field": sensor_field}
@@ -301,7 +305,7 @@ def test_sensors_of_a_wildcard_are_not_merged_and_each_has_a_topic_of_forecasts(
     assert topics == 2 * [f"{own.answers}/{name}" for name in named]
 
 
-def test_a_broker_that_goes_and_comes_back_costs_no_message(spec: MqttSpec, tmp_path: Path) -> None:
+def test_a_broker_that_goes_and_comes_back_costs_no_message(spec: SensorTopicSpec, tmp_path: Path) -> None:
     folder, port = tmp_path / "broker", find_free_port()
     broker = PrivateBroker(folder, port)
     own = spec.model_copy(update={"broker": broker.address})
@@ -329,7 +333,7 @@ def test_a_broker_that_goes_and_comes_back_costs_no_message(spec: MqttSpec, tmp_
     assert differing_tensors(loop.trainer.state_dict(), relearn(tmp_path / "run").state_dict()) == []
 
 
-def test_killed_at_any_moment_it_ends_in_the_same_weights(spec: MqttSpec, tmp_path: Path) -> None:
+def test_killed_at_any_moment_it_ends_in_the_same_weights(spec: SensorTopicSpec, tmp_path: Path) -> None:
     """SIGKILL, at moments drawn by a seed, of a process that learns from a real broker."""
     begin_session(spec)
     fleet, chance = Fleet(spec, num_sensors=20), random.Random(0)

@@ -13,9 +13,9 @@ from stream_case import SMALL, differing_tensors, make_messages
 from torch import nn
 
 from shoal.libs.stream.flow import describe_network
+from shoal.libs.stream.messages import Message
 from shoal.libs.stream.network import MAX_DEVIATIONS, StreamNetwork
 from shoal.libs.stream.sensor_table import SensorTable, Window
-from shoal.libs.stream.sources.source import Message
 from shoal.libs.stream.spec import OnlineSpec
 from shoal.libs.stream.trainer import OnlineTrainer, SensorForecast, split_into_waves
 

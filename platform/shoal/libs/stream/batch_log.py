@@ -21,7 +21,7 @@ import msgspec
 
 from shoal.atomic_file import create_private, make_folder, sync_folder
 from shoal.errors import CheckpointError
-from shoal.libs.stream.sources.source import Message
+from shoal.libs.stream.messages import Message
 
 _HEADER = struct.Struct("<II")
 _NAME = re.compile(r"batches-(\d{12})\.log")

@@ -23,9 +23,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from shoal.errors import ConfigError, needs_extra
-from shoal.libs.stream.sources.mqtt_source import KEEP_ALIVE_S, PUBLISHER, SEQUENCE, parse_address, send_at_once
-from shoal.libs.stream.sources.source import encode_payload
-from shoal.libs.stream.spec import MqttSpec
+from shoal.libs.stream.messages import encode_payload
+from shoal.libs.stream.spec import SensorTopicSpec
+from shoal.sources.mqtt import KEEP_ALIVE_S, PUBLISHER, SEQUENCE, parse_address, send_at_once
 
 with needs_extra("stream"):
     from paho.mqtt import client as paho
@@ -51,7 +51,7 @@ def make_topic(topic_filter: str, name: str) -> str:
 class Fleet:
     """Publishes readings, and measures answers if `measures`."""
 
-    def __init__(self, spec: MqttSpec, num_sensors: int, seed: int = 0, *, measures: bool = False) -> None:
+    def __init__(self, spec: SensorTopicSpec, num_sensors: int, seed: int = 0, *, measures: bool = False) -> None:
         self._spec, self._num_sensors = spec, num_sensors
         self._noise = random.Random(seed)
         self._publisher = f"fleet-{uuid.uuid4().hex[:12]}"  # a new process counts anew, under a new name
@@ -124,7 +124,7 @@ def main() -> None:
     """Publish until the number of messages, or the end of the standard input."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--broker", required=True)
-    parser.add_argument("--topic", default=MqttSpec().topic)
+    parser.add_argument("--topic", default=SensorTopicSpec().topic)
     parser.add_argument("--sensors", type=int, default=1000)
     parser.add_argument("--rate-hz", type=float, default=1.0)
     parser.add_argument("--messages", type=int, default=None)
@@ -138,7 +138,7 @@ def main() -> None:
         stopped.set()
 
     threading.Thread(target=wait_for_end, daemon=True).start()
-    spec = MqttSpec(broker=given.broker, topic=given.topic)
+    spec = SensorTopicSpec(broker=given.broker, topic=given.topic)
     fleet = Fleet(spec, given.sensors, measures=given.answers)
     for number in pace(given.sensors * given.rate_hz, given.messages, stopped):
         fleet.publish(number)

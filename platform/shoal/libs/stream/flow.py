@@ -28,13 +28,13 @@ from shoal.config import last_override
 from shoal.errors import RecordUnwritable, RegistryError, ShoalError
 from shoal.libs.stream.broker import PrivateBroker
 from shoal.libs.stream.loop import StreamLoop
-from shoal.libs.stream.sources.source import StreamSource
 from shoal.libs.stream.spec import OnlineSpec, StreamSpec
 from shoal.libs.stream.trainer import OnlineTrainer
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.runs import RunRecorder
 from shoal.runs.formatting import format_number
 from shoal.runs.report.event_messages import format_warning
+from shoal.sources.source import StreamSource
 from shoal.weights import WeightSnapshot
 
 JOB = "stream"
@@ -74,12 +74,12 @@ def check_stream(spec: StreamSpec) -> None:
 def make_source(spec: StreamSpec, report: Callable[..., None] = lambda kind, **details: None) -> StreamSource:
     """The source that the spec names: files, or a broker's topic."""
     if spec.files:
-        from shoal.libs.stream.sources.replay_source import ReplaySource
+        from shoal.libs.stream.replay_source import ReplaySource
 
         return ReplaySource(spec.files, spec.online.width)
-    from shoal.libs.stream.sources.mqtt_source import MqttSource
+    from shoal.libs.stream.sensor_source import SensorSource
 
-    return MqttSource(spec.mqtt, spec.online.width, report)
+    return SensorSource(spec.mqtt, spec.online.width, report)
 
 
 def run_stream(spec: StreamSpec, job: str = JOB) -> str:
@@ -96,7 +96,7 @@ def run_stream(spec: StreamSpec, job: str = JOB) -> str:
             here = _start_own_broker(spec, recorder, stack)
             monitor = _Monitor(here, recorder)
             source = make_source(here, monitor.report)
-            publish = getattr(source, "publish", lambda answers: None)
+            publish = getattr(source, "publish_forecasts", lambda answers: None)
             saved = _Registrar(here, recorder, monitor.report)
             loop = StreamLoop(
                 OnlineTrainer(here.online), source, recorder.folder, here.commit, publish, monitor.report, saved

@@ -52,11 +52,12 @@ from shoal.checkpoint import files
 from shoal.checkpoint.directory import list_newest_first
 from shoal.errors import CheckpointError
 from shoal.libs.stream.batch_log import BatchLog, LoggedBatch
-from shoal.libs.stream.deduplicator import Deduplicator
-from shoal.libs.stream.sources.source import Delivery, Message, StreamSource, StreamState
+from shoal.libs.stream.messages import Message
 from shoal.libs.stream.spec import CommitSpec
 from shoal.libs.stream.statistics import StreamStatistics
 from shoal.libs.stream.trainer import OnlineTrainer, SensorForecast
+from shoal.sources.deduplicator import Deduplicator
+from shoal.sources.source import Delivery, StreamSource, StreamState
 
 POLL_S = 0.05  # how long an idle loop waits before it looks whether to stop or to commit
 PAUSE_S = 0.005  # without a message for so long, what is pending is learnt

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, model_validator
 
 from shoal.config import Spec
 from shoal.registry import AliasNames
+from shoal.sources.mqtt_spec import MqttSpec
 
 
 class OnlineSpec(Spec):
@@ -39,32 +40,20 @@ class OnlineSpec(Spec):
         return self
 
 
-class MqttSpec(Spec):
-    """A topic of an MQTT 5 broker.
+class SensorTopicSpec(MqttSpec):
+    """A topic whose messages are of sensors. The other fields are those of every topic.
 
-    broker:            HOST or HOST:PORT; "" starts a private mosquitto on this machine, with simulated sensors
-    topic:             filter of the sensors' topics; what its wildcards match names the sensor, joined by `/`; without
-                       wildcards, the topic's last level
-    sensor_field:      a payload's field that names the sensor instead
-    answers:           forecasts are published to ANSWERS/SENSOR; "" publishes none
-    client_id:         names the session in which the broker holds what is not acknowledged; "": by the run
-    receive_maximum:   messages that the broker may send beyond the last acknowledged one
-    session_expiry_s:  how long the broker holds messages for a run that is away
-    username, password, has_tls: of the broker
-    connect_timeout_s: for the first connection
+    broker:       HOST or HOST:PORT; "" starts a private mosquitto on this machine, with simulated sensors
+    topic:        filter of the sensors' topics; what its wildcards match names the sensor, joined by `/`; without
+                  wildcards, the topic's last level
+    sensor_field: a payload's field that names the sensor instead
+    answers:      forecasts are published to ANSWERS/SENSOR; "" publishes none
+    client_id:    "": by the run
     """
 
-    broker: str = ""
     topic: str = "shoal/sensors/+"
     sensor_field: str = ""
     answers: str = "shoal/forecasts"
-    client_id: str = ""
-    receive_maximum: int = Field(default=4000, ge=1, le=65535)
-    session_expiry_s: int = Field(default=86400, ge=1, lt=2**32)
-    username: str = ""
-    password: SecretStr = SecretStr("")
-    has_tls: bool = False
-    connect_timeout_s: float = Field(default=10.0, gt=0)
 
 
 class CommitSpec(Spec):
@@ -96,7 +85,7 @@ class StreamSpec(Spec):
     resume:           the run to go on with
     """
 
-    mqtt: MqttSpec = MqttSpec()
+    mqtt: SensorTopicSpec = SensorTopicSpec()
     files: tuple[str, ...] = ()
     online: OnlineSpec = OnlineSpec()
     commit: CommitSpec = CommitSpec()

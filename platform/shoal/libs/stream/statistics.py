@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from shoal.libs.stream.sources.source import Message
+from shoal.libs.stream.messages import Message
 
 
 class StreamStatistics:

@@ -18,10 +18,10 @@ from torch import nn
 
 from shoal.errors import SpecMismatch
 from shoal.libs.stream.drift import PageHinkley
+from shoal.libs.stream.messages import Message
 from shoal.libs.stream.network import MAX_DEVIATIONS, StreamNetwork
 from shoal.libs.stream.numpy_network import StepWeights, observe, step
 from shoal.libs.stream.sensor_table import SensorTable
-from shoal.libs.stream.sources.source import Message
 from shoal.libs.stream.spec import OnlineSpec
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import shoal.runs
 from shoal.data import Data, Loader
-from shoal.data.dataset import length_of
+from shoal.data.dataset import is_stream, length_of
 from shoal.data.fingerprint import fingerprint
 from shoal.data.loader import load_first_batch
 from shoal.errors import ConfigError, DataError, OutOfMemory, PlanError, summarize_error
@@ -96,6 +96,7 @@ def _validate_model(spec: TrainSpec, task: Task, data: Data, samples: int) -> Va
     measured = _find_metric_names(spec, task, model, batch)
     _require_watched_metrics(spec, data, measured)
     _require_reachable_end(spec, data)
+    _require_room_for_messages(spec, data)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     signature = infer_signature(task, model, batch)
     parts = {"train": data.train, "validation": data.validation, "test": data.test}
@@ -246,6 +247,20 @@ def _require_reachable_end(spec: TrainSpec, data: Data) -> None:
     if not (has_limit or has_epochs):
         problem = f"{type(data.train).__name__} has no length, and nothing but an evaluation ends the run"
         raise ConfigError("evaluate.every_steps", None, problem, "give evaluate.every_steps=500, say, or stop.steps")
+
+
+def _require_room_for_messages(spec: TrainSpec, data: Data) -> None:
+    """A broker waits for acknowledgements, which follow checkpoints: two groups must fit into what it sends ahead."""
+    limit = getattr(data.train, "max_unacknowledged", None)
+    if not is_stream(data.train) or limit is None:
+        return
+    every = spec.checkpoint.every_steps
+    if every is None:
+        problem = "is by time, and a broker that waits for an acknowledgement sends nothing to train on until then"
+        raise ConfigError("checkpoint.every_steps", None, problem, "give a number of steps")
+    if (needed := (2 * every + 1) * spec.batch_size) > limit:
+        problem = f"needs {needed} messages before the first of them is acknowledged, and the broker sends {limit}"
+        raise ConfigError("checkpoint.every_steps", every, problem, "lower it or batch_size, or raise receive_maximum")
 
 
 def _require_picklable(task: Task, spec: TrainSpec) -> None:

@@ -74,6 +74,7 @@ class CheckpointManager:
         self._checkpointer = Checkpointer(folder, keep=spec.keep, asynchronous=spec.asynchronous)
         self._saved_step = -1
         self._saved_elapsed_s = 0.0
+        self._uncommitted: dict[str, Any] | None = None  # the data position of a checkpoint on its way to the disk
 
     def restore(self) -> Restored | None:
         """Restore everything from the newest good checkpoint; None if there is none. Collective."""
@@ -147,7 +148,7 @@ class CheckpointManager:
         except CheckpointError as error:
             self._report_failed_save(error, progress.step, must)
         else:
-            self._saved_step = progress.step
+            self._saved_step, self._uncommitted = progress.step, extras["position"]
         self._saved_elapsed_s = progress.elapsed_s
 
     def wait_until_copied(self) -> None:
@@ -159,8 +160,15 @@ class CheckpointManager:
         try:
             self._checkpointer.wait()
         except CheckpointError as error:
-            lost, self._saved_step = self._saved_step, -1
+            lost, self._saved_step, self._uncommitted = self._saved_step, -1, None
             self._report_failed_save(error, lost if lost >= 0 else None, must)
+        self._commit()
+
+    def _commit(self) -> None:
+        """Tell the data what is on the disk."""
+        if self._uncommitted is not None:
+            self._components.commit_position(self._uncommitted)
+            self._uncommitted = None
 
     def describe_newest(self) -> str | None:
         """The newest good checkpoint as a text for a message, or None. Collective."""
@@ -191,7 +199,9 @@ class CheckpointManager:
         try:
             self._checkpointer.close()
         except CheckpointError as error:
+            self._uncommitted = None
             self._report_failed_save(error, None, must=False)
+        self._commit()
 
     def _require_finite_weights(self, step: int) -> None:
         """A gradient may have corrupted the weights in a step with a finite loss; the next step would show it too

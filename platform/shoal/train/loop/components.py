@@ -230,6 +230,10 @@ class TrainComponents:
         """The data position, for any number of ranks; rank 0's is used."""
         return self.training.state_dict()
 
+    def commit_position(self, position: dict[str, Any]) -> None:
+        """Tell the data that a checkpoint with this position is on the disk."""
+        self.training.commit(position)
+
     def get_rank_position(self) -> dict[str, Any]:
         """The part of the position that belongs to this rank."""
         own: dict[str, Any] = {"data": self.training.state_dict()}

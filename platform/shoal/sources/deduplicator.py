@@ -1,6 +1,6 @@
 """Tells a message that was delivered before from a new one, in bounded memory.
 
-Called by `StreamLoop`; its state is a part of each checkpoint.
+Called by `MessageDataset` and the stream library; its state is a part of each checkpoint.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
-from shoal.libs.stream.sources.source import Message
+from shoal.sources.source import StreamMessage
 
 WINDOW = 4096  # messages
 
@@ -33,13 +33,13 @@ class Deduplicator:
         """The highest sequence of each publisher."""
         return {publisher: highest for publisher, (highest, _) in self._seen.items()}
 
-    def admit(self, message: Message) -> bool:
+    def admit(self, message: StreamMessage) -> bool:
         """Whether it is new; from now on it is not."""
         is_new = self._admit_counted(message) if message.publisher else self._admit_hash(message.sequence)
         self.num_duplicates += not is_new
         return is_new
 
-    def _admit_counted(self, message: Message) -> bool:
+    def _admit_counted(self, message: StreamMessage) -> bool:
         highest, bits = self._seen.get(message.publisher, (message.sequence - 1, 0))
         ahead = message.sequence - highest
         if ahead > 0:

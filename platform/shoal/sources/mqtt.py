@@ -22,12 +22,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
-
 from shoal.errors import ConfigError, DataError, needs_extra, summarize_error
-from shoal.libs.stream.sources.source import Delivery, MalformedPayload, Message, MessageParser, StreamState
-from shoal.libs.stream.spec import MqttSpec
-from shoal.libs.stream.trainer import SensorForecast
+from shoal.sources.mqtt_spec import MqttSpec
+from shoal.sources.source import Delivery, MalformedPayload, Parser, SampleParser, StreamState
 
 with needs_extra("stream"):
     from paho.mqtt import client as paho
@@ -52,15 +49,21 @@ class _Arrival(NamedTuple):
 
 
 class MqttSource:
-    """Messages of `spec.topic`, and answers back.
+    """Messages of `spec.topic`, and answers back; as training data, `shoal.Data(train=MqttSource(spec, decode))`.
 
-    width:  values of a message; 0: any number
+    parser: makes messages of payloads; or a function of (topic, payload) that makes samples, and raises ValueError for
+            what is none
     report: called with the kind and the details of an event, from the network thread: `broker_lost`, `broker_back`
     """
 
-    def __init__(self, spec: MqttSpec, width: int, report: Callable[..., None] = lambda kind, **details: None) -> None:
+    def __init__(
+        self,
+        spec: MqttSpec,
+        parser: Parser | Callable[[str, bytes], Any],
+        report: Callable[..., None] = lambda kind, **details: None,
+    ) -> None:
         self._spec, self._report = spec, report
-        self._parser = MessageParser(width, spec.topic, spec.sensor_field)
+        self._parser: Parser = SampleParser(parser) if callable(parser) else parser
         self._address = parse_address(spec)
         self._arrived: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
         self._unacknowledged: deque[tuple[int, int, int]] = deque()  # delivery, connection, packet id
@@ -78,10 +81,15 @@ class MqttSource:
         return False
 
     @property
+    def max_unacknowledged(self) -> int:
+        """Messages that the broker sends before it waits for an acknowledgement."""
+        return self._spec.receive_maximum
+
+    @property
     def num_reconnects(self) -> int:
         return max(self._connection - 1, 0)
 
-    def example(self) -> Message:
+    def example(self) -> Any:
         """The next message that comes, through a connection of its own: the session's messages stay in the broker."""
         found: queue.SimpleQueue[paho.MQTTMessage] = queue.SimpleQueue()
         client = paho.Client(CallbackAPIVersion.VERSION2, protocol=paho.MQTTv5)
@@ -96,7 +104,7 @@ class MqttSource:
         try:
             while (left_s := deadline_s - time.monotonic()) > 0:
                 parsed = self._parse(found.get(timeout=left_s), time.time())
-                if isinstance(parsed, Message):
+                if not isinstance(parsed, MalformedPayload):
                     return parsed
         except queue.Empty:
             pass
@@ -104,7 +112,7 @@ class MqttSource:
             client.disconnect()
             client.loop_stop()
         problem = f"no message came in {self._spec.connect_timeout_s:g} s"
-        raise DataError("mqtt.topic", self._spec.topic, problem, "start the sensors, or correct the topic")
+        raise DataError("mqtt.topic", self._spec.topic, problem, "start the publishers, or correct the topic")
 
     def open(self, state: StreamState) -> None:
         """Take up the session. Raises ConfigError when no broker answers, or it rejects this client.
@@ -182,7 +190,7 @@ class MqttSource:
     # -- the caller's thread
 
     def poll(self, max_messages: int, timeout_s: float) -> Delivery:
-        messages: list[Message] = []
+        messages: list[Any] = []
         malformed: list[MalformedPayload] = []
         num_redelivered, received_s = 0, 0.0
         while len(messages) + len(malformed) < max_messages:
@@ -198,13 +206,13 @@ class MqttSource:
             num_redelivered += arrival.packet.dup
             received_s = arrival.received_s
             parsed = self._parse(arrival.packet, arrival.received_s)
-            if isinstance(parsed, Message):
+            if not isinstance(parsed, MalformedPayload):
                 messages.append(parsed)
             else:
                 malformed.append(parsed)
         return Delivery(messages, malformed, num_redelivered, received_s)
 
-    def _parse(self, packet: paho.MQTTMessage, received_s: float) -> Message | MalformedPayload:
+    def _parse(self, packet: paho.MQTTMessage, received_s: float) -> Any:
         names: dict[str, str] = dict(getattr(packet.properties, "UserProperty", ()))
         sequence = names.get(SEQUENCE, "")
         counted = int(sequence) if sequence.isdecimal() else None
@@ -219,20 +227,10 @@ class MqttSource:
             if connection == self._connection:
                 self._client.ack(packet_id, 1)
 
-    def publish(self, answers: Sequence[SensorForecast]) -> None:
-        """Send answers at most once each (QoS 0): one that comes late is of no use."""
-        if self._client is None or not self._spec.answers:
-            return
-        for answer in answers:
-            message = answer.message
-            content = {
-                "forecast": answer.prediction,
-                "time": message.time_s,
-                PUBLISHER: message.publisher,
-                SEQUENCE: message.sequence,
-                "updates": answer.num_updates,
-            }
-            sent = self._client.publish(f"{self._spec.answers}/{message.sensor}", msgspec.json.encode(content))
+    def publish(self, topic: str, payload: bytes) -> None:
+        """Send at most once (QoS 0)."""
+        if self._client is not None:
+            sent = self._client.publish(topic, payload)
             self.num_answers_dropped += sent.rc != paho.MQTT_ERR_SUCCESS
 
     def close(self) -> None:

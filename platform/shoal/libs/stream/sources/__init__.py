@@ -1,1 +1,0 @@
-"""Where messages come from: a broker, files; and what they have in common."""

@@ -1,0 +1,213 @@
+"""Pictures that arrive through a broker train LeNet: none is lost, and none counts twice, however the process ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from paho.mqtt import client as paho
+from paho.mqtt.enums import CallbackAPIVersion
+from paho.mqtt.packettypes import PacketTypes
+from paho.mqtt.properties import Properties
+
+import shoal.runs
+from message_task import IMAGE_BYTES, make_source
+from shoal.data import Data, Loader, LoaderSpec
+from shoal.data.fingerprint import fingerprint
+from shoal.data.loader import load_first_batch
+from shoal.errors import ConfigError, DataError
+from shoal.libs.stream.broker import PrivateBroker
+from shoal.runs import Status
+from shoal.sources.mqtt_spec import MqttSpec
+from shoal.sources.source import Delivery, MalformedPayload, Sample, StreamState
+from shoal.train.launch.local import fit_locally
+from shoal.train.launch.validate import validate_run
+from shoal.train.spec import TrainSpec
+from waiting import wait_for
+
+TASK = Path(__file__).parents[1] / "message_task.py"
+BATCH, STEPS = 8, 24
+NUMBERS = range(1, STEPS * BATCH + 1)
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateBroker]:
+    with PrivateBroker(tmp_path_factory.mktemp("broker")) as started:
+        yield started
+
+
+def publish(broker: PrivateBroker, topic: str, numbers: range) -> None:
+    """Picture `number` has its number in the first pixels; its class is its last digit."""
+    client = paho.Client(CallbackAPIVersion.VERSION2, protocol=paho.MQTTv5)
+    client.connect("127.0.0.1", broker.port)
+    client.loop_start()
+    for number in numbers:
+        properties = Properties(PacketTypes.PUBLISH)
+        properties.UserProperty = [("publisher", "camera"), ("sequence", str(number))]
+        pixels = np.zeros(IMAGE_BYTES, np.uint8)
+        pixels[:2] = divmod(number, 256)
+        sent = client.publish(f"{topic}/{number % 10}", pixels.tobytes(), 1, properties=properties)
+        sent.wait_for_publish(600)
+    client.disconnect()
+    client.loop_stop()
+
+
+def begin_session(broker: PrivateBroker, name: str) -> None:
+    """From now on, the broker holds messages for it; whoever looks at the stream before a run finds an example."""
+    publish_retained(broker, f"{name}/0")
+    source = make_source(broker.address, name)
+    source.open(StreamState())
+    source.close()
+
+
+def make_spec(broker: PrivateBroker, name: str, folder: Path, *words: str) -> TrainSpec:
+    args = [f"args.broker={broker.address}", f"args.name={name}", f"args.notes={folder / 'notes'}"]
+    sizes = [f"batch_size={BATCH}", f"stop.steps={STEPS}", "checkpoint.every_steps=3", "log_every_steps=1", "threads=1"]
+    return TrainSpec().override([f"task={TASK}:Pictures", *args, *sizes, *words])
+
+
+def read_notes(folder: Path) -> list[list[int]]:
+    """The numbers of the pictures of each step that was taken. 0 is the example, of checks before the run."""
+    steps = [json.loads(line) for line in (folder / "notes").read_text().splitlines()]
+    return [step for step in steps if 0 not in step]
+
+
+def test_lenet_learns_from_pictures_of_a_broker_and_a_kill_loses_none(broker: PrivateBroker, tmp_path: Path) -> None:
+    begin_session(broker, "killed")
+    publish(broker, "killed", NUMBERS)
+    spec = make_spec(broker, "killed", tmp_path)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-m", "shoal.train"]
+    first = [f"task={TASK}:Pictures", *spec_words(spec), "args.wait_at=14"]
+    with subprocess.Popen([*words, *first], env=environment) as process:
+        wait_for(lambda: (tmp_path / "notes").exists() and len(read_notes(tmp_path)) >= 14, what="fourteen steps")
+        process.kill()
+    before = shoal.runs.load("latest")
+    taken = read_notes(tmp_path)
+    (tmp_path / "notes").unlink()
+    done = subprocess.run([*words, f"resume={before.id}", "args.wait_at=0"], env=environment, timeout=600)
+    assert done.returncode == 0
+    run = shoal.runs.load("latest")
+    assert (run.id, run.status) == (before.id, Status.FINISHED)
+    restored = run.last_events()["restored"]["step"]
+    assert 0 < restored <= 14
+    again = read_notes(tmp_path)
+    learnt = Counter(number for step in [*taken[:restored], *again] for number in step)
+    assert learnt == Counter(NUMBERS), "of the weights that are kept, each picture is in one step"
+    publish(broker, "killed", range(900, 908))
+    source = make_source(broker.address, "killed")
+    source.open(StreamState())
+    assert [int(each.value[2]) for each in source.poll(100, 600).messages] == list(range(900, 908)), (
+        "all is acknowledged"
+    )
+    source.close()
+
+
+def spec_words(spec: TrainSpec) -> list[str]:
+    """As a user would type them."""
+    names = [f"args.{name}={value}" for name, value in spec.args.items()]
+    sizes = [f"batch_size={spec.batch_size}", f"stop.steps={spec.stop.steps}", "threads=1", "log_every_steps=1"]
+    return [*names, *sizes, f"checkpoint.every_steps={spec.checkpoint.every_steps}"]
+
+
+def test_it_is_stopped_in_order_and_goes_on(broker: PrivateBroker, tmp_path: Path) -> None:
+    begin_session(broker, "stopped")
+    publish(broker, "stopped", NUMBERS)
+    half = fit_locally(make_spec(broker, "stopped", tmp_path, "stop.steps=10"), registers=False, predicts=False)
+    assert half.steps == 10
+    spec = make_spec(broker, "stopped", tmp_path, "stop.steps=14")
+    fit_locally(spec, registers=False, predicts=False)  # another run: what was learnt does not come to it
+    numbers = [number for step in read_notes(tmp_path) for number in step]
+    assert numbers == list(NUMBERS)
+
+
+class Memory:
+    """A source of a list, which may be restarted."""
+
+    is_exhausted = False
+
+    def __init__(self, *messages: Sample | MalformedPayload) -> None:
+        self._messages, self._at, self._committed = list(messages), 0, 0
+        self.num_delivered, self.commits = 0, list[StreamState]()
+
+    def example(self) -> Sample:
+        return next(each for each in self._messages if isinstance(each, Sample))
+
+    def open(self, state: StreamState) -> None:
+        self._at = self._committed
+
+    def poll(self, max_messages: int, timeout_s: float) -> Delivery:
+        taken = self._messages[self._at : self._at + max_messages]
+        self._at += len(taken)
+        self.num_delivered += len(taken)
+        self.is_exhausted = self._at == len(self._messages)
+        samples = [each for each in taken if isinstance(each, Sample)]
+        return Delivery(samples, [each for each in taken if isinstance(each, MalformedPayload)])
+
+    def commit(self, state: StreamState) -> None:
+        self.commits.append(state)
+
+    def close(self) -> None:
+        self.is_exhausted = False
+
+
+def samples(*sequences: int) -> list[Sample]:
+    return [Sample(torch.tensor(each), "p", each) for each in sequences]
+
+
+def test_a_batch_is_of_new_messages_in_their_order_and_only_what_is_saved_is_committed() -> None:
+    bad = MalformedPayload("t", "is no picture", "x")
+    source = Memory(*samples(1, 2), bad, *samples(2, 3, 4, 5))
+    with Loader(source, batch_size=2) as loader:
+        batches = iter(loader)
+        assert next(batches).tolist() == [1, 2]
+        saved = loader.state_dict()
+        assert next(batches).tolist() == [3, 4]
+        assert source.commits == []
+        loader.commit(saved)
+        loader.commit(loader.state_dict())
+    first, second = source.commits
+    assert first.num_delivered <= 3, "2, and at most what is malformed before the next"
+    assert (first.sequences, second.sequences) == ({"p": 2}, {"p": 4})
+    with Loader(source, batch_size=2) as again:  # of the next process, to which all comes again
+        again.load_state_dict(saved)
+        assert next(iter(again)).tolist() == [3, 4]
+
+
+def test_what_a_stream_cannot_be_is_refused(broker: PrivateBroker, tmp_path: Path) -> None:
+    source = Memory(*samples(1, 2))
+    with pytest.raises(ConfigError, match="data = 'Memory': is a stream, which 2 data ranks cannot share"):
+        Loader(source, batch_size=2, share=(0, 2))
+    with pytest.raises(ConfigError, match=r"loader.workers = 1: Memory is read in the training process"):
+        Loader(source, batch_size=2, spec=LoaderSpec(workers=1))
+    assert load_first_batch(Data(source), 3).tolist() == [1, 1, 1]
+    assert source.num_delivered == 0, "an example is not consumed"
+    assert fingerprint(source) == fingerprint(Memory())
+    publish_retained(broker, "refused/1")
+    for words, problem in (
+        (["checkpoint.every_steps=null"], r"checkpoint.every_steps = None: is by time, and a broker"),
+        (["batch_size=500"], r"checkpoint.every_steps = 3: needs 3500 messages before .*, and the broker sends 1000"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            validate_run(make_spec(broker, "refused", tmp_path, *words))
+    silent = MqttSpec(broker=broker.address, topic="nothing/+", client_id="n", connect_timeout_s=0.2)
+    with pytest.raises(DataError, match="no message came"):
+        load_first_batch(Data(make_source(silent.broker, "nothing", timeout_s=0.2)), 1)
+
+
+def publish_retained(broker: PrivateBroker, topic: str) -> None:
+    """A message that everybody gets who subscribes later."""
+    client = paho.Client(CallbackAPIVersion.VERSION2, protocol=paho.MQTTv5)
+    client.connect("127.0.0.1", broker.port)
+    client.loop_start()
+    client.publish(topic, bytes(IMAGE_BYTES), 1, retain=True).wait_for_publish(600)
+    client.disconnect()
+    client.loop_stop()
