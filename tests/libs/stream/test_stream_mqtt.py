@@ -214,7 +214,7 @@ def test_a_connection_with_tls_delivers(tmp_path: Path, monkeypatch: pytest.Monk
         source, malformed = SensorSource(spec, 1), list[MalformedPayload]()
         source.open(StreamState())
         messages = make_messages(100)
-        source.publish([SensorForecast(message, 1.0, 0) for message in messages])  # which come back
+        source.publish_forecasts([SensorForecast(message, 1.0, 0) for message in messages])  # which come back
         while len(malformed) < len(messages):
             malformed += wait_for(lambda: source.poll(100, 0.1).malformed, what="messages")
         source.close()

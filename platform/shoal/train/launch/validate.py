@@ -96,7 +96,7 @@ def _validate_model(spec: TrainSpec, task: Task, data: Data, samples: int) -> Va
     measured = _find_metric_names(spec, task, model, batch)
     _require_watched_metrics(spec, data, measured)
     _require_reachable_end(spec, data)
-    _require_room_for_messages(spec, data)
+    _require_capacity_for_messages(spec, data)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     signature = infer_signature(task, model, batch)
     parts = {"train": data.train, "validation": data.validation, "test": data.test}
@@ -249,7 +249,7 @@ def _require_reachable_end(spec: TrainSpec, data: Data) -> None:
         raise ConfigError("evaluate.every_steps", None, problem, "give evaluate.every_steps=500, say, or stop.steps")
 
 
-def _require_room_for_messages(spec: TrainSpec, data: Data) -> None:
+def _require_capacity_for_messages(spec: TrainSpec, data: Data) -> None:
     """A broker waits for acknowledgements, which follow checkpoints: two groups must fit into what it sends ahead."""
     limit = getattr(data.train, "max_unacknowledged", None)
     if not is_stream(data.train) or limit is None:
