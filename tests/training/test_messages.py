@@ -19,14 +19,14 @@ from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 
 import shoal.runs
-from message_task import IMAGE_BYTES, make_source
+from message_task import IMAGE_BYTES, decode, make_source
 from shoal.data import Data, Loader, LoaderSpec
 from shoal.data.fingerprint import fingerprint
 from shoal.data.loader import load_first_batch
 from shoal.errors import ConfigError, DataError
 from shoal.libs.stream.broker import PrivateBroker
 from shoal.runs import Status
-from shoal.sources.mqtt_spec import MqttSpec
+from shoal.sources import MqttSource, MqttSpec
 from shoal.sources.source import Delivery, MalformedPayload, Sample, StreamState
 from shoal.train.launch.local import fit_locally
 from shoal.train.launch.validate import validate_run
@@ -132,7 +132,8 @@ def test_it_is_stopped_in_order_and_goes_on(broker: PrivateBroker, tmp_path: Pat
 class Memory:
     """A source of a list, which may be restarted."""
 
-    is_exhausted = False
+    is_exhausted, never_ends = False, False
+    max_unacknowledged: int | None = None
 
     def __init__(self, *messages: Sample | MalformedPayload) -> None:
         self._messages, self._at, self._committed = list(messages), 0, 0
@@ -148,7 +149,7 @@ class Memory:
         taken = self._messages[self._at : self._at + max_messages]
         self._at += len(taken)
         self.num_delivered += len(taken)
-        self.is_exhausted = self._at == len(self._messages)
+        self.is_exhausted = self._at == len(self._messages) and not self.never_ends
         samples = [each for each in taken if isinstance(each, Sample)]
         return Delivery(samples, [each for each in taken if isinstance(each, MalformedPayload)])
 
@@ -182,6 +183,35 @@ def test_a_batch_is_of_new_messages_in_their_order_and_only_what_is_saved_is_com
         assert next(iter(again)).tolist() == [3, 4]
 
 
+def test_what_a_loaded_state_has_learnt_is_acknowledged_at_once() -> None:
+    """Else a broker that sends so many ahead, and no more, would wait for ever."""
+    source = Memory(*samples(*range(1, 9)))
+    with Loader(source, batch_size=4) as loader:
+        next(iter(loader))
+        saved = loader.state_dict()
+    again = Memory(*samples(*range(1, 9)))
+    with Loader(again, batch_size=2) as loader:
+        loader.load_state_dict({**saved, "states": saved["states"]})
+        assert next(iter(loader)).tolist() == [5, 6]
+    assert not again.commits, "they came with others"
+    apart = Memory(*samples(1, 2, 3, 4))
+    with Loader(apart, batch_size=2) as loader:
+        loader.load_state_dict(saved)
+        assert list(loader) == []
+    assert [each.num_delivered for each in apart.commits] == [4]
+
+
+def test_a_broker_that_waits_for_an_acknowledgement_is_named() -> None:
+    source = Memory(*samples(1, 2, 3))
+    source.max_unacknowledged = 3
+    source.never_ends = True
+    with Loader(source, batch_size=2) as loader:
+        batches = iter(loader)
+        next(batches)
+        with pytest.raises(DataError, match="waits for an acknowledgement: 3 messages are not in a checkpoint yet"):
+            next(batches)
+
+
 def test_what_a_stream_cannot_be_is_refused(broker: PrivateBroker, tmp_path: Path) -> None:
     source = Memory(*samples(1, 2))
     with pytest.raises(ConfigError, match="data = 'Memory': is a stream, which 2 data ranks cannot share"):
@@ -194,13 +224,27 @@ def test_what_a_stream_cannot_be_is_refused(broker: PrivateBroker, tmp_path: Pat
     publish_retained(broker, "refused/1")
     for words, problem in (
         (["checkpoint.every_steps=null"], r"checkpoint.every_steps = None: is by time, and a broker"),
+        (["workers=2", "parallel=tensor"], "workers = 2: cannot share a stream of messages"),
+        (["stop.epochs=2"], r"stop.epochs = 2.0: a stream of messages has no epochs"),
         (["batch_size=500"], r"checkpoint.every_steps = 3: needs 3500 messages before .*, and the broker sends 1000"),
     ):
         with pytest.raises(ConfigError, match=problem):
             validate_run(make_spec(broker, "refused", tmp_path, *words))
-    silent = MqttSpec(broker=broker.address, topic="nothing/+", client_id="n", connect_timeout_s=0.2)
     with pytest.raises(DataError, match="no message came"):
-        load_first_batch(Data(make_source(silent.broker, "nothing", timeout_s=0.2)), 1)
+        load_first_batch(Data(make_source(broker.address, "nothing", timeout_s=0.2)), 1)
+    with pytest.raises(ConfigError, match=r"mqtt.client_id = '': is empty. name the session"):
+        MqttSource(MqttSpec(broker=broker.address, topic="t"), decode)
+
+
+def test_a_message_that_the_broker_holds_is_an_example_and_stays(broker: PrivateBroker) -> None:
+    source = make_source(broker.address, "held", timeout_s=1.0)
+    source.open(StreamState())
+    source.close()
+    publish(broker, "held", range(7, 8))
+    assert load_first_batch(Data(source), 2)[2].tolist() == [7, 7]
+    source.open(StreamState())
+    assert [each.value[2] for each in source.poll(10, 600).messages] == [7]
+    source.close()
 
 
 def publish_retained(broker: PrivateBroker, topic: str) -> None:

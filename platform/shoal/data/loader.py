@@ -97,6 +97,11 @@ class Loader:
         return self._epoch_plan.num_batches
 
     @property
+    def is_stream(self) -> bool:
+        """Whether the data is a stream of messages, which is told what is on the disk."""
+        return self._messages is not None
+
+    @property
     def relative_share(self) -> float:
         """The samples of the last batch on this rank, relative to an equal division: the weight of its mean."""
         return self.num_samples * self._num_ranks / self.num_global if self.num_global else 1.0
@@ -132,7 +137,7 @@ class Loader:
     def _next(self) -> ReadBatch | None:
         if self._epoch_plan.is_over(self.position):
             return None
-        self._read_ahead(1 + self._transfer.ahead)
+        self._read_ahead(1 if self.is_stream else 1 + self._transfer.ahead)  # the next message may never come
         first = self._in_flight.popleft()
         self._is_feed_positioned = isinstance(first, ReadBatch)
         if isinstance(first, ReadBatch):

@@ -46,6 +46,7 @@ def load_reference(reference: str) -> Any:
     also looked for in the current folder.
     """
     module, _, name = translate_reference(reference).partition(":")
+    path: Path | None = None
     if module.endswith(".py"):
         path = Path(module)
         if not path.is_file():
@@ -56,6 +57,9 @@ def load_reference(reference: str) -> Any:
     elif (folder := os.getcwd()) not in sys.path:  # a program such as `shoal` has its own folder there
         sys.path.append(folder)
     try:
-        return getattr(importlib.import_module(module), name)
+        found = importlib.import_module(module)
+        if path is not None and Path(found.__file__ or "").resolve() != path.resolve():
+            raise ValueError(f"{reference} is hidden by the module {module!r} of {found.__file__}: rename the file")
+        return getattr(found, name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{reference} cannot be loaded ({error})") from error

@@ -38,6 +38,7 @@ PUBLISHER, SEQUENCE = "publisher", "sequence"  # user properties of a message
 DEFAULT_PORT, TLS_PORT = 1883, 8883
 KEEP_ALIVE_S = 30
 CLOSE_S = 5.0
+POLL_S = 1.0  # for what the broker has at hand
 
 
 class _Arrival(NamedTuple):
@@ -62,6 +63,8 @@ class MqttSource:
         parser: Parser | Callable[[str, bytes], Any],
         report: Callable[..., None] = lambda kind, **details: None,
     ) -> None:
+        if callable(parser):
+            _require_session(spec)
         self._spec, self._report = spec, report
         self._parser: Parser = SampleParser(parser) if callable(parser) else parser
         self._address = parse_address(spec)
@@ -90,12 +93,16 @@ class MqttSource:
         return max(self._connection - 1, 0)
 
     def example(self) -> Any:
-        """The next message that comes, through a connection of its own: the session's messages stay in the broker."""
+        """The next message that comes, through a connection of its own: the session's messages stay in the broker. If
+        none comes, the session's first. Raises ConfigError for a client that is rejected."""
+        malformed, rejected = "", list[str]()
         found: queue.SimpleQueue[paho.MQTTMessage] = queue.SimpleQueue()
         client = paho.Client(CallbackAPIVersion.VERSION2, protocol=paho.MQTTv5)
         client.on_message = lambda client, data, packet: found.put(packet)
 
         def subscribe(client: paho.Client, data: Any, flags: Any, reason: ReasonCode, properties: Any) -> None:
+            if reason.is_failure:
+                rejected.append(str(reason))
             client.subscribe(self._spec.topic, qos=0)
 
         client.on_connect = subscribe
@@ -106,13 +113,28 @@ class MqttSource:
                 parsed = self._parse(found.get(timeout=left_s), time.time())
                 if not isinstance(parsed, MalformedPayload):
                     return parsed
+                malformed = f"; the last one was malformed: {parsed.problem}"
         except queue.Empty:
             pass
         finally:
             client.disconnect()
             client.loop_stop()
-        problem = f"no message came in {self._spec.connect_timeout_s:g} s"
+        if rejected:
+            raise self._make_error(f"rejects this client ({rejected[0]})")
+        if (waiting := self._peek()) is not None:
+            return waiting
+        problem = f"no message came in {self._spec.connect_timeout_s:g} s{malformed}"
         raise DataError("mqtt.topic", self._spec.topic, problem, "start the publishers, or correct the topic")
+
+    def _peek(self) -> Any | None:
+        """A message that the broker holds for the session, which stays there."""
+        if not self._spec.client_id:
+            return None
+        self.open(StreamState())
+        try:
+            return next(iter(self.poll(1, POLL_S).messages), None)
+        finally:
+            self.close()
 
     def open(self, state: StreamState) -> None:
         """Take up the session. Raises ConfigError when no broker answers, or it rejects this client.
@@ -245,6 +267,14 @@ class MqttSource:
             self._client.loop_stop()
             self._client = None
             self._arrived = queue.SimpleQueue()  # what was not polled goes to the next session
+
+
+def _require_session(spec: MqttSpec) -> None:
+    """Raises ConfigError for a topic as training data without a broker, a topic, or the name of a session."""
+    for field in ("broker", "topic", "client_id"):
+        if not getattr(spec, field):
+            remedy = "name the session: the broker holds by it what is not acknowledged" if field == "client_id" else ""
+            raise ConfigError(f"mqtt.{field}", "", "is empty", remedy or "give it")
 
 
 def send_at_once(client: paho.Client, data: Any, opened: Any) -> None:

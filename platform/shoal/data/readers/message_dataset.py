@@ -15,40 +15,62 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from shoal.sources.deduplicator import Deduplicator
+from shoal.errors import DataError
+from shoal.sources.deduplicator import WINDOW, Deduplicator
 from shoal.sources.source import StreamMessage, StreamSource, StreamState
 
 POLL_MESSAGES, POLL_S = 256, 1.0
 
 
 class MessageDataset:
-    """An iterable dataset with a state. num_malformed: messages that were no samples"""
+    """An iterable dataset with a state. num_malformed: messages that were no samples
+
+    Iterating raises DataError when the source waits for an acknowledgement that the next checkpoint would bring.
+    """
 
     deterministic = True  # it draws no random numbers
 
     def __init__(self, source: StreamSource) -> None:
         self._source = source
-        self._deduplicator = Deduplicator()
+        self._limit: int | None = getattr(source, "max_unacknowledged", None)
+        self._deduplicator = self._make_deduplicator()
         self._waiting: deque[StreamMessage] = deque()  # polled, and not yielded
         self._is_open = False
         self._num_covered = 0  # deliveries that the last sample accounts for; at most, since some are malformed
+        self._num_committed = 0  # deliveries
+        self._has_yielded = False  # since the source was opened
         self.num_malformed = 0
+
+    def _make_deduplicator(self) -> Deduplicator:
+        return Deduplicator(max(WINDOW, 2 * (self._limit or 0)))  # all that may come again
 
     def __iter__(self) -> Iterator[Any]:
         if not self._is_open:
             self._source.open(StreamState(0, self._deduplicator.sequences))
-            self._is_open, self._num_covered = True, self._source.num_delivered
+            self._is_open, self._has_yielded = True, False
+            self._num_covered = self._num_committed = self._source.num_delivered
         while True:
             while self._waiting:
                 message = self._waiting.popleft()
                 self._num_covered = self._num_covered + 1 if self._waiting else self._source.num_delivered
                 if self._deduplicator.admit(message):
+                    self._has_yielded = True
                     yield getattr(message, "value", message)
+            if not self._has_yielded and self._num_covered > self._num_committed:
+                self.commit(self.state_dict())  # repetitions of what the loaded state has learnt, which is on the disk
             if self._source.is_exhausted:
                 return
             delivery = self._source.poll(POLL_MESSAGES, POLL_S)
             self.num_malformed += len(delivery.malformed)
             self._waiting.extend(delivery.messages)
+            self._require_progress(is_empty=not delivery.messages)
+
+    def _require_progress(self, *, is_empty: bool) -> None:
+        num_open = self._source.num_delivered - self._num_committed
+        if is_empty and self._limit is not None and num_open >= self._limit:
+            problem = f"waits for an acknowledgement: {num_open} messages are not in a checkpoint yet"
+            remedy = "lower checkpoint.every_steps, or raise receive_maximum"
+            raise DataError("data", type(self._source).__name__, problem, remedy)
 
     def state_dict(self) -> dict[str, Any]:
         """What was yielded so far."""
@@ -57,7 +79,7 @@ class MessageDataset:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after `state`: what was read beyond it comes again."""
         self.close()
-        self._deduplicator = Deduplicator()
+        self._deduplicator = self._make_deduplicator()
         self._deduplicator.load_state_dict(state["deduplicator"])
 
     def commit(self, state: dict[str, Any]) -> None:
@@ -65,6 +87,7 @@ class MessageDataset:
         if self._is_open:
             sequences = {name: highest for name, (highest, _) in state["deduplicator"]["seen"].items()}
             self._source.commit(StreamState(state["num_delivered"], sequences))
+            self._num_committed = max(self._num_committed, state["num_delivered"])
 
     def close(self) -> None:
         """What was not committed goes to the next one. Idempotent."""

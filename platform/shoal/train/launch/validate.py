@@ -69,6 +69,7 @@ def validate_run(spec: TrainSpec) -> ValidatedRun:
         _require_picklable(task, spec)
     data = load_data(task, spec.task)
     _require_samples(data)
+    _require_stream_fits(spec, data)
     with preserve_rng():
         return _validate_model(spec, task, data, samples)
 
@@ -96,7 +97,6 @@ def _validate_model(spec: TrainSpec, task: Task, data: Data, samples: int) -> Va
     measured = _find_metric_names(spec, task, model, batch)
     _require_watched_metrics(spec, data, measured)
     _require_reachable_end(spec, data)
-    _require_capacity_for_messages(spec, data)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     signature = infer_signature(task, model, batch)
     parts = {"train": data.train, "validation": data.validation, "test": data.test}
@@ -249,12 +249,21 @@ def _require_reachable_end(spec: TrainSpec, data: Data) -> None:
         raise ConfigError("evaluate.every_steps", None, problem, "give evaluate.every_steps=500, say, or stop.steps")
 
 
-def _require_capacity_for_messages(spec: TrainSpec, data: Data) -> None:
-    """A broker waits for acknowledgements, which follow checkpoints: two groups must fit into what it sends ahead."""
-    limit = getattr(data.train, "max_unacknowledged", None)
-    if not is_stream(data.train) or limit is None:
+def _require_stream_fits(spec: TrainSpec, data: Data) -> None:
+    """A stream has one reader and no end, and its broker waits for acknowledgements, which follow checkpoints."""
+    for part, name in ((data.validation, "validation"), (data.test, "test")):
+        if part is not None and is_stream(part):
+            raise ConfigError("data", name, "is a stream, which an evaluation would read for ever", "give a dataset")
+    if not is_stream(data.train):
         return
-    every = spec.checkpoint.every_steps
+    if spec.workers > 1:
+        raise ConfigError("workers", spec.workers, "cannot share a stream of messages", "use workers=1")
+    if spec.stop.epochs is not None or (data.validation is not None and spec.evaluate.every_steps is None):
+        field = "stop.epochs" if spec.stop.epochs is not None else "evaluate.every_steps"
+        raise ConfigError(field, spec.stop.epochs, "a stream of messages has no epochs", "count in steps")
+    limit, every = getattr(data.train, "max_unacknowledged", None), spec.checkpoint.every_steps
+    if limit is None:
+        return
     if every is None:
         problem = "is by time, and a broker that waits for an acknowledgement sends nothing to train on until then"
         raise ConfigError("checkpoint.every_steps", None, problem, "give a number of steps")

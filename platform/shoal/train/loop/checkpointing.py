@@ -148,12 +148,15 @@ class CheckpointManager:
         except CheckpointError as error:
             self._report_failed_save(error, progress.step, must)
         else:
-            self._saved_step, self._uncommitted = progress.step, extras["position"]
+            self._saved_step = progress.step
+            self._uncommitted = extras["position"] if parts.training.is_stream else None
         self._saved_elapsed_s = progress.elapsed_s
 
     def wait_until_copied(self) -> None:
         """Wait until the optimiser may step: the rest of the state is copied while the gradients are computed."""
         self._checkpointer.wait_until_copied()
+        if self._uncommitted is not None and not self._checkpointer.is_saving:
+            self.wait()  # not at all: one process reads a stream
 
     def wait(self, *, must: bool = False) -> None:
         """Wait until the last checkpoint is on the disk. Collective."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.data import Data, Loader
+from shoal.data.dataset import is_stream
 from shoal.data.loader import load_first_batch
 from shoal.errors import ConfigError
 from shoal.parallel import ParallelDims, World
@@ -273,6 +274,14 @@ class TrainComponents:
         self.model.close()
 
 
+def _load_example(data: Data, num_samples: int, world: World) -> Any:
+    """The first batch of this size. Raises ConfigError for a stream where several processes would read it."""
+    if is_stream(data.train) and world.size > 1:
+        problem = f"is a stream, which {world.size} processes cannot share"
+        raise ConfigError("data", type(data.train).__name__, problem, "use workers=1")
+    return load_first_batch(data, num_samples, world.device)
+
+
 def build_components(
     spec: TrainSpec, task: Task, world: World, replica: tuple[int, int] | None = None
 ) -> TrainComponents:
@@ -293,7 +302,7 @@ def build_components(
     network = build_model(task, spec.task)
     load_initial_weights(network, spec.init)
     num_parameters = sum(parameter.numel() for parameter in network.parameters())
-    example = load_first_batch(data, spec.batch_size // (replica[1] if replica else degrees.data), world.device)
+    example = _load_example(data, spec.batch_size // (replica[1] if replica else degrees.data), world)
     model = parallelize(network, task, spec.parallel, degrees, world, example, spec.seed)
     has_full_model = not degrees.shard and degrees.tensor == degrees.pipeline == 1
     optimizer = make_optimizer(
