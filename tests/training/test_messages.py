@@ -61,7 +61,7 @@ def publish(broker: PrivateBroker, topic: str, numbers: range) -> None:
 
 
 def begin_session(broker: PrivateBroker, name: str) -> None:
-    """From now on, the broker holds messages for it; whoever looks at the stream before a run finds an example."""
+    """The broker holds messages from now on. The checks before a run find a retained example."""
     publish_retained(broker, f"{name}/0")
     source = make_source(broker.address, name)
     source.open(StreamState())
@@ -199,6 +199,21 @@ def test_what_a_loaded_state_has_learnt_is_acknowledged_at_once() -> None:
         loader.load_state_dict(saved)
         assert list(loader) == []
     assert [each.num_delivered for each in apart.commits] == [4]
+
+
+def test_a_state_of_an_earlier_opening_acknowledges_nothing() -> None:
+    """Its deliveries are counted from another beginning: what follows is in no checkpoint."""
+    first, second = Memory(*samples(1, 2, 3, 4)), Memory(*samples(5, 6, 7, 8))
+    with Loader(first, batch_size=4) as loader:
+        next(iter(loader))
+        saved = loader.state_dict()
+    with Loader(second, batch_size=2) as loader:
+        loader.load_state_dict(saved)
+        next(iter(loader))
+        loader.commit(saved)
+        assert second.commits == []
+        loader.commit(loader.state_dict())
+        assert [each.sequences for each in second.commits] == [{"p": 6}]
 
 
 def test_a_broker_that_waits_for_an_acknowledgement_is_named() -> None:

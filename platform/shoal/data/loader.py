@@ -98,7 +98,7 @@ class Loader:
 
     @property
     def is_stream(self) -> bool:
-        """Whether the data is a stream of messages, which is told what is on the disk."""
+        """Whether the data is a stream of messages: `commit` acknowledges them."""
         return self._messages is not None
 
     @property

@@ -11,19 +11,22 @@ Called by the Loader, in the training process. One process reads a stream.
 
 from __future__ import annotations
 
+import logging
+import uuid
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shoal.errors import DataError
 from shoal.sources.deduplicator import WINDOW, Deduplicator
-from shoal.sources.source import StreamMessage, StreamSource, StreamState
+from shoal.sources.source import MalformedPayload, StreamMessage, StreamSource, StreamState
 
+logger = logging.getLogger(__name__)
 POLL_MESSAGES, POLL_S = 256, 1.0
 
 
 class MessageDataset:
-    """An iterable dataset with a state. num_malformed: messages that were no samples
+    """An iterable dataset with a state. The first message that is no sample is logged.
 
     Iterating raises DataError when the source waits for an acknowledgement that the next checkpoint would bring.
     """
@@ -38,8 +41,8 @@ class MessageDataset:
         self._is_open = False
         self._num_covered = 0  # deliveries that the last sample accounts for; at most, since some are malformed
         self._num_committed = 0  # deliveries
-        self._has_yielded = False  # since the source was opened
-        self.num_malformed = 0
+        self._has_yielded = self._has_warned = False  # yielded: since the source was opened
+        self._opening = ""  # in the states that count deliveries from then on
 
     def _make_deduplicator(self) -> Deduplicator:
         return Deduplicator(max(WINDOW, 2 * (self._limit or 0)))  # all that may come again
@@ -47,7 +50,7 @@ class MessageDataset:
     def __iter__(self) -> Iterator[Any]:
         if not self._is_open:
             self._source.open(StreamState(0, self._deduplicator.sequences))
-            self._is_open, self._has_yielded = True, False
+            self._is_open, self._has_yielded, self._opening = True, False, uuid.uuid4().hex
             self._num_covered = self._num_committed = self._source.num_delivered
         while True:
             while self._waiting:
@@ -61,9 +64,16 @@ class MessageDataset:
             if self._source.is_exhausted:
                 return
             delivery = self._source.poll(POLL_MESSAGES, POLL_S)
-            self.num_malformed += len(delivery.malformed)
+            self._warn_once(delivery.malformed)
             self._waiting.extend(delivery.messages)
             self._require_progress(is_empty=not delivery.messages)
+
+    def _warn_once(self, malformed: Sequence[MalformedPayload]) -> None:
+        for each in malformed[: not self._has_warned]:
+            logger.warning(
+                "%s: a message of %s is not learnt: %s", type(self._source).__name__, each.origin, each.problem
+            )
+            self._has_warned = True
 
     def _require_progress(self, *, is_empty: bool) -> None:
         num_open = self._source.num_delivered - self._num_committed
@@ -74,7 +84,8 @@ class MessageDataset:
 
     def state_dict(self) -> dict[str, Any]:
         """What was yielded so far."""
-        return {"num_delivered": self._num_covered, "deduplicator": self._deduplicator.state_dict()}
+        covered = {"opening": self._opening, "num_delivered": self._num_covered}
+        return {**covered, "deduplicator": self._deduplicator.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after `state`: what was read beyond it comes again."""
@@ -83,8 +94,8 @@ class MessageDataset:
         self._deduplicator.load_state_dict(state["deduplicator"])
 
     def commit(self, state: dict[str, Any]) -> None:
-        """Acknowledge what a state that is on the disk covers."""
-        if self._is_open:
+        """Acknowledge what a state that is on the disk covers, unless it counts from an earlier opening."""
+        if self._is_open and state["opening"] == self._opening:
             sequences = {name: highest for name, (highest, _) in state["deduplicator"]["seen"].items()}
             self._source.commit(StreamState(state["num_delivered"], sequences))
             self._num_committed = max(self._num_committed, state["num_delivered"])
