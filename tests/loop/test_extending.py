@@ -18,13 +18,15 @@ from rl_setting import EXPERIENCE as OTHER_MODEL
 from rl_setting import TOKEN
 from shoal.cli import cli
 from shoal.errors import ConfigError
-from shoal.registry import Registry
+from shoal.registry import ModelFactory, Registry, Signature
+from shoal.registry.model_format import FORMATS, ModelFormat
 from shoal.rl.local_loop import LocalLoop
 from shoal.rl.spec import RLSpec, policy_spec
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.train.launch.local import fit_locally
 from shoal.train.spec import TrainSpec
+from shoal.weights import WeightSnapshot
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 FILES = dict(re.findall(r"^```python file=(\S+)\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE))
@@ -106,6 +108,19 @@ def test_a_format_of_a_module_is_served_and_its_registry_read_without_it(folder:
     assert "numpy_linear:FORMAT" in shown.output, (shown.output, shown.exception)
     with pytest.raises(ConfigError, match=r"format = 'numpy_linear:FORMAT': .*No module named"):
         Predictor(found.manifest.model, found.manifest.signature, ModelOptions())
+
+
+def test_a_registry_is_read_where_the_package_of_a_format_is_not_installed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    format_of_package = ModelFormat("linear", "numpy_linear:Template")
+    with monkeypatch.context() as installed:
+        installed.setitem(FORMATS, "linear", format_of_package)  # type: ignore[arg-type]  # as an entry point would
+        snapshot, signature = WeightSnapshot.from_payload(1, b"numbers"), Signature(inputs=[], outputs=[])
+        Registry().register("package", snapshot, model=ModelFactory(format="linear"), signature=signature)
+    assert Registry().get("package@1").snapshot().payload == b"numbers"
+    with pytest.raises(ConfigError, match="format = 'linear': 'linear' is none of module, torch_export"):
+        Registry().register("package", snapshot, model=ModelFactory(format="linear"), signature=signature)
 
 
 def test_a_format_that_nobody_has_is_refused(folder: Path) -> None:

@@ -9,8 +9,8 @@ import sys
 
 import click
 
-from shoal.errors import ShoalError
-from shoal.plugins.library import find_libraries
+from shoal.errors import ConfigError, ShoalError
+from shoal.plugins.library import LIBRARIES, find_libraries
 
 # command -> (module, help text); `find_commands` adds those of libraries
 COMMANDS = {
@@ -34,9 +34,17 @@ COMMANDS = {
 
 
 def find_commands() -> dict[str, tuple[str, str]]:
-    """The `module:command` and the help text of each verb."""
-    own = {verb: (f"shoal.cli.commands.{place}:{verb}", text) for verb, (place, text) in COMMANDS.items()}
-    return own | {verb: each for library in find_libraries(tuple(own)) for verb, each in library.verbs.items()}
+    """The `module:command` and the help text of each verb. Raises ConfigError where two have one verb."""
+    found = {verb: (f"shoal.cli.commands.{place}:{verb}", text) for verb, (place, text) in COMMANDS.items()}
+    owners = dict.fromkeys(found, "shoal")
+    for library in find_libraries():
+        if twice := owners.keys() & library.verbs.keys():
+            verb = min(twice)
+            problem = f"has the verb {verb}, which {owners[verb]} has too"
+            raise ConfigError(LIBRARIES, library.name, problem, "uninstall one of the packages")
+        found |= library.verbs
+        owners |= dict.fromkeys(library.verbs, library.name)
+    return found
 
 
 class _LazyCommandGroup(click.Group):

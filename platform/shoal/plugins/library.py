@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
@@ -30,22 +30,11 @@ class Library:
 
 
 @cache
-def find_libraries(verbs: Iterable[str] = ()) -> tuple[Library, ...]:
-    """Those of `shoal.libs`, then those of other packages. verbs: the platform's own.
-
-    Raises ConfigError for one that cannot be imported, or whose verb another has.
-    """
+def find_libraries() -> tuple[Library, ...]:
+    """Those of `shoal.libs`, then those of other packages. Raises ConfigError for one that cannot be imported."""
     own = [f"shoal.libs.{each.name}.library:LIBRARY" for each in pkgutil.iter_modules([str(_OWN)]) if each.ispkg]
     found = [_load(reference) for reference in own if (_OWN / reference.split(".")[2] / "library.py").exists()]
-    found += [_load(each.value) for each in entry_points(group=LIBRARIES)]
-    seen = dict.fromkeys(verbs, "shoal")
-    for library in found:
-        for verb in library.verbs:
-            if verb in seen:
-                problem = f"has the verb {verb}, which {seen[verb]} has too"
-                raise ConfigError(LIBRARIES, library.name, problem, "uninstall one of the packages")
-            seen[verb] = library.name
-    return tuple(found)
+    return (*found, *(_load(each.value) for each in entry_points(group=LIBRARIES)))
 
 
 _OWN = Path(__file__).parents[1] / "libs"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import time
-from importlib.metadata import entry_points
 from typing import Any
 
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -16,7 +15,6 @@ from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_v
 from shoal.config import Spec
 from shoal.errors import ConfigError
 from shoal.plugins.moved import translate_reference
-from shoal.registry.model_format import FORMATS, GROUP
 
 # The names of the Open Inference Protocol v2, and the newer BF16.
 DATATYPES = (
@@ -84,13 +82,6 @@ class ModelFactory(Spec):
     format: str = "module"
     preprocess: str = ""
     postprocess: str = ""
-
-    @field_validator("format")
-    @classmethod
-    def _known_format(cls, word: str) -> str:
-        if word not in FORMATS and ":" not in word and word not in {each.name for each in entry_points(group=GROUP)}:
-            raise ValueError(f"one of {', '.join(FORMATS)}, or module:NAME of your own")
-        return word
 
     @model_validator(mode="after")
     def _modules_alone_have_a_factory(self) -> ModelFactory:

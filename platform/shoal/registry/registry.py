@@ -39,7 +39,7 @@ from shoal.registry.aliases import FORMAT as ALIASES_FORMAT
 from shoal.registry.aliases import Aliases, AliasMove
 from shoal.registry.manifest import FORMAT as MANIFEST_FORMAT
 from shoal.registry.manifest import Manifest, ModelFactory, Signature
-from shoal.registry.model_format import get_payload_file
+from shoal.registry.model_format import find_format, get_payload_file
 from shoal.weights import WeightSnapshot
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -122,11 +122,12 @@ class Registry:
         """Add the next version of `name`, and point `aliases` at it. The snapshot's payload is of the model's format.
 
         The number of a removed version is not used again, so that the two cannot be confused. Raises ConfigError for an
-        invalid name or alias and for a name that differs from another model's in capitals alone, WeightsError for a
+        invalid name, alias or format and for a name that differs from another's in capitals alone, WeightsError for a
         damaged snapshot, RegistryError when it cannot be written. An interrupted call leaves no version.
         """
         require_name("name", name)
         _require_aliases(tuple(aliases))
+        find_format(model.format)
         check = snapshot.check if model.format == "module" else snapshot.verify
         check()  # rejects damage now instead of when the model is served
         folder = self.root / name
