@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -128,6 +129,32 @@ class Toy(Task):
         if self.fault == "gradient":
             return loss + (0.0 * loss).sqrt()
         return loss * float("nan") if self.fault == "nan" else loss
+
+
+class Held(Toy):
+    """One whose third process to come to step `HELD_AT`, and every later one, waits there for a file `go` in `folder`."""
+
+    HELD_AT: ClassVar = 30
+    NUM_FREE: ClassVar = 2
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = Path(folder)
+        self._num_steps = 0
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        self._num_steps += torch.is_grad_enabled()
+        if self._num_steps == self.HELD_AT and not self._is_free():
+            while not (self.folder / "go").exists():
+                time.sleep(0.02)
+        return super().loss(outputs, batch)
+
+    def _is_free(self) -> bool:
+        for number in range(self.NUM_FREE):
+            with suppress(FileExistsError):
+                (self.folder / f"arrived-{number}").touch(exist_ok=False)
+                return True
+        return False
 
 
 def seen(notes: Path) -> list[int]:

@@ -24,11 +24,13 @@ from shoal_program import Program
 from waiting import wait_for
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from shoal.cluster.embedded_cluster import EmbeddedCluster
 
 RUN = "sweep-killed"
 WORDS = [
-    *("train.task=tests/train_task.py:Toy", "train.args.step_s=0.02", "train.stop.steps=80", "train.threads=1"),
+    *("train.task=tests/train_task.py:Held", "train.stop.steps=80", "train.threads=1"),
     *("train.evaluate.every_steps=10", "train.checkpoint.every_steps=10", "train.name=swept", "trials=4"),
     *("concurrent=2", 'space={"optimizer.learning_rate": "log(1e-3,1e-1)"}'),
 ]
@@ -43,7 +45,7 @@ def read() -> Sweep | None:
 
 
 def is_half_done() -> bool:
-    """Two trials have finished, and both others are past a checkpoint."""
+    """Two trials have finished, and both others, which are held at a step, are past a checkpoint."""
     sweep = read()
     others = [] if sweep is None else [each for each in sweep.trials if each.state is TrialState.RUNNING]
     return sweep is not None and len(sweep.trials) == 4 and len(others) == 2 and all(each.step >= 20 for each in others)
@@ -86,9 +88,9 @@ def test_trials_end_early_or_copy_others(cluster: EmbeddedCluster, more: dict[st
         assert shoal.runs.load(stopped.run_id).status is Status.STOPPED
 
 
-def test_a_sweep_whose_driver_is_killed_goes_on(cluster: EmbeddedCluster) -> None:
+def test_a_sweep_whose_driver_is_killed_goes_on(cluster: EmbeddedCluster, tmp_path: Path) -> None:
     env = {**os.environ, **cluster.environment, "SHOAL_RUN_ID": RUN, "OMP_NUM_THREADS": "1"}
-    with Program([sys.executable, "jobs/sweep.py", *WORDS], env=env) as program:
+    with Program([sys.executable, "jobs/sweep.py", *WORDS, f"train.args.folder={tmp_path}"], env=env) as program:
         wait_for(is_half_done, what="two trials to finish")
         program.process.send_signal(signal.SIGKILL)
         program.wait()
@@ -96,6 +98,7 @@ def test_a_sweep_whose_driver_is_killed_goes_on(cluster: EmbeddedCluster) -> Non
     assert before is not None
     finished = {each.number: each for each in before.trials if each.state is TrialState.FINISHED}
     assert len(finished) == 2
+    (tmp_path / "go").touch()
     del env["SHOAL_RUN_ID"]
     with Program([sys.executable, "jobs/sweep.py", f"resume={RUN}"], env=env) as program:
         assert program.wait() == 0
