@@ -132,7 +132,7 @@ class Toy(Task):
 
 
 class Held(Toy):
-    """One whose third process to come to step `HELD_AT`, and every later one, waits there for a file `go` in `folder`."""
+    """One whose third process at step `HELD_AT`, and every later one, waits there for a file `go` in `folder`."""
 
     HELD_AT: ClassVar = 30
     NUM_FREE: ClassVar = 2
