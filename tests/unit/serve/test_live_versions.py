@@ -15,7 +15,7 @@ from shoal.errors import InferenceError, WeightsError
 from shoal.serve.controller.canary_guard import NUM_COMPARED
 from shoal.serve.messages.desired_state import NEWEST, ModelPlan, TrafficShares
 from shoal.serve.messages.replica_report import MAX_REJECTED
-from unit.live_subject import BROKEN, FINE, POISON, UNFIT, Subject, plan, slower, weights
+from unit.serve.live_subject import BROKEN, FINE, POISON, UNFIT, Subject, plan, slower, weights
 
 
 class Life(RuleBasedStateMachine):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shoal.batching.fair_queue import QueuedRequest
 from shoal.batching.scheduler import BatchScheduler, DeadlineExceeded, QueueFull
 from shoal.errors import ConfigError
-from unit.schedule_world import MAX_BATCH, MAX_QUEUE, QUEUES, Job, World, events, play
+from unit.batching.schedule_world import MAX_BATCH, MAX_QUEUE, QUEUES, Job, World, events, play
 
 
 @settings(max_examples=150, deadline=None)

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given, settings
 
 from shoal.batching.fair_queue import DEFAULT_DEADLINE_S
-from unit.schedule_world import MAX_BATCH, Job, World, events, play
+from unit.batching.schedule_world import MAX_BATCH, Job, World, events, play
 
 
 @settings(max_examples=100, deadline=None)

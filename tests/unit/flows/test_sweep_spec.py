@@ -16,7 +16,7 @@ from shoal.flows.sweep.spec import SweepSpec, check_sweep, sweep_from_overrides
 from shoal.runs import RunKind
 from shoal.runs.run_kind import infer_kind
 
-TASK = f"{Path(__file__).parents[1] / 'train_task.py'}:Toy"
+TASK = f"{Path(__file__).parents[2] / 'train_task.py'}:Toy"
 RATE = "optimizer.learning_rate=log(1e-4,1e-1)"
 
 

@@ -11,7 +11,7 @@ from shoal.serve.messages.desired_state import ModelPlan
 from shoal.serve.messages.replica_report import MAX_REJECTED
 from shoal.serve.replica.live.versions import OLDER_EVERY_S
 from shoal.weights import WeightSnapshot
-from unit.live_subject import BROKEN, UNFIT, Subject, plan, weights
+from unit.serve.live_subject import BROKEN, UNFIT, Subject, plan, weights
 
 
 def test_only_what_is_missing_is_fetched_and_taken() -> None:

@@ -51,7 +51,7 @@ def test_a_file_a_recipe_and_a_module_are_found() -> None:
 
 
 def test_a_recipe_that_comes_with_shoal_is_found_in_any_folder() -> None:
-    ours = Path(__file__).parents[2] / "jobs/forecaster.py"
+    ours = Path(__file__).parents[3] / "jobs/forecaster.py"
     assert find_source_file("forecaster") == ours
     Path("forecaster.py").write_text(FILE)  # a module of the user's own
     sys.path.insert(0, str(Path.cwd()))

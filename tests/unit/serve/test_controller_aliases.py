@@ -12,7 +12,7 @@ from shoal.errors import ConfigError, InferenceError
 from shoal.serve.controller.change_request import parse_change
 from shoal.serve.controller.rollout import Phase
 from shoal.serve.controller.state import Deployment
-from unit.controller_setting import OPTIONS, Cluster
+from unit.serve.controller_setting import OPTIONS, Cluster
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import pytest
 from shoal.serve.messages.replica_report import ModelReport, ReplicaReport
 from shoal.serve.protocol.prometheus import METRICS, render
 from shoal.serve.replica.model_statistics import ModelStatistics
-from unit.test_prometheus import report, worked
+from unit.serve.test_prometheus import report, worked
 
-DASHBOARD = json.loads((Path(__file__).parents[2] / "docs" / "grafana" / "shoal-serving.json").read_text())
+DASHBOARD = json.loads((Path(__file__).parents[3] / "docs" / "grafana" / "shoal-serving.json").read_text())
 PANELS: list[dict[str, Any]] = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 EXPRESSIONS = [target["expr"] for panel in PANELS for target in panel["targets"]]
 LABELS_OF_EVERY_SERIES = {"le", "replica"}

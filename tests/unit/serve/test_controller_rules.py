@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from shoal.serve.controller.rollout import Phase
-from unit.controller_setting import LEASE_S, VERSIONS, Cluster, FakeReplica
+from unit.serve.controller_setting import LEASE_S, VERSIONS, Cluster, FakeReplica
 
 
 class RolloutMachine(RuleBasedStateMachine):

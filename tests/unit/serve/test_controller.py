@@ -18,7 +18,7 @@ from shoal.serve.controller.status import StatusReporter
 from shoal.serve.messages.desired_state import TrafficShares
 from shoal.serve.replica.model_statistics import ModelStatistics
 from shoal.serve.spec.model_options import GuardOptions, ModelOptions
-from unit.controller_setting import LEASE_S, OPTIONS, Cluster, FakeReplica
+from unit.serve.controller_setting import LEASE_S, OPTIONS, Cluster, FakeReplica
 
 
 @pytest.fixture

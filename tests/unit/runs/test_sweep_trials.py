@@ -18,7 +18,7 @@ from shoal.runs.sweep_trials import TrialLog, TrialState, load_history, load_swe
 from shoal.train.launch.validate import validate_run
 from shoal.train.spec import TrainSpec
 
-TASK = f"{Path(__file__).parents[1] / 'train_task.py'}:Toy"
+TASK = f"{Path(__file__).parents[2] / 'train_task.py'}:Toy"
 SETTING = {"num_trials": 4, "metric": "accuracy", "is_higher": True, "search": "random", "scheduler": "asha"}
 
 

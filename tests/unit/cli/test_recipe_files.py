@@ -11,7 +11,7 @@ from shoal.cli.commands.serve_deploy import _parse_fields as fields_of
 from shoal.cli.support.job_lookup import find_job
 from shoal.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(autouse=True)

@@ -481,7 +481,7 @@ def test_remote_inference_that_a_run_cannot_have_is_refused_before_anything_star
 
     monkeypatch.setattr("shoal.cli.commands.launch.session.start_cluster", start)
     monkeypatch.setattr("shoal.cli.commands.launch.session.find_cluster", lambda address: None)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     result = CliRunner().invoke(run, [job, *words, "--actors", "1", "--inference", "remote"])
     assert isinstance(result.exception, ShoalError)
     assert problem in str(result.exception)
