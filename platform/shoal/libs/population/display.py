@@ -21,8 +21,6 @@ from shoal.runs.formatting import format_number
 
 MAX_ROWS = 15  # members in the table: the best ones
 EVOLVING = "evolving"
-
-
 PHASES = {"trained": "writing the report", "evolved": "registering", "engine": EVOLVING}
 
 
@@ -60,8 +58,11 @@ class PopulationView(RunView):
     def rank_members(self) -> list[int]:
         """The members of the last round, best first; those without a finite score last."""
         sign = -1.0 if self.setting.get("is_higher_better", True) else 1.0
-        scores = self.last.get("scores", [])
-        return sorted(range(len(scores)), key=lambda member: _sort_key(scores[member], sign))
+        finite = [score is not None and math.isfinite(score) for score in self.last.get("scores", [])]
+        keys = [
+            sign * self.last["scores"][member] if is_finite else math.inf for member, is_finite in enumerate(finite)
+        ]
+        return sorted(range(len(keys)), key=keys.__getitem__)
 
     def list_panels(self) -> Iterator[RenderableType]:
         at, end = str(self.last.get("round", 0)), str(self.setting.get("rounds"))
@@ -87,10 +88,6 @@ class PopulationView(RunView):
         return [*facts, *self.speed, *self.time_to_go]
 
 
-def _sort_key(score: float | None, sign: float) -> float:
-    return sign * score if score is not None and math.isfinite(score) else math.inf
-
-
 def make_view(run: Run, before: PopulationView | None, notes: Sequence[str]) -> PopulationView:
     """The present view of the run; `before` supplies the history."""
     seen = run.last_events(since_resumed=True)
@@ -111,17 +108,14 @@ def make_view(run: Run, before: PopulationView | None, notes: Sequence[str]) -> 
 
 def _render_members(view: PopulationView) -> Table:
     """A row for each of the best members."""
-    values = view.hyper_parameters
-    numbers = map(make_number_column, ("member", view.setting["metric"], *map(_shorten, values)))
-    table = make_table(*numbers, Column("copied", overflow="fold"))
-    ranked = view.rank_members()
+    values, ranked, rows = view.hyper_parameters, view.rank_members(), list[list[str | Text]]()
     for member in ranked[:MAX_ROWS]:
-        cells = [format_score(each[member]) for each in values.values()]
         score = Text(format_score(view.last["scores"][member]), "bold" if member == ranked[0] else "")
-        table.add_row(str(member), score, *cells, _format_lineage(view.last["ancestors"][member]))
-    if len(ranked) > MAX_ROWS:
-        table.add_row("", f"and {len(ranked) - MAX_ROWS} more")
-    return table
+        cells = (format_score(each[member]) for each in values.values())
+        rows.append([str(member), score, *cells, _format_lineage(view.last["ancestors"][member])])
+    rows += [["", f"and {len(ranked) - MAX_ROWS} more"]] if len(ranked) > MAX_ROWS else []
+    numbers = map(make_number_column, ("member", view.setting["metric"], *map(_shorten, values)))
+    return make_table(*numbers, Column("copied", overflow="fold"), rows=rows)
 
 
 def _shorten(path: str) -> str:
