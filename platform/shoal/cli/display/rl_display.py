@@ -1,4 +1,4 @@
-"""The display of a running actor-learner run. Called by `run_view`; `shoal status` reads its win rates, too."""
+"""The display of a running actor-learner run. Called by `run_view`."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class LoopView(RunView):
         if lags := self.get_group("actor_lag"):
             yield _render_actors(self, lags)
         if won := self.get_group("win_rate"):
-            yield render_fact("won", "  ".join(f"{name} {rate:.0%}" for name, rate in sort_opponents(won)))
+            yield render_fact("won", "  ".join(f"{name} {rate:.0%}" for name, rate in _sort_opponents(won)))
         dropped = ", ".join(f"{reason} {count:,.0f}" for reason, count in sorted(self.drops.items())) or "none"
         yield render_fact("drops", dropped)
         if self.rejections:
@@ -133,7 +133,7 @@ def _read_target_return(spec: str) -> float | None:
     return target
 
 
-def sort_opponents(rates: Mapping[str, float]) -> list[tuple[str, float]]:
+def _sort_opponents(rates: Mapping[str, float]) -> list[tuple[str, float]]:
     """Win rates as they are shown: registered opponents by their names, and then the run's versions in order."""
     registered = sorted((name, rate) for name, rate in rates.items() if not name.isdigit())
     versions = sorted((int(name), rate) for name, rate in rates.items() if name.isdigit())
