@@ -35,7 +35,7 @@ _STYLE: dict[str, Any] = {
     **{"axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": GRID, "grid.linewidth": 1},
     **{"axes.labelcolor": MUTED, "axes.titlelocation": "left", "axes.titlecolor": INK, "axes.titlesize": 10},
     **{"axes.titleweight": "bold", "axes.xmargin": 0.01, "axes.ymargin": 0.08},
-    **{"legend.frameon": False, "legend.fontsize": 8, "legend.labelcolor": INK},
+    **{"figure.constrained_layout.w_pad": 0.1, "legend.frameon": False, "legend.fontsize": 8, "legend.labelcolor": INK},
     **{f"{axis}tick.{field}": value for axis in "xy" for field, value in (("color", MUTED), ("minor.size", 0))},
     **{f"{axis}tick.major.{field}": value for axis in "xy" for field, value in (("size", 0), ("pad", 4))},
 }
