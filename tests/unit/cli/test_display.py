@@ -18,7 +18,8 @@ from rich.progress_bar import ProgressBar
 from shoal import runs
 from shoal.cli.commands import cluster
 from shoal.cli.display import rl_display, run_view
-from shoal.cli.display.rl_display import LoopView, format_sparkline, make_view
+from shoal.cli.display.panels import MAX_HISTORY, format_sparkline
+from shoal.cli.display.rl_display import LoopView, make_view
 from shoal.flows.rl_metrics import select_rejections
 
 METRICS = {
@@ -38,8 +39,31 @@ METRICS = {
     "drops/corrupt": 0.0,
 }
 VIEW = LoopView(
-    "one", "learning", 12.3, 475.0, METRICS, (20.0, 60.0, 123.4), 20.0, "http://h:8000", "tcp://h:5600", ("a note",)
+    run_id="one",
+    phase="learning",
+    elapsed_s=12.3,
+    target_return=475.0,
+    metrics=METRICS,
+    history=(20.0, 60.0, 123.4),
+    lowest=20.0,
+    endpoint="http://h:8000",
+    gateway="tcp://h:5600",
+    notes=("a note",),
 )
+
+
+def learning(
+    target: float, metrics: dict[str, float], history: tuple[float, ...], lowest: float = math.inf
+) -> LoopView:
+    return LoopView(
+        run_id="one",
+        phase="learning",
+        elapsed_s=1.0,
+        target_return=target,
+        metrics=metrics,
+        history=history,
+        lowest=lowest,
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -163,7 +187,7 @@ def test_who_sends_only_bad_messages_is_shown_with_reason_and_count(monkeypatch:
 
 
 def test_a_run_that_measured_nothing_has_a_picture() -> None:
-    text = drawn(LoopView("one", "starting the endpoint", 0.5, None))
+    text = drawn(LoopView(run_id="one", phase="starting the endpoint", elapsed_s=0.5))
     assert "starting the endpoint" in text
     assert "drops     none" in text
     assert "actors" not in text
@@ -189,17 +213,17 @@ def test_the_bar_goes_from_the_lowest_return_to_the_target(
     target: float, history: tuple[float, ...], full: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     metrics = {"return/mean_100": history[-1]} if history else {}
-    view = LoopView("one", "learning", 1.0, target, metrics, history)
+    view = learning(target, metrics, history)
     assert bars(view, monkeypatch) == pytest.approx(full)
 
 
 def test_the_curve_of_negative_returns_rises() -> None:
-    view = LoopView("one", "learning", 1.0, -100.0, {"return/mean_100": -100.0}, (-500.0, -300.0, -100.0))
+    view = learning(-100.0, {"return/mean_100": -100.0}, (-500.0, -300.0, -100.0))
     assert "▁▅█" in drawn(view)
 
 
 def test_the_scale_does_not_shrink_when_the_history_does() -> None:
-    view = LoopView("one", "learning", 1.0, -100.0, {"return/mean_100": -300.0}, (-300.0,), lowest=-500.0)
+    view = learning(-100.0, {"return/mean_100": -300.0}, (-300.0,), lowest=-500.0)
     assert "▅" in drawn(view)
 
 
@@ -217,7 +241,7 @@ def test_what_is_dropped_because_the_run_has_ended_is_no_problem() -> None:
     view = dataclasses.replace(VIEW, metrics={**METRICS, "drops/shutdown": 6.0})
     assert "drops 9," in view.format_plain_line()
     assert "shutdown" not in drawn(view)
-    ended = LoopView("one", "over", 1.0, None, {"steps/total": 5.0, "drops/shutdown": 6.0})
+    ended = replace(VIEW, metrics={"steps/total": 5.0, "drops/shutdown": 6.0})
     assert "drops 0," in ended.format_plain_line()
     assert "drops     none" in drawn(ended)
 
@@ -230,7 +254,8 @@ def test_without_actors_nobody_lags() -> None:
 
 
 def test_before_the_first_step_the_line_is_the_phase() -> None:
-    assert LoopView("one", "waiting for actors", 3.0, 475.0).format_plain_line() == "[  3.0 s] waiting for actors"
+    view = LoopView(run_id="one", phase="waiting for actors", elapsed_s=3.0)
+    assert view.format_plain_line() == "[  3.0 s] waiting for actors"
 
 
 def test_what_is_not_known_yet_is_a_dash() -> None:
@@ -284,13 +309,12 @@ def test_the_history_has_every_new_finite_mean_and_its_lowest() -> None:
 
 
 def test_a_long_history_forgets_but_its_lowest_stays() -> None:
-    before = LoopView("one", "learning", 1.0, -100.0, {}, tuple(map(float, range(-500, -500 + rl_display.MAX_HISTORY))))
-    before = dataclasses.replace(before, lowest=-500.0)
+    before = learning(-100.0, {}, tuple(map(float, range(-500, -500 + MAX_HISTORY))), lowest=-500.0)
     with runs.create("job", "", "one") as run:
         run.log(1, {"return/mean_100": -7.0})
         run.flush()
         view = make_view(runs.load("one"), before, [])
-    assert len(view.history) == rl_display.MAX_HISTORY
+    assert len(view.history) == MAX_HISTORY
     assert (view.history[0], view.history[-1], view.lowest) == (-499.0, -7.0, -500.0)
 
 

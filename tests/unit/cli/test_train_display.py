@@ -76,7 +76,7 @@ def test_after_the_last_step_nothing_is_to_go() -> None:
 
 
 def test_before_the_first_step_there_is_a_picture_too() -> None:
-    empty = TrainView("r", "starting workers", 2.0)
+    empty = TrainView(run_id="r", phase="starting workers", elapsed_s=2.0)
     assert "starting workers" in shown(empty)
     assert empty.format_plain_line() == "[  2.0 s] starting workers"
     assert "nan" not in shown(empty)

@@ -2,7 +2,7 @@
 
 A gRPC call is messages each way, each after a prefix of five bytes, and a final status, which HTTP/1.1 carries after
 the last chunk. Python's gRPC server takes 0.3 ms of CPU time for a call, most of it in its own threads and loop. As a
-request of the replica's HTTP server a call costs as much as one in JSON, and less to decode (docs/log). HAProxy
+request of the replica's HTTP server a call costs as much as one in JSON, and less to decode (decision 009). HAProxy
 (`cluster.ingress.haproxy_config`) forwards all calls of the service in this form.
 
 `GrpcOverHttp1` is an ASGI application around the REST application. It writes the chunks of its answers itself, so it

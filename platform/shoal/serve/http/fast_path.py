@@ -2,7 +2,7 @@
 
 Serve's replica runs HTTP with uvicorn and makes two identifiers, a context, metrics and a slot for each request. The
 application counts, refuses and answers by itself and needs none of it. It costs more than the inference of a small
-model: about half of the replica's CPU time for a request (docs/log). So `install_application` gives uvicorn a protocol
+model: half of the replica's CPU time for a request (decision 009). So `install_application` gives uvicorn a protocol
 class that passes requests directly to the application and writes each answer at once. Serve's own paths, below `/-/`,
 still go to Serve: health, and with it draining.
 
