@@ -355,6 +355,7 @@ def test_what_an_agent_told_is_nothing_while_ray_replaces_its_file(tmp_path: Pat
     assert read_port_file(tmp_path / "port") == "52365"
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("no_fork_server")
 def test_a_port_that_somebody_has_taken_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
