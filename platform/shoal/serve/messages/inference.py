@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
+from shoal.batching.batcher import Prediction
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.open_inference.messages import VersionStatistics
 from shoal.registry.manifest import Signature
@@ -20,6 +21,7 @@ from shoal.serve.messages.auth_failures import MAX_CHARS
 from shoal.serve.spec.model_options import ModelOptions
 
 Arrays = Mapping[str, np.ndarray]
+Outputs = dict[str, np.ndarray]
 EMPTY_BYTES = getsizeof(b"")
 _FROM = " from "
 
@@ -66,20 +68,6 @@ def size_bytes(inputs: Arrays) -> int:
     return total
 
 
-class Prediction(msgspec.Struct, frozen=True, gc=False):
-    """The outputs of one call, and the version of the weights that computed them.
-
-    queued_s, computed_s: the time the call waited for a slot, and the time of its batch's forward
-    batch_rows:           rows of that batch
-    """
-
-    outputs: dict[str, np.ndarray]
-    version: int
-    queued_s: float = 0.0
-    computed_s: float = 0.0
-    batch_rows: int = 1
-
-
 @dataclass(frozen=True, slots=True)
 class RepositoryEntry:
     """One line of the repository index: a version that is or could be served. `state` as in the protocol."""
@@ -113,7 +101,7 @@ class ServedModelProtocol(Protocol):
         """The statistics of each version on this replica since it started, ascending."""
         ...
 
-    async def infer(self, call: InferCall) -> Prediction:
+    async def infer(self, call: InferCall) -> Prediction[Outputs]:
         """Answer a call. Enforces `call.deadline_s` itself: no caller has a timer for it.
 
         Raises InferenceError (404 version, 429 full or over its rate, 500 the model, 503 no weights, 504 late).

@@ -162,10 +162,3 @@ class FallbackPredictor:
 def is_model_error(error: Exception) -> bool:
     """Whether a forward's error is the model's, and no rejection of the request."""
     return not isinstance(error, InferenceError) or error.status == 500
-
-
-def predict(predictor: LoadedModel | FallbackPredictor, requests: Sequence[Arrays]) -> Answered:
-    """Compute a batch with a version, or with one on trial."""
-    if isinstance(predictor, FallbackPredictor):
-        return predictor.predict(requests)
-    return Answered(predictor.predict_batch(requests), predictor.version, True)

@@ -15,12 +15,12 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shoal.serve.messages.metrics_snapshot import ActiveVersions, HistogramSnapshot, ModelSnapshot, VersionSnapshot
 
 if TYPE_CHECKING:
-    from shoal.batching.batcher import BatchReport
+    from shoal.batching.batcher import Batch
 
 MAX_VERSIONS = 32
 SECONDS = tuple(0.00025 * 2**power for power in range(17))  # 0.25 ms to 16.4 s, each twice the one before
@@ -154,15 +154,15 @@ class ModelStatistics:
         counts.request_s.observe(seconds)
         self._queue_s.observe(queued_s)
 
-    def count_batch(self, report: BatchReport, version: int) -> None:
-        """Count a batch computed with `version`. Called by forward threads."""
-        counts = self._get_counts(version)
+    def count_batch(self, batch: Batch[Any]) -> None:
+        """Count a batch under its version. Called by forward threads."""
+        counts = self._get_counts(batch.version)
         with self._lock:
             counts.batches += 1
-            count, ns = counts.sizes.get(report.rows, (0, 0))
-            counts.sizes[report.rows] = count + 1, ns + int(report.computed_s * 1e9)
-            self._compute_s.observe(report.computed_s)
-            self._batch_rows.observe(report.rows)
+            count, ns = counts.sizes.get(batch.rows, (0, 0))
+            counts.sizes[batch.rows] = count + 1, ns + int(batch.computed_s * 1e9)
+            self._compute_s.observe(batch.computed_s)
+            self._batch_rows.observe(batch.rows)
 
     def set_serving(self, stable: int, candidate: int = 0, percent: float = 0.0) -> None:
         """Record that `stable` answers from now on, and `candidate`, when not 0, `percent` of the requests."""

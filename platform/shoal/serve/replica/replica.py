@@ -18,14 +18,14 @@ import torch
 from shoal.batching.batcher import Batcher
 from shoal.errors import ShoalError
 from shoal.serve.http.app import RestApp
-from shoal.serve.messages.inference import Arrays, Caller
+from shoal.serve.messages.inference import Caller, InferCall, Outputs
 from shoal.serve.messages.replica_report import ReplicaReport
 from shoal.serve.protocol.access import AccessControl
 from shoal.serve.protocol.limits import RequestLimits
 from shoal.serve.protocol.prometheus import render
 from shoal.serve.protocol.tracing import Tracer
 from shoal.serve.replica.model_manager import ControllerClient, ModelManager
-from shoal.serve.replica.served_model import VersionedOutputs
+from shoal.serve.replica.version_router import BatchGroup
 from shoal.serve.replica.watchers import PlanFollower
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_source import LiveModel
@@ -61,7 +61,7 @@ class EndpointReplica:
             replicas=lambda: 1 + len(self._follower.peers),
         )
         self._limits = RequestLimits(max_body_bytes=spec.max_body_bytes)
-        self._batcher: Batcher[Arrays, VersionedOutputs] = Batcher(
+        self._batcher: Batcher[BatchGroup, InferCall, Outputs] = Batcher(
             on_thread_start=lambda: torch.set_num_threads(spec.torch_threads)
         )
         self._tracer = Tracer(spec.trace, spec.name, replica) if spec.trace else None

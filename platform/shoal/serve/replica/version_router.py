@@ -8,11 +8,13 @@ flip is one assignment, which takes effect with the next batch. Loads nothing it
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
+from shoal.batching.batcher import PendingBatch
 from shoal.errors import InferenceError
 from shoal.serve.messages.desired_state import NO_SHARES, TrafficShares
+from shoal.serve.messages.inference import InferCall, Outputs
 from shoal.serve.model.predictor import LoadedModel
 from shoal.serve.replica.fallback_predictor import FallbackPredictor
 
@@ -26,6 +28,16 @@ class Track:
 
     def __init__(self, loaded: LoadedModel | FallbackPredictor | None = None) -> None:
         self.loaded = loaded
+
+
+class BatchGroup(NamedTuple):
+    """What the calls of one batch have in common: the track, and the `bucket` of their shapes."""
+
+    track: Track
+    bucket: Hashable
+
+
+CallBatch = PendingBatch[BatchGroup, InferCall, Outputs]
 
 
 class Answering(NamedTuple):
