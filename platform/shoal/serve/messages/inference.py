@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from shoal.batching.batcher import Prediction
+from shoal.errors import InferenceError
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.open_inference.messages import VersionStatistics
 from shoal.registry.manifest import Signature
@@ -38,7 +39,7 @@ class InferCall(msgspec.Struct, frozen=True, gc=False):
     """One request, checked against the model's signature. (A frozen dataclass takes 1 µs to construct, this 0.1.)
 
     inputs:     by name, in the model's shapes, with `num_rows` rows; without a batch the request is one row
-    version:    answer with exactly this version, or fail with 404; None leaves the choice to the rollout
+    version:    answer with exactly this version, which the protocol has found; None leaves the choice to the rollout
     deadline_s: `time.monotonic()` at which the request expires; None takes the model's default
     tenant:     the name of the API key, whose share of a busy replica it uses
     sticky:     calls with the same key get the same side of a canary; "" draws for each call
@@ -56,6 +57,12 @@ class InferCall(msgspec.Struct, frozen=True, gc=False):
     track: str = ""
     outputs: frozenset[str] | None = None
     trace: RequestTraceProtocol | None = None
+
+
+def unknown_version(model: str, version: str, versions: Sequence[int]) -> InferenceError:
+    """The 404 for a version that is not among the model's loaded `versions`. `version`: as the client names it."""
+    there = ", ".join(map(str, versions)) or "none yet"
+    return InferenceError(404, f"model {model!r} has no version {version[:40]!r}; it serves {there}")
 
 
 def size_bytes(inputs: Arrays) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from urllib.parse import unquote_to_bytes
 
 from shoal.errors import InferenceError
-from shoal.serve.messages.inference import ServedModelProtocol
+from shoal.serve.messages.inference import ServedModelProtocol, unknown_version
 
 TRACKS = ("", "stable", "candidate")
 MAX_DEADLINE_MS = 1e12
@@ -22,8 +22,7 @@ def resolve_version(model: ServedModelProtocol, text: str | None) -> int | None:
         return None
     number = int(text) if text.isascii() and text.isdigit() and len(text) < 19 else -1
     if number not in model.versions:
-        there = ", ".join(map(str, model.versions)) or "none yet"
-        raise InferenceError(404, f"model {model.name!r} has no version {text[:40]!r}; it serves {there}")
+        raise unknown_version(model.name, text, model.versions)
     return number
 
 
