@@ -17,9 +17,9 @@ from shoal.open_inference import inference_pb2 as pb
 from shoal.open_inference.http_codec import HttpCodec
 from shoal.serve.grpc.codec import GrpcCodec
 from shoal.serve.grpc.service import InferenceServicer, Invocation
-from shoal.serve.protocol import offload
+from shoal.serve.protocol import infer_call
 from shoal.serve.protocol.access import AccessControl
-from shoal.serve.protocol.offload import LARGE_BYTES, LARGE_ELEMENTS
+from shoal.serve.protocol.infer_call import LARGE_BYTES, LARGE_ELEMENTS
 
 COUNT = LARGE_BYTES  # elements of four bytes, or of one in JSON with its comma
 MANY = np.ones((1, LARGE_ELEMENTS + 1), np.float32)
@@ -130,7 +130,7 @@ def test_others_are_answered_while_a_large_message_is_read(monkeypatch: pytest.M
 def test_no_more_large_bodies_wait_than_memory_is_meant_for(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = gated(monkeypatch, HttpCodec, "decode", lambda body, length: len(body) > LARGE_BYTES)
     app, (body, _) = client(host()).app, body_of("numbers")
-    monkeypatch.setattr(offload, "MAX_WAITING_BYTES", 2 * len(body))
+    monkeypatch.setattr(infer_call, "MAX_WAITING_BYTES", 2 * len(body))
 
     async def ask() -> list[int]:
         asked = [asyncio.create_task(Client(app).call("POST", "/v2/models/numbers/infer", [body])) for _ in range(4)]

@@ -16,7 +16,7 @@ from shoal.open_inference.messages import TensorMetadata
 from shoal.open_inference.request_schema import MAX_ELEMENTS, RequestSchema
 from shoal.serve.grpc.codec import GrpcCodec, InferRequestHeader
 from shoal.serve.grpc.request_cache import RequestLayoutCache
-from shoal.serve.protocol.limits import RequestLimits
+from shoal.serve.protocol.request_lifecycle import RequestLimits
 
 LIMITS = RequestLimits(max_body_bytes=100, max_headers=3, max_header_bytes=40, max_path_chars=10)
 

@@ -1,6 +1,6 @@
 """The methods of the gRPC service, and a call's metadata and final status.
 
-Called by `over_http1`. A method's error becomes a status:
+Called by `app`. A method's error becomes a status:
 
     400 405 422 INVALID_ARGUMENT     401 UNAUTHENTICATED      403 PERMISSION_DENIED   404 NOT_FOUND
     409 FAILED_PRECONDITION          413 429 RESOURCE_EXHAUSTED                       500 INTERNAL
