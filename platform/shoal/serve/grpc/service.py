@@ -44,9 +44,9 @@ from shoal.serve.protocol.infer_call import (
     has_large_arrays,
     resolve_version,
     run_in_thread,
+    start_trace,
 )
 from shoal.serve.protocol.model_metadata import EXTENSIONS, build_metadata, build_model_config
-from shoal.serve.protocol.tracing import start_trace
 
 if TYPE_CHECKING:
     from shoal.serve.protocol.tracing import Tracer

@@ -30,9 +30,11 @@ from shoal.serve.http.messages import (
     RestRequest,
     RestResponse,
     RouteAction,
+    RouteTarget,
     build_error_response,
     compress_response,
     match_route,
+    read_length,
     send_response,
 )
 from shoal.serve.messages.inference import Caller, Disconnected, ModelManagerProtocol
@@ -45,6 +47,7 @@ from shoal.serve.protocol.infer_call import (
     decode_in_thread,
     has_large_arrays,
     run_in_thread,
+    start_trace,
 )
 from shoal.serve.protocol.request_lifecycle import (
     Receive,
@@ -54,7 +57,6 @@ from shoal.serve.protocol.request_lifecycle import (
     Scope,
     Send,
 )
-from shoal.serve.protocol.tracing import start_trace
 
 if TYPE_CHECKING:
     from shoal.serve.protocol.tracing import Tracer
@@ -131,32 +133,33 @@ class RestApp:
         if scope["method"] != target.method:
             error = InferenceError(405, f"{scope['method']} is not allowed here, {target.method} is")
             return build_error_response(error, allowed=target.method)
-        request = RestRequest(target, headers, caller)
         if action is RouteAction.INFER:
-            return await self._infer(request, receive)
+            return await self._infer(target, headers, caller, receive)
         body = b""
         if target.method == "POST":
             # Not watched after the body: a load is not undone because its client has gone.
             with RequestLifecycle(self._in_progress, receive) as progress:
-                body = await self._read_body(progress, request)
-        return await self._handlers.handle(request, body)
+                body = await self._read_body(progress, headers)
+        return await self._handlers.handle(RestRequest(target, headers, caller), body)
 
     def _admit(self, headers: dict[bytes, bytes], model: str | None, *, administrator: bool = False) -> Caller:
         authorization, address = headers.get(b"authorization", b""), headers.get(FORWARDED_FROM_HEADER, b"")
         return self._access.admit(authorization, model, administrator=administrator, origin=address)
 
-    async def _infer(self, request: RestRequest, receive: Receive) -> RestResponse:
-        headers, name = request.headers, request.target.model or ""
+    async def _infer(
+        self, target: RouteTarget, headers: dict[bytes, bytes], caller: Caller, receive: Receive
+    ) -> RestResponse:
+        name = target.model or ""
         with (
             start_trace(self._tracer, "POST /v2/models/{model}/infer", name, headers) as trace,
             RequestLifecycle(self._in_progress, receive) as progress,
         ):
             arrived_s = time.monotonic()
             model = self._manager.get_model(name)
-            call = begin_call(model, request.target.version, headers, request.caller, trace)
-            header_length = request.get_length_header(b"inference-header-content-length")
+            call = begin_call(model, target.version, headers, caller, trace)
+            header_length = read_length(headers, b"inference-header-content-length")
             codec = self._codecs.get(model)
-            content = await self._read_body(progress, request)
+            content = await self._read_body(progress, headers)
             read_bytes = len(content) if header_length is None or codec.has_bytes_inputs else header_length
             wanted = (
                 codec.decode(content, header_length)
@@ -180,9 +183,9 @@ class RestApp:
             accepted = headers.get(b"accept-encoding")
             return answer if accepted is None else await compress_response(answer, accepted)
 
-    async def _read_body(self, progress: RequestLifecycle, request: RestRequest) -> bytes:
-        body = await progress.read_body(request.get_length_header(b"content-length"))
-        encoding = request.headers.get(b"content-encoding")
+    async def _read_body(self, progress: RequestLifecycle, headers: dict[bytes, bytes]) -> bytes:
+        body = await progress.read_body(read_length(headers, b"content-length"))
+        encoding = headers.get(b"content-encoding")
         return body if encoding is None else await self._limits.decompress_in_thread(body, encoding)
 
 

@@ -24,6 +24,7 @@ import asyncio
 import functools
 import math
 import zlib
+from collections.abc import Mapping
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -127,7 +128,7 @@ def match_route(path: str) -> RouteTarget | None:
 
 
 class RestRequest(msgspec.Struct, frozen=True, gc=False):
-    """A request without its body."""
+    """A request other than an inference, without its body."""
 
     target: RouteTarget
     headers: dict[bytes, bytes]
@@ -136,22 +137,7 @@ class RestRequest(msgspec.Struct, frozen=True, gc=False):
     @property
     def caller_origin(self) -> str:
         """The caller and its address as known to the ingress, for the record of changes."""
-        return format_origin(self.caller.name, self.get_header(FORWARDED_FROM_HEADER))
-
-    def get_header(self, name: bytes) -> str:
-        """The value of a header; "" when there is none."""
-        value = self.headers.get(name)
-        return "" if value is None else value.decode("latin-1")
-
-    def get_length_header(self, name: bytes) -> int | None:
-        """The value of a header that is a length in bytes; None without it. Raises InferenceError (400)."""
-        value = self.headers.get(name)
-        if value is None:
-            return None
-        if not value.isdigit() or len(value) > 18:
-            shown = value[:40].decode("latin-1")
-            raise InferenceError(400, f"{name.decode().title()} = {shown!r}: expected a number of bytes")
-        return int(value)
+        return format_origin(self.caller.name, self.headers.get(FORWARDED_FROM_HEADER, b"").decode("latin-1"))
 
 
 class RestResponse(msgspec.Struct, frozen=True, gc=False):
@@ -162,6 +148,17 @@ class RestResponse(msgspec.Struct, frozen=True, gc=False):
     content_type: bytes = JSON_TYPE
     headers: Headers = []
     parts: list[memoryview | bytes] = []
+
+
+def read_length(headers: Mapping[bytes, bytes], name: bytes) -> int | None:
+    """The value of a header that is a length in bytes; None without it. Raises InferenceError (400)."""
+    value = headers.get(name)
+    if value is None:
+        return None
+    if not value.isdigit() or len(value) > 18:
+        shown = value[:40].decode("latin-1")
+        raise InferenceError(400, f"{name.decode().title()} = {shown!r}: expected a number of bytes")
+    return int(value)
 
 
 def build_json_response(value: object) -> RestResponse:

@@ -1,4 +1,4 @@
-"""What REST and gRPC do alike with an inference: its options, its codec, and large tensors off the event loop.
+"""What REST and gRPC do alike with an inference: its trace, options and codec, and large tensors off the loop.
 
 Called by both applications, on the event loop, with headers or metadata, which have the same names. Knows the models
 only through `ServedModelProtocol`. Errors are InferenceErrors: 400 for an invalid value, 404 for an unknown version.
@@ -20,7 +20,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Generic, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Generic, TypeVar
 from urllib.parse import unquote_to_bytes
 
 import numpy as np
@@ -38,6 +39,9 @@ from shoal.serve.messages.inference import (
 from shoal.serve.protocol.model_metadata import to_tensor_metadata
 from shoal.serve.spec.model_options import ModelOptions
 
+if TYPE_CHECKING:
+    from shoal.serve.protocol.tracing import RequestTrace, Tracer
+
 T = TypeVar("T")
 CodecT = TypeVar("CodecT")
 MakeCodec = Callable[[str, list[TensorMetadata], list[TensorMetadata], int, Mapping[str, int | None]], CodecT]
@@ -50,6 +54,7 @@ LARGE_ELEMENTS = 1 << 16
 MAX_WAITING_BYTES = 1 << 28
 
 _thread = ThreadPoolExecutor(1, thread_name_prefix="shoal-large")
+_NO_TRACE = nullcontext()
 _waiting_bytes = 0  # written on the event loop
 
 
@@ -69,6 +74,16 @@ class ModelCodecs(Generic[CodecT]):
         codec = self._make(model.name, inputs, outputs, options.max_batch_size, options.batch_dim)
         self._codecs[model.name] = signature, options, codec
         return codec
+
+
+def start_trace(
+    tracer: Tracer | None, name: str, model: str, headers: Mapping[bytes, bytes]
+) -> AbstractContextManager[RequestTrace | None]:
+    """The span of a new request as a context, by its headers or metadata; None when it is not traced."""
+    if tracer is None:
+        return _NO_TRACE
+    parent = [headers.get(name, b"").decode("latin-1") for name in (b"traceparent", b"tracestate")]
+    return tracer.start_request(name, model, *parent) or _NO_TRACE
 
 
 def begin_call(

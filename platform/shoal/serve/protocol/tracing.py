@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -42,7 +42,6 @@ MAX_WAITING_SPANS = 8192
 EXPORT_TIMEOUT_S = 3.0  # a stopping replica's wait for a collector that does not answer
 EXPORT_EVERY_S = 2.0
 CLIENT_GONE = 499
-NO_TRACE = nullcontext()
 
 
 class RequestTrace:
@@ -91,16 +90,6 @@ class RequestTrace:
 
             self._span.set_status(Status(StatusCode.ERROR, str(error)))
         self._span.end()
-
-
-def start_trace(
-    tracer: Tracer | None, name: str, model: str, headers: Mapping[bytes, bytes]
-) -> AbstractContextManager[RequestTrace | None]:
-    """The span of a new request as a context, by its headers or metadata; None when it is not traced."""
-    if tracer is None:
-        return NO_TRACE
-    parent = [headers.get(name, b"").decode("latin-1") for name in (b"traceparent", b"tracestate")]
-    return tracer.start_request(name, model, *parent) or NO_TRACE
 
 
 class Tracer:

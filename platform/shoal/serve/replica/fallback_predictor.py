@@ -21,7 +21,7 @@ from shoal.serve.controller.canary_guard import NUM_COMPARED, Evidence, judge, l
 from shoal.serve.messages.inference import Arrays
 from shoal.serve.model.formats.size_limits import SizeLimits
 from shoal.serve.model.predictor import LoadedModel
-from shoal.serve.replica.forward_times import ForwardTimes
+from shoal.serve.replica.model_statistics import ForwardTimes
 from shoal.serve.spec.model_options import GuardOptions
 from shoal.weights import WeightSnapshot
 

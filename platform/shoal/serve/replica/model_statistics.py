@@ -13,11 +13,13 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from shoal.serve.messages.metrics_snapshot import ActiveVersions, HistogramSnapshot, ModelSnapshot, VersionSnapshot
+from shoal.serve.messages.replica_report import MAX_FORWARDS, ForwardMedians
 
 if TYPE_CHECKING:
     from shoal.batching.batcher import Batch
@@ -216,6 +218,39 @@ class ModelStatistics:
                     self._older.add(self._versions.pop(oldest))
         counts.used = self._uses
         return counts
+
+
+class ForwardTimes:
+    """The times of each version's newest forwards by batch size, which a guard compares.
+
+    Written by forward threads, read on the event loop. Bounded: `MAX_FORWARDS` times for each version and size.
+    """
+
+    def __init__(self) -> None:
+        self._times: dict[int, dict[int, deque[float]]] = {}  # version -> size class -> seconds
+
+    def add(self, version: int, rows: int, seconds: float) -> None:
+        """Add a forward of `version` over `rows` rows."""
+        size = rows.bit_length() - 1
+        by_size = self._times.get(version)
+        if by_size is None:
+            by_size = self._times[version] = {}
+        times = by_size.get(size)
+        if times is None:
+            times = by_size[size] = deque(maxlen=MAX_FORWARDS)
+        times.append(seconds)
+
+    def retain_medians(self, versions: Iterable[int]) -> dict[int, ForwardMedians]:
+        """The medians of these versions; drops the times of others."""
+        self._times = {version: self._times[version] for version in versions if version in self._times}
+        return {
+            version: self.get_medians(version) for version in list(self._times)
+        }  # forward threads may add new versions meanwhile
+
+    def get_medians(self, version: int) -> ForwardMedians:
+        """The medians of one version. Callable from any thread."""
+        by_size = self._times.get(version, {})
+        return {size: (len(times), median(list(times))) for size, times in list(by_size.items())}
 
 
 def _by_status(counts: Counter[int]) -> dict[str, int]:

@@ -7,6 +7,8 @@ answering version once for each batch. Knows no protocol, no source of versions 
 from __future__ import annotations
 
 import asyncio
+import logging
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,26 +17,26 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shoal.batching.batcher import Batcher, BatcherCounts, Prediction
-from shoal.errors import Closed, InferenceError
+from shoal.errors import Closed, InferenceError, ModelError
 from shoal.open_inference.messages import VersionStatistics
 from shoal.registry.manifest import Signature
 from shoal.serve.messages.inference import Arrays, InferCall, Outputs, size_bytes
-from shoal.serve.messages.replica_report import ModelReport
+from shoal.serve.messages.replica_report import ModelFailure, ModelReport, truncate_reason
 from shoal.serve.model.formats.size_limits import NO_LIMITS
 from shoal.serve.model.predictor import LoadedModel, Predictor
 from shoal.serve.protocol.tracing import CLIENT_GONE
-from shoal.serve.replica.failure_log import FailureLog
 from shoal.serve.replica.fallback_predictor import FallbackPredictor, is_model_error
-from shoal.serve.replica.forward_times import ForwardTimes
 from shoal.serve.replica.live.versions import LiveVersionSelector
 from shoal.serve.replica.loader import BuiltModel
-from shoal.serve.replica.model_statistics import ModelStatistics
+from shoal.serve.replica.model_statistics import ForwardTimes, ModelStatistics
 from shoal.serve.replica.shadow import ShadowTraffic
 from shoal.serve.replica.version_router import Answering, BatchGroup, CallBatch, Track, VersionTable
 from shoal.serve.spec.model_options import ModelOptions
 
 if TYPE_CHECKING:
     from shoal.serve.protocol.tracing import Tracer
+
+logger = logging.getLogger(__name__)
 
 TIMER_TOLERANCE_S = 0.01  # the most between the timers of one deadline: the protocol's, which cancels, and the queue's
 
@@ -45,6 +47,31 @@ class RequestFault(Exception):
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
         self.error = error
+
+
+class FailureLog:
+    """A model's own errors on requests: logged, reported to the controller, and concealed from callers.
+
+    The text of a model's exception may contain its code, paths or data. `last` is the newest failure, None before.
+
+    show_errors: whether callers receive the model's text
+    """
+
+    def __init__(self, model: str, show_errors: bool) -> None:
+        self._model, self._show_errors = model, show_errors
+        self.last: ModelFailure | None = None
+
+    def to_answer(self, error: Exception, version: int) -> InferenceError:
+        """The error that the caller receives: a rejection as it is, a model's own error as a reference to the log."""
+        if isinstance(error, InferenceError) and not isinstance(error, ModelError):
+            return error
+        text = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
+        reference = secrets.token_hex(4)
+        self.last = ModelFailure(reference, version, truncate_reason(text))
+        logger.error("%s: version %d failed on a request (%s)", self._model, version, reference, exc_info=error)
+        if self._show_errors:
+            return InferenceError(500, f"this request failed: {text}")
+        return InferenceError(500, f"the model failed on this request: its endpoint's log has the reason ({reference})")
 
 
 class ServedModel:
@@ -113,7 +140,8 @@ class ServedModel:
         try:
             track = self.router.choose_track(call.version, call.track, call.sticky)
             assert track.loaded is not None
-            track.loaded.size_limits.check(call.inputs)
+            if (limits := track.loaded.size_limits) is not NO_LIMITS:
+                limits.check(call.inputs)
             if call.trace is not None:
                 call.trace.submitted_ns = time.time_ns()
             prediction = await self._queue.submit(
@@ -145,6 +173,8 @@ class ServedModel:
         self.counts.count_request(version, 200, seconds, queued_s, computed_s, call.num_rows)
         if self.shadow.percent and self.router.is_stable(track):
             self.shadow.sample_call(call, outputs, self.predictor.compute_bucket(call.inputs))
+        if layout.is_first and call.outputs is None:
+            return prediction
         if call.outputs is not None:
             outputs = {name: array for name, array in outputs.items() if name in call.outputs}
         return Prediction(layout.to_model_shapes(outputs), version, queued_s, computed_s, rows)
@@ -228,9 +258,9 @@ class ServedModel:
         loaded = batch.requests[0].group.track.loaded
         assert loaded is not None  # a track has a version before a call gets it, and never loses it
         batch.version, requests = loaded.version, [entry.request.inputs for entry in batch.requests]
-        if loaded.size_limits is not NO_LIMITS:  # another version may have been checked: the one of then
+        if (limits := loaded.size_limits) is not NO_LIMITS:  # another version may have been checked: the one of then
             for request in requests:
-                loaded.size_limits.check(request)
+                limits.check(request)
         if isinstance(loaded, FallbackPredictor):
             outputs, batch.version, batch.is_alone = loaded.predict(requests)
             return outputs
