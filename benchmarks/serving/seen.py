@@ -41,7 +41,7 @@ class Echo:
         outputs=[TensorSignature(name="x", datatype="FP32", shape=[-1, 3])],
     )
 
-    def model(self, name: str) -> Echo:
+    def get_model(self, name: str) -> Echo:
         return self
 
     async def infer(self, call: InferCall) -> Prediction[Outputs]:

@@ -23,11 +23,12 @@ from google.protobuf.message import Message
 
 from shoal.errors import InferenceError
 from shoal.open_inference import inference_pb2 as pb
+from shoal.serve.protocol.request_lifecycle import GRPC_PATH_PREFIX
 
 if TYPE_CHECKING:
     from shoal.serve.grpc.service import InferenceServicer
 
-SERVICE = "inference.GRPCInferenceService"
+SERVICE = GRPC_PATH_PREFIX.strip("/")
 GRPC_STATUSES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
