@@ -20,12 +20,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from shoal.errors import Closed, InferenceError
-from shoal.open_inference.http_codec import HttpCodec
 from shoal.serve.http.admin import RestHandlers
+from shoal.serve.http.codec import HttpCodec
 from shoal.serve.http.messages import (
     ADMIN_ACTIONS,
-    BINARY_TYPE,
-    JSON_TYPE,
     UNAUTHENTICATED_ACTIONS,
     RestRequest,
     RestResponse,
@@ -161,25 +159,17 @@ class RestApp:
             codec = self._codecs.get(model)
             content = await self._read_body(progress, headers)
             read_bytes = len(content) if header_length is None or codec.has_bytes_inputs else header_length
-            wanted = (
-                codec.decode(content, header_length)
-                if read_bytes <= LARGE_BYTES
-                else await decode_in_thread(len(content), codec.decode, content, header_length)
-            )
-            call.inputs, call.num_rows, call.outputs = wanted.inputs, wanted.num_rows, wanted.outputs
-            timeout_us = wanted.parameters.get("timeout")
-            call.deadline_s = compute_deadline(arrived_s, timeout_us, headers, model.options.deadline_s)
+            if read_bytes <= LARGE_BYTES:
+                codec.decode(call, content, header_length)
+            else:
+                await decode_in_thread(len(content), codec.decode, call, content, header_length)
+            call.deadline_s = compute_deadline(arrived_s, call.timeout_us, headers, model.options.deadline_s)
             prediction = await model.infer(call)
             if trace is not None:
                 trace.record_prediction(prediction, call.num_rows)
-            answered = wanted, prediction.version, prediction.outputs
-            raw = all(wanted.binary_of.values()) if wanted.binary_of else wanted.binary
+            raw = all(call.binary_of.values()) if call.binary_of else call.binary
             is_large = has_large_arrays(prediction.outputs, raw=raw)
-            body, parts = await run_in_thread(codec.encode, *answered) if is_large else codec.encode(*answered)
-            found = [(b"shoal-model-version", b"%d" % prediction.version)]
-            if parts:
-                found.append((b"inference-header-content-length", b"%d" % len(body)))
-            answer = RestResponse(200, body, BINARY_TYPE if parts else JSON_TYPE, found, parts)
+            answer = await run_in_thread(codec.encode, call, prediction) if is_large else codec.encode(call, prediction)
             accepted = headers.get(b"accept-encoding")
             return answer if accepted is None else await compress_response(answer, accepted)
 

@@ -48,6 +48,9 @@ class InferCall(msgspec.Struct, gc=False):
     track:      "stable" or "candidate" for one side of a canary; "" leaves it to the rollout
     outputs:    names of the requested outputs; None for all
     trace:      the span of this call; None when it is not traced
+    id:         sent back with the answer; of HTTP, as the rest
+    timeout_us: the protocol's parameter `timeout`, unchecked; None without it
+    binary:     whether outputs are sent as bytes, unless `binary_of` says otherwise for one
     """
 
     inputs: Arrays
@@ -59,6 +62,10 @@ class InferCall(msgspec.Struct, gc=False):
     track: str = ""
     outputs: frozenset[str] | None = None
     trace: RequestTraceProtocol | None = None
+    id: str | None = None
+    timeout_us: object = None
+    binary: bool = False
+    binary_of: Mapping[str, bool] = {}
 
 
 def unknown_version(model: str, version: str, versions: Sequence[int]) -> InferenceError:

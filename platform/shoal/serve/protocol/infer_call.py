@@ -93,9 +93,9 @@ def begin_call(
     caller: Caller,
     trace: RequestTraceProtocol | None,
 ) -> InferCall:
-    """The call of a request whose tensors are not read yet. `version`: as requested; None or "" for no request.
+    """The call of a request whose tensors are not read yet. Raises InferenceError (400, 404).
 
-    Raises InferenceError (400, 404).
+    version: as requested; None or "" leaves it to the rollout
     """
     return InferCall(
         {},

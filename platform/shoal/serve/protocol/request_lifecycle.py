@@ -99,7 +99,7 @@ class RequestLimits:
         return plain
 
     async def decompress_in_thread(self, body: bytes, encoding: bytes) -> bytes:
-        """`decompress`, off the event loop; `identity` is none."""
+        """`decompress`, off the event loop; a body of the encoding `identity` stays as it is."""
         if encoding.strip().lower() == b"identity":
             return body
         return await asyncio.to_thread(self.decompress, body, encoding)
