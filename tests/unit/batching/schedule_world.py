@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 
 from shoal.batching.fair_queue import QueuedRequest
-from shoal.batching.scheduler import BatchScheduler, QueueFull, QueueState, ScheduledBatch
+from shoal.batching.scheduler import Batch, BatchScheduler, QueueFull, QueueState
 
 MAX_BATCH = 4
 MAX_QUEUE = 12
@@ -50,8 +50,8 @@ class World:
                 queue.latency.observe(rows, self.seconds(rows), 0.0)
         self.now_s = 0.0
         self.jobs: list[Job] = []
-        self.running: list[tuple[float, int, ScheduledBatch[Job]]] = []
-        self.started: list[ScheduledBatch[Job]] = []
+        self.running: list[tuple[float, int, Batch[Job]]] = []
+        self.started: list[Batch[Job]] = []
         self.served: Counter[str] = Counter()  # rows by tenant
         self.used_s: dict[str, float] = defaultdict(float)  # seconds by queue
 
@@ -125,12 +125,12 @@ class World:
             assert queue.fair_queue.rows == sum(job.num_rows for job in queue.fair_queue)
             assert queue.fair_queue.charged_rows == sum(job.charged_rows for job in queue.fair_queue) <= MAX_QUEUE
 
-    def check_batch(self, batch: ScheduledBatch[Job]) -> None:
+    def check_batch(self, batch: Batch[Job]) -> None:
         assert 1 <= batch.rows == sum(job.num_rows for job in batch.requests) <= MAX_BATCH
-        assert {(job.queue, job.group) for job in batch.requests} == {(batch.queue.name, batch.group)}
+        assert {(job.queue, job.group) for job in batch.requests} == {(batch.queue.name, batch.requests[0].group)}
         assert all(job.end == "" for job in batch.requests)
         for left in batch.queue.fair_queue:
-            if left.group == batch.group:
+            if left.group == batch.requests[0].group:
                 taken = [job.order_s for job in batch.requests if job.tenant == left.tenant]
                 assert max(taken, default=-math.inf) <= left.order_s, (
                     "within a tenant, the earliest deadline goes first"

@@ -3,21 +3,23 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gated_forward import GatedForward, Request, answer, opened, run, until
-from shoal.batching.batcher import Batcher, DeadlineExceeded, QueueFull
+from gated_forward import GatedForward, Request, answer, opened, requests_of, run, until
+from shoal.batching.batcher import Batch, Batcher, DeadlineExceeded, QueueFull
 from shoal.errors import Closed, ConfigError, InferenceError
 
 
 def test_one_request_is_answered_off_the_event_loop() -> None:
     threads: list[threading.Thread] = []
 
-    def forward(group: Hashable, requests: Sequence[int]) -> list[int]:
+    def forward(batch: Batch[Any]) -> list[int]:
+        requests: list[int] = requests_of(batch)
         threads.append(threading.current_thread())
         return [number + 1 for number in requests]
 
@@ -91,13 +93,14 @@ def test_a_poisonous_request_fails_alone() -> None:
 
 @pytest.mark.parametrize("error", [SystemExit, StopIteration])
 def test_what_no_future_takes_fails_the_request_and_ends_no_thread(error: type[BaseException]) -> None:
-    def forward(group: Hashable, requests: Sequence[int]) -> list[int]:
+    def forward(batch: Batch[Any]) -> list[int]:
+        requests: list[int] = requests_of(batch)
         if 3 in requests:
             raise error("enough")
         return list(requests)
 
     async def body() -> None:
-        batcher: Batcher[int, int] = Batcher()
+        batcher: Batcher[Any, int, int] = Batcher()
         queue = batcher.add_queue("model", forward, max_batch_rows=4, max_queue_rows=8)
         with pytest.raises(InferenceError, match=r"the model raised \w+\('enough'\)"):
             await answer(queue, 3)
@@ -111,8 +114,8 @@ def test_what_no_future_takes_fails_the_request_and_ends_no_thread(error: type[B
 
 def test_wrong_number_of_answers_is_an_error_of_the_model() -> None:
     async def body() -> None:
-        batcher: Batcher[int, int] = Batcher()
-        queue = batcher.add_queue("model", lambda group, requests: [], max_batch_rows=4, max_queue_rows=8)
+        batcher: Batcher[Any, int, int] = Batcher()
+        queue = batcher.add_queue("model", lambda batch: [], max_batch_rows=4, max_queue_rows=8)
         with pytest.raises(InferenceError, match="0 answers came for 1") as caught:
             await answer(queue, 1)
         assert caught.value.status == 500

@@ -4,12 +4,12 @@ import asyncio
 import gc
 import time
 import weakref
-from collections.abc import Hashable, Sequence
+from typing import Any
 
 import pytest
 
-from gated_forward import GatedForward, Request, answer, opened, run, until
-from shoal.batching.batcher import Batcher, BatchReport, DeadlineExceeded
+from gated_forward import GatedForward, Request, answer, opened, requests_of, run, until
+from shoal.batching.batcher import Batch, Batcher, DeadlineExceeded
 from shoal.batching.deadline_timer import MIN_SWEEP_TICKS, TICK_S, DeadlineTimer
 from shoal.errors import InferenceError
 
@@ -143,20 +143,24 @@ def test_an_answer_before_the_deadline_is_all_that_a_request_hears() -> None:
 def test_the_clock_of_the_batcher_is_what_times_are_told_by() -> None:
     async def body() -> None:
         now = [100.0]
-        reports: list[BatchReport] = []
+        reports: list[Batch[Any]] = []
 
-        def forward(group: Hashable, requests: Sequence[int]) -> list[int]:
+        def forward(batch: Batch[Any]) -> list[int]:
+            requests: list[int] = requests_of(batch)
             now[0] += 0.5
             return list(requests)
 
-        batcher: Batcher[int, int] = Batcher(clock=lambda: now[0])
+        batcher: Batcher[Any, int, int] = Batcher(clock=lambda: now[0])
         queue = batcher.add_queue("m", forward, max_batch_rows=4, max_queue_rows=8, on_batch=reports.append)
         batched = await queue.submit(7, 3, group="g")
-        assert batched == (7, 0.0, 0.5, 3)
+        assert batched == (7, 0, 0.0, 0.5, 3)
         await until(lambda: queue.latency.seconds(3) == 0.5)
-        assert reports == [BatchReport("m", "g", 3, 1, 0, 100.0, 0.5, (0.0,))]
+        [batch] = reports
+        [request] = batch.requests
+        assert (batch.queue.name, request.group, request.arrived_s) == ("m", "g", 100.0)
+        assert (batch.rows, batch.failed, batch.started_s, batch.computed_s) == (3, 0, 100.0, 0.5)
         with pytest.raises(DeadlineExceeded, match="had passed"):
-            await queue.submit(7, deadline_s=100.0)
+            await queue.submit(7, group=None, deadline_s=100.0)
         batcher.close()
 
     run(body)
@@ -216,7 +220,8 @@ def test_a_queue_that_was_closed_is_let_go_before_its_deadlines() -> None:
 def test_a_model_without_weights_fails_a_batch_once_and_as_a_whole() -> None:
     calls: list[int] = []
 
-    def forward(group: Hashable, requests: Sequence[Request]) -> list[int]:
+    def forward(batch: Batch[Any]) -> list[int]:
+        requests: list[Request] = requests_of(batch)
         calls.append(len(requests))
         raise InferenceError(503, "no weights")
 

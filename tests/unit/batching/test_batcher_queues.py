@@ -4,12 +4,13 @@ import asyncio
 import gc
 import threading
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
+from typing import Any
 
 import pytest
 
-from gated_forward import DEADLINE_S, GatedForward, Request, answer, opened, run, until
-from shoal.batching.batcher import Batcher, BatchReport, QueueFull
+from gated_forward import DEADLINE_S, GatedForward, Request, answer, opened, requests_of, run, until
+from shoal.batching.batcher import Batch, Batcher, QueueFull
 from shoal.errors import Closed, ConfigError
 
 
@@ -18,9 +19,10 @@ def test_only_one_group_is_in_a_batch_and_the_forward_hears_which() -> None:
         seen: list[tuple[Hashable, list[int]]] = []
         forward = GatedForward()
 
-        def grouped(group: Hashable, requests: Sequence[Request]) -> list[int]:
-            seen.append((group, [request.number for request in requests]))
-            return forward(group, requests)
+        def grouped(batch: Batch[Any]) -> list[int]:
+            requests: list[Request] = requests_of(batch)
+            seen.append((batch.requests[0].group, [request.number for request in requests]))
+            return forward(batch)
 
         batcher = Batcher()
         queue = batcher.add_queue("model", grouped, max_batch_rows=8, max_queue_rows=8)
@@ -43,7 +45,7 @@ def test_each_queue_has_its_own_forward_and_counts_and_closes_alone() -> None:
         left = batcher.add_queue("left", forward, max_batch_rows=4, max_queue_rows=4)
         right = batcher.add_queue(
             "right",
-            lambda group, requests: [-request.number for request in requests],
+            lambda batch: [-request.number for request in requests_of(batch)],
             max_batch_rows=4,
             max_queue_rows=4,
         )
@@ -90,14 +92,15 @@ def test_two_slots_compute_at_the_same_time_and_wake_each_other() -> None:
     async def body() -> None:
         together = threading.Barrier(2)
 
-        def forward(group: Hashable, requests: Sequence[int]) -> list[int]:
+        def forward(batch: Batch[Any]) -> list[int]:
+            requests: list[int] = requests_of(batch)
             together.wait(DEADLINE_S)
             return list(requests)
 
-        batcher: Batcher[int, int] = Batcher(slots=2)
+        batcher: Batcher[Any, int, int] = Batcher(slots=2)
         queue = batcher.add_queue("model", forward, max_batch_rows=1, max_queue_rows=8)
         for _ in range(50):
-            assert [(await task).answer for task in [asyncio.create_task(queue.submit(n)) for n in range(4)]] == [
+            assert [await task for task in [asyncio.create_task(answer(queue, n)) for n in range(4)]] == [
                 0,
                 1,
                 2,
@@ -148,7 +151,7 @@ def test_no_slots_are_refused() -> None:
 def test_one_poisonous_request_costs_a_few_halves_not_everybody() -> None:
     async def body() -> None:
         forward = GatedForward()
-        reports: list[BatchReport] = []
+        reports: list[Batch[Any]] = []
         batcher = Batcher()
         queue = batcher.add_queue("m", forward, max_batch_rows=32, max_queue_rows=32, on_batch=reports.append)
         first = asyncio.create_task(answer(queue, Request(0)))
@@ -160,7 +163,7 @@ def test_one_poisonous_request_costs_a_few_halves_not_everybody() -> None:
         assert [n for n, result in enumerate(results) if result != n * 10] == [9]
         assert str(results[9]) == "poison among [9]"
         assert len(forward.batches) == 1 + 1 + 2 * 5  # the first, the whole, and two halves on each of five levels
-        await until(lambda: sum(report.requests for report in reports) == 33)
+        await until(lambda: sum(len(report.requests) for report in reports) == 33)
         assert [report.failed for report in reports if report.failed] == [1]
         assert queue.latency.list_points()[-1][0] <= 16  # only forwards that succeeded teach
         batcher.close()
@@ -171,7 +174,7 @@ def test_one_poisonous_request_costs_a_few_halves_not_everybody() -> None:
 def test_each_half_has_its_own_time_to_be_taken_for_hung() -> None:
     now_s, seen_s = [0.0], list[float]()
 
-    def forward(group: Hashable, requests: Sequence[int]) -> list[int]:
+    def forward(batch: Batch[Any]) -> list[int]:
         now_s[0] += 30.0
         seen_s.append(batcher.computing_s)
         raise ValueError("every one is poison")
@@ -184,7 +187,7 @@ def test_each_half_has_its_own_time_to_be_taken_for_hung() -> None:
         assert [str(each) for each in answers] == ["every one is poison"] * 16
         batcher.close()
 
-    batcher: Batcher[int, int]
+    batcher: Batcher[Any, int, int]
     run(body)
     assert seen_s == [30.0] * len(seen_s)
 

@@ -8,7 +8,7 @@ import pytest
 
 from shoal.client import requests
 from shoal.errors import InferenceError
-from shoal.serve.protocol.request_options import parse_sticky
+from shoal.serve.protocol.infer_call import parse_sticky
 
 
 @pytest.mark.parametrize("key", ["customer 17", "müller", "50%", "100 %25", "%zz", "ключ", "a+b", "日本" * 128])

@@ -9,9 +9,9 @@ import numpy as np
 
 from shoal.errors import WeightsError
 from shoal.serve.messages.desired_state import NEWEST, NO_SHARES, ModelPlan, TrafficShares
-from shoal.serve.replica.fallback_predictor import Answered, FallbackPredictor, predict
-from shoal.serve.replica.forward_times import ForwardTimes
+from shoal.serve.replica.fallback_predictor import Answered, FallbackPredictor
 from shoal.serve.replica.live.versions import LiveVersionSelector
+from shoal.serve.replica.model_statistics import ForwardTimes
 from shoal.serve.replica.version_router import Answering
 from shoal.serve.spec.model_options import GuardOptions
 from shoal.weights import WeightSnapshot
@@ -84,7 +84,9 @@ class Subject:
         last = self.points[-1]
         chosen = last.candidate if for_candidate and last.candidate is not None else last.stable
         assert chosen is not None
-        return predict(chosen, requests)  # type: ignore[arg-type]
+        if isinstance(chosen, FallbackPredictor):
+            return chosen.predict(requests)  # type: ignore[arg-type]
+        return Answered(chosen.predict_batch(requests), chosen.version, True)  # type: ignore[arg-type]
 
     def ask(self, num: int = 1, for_candidate: bool = False) -> int:
         """The version that answers a batch, whose time is kept as the batcher's would be."""

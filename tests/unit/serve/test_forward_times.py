@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.serve.messages.replica_report import ForwardMedians
-from shoal.serve.replica.forward_times import ForwardTimes
+from shoal.serve.replica.model_statistics import ForwardTimes
 
 
 class Busy(ForwardTimes):

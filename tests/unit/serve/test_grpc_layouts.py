@@ -212,9 +212,10 @@ def test_a_layout_of_a_codec_that_is_gone_gives_way() -> None:
 
 def asked_of(host: FakeHost, *requests: pb.ModelInferRequest) -> tuple[list[pb.ModelInferResponse], int]:
     """The answers to these, one after the other, and how many were taken apart."""
-    servicer, decoded = InferenceServicer(host, AccessControl(None, [])), 0  # type: ignore[arg-type]
+    decoded = 0
 
     async def body() -> list[pb.ModelInferResponse]:
+        servicer = InferenceServicer(host, AccessControl(None, []))  # type: ignore[arg-type]
         return [
             pb.ModelInferResponse.FromString(await servicer.model_infer(each.SerializeToString(), Invocation({})))
             for each in requests

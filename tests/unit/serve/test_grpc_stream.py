@@ -11,10 +11,8 @@ import pytest
 
 from shoal.errors import InferenceError
 from shoal.serve.grpc.stream import StreamLifecycle
-from shoal.serve.http.fast_path import CLOSING_MESSAGE
 from shoal.serve.messages.inference import Disconnected
-from shoal.serve.protocol.limits import RequestLimits
-from shoal.serve.protocol.request_lifecycle import RequestsInProgress
+from shoal.serve.protocol.request_lifecycle import CLOSING_MESSAGE, RequestLimits, RequestsInProgress
 
 LIMITS = RequestLimits(max_body_bytes=10_000)
 PATIENCE_S = 5.0
@@ -38,10 +36,9 @@ def run(messages: Iterable[dict[str, Any]], work: Callable[[StreamLifecycle], Aw
         return await asyncio.Future() if found is None else found
 
     async def test() -> Any:
-        requests = RequestsInProgress(LIMITS, look_s=0.001)
-        return await asyncio.wait_for(
-            requests.run_as(StreamLifecycle, receive, lambda progress, _: work(progress), None), PATIENCE_S
-        )
+        async with asyncio.timeout(PATIENCE_S):
+            with StreamLifecycle(RequestsInProgress(LIMITS, look_s=0.001), receive) as progress:
+                return await work(progress)
 
     return asyncio.run(test())
 

@@ -11,8 +11,7 @@ from serving.asgi import client, refused
 from serving.fake_host import FakeHost, FakeModel
 from shoal.errors import InferenceError
 from shoal.serve.messages.inference import Disconnected
-from shoal.serve.protocol.limits import RequestLimits
-from shoal.serve.protocol.request_lifecycle import RequestLifecycle, RequestsInProgress
+from shoal.serve.protocol.request_lifecycle import RequestLifecycle, RequestLimits, RequestsInProgress
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 LIMITS = RequestLimits(max_body_bytes=100)
@@ -33,10 +32,15 @@ def body(*chunks: bytes, then: Awaitable[None] | None = None) -> Receive:
     return receive
 
 
+async def read_in(requests: RequestsInProgress, receive: Receive, length_bytes: int | None = None) -> bytes:
+    with RequestLifecycle(requests, receive) as progress:
+        return await progress.read_body(length_bytes)
+
+
 def read(receive: Receive, length_bytes: int | None = None, limits: RequestLimits = LIMITS) -> bytes:
     async def run() -> bytes:
         requests = RequestsInProgress(limits, look_s=0.001)
-        return await asyncio.wait_for(requests.run(receive, RequestLifecycle.read_body, length_bytes), 10.0)
+        return await asyncio.wait_for(read_in(requests, receive, length_bytes), 10.0)
 
     return asyncio.run(run())
 
@@ -86,14 +90,12 @@ def test_a_body_that_trickles_is_cut_off() -> None:
 def test_a_cancelled_request_is_cancelled_and_nothing_of_it_is_left() -> None:
     async def run() -> None:
         requests = RequestsInProgress(LIMITS, look_s=0.001)
-        stalled = asyncio.create_task(
-            requests.run(body(b"x", then=asyncio.sleep(60)), RequestLifecycle.read_body, None)
-        )
+        stalled = asyncio.create_task(read_in(requests, body(b"x", then=asyncio.sleep(60))))
         await asyncio.sleep(0)
         stalled.cancel()
         with pytest.raises(asyncio.CancelledError):
             await stalled
-        assert await requests.run(body(b"y"), RequestLifecycle.read_body, None) == b"y"
+        assert await read_in(requests, body(b"y")) == b"y"
         assert not requests._running
 
     asyncio.run(run())
@@ -145,14 +147,15 @@ def test_a_forward_that_takes_too_long_is_cut_off_at_the_deadline() -> None:
 
 
 def test_the_first_reason_to_end_counts() -> None:
-    async def ended_twice(progress: RequestLifecycle, _: None) -> None:
-        progress.set_deadline(time.monotonic())
-        progress.set_deadline(time.monotonic())
-        await asyncio.sleep(60)
+    async def end_twice() -> None:
+        with RequestLifecycle(RequestsInProgress(LIMITS), body(b"")) as progress:
+            progress.set_deadline(time.monotonic())
+            progress.set_deadline(time.monotonic())
+            await asyncio.sleep(60)
 
     async def run() -> None:
         with pytest.raises(InferenceError, match="deadline"):
-            await RequestsInProgress(LIMITS).run(body(b""), ended_twice, None)
+            await end_twice()
         assert asyncio.current_task().cancelling() == 0  # type: ignore[union-attr]
 
     asyncio.run(run())

@@ -14,12 +14,12 @@ import pytest
 from serving.asgi import Client, client
 from serving.fake_host import FakeHost, FakeModel, tensors
 from shoal.open_inference import inference_pb2 as pb
-from shoal.open_inference.http_codec import HttpCodec
 from shoal.serve.grpc.codec import GrpcCodec
 from shoal.serve.grpc.service import InferenceServicer, Invocation
-from shoal.serve.protocol import offload
+from shoal.serve.http.codec import HttpCodec
+from shoal.serve.protocol import infer_call
 from shoal.serve.protocol.access import AccessControl
-from shoal.serve.protocol.offload import LARGE_BYTES, LARGE_ELEMENTS
+from shoal.serve.protocol.infer_call import LARGE_BYTES, LARGE_ELEMENTS
 
 COUNT = LARGE_BYTES  # elements of four bytes, or of one in JSON with its comma
 MANY = np.ones((1, LARGE_ELEMENTS + 1), np.float32)
@@ -76,7 +76,7 @@ def body_of(model: str) -> tuple[bytes, dict[str, str]]:
 
 @pytest.mark.parametrize("model", ["numbers", "texts"])
 def test_others_are_answered_while_a_large_body_is_read(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
-    gate = gated(monkeypatch, HttpCodec, "decode", lambda body, length: len(body) > LARGE_BYTES)
+    gate = gated(monkeypatch, HttpCodec, "decode", lambda call, body, length: len(body) > LARGE_BYTES)
     app, (body, headers) = client(host()).app, body_of(model)
     many, few = answers(
         Client(app).call("POST", f"/v2/models/{model}/infer", [body], headers),
@@ -88,7 +88,7 @@ def test_others_are_answered_while_a_large_body_is_read(monkeypatch: pytest.Monk
 
 
 def test_others_are_answered_while_a_large_answer_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = gated(monkeypatch, HttpCodec, "encode", lambda request, version, outputs: "y" in outputs)
+    gate = gated(monkeypatch, HttpCodec, "encode", lambda call, prediction: "y" in prediction.outputs)
     app, body = client(host()).app, json.dumps(SMALL).encode()
     many, few = answers(
         Client(app).call("POST", "/v2/models/many/infer", [body]),
@@ -128,9 +128,9 @@ def test_others_are_answered_while_a_large_message_is_read(monkeypatch: pytest.M
 
 
 def test_no_more_large_bodies_wait_than_memory_is_meant_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = gated(monkeypatch, HttpCodec, "decode", lambda body, length: len(body) > LARGE_BYTES)
+    gate = gated(monkeypatch, HttpCodec, "decode", lambda call, body, length: len(body) > LARGE_BYTES)
     app, (body, _) = client(host()).app, body_of("numbers")
-    monkeypatch.setattr(offload, "MAX_WAITING_BYTES", 2 * len(body))
+    monkeypatch.setattr(infer_call, "MAX_WAITING_BYTES", 2 * len(body))
 
     async def ask() -> list[int]:
         asked = [asyncio.create_task(Client(app).call("POST", "/v2/models/numbers/infer", [body])) for _ in range(4)]

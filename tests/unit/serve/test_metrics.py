@@ -22,10 +22,11 @@ from shoal.serve.replica.model_statistics import MAX_VERSIONS, ROWS, SECONDS, Hi
 
 @dataclass
 class Report:
-    """The part of a BatchReport that is counted."""
+    """The part of a Batch that is counted."""
 
     rows: int
     computed_s: float
+    version: int
 
 
 def test_a_request_is_counted_under_its_version() -> None:
@@ -53,7 +54,7 @@ def test_a_request_is_counted_under_its_version() -> None:
 def test_a_batch_is_counted_under_its_version_and_size() -> None:
     statistics = ModelStatistics("m")
     for rows, computed_s in [(4, 0.5), (1, 0.25), (4, 0.5)]:
-        statistics.count_batch(Report(rows, computed_s), 7)
+        statistics.count_batch(Report(rows, computed_s, 7))
     snapshot = statistics.snapshot()
     version = snapshot["versions"]["7"]
     assert version["execution_count"] == 3
@@ -95,7 +96,7 @@ def test_however_many_versions_come_the_newest_are_kept_apart_and_nothing_is_los
     for version in range(1, num_versions + 1):
         statistics.count_request(1, 200, 0.001, rows=1)  # the first stays in use
         statistics.count_request(version, 200, 0.001, rows=2)
-        statistics.count_batch(Report(2, 0.001), version)
+        statistics.count_batch(Report(2, 0.001, version))
         statistics.count_shadow(version, disagreed=True)
     snapshot = statistics.snapshot()
     assert len(snapshot["versions"]) == MAX_VERSIONS
@@ -114,7 +115,7 @@ def test_batches_of_several_threads_are_all_counted() -> None:
 
     def compute() -> None:
         for _ in range(num_batches):
-            statistics.count_batch(Report(1, 0.0), 1)
+            statistics.count_batch(Report(1, 0.0, 1))
 
     threads = [threading.Thread(target=compute) for _ in range(4)]
     for thread in threads:
@@ -132,7 +133,7 @@ def test_a_snapshot_is_plain_data_and_stays_as_it_was() -> None:
     before = json.dumps(snapshot)
     assert json.loads(before) == snapshot == pickle.loads(pickle.dumps(snapshot))
     statistics.count_request(1, 200, 0.001, rows=1)
-    statistics.count_batch(Report(1, 0.1), 1)
+    statistics.count_batch(Report(1, 0.1, 1))
     assert json.dumps(snapshot) == before
 
 
@@ -150,7 +151,7 @@ def test_two_replicas_add_up_to_one_that_had_done_it_all(one: list, other: list)
         for version, status, rows, seconds, disagreed in events:
             statistics.count_request(version, status, seconds, seconds / 2, seconds / 4, rows)
             if version:
-                statistics.count_batch(Report(rows, seconds), version)
+                statistics.count_batch(Report(rows, seconds, version))
                 statistics.count_shadow(version, disagreed)
                 if status == 500:
                     statistics.count_shadow_failure(version)

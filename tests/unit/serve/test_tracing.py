@@ -5,19 +5,20 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from shoal.batching.batcher import BatchReport
 from shoal.errors import ConfigError, InferenceError
-from shoal.serve.messages.inference import Prediction
-from shoal.serve.protocol.tracing import TracedArrays, Tracer
+from shoal.serve.messages.inference import InferCall, Prediction
+from shoal.serve.protocol.tracing import Tracer
 from shoal.serve.spec.trace_destination import TraceDestination
 
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -26,8 +27,10 @@ PREDICTION = Prediction({}, version=3, queued_s=0.25, computed_s=0.5, batch_rows
 RATIOS_THAT_ARE_NONE = ("ratio=2", "ratio=a", "y=1", "y")
 
 
-def report(requests: int = 1) -> BatchReport:
-    return BatchReport("m", None, 8, requests, 0, 0.0, 0.5, (0.25,) * requests)
+def batch_of(*traces: Any) -> Any:
+    """Of eight rows, computed by version 3, one request for each trace."""
+    requests = [SimpleNamespace(request=InferCall({}, 1, trace=trace), arrived_s=1.0) for trace in traces]
+    return SimpleNamespace(requests=requests, rows=8, failed=0, version=3, started_s=1.25, computed_s=0.5)
 
 
 def seconds(span: dict[str, Any]) -> float:
@@ -59,7 +62,7 @@ def traced(tmp_path: Path) -> Iterator[tuple[Callable[..., Tracer], Callable[[],
 def test_a_request_is_a_child_of_its_callers_span_and_says_where_its_time_went(traced: Any) -> None:
     make, spans = traced
     with make().start_request("POST infer", "m", CALLER) as trace:
-        TracedArrays({"x": np.zeros(1)}, trace)
+        trace.submitted_ns = time.time_ns()
         trace.record_prediction(PREDICTION, num_rows=2)
     found = {span["name"]: span for span in spans()}
     assert set(found) == {"POST infer", "queue", "compute"}
@@ -81,11 +84,11 @@ def test_a_request_is_a_child_of_its_callers_span_and_says_where_its_time_went(t
 def test_a_batch_is_linked_to_the_requests_in_it(traced: Any) -> None:
     make, spans = traced
     tracer = make()
-    requests: list[object] = [{"x": np.zeros(1)}]  # one that is not traced
+    traces = [None]  # one that is not traced
     for _ in range(2):
         with tracer.start_request("POST infer", "m") as trace:
-            requests.append(TracedArrays({"x": np.zeros(1)}, trace))
-    tracer.record_batch("m", 3, report(3), requests)
+            traces.append(trace)
+    tracer.record_batch("m", batch_of(*traces))
     by_name: dict[str, list[dict[str, Any]]] = {}
     for span in spans():
         by_name.setdefault(span["name"], []).append(span)
@@ -132,7 +135,7 @@ def test_who_says_that_it_is_not_traced_is_not(traced: Any) -> None:
     make, spans = traced
     tracer = make()
     assert tracer.start_request("POST infer", "m", UNSAMPLED) is None
-    tracer.record_batch("m", 3, report(), [{}])
+    tracer.record_batch("m", batch_of(None))
     assert spans() == []
 
 
@@ -141,16 +144,8 @@ def test_the_ratio_is_of_those_that_do_not_say(traced: Any) -> None:
     tracer = make("?ratio=0")
     assert tracer.start_request("POST infer", "m") is None
     with tracer.start_request("POST infer", "m", CALLER) as trace:
-        tracer.record_batch("m", 3, report(), [TracedArrays({}, trace)])
+        tracer.record_batch("m", batch_of(trace))
     assert {span["name"] for span in spans()} == {"POST infer", "batch", "forward"}
-
-
-def test_traced_inputs_are_inputs(traced: Any) -> None:
-    make, _ = traced
-    with make().start_request("POST infer", "m") as trace:
-        inputs = TracedArrays({"x": np.arange(3)}, trace)
-    assert isinstance(inputs, dict)
-    assert list(inputs) == ["x"]
 
 
 @pytest.mark.parametrize("traceparent", ["nonsense", "00-0-0-01", "00-" + "0" * 32 + "-" + "0" * 16 + "-01", "\xff"])

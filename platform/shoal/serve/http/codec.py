@@ -1,8 +1,8 @@
 """Decodes the bodies of inference requests over HTTP into arrays, and encodes outputs; JSON, binary, or a mixture.
 
-Called by the REST application, one codec for each model. Knows no HTTP: the one relevant header, the length of the JSON
-object before the tensors' bytes (Inference-Header-Content-Length), is a number here. Errors are InferenceErrors: 400
-for an invalid request, 422 for a tensor that does not fit.
+Called by `app`, one codec for each model. Knows of HTTP the headers of an answer, and the length of the JSON object
+before the tensors' bytes (Inference-Header-Content-Length). Errors are InferenceErrors: 400 for an invalid request, 422
+for a tensor that does not fit.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
+from shoal.batching.batcher import Prediction
 from shoal.errors import InferenceError
 from shoal.open_inference.binary_tensors import from_binary, to_binary
 from shoal.open_inference.datatypes import NUMPY_DTYPES
@@ -25,30 +26,14 @@ from shoal.open_inference.messages import (
     Parameters,
     TensorMetadata,
 )
-from shoal.open_inference.request_schema import RequestSchema
+from shoal.open_inference.request_schema import REFUSED_PARAMETERS, RequestSchema
+from shoal.serve.http.messages import BINARY_TYPE, JSON_TYPE, RestResponse
+from shoal.serve.messages.inference import InferCall, Outputs
 
 NO_PARAMETERS: Parameters = {}
-# Parameters of unsupported parts of the protocol: ignoring them would change the meaning of the request.
-REFUSED_PARAMETERS = ("shared_memory_region", "classification")
 
 _decode_request = msgspec.json.Decoder(InferRequest).decode
 _encode = msgspec.json.Encoder().encode
-
-
-class DecodedRequest(msgspec.Struct, frozen=True, gc=False):
-    """A request with valid tensors.
-
-    outputs: names of the requested outputs; None for all
-    binary:  whether outputs are sent as bytes, unless `binary_of` overrides it for one
-    """
-
-    id: str | None
-    parameters: Parameters
-    inputs: dict[str, np.ndarray]
-    num_rows: int
-    outputs: frozenset[str] | None
-    binary: bool
-    binary_of: Mapping[str, bool]
 
 
 class HttpCodec:
@@ -67,13 +52,14 @@ class HttpCodec:
         self._schema = RequestSchema(inputs, outputs, max_rows, batch_dim)
         self.has_bytes_inputs = any(spec.datatype == "BYTES" for spec in inputs)  # have their elements read one by one
 
-    def decode(self, body: bytes, header_length: int | None = None) -> DecodedRequest:
-        """Decode a request. `header_length`: of the JSON object, when bytes of tensors follow it.
+    def decode(self, call: InferCall, body: bytes, header_length: int | None = None) -> None:
+        """Decode a request into its call. `header_length`: of the JSON object, when bytes of tensors follow it.
 
         The arrays of binary tensors are views of `body`. Raises InferenceError (400, 422).
         """
         if header_length == 0:
-            return self._decode_raw(body)
+            self._decode_raw(call, body)
+            return
         rest = memoryview(b"")
         if header_length is not None:
             if header_length > len(body):
@@ -96,22 +82,20 @@ class HttpCodec:
             arrays[tensor.name] = self._schema.widen(tensor.name, arrays[tensor.name])
         if len(rest):
             raise InferenceError(400, f"the body has {len(rest)} bytes after the last tensor")
-        num_rows = self._schema.check_complete(arrays)
+        call.id, call.inputs, call.num_rows = request.id, arrays, self._schema.check_complete(arrays)
         parameters = request.parameters or NO_PARAMETERS
-        binary = _get_flag(parameters, "binary_data_output", False)
+        call.timeout_us = parameters.get("timeout")
+        call.binary = _get_flag(parameters, "binary_data_output", False)
         if not request.outputs:
-            return DecodedRequest(request.id, parameters, arrays, num_rows, None, binary, {})
-        wanted = self._schema.check_outputs(output.name for output in request.outputs)
-        binary_of = {}
+            return
+        call.outputs = self._schema.check_outputs(output.name for output in request.outputs)
+        call.binary_of = binary_of = {}
         for output in request.outputs:
             of_output = output.parameters or NO_PARAMETERS
             _reject_parameters(of_output, f"output {output.name!r}")
-            binary_of[output.name] = _get_flag(of_output, "binary_data", binary)
-        return DecodedRequest(request.id, parameters, arrays, num_rows, wanted, binary, binary_of)
+            binary_of[output.name] = _get_flag(of_output, "binary_data", call.binary)
 
-    def encode(
-        self, request: DecodedRequest, version: int, outputs: Mapping[str, np.ndarray]
-    ) -> tuple[bytes, list[memoryview | bytes]]:
+    def encode(self, call: InferCall, prediction: Prediction[Outputs]) -> RestResponse:
         """Encode the JSON object of the answer, and the bytes of its binary tensors (views of the arrays), in order.
 
         Raises InferenceError (422) for an output that JSON cannot represent.
@@ -120,20 +104,24 @@ class HttpCodec:
         parts: list[memoryview | bytes] = []
         for spec in self._outputs:
             name, datatype = spec.name, spec.datatype
-            if request.outputs is not None and name not in request.outputs:
+            if call.outputs is not None and name not in call.outputs:
                 continue
-            array = outputs[name]
+            array = prediction.outputs[name]
             assert array.dtype == NUMPY_DTYPES[datatype], f"output {name!r}: expected {datatype}, got {array.dtype}"
-            if request.binary_of.get(name, request.binary):
+            if call.binary_of.get(name, call.binary):
                 part = to_binary(datatype, array)
                 parts.append(part)
                 tensors.append(OutputTensor(name, list(array.shape), datatype, {"binary_data_size": len(part)}))
             else:
                 data = to_json(name, datatype, array)
                 tensors.append(OutputTensor(name, list(array.shape), datatype, None, data))
-        return _encode(InferResponse(self._model_name, str(version), tensors, request.id)), parts
+        body = _encode(InferResponse(self._model_name, str(prediction.version), tensors, call.id))
+        headers = [(b"shoal-model-version", b"%d" % prediction.version)]
+        if parts:
+            headers.append((b"inference-header-content-length", b"%d" % len(body)))
+        return RestResponse(200, body, BINARY_TYPE if parts else JSON_TYPE, headers, parts)
 
-    def _decode_raw(self, body: bytes) -> DecodedRequest:
+    def _decode_raw(self, call: InferCall, body: bytes) -> None:
         """Decode a raw body: one row of the only input; the answer is binary."""
         inputs = list(self._schema.inputs.values())
         if len(inputs) != 1:
@@ -161,7 +149,7 @@ class HttpCodec:
             array = from_binary(spec.name, spec.datatype, shape, body)
         arrays: dict[str, np.ndarray] = {}
         self._schema.check_tensor(spec.name, spec.datatype, shape, arrays)
-        return DecodedRequest(None, NO_PARAMETERS, {spec.name: array}, 1, None, True, {})
+        call.inputs, call.num_rows, call.binary = {spec.name: array}, 1, True
 
 
 def _binary_size(tensor: InputTensor, available_bytes: int) -> int | None:

@@ -5,9 +5,9 @@ the last chunk. Python's gRPC server takes 0.3 ms of CPU time for a call, most o
 request of the replica's HTTP server a call costs as much as one in JSON, and less to decode (decision 009). HAProxy
 (`cluster.ingress.haproxy_config`) forwards all calls of the service in this form.
 
-`GrpcOverHttp1` is an ASGI application around the REST application. It writes the chunks of its answers itself, so it
-needs a server that does not (`http.fast_path`). Bodies, deadlines and disconnects are handled as for REST, the messages
-of a stream by `stream`.
+`GrpcApp` is an ASGI application beside the REST application. It writes the chunks of its answers itself, so it needs a
+server that does not (`http.fast_path`). Bodies, deadlines and disconnects are handled as for REST, the messages of a
+stream by `stream`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 from shoal.errors import InferenceError
 from shoal.serve.grpc.methods import (
     METHODS,
-    SERVICE,
     UNAUTHENTICATED_METHODS,
     UNSUPPORTED_METHODS,
     GrpcCall,
@@ -30,13 +29,17 @@ from shoal.serve.grpc.methods import (
 )
 from shoal.serve.grpc.service import InferenceServicer, Invocation, parse_message, to_inference_error
 from shoal.serve.grpc.stream import HEAD_BYTES, Frame, StreamLifecycle
-from shoal.serve.http.compression import decompress_body
-from shoal.serve.http.messages import Receive, Scope, Send
 from shoal.serve.messages.inference import Disconnected
-from shoal.serve.protocol.limits import RequestLimits
-from shoal.serve.protocol.request_lifecycle import RequestLifecycle, RequestsInProgress
+from shoal.serve.protocol.request_lifecycle import (
+    GRPC_PATH_PREFIX,
+    Receive,
+    RequestLifecycle,
+    RequestLimits,
+    RequestsInProgress,
+    Scope,
+    Send,
+)
 
-PREFIX = f"/{SERVICE}/"
 GRPC_CONTENT_TYPE = (b"content-type", b"application/grpc")
 CHUNKED_HEADERS = [GRPC_CONTENT_TYPE, (b"transfer-encoding", b"chunked")]
 UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
@@ -50,18 +53,15 @@ class _GrpcExchange(NamedTuple):
     reply: _ResponseWriter
 
 
-class GrpcOverHttp1:
-    """Answers the paths of the service; `other` answers all others."""
+class GrpcApp:
+    """Answers the paths of the service, and no others."""
 
-    def __init__(self, servicer: InferenceServicer, other: Any, limits: RequestLimits) -> None:
-        self._servicer, self._fallback_app, self._limits = servicer, other, limits
+    def __init__(self, servicer: InferenceServicer, limits: RequestLimits) -> None:
+        self._servicer, self._limits = servicer, limits
         self._in_progress = RequestsInProgress(limits)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith(PREFIX):
-            await self._fallback_app(scope, receive, send)
-            return
-        call, name = GrpcCall(scope["headers"]), scope["path"][len(PREFIX) :]
+        call, name = GrpcCall(scope["headers"]), scope["path"][len(GRPC_PATH_PREFIX) :]
         reply = _ResponseWriter(send, call)
         try:
             method = METHODS.get(name)
@@ -75,9 +75,11 @@ class GrpcOverHttp1:
                 self._servicer.require_known_key(Invocation(call.metadata))
             asked = _GrpcExchange(method, call, reply)
             if method.streams:
-                await self._in_progress.run_as(StreamLifecycle, receive, self._handle_stream, asked)
+                with StreamLifecycle(self._in_progress, receive) as stream:
+                    await self._handle_stream(stream, asked)
             else:
-                await self._in_progress.run(receive, self._handle_unary, asked)
+                with RequestLifecycle(self._in_progress, receive) as progress:
+                    await self._handle_unary(progress, asked)
         except Disconnected:
             return
         except Exception as error:  # noqa: BLE001  # a call's top: `to_inference_error` logs a bug
@@ -120,7 +122,7 @@ class GrpcOverHttp1:
         content = frame.content
         if frame.compressed:
             encoding = asked.call.metadata.get(b"grpc-encoding", b"identity")
-            content = await decompress_body(content, encoding, self._limits)
+            content = await self._limits.decompress_in_thread(content, encoding)
         return content if asked.method.takes_bytes else parse_message(asked.method.request, content)
 
 
