@@ -7,6 +7,7 @@ import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,9 +18,10 @@ from shoal.actor import ActorClient, play
 from shoal.actor.policy import make_policy
 from shoal.cluster.job_main import ACTORS_INFERENCE
 from shoal.errors import ConfigError, SpecMismatch
-from shoal.flows.rl_policies.check import check_policies
-from shoal.flows.rl_policies.spec import PoliciesSpec
+from shoal.flows.policies_spec import PoliciesSpec
+from shoal.flows.rl_policy import check
 from shoal.libs.games.tag import HUNTERS, PREY, Tag
+from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.rl.local_loop import LocalLoop
 from shoal.weights import decode_tensors
 from shoal.wire import ExperienceSpec
@@ -38,7 +40,7 @@ SPEC = PoliciesSpec.parse(
 
 
 def make_loops(spec: PoliciesSpec, folder: Path, opened: ExitStack) -> dict[str, LocalLoop]:
-    checked = check_policies(spec)
+    checked = check(spec)
     return {
         name: opened.enter_context(LocalLoop(spec.make_policy_spec(name), experience, folder / name, TOKEN))
         for name, (experience, _) in checked.items()
@@ -122,7 +124,7 @@ def test_two_policies_learn_from_one_actor(tmp_path: Path) -> None:
         (["env=CartPole-v1"], "env", "has one agent"),
         (["policies.prey.algorithm=sac"], "env", "sac needs a Box action space"),
         (["algorithm.synchronous=true"], "PoliciesSpec", "actors cannot pause for one of several policies"),
-        (["learn_from_endpoint=true"], "PoliciesSpec", "users of an endpoint are one agent"),
+        (["learn_from_endpoint=true", "self_play.snapshot_every=9"], "learn_from_endpoint", "self-play has several"),
         (["self_play.opponents=[tag@1]"], "PoliciesSpec", "policies.NAME.opponents"),
         (["policies.prey.opponents=[tag@1]"], "PoliciesSpec", "hunters would have no opponents"),
         (["gateway.port=65535"], "PoliciesSpec", "65536"),
@@ -132,24 +134,46 @@ def test_two_policies_learn_from_one_actor(tmp_path: Path) -> None:
 )
 def test_what_a_run_of_several_policies_cannot_have(words: list[str], field: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(problem)) as raised:
-        check_policies(SPEC.override(words))
+        check(SPEC.override(words))
     assert raised.value.field == field
 
 
 def test_a_resumed_run_has_the_policies_that_it_began_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
     with shoal.runs.create("tag", SPEC.to_yaml(), kind=shoal.runs.RunKind.LOOP) as recorder:
-        pass
+        (recorder.folder / "prey" / "checkpoints" / "step-1").mkdir(parents=True)
     changed = ["max_wall_s=5", "policies.prey.target_return=1", "algorithm.learning_rate=0.1"]
-    check_policies(SPEC.override([f"resume={recorder.id}", *changed]))
+    check(SPEC.override([f"resume={recorder.id}", *changed]))
     with pytest.raises(SpecMismatch, match=r"policies\.prey\.hidden = \[8\]: run .* has learnt with \[32\]"):
-        check_policies(SPEC.override([f"resume={recorder.id}", "policies.prey.hidden=[8]"]))
+        check(SPEC.override([f"resume={recorder.id}", "policies.prey.hidden=[8]"]))
+    policies = {"wolves": SPEC.policies["hunters"], "prey": SPEC.policies["prey"]}
+    with pytest.raises(SpecMismatch, match=r"policies\.wolves\.agents = .*: run .* began with"):
+        check(SPEC.model_copy(update={"resume": recorder.id, "policies": policies}))
+
+
+def test_users_of_the_endpoint_teach_the_policy_whose_model_they_ask(tmp_path: Path) -> None:
+    spec = SPEC.override(["learn_from_endpoint=true", "learner.batch_steps=4", "learner.take_timeout_s=0.1"])
+    with ExitStack() as opened:
+        gateways = {name: loop.gateway for name, loop in make_loops(spec, tmp_path, opened).items()}
+
+        def ask(**fields: Any) -> EpisodeAnswer:
+            answer = gateways["prey"].answer_user(EpisodeRequest("tag-prey", **fields), 20.0)
+            assert isinstance(answer, EpisodeAnswer), answer
+            return answer
+
+        episode = ask(observation=[0.0] * 7).episode
+        for _ in range(4):
+            assert ask(episode=episode, observation=[0.5] * 7, reward=1.0).action in range(5)
+        ask(episode=episode, reward=1.0, ended=True)
+        wait_for(lambda: gateways["prey"].stats()["segments"]["consumed"] == 1)
+        assert gateways["prey"].stats()["mean_return"] == 5.0
+        assert gateways["hunters"].stats()["segments"]["received"] == 0
 
 
 def test_remote_inference_is_refused_by_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ACTORS_INFERENCE, "remote")
     with pytest.raises(ConfigError, match="has several agents"):
-        check_policies(SPEC)
+        check(SPEC)
 
 
 def test_each_policy_has_its_own_fields_name_and_port() -> None:
@@ -159,5 +183,3 @@ def test_each_policy_has_its_own_fields_name_and_port() -> None:
     assert (hunters.gateway.port, prey.gateway.port) == (7000, 7001)
     assert (hunters.target_return, prey.target_return) == (None, 1.5)
     assert (hunters.model_name, prey.model_name) == ("yard-hunters", "yard-prey")
-    assert spec.has_targets
-    assert not SPEC.has_targets

@@ -12,9 +12,9 @@ import pytest
 
 from shoal.actor import play
 from shoal.errors import ConfigError
-from shoal.flows.policy_evaluation import ActionAnswer
+from shoal.flows.policy_connection import ActionAnswer
+from shoal.flows.policy_evaluation import play_through
 from shoal.flows.rl_metrics import combine_policies
-from shoal.flows.rl_policies.evaluation import evaluate_policies
 from shoal.libs.games.tag import HUNTERS, PREY, Tag
 from shoal.wire import ExperienceSpec, PolicySpec, Segment, TensorSpec
 from sign_game import SignGame
@@ -147,16 +147,16 @@ class CountingConnection:
 
 def test_an_evaluation_asks_each_policy_for_its_own_agents(monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent that is not in an episode does not count there."""
-    monkeypatch.setattr("shoal.flows.rl_policies.evaluation.open_environment", lambda *_: nullcontext(LateGuest()))
+    monkeypatch.setattr("shoal.flows.policy_evaluation.open_environment", lambda *_: nullcontext(LateGuest()))
     connections = {"first": CountingConnection(4), "second": CountingConnection(7)}
     policy_of, max_rows = {"host": "first", "guest": "second"}, {"first": 2, "second": 64}
-    found = evaluate_policies(connections, policy_of, "late", 4, 0, max_rows, 60.0)  # type: ignore[arg-type]
+    found = play_through([connections], "late", 4, 0, max_rows, policy_of=policy_of)
     assert found["first"].returns == [3.0] * 4
     assert found["second"].returns == [2.0] * 2
     assert (found["first"].versions, found["second"].versions) == ({4}, {7})
     assert connections["first"].rows == [2, 2] * 3
-    assert connections["second"].rows == [2]
-    assert (found["first"].num_requests, found["second"].num_requests) == (6, 1)
+    assert connections["second"].rows == [1, 1]
+    assert (found["first"].num_requests, found["second"].num_requests) == (6, 2)
 
 
 def test_metrics_of_several_policies_are_one_set() -> None:

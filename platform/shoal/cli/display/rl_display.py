@@ -7,6 +7,7 @@ Reads only the run record, so it shows the same for a run of this process, of an
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -152,10 +153,15 @@ def _read_target_return(spec: str) -> float | None:
 
 
 def sort_opponents(rates: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Win rates as they are shown: registered opponents by their names, and then the run's versions in order."""
-    registered = sorted((name, rate) for name, rate in rates.items() if not name.isdigit())
-    versions = sorted((int(name), rate) for name, rate in rates.items() if name.isdigit())
-    return [*registered, *((f"v{version}", rate) for version, rate in versions)]
+    """Win rates as they are shown, of each policy together: registered opponents by their names, and then the run's
+    versions in order."""
+
+    def order(name: str) -> tuple[str, int, str]:
+        policy, _, version = name.rpartition(" ")
+        return policy, int(version) if version.isdigit() else -1, version
+
+    labels = {name: re.sub(r"(?:^|(?<= ))(?=\d+$)", "v", name) for name in rates}
+    return [(labels[name], rates[name]) for name in sorted(rates, key=order)]
 
 
 def format_sparkline(values: Sequence[float], width: int, low: float | None = None, high: float | None = None) -> str:
