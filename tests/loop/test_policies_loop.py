@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -170,10 +173,28 @@ def test_users_of_the_endpoint_teach_the_policy_whose_model_they_ask(tmp_path: P
         assert gateways["hunters"].stats()["segments"]["received"] == 0
 
 
-def test_remote_inference_is_refused_by_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_policies_learn_with_inference_at_their_gateways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the ready actor, which has an episode for each agent at the gateway of its policy."""
     monkeypatch.setenv(ACTORS_INFERENCE, "remote")
-    with pytest.raises(ConfigError, match="has several agents"):
-        check(SPEC)
+    with ExitStack() as opened:
+        loops = make_loops(SPEC.override(["learner.batch_steps=128"]), tmp_path, opened)
+        words = ["--connect", ",".join(loop.address for loop in loops.values()), "--env", SPEC.env]
+        actor = subprocess.Popen(
+            [sys.executable, "-m", "shoal.actor", *words, "--inference", "remote", "--seed", "1"],
+            env={**os.environ, "SHOAL_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"},
+        )
+        opened.callback(lambda: actor.wait(30))
+        opened.callback(actor.terminate)
+        wait_for(lambda: all(loop.learner.updates > 1 and loop.gateway.stats()["episodes"] for loop in loops.values()))
+        counts = {name: loop.gateway.stats() for name, loop in loops.items()}
+    assert counts["hunters"]["steps"] == pytest.approx(2 * counts["prey"]["steps"], abs=2 * 64)
+    assert counts["prey"]["remote_inference"]["actions"] >= counts["prey"]["steps"]
+
+
+def test_remote_inference_with_self_play_is_refused_by_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ACTORS_INFERENCE, "remote")
+    with pytest.raises(ConfigError, match="draws no opponents"):
+        check(SPEC.override(["self_play.snapshot_every=9"]))
 
 
 def test_each_policy_has_its_own_fields_name_and_port() -> None:

@@ -25,9 +25,9 @@ from shoal.actor.agent_streams import (
     is_parallel,
 )
 from shoal.actor.client import ActorClient
-from shoal.actor.parallel_game import Opponent, OpponentDraw, ParallelGame
+from shoal.actor.parallel_game import Opponent, OpponentDraw, ParallelGame, assign_agents, require_one_run
 from shoal.actor.policy import Policy, make_policy
-from shoal.errors import Closed, ConfigError, RunChanged
+from shoal.errors import Closed, RunChanged
 from shoal.wire import ExperienceSpec, Segment
 from shoal.wire.action_masks import find_choices
 
@@ -148,15 +148,10 @@ class _Player:
         first = self._policies[0]
         self._client, self._policy, self._is_synchronous = first.client, first.policy, first.client.is_synchronous
         self._stream_games = list[SingleGame | ParallelGame]()
-        if len(clients) > 1 and len({client.run_id.rpartition(".")[0] for client in clients}) > 1:
-            runs = [client.run_id for client in clients]
-            raise ConfigError("connect", runs, "are of different runs", "give the addresses of one run")
+        require_one_run(clients)
+        by_agent = assign_agents(environments[0], [(each, each.client.spec.agents) for each in self._policies])
         if is_parallel(environments[0]):
-            by_agent = assign_agents(environments[0].possible_agents, self._policies)
             self._stream_games = [ParallelGame(each, by_agent.__getitem__) for each in environments]
-        elif len(clients) > 1 or first.client.spec.agents:
-            problem = f"has one agent, and this run has several: {', '.join(first.client.spec.agents)}"
-            raise ConfigError("env", type(environments[0]).__name__, problem, "take the run's own")
         elif len(environments) == 1 or self._is_synchronous:  # there may be no credit for all
             self._stream_games = [SingleGame(each, first) for each in environments]
         self._games: Sequence[Game] = self._stream_games or [BatchGame(environments, first, first.client.spec)]
@@ -241,20 +236,6 @@ class _Player:
                 selected.append(game)
                 num_left = max(0, num_left - game.num_open)
         return selected
-
-
-def assign_agents(agents: Sequence[str], policies: Sequence[_ActingPolicy]) -> dict[str, _ActingPolicy]:
-    """The policy of each agent. Raises ConfigError for an agent that has none, or several."""
-    assigned: dict[str, _ActingPolicy] = {}
-    for policy in policies:
-        for agent in policy.client.spec.agents or agents:
-            if agent in assigned:
-                raise ConfigError("connect", agent, "has two policies", "give the addresses of one run, each once")
-            assigned[agent] = policy
-    if missing := [agent for agent in agents if agent not in assigned]:
-        problem = f"has no policy, nor have {len(missing) - 1} other agents" if len(missing) > 1 else "has no policy"
-        raise ConfigError("connect", missing[0], problem, "give the addresses of all policies of the run")
-    return assigned
 
 
 def spread_seeds(seed: int | None, count: int) -> list[int | None]:

@@ -39,8 +39,6 @@ def inspect_environment(
     in a run of several. Raises ConfigError for an environment that cannot be created or learned from, or not with the
     actors' policy where `inference` says; called before anything starts."""
     with open_environment(spec.env, spec.ignore) as environment:
-        if inference == REMOTE and is_parallel(environment):
-            raise ConfigError("env", spec.env, "has several agents", "leave out --inference remote")
         if spec.self_play.is_on and not is_parallel(environment):
             problem, remedy = "has one agent, and self-play needs several", "leave out self_play"
             raise ConfigError("env", spec.env, problem, remedy)
