@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import shoal.runs
+from loop.test_synchronous import assert_no_lag, record_batches
 from rl_setting import TOKEN
 from shoal.actor import ActorClient, play
 from shoal.actor.policy import make_policy
@@ -50,10 +51,12 @@ def make_loops(spec: PoliciesSpec, folder: Path, opened: ExitStack) -> dict[str,
     }
 
 
-def start_actor(loops: Mapping[str, LocalLoop], stop: threading.Event, opened: ExitStack, num_envs: int = 4) -> None:
+def start_actor(
+    loops: Mapping[str, LocalLoop], stop: threading.Event, opened: ExitStack, num_envs: int = 4, actor_id: str = "a"
+) -> None:
     def act() -> None:
         with ExitStack() as connected:
-            clients = [connected.enter_context(ActorClient(each.address, TOKEN, "a")) for each in loops.values()]
+            clients = [connected.enter_context(ActorClient(each.address, TOKEN, actor_id)) for each in loops.values()]
             while not stop.is_set():
                 play([Tag() for _ in range(num_envs)], clients, seed=1, max_steps=500)
 
@@ -126,7 +129,7 @@ def test_two_policies_learn_from_one_actor(tmp_path: Path) -> None:
         (["policies.hunters.agents=[left]", "policies.prey.agents=[right,prey]"], "env", "gives prey other spaces"),
         (["env=CartPole-v1"], "env", "has one agent"),
         (["policies.prey.algorithm=sac"], "env", "sac needs a Box action space"),
-        (["algorithm.synchronous=true"], "PoliciesSpec", "actors cannot pause for one of several policies"),
+        (["algorithm.synchronous=true", "learn_from_endpoint=true"], "learn_from_endpoint", "ppo pauses actors"),
         (["learn_from_endpoint=true", "self_play.snapshot_every=9"], "learn_from_endpoint", "self-play has several"),
         (["self_play.opponents=[tag@1]"], "PoliciesSpec", "policies.NAME.opponents"),
         (["policies.prey.opponents=[tag@1]"], "PoliciesSpec", "hunters would have no opponents"),
@@ -152,6 +155,30 @@ def test_a_resumed_run_has_the_policies_that_it_began_with(monkeypatch: pytest.M
     policies = {"wolves": SPEC.policies["hunters"], "prey": SPEC.policies["prey"]}
     with pytest.raises(SpecMismatch, match=r"policies\.wolves\.agents = .*: run .* began with"):
         check(SPEC.model_copy(update={"resume": recorder.id, "policies": policies}))
+
+
+@pytest.mark.parametrize("prey", ["ppo", "dqn"])
+def test_actors_of_several_policies_pause_for_each_that_asks_for_it(prey: str, tmp_path: Path) -> None:
+    """Two actors and little credit: each policy's batches are of its newest weights, and none waits for ever."""
+    words = ["algorithm.synchronous=true", "learner.batch_steps=128", "segment_length=16", "gateway.max_credits=2"]
+    if prey == "dqn":
+        words += ["policies.prey.algorithm=dqn"]
+    with ExitStack() as opened:
+        loops = make_loops(SPEC.override(words), tmp_path, opened)
+        batches = {name: record_batches(loop) for name, loop in loops.items()}
+        stop = threading.Event()
+        for actor_id in ("a", "b"):
+            start_actor(loops, stop, opened, num_envs=3, actor_id=actor_id)
+        wait_for(lambda: all(loop.learner.version > 20 for loop in loops.values()))
+        stop.set()
+    assert_no_lag(batches["hunters"])
+    if prey == "ppo":
+        assert_no_lag(batches["prey"])
+    for loop in loops.values():
+        totals = loop.ledger.get_totals()
+        assert totals.is_balanced
+        assert totals.dropped.get("stale_consumption", 0) == 0
+        assert totals.consumed > 20
 
 
 def test_users_of_the_endpoint_teach_the_policy_whose_model_they_ask(tmp_path: Path) -> None:

@@ -69,6 +69,48 @@ def test_each_segment_goes_to_the_policy_of_its_agent() -> None:
         assert last_rewards == {1.0 if client is hunters else -1.0}
 
 
+class PausingClient(PolicyClient):
+    """Gives credit for `num_credits` segments, and for no more."""
+
+    is_synchronous, num_credits = True, 0
+
+    def send(self, segment: Segment, timeout_s: float | None) -> None:
+        assert self.num_credits > 0, "it would wait for ever"
+        self.num_credits -= 1
+        super().send(segment, timeout_s)
+
+
+def test_agents_of_a_policy_without_credit_act_on_without_a_record() -> None:
+    """While others in their game learn: the learners of both would wait for each other's actors."""
+    hunters, prey = PausingClient(HUNTERS, 6, DOWN), PausingClient((PREY,), 7, STAY)
+    prey.num_credits = 10
+
+    class Granting(PausingClient):
+        """Grants the hunters credit in the middle of an episode."""
+
+        def send(self, segment: Segment, timeout_s: float | None) -> None:
+            super().send(segment, timeout_s)
+            is_first = all(each.episode_length for each in self.segments[:-1])
+            hunters.num_credits += 6 * (is_first and segment.episode_length is None)
+            hunters.finished = self.num_credits == 0  # otherwise it would wait for more
+
+    prey.__class__ = Granting
+    play_tag(hunters, prey, max_steps=10_000)
+    assert len(prey.segments) == 10
+    assert len(hunters.segments) == 6
+    for client in (hunters, prey):
+        for each in client.segments:
+            assert each.episode_length is None or each.episode_length >= each.num_steps
+    assert (8, 40) in [(each.num_steps, each.episode_length) for each in hunters.segments]
+
+
+def test_a_policy_whose_actors_do_not_pause_learns_while_another_has_no_credit() -> None:
+    hunters, prey = PausingClient(HUNTERS, 6, DOWN), PolicyClient((PREY,), 7, STAY)
+    play_tag(hunters, prey, max_steps=300)
+    assert hunters.segments == []
+    assert sum(each.num_steps for each in prey.segments) > 50
+
+
 def test_with_self_play_one_agent_learns_beside_past_versions_of_all_policies() -> None:
     """Only what an agent does with the newest weights is experience. The opponent is a version of its own policy."""
     hunters, prey = PolicyClient(HUNTERS, 6, DOWN, past=STAY), PolicyClient((PREY,), 7, STAY, past=DOWN)

@@ -107,9 +107,9 @@ class ParallelGame(StreamGame):
     def streams(self) -> Sequence[AgentStream]:
         return list(self._open.values())
 
-    def discard_steps(self) -> None:
-        super().discard_steps()
-        self._outdated = set(self._choices)
+    def discard_steps(self, policy: Policy) -> None:
+        super().discard_steps(policy)
+        self._outdated |= {agent for agent in self._choices if self._open[agent].policy is policy}
 
     def reset(self, seeds: Sequence[int | None]) -> None:
         (seed,) = seeds

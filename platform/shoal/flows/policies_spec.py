@@ -53,8 +53,6 @@ class PoliciesSpec(ActorLearnerSpec):
                 if agent in taken:
                     raise ValueError(f"policies.{name}.agents: {agent} has the policy {taken[agent]} already")
                 taken[agent] = name
-            if self.make_policy_spec(name).algorithm.pauses_actors:
-                raise ValueError(f"policies.{name}: actors cannot pause for one of several policies: synchronous=false")
         alone = [name for name in self.policies if not self.make_policy_spec(name).self_play.is_on]
         if 0 < len(alone) < len(self.policies):
             problem = f"{' and '.join(alone)} would have no opponents"
