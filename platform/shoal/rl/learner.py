@@ -219,8 +219,7 @@ class Learner:
         return True
 
     def _publish_if_due(self) -> None:
-        """After each batch that actors wait for; otherwise at most once in `publish_interval_s`."""
-        if self.spec.algorithm.pauses_actors or self._versions.is_due(self.spec.learner.publish_interval_s):
+        if self._versions.is_due(self.spec.publish_interval_s):
             self.try_publish()
 
     def _publish_updates(self) -> bool:
