@@ -245,7 +245,7 @@ class LoopRun:
         if not self._is_solved:
             self._is_solved = True
             seconds = max(each.solved_s or 0.0 for each in self.policies)
-            steps = sum(each.gateway.get("solved_steps") or each.gateway["steps"] for each in self.policies)
+            steps = sum(each.gateway.get("solved_steps") or each.num_steps for each in self.policies)
             self._note("solved", seconds=seconds, steps=steps)
             print(
                 f"solved: {self._format_returns()} over 100 episodes, {seconds:.1f} s after the first segment,"
@@ -278,7 +278,7 @@ class LoopRun:
     def _require_experience(self) -> None:
         """Raise RunError when a policy has learnt nothing, since all that actors sent was dropped."""
         for each in self.policies:
-            if not each.gateway["steps"] and (reasons := describe_rejections(each.gateway)):
+            if each.gateway and not each.num_steps and (reasons := describe_rejections(each.gateway)):
                 name = f"{each.name} has " if each.name else ""
                 problem = f"nothing to learn from after {self.spec.max_wall_s:.0f} s"
                 raise RunError(f"{name}{problem}, for every segment was dropped ({reasons}): mend the actors")
@@ -339,7 +339,7 @@ class LoopRun:
         if time.monotonic() - self._printed_at < PRINT_S:
             return
         self._printed_at = time.monotonic()
-        steps = sum(each.gateway["steps"] for each in self.policies)
+        steps = sum(each.num_steps for each in self.policies)
         if self._only is None:
             returns = ", ".join(f"{each.name} {format_number(each.mean_return)}" for each in self.policies)
             print(f"returns {returns} | {steps:9,} steps", flush=True)
@@ -364,7 +364,7 @@ class LoopRun:
             models[each.name] = model
         with self._connect() as connections:
             played = evaluate(connections, self.spec)
-        step = int(sum(each.gateway["steps"] for each in self.policies)) + 1
+        step = sum(each.num_steps for each in self.policies) + 1
         record_evaluation(self.recorder, step, {name: each for name, each in played.items() if each.returns})
         for name, model in models.items():
             print(_describe_registered(model, played[name]), flush=True)

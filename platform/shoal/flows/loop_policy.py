@@ -74,6 +74,11 @@ class LoopPolicy:
         return float(self.gateway.get("mean_return", math.nan))
 
     @property
+    def num_steps(self) -> int:
+        """Of its agents, in its environments."""
+        return int(self.gateway.get("steps", 0))
+
+    @property
     def updates(self) -> int:
         return int(self.learner.get("updates", 0))
 
