@@ -28,8 +28,8 @@ from benchmarks.children import scratch
 from benchmarks.result import QUICK_RESULTS, Row, compare, options, write
 from shoal.actor import ActorClient, play
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
+from shoal.flows.policy_connection import ActionAnswer
 from shoal.flows.policy_evaluation import (
-    ActionAnswer,
     Evaluation,
     evaluate,
     hold_trial,
@@ -73,7 +73,7 @@ class Run:
         """What is kept of it."""
         solved_s = self._loop.wait_until_solved(CAP_S)
         champion = self._champion(time.monotonic() + CAP_S)
-        evaluation = evaluate([champion], self._spec)
+        evaluation = evaluate([{"": champion}], self._spec)[""]
         return {
             "seed": self._spec.learner.seed,
             "solved_s": solved_s,
@@ -98,11 +98,11 @@ class Run:
         raise TimeoutError(f"no version passed its trial within {CAP_S:g} s")
 
     def _passes(self, connection: PredictorConnection) -> bool:
-        trial = hold_trial([connection], self._spec)
+        trial = hold_trial([{"": connection}], self._spec)
         passes = is_sure(trial, self._spec)
         found = {"mean_return": trial.mean_return, "episodes": len(trial.returns), "seconds": trial.duration_s}
         by_old_rule = passes_old_rule(trial)
-        missed = by_old_rule and evaluate([connection], self._spec).mean_return < TARGET
+        missed = by_old_rule and evaluate([{"": connection}], self._spec)[""].mean_return < TARGET
         self._trials.append(found | {"passes": passes, "old_passes": by_old_rule, "old_missed": missed})
         return passes
 

@@ -11,9 +11,9 @@ the job prints. `python jobs/tag.py --help` lists the fields, docs/algorithms.md
 """
 
 from shoal.cluster.job_main import job_main
-from shoal.flows.rl_policies.check import check_policies
-from shoal.flows.rl_policies.run import run_policies
-from shoal.flows.rl_policies.spec import PoliciesSpec
+from shoal.flows.actor_learner import run_actor_learner
+from shoal.flows.policies_spec import PoliciesSpec
+from shoal.flows.rl_policy import check
 
 
 def spec() -> PoliciesSpec:
@@ -32,4 +32,4 @@ def spec() -> PoliciesSpec:
 
 
 if __name__ == "__main__":
-    job_main(spec(), run_policies, job="tag", check=check_policies)
+    job_main(spec(), run_actor_learner, job="tag", check=check)

@@ -45,7 +45,7 @@ def write_runs() -> None:
     from shoal import runs
     from shoal.flows.actor_learner_spec import ActorLearnerSpec
     from shoal.flows.batch_predict import BatchPredictSpec
-    from shoal.flows.rl_policies.spec import PoliciesSpec
+    from shoal.flows.policies_spec import PoliciesSpec
     from shoal.flows.serving_spec import ServingSpec
     from shoal.flows.sweep.spec import SweepSpec
     from shoal.libs.population.loop.spec import RLPopulationSpec

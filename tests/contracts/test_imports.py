@@ -103,6 +103,7 @@ ORDER: dict[str, list[set[str]]] = {
     "rl": [
         {"local_loop", "ray_workers"},
         {"learner", "learner_replica"},
+        {"batch_checks", "batch_lease", "published_versions"},
         {"gateway", "algorithms"},
         {"replay", "learner_group"},
         {"experience"},

@@ -10,7 +10,7 @@ import pytest
 from gymnasium.spaces import Box, Discrete
 
 from shoal.actor.environment import get_spaces, make_environment
-from shoal.flows.rl_policies.check import check_policies
+from shoal.flows.rl_policy import check
 from shoal.rl.spec import experience_spec
 
 JOBS = Path(__file__).parents[2] / "jobs"
@@ -43,7 +43,7 @@ def test_a_recipe_can_learn_its_environment(name: str, environment: tuple[Box, D
 
 def test_the_recipe_of_several_policies_gives_each_agent_one() -> None:
     spec = runpy.run_path(str(JOBS / "tag.py"))["spec"]()
-    checked = check_policies(spec)
+    checked = check(spec)
     assert {name: each.agents for name, (each, _) in checked.items()} == {
         "hunters": ("left", "right"),
         "prey": ("prey",),

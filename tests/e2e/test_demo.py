@@ -16,7 +16,7 @@ import torch
 
 import shoal.runs
 from shoal.cluster.processes import find_cluster_processes
-from shoal.flows.policy_evaluation import InferenceConnection, wait_for_version
+from shoal.flows.policy_connection import InferenceConnection, wait_for_version
 from shoal.models.actor_critic import ActorCritic
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.rl.learner import model_arrays

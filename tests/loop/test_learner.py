@@ -11,13 +11,15 @@ import pytest
 import torch
 
 from rl_setting import EXPERIENCE, segment
-from shoal import checkpoint
+from shoal import atomic_file, checkpoint
 from shoal.errors import CheckpointError, Closed, LedgerUnwritable, SpecMismatch
+from shoal.rl import batch_checks, batch_lease
 from shoal.rl import learner as learner_module
 from shoal.rl.algorithms.algorithm import NonFiniteLoss
 from shoal.rl.experience.queue import ExperienceQueue
 from shoal.rl.experience.segment_ledger import Ledger
-from shoal.rl.learner import VERSIONS_RESERVED, Learner
+from shoal.rl.learner import Learner
+from shoal.rl.published_versions import VERSIONS_RESERVED
 from shoal.rl.spec import RLSpec
 from shoal.weights import WeightStore
 from shoal.wire import DropReason, Segment
@@ -84,8 +86,9 @@ def test_nothing_older_than_the_lag_reaches_an_update(tmp_path: Path) -> None:
     for version in (6, 7, 10):
         bench.put(segment(8, version=version))
     seen: list[np.ndarray] = []
-    original = bench.learner._update
-    bench.learner._update = lambda batch: (seen.append(batch.versions), original(batch))[1]  # type: ignore[method-assign]
+    checks = bench.learner._bad_batches
+    original = checks._update
+    checks._update = lambda batch: (seen.append(batch.versions), original(batch))[1]  # type: ignore[func-returns-value]
     assert bench.learner.step()  # versions 6 and 7: a batch has at least 16 steps
     assert bench.learner.step()
     assert [sorted(set(versions.tolist())) for versions in seen] == [[7], [10]]
@@ -201,7 +204,7 @@ def test_an_actor_that_sends_nonsense_all_the_time_does_not_keep_the_others_from
 
 def test_each_segment_of_a_batch_is_dropped_for_its_own_reason(tmp_path: Path) -> None:
     bench = Bench(tmp_path, "learner.batch_steps=24", "learner.max_batch_steps=24")
-    bench.learner.version = 9
+    bench.learner._versions.version = 9
     bench.put(segment(8, version=1))
     bench.put(segment(8, version=9, rewards=np.full(8, 1e38, np.float32)))
     bench.put(segment(8, version=9))
@@ -213,7 +216,7 @@ def test_each_segment_of_a_batch_is_dropped_for_its_own_reason(tmp_path: Path) -
 def test_a_loss_that_stays_not_finite_ends_the_run_with_the_last_good_state_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(learner_module, "MAX_BAD_S", 0.0)
+    monkeypatch.setattr(batch_checks, "MAX_BAD_S", 0.0)
     bench = Bench(tmp_path)
     bench.put(segment(16))
     assert bench.learner.step()
@@ -344,7 +347,7 @@ def test_a_learner_that_was_superseded_leaves_versions_and_checkpoints_to_the_on
     original = first.queue.acknowledge
 
     def taken_over(*words: object) -> bool:
-        first.queue.ledger.revoke_open_leases(second.consumer)
+        first.queue.ledger.revoke_open_leases(second._lease.consumer)
         return original(*words)  # type: ignore[arg-type]
 
     first.queue.acknowledge = taken_over  # type: ignore[method-assign, assignment]
@@ -360,13 +363,13 @@ def test_a_learner_that_can_reserve_no_version_at_its_end_saves_what_it_has(
     bench = Bench(tmp_path, "learner.publish_interval_s=3600")
     bench.put(segment(16))
     assert bench.learner.step()
-    bench.learner._num_reserved = bench.learner.version
+    bench.learner._versions._num_reserved = bench.learner.version
 
     def refuse(path: Path, content: bytes) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as full:
-        full.setattr(learner_module.atomic_file, "replace_synced", refuse)
+        full.setattr(atomic_file, "replace_synced", refuse)
         bench.learner.stop()
         bench.learner.run()
     assert Bench(tmp_path).learner.restored_updates == 1
@@ -405,7 +408,7 @@ def test_a_learner_that_waits_long_for_a_whole_batch_is_stopped_and_paused_at_on
     bench.put(segment(8))  # half of a batch
     learning = threading.Thread(target=bench.learner.run, daemon=True)
     learning.start()
-    wait_for(lambda: bench.learner._request.number >= 1)
+    wait_for(lambda: bench.learner._lease.num_requests >= 1)
     pausing = threading.Thread(target=bench.learner.pause, daemon=True)
     pausing.start()
     pausing.join(60)
@@ -421,7 +424,7 @@ def test_a_learner_that_waits_long_for_a_whole_batch_is_stopped_and_paused_at_on
 def test_a_smaller_batch_is_taken_when_the_time_for_a_whole_one_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(learner_module, "POLL_S", 0.01)
+    monkeypatch.setattr(batch_lease, "POLL_S", 0.01)
     bench = Bench(tmp_path, "learner.take_timeout_s=0.1")
     bench.put(segment(8))
     looks = 0
@@ -437,7 +440,7 @@ def test_a_pause_waits_for_room_for_the_number_of_a_version(tmp_path: Path, monk
     for _ in range(2):
         bench.put(segment(8))
     assert bench.learner.step()
-    bench.learner._num_reserved = bench.learner.version
+    bench.learner._versions._num_reserved = bench.learner.version
     refusals: list[Path] = []
 
     def refuse(path: Path, content: bytes) -> None:
@@ -446,7 +449,7 @@ def test_a_pause_waits_for_room_for_the_number_of_a_version(tmp_path: Path, monk
 
     paused: list[int] = []
     with monkeypatch.context() as full:
-        full.setattr(learner_module.atomic_file, "replace_synced", refuse)
+        full.setattr(atomic_file, "replace_synced", refuse)
         pausing = threading.Thread(target=lambda: paused.append(bench.learner.pause().version))
         pausing.start()
         wait_for(lambda: len(refusals) >= 3)

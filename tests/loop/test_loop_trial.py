@@ -131,7 +131,7 @@ def test_a_stopped_trial_ends_its_actors_and_goes_on_from_its_checkpoint(loop: L
 
 
 def test_an_actor_that_fails_is_the_trials_failure(loop: LoopTrialSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_trial, "make_actor_variables", lambda recipe, token: {"SHOAL_TOKEN": "another"})
+    monkeypatch.setattr(loop_trial, "find_actor_variables", lambda recipe: {"PYTHONPATH": ""})
     last = read_all(LoopTrial("t", loop))[-1]
     assert "a trial needs all of its actors: actor-" in last.failure
     assert shoal.runs.load("t").status is Status.FAILED

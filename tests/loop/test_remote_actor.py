@@ -15,6 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 import shoal
+from chase import LENGTHS, Chase
 from loop.test_local_loop import EXPERIENCE as OF_SIGNS
 from loop.test_local_loop import SPEC, SignGame
 from rl_setting import EXPERIENCE, TOKEN, Parts, serving, weights
@@ -180,6 +181,42 @@ def test_an_actor_waits_for_a_busy_learner_and_goes_on() -> None:
         game.join(60)
         assert taken == [0, 1, 2, 3, 4, 5]
         assert not parts.ledger.get_totals().dropped
+
+
+@pytest.mark.parametrize("has_turns", [False, True])
+def test_each_agent_has_an_episode_of_its_own(has_turns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LENGTHS, "blue", 10)  # it observes the number of its steps, at most 10
+    with serving() as parts:
+        with RemoteClient(parts.address, TOKEN, "actor") as client:
+            assert run_remote_actor(Chase(has_turns), client, seed=1, max_steps=23) == 23  # one episode of each agent
+        batch = parts.queue.take("learner", TAKE_ALL)
+        assert batch is not None
+        order = np.argsort(batch.lengths)
+        assert batch.lengths[order].tolist() == [5, 8, 10]
+        assert batch.terminated[order].tolist() == [True, True, False]  # the last one is truncated
+        ends, starts = np.cumsum(batch.lengths + 1), np.cumsum(batch.lengths)
+        for number, length in enumerate(batch.lengths):
+            seen = batch.observations[ends[number] - length - 1 : ends[number]]
+            assert seen[:, 2].tolist() == list(range(length + 1))
+            assert len(set(seen[:, 1].tolist())) == 1
+            actions, rewards = (
+                each[starts[number] - length : starts[number]] for each in (batch.actions, batch.rewards)
+            )
+            is_right = (actions == (seen[:-1, 0] > 0)).astype(np.float32)
+            waited = rewards - is_right
+            assert (waited.max() > 0) == has_turns
+            assert set((waited % 0.25).tolist()) == {0.0}
+        parts.queue.acknowledge(batch.lease_id, [None] * 3)
+
+
+def test_an_agent_without_a_policy_is_named() -> None:
+    with serving() as parts, RemoteClient(parts.address, TOKEN, "actor") as client:
+        assert client._welcome is not None
+        client._welcome = replace(client._welcome, spec=replace(EXPERIENCE, agents=("red",)))
+        with pytest.raises(ConfigError, match=r"green.*has no policy, nor have 1 other"):
+            run_remote_actor(Chase(), client, max_steps=1)
+        with pytest.raises(ConfigError, match="has one agent, and this run has several: red"):
+            run_remote_actor(SignGame(), client, max_steps=1)
 
 
 def start_player(loop: LocalLoop, index: int) -> threading.Thread:

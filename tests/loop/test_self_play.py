@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -227,7 +226,7 @@ def test_a_champion_of_an_earlier_run_is_an_opponent(snapshot_every: int, tmp_pa
     champion = register_champion(bias=50.0)
     words = ["self_play.opponents=[poker@champion]", f"self_play.snapshot_every={snapshot_every}", "segment_length=16"]
     spec = champion.override(["learner.batch_steps=64", "learner.take_timeout_s=0.1", *words])
-    experience, _ = check(spec)
+    experience, _ = check(spec)[""]
     game = RecordedKuhn()
     with LocalLoop(spec, experience, tmp_path / "run", TOKEN) as loop:
         with ActorClient(loop.address, TOKEN, "actor-0", timeout_s=20) as client:
@@ -240,7 +239,7 @@ def test_a_champion_of_an_earlier_run_is_an_opponent(snapshot_every: int, tmp_pa
     if not snapshot_every:
         ends = {history for history in game.histories if history}
         assert ends <= {"bp", "bb", "pbp", "pbb"}  # it always bets: no game ends with two checks
-    rates = select_win_rates({"opponents": opponents})
+    rates = select_win_rates({"": {"opponents": opponents}})
     assert "poker@1" in rates
     assert all(name == "poker@1" or int(name) > 1 for name in rates)
 
@@ -261,11 +260,11 @@ def test_opponents_that_a_run_cannot_play_are_refused_by_name() -> None:
 
 def test_a_resumed_run_has_the_opponents_that_it_began_with() -> None:
     spec = register_champion().override(["self_play.opponents=[poker@1]"])
-    run: Any = SimpleNamespace(id="one", spec=spec.to_yaml())
-    _require_same_opponents(spec, run)
+    _require_same_opponents(spec, spec, "one")
     with pytest.raises(SpecMismatch, match=r"run one began with \['poker@1'\]"):
-        _require_same_opponents(spec.override(["self_play.opponents=[]"]), run)
-    _require_same_opponents(ActorLearnerSpec(), SimpleNamespace(id="one", spec="env: CartPole-v1"))  # type: ignore[arg-type]
+        _require_same_opponents(spec.override(["self_play.opponents=[]"]), spec, "one")
+    with pytest.raises(SpecMismatch, match=r"policies\.prey\.opponents"):
+        _require_same_opponents(spec.override(["self_play.opponents=[]"]), spec, "one", "policies.prey.")
 
 
 def test_who_cannot_draw_opponents_is_refused(tmp_path: Path) -> None:
@@ -304,8 +303,16 @@ def test_users_cannot_teach_every_run(words: list[str], problem: str) -> None:
 
 def test_win_rates_are_of_versions_at_equal_distances_and_of_the_newest() -> None:
     results = {version: {"win_rate": version / 100} for version in range(1, 101)}
-    found = select_win_rates({"opponents": results})
+    found = select_win_rates({"": {"opponents": results}})
     assert len(found) <= MAX_WIN_RATES
     assert found["100"] == 1.0
     assert np.diff([int(version) for version in found]).tolist() == [7] * (len(found) - 1)
-    assert select_win_rates({}) == {}
+    assert select_win_rates({"": {}}) == {}
+
+
+def test_win_rates_of_several_policies_have_their_names() -> None:
+    results = {version: {"win_rate": version / 100} for version in range(1, 101)}
+    results[1]["name"] = "tag-prey@1"  # type: ignore[assignment]
+    found = select_win_rates({"hunters": {"opponents": results}, "prey": {"opponents": {1: results[1]}}, "late": {}})
+    assert len(found) <= MAX_WIN_RATES
+    assert (found["hunters 100"], found["prey tag-prey@1"]) == (1.0, 0.01)

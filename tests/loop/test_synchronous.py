@@ -50,13 +50,14 @@ def start_actor(loop: LocalLoop, index: int) -> subprocess.Popen[bytes]:
 def record_batches(loop: LocalLoop) -> list[tuple[int, np.ndarray]]:
     """(the learner's version, those of the steps) of each batch that it learns from."""
     batches: list[tuple[int, np.ndarray]] = []
-    original = loop.learner._update
+    checks = loop.learner._bad_batches
+    original = checks._update
 
     def update(batch: ExperienceBatch) -> bool:
         batches.append((loop.learner.version, batch.versions))
         return original(batch)
 
-    loop.learner._update = update  # type: ignore[method-assign]
+    checks._update = update
     return batches
 
 

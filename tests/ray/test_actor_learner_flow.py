@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,69 +21,73 @@ from shoal.errors import (
     ShoalError,
     SpecMismatch,
 )
+from shoal.flows import actor_learner
+from shoal.flows.actor_learner import LoopRun
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
-from shoal.flows.policy_evaluation import ActionAnswer, Evaluation, evaluate, hold_trial
+from shoal.flows.policies_spec import PoliciesSpec
+from shoal.flows.policy_connection import ActionAnswer
+from shoal.flows.policy_evaluation import Evaluation, evaluate, hold_trial
 from shoal.weights import WeightSnapshot
 
 SNAPSHOT = WeightSnapshot.of(7, {"w": np.zeros(1, np.float32)})
 
 
-class FakeFlow:
-    """What a trial needs of its flow; `outcome` is what playing brings."""
+class FakeFlow(LoopRun):
+    """The flow of one policy without a cluster; `outcome` is what playing brings."""
 
     def __init__(self, outcome: Evaluation | ShoalError, time_is_up: bool = False) -> None:
-        from shoal.flows.actor_learner import _ActorLearnerRun
-
-        self.spec = ActorLearnerSpec(env="CartPole-v1", target_return=475.0)
         self.events: list[tuple[str, dict[str, Any]]] = []
-        self.recorder = SimpleNamespace(record_event=lambda kind, **details: self.events.append((kind, details)))
+        recorder: Any = SimpleNamespace(record_event=lambda kind, **details: self.events.append((kind, details)))
+        spec = ActorLearnerSpec(env="CartPole-v1", target_return=475.0)
+        super().__init__(spec, recorder, {"": (EXPERIENCE, np.zeros(4, np.float32))})
         self._outcome, self._is_up = outcome, time_is_up
-        self._note = self.recorder.record_event
-        self._was_not_tried = lambda *words: _ActorLearnerRun._was_not_tried(self, *words)  # type: ignore[arg-type]
-        self.passes: Callable[[], bool] = lambda: _ActorLearnerRun._passes(self, SNAPSHOT)  # type: ignore[arg-type]
 
-    def _play(self, snapshot: WeightSnapshot, play: Callable[..., Evaluation]) -> Evaluation:
-        assert play is hold_trial
+    @contextmanager
+    def _connect(self) -> Iterator[Any]:
         if isinstance(self._outcome, ShoalError):
             raise self._outcome
-        return self._outcome
+        yield None
 
     def _time_is_up(self) -> bool:
         return self._is_up
+
+    def passes(self, monkeypatch: pytest.MonkeyPatch) -> bool:
+        monkeypatch.setattr(actor_learner, "hold_trial", lambda *_: self._outcome)
+        return self._passes(SNAPSHOT)
 
 
 def played(mean: float, *versions: int) -> Evaluation:
     return Evaluation([mean] * 20, 500, set(versions), 1.0)
 
 
-def test_a_version_that_returns_the_target_passes() -> None:
-    assert FakeFlow(played(480.0, 7)).passes()
-    assert not FakeFlow(played(470.0, 7)).passes()
+def test_a_version_that_returns_the_target_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert FakeFlow(played(480.0, 7)).passes(monkeypatch)
+    assert not FakeFlow(played(470.0, 7)).passes(monkeypatch)
 
 
-def test_what_other_versions_answered_speaks_for_none() -> None:
+def test_what_other_versions_answered_speaks_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
     flow = FakeFlow(played(500.0, 7, 8))
-    assert not flow.passes()
+    assert not flow.passes(monkeypatch)
     assert flow.events == [("trial_failed", {"version": 7, "error": "versions [7, 8] answered"})]
 
 
 @pytest.mark.parametrize("error", [ConnectionLost("the endpoint did not answer"), InferenceError(503, "no replica")])
-def test_an_endpoint_that_is_away_for_a_while_costs_a_trial_and_not_the_run(error: ShoalError) -> None:
+def test_an_endpoint_that_is_away_for_a_while_costs_a_trial_and_not_the_run(
+    error: ShoalError, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flow = FakeFlow(error)
-    assert not flow.passes()
+    assert not flow.passes(monkeypatch)
     assert [kind for kind, _ in flow.events] == ["trial_failed"]
     with pytest.raises(type(error)):
-        FakeFlow(error, time_is_up=True).passes()
+        FakeFlow(error, time_is_up=True).passes(monkeypatch)
 
 
 def test_episodes_are_played_in_pieces_of_what_the_endpoint_takes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.flows import actor_learner
-
     num_rows: list[int] = []
 
     class Connection:
         def __init__(self, url: str, model: str, token: str, *, state_size: int) -> None:
-            assert state_size == 0
+            assert (model, state_size) == ("cartpole", 0)
 
         def insist(
             self, observations: np.ndarray, patience_s: float = 60.0, masks: np.ndarray | None = None
@@ -95,62 +100,65 @@ def test_episodes_are_played_in_pieces_of_what_the_endpoint_takes_at_once(monkey
 
     monkeypatch.setattr(actor_learner, "InferenceConnection", Connection)
     spec = ActorLearnerSpec(env="CartPole-v1", eval_episodes=5).override(["endpoint.model.max_batch_size=2"])
-    flow: Any = SimpleNamespace(
-        spec=spec,
-        token="",
-        experience=EXPERIENCE,
-        _endpoint=SimpleNamespace(url="http://h"),
-        _first_observation=np.zeros(4, np.float32),
-    )
-    assert len(actor_learner._ActorLearnerRun._play(flow, SNAPSHOT, evaluate).returns) == 5
-    assert (
-        len(actor_learner._ActorLearnerRun._play(flow, SNAPSHOT, hold_trial).returns) == 4
-    )  # two for each connection: hopeless
+    flow = LoopRun(spec, SimpleNamespace(), {"": (EXPERIENCE, np.zeros(4, np.float32))})  # type: ignore[arg-type]
+    flow._endpoint, flow._candidates = SimpleNamespace(url="http://h"), [SNAPSHOT]  # type: ignore[assignment]
+    with flow._connect() as connections:
+        assert len(evaluate(connections, spec)[""].returns) == 5
+        assert len(hold_trial(connections, spec).returns) == 4  # two for each connection: hopeless
     assert max(num_rows) == 2
 
 
 def test_a_run_that_is_stopped_while_it_starts_settles_before_ray_kills_its_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from shoal.flows import actor_learner
-
     clock = SimpleNamespace(now=0.0)
 
     def not_there(timeout_s: float) -> None:
         clock.now += timeout_s
 
     monkeypatch.setattr(actor_learner, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    workers = SimpleNamespace(
+    flow = make_flow(ActorLearnerSpec(), SimpleNamespace())
+    flow.policies[0]._workers = SimpleNamespace(
         finish_learner=lambda timeout_s: not_there(timeout_s + 0.2),
         close_gateway=lambda finished, timeout_s: not_there(timeout_s),
     )
-    flow: Any = SimpleNamespace(_workers=workers, _endpoint=None, _addresses={})
-    actor_learner._ActorLearnerRun.shut_down(flow)
+    flow.shut_down()
     assert clock.now == actor_learner.SHUTDOWN_TIMEOUT_S < 15.0
 
 
-def sent_nothing_valid(monkeypatch: pytest.MonkeyPatch, record: Callable[..., None]) -> Any:
-    """The flow of a run whose actors send what is dropped; `record` stands for each word to the record."""
-    from shoal.flows import actor_learner
-    from shoal.flows.rl_metrics import ActorLearnerMetrics, HistorySampler
+def make_flow(spec: ActorLearnerSpec, recorder: object) -> Any:
+    checked = dict.fromkeys(spec.split_by_policy(), (EXPERIENCE, np.zeros(4, np.float32)))
+    return LoopRun(spec, recorder, checked)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(actor_learner, "record_changes", lambda *_: None)
-    stats: dict[str, Any] = {
+
+def make_stats(**changes: Any) -> dict[str, Any]:
+    """Of a gateway whose actor sends what is dropped."""
+    return {
         "mean_return": float("nan"), "steps": 0, "episodes": 0, "weights_version": 1, "queue_depth": 0, "pid": 7,
         "counted_at": 1.0, "first_segment_at": None, "solved_s": None, "address": "tcp://h:1",
         "actors": [{"actor_id": "a", "connected": True, "lag": 0, "steps": 0, "invalid": {"non_finite": 7682}}],
         "segments": {"received": 7682, "consumed": 0, "queued": 0, "dropped": {"non_finite": 7682}},
+        **changes,
     }  # fmt: skip
-    flow: Any = object.__new__(actor_learner._ActorLearnerRun)
-    flow.spec = ActorLearnerSpec(max_wall_s=1e-9)
-    flow.recorder = SimpleNamespace(id="one", log=record, log_group=record, record_event=record, record_endpoint=record)
-    flow._workers = SimpleNamespace(stats=lambda: (stats, {}), take_events=list, take_published=list)
-    flow._endpoint = SimpleNamespace(stats=list)
-    flow._addresses, flow._pids = {"gateway": ("gateway", "tcp://h:1")}, {}
-    flow._gateway_stats, flow._learner_stats = {}, {}
-    flow._learning_since, flow._printed_at, flow._tried_at, flow._solved = None, 0.0, 0, False
-    flow._metrics, flow._history_sampler = ActorLearnerMetrics(), HistorySampler(0.0)
-    flow._server_key, flow._replica_pids = "", set()
+
+
+def attach_workers(flow: Any, stats: Mapping[str, dict[str, Any]]) -> None:
+    """Workers with these counts of gateways, by policy, and an endpoint."""
+    for each in flow.policies:
+        found = stats[each.name]
+        each._workers = SimpleNamespace(
+            stats=lambda found=found: (found, {}), take_events=list, take_published=list, pause_learner=lambda: SNAPSHOT
+        )
+    flow._endpoint = SimpleNamespace(stats=lambda: [{"requests": 5}])
+    flow._addresses = {"gateway": ("gateway", ",".join(each["address"] for each in stats.values()))}
+
+
+def sent_nothing_valid(monkeypatch: pytest.MonkeyPatch, record: Callable[..., None]) -> Any:
+    """The flow of a run whose actors send what is dropped; `record` stands for each word to the record."""
+    monkeypatch.setattr(actor_learner, "record_changes", lambda *_: None)
+    recorder = SimpleNamespace(id="one", log=record, log_group=record, record_event=record, record_endpoint=record)
+    flow = make_flow(ActorLearnerSpec(max_wall_s=1e-9), recorder)
+    attach_workers(flow, {"": make_stats()})
     return flow
 
 
@@ -164,7 +172,10 @@ def test_a_run_that_is_sent_nothing_valid_shows_what_is_dropped_and_ends_when_it
     assert logged[1] == {"a": 0.0}
     assert "| dropped 7,682" in capsys.readouterr().out
     with pytest.raises(RunError, match=r"every segment was dropped \(non_finite 7,682\): mend the actors"):
-        flow._require_reachable_target()
+        flow._require_reachable_targets()
+    flow.policies[0].spec = flow.spec.update({"target_return": None})
+    with pytest.raises(RunError, match="nothing to learn from"):
+        flow._is_done()  # there would be nothing to register
 
 
 def test_a_run_whose_trials_did_not_pass_ends_with_what_the_last_one_returned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,9 +183,10 @@ def test_a_run_whose_trials_did_not_pass_ends_with_what_the_last_one_returned(mo
     noted: dict[str, dict[str, Any]] = {}
     flow = sent_nothing_valid(monkeypatch, lambda *said, **details: noted.update({str(said[0]): details}))
     flow._poll()
-    flow._gateway_stats |= {"mean_return": 480.0, "steps": 9}
+    flow.policies[0].gateway |= {"mean_return": 480.0, "steps": 9}
     trial = Evaluation([400.0, 560.0] * 10, 1, {7}, 1.0)
-    flow._play = lambda *_: trial
+    monkeypatch.setattr(actor_learner, "hold_trial", lambda *_: trial)
+    flow._connect = nullcontext
     assert not flow._passes(SNAPSHOT)
     tried = (
         r"\(version 7 returned 480 over 20 episodes of a trial, and would miss 475 in others with a probability"
@@ -184,7 +196,7 @@ def test_a_run_whose_trials_did_not_pass_ends_with_what_the_last_one_returned(mo
     assert (noted["tried"]["allowed"], noted["tried"]["target"], noted["tried"]["passes"]) == (0.001, 475.0, False)
     assert re.fullmatch(tried, f"({noted['tried']['reason']})")
     with pytest.raises(RunError, match=rf"mean return 480 after 0 s, the target is 475.0 {tried}: .*eval_episodes"):
-        flow._require_reachable_target()
+        flow._require_reachable_targets()
 
 
 def test_a_record_that_cannot_be_written_for_now_does_not_end_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,11 +205,67 @@ def test_a_record_that_cannot_be_written_for_now_does_not_end_the_loop(monkeypat
 
     flow = sent_nothing_valid(monkeypatch, full)
     flow._poll()
-    flow._gateway_stats |= {"address": "tcp://h:2", "solved_s": 1.0, "solved_steps": 9}  # it comes back elsewhere
+    flow.policies[0].workers.stats()[0].update(address="tcp://h:2", solved_s=1.0, solved_steps=9)  # it is elsewhere now
     flow._poll()
-    assert not flow._trial_is_due()
+    assert not flow._is_done()
     assert flow._addresses["gateway"] == ("gateway", "tcp://h:2")
     assert not flow._was_not_tried(SNAPSHOT, "no replica")
+
+
+def make_policies_flow(monkeypatch: pytest.MonkeyPatch, **stats: dict[str, Any]) -> tuple[Any, list[tuple[Any, ...]]]:
+    """The flow of a run of two policies, one of which has a target; and what it records."""
+    recorded: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(actor_learner, "record_changes", lambda *_: None)
+
+    def record(*said: Any, **details: Any) -> None:
+        recorded.append((*said, details))
+
+    spec = PoliciesSpec.parse(
+        {
+            "env": "shoal.libs.games.tag:Tag",
+            "max_wall_s": 1e-9,
+            "policies": {"hunters": {"agents": ["left"], "target_return": 2.0}, "prey": {"agents": ["prey"]}},
+        }
+    )
+    recorder = SimpleNamespace(id="one", log=record, log_group=record, record_event=record, record_endpoint=record)
+    flow = make_flow(spec, recorder)
+    attach_workers(flow, stats)
+    return flow, recorded
+
+
+def test_several_policies_are_followed_as_one_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = make_stats(steps=64, mean_return=1.5, solved_s=3.0, solved_steps=32, opponents={4: {"win_rate": 0.75}})
+    good["opponents"][4]["mean_return"] = 1.0
+    flow, recorded = make_policies_flow(
+        monkeypatch, hunters=good, prey={**good, "address": "tcp://h:2", "opponents": {}}
+    )
+    flow._follow_until_done()
+    assert capsys.readouterr().out.count("returns hunters 1.5, prey 1.5 |       128 steps") == 1
+    metrics = next(each[1] for each in recorded if each[0] == 128)
+    assert (metrics["steps/total"], metrics["return/prey"], metrics["hunters/self_play/win_rate_min"]) == (
+        128,
+        1.5,
+        0.75,
+    )
+    assert (128, "win_rate", {"hunters 4": 0.75}, {}) in recorded
+    assert ("solved", {"seconds": 3.0, "steps": 64}) in recorded
+    good["pid"] = 8
+    flow._poll()
+    assert ("gateway_restarted", {"policy": "hunters", "pid": 8, "damaged_checkpoints": []}) in recorded
+    flow.learn()  # several policies have no trial
+    assert flow._candidates == [SNAPSHOT, SNAPSHOT]
+
+
+def test_several_policies_whose_time_is_up_miss_their_targets_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    some = make_stats(steps=64, mean_return=1.5)
+    flow, _ = make_policies_flow(monkeypatch, hunters=some, prey=some)
+    with pytest.raises(RunError, match=r"hunters 1.5, prey 1.5 after 0 s, the target is hunters 2.0: lower policies"):
+        flow._follow_until_done()
+    flow, _ = make_policies_flow(monkeypatch, hunters=some, prey=make_stats())
+    with pytest.raises(RunError, match=r"prey has nothing to learn from .* \(non_finite"):
+        flow._follow_until_done()
 
 
 class FakeWorker:

@@ -14,7 +14,6 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TypeVar
 
-from shoal.actor.agent_streams import is_parallel
 from shoal.actor.client import ActorClient
 from shoal.actor.environment import open_environment, require_matching_spaces
 from shoal.actor.environment_loop import play
@@ -157,9 +156,6 @@ def _run(options: argparse.Namespace) -> int:
         problem = "is for an actor that runs the policy itself"
         raise ConfigError("envs", options.envs, problem, "with --inference remote start several: --processes")
     addresses = options.connect.split(",")
-    if options.inference == "remote" and len(addresses) > 1:
-        problem, remedy = "is of several policies, with several agents", "leave out --inference remote"
-        raise ConfigError("connect", options.connect, problem, remedy)
     clients = [
         (RemoteClient if options.inference == "remote" else ActorClient)(
             each,
@@ -180,15 +176,13 @@ def _run(options: argparse.Namespace) -> int:
             opened.enter_context(open_environment(options.env, options.ignore)) for _ in range(options.envs)
         ]
         opened.callback(silence.cancel)
-        if options.inference == "remote" and is_parallel(environments[0]):
-            raise ConfigError("env", options.env, "has several agents", "leave out --inference remote")
         silence.start()
         for client in clients:
             opened.enter_context(client)
         silence.cancel()
         on_run = partial(require_matching_spaces, environments[0], options.env)
-        if isinstance(clients[0], RemoteClient):
-            run_remote_actor(environments[0], clients[0], options.seed, options.max_steps, on_run)
+        if remote := [client for client in clients if isinstance(client, RemoteClient)]:
+            run_remote_actor(environments[0], remote, options.seed, options.max_steps, on_run)
         else:
             play(environments, clients, options.seed, options.max_steps, on_run=on_run)
     return 0

@@ -52,11 +52,15 @@ class ParallelEnvironment(Protocol):
 
 class AgentStream(SegmentBuilder):
     """The episodes of one agent, one after the other, as segments. `observation` is the newest one, and `mask` its
-    action mask, in a run with masks."""
+    action mask, in a run with masks.
 
-    def __init__(self, number: int, spec: ExperienceSpec, policy: Policy) -> None:
+    needs_credit: steps are recorded only while `has_credit`, until a segment is complete
+    """
+
+    def __init__(self, number: int, spec: ExperienceSpec, policy: Policy, needs_credit: bool = False) -> None:
         super().__init__(spec)
         self.number, self.policy = number, policy
+        self._needs_credit, self.has_credit = needs_credit, not needs_credit
         self._choices = find_choices(spec)
         self.observation: Any = None
         self.mask: np.ndarray | None = None
@@ -70,6 +74,7 @@ class AgentStream(SegmentBuilder):
 
     def restart(self) -> None:
         super().restart()
+        self.has_credit = not self._needs_credit
         self.policy.reset(self.number)
 
     def start_episode(self, observation: Any, info: Mapping[str, Any]) -> None:
@@ -90,7 +95,13 @@ class AgentStream(SegmentBuilder):
         """Add a step: the choice (action, log-probability, version), and what came of it."""
         self.observation = observation
         extras = self.find_extras(info, terminated, truncated) if self._extras else NO_EXTRAS
-        return self.step(*choice, reward, observation, terminated, truncated, extras)
+        segment = self.step(*choice, reward, observation, terminated, truncated, extras)
+        if not self.has_credit:
+            if segment is None:
+                self.discard_steps()
+            return None
+        self.has_credit = segment is None or not self._needs_credit
+        return segment
 
     def find_extras(
         self, info: Mapping[str, Any], terminated: bool = False, truncated: bool = False
@@ -184,10 +195,10 @@ class StreamGame:
         """How many segments are complete."""
         return sum(stream.num_segments for stream in self.streams)
 
-    def discard_steps(self) -> None:
-        """Forget the steps of begun segments."""
+    def discard_steps(self, policy: Policy) -> None:
+        """Forget the steps of begun segments of this policy's agents."""
         for stream in self.streams:
-            if not stream.is_empty:
+            if stream.policy is policy and not stream.is_empty:
                 stream.discard_steps()
 
 

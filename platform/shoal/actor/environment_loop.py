@@ -25,9 +25,9 @@ from shoal.actor.agent_streams import (
     is_parallel,
 )
 from shoal.actor.client import ActorClient
-from shoal.actor.parallel_game import Opponent, OpponentDraw, ParallelGame
+from shoal.actor.parallel_game import Opponent, OpponentDraw, ParallelGame, assign_agents, require_one_run
 from shoal.actor.policy import Policy, make_policy
-from shoal.errors import Closed, ConfigError, RunChanged
+from shoal.errors import Closed, RunChanged
 from shoal.wire import ExperienceSpec, Segment
 from shoal.wire.action_masks import find_choices
 
@@ -86,10 +86,13 @@ def play(
 
 
 class _ActingPolicy:
-    """One policy of a run, with its connection: the `ParallelRunner` of the agents that have it."""
+    """One policy of a run, with its connection: the `ParallelRunner` of the agents that have it.
 
-    def __init__(self, client: ActorClient, seed: int | None) -> None:
-        self.client, self._seed = client, seed
+    needs_credit: its agents' steps are recorded only where there is credit for their segments
+    """
+
+    def __init__(self, client: ActorClient, seed: int | None, needs_credit: bool) -> None:
+        self.client, self._seed, self.needs_credit = client, seed, needs_credit
         self.policy = self._make_policy(seed)
         self.mask_choices: Sequence[int] = find_choices(client.spec)
         self._num_streams = 0
@@ -108,7 +111,7 @@ class _ActingPolicy:
     def make_stream(self) -> AgentStream:
         """A further stream of experience, for an agent."""
         self._num_streams += 1
-        return AgentStream(self._num_streams - 1, self.client.spec, self.policy)
+        return AgentStream(self._num_streams - 1, self.client.spec, self.policy, self.needs_credit)
 
     def send(self, stream: AgentStream, segment: Segment) -> None:
         """Send a segment of a stream; waits for credit."""
@@ -144,19 +147,17 @@ class _Player:
         self._seed, self._on_weights, self._environments = seed, on_weights, environments
         # Of two policies with one seed, both would explore by the same random numbers.
         seeds = [seed if not number or seed is None else seed + (number << 32) for number in range(len(clients))]
-        self._policies = [_ActingPolicy(client, own) for client, own in zip(clients, seeds, strict=True)]
+        self._policies = [
+            _ActingPolicy(client, own, needs_credit=len(clients) > 1 and client.is_synchronous)
+            for client, own in zip(clients, seeds, strict=True)
+        ]
         first = self._policies[0]
         self._client, self._policy, self._is_synchronous = first.client, first.policy, first.client.is_synchronous
         self._stream_games = list[SingleGame | ParallelGame]()
-        if len(clients) > 1 and len({client.run_id.rpartition(".")[0] for client in clients}) > 1:
-            runs = [client.run_id for client in clients]
-            raise ConfigError("connect", runs, "are of different runs", "give the addresses of one run")
+        require_one_run(clients)
+        by_agent = assign_agents(environments[0], [(each, each.client.spec.agents) for each in self._policies])
         if is_parallel(environments[0]):
-            by_agent = assign_agents(environments[0].possible_agents, self._policies)
             self._stream_games = [ParallelGame(each, by_agent.__getitem__) for each in environments]
-        elif len(clients) > 1 or first.client.spec.agents:
-            problem = f"has one agent, and this run has several: {', '.join(first.client.spec.agents)}"
-            raise ConfigError("env", type(environments[0]).__name__, problem, "take the run's own")
         elif len(environments) == 1 or self._is_synchronous:  # there may be no credit for all
             self._stream_games = [SingleGame(each, first) for each in environments]
         self._games: Sequence[Game] = self._stream_games or [BatchGame(environments, first, first.client.spec)]
@@ -171,27 +172,31 @@ class _Player:
     def pull_weights(self) -> None:
         for each in self._policies:
             if each.pull_weights():
-                if self._is_synchronous:
+                if each.client.is_synchronous:
                     for game in self._stream_games:
-                        game.discard_steps()  # of older weights: the batch that they were for is complete
+                        game.discard_steps(each.policy)  # of older weights: the batch that they were for is complete
                 if self._on_weights is not None:
                     self._on_weights(each.policy.version)
 
     def step(self) -> int:
         """Take a step in every environment; returns the number of agents' steps."""
-        games = self._select_games() if self._is_synchronous else self._games
-        if not games:  # begun segments wait for credit, or for the newer weights that discard them
-            time.sleep(NO_CREDIT_PAUSE_S)
-            self.pull_weights()
-            return 0
         if len(self._policies) > 1:
-            return self._step_by_policy()
+            return self._step_by_policy(self._select_credited_games())
+        games = self._select_games() if self._is_synchronous else self._games
+        if not games:
+            return self._pause()
         if len(games) == 1:
             (game,) = games
             actions, log_probabilities = self._policy.act_batch(game.observations, game.numbers, game.masks)
             game.step(actions, log_probabilities)
             return len(actions)
         return self._step_games(games)
+
+    def _pause(self) -> int:
+        """Begun segments wait for credit, or for the newer weights that discard them."""
+        time.sleep(NO_CREDIT_PAUSE_S)
+        self.pull_weights()
+        return 0
 
     def _step_games(self, games: Sequence[Game]) -> int:
         numbers = [game.numbers for game in games]
@@ -208,9 +213,11 @@ class _Player:
             begin = end
         return len(actions)
 
-    def _step_by_policy(self) -> int:
+    def _step_by_policy(self, games: Sequence[SingleGame | ParallelGame]) -> int:
         """Of a run of several policies: each acts at once for all agents that have it."""
-        streams = [stream for game in self._stream_games for stream in game.acting]
+        if not games:
+            return self._pause()
+        streams = [stream for game in games for stream in game.acting]
         chosen: dict[int, tuple[Any, float]] = {}  # by the stream's place
         for policy in (each.policy for each in self._policies):
             places = [place for place, stream in enumerate(streams) if stream.policy is policy]
@@ -222,11 +229,29 @@ class _Player:
                     zip(places, zip(*policy.act_batch(observations, numbers, masks), strict=True), strict=True)
                 )
         begin = 0
-        for game in self._stream_games:
+        for game in games:
             end = begin + len(game.acting)
             game.step(*zip(*(chosen[place] for place in range(begin, end)), strict=True))
             begin = end
         return len(streams)
+
+    def _select_credited_games(self) -> Sequence[SingleGame | ParallelGame]:
+        """Of a run of several policies: share the credit of those whose actors pause among their agents that act next,
+        the least played first. A game goes on while it may record a step, or one of another agent could get credit.
+
+        Its other agents act without a record: an actor that waited for the credit of each policy, while another has it
+        and waits for that of this one, would wait for ever.
+        """
+        games, has_credit_left = self._stream_games, False
+        for each in (policy for policy in self._policies if policy.needs_credit):
+            own = [stream for game in games for stream in game.streams if stream.policy is each.policy]
+            num_left = each.client.num_credits - sum(stream.has_credit for stream in own)
+            acting = [stream for game in games for stream in game.acting if stream.policy is each.policy]
+            for stream in sorted(acting, key=lambda stream: stream.num_segments):
+                if not stream.has_credit and num_left > 0:
+                    stream.has_credit, num_left = True, num_left - 1
+            has_credit_left |= num_left > 0
+        return [game for game in games if has_credit_left or any(stream.has_credit for stream in game.streams)]
 
     def _select_games(self) -> Sequence[Game]:
         """Of a synchronous run: as far as there is credit for all segments that they have begun or would begin; those
@@ -241,20 +266,6 @@ class _Player:
                 selected.append(game)
                 num_left = max(0, num_left - game.num_open)
         return selected
-
-
-def assign_agents(agents: Sequence[str], policies: Sequence[_ActingPolicy]) -> dict[str, _ActingPolicy]:
-    """The policy of each agent. Raises ConfigError for an agent that has none, or several."""
-    assigned: dict[str, _ActingPolicy] = {}
-    for policy in policies:
-        for agent in policy.client.spec.agents or agents:
-            if agent in assigned:
-                raise ConfigError("connect", agent, "has two policies", "give the addresses of one run, each once")
-            assigned[agent] = policy
-    if missing := [agent for agent in agents if agent not in assigned]:
-        problem = f"has no policy, nor have {len(missing) - 1} other agents" if len(missing) > 1 else "has no policy"
-        raise ConfigError("connect", missing[0], problem, "give the addresses of all policies of the run")
-    return assigned
 
 
 def spread_seeds(seed: int | None, count: int) -> list[int | None]:

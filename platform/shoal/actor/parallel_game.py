@@ -6,7 +6,7 @@ Called by the ready loop.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -17,10 +17,14 @@ from shoal.actor.agent_streams import (
     Runner,
     StreamGame,
     find_mask,
+    is_parallel,
     to_float,
 )
+from shoal.actor.client import ActorClient
 from shoal.actor.policy import Policy
 from shoal.errors import ConfigError
+
+P = TypeVar("P")
 
 
 class Opponent(NamedTuple):
@@ -103,9 +107,9 @@ class ParallelGame(StreamGame):
     def streams(self) -> Sequence[AgentStream]:
         return list(self._open.values())
 
-    def discard_steps(self) -> None:
-        super().discard_steps()
-        self._outdated = set(self._choices)
+    def discard_steps(self, policy: Policy) -> None:
+        super().discard_steps(policy)
+        self._outdated |= {agent for agent in self._choices if self._open[agent].policy is policy}
 
     def reset(self, seeds: Sequence[int | None]) -> None:
         (seed,) = seeds
@@ -218,3 +222,36 @@ class ParallelGame(StreamGame):
         versions = [each.version for other, each in self._opponents.items() if self._find_runner(other) is runner]
         stream.opponent = versions[0] if versions else 0
         return stream
+
+
+def assign_agents(environment: Any, policies: Sequence[tuple[P, Sequence[str]]]) -> dict[Any, P]:
+    """The policy of each agent; the agent of an environment that has one is None.
+
+    policies: each with the agents that it is for; none where it is for all
+
+    Raises ConfigError for an agent that has no policy, or several.
+    """
+    named = [agent for _, own in policies for agent in own]
+    if not is_parallel(environment):
+        if len(policies) > 1 or named:
+            problem = f"has one agent, and this run has several: {', '.join(named)}"
+            raise ConfigError("env", type(environment).__name__, problem, "take the run's own")
+        return {None: policies[0][0]}
+    assigned: dict[Any, P] = {}
+    agents = environment.possible_agents
+    for policy, own in policies:
+        for agent in own or agents:
+            if agent in assigned:
+                raise ConfigError("connect", agent, "has two policies", "give the addresses of one run, each once")
+            assigned[agent] = policy
+    if missing := [agent for agent in agents if agent not in assigned]:
+        problem = f"has no policy, nor have {len(missing) - 1} other agents" if len(missing) > 1 else "has no policy"
+        raise ConfigError("connect", missing[0], problem, "give the addresses of all policies of the run")
+    return assigned
+
+
+def require_one_run(clients: Sequence[ActorClient]) -> None:
+    """Raise ConfigError when the gateways of several policies are of different runs."""
+    if len(clients) > 1 and len({client.run_id.rpartition(".")[0] for client in clients}) > 1:
+        runs = [client.run_id for client in clients]
+        raise ConfigError("connect", runs, "are of different runs", "give the addresses of one run")

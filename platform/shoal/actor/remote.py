@@ -8,15 +8,24 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from shoal.actor.agent_streams import Environment, find_mask
+from shoal.actor.adapters.aec import AECGame, is_aec
+from shoal.actor.agent_streams import (
+    MAX_IDLE_TICKS,
+    Environment,
+    ParallelEnvironment,
+    find_mask,
+    is_parallel,
+    to_float,
+)
 from shoal.actor.client import ActorClient
+from shoal.actor.parallel_game import assign_agents, require_one_run
 from shoal.actor.segment_builder import SegmentBuilder
 from shoal.errors import Closed, ConfigError, ConnectionLost, InvalidSegment, ProtocolViolation, Refused, RunChanged
 from shoal.wire import ExperienceSpec, encode
@@ -118,6 +127,15 @@ class _Episode:
         return replace(self, step=self.step + 1)
 
 
+class _Question(NamedTuple):
+    """What is asked of a gateway, and the run that it was sent to."""
+
+    episode: _Episode
+    observation: Any
+    mask: Any
+    run_id: str
+
+
 class RemoteActor:
     """The same calls as a `GameActor`'s, with the policy at the gateway. `act` waits for the answer over the network,
     and while the learner is busy for that, too.
@@ -132,6 +150,7 @@ class RemoteActor:
         self._encoder = _ObservationEncoder(client.spec)
         self._run_id = client.run_id
         self._episodes: dict[Hashable, _Episode] = {}
+        self._asked: dict[Hashable, _Question] = {}
         self._next_number = 0
 
     @property
@@ -148,12 +167,22 @@ class RemoteActor:
         Raises InvalidSegment for an observation that does not fit the run, Closed when the run is over, and Refused or
         ConnectionLost as the client does.
         """
+        self.ask(observation, episode, mask)
+        return self.wait_for_action(episode)
+
+    def ask(self, observation: Any, episode: Hashable = None, mask: Any = None) -> None:
+        """The first half of `act`: several episodes may ask before the first of them waits."""
         playing = self._episodes.get(episode)
         asked = self._begin(0.0) if playing is None else playing.advance()
-        answer = self._ask(asked, observation, mask)
+        self._asked[episode] = _Question(asked, observation, mask, self._send(asked, observation, mask))
+
+    def wait_for_action(self, episode: Hashable = None) -> Any:
+        """The second half of `act`."""
+        asked, observation, mask, run_id = self._asked.pop(episode)
+        answer = self._receive(asked, run_id)
         while answer is None or answer.reason in _LOST:
             asked = self._begin(asked.total)
-            answer = self._ask(asked, observation, mask)
+            answer = self._receive(asked, self._send(asked, observation, mask))
         _require_taken(answer)
         if answer.action is None:
             raise ProtocolViolation("malformed", "the gateway gave no action")
@@ -172,7 +201,8 @@ class RemoteActor:
     ) -> None:
         """End an episode. `observation` is the real one after its last step; `truncated`: a limit has cut it off; then
         `mask` is its action mask, by default one that allows everything."""
-        answer = self._ask(self._find(episode).advance(), observation, mask, not truncated, truncated)
+        ending = self._find(episode).advance()
+        answer = self._receive(ending, self._send(ending, observation, mask, not truncated, truncated))
         if answer is not None and answer.reason not in _LOST:  # one that is lost is over, too
             _require_taken(answer)
         del self._episodes[episode]
@@ -198,16 +228,25 @@ class RemoteActor:
             raise ConfigError("episode", episode, "has no action yet", "call act(observation) first")
         return self._episodes[episode]
 
-    def _ask(
+    def _send(
         self, playing: _Episode, observation: Any, mask: Any, terminated: bool = False, truncated: bool = False
-    ) -> ActionMessage | None:
-        """The gateway's answer; None: another run has taken the address."""
+    ) -> str:
+        """Returns the run that the observation was sent to; "" when another one has taken the address."""
         if self._run_id != self.client.run_id:
             self._run_id, self._encoder = self.client.run_id, _ObservationEncoder(self.client.spec)
         message = ActMessage(playing.number, playing.step, playing.reward, terminated, truncated)
+        encoded = self._encoder.encode_mask(mask, terminated, truncated)
         try:
-            encoded = self._encoder.encode_mask(mask, terminated, truncated)
             self.client.ask(message, self._encoder.encode(observation), encoded)
+        except RunChanged:
+            return ""
+        return self._run_id
+
+    def _receive(self, playing: _Episode, run_id: str) -> ActionMessage | None:
+        """The gateway's answer; None: another run has taken the address, and knows nothing of the question."""
+        if run_id != self.client.run_id:
+            return None
+        try:
             return self.client.wait_for_action(playing.number, playing.step)
         except RunChanged:
             return None
@@ -225,33 +264,101 @@ def _require_taken(answer: ActionMessage) -> None:
 
 
 def run_remote_actor(
-    environment: Environment,
-    client: RemoteClient,
+    environment: Environment | ParallelEnvironment,
+    clients: RemoteClient | Sequence[RemoteClient],
     seed: int | None = None,
     max_steps: int | None = None,
     on_run: Callable[[ExperienceSpec], None] | None = None,
 ) -> int:
-    """`play` without a policy: until the run is over, or for `max_steps`; returns the number of steps.
+    """`play` without a policy: until the run is over, or for `max_steps`; returns the number of agents' steps.
 
     It calls `on_run`, which may raise, with each run's spec before the first step. Raises Refused or ConnectionLost as
-    the client does.
+    the clients do, and ConfigError for an agent without a policy.
     """
-    steps, run_id, actor = 0, "", RemoteActor(client)
-    observation, info = environment.reset(seed=seed)
-    while not client.finished and (max_steps is None or steps < max_steps):
-        if on_run is not None and run_id != client.run_id:
-            on_run(client.spec)
-        run_id = client.run_id
+    clients = clients if isinstance(clients, Sequence) else [clients]
+    game, run_ids, steps = _RemoteGame(environment, [RemoteActor(client) for client in clients]), [""], 0
+    while not any(client.finished for client in clients) and (max_steps is None or steps < max_steps):
+        if run_ids != [client.run_id for client in clients]:
+            run_ids = [client.run_id for client in clients]
+            if on_run is not None:
+                for client in clients:
+                    on_run(client.spec)
+            game.assign_agents()
         try:
-            action = actor.act(observation, mask=info.get(INFO_KEY))
-            observation, reward, terminated, truncated, info = environment.step(action)
-            actor.reward(reward)
-            steps += 1
-            if terminated or truncated:
-                is_cut_off = truncated and not terminated
-                actor.end_episode(observation, truncated=is_cut_off, mask=info.get(INFO_KEY))
-                observation, info = environment.reset()
+            steps += game.step(seed)
+            seed = None
         except Closed:
-            if not client.finished:
+            if not any(client.finished for client in clients):
                 raise
     return steps
+
+
+class _RemoteGame:
+    """An environment in which each agent has an episode of its own at the gateway of its policy. The agent of an
+    environment that has one is None."""
+
+    def __init__(self, environment: Any, actors: Sequence[RemoteActor]) -> None:
+        self._environment: Any = AECGame(environment) if is_aec(environment) else environment
+        self._is_parallel = is_parallel(environment)
+        self._actors, self._actor_of = actors, dict[Any, RemoteActor]()
+        self._observations: Mapping[Any, Any] = {}  # of the agents that act next
+        self._infos: Mapping[Any, Mapping[str, Any]] = {}
+        self._open: set[Any] = set()  # the agents in an episode
+        self._is_over, self._num_idle = True, 0
+
+    def assign_agents(self) -> None:
+        """Find each agent's policy, in a new run. Raises ConfigError."""
+        require_one_run([each.client for each in self._actors])
+        named = [(each, each.client.spec.agents) for each in self._actors]
+        self._actor_of = assign_agents(self._environment, named)
+
+    def step(self, seed: int | None) -> int:
+        """Take a step, after a reset where one is due; returns how many agents have acted."""
+        if self._is_over:
+            found = self._environment.reset(seed=seed)
+            self._observations, self._infos = found if self._is_parallel else ({None: each} for each in found)
+            self._open, self._is_over, self._num_idle = set(), False, 0
+        acting = list(self._observations)
+        for agent in acting:
+            self._actor_of[agent].ask(self._observations[agent], agent, self._get_mask(agent))
+        actions = {agent: self._actor_of[agent].wait_for_action(agent) for agent in acting}
+        self._open |= actions.keys()
+        self._num_idle = 0 if acting else self._num_idle + 1
+        if self._num_idle > MAX_IDLE_TICKS:
+            problem = f"has had no observation for any agent in {MAX_IDLE_TICKS} steps"
+            raise ConfigError("env", type(self._environment).__name__, problem, "end them, or let one of them act")
+        self._take(*self._step_environment(actions))
+        return len(acting)
+
+    def _step_environment(self, actions: Mapping[Any, Any]) -> Iterable[Mapping[Any, Any]]:
+        if self._is_parallel:
+            found: Iterable[Mapping[Any, Any]] = self._environment.step(actions)
+            return found
+        return [{None: each} for each in self._environment.step(actions[None])]
+
+    def _take(
+        self,
+        observations: Mapping[Any, Any],
+        rewards: Mapping[Any, Any],
+        terminations: Mapping[Any, bool],
+        truncations: Mapping[Any, bool],
+        infos: Mapping[Any, Mapping[str, Any]],
+    ) -> None:
+        self._infos = infos
+        for agent in self._open & rewards.keys():
+            self._actor_of[agent].reward(to_float(rewards[agent]), agent)
+        ended = dict.fromkeys(agent for each in (terminations, truncations) for agent, is_end in each.items() if is_end)
+        for agent in [agent for agent in ended if agent in self._open]:
+            if agent not in observations:
+                problem = f"ends without its last observation (of {sorted(observations)})"
+                raise ConfigError("env", agent, problem, "step returns it with terminated or truncated")
+            is_cut_off = bool(truncations.get(agent)) and not terminations.get(agent)
+            self._actor_of[agent].end_episode(
+                observations[agent], truncated=is_cut_off, episode=agent, mask=self._get_mask(agent)
+            )
+        self._observations = {agent: each for agent, each in observations.items() if agent not in ended}
+        has_begun, self._open = bool(self._open), self._open - ended.keys()
+        self._is_over = has_begun and not self._open and not self._observations
+
+    def _get_mask(self, agent: Any) -> Any:
+        return self._infos.get(agent, {}).get(INFO_KEY)

@@ -1,154 +1,202 @@
-"""The loop: external actors train a policy that an endpoint already serves, and the best version is registered.
+"""The loop: external actors train the policies of a run, which an endpoint already serves; the best are registered.
 
-    endpoint up ► gateway and learner up ► actors join ► solved ► trial ► registered ► evaluated through the endpoint
+    endpoint up ► gateways and learners up ► actors join ► solved ► trial ► registered ► evaluated through the endpoint
 
-A candidate passes a trial before it is registered: the actors' mean return mixes many versions and an exploring policy,
-while the trial plays this one version as it will be served. A candidate that fails is not registered; learning goes on.
+A run has one policy, or several, each for other agents of its environment. Each policy is a loop of its own (gateway,
+queue, ledger, learner, weights, checkpoints). An actor connects to all gateways, and each segment goes to the gateway
+of the policy whose agent has played it.
 
-Called by `jobs/actor_learner.py`, in a process connected to a Ray cluster. It owns the order of events and the run
-record; the gateway, the learner and the replicas do the work.
+The candidate of one policy passes a trial before it is registered: the actors' mean return mixes many versions and an
+exploring policy, while the trial plays this one version as it will be served. A candidate that fails is not registered;
+learning goes on. Several policies have no trial: they may play against each other, and reach their targets one after
+the other.
+
+Called by jobs such as `jobs/actor_learner.py`, in a process connected to a Ray cluster. It owns the order of events and
+the run record; the gateways, the learners and the replicas do the work.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import SecretStr
 
-from shoal.cluster.capacity import require_cpus, require_gpus
+import shoal.runs
+from shoal.actor.connection import format_actor_command
+from shoal.cluster.capacity import count_gpu_slots, gpus_by_host, require_cpus, require_gpus
+from shoal.cluster.job_main import expected_run_id
 from shoal.errors import ClusterError, ConnectionLost, InferenceError, RecordUnwritable, RunError, needs_extra
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
-from shoal.flows.loop_run import LoopRun, record_loop
+from shoal.flows.loop_policy import LoopPolicy
+from shoal.flows.policy_connection import InferenceConnection, wait_for_version
 from shoal.flows.policy_evaluation import (
     MAX_MISS_PROBABILITY,
+    Connections,
     Evaluation,
-    InferenceConnection,
-    PolicyConnection,
     estimate_miss,
     evaluate,
     hold_trial,
-    wait_for_version,
+    record_evaluation,
 )
 from shoal.flows.rl_metrics import (
-    ActorLearnerMetrics,
     HistorySampler,
+    combine_policies,
     describe_rejections,
     select_lags,
     select_rejections,
     select_win_rates,
 )
-from shoal.flows.rl_policy import check, describe_policy_model, register_policy
-from shoal.flows.serving import record_changes
+from shoal.flows.rl_policy import check, register_policy
+from shoal.flows.serving import list_addresses, record_changes
 from shoal.home import load_access_token
-from shoal.rl.gateway.opponent_pool import OpponentPool
+from shoal.registry import ModelVersion
 from shoal.rl.gateway.zmq_listener import load_curve_keys
-from shoal.rl.ray_workers import ActorLearnerWorkers, RunSetting
 from shoal.runs import RunRecorder
 from shoal.runs.formatting import format_number
 from shoal.serve.on_ray.ownership import require_free_name
-from shoal.serve.spec.model_source import EndpointModel, LiveModel
 from shoal.weights import WeightSnapshot
 from shoal.wire import ExperienceSpec
-from shoal.wire.action_masks import find_choices
 
 if TYPE_CHECKING:
     from shoal.serve.on_ray.deployment import DeployedEndpoint
 
 POLL_S = 0.5
-FINISH_S = 5.0  # for the learner to save when the run is stopped
-SHUTDOWN_TIMEOUT_S = 10.0  # for that and for the gateway's bye: Ray kills a job that takes 15 s to stop
+FINISH_S = 5.0  # for the learners to save when the run is stopped
+SHUTDOWN_TIMEOUT_S = 10.0  # for that and for the gateways' bye: Ray kills a job that takes 15 s to stop
 PRINT_S = 2.0
 NUM_CONNECTIONS = 2  # the endpoint computes for one while this process steps the environments of the other
 
 
 def run_actor_learner(spec: ActorLearnerSpec, job: str) -> str:
-    """Run the loop to its end and return the run's id. Raises RunError when the target was not reached."""
-    experience, first_observation = check(spec)
-    return record_loop(spec, job, lambda recorder: _ActorLearnerRun(spec, recorder, experience, first_observation))
+    """Run the loop to its end and return the run's id. Raises RunError when a target was not reached."""
+    checked = check(spec)
+    # Closes the record first: it must be right even when the rest is cut short.
+    record = shoal.runs.recording(
+        spec.to_record(),
+        job,
+        begun="gateway_ready",
+        kind=shoal.runs.RunKind.LOOP,
+        resumed=spec.resume,
+        run_id=expected_run_id(),
+    )
+    with ExitStack() as closing, record as recorder:
+        run = LoopRun(spec, recorder, checked)
+        try:
+            run.start(closing)
+            run.learn()
+            run.finish()
+        finally:
+            run.shut_down()
+    shoal.runs.write_report_at_end(recorder.id)
+    return recorder.id
 
 
-class _ActorLearnerRun(LoopRun):
-    """A run of one policy."""
+class LoopRun:
+    """The policies of one run, and its state."""
 
     def __init__(
-        self,
-        spec: ActorLearnerSpec,
-        recorder: RunRecorder,
-        experience: ExperienceSpec,
-        first_observation: np.ndarray,
+        self, spec: ActorLearnerSpec, recorder: RunRecorder, checked: Mapping[str, tuple[ExperienceSpec, np.ndarray]]
     ) -> None:
-        super().__init__(spec, recorder)
-        self.token = load_access_token()
-        self.experience, self._first_observation = experience, first_observation
-        self._workers: ActorLearnerWorkers | None = None
+        self.spec, self.recorder, self.token = spec, recorder, load_access_token()
+        policies = spec.split_by_policy()
+        self.policies = [LoopPolicy(name, policies[name], *each) for name, each in checked.items()]
         self._endpoint: DeployedEndpoint | None = None
-        self._gateway_stats: dict[str, Any] = {}
-        self._learner_stats: dict[str, Any] = {}
-        self._pids: dict[str, int] = {}
-        self._replica_pids: set[int] = set()  # of the other learners
-        self._metrics, self._history_sampler = ActorLearnerMetrics(), HistorySampler(time.monotonic())
-        self._printed_at = 0.0
+        self._server_key = ""
+        self._addresses: dict[str, tuple[str, str]] = {}  # name -> kind, address
+        self._history_sampler, self._printed_at = HistorySampler(time.monotonic()), 0.0
         self._learning_since: float | None = None  # by time.monotonic(), in this incarnation of the run
-        self._solved, self._num_requests = False, 0.0
-        self._candidate: WeightSnapshot | None = None  # the version that passed its trial
-        self._tried_at = -spec.algorithm.updates_between_trials  # the learner's updates at the last trial
-        self._checkpoint_failure, self._failed_trial = "", ""
+        self._is_solved, self._failed_trial, self._num_requests = False, "", 0.0
+        self._candidates: list[WeightSnapshot] = []  # of each policy, the version to register
+
+    @property
+    def _only(self) -> LoopPolicy | None:
+        """The policy of a run that has one."""
+        return None if self.policies[0].name else self.policies[0]
 
     # -- up -------------------------------------------------------------------------------------------------------
 
     def start(self, closing: ExitStack) -> None:
+        """Start every part; the gateways are announced last, when an endpoint already serves."""
         spec, recorder = self.spec, self.recorder
         keys = load_curve_keys(recorder.folder) if spec.gateway.curve else None
-        setting = RunSetting(recorder.id, recorder.folder, self.token, spec.target_return, keys)
         require_free_name(spec.model_name)
-        num_cpus = spec.learner.replicas * spec.learner.num_cpus + spec.endpoint.num_replicas * spec.endpoint.num_cpus
-        require_cpus(num_cpus, "learner.num_cpus, endpoint.num_cpus or endpoint.num_replicas")
-        if spec.learner.device == "cuda":
-            require_gpus(spec.learner.num_gpus, spec.learner.replicas, "learner.num_gpus or learner.replicas")
-        OpponentPool.of_run(spec.self_play, recorder.folder)  # takes the opponents out of this process's registry
-        self._workers = ActorLearnerWorkers(spec, self.experience, setting)
-        closing.callback(self._workers.close)
+        self._require_capacity()
+        served = []
+        for each in self.policies:
+            served.append(each.start(recorder.id, recorder.folder, self.token, keys))
+            closing.callback(each.workers.close)
         endpoint_spec = spec.endpoint.model_copy(update={"name": spec.model_name, "token": SecretStr(self.token)})
-        policy = LiveModel(
-            *describe_policy_model(spec, self.experience),
-            self._workers.make_weight_source(),
-            self._workers.make_episode_service() if spec.learn_from_endpoint else None,
-        )
         with needs_extra("serve"):  # Serve takes a second to load: not for `--check`
             from shoal.serve.on_ray.deployment import deploy
 
-        self._endpoint = deploy(endpoint_spec, [EndpointModel(spec.model_name, policy)], is_shared=True)
+        self._endpoint = deploy(endpoint_spec, served, is_shared=True)
         closing.callback(self._endpoint.close)
-        self._announce_endpoint(self._endpoint, spec.model_name)
+        for name, (kind, address) in list_addresses(self._endpoint).items():
+            self._record_endpoint(name, kind, address)
+        names = ", ".join(each.spec.model_name for each in self.policies)
+        models = names if self._only else f"NAME, of {names}"
+        print(f"run {recorder.id}: the endpoint is {self._endpoint.url}/v2/models/{models}", flush=True)
         self._server_key = keys[0].decode() if keys else ""
-        self._announce_gateway(self._workers.wait_for_gateway())
+        for each in self.policies:
+            each.address = each.workers.wait_for_gateway()
+        self._announce_gateways()
+
+    def _require_capacity(self) -> None:
+        """Raise ConfigError or ClusterError when the cluster is too small for all learners and replicas."""
+        spec = self.spec
+        num_learners = len(self.policies) * spec.learner.replicas
+        num_cpus = num_learners * spec.learner.num_cpus + spec.endpoint.num_replicas * spec.endpoint.num_cpus
+        require_cpus(num_cpus, "learner.num_cpus, endpoint.num_cpus or endpoint.num_replicas")
+        if spec.learner.device == "cuda":
+            require_gpus(spec.learner.num_gpus, num_learners, "learner.num_gpus or learner.replicas")
+        if spec.learner.device == "auto" and count_gpu_slots(spec.learner.num_gpus, gpus_by_host()) < num_learners:
+            for each in self.policies:  # a learner would wait for a GPU for ever
+                each.spec = each.spec.update({"learner": {"device": "cpu"}})
+
+    def _announce_gateways(self) -> None:
+        address = ",".join(each.address for each in self.policies)  # an actor needs all of them
+        env, key, ignored = self.spec.env, self._server_key, self.spec.ignore
+        self._note("gateway_ready", address=address, env=env, server_key=key, ignore=list(ignored))
+        self._record_endpoint("gateway", "gateway", address)
+        command = format_actor_command(address, env, key, ignored)
+        print(f"run {self.recorder.id}: start each actor with\n    {command}", flush=True)
+
+    def _record_endpoint(self, name: str, kind: str, address: str) -> None:
+        self._addresses[name] = (kind, address)
+        with suppress(RecordUnwritable):
+            self.recorder.record_endpoint(name, kind, address, "ready")
+
+    def _note(self, kind: str, **details: Any) -> None:
+        """Record an event. The recorder retries failed writes later, so the run goes on."""
+        with suppress(RecordUnwritable):
+            self.recorder.record_event(kind, **details)
 
     # -- on -------------------------------------------------------------------------------------------------------
 
     def learn(self) -> None:
-        """Learn until the target is reached and the newest version passes its trial. Raises RunError if it cannot
-        be."""
-        assert self._workers is not None
+        """Learn until the targets are reached and the newest version passes its trial, or, without a target, for
+        `max_wall_s`. Raises RunError if a target cannot be reached."""
         while True:
-            self._follow_until_a_trial_is_due()
-            snapshot = self._workers.pause_learner()
-            if self._passes(snapshot):
-                self._candidate = snapshot
+            self._follow_until_done()
+            self._candidates = [each.workers.pause_learner() for each in self.policies]
+            if self._only is None or self._passes(self._candidates[0]):
                 return
-            self._tried_at = int(self._learner_stats.get("updates", 0))
-            self._workers.resume_learner()
+            self._only.tried_at = self._only.updates
+            self._only.workers.resume_learner()
 
     def _passes(self, snapshot: WeightSnapshot) -> bool:
-        """Whether this version, played through the endpoint, will reach the target with near certainty. A failed
-        attempt to play counts as no, and is retried later; after the time limit its error is raised (ConnectionLost,
-        InferenceError)."""
+        """Whether this version of the only policy, played through the endpoint, will reach the target with near
+        certainty. A failed attempt to play counts as no, and is retried later; after the time limit its error is raised
+        (ConnectionLost, InferenceError)."""
         try:
-            trial = self._play(snapshot, hold_trial)
+            with self._connect() as connections:
+                trial = hold_trial(connections, self.spec)
         except (ConnectionLost, InferenceError) as error:
             if self._time_is_up():
                 raise
@@ -176,107 +224,98 @@ class _ActorLearnerRun(LoopRun):
         print(f"version {snapshot.version} could not be tried ({why}): learning on", flush=True)
         return False
 
-    def _trial_is_due(self) -> bool:
-        """Whether the actors have reached the target, and the learner has moved on since the last trial."""
-        stats = self._gateway_stats
-        if self.spec.target_return is None:
+    def _follow_until_done(self) -> None:
+        """Poll, record and print. Raises RunError when a target cannot be reached."""
+        while True:
+            polled_at = time.monotonic()
+            self._poll()
+            if self._is_done():
+                return
+            self._require_reachable_targets()
+            time.sleep(max(0.0, POLL_S - (time.monotonic() - polled_at)))
+
+    def _is_done(self) -> bool:
+        """Whether the actors have reached the targets; without any, whether the time is over."""
+        if all(each.spec.target_return is None for each in self.policies):
+            if self._time_is_up():
+                self._require_experience()
             return self._time_is_up()
-        if stats.get("solved_s") is None:
+        if not all(each.is_solved for each in self.policies):
             return False
-        if not self._solved:
-            self._solved = True
-            self._note("solved", seconds=stats["solved_s"], steps=stats["solved_steps"])
+        if not self._is_solved:
+            self._is_solved = True
+            seconds = max(each.solved_s or 0.0 for each in self.policies)
+            steps = sum(each.gateway.get("solved_steps") or each.num_steps for each in self.policies)
+            self._note("solved", seconds=seconds, steps=steps)
             print(
-                f"solved: mean return {format_number(stats['mean_return'])} over 100 episodes,"
-                f" {stats['solved_s']:.1f} s after the first segment, {stats['solved_steps']:,} environment steps",
+                f"solved: {self._format_returns()} over 100 episodes, {seconds:.1f} s after the first segment,"
+                f" {steps:,} environment steps",
                 flush=True,
             )
-        if int(self._learner_stats.get("updates", 0)) < self._tried_at + self.spec.algorithm.updates_between_trials:
-            return False
-        return float(stats["mean_return"]) >= self.spec.target_return
+        return self._only is None or self._only.may_be_tried
 
     def _time_is_up(self) -> bool:
         return self._learning_since is not None and time.monotonic() - self._learning_since > self.spec.max_wall_s
 
-    def _follow_until_a_trial_is_due(self) -> None:
-        """Poll, record and print. Raises RunError when the target cannot be reached."""
-        while True:
-            polled_at = time.monotonic()
-            self._poll()
-            if self._trial_is_due():
-                return
-            self._require_reachable_target()
-            time.sleep(max(0.0, POLL_S - (time.monotonic() - polled_at)))
-
-    def _require_reachable_target(self) -> None:
-        if self._learner_stats.get("failure"):
-            raise RunError(f"the learner failed: {self._learner_stats['failure']}")
+    def _require_reachable_targets(self) -> None:
+        for each in self.policies:
+            if failure := each.learner.get("failure"):
+                raise RunError(f"the learner{f' of {each.name}' * bool(each.name)} failed: {failure}")
         if not self._time_is_up():
             return
-        stats, waited = self._gateway_stats, f"after {self.spec.max_wall_s:.0f} s"
-        if not stats["steps"] and (reasons := describe_rejections(stats)):
-            raise RunError(
-                f"nothing to learn from {waited}, for every segment was dropped ({reasons}): mend the actors"
-            )
-        mean = stats["mean_return"]
-        found = f"mean return {format_number(mean)}" if math.isfinite(mean) else "no episode has ended"
+        self._require_experience()
+        missed = [each for each in self.policies if not each.is_solved or self._only]
+        targets = ", ".join(filter(None, (f"{each.name} {each.spec.target_return}".strip() for each in missed)))
+        has_ended = any(math.isfinite(each.mean_return) for each in missed)
+        found = self._format_returns() if has_ended else "no episode has ended"
         tried, more = (f" ({self._failed_trial})", ", raise eval_episodes") if self._failed_trial else ("", "")
+        field = "target_return" if self._only else "policies.NAME.target_return"
         raise RunError(
-            f"{found} {waited}, the target is {self.spec.target_return}{tried}: lower target_return{more}, or go on"
+            f"{found} after {self.spec.max_wall_s:.0f} s, the target is {targets}{tried}: lower {field}{more}, or go on"
             f" with resume={self.recorder.id} and a longer max_wall_s"
         )
 
+    def _require_experience(self) -> None:
+        """Raise RunError when a policy has learnt nothing, since all that actors sent was dropped."""
+        for each in self.policies:
+            if each.gateway and not each.num_steps and (reasons := describe_rejections(each.gateway)):
+                name = f"{each.name} has " if each.name else ""
+                problem = f"nothing to learn from after {self.spec.max_wall_s:.0f} s"
+                raise RunError(f"{name}{problem}, for every segment was dropped ({reasons}): mend the actors")
+
     def _poll(self) -> None:
-        assert self._workers is not None
-        gateway, learner = self._workers.stats()
-        self._gateway_stats = gateway or self._gateway_stats
-        self._learner_stats = learner or self._learner_stats
-        if gateway and self._addresses["gateway"][1] != gateway["address"]:
-            self._announce_gateway(gateway["address"])  # another process had taken its port
-        actors = self._gateway_stats.get("actors", [])
-        if self._learning_since is None and any(actor["steps"] or actor["invalid"] for actor in actors):
-            self._learning_since = time.monotonic()
-        for name, stats in (("gateway", gateway), ("learner", learner)):
-            if stats and self._pids.setdefault(name, stats["pid"]) != stats["pid"]:
-                self._pids[name] = stats["pid"]
-                damaged = stats.get("damaged_checkpoints", [])
-                self._note(f"{name}_restarted", pid=stats["pid"], damaged_checkpoints=damaged)
-        self._note_replicas()
-        failure = self._learner_stats.get("checkpoint_failure", "")
-        if failure and failure != self._checkpoint_failure:
-            self._note("checkpoint_failed", step=self._learner_stats["steps"], error=failure)
-        self._checkpoint_failure = failure
-        for at, kind, details in self._workers.take_events():
-            self._note(kind, at=at, **details)
+        for each in self.policies:
+            named = {"policy": each.name} if each.name else {}
+            for kind, details in each.poll():
+                self._note(kind, **named, **details)
+        if self._addresses["gateway"][1] != ",".join(each.address for each in self.policies):
+            self._announce_gateways()  # another process had taken a port
         self._record_published()
         assert self._endpoint is not None
         record_changes(self._endpoint, self.recorder)
-        if self._learning_since is not None:
-            requests = self._count_endpoint_requests()
-            metrics = self._metrics.compute(self._gateway_stats, self._learner_stats, requests, time.time())
-            in_history = self._history_sampler.should_keep(time.monotonic())
-            step = int(self._gateway_stats["steps"])
-            with suppress(RecordUnwritable):
-                self.recorder.log(step, metrics, in_history=in_history)
-                self.recorder.log_group(step, "actor_lag", select_lags(self._gateway_stats))
-                self.recorder.log_group(step, "rejected", select_rejections(self._gateway_stats))
-                self.recorder.log_group(step, "win_rate", select_win_rates(self._gateway_stats))
-        self._print_progress()
+        if self._learning_since is None and any(each.has_experience for each in self.policies):
+            self._learning_since = time.monotonic()
+        if self._learning_since is not None and all(each.gateway for each in self.policies):
+            self._log()
+            self._print_progress()
 
-    def _note_replicas(self) -> None:
-        """Record which of the other learners have joined, and which are gone."""
-        pids = set(self._learner_stats.get("replica_pids", []))
-        for kind, changed in (
-            ("replica_lost", self._replica_pids - pids),
-            ("replica_joined", pids - self._replica_pids),
-        ):
-            for pid in sorted(changed):
-                self._note(kind, pid=pid)
-        self._replica_pids = pids
+    def _log(self) -> None:
+        num_requests = self._count_endpoint_requests()
+        metrics = combine_policies({each.name: each.compute_metrics(num_requests) for each in self.policies})
+        in_history = self._history_sampler.should_keep(time.monotonic())
+        step = int(metrics["steps/total"])
+        gateways = {each.name: each.gateway for each in self.policies}
+        with suppress(RecordUnwritable):
+            self.recorder.log(step, metrics, in_history=in_history)
+            self.recorder.log_group(step, "actor_lag", select_lags(self.policies[0].gateway))
+            self.recorder.log_group(step, "rejected", select_rejections(*gateways.values()))
+            self.recorder.log_group(step, "win_rate", select_win_rates(gateways))
 
     def _record_published(self) -> None:
-        assert self._workers is not None
-        for published in self._workers.take_published():
+        """The versions of the only policy; those of several have the same numbers."""
+        if self._only is None:
+            return
+        for published in self._only.workers.take_published():
             with suppress(RecordUnwritable):
                 self.recorder.record_weights(
                     published.version, published.step, published.sha256, published.published_at
@@ -291,14 +330,24 @@ class _ActorLearnerRun(LoopRun):
             self._note("endpoint_silent", error=str(error))
         return self._num_requests
 
+    def _format_returns(self) -> str:
+        if self._only is not None:
+            return f"mean return {format_number(self._only.mean_return)}"
+        return f"mean return {', '.join(f'{each.name} {format_number(each.mean_return)}' for each in self.policies)}"
+
     def _print_progress(self) -> None:
-        stats = self._gateway_stats
-        if self._learning_since is None or time.monotonic() - self._printed_at < PRINT_S:
+        if time.monotonic() - self._printed_at < PRINT_S:
             return
         self._printed_at = time.monotonic()
+        steps = sum(each.num_steps for each in self.policies)
+        if self._only is None:
+            returns = ", ".join(f"{each.name} {format_number(each.mean_return)}" for each in self.policies)
+            print(f"returns {returns} | {steps:9,} steps", flush=True)
+            return
+        stats = self._only.gateway
         mean = format_number(stats["mean_return"]) if math.isfinite(stats["mean_return"]) else "-"
         print(
-            f"return {mean:>6} | {stats['steps']:9,} steps | {stats['episodes']:6,} episodes"
+            f"return {mean:>6} | {steps:9,} steps | {stats['episodes']:6,} episodes"
             f" | weights {stats['weights_version']:5} | queue {stats['queue_depth']:3}"
             f" | dropped {sum(stats['segments']['dropped'].values()):,}",
             flush=True,
@@ -307,66 +356,62 @@ class _ActorLearnerRun(LoopRun):
     # -- down -----------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Register the weights that passed their trial, and evaluate them through the endpoint."""
-        assert self._candidate is not None
-        model = register_policy(self.spec, self.experience, self._candidate, self.recorder.id, self._gateway_stats)
-        self.recorder.record_model(model.name, model.version, model.aliases)
-        evaluation = self._play(self._candidate, evaluate)
-        self.recorder.log(
-            int(self._gateway_stats["steps"]) + 1,
-            {
-                "evaluation/mean": evaluation.mean_return,
-                "evaluation/requests": evaluation.num_requests,
-                "endpoint/requests_per_s": evaluation.num_requests / evaluation.duration_s,
-            },
-        )
-        self.recorder.record_event(
-            "evaluated",
-            mean_return=evaluation.mean_return,
-            returns=evaluation.returns,
-            requests=evaluation.num_requests,
-            versions=sorted(evaluation.versions),
-        )
-        print(
-            f"{model.ref} ({', '.join(model.aliases)}): mean return {evaluation.mean_return:.1f} over"
-            f" {len(evaluation.returns)} episodes played through the endpoint ({evaluation.num_requests} requests)",
-            flush=True,
-        )
+        """Register the weights of all policies, and evaluate them through the endpoint."""
+        models = {}
+        for each, snapshot in zip(self.policies, self._candidates, strict=True):
+            model = register_policy(each.spec, each.experience, snapshot, self.recorder.id, each.gateway)
+            self.recorder.record_model(model.name, model.version, model.aliases)
+            models[each.name] = model
+        with self._connect() as connections:
+            played = evaluate(connections, self.spec)
+        step = sum(each.num_steps for each in self.policies) + 1
+        record_evaluation(self.recorder, step, {name: each for name, each in played.items() if each.returns})
+        for name, model in models.items():
+            print(_describe_registered(model, played[name]), flush=True)
+
+    @contextmanager
+    def _connect(self) -> Iterator[Sequence[Connections]]:
+        """Connections to all policies at the endpoint, which must serve the candidates by then."""
+        assert self._endpoint is not None
+        url = self._endpoint.url
+        with ExitStack() as opened:
+
+            def connect(policy: LoopPolicy) -> InferenceConnection:
+                size = policy.spec.state_size
+                connection = InferenceConnection(url, policy.spec.model_name, self.token, state_size=size)
+                opened.callback(connection.close)
+                return connection
+
+            found = [{each.name: connect(each) for each in self.policies} for _ in range(NUM_CONNECTIONS)]
+            for each, snapshot in zip(self.policies, self._candidates, strict=True):
+                observation, mask = each.first_inputs
+                wait_for_version(found[0][each.name], observation, snapshot.version, mask=mask)
+            yield found
 
     def shut_down(self) -> None:
-        """Let the learner save, end the actors' sessions and record the last numbers, however the run ended. Waits at
-        most SHUTDOWN_TIMEOUT_S in all: a run that is stopped while it starts may lack both workers."""
-        if self._workers is None:
+        """Let the learners save, end the actors' sessions and record the last numbers, however the run ended. Waits at
+        most SHUTDOWN_TIMEOUT_S in all: a run that is stopped while it starts may lack workers."""
+        started = [each for each in self.policies if each.has_started]
+        if not started:
             return
         if self._endpoint is not None:
             record_changes(self._endpoint, self.recorder)
         deadline = time.monotonic() + SHUTDOWN_TIMEOUT_S
-        if self._workers.finish_learner(FINISH_S):
+        with ThreadPoolExecutor(len(started)) as threads:  # all at once: they share the time
+            has_saved = list(threads.map(lambda each: each.workers.finish_learner(FINISH_S), started))
+        if all(has_saved):
             self._record_published()
-        stats = self._workers.close_gateway(finished=True, timeout_s=max(0.0, deadline - time.monotonic()))
-        if stats is not None:
-            self._gateway_stats = stats
-            segments = stats["segments"]
-            self.recorder.record_event("accounting", **segments)
-            totals = {f"segments/{name}": segments[name] for name in ("received", "consumed", "queued")}
-            drops = {f"drops/{reason}": count for reason, count in segments["dropped"].items()}
-            self.recorder.log(
-                int(stats["steps"]) + 2, {**totals, **drops, "segments/dropped": sum(segments["dropped"].values())}
-            )
+        for each in started:
+            each.close_gateway(self.recorder, max(0.0, deadline - time.monotonic()))
         for name, (kind, address) in self._addresses.items():
             self.recorder.record_endpoint(name, kind, address, "closed")
 
-    def _play(
-        self, snapshot: WeightSnapshot, play: Callable[[Sequence[PolicyConnection], ActorLearnerSpec], Evaluation]
-    ) -> Evaluation:
-        """The result of `play`, through the endpoint, which must serve `snapshot` by then."""
-        assert self._endpoint is not None
-        url, name, size = self._endpoint.url, self.spec.model_name, self.spec.state_size
-        with ExitStack() as opened:
-            connections = [InferenceConnection(url, name, self.token, state_size=size) for _ in range(NUM_CONNECTIONS)]
-            for each in connections:
-                opened.callback(each.close)
-            choices = find_choices(self.experience)
-            mask = np.ones(sum(choices), np.bool_) if choices else None
-            wait_for_version(connections[0], self._first_observation, snapshot.version, mask=mask)
-            return play(connections, self.spec)
+
+def _describe_registered(model: ModelVersion, evaluation: Evaluation) -> str:
+    name = f"{model.ref} ({', '.join(model.aliases)})"
+    if not evaluation.returns:
+        return f"{name}: no episode of the evaluation had one of its agents"
+    return (
+        f"{name}: mean return {evaluation.mean_return:.1f} over {len(evaluation.returns)} episodes played through the"
+        f" endpoint ({evaluation.num_requests} requests)"
+    )

@@ -17,6 +17,7 @@ from shoal.rl.spec import RLSpec
 from shoal.serve.spec.endpoint import TOKEN_FROM_ENVIRONMENT, EndpointSpec, with_default_values
 
 NAMED_BY_ENV = "named-by-env"
+ONLY_POLICY = ""  # the name of the policy of a run that has one
 # Fields' names from before there were several algorithms.
 OLDER_FIELDS = {
     f"impala.{name}": f"algorithm.{name}" for name in find_config_type("impala").model_fields if name != "name"
@@ -57,6 +58,14 @@ class ActorLearnerSpec(RLSpec):
             return self.endpoint.name.lower()
         name = re.sub(r"-v\d+$", "", self.env.rpartition(":")[2].rpartition("/")[2]).lower()
         return re.sub(r"[^a-z0-9._-]+", "-", name).strip("-._") or "policy"
+
+    def split_by_policy(self) -> dict[str, ActorLearnerSpec]:
+        """What each policy of the run learns with, by its name."""
+        return {ONLY_POLICY: self}
+
+    def assign_policies(self) -> dict[str, str]:
+        """The policy of each agent, in a run of several; otherwise empty."""
+        return {}
 
 
 def is_loop_job(path: Path) -> bool:

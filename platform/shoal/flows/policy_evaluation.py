@@ -1,140 +1,36 @@
-"""Play episodes through an endpoint, as a client with only its URL: the evaluation of a policy, and the trial before
-it, which makes sure that the evaluation will reach the target.
+"""Play episodes through an endpoint: the evaluation of a run's policies, and the trial of one before it.
 
-Called by flows, benchmarks and tests. Speaks the Open Inference Protocol over plain HTTP; uses no Ray and holds no
-weights.
+The trial makes sure that the evaluation will reach the target.
+
+Called by flows, benchmarks and tests. Uses no Ray and holds no weights.
 """
 
 from __future__ import annotations
 
-import http.client
-import json
-import math
+import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
-from urllib.parse import urlsplit
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from shoal.actor.agent_streams import MAX_IDLE_TICKS, is_parallel
 from shoal.actor.environment import open_environment, translate_environment_errors
-from shoal.errors import ConfigError, ConnectionLost, InferenceError, RunError
-from shoal.flows.actor_learner_spec import ActorLearnerSpec
+from shoal.errors import ConfigError, RunError
+from shoal.flows.actor_learner_spec import ONLY_POLICY, ActorLearnerSpec
+from shoal.flows.policy_connection import ActionAnswer, PolicyConnection
+from shoal.runs import RunRecorder
 from shoal.wire.action_masks import INFO_KEY
 
-PATIENCE_S = 60.0  # with an unavailable endpoint: a dead replica restarts within it
 TRIAL_SEED, EVALUATION_SEED = 20_000, 10_000  # the trial selects, so the evaluation must have other episodes
 MAX_MISS_PROBABILITY = 1e-3  # that an evaluation misses the target after a passed trial
 MIN_EPISODES = 20  # for a mean: with fewer, luck decides in many environments
-HEADER_LENGTH = "Inference-Header-Content-Length"
 NUM_RESAMPLES = 50_000  # estimates a probability of MAX_MISS_PROBABILITY within 15%
 
-
-class ActionAnswer(NamedTuple):
-    """One inference: the output tensors by name, and the version of the weights that computed them."""
-
-    outputs: dict[str, np.ndarray]
-    version: int
-
-
-class PolicyConnection(Protocol):
-    """A connection for playing episodes."""
-
-    def insist(
-        self,
-        observations: np.ndarray,
-        patience_s: float = PATIENCE_S,
-        states: np.ndarray | None = None,
-        masks: np.ndarray | None = None,
-    ) -> ActionAnswer:
-        """The answer to `observations` [B, *obs]; of a recurrent policy to their `states` [B, S], too: None, at the
-        beginning of the episodes, is zero. It then has the `next_state`s. Of a policy with action masks to `masks` bool
-        [B, K], too."""
-        ...
-
-
-class InferenceConnection:
-    """One kept-alive connection to one model of an endpoint. Not for use by several threads.
-
-    state_size: numbers in the state of a recurrent policy; 0 of others
-    """
-
-    def __init__(self, url: str, model: str, token: str, timeout_s: float = 10.0, state_size: int = 0) -> None:
-        parts = urlsplit(url)
-        self._connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
-        self._path = f"{parts.path}/v2/models/{model}/infer"
-        self._token, self._state_size = token, state_size
-
-    def infer(
-        self, observations: np.ndarray, states: np.ndarray | None = None, masks: np.ndarray | None = None
-    ) -> ActionAnswer:
-        """Request actions for `observations` [B, *obs], as bytes, which take the endpoint and this client half the time
-        of JSON. Raises InferenceError with the endpoint's message, or ConnectionLost.
-
-        Retrying is safe: a request changes nothing. See `insist`.
-        """
-        inputs = {"observation": np.ascontiguousarray(observations, "<f4")}
-        if self._state_size:
-            zeros = np.zeros((len(observations), self._state_size))
-            inputs["state"] = np.ascontiguousarray(zeros if states is None else states, "<f4")
-        if masks is not None:
-            inputs[INFO_KEY] = np.ascontiguousarray(masks, np.bool_)
-        described = [
-            {
-                "name": name,
-                "datatype": "BOOL" if name == INFO_KEY else "FP32",
-                "shape": rows.shape,
-                "parameters": {"binary_data_size": rows.nbytes},
-            }
-            for name, rows in inputs.items()
-        ]
-        names = ["action", "next_state"] if self._state_size else ["action"]
-        outputs = [{"name": name, "parameters": {"binary_data": True}} for name in names]
-        head = json.dumps({"inputs": described, "outputs": outputs}).encode()
-        payload = head + b"".join(rows.tobytes() for rows in inputs.values())
-        headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/octet-stream"}
-        headers[HEADER_LENGTH] = str(len(head))
-        try:
-            self._connection.request("POST", self._path, payload, headers)
-            response = self._connection.getresponse()
-            answer = response.read()
-            size = int(response.getheader(HEADER_LENGTH, len(answer)))
-            body: dict[str, Any] = json.loads(answer[:size])
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            self._connection.close()
-            raise ConnectionLost(f"the endpoint did not answer: {error}") from error
-        if response.status != 200:
-            raise InferenceError(response.status, str(body.get("error", body)))
-        arrays, offset = {}, size
-        for output in body["outputs"]:
-            dtype, count = {"INT64": "<i8", "FP32": "<f4"}[output["datatype"]], math.prod(output["shape"])
-            arrays[output["name"]] = np.frombuffer(answer, dtype, count, offset).reshape(output["shape"])
-            offset += arrays[output["name"]].nbytes
-        return ActionAnswer(arrays, int(body["model_version"]))
-
-    def insist(
-        self,
-        observations: np.ndarray,
-        patience_s: float = PATIENCE_S,
-        states: np.ndarray | None = None,
-        masks: np.ndarray | None = None,
-    ) -> ActionAnswer:
-        """`infer`, retried while the endpoint is unavailable or answers 503: a replica may be restarting."""
-        deadline = time.monotonic() + patience_s
-        while True:
-            try:
-                return self.infer(observations, states, masks)
-            except (InferenceError, ConnectionLost) as error:
-                if time.monotonic() > deadline or (isinstance(error, InferenceError) and error.status != 503):
-                    raise
-            time.sleep(0.05)
-
-    def close(self) -> None:
-        self._connection.close()
+Connections = Mapping[str, PolicyConnection]  # by policy
 
 
 class Evaluation(NamedTuple):
@@ -158,33 +54,15 @@ class Evaluation(NamedTuple):
         return float(np.mean(np.concatenate(means) < target_return))
 
 
-def wait_for_version(
-    connection: PolicyConnection,
-    observation: np.ndarray,
-    version: int,
-    timeout_s: float = PATIENCE_S,
-    mask: np.ndarray | None = None,
-) -> None:
-    """Return when `version` or a newer one answers to an observation, and to its action mask, if the policy has masks.
-    Raises ConnectionLost after `timeout_s`."""
-    masks = {} if mask is None else {"masks": mask[None]}
-    deadline = time.monotonic() + timeout_s
-    seen = 0
-    while time.monotonic() < deadline:
-        seen = connection.insist(np.asarray(observation, np.float32)[None], timeout_s, **masks).version
-        if seen >= version:
-            return
-        time.sleep(0.02)
-    raise ConnectionLost(f"the endpoint still answers with version {seen}, not {version}, after {timeout_s} s")
-
-
-def hold_trial(connections: Sequence[PolicyConnection], spec: ActorLearnerSpec) -> Evaluation:
-    """Play `spec.num_trial_episodes`, as many at a time as the connections allow; stop early when the version cannot
-    pass even if each remaining episode equals the best so far. Raises as `play_through` does."""
-    at_once = _max_rows(spec) * len(connections)
+def hold_trial(connections: Sequence[Connections], spec: ActorLearnerSpec) -> Evaluation:
+    """Play `spec.num_trial_episodes` of a run with one policy, as many at a time as the connections allow; stop early
+    when the version cannot pass even if each remaining episode equals the best so far. Raises as `play_through`
+    does."""
+    at_once = spec.endpoint.options(spec.model_name).max_rows * len(connections)
     trial = Evaluation([], 0, set(), 0.0)
     while (num_missing := spec.num_trial_episodes - len(trial.returns)) > 0:
-        played = _play(connections, spec, min(at_once, num_missing), TRIAL_SEED + len(trial.returns))
+        num_episodes = min(at_once, num_missing)
+        played = _play(connections, spec, num_episodes, TRIAL_SEED + len(trial.returns))[ONLY_POLICY]
         trial = Evaluation(
             trial.returns + played.returns,
             trial.num_requests + played.num_requests,
@@ -209,18 +87,45 @@ def estimate_miss(trial: Evaluation, spec: ActorLearnerSpec) -> float:
     return trial.miss_probability(spec.target_return, max(spec.eval_episodes, MIN_EPISODES))
 
 
-def evaluate(connections: Sequence[PolicyConnection], spec: ActorLearnerSpec) -> Evaluation:
-    """Play `spec.eval_episodes`, which differ from the trial's. Raises as `play_through` does."""
+def evaluate(connections: Sequence[Connections], spec: ActorLearnerSpec) -> dict[str, Evaluation]:
+    """Play `spec.eval_episodes`, which differ from the trial's; by policy. Raises as `play_through` does."""
     return _play(connections, spec, spec.eval_episodes, EVALUATION_SEED)
 
 
-def _play(connections: Sequence[PolicyConnection], spec: ActorLearnerSpec, num_episodes: int, seed: int) -> Evaluation:
+def _play(
+    connections: Sequence[Connections], spec: ActorLearnerSpec, num_episodes: int, seed: int
+) -> dict[str, Evaluation]:
     timeout_s = spec.eval_timeout_s * max(1.0, num_episodes / spec.eval_episodes)
-    return play_through(connections, spec.env, num_episodes, seed, _max_rows(spec), timeout_s, spec.ignore)
+    max_rows = {name: own.endpoint.options(own.model_name).max_rows for name, own in spec.split_by_policy().items()}
+    policy_of = spec.assign_policies()
+    return play_through(connections, spec.env, num_episodes, seed, max_rows, timeout_s, spec.ignore, policy_of)
 
 
-def _max_rows(spec: ActorLearnerSpec) -> int:
-    return spec.endpoint.options(spec.model_name).max_rows
+def record_evaluation(recorder: RunRecorder, step: int, played: Mapping[str, Evaluation]) -> None:
+    """played: of each policy that had an agent in an episode; step: of the metrics"""
+    if ONLY_POLICY not in played:
+        recorder.log(step, {f"evaluation/{name}": each.mean_return for name, each in played.items()})
+        recorder.record_event(
+            "policies_evaluated",
+            returns={name: each.returns for name, each in played.items()},
+            versions={name: sorted(each.versions) for name, each in played.items()},
+            seconds=max(each.duration_s for each in played.values()),
+        )
+        return
+    evaluation = played[ONLY_POLICY]
+    metrics = {
+        "evaluation/mean": evaluation.mean_return,
+        "evaluation/requests": evaluation.num_requests,
+        "endpoint/requests_per_s": evaluation.num_requests / evaluation.duration_s,
+    }
+    recorder.log(step, metrics)
+    recorder.record_event(
+        "evaluated",
+        mean_return=evaluation.mean_return,
+        returns=evaluation.returns,
+        requests=evaluation.num_requests,
+        versions=sorted(evaluation.versions),
+    )
 
 
 class PlayedEpisode:
@@ -239,11 +144,6 @@ class PlayedEpisode:
         self.returns = dict.fromkeys(self.observations, 0.0)
         self.states: dict[Any, np.ndarray] = {}  # of a recurrent policy, by agent, after its first answer
         self._pass_idle_ticks()
-
-    @property
-    def mean_return(self) -> float:
-        """Of its agents."""
-        return sum(self.returns.values()) / len(self.returns)
 
     def get_mask(self, agent: Any) -> Any:
         """The action mask of an agent that acts next; None without."""
@@ -309,62 +209,103 @@ class AnsweredActions:
 
 
 class _Group:
-    """Episodes that share requests: each request has the observations of every unfinished episode. The caller's thread
-    steps the environments; it steps another group while a request is in flight."""
+    """Episodes that share requests: each request has the observations of every agent of a policy in the unfinished
+    ones. The caller's thread steps the environments; it steps another group while requests are in flight."""
 
-    def __init__(self, env: str, environments: Sequence[Any], seed: int) -> None:
-        self._env = env
+    def __init__(
+        self,
+        env: str,
+        environments: Sequence[Any],
+        seed: int,
+        max_rows: Mapping[str, int],
+        policy_of: Mapping[Any, str],
+    ) -> None:
+        self._env, self._max_rows, self._policy_of = env, max_rows, policy_of
         with translate_environment_errors(env):
             self._episodes = [PlayedEpisode(each, seed + index) for index, each in enumerate(environments)]
         self.playing = list(self._episodes)
-        self._actions = AnsweredActions()
+        self._actions = {name: AnsweredActions() for name in max_rows}
 
-    @property
-    def returns(self) -> list[float]:
-        return [episode.mean_return for episode in self._episodes]
+    def collect_returns(self, policy: str) -> Iterator[float]:
+        """Of each episode, the mean of the policy's agents, if it has any there."""
+        for episode in self._episodes:
+            own = [value for agent, value in episode.returns.items() if self._find_policy(agent) == policy]
+            if own:
+                yield statistics.fmean(own)
 
-    def ask(self, connection: PolicyConnection) -> ActionAnswer:
-        return self._actions.ask(connection, self._rows)
+    def ask(self, connections: Connections) -> list[_Answered]:
+        """One request for each policy whose agents act next, or several of at most its `max_rows`."""
+        answered = []
+        for name, connection in connections.items():
+            rows = [
+                (episode, agent)
+                for episode in self.playing
+                for agent in episode.observations
+                if self._find_policy(agent) == name
+            ]
+            for begin in range(0, len(rows), self._max_rows[name]):
+                part = rows[begin : begin + self._max_rows[name]]
+                answered.append(_Answered(name, part, self._actions[name].ask(connection, part)))
+        return answered
 
-    @property
-    def _rows(self) -> list[tuple[PlayedEpisode, Any]]:
-        return [(episode, agent) for episode in self.playing for agent in episode.observations]
-
-    def step(self, answer: ActionAnswer) -> None:
-        actions = iter(self._actions.read(answer, self._rows))
+    def step(self, answered: Sequence[_Answered]) -> None:
+        actions = {id(episode): dict[Any, Any]() for episode in self.playing}
+        for policy, rows, answer in answered:
+            for (episode, agent), action in zip(rows, self._actions[policy].read(answer, rows), strict=True):
+                actions[id(episode)][agent] = action
         for episode in self.playing:
             with translate_environment_errors(self._env):
-                episode.step({agent: next(actions) for agent in episode.observations})
+                episode.step(actions[id(episode)])
         self.playing = [episode for episode in self.playing if episode.observations]
+
+    def _find_policy(self, agent: Any) -> str:
+        return self._policy_of.get(agent, ONLY_POLICY)
+
+
+class _Answered(NamedTuple):
+    """A request: the policy, the episodes and agents of its rows, and the answer."""
+
+    policy: str
+    rows: Sequence[tuple[PlayedEpisode, Any]]
+    answer: ActionAnswer
 
 
 def play_through(
-    connections: Sequence[PolicyConnection],
+    connections: Sequence[Connections],
     env: str,
     num_episodes: int,
     seed: int,
-    max_rows: int,
+    max_rows: Mapping[str, int],
     timeout_s: float = 300.0,
     ignored: Sequence[str] = (),
-) -> Evaluation:
-    """Play `num_episodes` greedily, in parallel, in groups of at most `max_rows`, the endpoint's largest request. The
-    groups take turns at the connections.
+    policy_of: Mapping[Any, str] | None = None,
+) -> dict[str, Evaluation]:
+    """Play `num_episodes` greedily, in parallel, in groups whose requests have at most `max_rows`, the endpoint's
+    largest. The groups take turns at the connections. An episode in which a policy has no agent does not count for it.
+
+    max_rows:  by policy
+    policy_of: of each agent; by default all have the only one
 
     Raises RunError when they have not ended after `timeout_s`, ConfigError for an error of an environment, and as
     `InferenceConnection.insist` does.
     """
     started = time.monotonic()
+    policy_of = policy_of or {}
     with ExitStack() as opened:  # close unfinished environments, too: another trial may follow
         environments = [opened.enter_context(open_environment(env, ignored)) for _ in range(num_episodes)]
-        num_agents = len(environments[0].possible_agents) if is_parallel(environments[0]) else 1
-        num_groups = -(-num_episodes // max(1, max_rows // num_agents))
+        agents = environments[0].possible_agents if is_parallel(environments[0]) else [None]
+        shared = [policy_of.get(agent, ONLY_POLICY) for agent in agents]
+        size = max(1, min(rows // max(1, shared.count(name)) for name, rows in max_rows.items()))
+        num_groups = -(-num_episodes // size)
         bounds = [num_episodes * number // num_groups for number in range(num_groups + 1)]
-        groups = [_Group(env, environments[begin:end], seed + begin) for begin, end in pairwise(bounds)]
+        groups = [
+            _Group(env, environments[begin:end], seed + begin, max_rows, policy_of) for begin, end in pairwise(bounds)
+        ]
         threads = [opened.enter_context(ThreadPoolExecutor(1)) for _ in connections]
-        versions: set[int] = set()
-        num_requests = 0
+        versions: dict[str, set[int]] = {name: set() for name in max_rows}
+        num_requests = dict.fromkeys(max_rows, 0)
 
-        def ask(number: int) -> Future[ActionAnswer]:
+        def ask(number: int) -> Future[list[_Answered]]:
             index = number % len(connections)
             return threads[index].submit(groups[number].ask, connections[index])
 
@@ -375,13 +316,15 @@ def play_through(
                 still_s = f"{num_playing} of {num_episodes} episodes of {env} have not ended after {timeout_s:g} s"
                 raise RunError(f"{still_s}: give the environment a time limit, or raise eval_timeout_s")
             for number, future in list(answers.items()):
-                answer = future.result()
-                num_requests += 1
-                versions.add(answer.version)
-                groups[number].step(answer)
+                answered = future.result()
+                for each in answered:
+                    num_requests[each.policy] += 1
+                    versions[each.policy].add(each.answer.version)
+                groups[number].step(answered)
                 if groups[number].playing:
                     answers[number] = ask(number)
                 else:
                     del answers[number]
-    returns = [each for group in groups for each in group.returns]
-    return Evaluation(returns, num_requests, versions, time.monotonic() - started)
+    returns = {name: [each for group in groups for each in group.collect_returns(name)] for name in max_rows}
+    duration_s = time.monotonic() - started
+    return {name: Evaluation(returns[name], num_requests[name], versions[name], duration_s) for name in max_rows}

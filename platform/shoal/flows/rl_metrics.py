@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from shoal.flows.actor_learner_spec import ONLY_POLICY
+
 MAX_LAG_METRICS = 16  # actors with a lag metric of their own
 MAX_REJECTIONS = 16  # pairs of actor and reason with a count of their own
 MAX_WIN_RATES = 16  # opponents with a win rate of their own
@@ -86,8 +88,10 @@ class ActorLearnerMetrics:
 
 
 def combine_policies(metrics: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Of a run of several policies, from the metrics of each: counts and rates of all together, the largest lag and
-    the newest version; `return/NAME` and the learner's under `NAME/`."""
+    """Those of the only policy. Of several, from the metrics of each: counts and rates of all together, the largest lag
+    and the newest version; `return/NAME` and the learner's under `NAME/`."""
+    if ONLY_POLICY in metrics:
+        return dict(metrics[ONLY_POLICY])
     found: dict[str, float] = {}
     for policy, each in metrics.items():
         for name, value in each.items():
@@ -98,7 +102,9 @@ def combine_policies(metrics: Mapping[str, Mapping[str, float]]) -> dict[str, fl
             elif name in ("weights/version", "actors/connected", "lag/max"):
                 known = [each for each in (found.get(name), value) if each is not None and each == each]
                 found[name] = max(known, default=math.nan)
-            elif name not in ("lag/mean", "endpoint/requests_per_s"):
+            elif name == "endpoint/requests_per_s":
+                found[name] = value  # of the endpoint that all share
+            elif name != "lag/mean":
                 found[f"{policy}/{name}"] = value
     return found
 
@@ -125,13 +131,20 @@ def describe_rejections(gateway: Mapping[str, Any]) -> str:
     return ", ".join(f"{reason} {count:,}" for reason, count in reasons.items())
 
 
-def select_win_rates(gateway: Mapping[str, Any]) -> dict[str, float]:
+def select_win_rates(gateways: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """With self-play, the share of episodes won against versions of the pool, by version; of many, some at equal
-    distances and the newest. Registered ones have their names."""
-    opponents = gateway.get("opponents", {})
-    stride = -(-len(opponents) // MAX_WIN_RATES)
-    chosen = sorted(list(opponents)[:: -stride or 1])
-    return {opponents[each].get("name", str(each)): float(opponents[each]["win_rate"]) for each in chosen}
+    distances and the newest. Registered ones have their names. Of several policies, by "POLICY VERSION".
+
+    gateways: their stats, by policy
+    """
+    found = {}
+    for policy, gateway in gateways.items():
+        opponents = gateway.get("opponents", {})
+        stride = -(-len(opponents) // max(2, MAX_WIN_RATES // len(gateways)))
+        for version in sorted(list(opponents)[:: -stride or 1]):
+            name = opponents[version].get("name", str(version))
+            found[f"{policy} {name}".strip()] = float(opponents[version]["win_rate"])
+    return found
 
 
 def _summarize_opponents(gateway: Mapping[str, Any]) -> dict[str, float]:

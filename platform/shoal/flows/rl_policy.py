@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import yaml
 
 import shoal.runs
 from shoal.actor.agent_streams import is_parallel
@@ -40,8 +39,6 @@ def inspect_environment(
     in a run of several. Raises ConfigError for an environment that cannot be created or learned from, or not with the
     actors' policy where `inference` says; called before anything starts."""
     with open_environment(spec.env, spec.ignore) as environment:
-        if inference == REMOTE and is_parallel(environment):
-            raise ConfigError("env", spec.env, "has several agents", "leave out --inference remote")
         if spec.self_play.is_on and not is_parallel(environment):
             problem, remedy = "has one agent, and self-play needs several", "leave out self_play"
             raise ConfigError("env", spec.env, problem, remedy)
@@ -72,21 +69,54 @@ def _require_good_beginning(
         raise ConfigError("env", env, problem, remedy) from None
 
 
-def check(spec: ActorLearnerSpec) -> tuple[ExperienceSpec, np.ndarray]:
-    """`inspect_environment`; raises ConfigError also if the resumed run's checkpoint does not fit, or the run has
-    already reached its target. Called before anything starts, and before its record changes."""
-    experience, observation = inspect_environment(spec, os.environ.get(ACTORS_INFERENCE, LOCAL))
-    if spec.learn_from_endpoint:
-        _require_answerable(spec, experience)
-    require_playable_opponents(spec, experience)
+def check(spec: ActorLearnerSpec) -> dict[str, tuple[ExperienceSpec, np.ndarray]]:
+    """`inspect_environment` for each policy of a run, by its name; raises ConfigError also if the resumed run's
+    checkpoint does not fit, or the run has already reached its target. Called before anything starts, and before its
+    record changes."""
+    assigned = spec.assign_policies()
+    if assigned:
+        with open_environment(spec.env, spec.ignore) as environment:
+            _require_assigned(spec, environment)
     run = shoal.runs.load(spec.resume) if spec.resume else None
-    if spec.algorithm.disk_mb:
-        require_disk_space(spec.algorithm.disk_mb, None if run is None else run.folder / "checkpoints" / "replay")
-    if run is not None:
-        _require_unfinished(spec, run)
-        _require_same_opponents(spec, run)
-        _require_compatible_checkpoint(spec, experience, run)
-    return experience, observation
+    before = None if run is None else type(spec).from_record(run.spec, leave_out=["endpoint"])  # its keys are masked
+    if run is not None and before is not None:
+        _require_unfinished(spec, before, run)
+    found = {}
+    for name, own in spec.split_by_policy().items():
+        agents = tuple(agent for agent, policy in assigned.items() if policy == name)
+        experience, observation = inspect_environment(own, os.environ.get(ACTORS_INFERENCE, LOCAL), agents)
+        if own.learn_from_endpoint:
+            _require_answerable(own, experience)
+        require_playable_opponents(own, experience)
+        checkpoints = None if run is None else run.folder / name / "checkpoints"
+        if own.algorithm.disk_mb:
+            require_disk_space(own.algorithm.disk_mb, None if checkpoints is None else checkpoints / "replay")
+        if run is not None and before is not None and checkpoints is not None:
+            earlier = before.split_by_policy().get(name)
+            prefix = f"policies.{name}." if name else ""
+            if earlier is None or before.assign_policies() != assigned:
+                problem = f"run {run.id} began with {before.assign_policies()}"
+                raise SpecMismatch(f"{prefix}agents", list(agents), problem, "leave it out, or begin a new run")
+            _require_same_opponents(own, earlier, run.id, prefix)
+            if any(checkpoints.glob("step-*")):
+                _require_compatible_checkpoint(own, earlier, experience, run.id, prefix)
+        found[name] = experience, observation
+    return found
+
+
+def _require_assigned(spec: ActorLearnerSpec, environment: Any) -> None:
+    """Raise ConfigError unless each agent of the environment has a policy, and each policy's agents are there."""
+    if not is_parallel(environment):
+        raise ConfigError("env", spec.env, "has one agent", "use a job of one policy, as jobs/actor_learner.py")
+    agents, assigned = list(environment.possible_agents), spec.assign_policies()
+    for agent, name in assigned.items():
+        if agent not in agents:
+            problem, remedy = f"{spec.env} has no such agent", f"its agents are {', '.join(agents)}"
+            raise ConfigError(f"policies.{name}.agents", agent, problem, remedy)
+    if missing := [agent for agent in agents if agent not in assigned]:
+        problem = f"gives no policy to {' and '.join(missing)} of {spec.env}"
+        policies = list(spec.split_by_policy())
+        raise ConfigError("policies", policies, problem, f"add policies.NAME.agents=[{', '.join(missing)}]")
 
 
 def _require_answerable(spec: ActorLearnerSpec, experience: ExperienceSpec) -> None:
@@ -116,13 +146,13 @@ def require_playable_opponents(spec: RLSpec, experience: ExperienceSpec) -> None
             raise ConfigError("self_play.opponents", reference, problem, "leave it out, or train with the same network")
 
 
-def _require_same_opponents(spec: RLSpec, run: Run) -> None:
+def _require_same_opponents(spec: RLSpec, before: RLSpec, run_id: str, prefix: str = "") -> None:
     """Raise SpecMismatch unless a resumed run has the registered opponents that it began with."""
-    recorded = (yaml.safe_load(run.spec) or {}).get("self_play", {})
-    before = list(recorded.get("opponents", ()))
-    if before != list(spec.self_play.opponents):
-        problem = f"run {run.id} began with {before}, by whose number its versions are counted"
-        raise SpecMismatch("self_play.opponents", list(spec.self_play.opponents), problem, "give the same")
+    began = list(before.self_play.opponents)
+    if began != list(spec.self_play.opponents):
+        problem = f"run {run_id} began with {began}, by whose number its versions are counted"
+        field = f"{prefix}opponents" if prefix else "self_play.opponents"
+        raise SpecMismatch(field, list(spec.self_play.opponents), problem, "give the same")
 
 
 def require_disk_space(needed_mb: float, existing: Path | None) -> None:
@@ -135,40 +165,39 @@ def require_disk_space(needed_mb: float, existing: Path | None) -> None:
         raise ConfigError("algorithm.replay_mb", needed_mb, problem, remedy)
 
 
-def _require_unfinished(spec: ActorLearnerSpec, run: Run) -> None:
+def _require_unfinished(spec: ActorLearnerSpec, before: ActorLearnerSpec, run: Run) -> None:
     if run.status is not Status.FINISHED or spec.target_return is None:  # without a target, there is its time again
         return
-    done = type(spec).from_record(run.spec, leave_out=["endpoint"])  # its keys are masked
-    if all(
-        getattr(spec, name) == getattr(done, name) for name in type(spec).model_fields.keys() - {"endpoint", "resume"}
-    ):
+    names = type(spec).model_fields.keys() - {"endpoint", "resume"}
+    if all(getattr(spec, name) == getattr(before, name) for name in names):
         problem = f"has ended already, with the target_return of {spec.target_return:g} that is asked for"
         raise ConfigError("resume", run.id, problem, "say what it is to do now, as in target_return=490")
 
 
-def _require_compatible_checkpoint(spec: ActorLearnerSpec, experience: ExperienceSpec, run: Run) -> None:
-    if not any((run.folder / "checkpoints").glob("step-*")):
-        return
-    before = type(spec).from_record(run.spec, leave_out=["endpoint"])  # its keys are masked
+def _require_compatible_checkpoint(
+    spec: ActorLearnerSpec, before: ActorLearnerSpec, experience: ExperienceSpec, run_id: str, prefix: str
+) -> None:
+    """Raise SpecMismatch for a spec whose learner cannot go on with what `before` has learnt."""
     remedy = "leave it out, or begin a new run"
+
+    def refuse(field: str, value: object, learnt: str) -> SpecMismatch:
+        return SpecMismatch(f"{prefix}{field}", value, f"run {run_id} has learnt {learnt}", remedy)
+
     if spec.hidden != before.hidden:
-        raise SpecMismatch("hidden", list(spec.hidden), f"run {run.id} has learnt with {list(before.hidden)}", remedy)
+        raise refuse("hidden", list(spec.hidden), f"with {list(before.hidden)}")
     words = [each.model.word if each.model is not None else "" for each in (spec, before)]
     if words[0] != words[1]:
-        raise SpecMismatch("model", words[0], f"run {run.id} has learnt with {words[1] or 'layers of ours'}", remedy)
+        raise refuse("model", words[0], f"with {words[1] or 'layers of ours'}")
     networks = [(each.model_factory, each.algorithm.get_model_options(), each.state_size) for each in (spec, before)]
     if networks[0] != networks[1]:
-        problem = f"run {run.id} has learnt with another network, by {before.algorithm}"
-        raise SpecMismatch("algorithm", spec.algorithm.name, problem, remedy)
+        raise refuse("algorithm", spec.algorithm.name, f"with another network, by {before.algorithm}")
     for name in ("normalize_observations", "normalize_rewards"):
         if getattr(spec, name) != getattr(before, name):
-            problem = f"run {run.id} has learnt with {str(getattr(before, name)).lower()}"
-            raise SpecMismatch(name, getattr(spec, name), problem, remedy)
+            raise refuse(name, getattr(spec, name), f"with {str(getattr(before, name)).lower()}")
     if (spec.env, spec.ignore) != (before.env, before.ignore):
-        learnt, _ = inspect_environment(before)
+        learnt, _ = inspect_environment(before, agents=experience.agents)
         if describe_policy_model(spec, experience) != describe_policy_model(spec, learnt):
-            problem = f"run {run.id} has learnt {before.env}, which shows or takes something else"
-            raise SpecMismatch("env", spec.env, problem, remedy)
+            raise refuse("env", spec.env, f"{before.env}, which shows or takes something else")
 
 
 def describe_policy_model(spec: RLSpec, experience: ExperienceSpec) -> tuple[ModelFactory, Signature]:

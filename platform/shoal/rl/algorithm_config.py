@@ -6,6 +6,7 @@ the user's own is named by its configuration: `algorithm=my_algorithm.py:MyConfi
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
@@ -62,6 +63,15 @@ class AlgorithmConfig(Spec):
     def pauses_actors(self) -> bool:
         """Whether actors wait while the learner updates, so that no step of a batch is of older weights."""
         return False
+
+    def limit_version_lag(self, given: int) -> int:
+        """How many weight versions old experience may be, where `given` is the gateway's own limit."""
+        return 0 if self.pauses_actors else sys.maxsize if self.is_off_policy else given
+
+    @property
+    def take_timeout_s(self) -> float:
+        """How long the learner waits for a full batch, unless `learner.take_timeout_s` is given."""
+        return 5.0 if self.pauses_actors else 0.5
 
     @property
     def disk_mb(self) -> float:

@@ -6,7 +6,6 @@ Called by jobs, by `local_loop.py` and by the Ray workers. Knows the environment
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -157,16 +156,18 @@ class RLSpec(Spec):
     @property
     def take_timeout_s(self) -> float:
         """How long the learner waits for a full batch."""
-        return self.learner.take_timeout_s or (5.0 if self.algorithm.pauses_actors else 0.5)
+        return self.learner.take_timeout_s or self.algorithm.take_timeout_s
+
+    @property
+    def publish_interval_s(self) -> float:
+        """Between two weight versions, at least; 0 where actors wait for each."""
+        return 0.0 if self.algorithm.pauses_actors else self.learner.publish_interval_s
 
     @property
     def applied_gateway(self) -> GatewaySpec:
         """The gateway's settings, as this algorithm needs them."""
-        if self.algorithm.pauses_actors:
-            return self.gateway.model_copy(update={"max_version_lag": 0})
-        if not self.algorithm.is_off_policy:
-            return self.gateway
-        return self.gateway.model_copy(update={"max_version_lag": sys.maxsize})
+        lag = self.algorithm.limit_version_lag(self.gateway.max_version_lag)
+        return self.gateway.model_copy(update={"max_version_lag": lag})
 
     @model_validator(mode="before")
     @classmethod

@@ -15,7 +15,8 @@ from rl_setting import EXPERIENCE
 from shoal.actor import play
 from shoal.actor.environment import get_spaces, make_environment, require_matching_spaces, reset_environment
 from shoal.errors import ConfigError
-from shoal.flows.policy_evaluation import ActionAnswer, play_through
+from shoal.flows.policy_connection import ActionAnswer
+from shoal.flows.policy_evaluation import play_through
 from shoal.flows.rl_policy import inspect_environment
 from shoal.rl.spec import RLSpec
 from shoal.wire import Segment
@@ -141,7 +142,7 @@ class RightAnswers:
 def test_an_evaluation_plays_all_agents_by_the_policy() -> None:
     """The mean return of the agents: 5, 8 and 11 steps, all of them right."""
     connection = RightAnswers()
-    evaluation = play_through([connection], "chase:Chase", 10, 0, max_rows=16)
+    evaluation = play_through([{"": connection}], "chase:Chase", 10, 0, max_rows={"": 16})[""]
     assert evaluation.returns == [8.0] * 10
     assert connection.largest <= 16
 

@@ -16,7 +16,8 @@ from test_environment_loop import RecordingClient
 from shoal.actor import play
 from shoal.actor.environment import check_step, make_environment, pick_action
 from shoal.errors import ConfigError
-from shoal.flows.policy_evaluation import ActionAnswer, play_through
+from shoal.flows.policy_connection import ActionAnswer
+from shoal.flows.policy_evaluation import play_through
 from shoal.flows.rl_policy import inspect_environment
 from shoal.rl.spec import RLSpec
 from shoal.wire.action_masks import find_choices
@@ -119,7 +120,7 @@ def test_ticks_in_which_no_agent_observes_pass_by_in_play_and_in_an_evaluation()
         def insist(self, observations: np.ndarray, patience_s: float = 0.0) -> ActionAnswer:
             return ActionAnswer({"action": np.zeros(len(observations), np.int64)}, 1)
 
-    assert play_through([Zeros()], f"{__name__}:Blinking", 2, 0, max_rows=16).returns == [12.0, 12.0]
+    assert play_through([{"": Zeros()}], f"{__name__}:Blinking", 2, 0, {"": 16})[""].returns == [12.0, 12.0]
 
 
 class Words(Space[str]):

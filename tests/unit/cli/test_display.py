@@ -109,6 +109,8 @@ def test_the_picture_tells_everything() -> None:
 def test_registered_opponents_are_shown_by_name_before_the_versions_of_the_run() -> None:
     won = {"win_rate/poker@3": 0.25, "win_rate/12": 0.5, "win_rate/7": 1.0}
     assert "won       poker@3 25%  v7 100%  v12 50%" in drawn(replace(VIEW, metrics=METRICS | won))
+    policies = {"win_rate/prey 12": 0.5, "win_rate/prey 7": 1.0, "win_rate/hunters tag@3": 0.25}
+    assert "won       hunters tag@3 25%  prey v7 100%  prey v12 50%" in drawn(replace(VIEW, metrics=METRICS | policies))
 
 
 def test_of_several_policies_each_has_its_return() -> None:

@@ -12,9 +12,9 @@ import pytest
 
 from shoal.actor import play
 from shoal.errors import ConfigError
-from shoal.flows.policy_evaluation import ActionAnswer
+from shoal.flows.policy_connection import ActionAnswer
+from shoal.flows.policy_evaluation import play_through
 from shoal.flows.rl_metrics import combine_policies
-from shoal.flows.rl_policies.evaluation import evaluate_policies
 from shoal.libs.games.tag import HUNTERS, PREY, Tag
 from shoal.wire import ExperienceSpec, PolicySpec, Segment, TensorSpec
 from sign_game import SignGame
@@ -67,6 +67,48 @@ def test_each_segment_goes_to_the_policy_of_its_agent() -> None:
         assert {each.opponent for each in client.segments} == {0}
         last_rewards = {float(each.rewards[-1]) for each in client.segments if each.terminated}
         assert last_rewards == {1.0 if client is hunters else -1.0}
+
+
+class PausingClient(PolicyClient):
+    """Gives credit for `num_credits` segments, and for no more."""
+
+    is_synchronous, num_credits = True, 0
+
+    def send(self, segment: Segment, timeout_s: float | None) -> None:
+        assert self.num_credits > 0, "it would wait for ever"
+        self.num_credits -= 1
+        super().send(segment, timeout_s)
+
+
+def test_agents_of_a_policy_without_credit_act_on_without_a_record() -> None:
+    """While others in their game learn: the learners of both would wait for each other's actors."""
+    hunters, prey = PausingClient(HUNTERS, 6, DOWN), PausingClient((PREY,), 7, STAY)
+    prey.num_credits = 10
+
+    class Granting(PausingClient):
+        """Grants the hunters credit in the middle of an episode."""
+
+        def send(self, segment: Segment, timeout_s: float | None) -> None:
+            super().send(segment, timeout_s)
+            is_first = all(each.episode_length for each in self.segments[:-1])
+            hunters.num_credits += 6 * (is_first and segment.episode_length is None)
+            hunters.finished = self.num_credits == 0  # otherwise it would wait for more
+
+    prey.__class__ = Granting
+    play_tag(hunters, prey, max_steps=10_000)
+    assert len(prey.segments) == 10
+    assert len(hunters.segments) == 6
+    for client in (hunters, prey):
+        for each in client.segments:
+            assert each.episode_length is None or each.episode_length >= each.num_steps
+    assert (8, 40) in [(each.num_steps, each.episode_length) for each in hunters.segments]
+
+
+def test_a_policy_whose_actors_do_not_pause_learns_while_another_has_no_credit() -> None:
+    hunters, prey = PausingClient(HUNTERS, 6, DOWN), PolicyClient((PREY,), 7, STAY)
+    play_tag(hunters, prey, max_steps=300)
+    assert hunters.segments == []
+    assert sum(each.num_steps for each in prey.segments) > 50
 
 
 def test_with_self_play_one_agent_learns_beside_past_versions_of_all_policies() -> None:
@@ -147,16 +189,16 @@ class CountingConnection:
 
 def test_an_evaluation_asks_each_policy_for_its_own_agents(monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent that is not in an episode does not count there."""
-    monkeypatch.setattr("shoal.flows.rl_policies.evaluation.open_environment", lambda *_: nullcontext(LateGuest()))
+    monkeypatch.setattr("shoal.flows.policy_evaluation.open_environment", lambda *_: nullcontext(LateGuest()))
     connections = {"first": CountingConnection(4), "second": CountingConnection(7)}
     policy_of, max_rows = {"host": "first", "guest": "second"}, {"first": 2, "second": 64}
-    found = evaluate_policies(connections, policy_of, "late", 4, 0, max_rows, 60.0)  # type: ignore[arg-type]
+    found = play_through([connections], "late", 4, 0, max_rows, policy_of=policy_of)
     assert found["first"].returns == [3.0] * 4
     assert found["second"].returns == [2.0] * 2
     assert (found["first"].versions, found["second"].versions) == ({4}, {7})
     assert connections["first"].rows == [2, 2] * 3
-    assert connections["second"].rows == [2]
-    assert (found["first"].num_requests, found["second"].num_requests) == (6, 1)
+    assert connections["second"].rows == [1, 1]
+    assert (found["first"].num_requests, found["second"].num_requests) == (6, 2)
 
 
 def test_metrics_of_several_policies_are_one_set() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import gymnasium
 import numpy as np
@@ -12,21 +12,26 @@ import pytest
 
 from shoal.errors import ConfigError, InferenceError, RunError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
+from shoal.flows.policy_connection import ActionAnswer, PolicyConnection, wait_for_version
 from shoal.flows.policy_evaluation import (
     NUM_RESAMPLES,
     TRIAL_SEED,
-    ActionAnswer,
     Evaluation,
     evaluate,
     hold_trial,
     is_sure,
     play_through,
-    wait_for_version,
 )
 
 
 def _played(returns: list[float]) -> Evaluation:
     return Evaluation(returns, 0, {1}, 1.0)
+
+
+def play_alone(connection: object, env: str, num_episodes: int, seed: int, max_rows: int, **words: float) -> Evaluation:
+    """Of a run with one policy."""
+    policy = cast("PolicyConnection", connection)
+    return play_through([{"": policy}], env, num_episodes, seed, {"": max_rows}, **words)[""]
 
 
 def test_equal_returns_miss_their_target_always_or_never() -> None:
@@ -74,7 +79,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Scripted]]:
 def _tried(**words: object) -> tuple[Evaluation, bool]:
     """A trial in the scripted environment, and whether its version passes."""
     spec = ActorLearnerSpec.parse({"env": "Scripted-v0", **words})
-    trial = hold_trial([AlwaysLeft(), AlwaysLeft()], spec)
+    trial = hold_trial([{"": AlwaysLeft()}, {"": AlwaysLeft()}], spec)
     return trial, is_sure(trial, spec)
 
 
@@ -85,7 +90,7 @@ def test_a_trial_has_six_times_the_episodes_of_the_evaluation_and_none_of_them(s
     tried = set(scripted.seeds)
     assert len(tried) == 120
     scripted.seeds.clear()
-    evaluate([AlwaysLeft()], ActorLearnerSpec(env="Scripted-v0"))
+    evaluate([{"": AlwaysLeft()}], ActorLearnerSpec(env="Scripted-v0"))
     assert len(scripted.seeds) == 20
     assert not tried & set(scripted.seeds)
 
@@ -150,14 +155,14 @@ def test_a_first_observation_may_be_a_list_as_many_environments_return_one() -> 
 
 
 def test_what_is_played_through_is_counted() -> None:
-    played = play_through([AlwaysLeft()], "CartPole-v1", num_episodes=2, seed=1, max_rows=64)
+    played = play_alone(AlwaysLeft(), "CartPole-v1", num_episodes=2, seed=1, max_rows=64)
     assert (len(played.returns), played.versions) == (2, {3})
     assert played.num_requests == max(played.returns)
 
 
 def test_more_episodes_than_the_endpoint_takes_at_once_are_asked_for_in_pieces() -> None:
-    whole = play_through([AlwaysLeft()], "CartPole-v1", num_episodes=5, seed=1, max_rows=5)
-    pieces = play_through([AlwaysLeft(2)], "CartPole-v1", num_episodes=5, seed=1, max_rows=2)
+    whole = play_alone(AlwaysLeft(), "CartPole-v1", num_episodes=5, seed=1, max_rows=5)
+    pieces = play_alone(AlwaysLeft(2), "CartPole-v1", num_episodes=5, seed=1, max_rows=2)
     assert pieces.returns == whole.returns
     assert pieces.num_requests > whole.num_requests
 
@@ -194,7 +199,7 @@ class CountingUp:
 def test_each_episode_goes_on_with_the_state_of_its_own(max_rows: int) -> None:
     gymnasium.register("Recalling-v0", entry_point=Recalling)
     try:
-        played = play_through([CountingUp()], "Recalling-v0", 4, 1, max_rows)
+        played = play_alone(CountingUp(), "Recalling-v0", 4, 1, max_rows)
     finally:
         del gymnasium.registry["Recalling-v0"]
     assert played.returns == [3.0, 4.0, 5.0, 6.0]
@@ -223,7 +228,7 @@ class CountingUpMasked(CountingUp):
 def test_a_policy_with_masks_goes_on_with_its_states() -> None:
     gymnasium.register("MaskedRecalling-v0", entry_point=MaskedRecalling)
     try:
-        played = play_through([CountingUpMasked()], "MaskedRecalling-v0", 4, 1, 2)
+        played = play_alone(CountingUpMasked(), "MaskedRecalling-v0", 4, 1, 2)
     finally:
         del gymnasium.registry["MaskedRecalling-v0"]
     assert played.returns == [3.0, 4.0, 5.0, 6.0]
@@ -231,7 +236,7 @@ def test_a_policy_with_masks_goes_on_with_its_states() -> None:
 
 def test_episodes_that_do_not_end_are_given_up() -> None:
     with pytest.raises(RunError, match=r"2 of 2 episodes of CartPole-v1 have not ended after 0 s.*eval_timeout_s"):
-        play_through([AlwaysLeft()], "CartPole-v1", 2, 1, max_rows=64, timeout_s=0.0)
+        play_alone(AlwaysLeft(), "CartPole-v1", 2, 1, max_rows=64, timeout_s=0.0)
 
 
 class Held(gymnasium.Env):  # type: ignore[type-arg]
@@ -269,7 +274,7 @@ def test_a_trial_that_fails_leaves_no_environment_open(
 ) -> None:
     timeout_s = 0.05 if error is RunError else 60.0
     with pytest.raises(error):
-        play_through([AlwaysLeft(taken)], "Held-v0", 5, 1, max_rows, timeout_s=timeout_s)
+        play_alone(AlwaysLeft(taken), "Held-v0", 5, 1, max_rows, timeout_s=timeout_s)
     assert held.num_open == 0
 
 
@@ -279,4 +284,4 @@ def test_what_an_environment_raises_in_a_trial_is_said_in_a_line(
     monkeypatch.setattr(held, "fault", "the game has crashed")
     line = r"env = 'Held-v0': raised OSError: the game has crashed \(test_evaluation.py:\d+\)"
     with pytest.raises(ConfigError, match=line):
-        play_through([AlwaysLeft()], "Held-v0", 2, 1, max_rows=64)
+        play_alone(AlwaysLeft(), "Held-v0", 2, 1, max_rows=64)

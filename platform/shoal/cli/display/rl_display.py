@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -74,7 +75,7 @@ class LoopView(RunView):
         if lags := self.get_group("actor_lag"):
             yield _render_actors(self, lags)
         if won := self.get_group("win_rate"):
-            yield render_fact("won", "  ".join(f"{name} {rate:.0%}" for name, rate in _sort_opponents(won)))
+            yield render_fact("won", "  ".join(f"{name} {rate:.0%}" for name, rate in sort_opponents(won)))
         dropped = ", ".join(f"{reason} {count:,.0f}" for reason, count in sorted(self.drops.items())) or "none"
         yield render_fact("drops", dropped)
         if self.rejections:
@@ -133,11 +134,16 @@ def _read_target_return(spec: str) -> float | None:
     return target
 
 
-def _sort_opponents(rates: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Win rates as they are shown: registered opponents by their names, and then the run's versions in order."""
-    registered = sorted((name, rate) for name, rate in rates.items() if not name.isdigit())
-    versions = sorted((int(name), rate) for name, rate in rates.items() if name.isdigit())
-    return [*registered, *((f"v{version}", rate) for version, rate in versions)]
+def sort_opponents(rates: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Win rates as they are shown, of each policy together: registered opponents by their names, and then the run's
+    versions in order."""
+
+    def order(name: str) -> tuple[str, int, str]:
+        policy, _, version = name.rpartition(" ")
+        return policy, int(version) if version.isdigit() else -1, version
+
+    labels = {name: re.sub(r"(?:^|(?<= ))(?=\d+$)", "v", name) for name in rates}
+    return [(labels[name], rates[name]) for name in sorted(rates, key=order)]
 
 
 def _render_return(view: LoopView) -> RenderableType:

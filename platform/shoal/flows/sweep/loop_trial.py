@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import secrets
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -18,13 +17,12 @@ from typing import Any
 import shoal.runs
 from shoal import atomic_file
 from shoal.errors import RecordUnwritable, RunError
-from shoal.flows.actor_processes import ActorProcesses
+from shoal.flows.local_run import LocalRun
 from shoal.flows.rl_metrics import ActorLearnerMetrics, HistorySampler
 from shoal.flows.rl_policy import describe_policy_model, inspect_environment
 from shoal.flows.sweep.loop_spec import MEAN_RETURN, LoopTrialSpec
 from shoal.flows.sweep.trial import JOB, Trial, TrialReport, find_trial
 from shoal.registry import Registry
-from shoal.rl.local_loop import LocalLoop
 from shoal.runs import RunKind, RunRecorder, Status
 from shoal.train.task import find_source_file
 from shoal.weights import WeightSnapshot
@@ -32,7 +30,6 @@ from shoal.weights import WeightSnapshot
 LEARNED = "learned"  # the event at the end of a trial
 WEIGHTS = "model.safetensors"
 POLL_S = 0.1
-ACTORS_END_S = 5.0  # after the gateway has ended their sessions
 
 
 class LoopTrial(Trial):
@@ -50,37 +47,33 @@ class LoopTrial(Trial):
         return TrialReport(ended["steps"], 1.0, {MEAN_RETURN: ended[MEAN_RETURN]}, is_over=True)
 
     def _run_recorded(self) -> TrialReport:
-        spec, token = self._spec, secrets.token_hex(16)
+        spec = self._spec
         experience, _ = inspect_environment(spec)
         resumed = self.run_id if find_trial(self.run_id) is not None else ""
         with shoal.runs.recording(
             spec.to_record(), JOB, begun="gateway_ready", kind=RunKind.LOOP, resumed=resumed, run_id=self.run_id
         ) as recorder:
-            actors = ActorProcesses(recorder.folder, make_actor_variables(spec.recipe, token))
-            loop = LocalLoop(spec, experience, recorder.folder, token)
-            with actors:
-                with loop:
-                    recorder.record_event("gateway_ready", address=loop.address, env=spec.env, server_key="")
-                    actors.start(spec.actors, loop.address, spec.env, seed=spec.learner.seed, ignored=spec.ignore)
-                    report = _LoopFollower(spec, loop, actors, recorder).follow(self._report, self._is_stopping)
-                actors.finish(ACTORS_END_S)
+            variables, seed = find_actor_variables(spec.recipe), spec.learner.seed
+            with LocalRun("a trial", spec, experience, recorder.folder, spec.actors, variables, seed) as run:
+                recorder.record_event("gateway_ready", address=run.loop.address, env=spec.env, server_key="")
+                report = _LoopFollower(spec, run, recorder).follow(self._report, self._is_stopping)
             if not report.is_over:
                 recorder.finish(Status.STOPPED)
         return report
 
 
-def make_actor_variables(recipe: str, token: str) -> dict[str, str]:
+def find_actor_variables(recipe: str) -> dict[str, str]:
     """The environment variables of actors; they find modules next to the job's file, as the job does."""
     source = find_source_file(recipe) if recipe else None
     places = [os.environ.get("PYTHONPATH", ""), str(source.parent) if source is not None else ""]
-    return {"SHOAL_TOKEN": token, "PYTHONPATH": os.pathsep.join(filter(None, places))}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, places))}
 
 
 class _LoopFollower:
     """Watches one loop: records what it does, reports, and decides when its budget is spent."""
 
-    def __init__(self, spec: LoopTrialSpec, loop: LocalLoop, actors: ActorProcesses, recorder: RunRecorder) -> None:
-        self._spec, self._loop, self._actors, self._recorder = spec, loop, actors, recorder
+    def __init__(self, spec: LoopTrialSpec, run: LocalRun, recorder: RunRecorder) -> None:
+        self._spec, self._run, self._loop, self._recorder = spec, run, run.loop, recorder
         self._metrics, self._sampler = ActorLearnerMetrics(), HistorySampler(time.monotonic())
 
     def follow(self, report: Callable[[TrialReport], None], is_stopping: Callable[[], bool]) -> TrialReport:
@@ -107,8 +100,7 @@ class _LoopFollower:
     def _poll(self) -> dict[str, Any]:
         """The gateway's counts, recorded. Raises RunError when the learner or an actor has failed."""
         self._loop.require_learner()
-        if dead := self._actors.describe_dead():
-            raise RunError(f"a trial needs all of its actors: {'; '.join(dead)}")
+        self._run.require_actors()
         stats = self._loop.gateway.stats()
         with suppress(RecordUnwritable):
             for at, kind, details in self._loop.gateway.take_events():

@@ -8,33 +8,23 @@ from __future__ import annotations
 
 import copy
 import math
-import secrets
-from contextlib import ExitStack
+from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shoal.errors import RunError
-from shoal.flows.actor_processes import ActorProcesses
+from shoal.flows.local_run import LocalRun
 from shoal.rl.algorithms.algorithm import make_algorithm
-from shoal.rl.local_loop import LocalLoop
 from shoal.rl.spec import RLSpec
 from shoal.wire import ExperienceSpec
-
-ACTORS_END_S = 5.0  # after the gateway has ended their sessions
 
 LearnerState = dict[str, Any]  # of an algorithm: `model`, `optimizer`
 
 
-class LoopMember:
-    """One learner with its gateway and its actors. Use as a context manager.
-
-    folder:    of its ledger, its checkpoints and its actors' logs
-    variables: of the actors' environment, but for the token
-    """
+class LoopMember(LocalRun):
+    """One learner with its gateway and its actors. Its arguments are those of a LocalRun."""
 
     def __init__(
         self,
@@ -43,13 +33,11 @@ class LoopMember:
         experience: ExperienceSpec,
         folder: Path,
         num_actors: int,
-        variables: dict[str, str],
+        variables: Mapping[str, str],
     ) -> None:
-        self.number, self.spec, self._experience = number, spec, experience
-        token = secrets.token_hex(16)
-        self.loop = LocalLoop(spec, experience, folder, token)
-        self.actors = ActorProcesses(folder, {**variables, "SHOAL_TOKEN": token})
-        self._num_actors = num_actors
+        seed = 1000 * number + spec.learner.seed
+        super().__init__(f"member {number}", spec, experience, folder, num_actors, variables, seed, is_paused=True)
+        self.number = number
         self._round_end, self._min_episodes = 0, 1
         self.is_stopped = False  # for good
         self.has_failed = False  # in this round: its weights are not finite
@@ -60,7 +48,7 @@ class LoopMember:
             return
         if self.actors.describe_dead():  # an environment has refused the actions of weights that were not finite
             self.actors.end()
-            self._start_actors()
+            self.start_actors()
         self.loop.gateway.reset_returns()
         self._round_end, self._min_episodes = self.loop.gateway.stats()["steps"] + num_steps, min_episodes
         self.has_failed = False
@@ -78,8 +66,7 @@ class LoopMember:
             self.has_failed = True
             self.loop.learner.pause()
             return True
-        if dead := self.actors.describe_dead():
-            raise RunError(f"member {self.number} needs all of its actors: {'; '.join(dead)}")
+        self.require_actors()
         stats = self.loop.gateway.stats()
         if stats["steps"] < self._round_end or stats["episodes_in_window"] < self._min_episodes:
             return False
@@ -103,7 +90,7 @@ class LoopMember:
 
     def make_new_state(self) -> LearnerState:
         """New weights, from torch's generator, and an empty optimizer state."""
-        return make_algorithm(self.spec, self._experience).state_dict()
+        return make_algorithm(self.spec, self.experience).state_dict()
 
     def replace_state(self, state: LearnerState) -> None:
         """Go on with this state, published at once; the learning rate stays this member's own."""
@@ -118,30 +105,6 @@ class LoopMember:
     def stop(self) -> None:
         """Learn no more: the learner stays paused, and its actors wait for it."""
         self.is_stopped = True
-
-    # -- start and end ----------------------------------------------------------------------------------------------
-
-    def __enter__(self) -> Self:
-        with ExitStack() as opened:
-            opened.enter_context(self.actors)
-            opened.enter_context(self.loop)
-            self.loop.learner.pause()
-            self._start_actors()
-            self._opened = opened.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self.loop.close()
-            self.actors.finish(ACTORS_END_S)
-        finally:
-            self._opened.close()
-
-    def _start_actors(self) -> None:
-        seed = 1000 * self.number + self.spec.learner.seed
-        self.actors.start(self._num_actors, self.loop.address, self.spec.env, seed=seed, ignored=self.spec.ignore)
 
 
 def is_finite(tensors: dict[str, Tensor]) -> bool:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
 from shoal.config import Spec
-from shoal.errors import ConfigError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.models.network_source import AnyNetworkSource
 from shoal.rl.algorithm_config import AnyAlgorithmConfig
@@ -55,21 +53,19 @@ class PoliciesSpec(ActorLearnerSpec):
                 if agent in taken:
                     raise ValueError(f"policies.{name}.agents: {agent} has the policy {taken[agent]} already")
                 taken[agent] = name
-            if self.make_policy_spec(name).algorithm.pauses_actors:
-                raise ValueError(f"policies.{name}: actors cannot pause for one of several policies: synchronous=false")
         alone = [name for name in self.policies if not self.make_policy_spec(name).self_play.is_on]
         if 0 < len(alone) < len(self.policies):
             problem = f"{' and '.join(alone)} would have no opponents"
             raise ValueError(f"policies.NAME.opponents: {problem}: set self_play.snapshot_every, or give all some")
         if self.self_play.opponents:
             raise ValueError("self_play.opponents: of a policy they are policies.NAME.opponents")
-        if self.learn_from_endpoint:
-            raise ValueError("learn_from_endpoint: users of an endpoint are one agent, and this run has several")
         return self
 
-    @property
-    def has_targets(self) -> bool:
-        return any(each.target_return is not None for each in self.policies.values())
+    def split_by_policy(self) -> dict[str, ActorLearnerSpec]:
+        return {name: self.make_policy_spec(name) for name in self.policies}
+
+    def assign_policies(self) -> dict[str, str]:
+        return {agent: name for name, policy in self.policies.items() for agent in policy.agents}
 
     def make_policy_spec(self, name: str) -> ActorLearnerSpec:
         """What this policy learns with, and the name that it is served and registered by."""
@@ -82,15 +78,3 @@ class PoliciesSpec(ActorLearnerSpec):
             values["gateway"] = self.gateway.update({"port": self.gateway.port + number})
         values["endpoint"] = self.endpoint.model_copy(update={"name": f"{self.model_name}-{name}"})
         return ActorLearnerSpec.parse(values | {"target_return": policy.target_return})
-
-
-def require_all_assigned(spec: PoliciesSpec, agents: Sequence[str]) -> None:
-    """Raise ConfigError unless each agent of the environment has a policy, and each policy's agents are there."""
-    assigned = {agent: name for name, policy in spec.policies.items() for agent in policy.agents}
-    for agent, name in assigned.items():
-        if agent not in agents:
-            problem, remedy = f"{spec.env} has no such agent", f"its agents are {', '.join(agents)}"
-            raise ConfigError(f"policies.{name}.agents", agent, problem, remedy)
-    if missing := [agent for agent in agents if agent not in assigned]:
-        problem = f"gives no policy to {' and '.join(missing)} of {spec.env}"
-        raise ConfigError("policies", list(spec.policies), problem, f"add policies.NAME.agents=[{', '.join(missing)}]")

@@ -1,0 +1,77 @@
+"""A run of the loop in this process, with actors as processes of this machine.
+
+The trials of a sweep and the members of a population are such runs. Imports no Ray.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from shoal.errors import RunError
+from shoal.flows.actor_processes import ActorProcesses
+from shoal.rl.local_loop import LocalLoop
+from shoal.rl.spec import RLSpec
+from shoal.wire import ExperienceSpec
+
+ACTORS_END_S = 5.0  # after the gateway has ended their sessions
+
+
+class LocalRun:
+    """One learner with its gateway and its actors, which begin and end together. Use as a context manager.
+
+    name:      in errors
+    folder:    of its ledger, its checkpoints and its actors' logs
+    variables: of the actors' environment, but for the token
+    seed:      of the first actor
+    is_paused: the learner begins with a pause
+    """
+
+    def __init__(
+        self,
+        name: str,
+        spec: RLSpec,
+        experience: ExperienceSpec,
+        folder: Path,
+        num_actors: int,
+        variables: Mapping[str, str],
+        seed: int,
+        is_paused: bool = False,
+    ) -> None:
+        self.name, self.spec, self.experience = name, spec, experience
+        token = secrets.token_hex(16)
+        self.loop = LocalLoop(spec, experience, folder, token)
+        self.actors = ActorProcesses(folder, {**variables, "SHOAL_TOKEN": token})
+        self._num_actors, self._seed, self._is_paused = num_actors, seed, is_paused
+
+    def start_actors(self) -> None:
+        spec = self.spec
+        self.actors.start(self._num_actors, self.loop.address, spec.env, seed=self._seed, ignored=spec.ignore)
+
+    def require_actors(self) -> None:
+        """Raise RunError when one has failed."""
+        if dead := self.actors.describe_dead():
+            raise RunError(f"{self.name} needs all of its actors: {'; '.join(dead)}")
+
+    def __enter__(self) -> Self:
+        with ExitStack() as opened:
+            opened.enter_context(self.actors)
+            opened.enter_context(self.loop)
+            if self._is_paused:
+                self.loop.learner.pause()
+            self.start_actors()
+            self._opened = opened.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.loop.close()
+            self.actors.finish(ACTORS_END_S)
+        finally:
+            self._opened.close()

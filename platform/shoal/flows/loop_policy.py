@@ -1,0 +1,146 @@
+"""One policy of a run: the workers of its loop, their newest counts, and what has happened to them.
+
+Called by `actor_learner`, which has one for each policy.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoal.atomic_file import make_folder
+from shoal.flows.actor_learner_spec import ActorLearnerSpec
+from shoal.flows.rl_metrics import ActorLearnerMetrics
+from shoal.flows.rl_policy import describe_policy_model
+from shoal.rl.gateway.opponent_pool import OpponentPool
+from shoal.rl.ray_workers import ActorLearnerWorkers, RunSetting
+from shoal.runs import RunRecorder
+from shoal.serve.spec.model_source import EndpointModel, LiveModel
+from shoal.wire import ExperienceSpec
+from shoal.wire.action_masks import find_choices
+
+
+class LoopPolicy:
+    """A policy with its gateway and its learners. `name` is "" where it is the only one of its run.
+
+    address:  of its gateway
+    solved_s: when it reached its target, from the first segment; stays, though its gateway may restart
+    tried_at: the learner's updates at its last trial
+    """
+
+    def __init__(self, name: str, spec: ActorLearnerSpec, experience: ExperienceSpec, observation: np.ndarray) -> None:
+        self.name, self.spec, self.experience, self._first_observation = name, spec, experience, observation
+        self._workers: ActorLearnerWorkers | None = None
+        self.gateway: dict[str, Any] = {}
+        self.learner: dict[str, Any] = {}
+        self.address = ""
+        self.solved_s: float | None = None
+        self.tried_at = -spec.algorithm.updates_between_trials
+        self._checkpoint_failure = ""
+        self._pids: dict[str, int] = {}
+        self._replica_pids: set[int] = set()  # of the other learners
+        self._metrics = ActorLearnerMetrics()
+
+    def start(self, run_id: str, folder: Path, token: str, keys: tuple[bytes, bytes] | None) -> EndpointModel:
+        """Start the workers, with files in the run's folder or one of its own there; returns the model to serve."""
+        if self.name:
+            run_id, folder = f"{run_id}.{self.name}", folder / self.name
+            make_folder(folder)
+        OpponentPool.of_run(self.spec.self_play, folder)  # takes registered opponents out of this process's registry
+        setting = RunSetting(run_id, folder, token, self.spec.target_return, keys)
+        self._workers = workers = ActorLearnerWorkers(self.spec, self.experience, setting)
+        model = LiveModel(
+            *describe_policy_model(self.spec, self.experience),
+            workers.make_weight_source(),
+            workers.make_episode_service() if self.spec.learn_from_endpoint else None,
+        )
+        return EndpointModel(self.spec.model_name, model)
+
+    @property
+    def has_started(self) -> bool:
+        return self._workers is not None
+
+    @property
+    def workers(self) -> ActorLearnerWorkers:
+        assert self._workers is not None
+        return self._workers
+
+    @property
+    def mean_return(self) -> float:
+        return float(self.gateway.get("mean_return", math.nan))
+
+    @property
+    def num_steps(self) -> int:
+        """Of its agents, in its environments."""
+        return int(self.gateway.get("steps", 0))
+
+    @property
+    def updates(self) -> int:
+        return int(self.learner.get("updates", 0))
+
+    @property
+    def is_solved(self) -> bool:
+        """Whether it has reached its target; one without any has not to."""
+        return self.spec.target_return is None or self.solved_s is not None
+
+    @property
+    def has_experience(self) -> bool:
+        """Whether an actor has sent any, good or bad."""
+        return any(actor["steps"] or actor["invalid"] for actor in self.gateway.get("actors", []))
+
+    @property
+    def may_be_tried(self) -> bool:
+        """Whether it is at its target now, and the learner has moved on since the last trial."""
+        has_learnt = self.updates >= self.tried_at + self.spec.algorithm.updates_between_trials
+        return has_learnt and (self.spec.target_return is None or self.mean_return >= self.spec.target_return)
+
+    @property
+    def first_inputs(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """A first observation, and an action mask, if the policy has masks."""
+        choices = find_choices(self.experience)
+        return self._first_observation, np.ones(sum(choices), np.bool_) if choices else None
+
+    def poll(self) -> list[tuple[str, dict[str, Any]]]:
+        """Take the newest counts; returns what has happened, as events."""
+        gateway, learner = self.workers.stats()
+        self.gateway, self.learner = gateway or self.gateway, learner or self.learner
+        self.address = gateway["address"] if gateway else self.address
+        self.solved_s = self.solved_s if self.solved_s is not None else self.gateway.get("solved_s")
+        happened = [
+            (f"{part}_restarted", {"pid": stats["pid"], "damaged_checkpoints": stats.get("damaged_checkpoints", [])})
+            for part, stats in (("gateway", gateway), ("learner", learner))
+            if stats and self._pids.get(part, stats["pid"]) != stats["pid"]
+        ]
+        self._pids |= {part: stats["pid"] for part, stats in (("gateway", gateway), ("learner", learner)) if stats}
+        pids = set(self.learner.get("replica_pids", []))
+        happened += [("replica_lost", {"pid": pid}) for pid in sorted(self._replica_pids - pids)]
+        happened += [("replica_joined", {"pid": pid}) for pid in sorted(pids - self._replica_pids)]
+        self._replica_pids = pids
+        failure = self.learner.get("checkpoint_failure", "")
+        if failure and failure != self._checkpoint_failure:
+            happened.append(("checkpoint_failed", {"step": self.learner["steps"], "error": failure}))
+        self._checkpoint_failure = failure
+        return happened + [(kind, {"at": at, **details}) for at, kind, details in self.workers.take_events()]
+
+    def compute_metrics(self, num_requests: float) -> dict[str, float]:
+        """num_requests: of the endpoint, so far"""
+        return self._metrics.compute(self.gateway, self.learner, num_requests, time.time())
+
+    def close_gateway(self, recorder: RunRecorder, timeout_s: float) -> None:
+        """End the actors' sessions, and record what became of all segments, if the gateway says so in time."""
+        stats = self.workers.close_gateway(finished=True, timeout_s=timeout_s)
+        if stats is None:
+            return
+        segments = stats["segments"]
+        if self.name:
+            recorder.record_event("accounting", policy=self.name, **segments)
+            return
+        recorder.record_event("accounting", **segments)
+        totals = {f"segments/{name}": segments[name] for name in ("received", "consumed", "queued")}
+        drops = {f"drops/{reason}": count for reason, count in segments["dropped"].items()}
+        dropped = sum(segments["dropped"].values())
+        recorder.log(int(stats["steps"]) + 2, {**totals, **drops, "segments/dropped": dropped})

@@ -1,1 +1,0 @@
-"""Runs of the loop with several policies, each of which plays agents of its own in one environment."""

@@ -1,0 +1,66 @@
+"""The versions that a learner publishes: each has a number that no other version of the run ever had.
+
+Called by the learner. Knows no algorithm.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from shoal import atomic_file
+from shoal.weights import PublishedVersion, WeightSnapshot
+
+VERSIONS_RESERVED = 50  # at a time, on disk
+
+
+class WeightSink(Protocol):
+    """Where a learner publishes. Implemented by WeightStore and by WeightPublisher; never waits for a consumer."""
+
+    def publish(self, snapshot: WeightSnapshot) -> object: ...
+
+
+class PublishedVersions:
+    """Reserves numbers on disk before it uses them, so a learner that restarts begins above all that were used.
+
+    path:       of the file with the largest reserved number
+    after:      the newest version is above this number, and above each reserved one where `is_known` is false
+    version:    the newest number
+    updates:    of the learner, in the newest version
+    """
+
+    def __init__(self, sink: WeightSink, path: Path, after: int, is_known: bool, updates: int = 0) -> None:
+        self._sink, self._path = sink, path
+        self._num_reserved = int(path.read_text()) if path.exists() else 0
+        self.version = after if is_known else max(after, self._num_reserved)
+        self.updates, self._published_at = updates, -math.inf
+        self._untaken: deque[PublishedVersion] = deque(maxlen=10_000)
+
+    def publish(self, weights: Mapping[str, np.ndarray], updates: int, steps: int) -> None:
+        """Raises OSError, without publishing, when no number can be reserved."""
+        if self.version + 1 > self._num_reserved:
+            num_reserved = self.version + 1 + VERSIONS_RESERVED
+            atomic_file.replace_synced(self._path, str(num_reserved).encode())
+            self._num_reserved = num_reserved
+        self.version += 1
+        self.updates, self._published_at = updates, time.monotonic()
+        snapshot = WeightSnapshot.of(self.version, weights)
+        self._sink.publish(snapshot)
+        self._untaken.append(PublishedVersion(self.version, steps, snapshot.sha256, snapshot.published_at))
+
+    def is_due(self, interval_s: float) -> bool:
+        """Whether the newest version is as old as this."""
+        return time.monotonic() - self._published_at >= interval_s
+
+    def take(self) -> list[PublishedVersion]:
+        """The versions published since the last call."""
+        taken: list[PublishedVersion] = []
+        while self._untaken:
+            taken.append(self._untaken.popleft())
+        return taken

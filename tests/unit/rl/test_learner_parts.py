@@ -1,0 +1,229 @@
+"""What a learner holds, each by itself: leases, versions, checks of batches, and a loop that pauses."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rl_setting import segment
+from shoal.errors import Closed, LedgerUnwritable
+from shoal.rl import batch_lease
+from shoal.rl.algorithms.algorithm import NonFiniteLoss
+from shoal.rl.batch_checks import CHECK_INTERVAL_S, CHECKED_STEPS, BadBatchPolicy, EvidenceCheck
+from shoal.rl.batch_lease import BatchLease
+from shoal.rl.experience.queue import BatchRequest, ExperienceBatch
+from shoal.rl.learner import PausableLoop
+from shoal.rl.published_versions import VERSIONS_RESERVED, PublishedVersions
+from shoal.weights import WeightSnapshot, WeightStore
+from shoal.wire import DropReason
+from waiting import wait_for
+
+WEIGHTS = {"w": np.zeros(1, np.float32)}
+STALE, BAD = DropReason.STALE_CONSUMPTION, DropReason.NON_FINITE
+
+
+def batch(*versions: int, length: int = 8, bad: Sequence[int] = ()) -> ExperienceBatch:
+    """Segments of these versions; the rewards of those at `bad` are infinite."""
+    rewards = {number: np.full(length, np.inf, np.float32) for number in bad}
+    segments = [
+        segment(length, version, rewards=rewards.get(number, np.ones(length, np.float32)))
+        for number, version in enumerate(versions)
+    ]
+    return ExperienceBatch.from_segments(1, segments)
+
+
+class Updates:
+    """Learns from batches whose rewards are finite."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.policy = BadBatchPolicy(3, self.update, lambda each: bool(np.isfinite(each.rewards).all()))
+
+    def update(self, each: ExperienceBatch) -> bool:
+        self.sizes.append(len(each.lengths))
+        return bool(np.isfinite(each.rewards).all())
+
+
+@pytest.mark.parametrize(
+    ("given", "outcomes", "sizes"),
+    [
+        (batch(9, 9), [None, None], [2]),
+        (batch(9, 5, 6), [None, STALE, None], [2]),
+        (batch(9, 5, 9, bad=[2]), [None, STALE, BAD], [2, 1]),
+        (batch(9, 9, bad=[0, 1]), [BAD, BAD], [2]),
+        (batch(1, 2), [STALE, STALE], []),
+    ],
+)
+def test_a_segment_is_dropped_for_its_own_reason(
+    given: ExperienceBatch, outcomes: list[DropReason | None], sizes: list[int]
+) -> None:
+    updates = Updates()
+    assert updates.policy.learn(given, 9, 0.0) == outcomes
+    assert updates.sizes == sizes
+
+
+def test_a_run_ends_after_three_bad_batches_and_thirty_seconds_without_a_good_one() -> None:
+    policy = Updates().policy
+    for now in (0.0, 10.0, 29.9):
+        policy.learn(batch(9, bad=[0]), 9, now)
+        policy.require_progress(now)
+    with pytest.raises(NonFiniteLoss, match="3 batches in a row"):
+        policy.require_progress(30.0)
+    policy.learn(batch(1), 9, 31.0)  # of old segments alone, which says nothing
+    with pytest.raises(NonFiniteLoss):
+        policy.require_progress(31.0)
+    policy.learn(batch(9), 9, 32.0)
+    policy.require_progress(1e9)
+    policy.learn(batch(9, bad=[0]), 9, 1e9)
+    policy.require_progress(2e9)  # the first one in a row
+
+
+def check(log_ratio: float, sizes: list[int] | None = None) -> EvidenceCheck:
+    def compute_log_ratios(sample: ExperienceBatch) -> np.ndarray:
+        if sizes is not None:
+            sizes.append(sample.num_steps)
+        return np.full(sample.num_steps, log_ratio)
+
+    return EvidenceCheck(compute_log_ratios, seed=-1)
+
+
+def test_evidence_is_of_a_sample_and_not_of_each_batch() -> None:
+    sizes: list[int] = []
+    checked = check(1.0, sizes)
+    found = np.array(checked.score(batch(*[1] * 100), 0.0))
+    assert sizes == [CHECKED_STEPS]
+    assert ((found > 0).sum(), (found == 0).sum()) == (32, 68)
+    assert checked.score(batch(1), CHECK_INTERVAL_S / 2) == []
+    assert len(checked.score(batch(1), 2 * CHECK_INTERVAL_S)) == 1
+
+
+def test_evidence_of_an_honest_actor_is_not_above_0_and_of_weights_that_are_not_finite_is_none() -> None:
+    assert check(0.0).score(batch(1, 1), 0.0) == pytest.approx([0.0, 0.0], abs=1e-3)
+    assert check(float("nan")).score(batch(1, 1), 0.0) == [0.0, 0.0]
+
+
+class FakeSource:
+    """A source of these batches. The results of acknowledgements are `answers`."""
+
+    def __init__(self, batches: list[ExperienceBatch | None], answers: Sequence[bool | Exception] = ()) -> None:
+        self.batches, self.answers = batches, list(answers)
+        self.requests: list[BatchRequest] = []
+        self.acknowledged: list[tuple[int, Sequence[DropReason | None], Sequence[float]]] = []
+
+    def take(self, consumer: str, request: BatchRequest) -> ExperienceBatch | None:
+        self.requests.append(request)
+        return self.batches.pop(0)
+
+    def acknowledge(self, lease_id: int, fates: Sequence[DropReason | None], evidence: Sequence[float] = ()) -> bool:
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        self.acknowledged.append((lease_id, fates, evidence))
+        return answer
+
+
+def lease_of(source: FakeSource, timeout_s: float = 10.0) -> BatchLease:
+    return BatchLease(source, BatchRequest(16, 32, 4, timeout_s))
+
+
+def test_a_lease_waits_in_pieces_and_takes_a_smaller_batch_when_the_time_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(batch_lease.time, "monotonic", lambda: now[0])
+    source = FakeSource([None, None, batch(1), None])
+    lease = lease_of(source, timeout_s=2.5)
+    for _ in range(2):
+        assert lease.take(version=7) is None
+        now[0] += 1.0
+    assert lease.take(version=7) is not None
+    assert [(each.number, each.timeout_s, each.is_patient, each.version) for each in source.requests] == [
+        (1, 1.0, True, 7),
+        (2, 1.0, True, 7),
+        (3, 0.5, False, 7),
+    ]
+    lease.take(version=0)
+    assert source.requests[-1].is_patient  # for the next batch there is all of the time
+    assert lease.num_requests == 4
+
+
+def test_outcomes_that_cannot_be_recorded_are_reported_again() -> None:
+    source = FakeSource([], [LedgerUnwritable("full"), True])
+    lease = lease_of(source)
+    lease.complete(batch(1), [None], [0.5])
+    with pytest.raises(LedgerUnwritable):
+        lease.acknowledge()
+    assert lease.is_unacknowledged
+    lease.acknowledge()
+    assert not lease.is_unacknowledged
+    assert source.acknowledged == [(1, [None], [0.5])]
+
+
+def test_a_lease_that_another_incarnation_has_revoked_is_superseded() -> None:
+    lease = lease_of(FakeSource([], [False]))
+    lease.complete(batch(1), [None], [])
+    with pytest.raises(Closed):
+        lease.acknowledge()
+    assert lease.is_superseded
+    assert not lease.is_unacknowledged
+
+
+def versions_of(folder: Path, after: int = 0, is_known: bool = False) -> tuple[PublishedVersions, WeightStore]:
+    store = WeightStore()
+    return PublishedVersions(store, folder / "reserved", after, is_known), store
+
+
+def test_numbers_of_versions_are_above_those_that_were_used_or_reserved(tmp_path: Path) -> None:
+    first, store = versions_of(tmp_path)
+    for number in range(1, 4):
+        first.publish(WEIGHTS, updates=number, steps=8 * number)
+    assert (first.version, first.updates, store.version) == (3, 3, 3)
+    assert [(each.version, each.step) for each in first.take()] == [(1, 8), (2, 16), (3, 24)]
+    assert first.take() == []
+    assert versions_of(tmp_path, after=3, is_known=True)[0].version == 3
+    assert versions_of(tmp_path, after=3)[0].version == 1 + VERSIONS_RESERVED
+    assert versions_of(tmp_path, after=1000)[0].version == 1000
+
+
+def test_nothing_is_published_while_no_number_can_be_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions, store = versions_of(tmp_path)
+    with monkeypatch.context() as full:
+        full.setattr("shoal.atomic_file.replace_synced", raising(OSError(28, "No space left on device")))
+        with pytest.raises(OSError, match="No space"):
+            versions.publish(WEIGHTS, updates=1, steps=8)
+    assert (versions.version, versions.updates, store.version) == (0, 0, 0)
+    assert versions.is_due(1e9)  # none was published yet
+    versions.publish(WEIGHTS, updates=1, steps=8)
+    assert not versions.is_due(1e9)
+    assert isinstance(store.latest(), WeightSnapshot)
+
+
+def raising(error: Exception) -> Callable[..., None]:
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
+
+
+def test_a_loop_is_paused_between_two_steps_and_goes_on() -> None:
+    steps: list[int] = []
+    loop = PausableLoop(lambda: steps.append(1))
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    wait_for(lambda: len(steps) > 3)
+    ready = iter([None, None, 7])
+    assert loop.pause(lambda: next(ready), interval_s=0.001) == 7
+    paused_at = len(steps)
+    loop.wait(0.05)
+    assert len(steps) == paused_at
+    loop.resume()
+    wait_for(lambda: len(steps) > paused_at)
+    loop.stop()
+    thread.join(60)
+    assert not thread.is_alive()
+    with pytest.raises(Closed):
+        loop.pause(lambda: 1, interval_s=0.001)
