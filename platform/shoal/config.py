@@ -115,6 +115,11 @@ class Spec(_Model):
         return word
 
     @classmethod
+    def has_field(cls, name: str) -> bool:
+        """Whether an `override` may set a field of this name. Parsing has the last word."""
+        return name in cls.model_fields
+
+    @classmethod
     def choose_type(cls, values: Mapping[str, Any]) -> type[Spec]:
         """The type whose fields `values` has, where a field's type has several kinds; this one by default."""
         return cls
@@ -172,7 +177,7 @@ def _is_specified(spec: Spec, name: str, field: FieldInfo) -> bool:
 
 def _dump_default(owner: _Owner, name: str) -> Any:
     """What an absent field has, as far as parsing would not set it anyway; {} where it has no default."""
-    field = owner.model_fields[name] if isinstance(owner, type) else None
+    field = owner.model_fields.get(name) if isinstance(owner, type) else None
     if field is None or field.is_required():
         return {}
     default = field.get_default(call_default_factory=True)
@@ -273,7 +278,10 @@ def _set_field(values: dict[str, Any], spec: type[BaseModel], path: str, value: 
             node[name] = _expand_spec(owner, node[name], path)
         node = node[name]
         if isinstance(owner, type) and issubclass(owner, Spec) and isinstance(node, dict):
-            owner = owner.choose_type(node)
+            try:
+                owner = owner.choose_type(node)
+            except ValueError as error:
+                raise ConfigError(path.rpartition(".")[0], str(node), str(error)) from None
         if not isinstance(node, dict):
             raise ConfigError(path, value, f"{name!r} has no fields of its own")
     (leaf,) = names
@@ -328,7 +336,7 @@ def _expand_spec(owner: type[BaseModel], value: object, path: str) -> dict[str, 
 
 
 def _require_field(owner: _Owner, name: str, path: str, value: object) -> None:
-    if isinstance(owner, type) and name not in owner.model_fields:
+    if isinstance(owner, type) and not (issubclass(owner, Spec) and owner.has_field(name)):
         raise ConfigError(path, value, "no such field", _suggest(name, owner))
 
 
@@ -336,7 +344,7 @@ def _find_field_owner(owner: _Owner, name: str) -> _Owner:
     """The owner of the fields below the field `name`, also through `X | None`."""
     if isinstance(owner, _SpecMapping):
         return owner.spec
-    if owner is None:
+    if owner is None or name not in owner.model_fields:
         return None
     annotation = owner.model_fields[name].annotation
     inner = get_args(annotation)

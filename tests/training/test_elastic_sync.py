@@ -15,9 +15,10 @@ from torch.optim import SGD, Adam, Optimizer
 
 from shoal.errors import TrainError, WorkerDeparted
 from shoal.sync.elastic.controller import ElasticController
-from shoal.sync.elastic.worker import ElasticSync, ReplicaState
+from shoal.sync.elastic.worker import ElasticSync
 from shoal.sync.parameter_server.clock import Clock
 from shoal.sync.parameter_server.rpc import RpcClient
+from shoal.sync.synchronizer import ReplicaState
 
 TIMEOUT_S = 20.0
 NUM_SAMPLES = 4

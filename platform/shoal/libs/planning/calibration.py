@@ -28,18 +28,18 @@ from shoal.parallel import World
 from shoal.parallel.comm.shm_all_reduce import ShmAllReduce
 from shoal.parallel.comm.world import set_gloo_interface
 from shoal.sync.parameter_server.clock import Clock
+from shoal.sync.parameter_server.config import ParameterServerConfig
 from shoal.sync.parameter_server.controller import Controller
 from shoal.sync.parameter_server.rpc import RpcClient, RpcService
 from shoal.sync.parameter_server.server import ParameterServer
 from shoal.sync.parameter_server.server_service import ServerService
 from shoal.sync.parameter_server.worker import ParameterServerSync
-from shoal.sync.spec import SyncSpec
 from shoal.train.loop.components import TrainComponents, build_components
 from shoal.train.optim.optimizers import make_optimizer
 from shoal.train.spec import TrainSpec
 from shoal.train.task import build_model, make_task
 
-SERVERS = SyncSpec(kind="parameter_server")  # one
+SERVERS = ParameterServerConfig()  # one
 TIMEOUT_S = 120.0
 NUM_ROUNDS, STEPS_S, LEAST_STEPS = 3, 0.3, 3  # steps of the Task: for so long, and at least so many
 SMALL_BYTES, LARGE_BYTES = 256, 4 << 20

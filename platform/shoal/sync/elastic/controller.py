@@ -13,12 +13,13 @@ state, worker 0 begins with the newest checkpoint, and the others take its state
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 from shoal.errors import TrainError
+from shoal.sync.config import ElasticConfig, SyncConfig
 from shoal.sync.elastic.run_memory import RunMemory
 from shoal.sync.parameter_server.clock import Clock, Update
-from shoal.sync.parameter_server.controller import Controller
+from shoal.sync.parameter_server.controller import Controller, ControllerSetting
 from shoal.sync.parameter_server.rpc import LATER, CallId, CurveKeys
 
 GIVE = "give"  # the answer to a push: write your state, then ask again
@@ -46,6 +47,9 @@ class ElasticController(Controller):
         self._pushes: list[tuple[int, float, list[int]]] = []  # of the step that is taken now: worker, weight, absent
         self.num_restarts = self.num_healed = 0
         super().__init__(address, [], clock, timeout_s, keys)
+
+    def describe(self) -> dict[str, dict[str, Any]]:
+        return {"elastic": {"healed": self.num_healed, "restarts": self.num_restarts - 1}}
 
     def close(self) -> None:
         super().close()
@@ -159,3 +163,8 @@ class ElasticController(Controller):
         for waiting in self._unhealed.values():
             self.service.reply(waiting, None)
         self._unhealed.clear()
+
+
+def make_elastic_controller(config: SyncConfig, run: ControllerSetting) -> ElasticController:
+    clock = Clock(run.num_workers, min_workers=cast(ElasticConfig, config).min_workers)
+    return ElasticController(run.address, clock, run.timeout_s, run.keys)

@@ -10,19 +10,36 @@ import itertools
 import time
 from collections import Counter, deque
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
 from shoal.errors import TrainError
+from shoal.plugins.find import load_reference
+from shoal.sync.config import SyncConfig
 from shoal.sync.parameter_server.balance import BatchBalance
 from shoal.sync.parameter_server.clock import Clock, Push, Update
+from shoal.sync.parameter_server.config import ParameterServerConfig, ServersConfig
+from shoal.sync.parameter_server.rounds import RoundClock, make_clock
 from shoal.sync.parameter_server.rpc import LATER, CallId, CurveKeys, RpcClient, RpcService
 from shoal.sync.rank_signals import RankSignals
-from shoal.sync.spec import SyncSpec
 
-_DEFAULT = SyncSpec()
+_DEFAULT = ParameterServerConfig()
 AGAIN = "again"  # the answer to a push that a server has lost: the worker pushes the same gradient once more
+
+
+class ControllerSetting(NamedTuple):
+    """Of one run: where its controller binds, and who will call.
+
+    servers: their addresses; "" for one that will announce it
+    """
+
+    address: str
+    servers: list[str]
+    num_workers: int
+    min_workers: int | None
+    timeout_s: float
+    keys: CurveKeys | None
 
 
 class Controller:
@@ -45,7 +62,7 @@ class Controller:
         clock: Clock,
         timeout_s: float,
         keys: CurveKeys | None = None,
-        spec: SyncSpec = _DEFAULT,
+        spec: ServersConfig = _DEFAULT,
     ) -> None:
         self.clock = clock
         self._connect = partial(RpcClient, timeout_s=timeout_s, keys=keys)
@@ -56,8 +73,8 @@ class Controller:
         self._written = [-1] * len(servers) if spec.durable else []  # the version of each server's state on disk
         self.num_bytes = 0  # of all gradients that became updates or were dropped, as they were sent
         self.num_repeated = 0  # updates that were sent to a server again, since its connection had broken
-        self._num_batches = spec.accumulate
-        self._balance = BatchBalance(spec.accumulate) if spec.balance else None
+        self._num_batches = spec.micro_batches
+        self._balance = BatchBalance(spec.micro_batches) if spec.is_balanced else None
         self._shares: dict[int, int] = {}  # micro-batches of a worker's next step, where they are balanced
         self._lives = [0] * len(servers)  # how often each server has started
         self.num_lost = [0] * len(servers)  # updates that were not in the snapshot of a server that came back
@@ -80,6 +97,14 @@ class Controller:
         self.service.close()
         for server in self._servers.values():
             server.close()
+
+    def describe(self) -> dict[str, dict[str, Any]]:
+        """What became of all pushes, as events for the record: how often each τ was seen, what was lost or dropped."""
+        clock, counts = self.clock, {str(staleness): count for staleness, count in sorted(self.staleness.items())}
+        sent = {"bytes_pushed": self.num_bytes, "repeated": self.num_repeated}
+        rounds = {"rounds": clock.round, "late": clock.num_late} if isinstance(clock, RoundClock) else {}
+        details = {"counts": counts, "dropped": clock.num_dropped, "lost": sum(self.num_lost), **sent, **rounds}
+        return {"staleness": {"updates": clock.sequence, **details}}
 
     # -- calls of workers
 
@@ -277,3 +302,15 @@ class Controller:
 def _add_up(every: list[tuple[float, ...]]) -> tuple[float, ...]:
     """The sum of each place; a worker without its first step has none."""
     return tuple(sum(values) for values in itertools.zip_longest(*every, fillvalue=0.0))
+
+
+def make_server_controller(config: SyncConfig, run: ControllerSetting) -> Controller:
+    servers = cast(ServersConfig, config)
+    clock = make_clock(servers, run.num_workers, run.min_workers)
+    return Controller(run.address, run.servers, clock, run.timeout_s, run.keys, servers)
+
+
+def make_controller(config: SyncConfig, run: ControllerSetting) -> Controller:
+    """The controller that the configuration names. Raises ValueError for one that cannot be imported."""
+    made: Controller = load_reference(config.controller)(config, run)
+    return made

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from shoal.errors import ConfigError
 from shoal.sync.parameter_server.compression import GradientCompressor, count_payload_bytes
+from shoal.sync.parameter_server.config import ServersConfig
 from shoal.sync.parameter_server.partition import Partition
 from shoal.sync.parameter_server.rpc import RpcClient
 from shoal.sync.parameter_server.shared_weights import MemoryAddress, SharedWeights
 from shoal.sync.parameter_server.update_log import GradientKey
-from shoal.sync.spec import SyncSpec
 
 
 class ServerLink:
@@ -28,7 +28,7 @@ class ServerLink:
     life:   of the server, when the link was opened
     """
 
-    def __init__(self, client: RpcClient, partition: Partition, server: int, worker: int, spec: SyncSpec) -> None:
+    def __init__(self, client: RpcClient, partition: Partition, server: int, worker: int, spec: ServersConfig) -> None:
         self.client, self._spec = client, spec
         self._partition, self._server, self._worker = partition, server, worker
         self.memory: SharedWeights | None = None

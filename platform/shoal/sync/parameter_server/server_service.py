@@ -156,7 +156,7 @@ class ServerService:
         """A range of the weights of a version that is held for the worker; None: hold another."""
         held_version, held = self._held.get(worker, (-1, b""))
         if life == self._life and held_version == version:
-            if self._server.spec.compensation:
+            if self._server.spec.delay_compensation:
                 self._server.remember_pull(worker, torch.frombuffer(bytearray(held), dtype=torch.float32))
             return held[4 * begin : 4 * end]
         if life != self._life or self._server.version > version:
