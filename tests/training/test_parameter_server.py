@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from shoal.errors import ConfigError, SpecMismatch, TrainError
+from shoal.sync.messages import LeaveRun
 from shoal.sync.parameter_server.clock import Clock, Push, Update
 from shoal.sync.parameter_server.config import (
     DiLoCoConfig,
@@ -32,7 +33,7 @@ from shoal.sync.parameter_server.controller import Controller
 from shoal.sync.parameter_server.local_steps import LocalStepsSync
 from shoal.sync.parameter_server.partition import divide, divide_fragments
 from shoal.sync.parameter_server.rounds import make_clock
-from shoal.sync.parameter_server.rpc import CallId, RpcClient, RpcService
+from shoal.sync.parameter_server.rpc import CallId, Request, RpcClient, RpcService
 from shoal.sync.parameter_server.server import ParameterServer
 from shoal.sync.parameter_server.server_service import ServerService
 from shoal.sync.parameter_server.worker import ParameterServerSync
@@ -374,7 +375,7 @@ def test_a_worker_that_died_is_replaced_while_the_other_goes_on(tmp_path: Path) 
             chief.sync.begin(0)
             other.sync.begin(0)
             chief.step()
-            calls.call("leave", 1)  # its launcher does so
+            calls.call(LeaveRun(1))  # its launcher does so
             for _ in range(5):
                 chief.step()  # not bound by the dead one's clock
             replacement = Replica(1, make_sync)
@@ -662,20 +663,31 @@ def test_an_update_without_weight_leaves_what_no_late_change_has() -> None:
     server.close()
 
 
+class Count(Request[int], frozen=True):
+    number: int
+
+
+class Unknown(Request[int], frozen=True):
+    """No service has a handler for it."""
+
+
 def test_a_call_that_is_sent_again_is_made_once(tmp_path: Path) -> None:
     calls: list[int] = []
 
-    def count(caller: CallId, number: int) -> int:
-        calls.append(number)
+    def count(caller: CallId, request: Count) -> int:
+        calls.append(request.number)
         threading.Event().wait(0.3)  # so long that the caller sends it again
-        return 10 * number
+        return 10 * request.number
 
-    service = RpcService(f"ipc://{tmp_path}/service", {"count": count})
+    service = RpcService(f"ipc://{tmp_path}/service", {Count: count})
     client = RpcClient(f"ipc://{tmp_path}/service", TIMEOUT_S, again_s=0.02)
     service.start()
     try:
-        assert [client.call("count", number) for number in range(2)] == [0, 10]
-        assert calls == [0, 1]
+        assert [client.call(Count(number)) for number in range(2)] == [0, 10]
+        with pytest.raises(TrainError, match="request: ValidationError"):
+            client.call(Unknown())
+        assert client.call(Count(2)) == 20
+        assert calls == [0, 1, 2]
     finally:
         client.close()
         service.close()

@@ -24,7 +24,7 @@ from shoal.sync.parameter_server.balance import BatchBalance, divide_batches
 from shoal.sync.parameter_server.compression import Compression, GradientCompressor, count_payload_bytes, decompress
 from shoal.sync.parameter_server.config import ParameterServerConfig
 from shoal.sync.parameter_server.partition import plan_partition
-from shoal.sync.parameter_server.rpc import CallId, CurveKeys, RpcClient, RpcService
+from shoal.sync.parameter_server.rpc import CallId, CurveKeys, Request, RpcClient, RpcService
 from shoal.sync.parameter_server.server import ParameterServer
 from shoal.sync.parameter_server.update_log import GradientKey, UpdateLog, remove_log
 from shoal.train.spec import TrainSpec
@@ -281,27 +281,31 @@ class Proxy(threading.Thread):
         self.cut()
 
 
+class Count(Request[int], frozen=True):
+    number: int
+
+
 def test_a_call_whose_connection_breaks_is_made_once_and_answered() -> None:
     calls: list[int] = []
     is_called, may_answer = threading.Event(), threading.Event()
 
-    def count(caller: CallId, number: int) -> int:
-        calls.append(number)
+    def count(caller: CallId, request: Count) -> int:
+        calls.append(request.number)
         is_called.set()
         may_answer.wait(TIMEOUT_S)
-        return 10 * number
+        return 10 * request.number
 
     keys = CurveKeys.make()
-    service = RpcService("tcp://127.0.0.1:0", {"count": count}, keys)
+    service = RpcService("tcp://127.0.0.1:0", {Count: count}, keys)
     service.start()
     proxy = Proxy(int(service.address.rpartition(":")[2]))
     proxy.start()
     client = RpcClient(f"tcp://127.0.0.1:{proxy.port}", TIMEOUT_S, keys=keys)
     try:
-        client.send("count", 7)
+        client.send(Count(7))
         threading.Thread(target=lambda: (is_called.wait(TIMEOUT_S), proxy.cut(), may_answer.set())).start()
-        assert client.receive() == 70
-        assert client.call("count", 8) == 80
+        assert client.receive(Count) == 70
+        assert client.call(Count(8)) == 80
         assert calls == [7, 8]
     finally:
         client.close()
@@ -310,16 +314,17 @@ def test_a_call_whose_connection_breaks_is_made_once_and_answered() -> None:
 
 
 def test_only_a_process_with_the_runs_key_gets_in() -> None:
-    calls: list[CallId] = []
-    service = RpcService("tcp://127.0.0.1:0", {"answer": calls.append}, CurveKeys.make())
+    calls: list[Count] = []
+    handlers = {Count: lambda caller, request: calls.append(request)}
+    service = RpcService("tcp://127.0.0.1:0", handlers, CurveKeys.make())
     service.start()
     stranger = RpcClient(service.address, 0.3, again_s=0.1, keys=CurveKeys.make())
     plain: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     try:
         with pytest.raises(ConnectionLost, match="has not answered"):
-            stranger.call("answer")
+            stranger.call(Count(0))
         plain.connect(service.address)
-        plain.send(msgspec.msgpack.encode([0, "answer", []]))
+        plain.send(msgspec.msgpack.encode((0, Count(0))))
         assert plain.poll(300) == 0
         assert calls == []
     finally:

@@ -16,6 +16,7 @@ from torch.optim import SGD
 from shoal.errors import TrainError, WorkerDeparted
 from shoal.parallel import World
 from shoal.sync.config import SyncConfig
+from shoal.sync.messages import LeaveRun
 from shoal.sync.parameter_server.controller import ControllerSetting, make_controller
 from shoal.sync.parameter_server.rpc import RpcClient
 from shoal.sync.peers import PeerController, PeerSync
@@ -95,7 +96,7 @@ def pair(tmp_path: Path, controller: PeerController) -> Iterator[list[Member]]:
 def leave(folder: Path, worker: int) -> None:
     """As the process that has started the run says of a worker that died."""
     client = RpcClient(f"ipc://{folder}/controller", TIMEOUT_S)
-    client.call("leave", worker)
+    client.call(LeaveRun(worker))
     client.close()
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 from shoal.errors import WorkerDeparted
+from shoal.sync.messages import ExchangeSignals, LeaveRun, StopRun
 from shoal.sync.parameter_server.rpc import CurveKeys, RpcClient
 from shoal.sync.rank_signals import RankSignals
 from shoal.sync.synchronizer import Synchronizer
@@ -40,7 +41,7 @@ class ControlledSync(Synchronizer):
     def _leave_if_noticed(self) -> None:
         """Raises WorkerDeparted."""
         if self.is_noticed():
-            self._controller.call("leave", self._worker)
+            self._controller.call(LeaveRun(self._worker))
             raise WorkerDeparted(f"worker {self._worker} left after {self.num_steps:,} steps of its own")
 
     def is_exchange_due(self) -> bool:
@@ -48,14 +49,14 @@ class ControlledSync(Synchronizer):
 
     def exchange(self, mine: RankSignals) -> RankSignals:
         self._exchanged_s = time.monotonic()
-        return RankSignals(*self._controller.call("exchange", self._worker, self.is_chief, tuple(mine)))
+        return self._controller.call(ExchangeSignals(self._worker, self.is_chief, mine))
 
     def end(self) -> None:
         """The chief has decided that the run ends."""
         if self.is_chief:
-            self._controller.call("stop")
+            self._controller.call(StopRun())
         else:
-            self._controller.call("leave", self._worker)
+            self._controller.call(LeaveRun(self._worker))
 
     def close(self) -> None:
         self._controller.close()

@@ -20,21 +20,58 @@ from torch import Tensor
 from shoal.errors import TrainError
 from shoal.sync.config import SyncConfig
 from shoal.sync.controlled import ControlledSync
+from shoal.sync.messages import Join, RunPosition, SetSteps
 from shoal.sync.parameter_server.clock import Clock, Push, Update
 from shoal.sync.parameter_server.controller import Controller, ControllerSetting
-from shoal.sync.parameter_server.rpc import LATER, CallId
+from shoal.sync.parameter_server.rpc import CallId, Handlers, Request
 from shoal.sync.synchronizer import Replica
+
+
+class PublishWeights(Request[None], frozen=True):
+    """The chief's weights after so many steps, for workers that join."""
+
+    steps: int
+    weights: bytes
+
+
+class Published(msgspec.Struct, frozen=True, array_like=True):
+    """What the chief has published last; b"" before."""
+
+    steps: int
+    weights: bytes
+
+
+class GetPublished(Request[Published], frozen=True):
+    pass
+
+
+class Gathered(msgspec.Struct, frozen=True, array_like=True):
+    """What workers gave to the round that has ended; nothing when the run ends."""
+
+    clock: int
+    round: int
+    is_stopping: bool
+    found: dict[int, bytes]
+
+
+class Gather(Request[Gathered | None], frozen=True):
+    """Answered when all have given theirs. None: the worker was taken for dead.
+
+    workers: whose are needed; None: all
+    """
+
+    push: Push
+    given: bytes
+    workers: list[int] | None
 
 
 class PeerController(Controller):
     """Of one run. A round is a step of the `Clock`; tensors pass through as bytes."""
 
-    calls = ("join", "publish", "gather", "exchange", "leave", "stop", "get_workers")
-
     def __init__(self, config: SyncConfig, run: ControllerSetting) -> None:
         clock = Clock(run.num_workers, min_workers=run.min_workers)
         super().__init__(run.address, [], clock, run.timeout_s, run.keys)
-        self._steps, self._weights = 0, b""  # of the chief, for workers that join
+        self._published = Published(0, b"")
         self._given: dict[int, bytes] = {}  # of the present round, by worker
         self._wanted: dict[int, list[int] | None] = {}
         self._round: dict[int, bytes] = {}  # of the round that ends now; nothing when the run ends
@@ -42,18 +79,23 @@ class PeerController(Controller):
     def describe(self) -> dict[str, dict[str, Any]]:
         return {"peers": {"rounds": self.clock.sequence}}
 
-    def _join(self, caller: CallId, worker: int, is_chief: bool) -> Any:
-        joined = super()._join(caller, worker, is_chief)
-        return joined if joined is LATER else (*joined[:3], self._steps, self._weights)
+    def _list_handlers(self) -> Handlers:
+        return {
+            **self._list_common_handlers(),
+            Join: self._join,
+            PublishWeights: self._publish,
+            GetPublished: lambda caller, request: self._published,
+            Gather: self._gather,
+        }
 
-    def _publish(self, caller: CallId, steps: int, weights: bytes) -> None:
-        """The chief's weights after so many steps."""
-        self._steps, self._weights = steps, weights
-        self._load(caller, 0)
+    def _publish(self, caller: CallId, request: PublishWeights) -> None:
+        self._published = Published(request.steps, request.weights)
+        self._set_steps(caller, SetSteps(0))
 
-    def _gather(self, caller: CallId, push: dict[str, Any], given: bytes, wanted: list[int] | None) -> Any:
-        self._given[push["worker"]], self._wanted[push["worker"]] = given, wanted
-        return self._prepare(caller, push)
+    def _gather(self, caller: CallId, request: Gather) -> object:
+        worker = request.push.worker
+        self._given[worker], self._wanted[worker] = request.given, request.workers
+        return self._take_push(caller, request.push)
 
     def _commit(self, updates: list[Update]) -> None:
         self._round = {push.worker: self._given.pop(push.worker) for update in updates for push in update.pushes}
@@ -63,7 +105,8 @@ class PeerController(Controller):
     def _answer(self, worker: int, caller: CallId) -> None:
         wanted = self._wanted.pop(worker)
         found = {each: given for each, given in self._round.items() if wanted is None or each in wanted}
-        self.service.reply(caller, (self.clock.get_clock(worker), self.clock.sequence, self._is_stopping, found))
+        gathered = Gathered(self.clock.get_clock(worker), self.clock.sequence, self._is_stopping, found)
+        self.service.reply(caller, gathered)
 
 
 class PeerSync(ControlledSync):
@@ -101,19 +144,20 @@ class PeerSync(ControlledSync):
         began_s = time.perf_counter()
         push = Push(self._worker, self._incarnation, self._clock, self.round)
         wanted = None if workers is None else list(workers)
-        self._pushes.send("gather", msgspec.to_builtins(push), _encode(tensors), wanted)
-        answer = self._pushes.receive()
+        answer = self._pushes.call(Gather(push, _encode(tensors), wanted))
         if answer is None:
             raise TrainError(f"worker {self._worker} was taken for dead, and another has its place")
-        self._clock, self.round, self._is_stopping, found = answer
+        self._clock, self.round, self._is_stopping = answer.clock, answer.round, answer.is_stopping
         self.waited_s += time.perf_counter() - began_s
-        return {worker: _decode(encoded) for worker, encoded in found.items()}
+        return {worker: _decode(encoded) for worker, encoded in answer.found.items()}
 
     def begin(self, step: int) -> int:
-        joined = self._controller.call("join", self._worker, self.is_chief)
-        self._incarnation, self._clock, self.round, self.steps, weights = joined
-        if weights:
-            self.load_weights(_decode(weights))
+        joined: RunPosition = self._controller.call(Join(self._worker, self.is_chief))
+        self._incarnation, self._clock, self.round = joined.incarnation, joined.clock, joined.version
+        if joined.has_weights:
+            published = self._controller.call(GetPublished())
+            self.steps = published.steps
+            self.load_weights(_decode(published.weights))
         else:
             self.steps = step
             self._publish()
@@ -127,7 +171,7 @@ class PeerSync(ControlledSync):
                 own.copy_(given)
 
     def _publish(self) -> None:
-        self._controller.call("publish", self.steps, _encode(self.weights))
+        self._controller.call(PublishWeights(self.steps, _encode(self.weights)))
 
     def before_step(self) -> None:
         self._leave_if_noticed()

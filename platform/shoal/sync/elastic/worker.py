@@ -9,14 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import msgspec
 import torch
 from torch.optim import Optimizer
 
 from shoal.errors import ConfigError, TrainError, WorkerDeparted
 from shoal.sync.controlled import ControlledSync
-from shoal.sync.elastic.controller import GIVE
-from shoal.sync.elastic.run_memory import RunAddress, RunMemory
+from shoal.sync.elastic.controller import Depart, GiveState, JoinElastic, PrepareElastic, StateGiven
+from shoal.sync.elastic.run_memory import RunMemory
+from shoal.sync.messages import SetSteps
 from shoal.sync.parameter_server.clock import Push
 from shoal.sync.parameter_server.partition import describe_parameters
 from shoal.sync.parameter_server.rpc import CurveKeys
@@ -51,24 +51,24 @@ class ElasticSync(ControlledSync):
 
     def begin(self, step: int) -> int:
         """Join; on the chief, `step` counts when no worker has a state."""
-        joined = self._pushes.call("join", self._worker, describe_parameters(self._optimizer))
+        joined = self._pushes.call(JoinElastic(self._worker, describe_parameters(self._optimizer)))
         if joined is None:
             raise WorkerDeparted(f"worker {self._worker} came when the run ended, or was taken for dead", is_over=True)
-        self._incarnation, self._clock, self._version, has_state, address = joined
-        self._memory = RunMemory.open(msgspec.convert(address, RunAddress))
-        if has_state:
+        self._incarnation, self._clock, self._version = joined.incarnation, joined.clock, joined.version
+        self._memory = RunMemory.open(joined.memory)
+        if joined.has_state:
             self._state.load(self._memory.read_state())
         else:
-            self._version = self._controller.call("load", step)
+            self._version = self._controller.call(SetSteps(step))
         return self._version
 
     def before_step(self) -> None:
         """Between two steps: leave, if that was asked for. Raises WorkerDeparted."""
         if not self.is_noticed():
             return
-        if self._controller.call("depart", self._worker):  # no other worker could give the state
+        if self._controller.call(Depart(self._worker)):  # no other worker could give the state
             self._write_state()
-            self._controller.call("give", self._worker, True)
+            self._controller.call(StateGiven(self._worker, True))
         raise WorkerDeparted(f"worker {self._worker} left after step {self._version:,}")
 
     def before_evaluation(self) -> None:
@@ -92,17 +92,17 @@ class ElasticSync(ControlledSync):
             mine *= factor
         absent = [index for index, gradient in enumerate(found) if gradient is None]
         key = self._worker, self._incarnation, self._clock, self._version
-        self._pushes.send("prepare", msgspec.to_builtins(Push(*key, absent=absent, weight=weight)))
-        while (answer := self._pushes.receive()) == GIVE:
+        answer = self._pushes.call(PrepareElastic(Push(*key, absent=absent, weight=weight)))
+        while isinstance(answer, GiveState):
             self._write_state()
-            self._pushes.send("give", self._worker, False)
+            answer = self._pushes.call(StateGiven(self._worker, False))
         if answer is None:
             raise TrainError(f"worker {self._worker} was taken for dead, and another has its place")
         before = self._version
-        self._version, self._clock, self._is_stopping, pushes = answer
-        self._is_taken = bool(pushes)
+        self._version, self._clock, self._is_stopping = answer.version, answer.clock, answer.is_stopping
+        self._is_taken = bool(answer.pushes)
         if self._is_taken:
-            self._take_mean(pushes, before)
+            self._take_mean(answer.pushes, before)
         self.waited_s += time.perf_counter() - began_s
 
     def _take_mean(self, pushes: list[tuple[int, float, list[int]]], version: int) -> None:

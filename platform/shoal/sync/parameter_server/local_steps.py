@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shoal.sync.messages import WatchRound
 from shoal.sync.parameter_server.clock import Settings
 from shoal.sync.parameter_server.config import LocalStepsConfig
 from shoal.sync.parameter_server.partition import divide_fragments
@@ -71,7 +72,7 @@ class LocalStepsSync(ParameterServerSync):
         self._fragment = self._clock % len(self._fragments)
         self._position = self._due[self._fragment - 1] if self._fragment else 0
         if self._calls is not None:
-            self._calls.send("watch", self._clock)
+            self._calls.send(WatchRound(self._clock))
 
     def before_step(self) -> None:
         """Go on with this worker's own weights after an evaluation or a save."""

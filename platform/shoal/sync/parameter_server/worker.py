@@ -21,9 +21,22 @@ from torch.optim import Optimizer
 
 from shoal.errors import SpecMismatch, TrainError
 from shoal.sync.controlled import ControlledSync
+from shoal.sync.messages import (
+    DumpState,
+    FetchWeights,
+    GetVersion,
+    HoldWeights,
+    Join,
+    LoadServer,
+    LocateServer,
+    Prepare,
+    PullVersions,
+    PushAgain,
+    SetSteps,
+    TakeSnapshot,
+)
 from shoal.sync.parameter_server.clock import Push, Settings
 from shoal.sync.parameter_server.config import ServersConfig
-from shoal.sync.parameter_server.controller import AGAIN
 from shoal.sync.parameter_server.partition import ParameterSlice, describe_parameters, plan_partition
 from shoal.sync.parameter_server.rpc import CurveKeys, RpcClient
 from shoal.sync.parameter_server.server import SETTINGS
@@ -56,7 +69,7 @@ class ParameterServerSync(ControlledSync):
         self._spec: ServersConfig = spec
         self._links: list[ServerLink] = []
         for index, server in enumerate(servers):
-            locate = partial(self._controller.call, "locate", index)
+            locate = partial(self._controller.call, LocateServer(index))
             client = RpcClient(server or locate(), timeout_s, keys=keys, locate=locate)
             self._links.append(ServerLink(client, self._partition, index, worker, spec))
         self._needed = self._version = self._steps = 0
@@ -69,9 +82,10 @@ class ParameterServerSync(ControlledSync):
 
     def begin(self, step: int) -> int:
         self._open_servers()
-        joined = self._controller.call("join", self._worker, self.is_chief)
-        self._incarnation, self._clock, self._needed, self._steps, has_weights = joined
-        if not has_weights:
+        joined = self._controller.call(Join(self._worker, self.is_chief))
+        self._incarnation, self._clock = joined.incarnation, joined.clock
+        self._needed, self._steps = joined.version, joined.steps
+        if not joined.has_weights:
             self._steps = step // self._accumulate
             self._load_servers(self._steps)
         self._pull(self._parameters)
@@ -106,35 +120,36 @@ class ParameterServerSync(ControlledSync):
     def _copy_shared(self, parameters: Sequence[Tensor], chosen: range | None) -> bool:
         """Copy the weights out of the servers' memory; whether they had a version in common until it was copied."""
         for link in self._links:
-            link.client.send("pull", self._worker, self._needed)
-        answers = [link.client.receive() for link in self._links]
-        if [life for life, _ in answers] != self._server_incarnations:
+            link.client.send(PullVersions(self._worker, self._needed))
+        answers = [link.client.receive(PullVersions) for link in self._links]
+        if [each.life for each in answers] != self._server_incarnations:
             self._open_servers()
             return False
-        version = max(set.intersection(*(set(versions) for _, versions in answers)), default=WRITING)
+        version = max(set.intersection(*(set(each.versions) for each in answers)), default=WRITING)
         with torch.no_grad():
             if version >= self._needed and all(
                 link.copy_shared_weights(version, parameters, chosen) for link in self._links
             ):
                 self._version = version
                 return True
-        self._needed = max(self._needed, *(min(versions) for _, versions in answers))  # a server does not go back
+        self._needed = max(self._needed, *(min(each.versions) for each in answers))  # a server does not go back
         return False
 
     def _fetch(self, parameters: Sequence[Tensor], chosen: range | None) -> bool:
         """Take the weights of one version in messages; whether every server still lived that held them."""
-        version, lives = self._controller.call("hold", self._worker)
-        for link, life in zip(self._links, lives, strict=True):
-            link.fetch(version, life, chosen)
-        answers = [link.client.receive() for link in self._links]
-        if lives != self._server_incarnations:
+        marked = self._controller.call(HoldWeights(self._worker))
+        for link, life in zip(self._links, marked.lives, strict=True):
+            link.fetch(marked.version, life, chosen)
+        answers = [link.client.receive(FetchWeights) for link in self._links]
+        if marked.lives != self._server_incarnations:
             self._open_servers()
-        if any(weights is None for weights in answers):
+        found = [weights for weights in answers if weights is not None]
+        if len(found) < len(answers):
             return False
         with torch.no_grad():
-            for link, weights in zip(self._links, answers, strict=True):
+            for link, weights in zip(self._links, found, strict=True):
                 link.copy_weights(weights, parameters, chosen)
-        self._version = version
+        self._version = marked.version
         return True
 
     @property
@@ -188,25 +203,26 @@ class ParameterServerSync(ControlledSync):
         for link in self._links:
             link.finish()
         push = msgspec.structs.replace(self._push, lives=self._server_incarnations)
-        self._pushes.send("prepare", msgspec.to_builtins(push))
+        self._pushes.send(Prepare(push))
 
     def _finish_push(self) -> None:
         """Wait until this worker may go on."""
         began_s = time.perf_counter()
-        while (answer := self._pushes.receive()) == AGAIN:  # a server died meanwhile
+        while isinstance(answer := self._pushes.receive(Prepare), PushAgain):  # a server died meanwhile
             self._open_servers()
             self._bring_push()
         self.waited_s += time.perf_counter() - began_s
         if answer is None:
             raise TrainError(f"worker {self._worker} was taken for dead, and another has its place")
-        self._needed, self._clock, self._steps, self._is_stopping, self._num_batches = answer
+        self._needed, self._clock, self._steps = answer.version, answer.clock, answer.steps
+        self._is_stopping, self._num_batches = answer.is_stopping, answer.num_batches
 
     def _get_settings(self) -> Settings:
         """Of each group of the optimiser, for the servers' step."""
         return [{name: group[name] for name in SETTINGS if name in group} for group in self._optimizer.param_groups]
 
     def _load_servers(self, step: int) -> None:
-        version = torch.tensor(self._controller.call("get_version", step))
+        version = torch.tensor(self._controller.call(GetVersion(step)))
         for server, link in enumerate(self._links):
             weights = torch.empty(self._partition.get_size(server))
             self._partition.write(server, [each.detach() for each in self._parameters], weights)
@@ -215,8 +231,8 @@ class ParameterServerSync(ControlledSync):
                 stored = self._optimizer.state.get(self._parameters[piece.parameter], {})
                 for name, each in stored.items():
                     state[f"{index}.{name}"] = each.reshape(-1)[piece.begin : piece.end] if each.ndim else each
-            link.client.call("load", safetensors.torch.save(state))
-        self._needed = self._controller.call("load", step)
+            link.client.call(LoadServer(safetensors.torch.save(state)))
+        self._needed = self._controller.call(SetSteps(step))
 
     def measure_traffic(self) -> Traffic:
         """Gradients that this worker has written to servers, and weights that it has read."""
@@ -231,10 +247,10 @@ class ParameterServerSync(ControlledSync):
         """The state of one version, from all servers, into the chief's model and optimiser."""
         states: list[bytes | None] = [None]
         while None in states:  # once, unless a server dies meanwhile
-            version, lives = self._controller.call("snapshot")
-            for link, life in zip(self._links, lives, strict=True):
-                link.client.send("dump", version, life)
-            states = [link.client.receive() for link in self._links]
+            marked = self._controller.call(TakeSnapshot())
+            for link, life in zip(self._links, marked.lives, strict=True):
+                link.client.send(DumpState(marked.version, life))
+            states = [link.client.receive(DumpState) for link in self._links]
         for index, encoded in enumerate(states):
             assert encoded is not None
             state = safetensors.torch.load(encoded)
@@ -245,7 +261,7 @@ class ParameterServerSync(ControlledSync):
                 if not is_stored:  # the version; late gradients
                     continue
                 self._join_state(self._partition.pieces[index][int(number)], stored, value)
-        self._version = version
+        self._version = marked.version
 
     def _join_state(self, piece: ParameterSlice, name: str, value: Tensor) -> None:
         parameter = self._parameters[piece.parameter]

@@ -29,7 +29,7 @@ from shoal.parallel import World
 from shoal.random_state import seed_everything
 from shoal.sync.parameter_server.config import ServersConfig
 from shoal.sync.parameter_server.controller import Controller, ControllerSetting, make_controller
-from shoal.sync.parameter_server.rpc import CallId, CurveKeys, Method, RpcClient, RpcService
+from shoal.sync.parameter_server.rpc import CallId, CurveKeys, Handlers, Request, RpcClient, RpcService
 from shoal.sync.parameter_server.server import ParameterServer
 from shoal.sync.parameter_server.server_service import ServerService
 from shoal.sync.parameter_server.update_log import remove_log
@@ -94,9 +94,52 @@ def _state_files(spec: TrainSpec, folder: Path) -> list[Path]:
     return [folder / f"server-{index}.safetensors" for index in range(spec.applied_sync.num_servers)]
 
 
+class LogValues(Request[bool], frozen=True):
+    """As in EventLog, of the chief; all of these answer whether the run is to stop."""
+
+    step: int
+    values: dict[str, float]
+
+
+class LogEvent(Request[bool], frozen=True):
+    kind: str
+    details: dict[str, Any]
+
+
+class LogHistogram(Request[bool], frozen=True):
+    step: int
+    name: str
+    counts: list[float]
+    edges: list[float]
+
+
+class PollStop(Request[bool], frozen=True):
+    pass
+
+
+class ReportFailure(Request[None], frozen=True):
+    """An error that would recur in a replacement ends the run."""
+
+    error: str
+
+
+class ReportOutcome(Request[None], frozen=True):
+    outcome: dict[str, Any]
+
+
+class ReportTraffic(Request[None], frozen=True):
+    traffic: Traffic
+
+
+class ReportDeparture(Request[None], frozen=True):
+    """The worker has left in order."""
+
+    worker: int
+
+
 @dataclass
 class _Inbox:
-    """What the processes of a run have said."""
+    """What the processes of a run have reported."""
 
     error: str = ""
     outcome: dict[str, Any] | None = None
@@ -199,36 +242,35 @@ def _record_traffic(traffic: list[Traffic], journal: EventLog) -> None:
 def _serve_journal(
     addresses: Addresses, journal: EventLog, inbox: _Inbox, should_stop: Callable[[], bool]
 ) -> RpcService:
-    def log(caller: CallId, step: int, values: dict[str, float]) -> bool:
-        journal.log(step, values)
+    def log(caller: CallId, request: LogValues) -> bool:
+        journal.log(request.step, request.values)
         return should_stop()
 
-    def record_event(caller: CallId, kind: str, details: dict[str, Any]) -> bool:
-        journal.record_event(kind, **details)
+    def log_event(caller: CallId, request: LogEvent) -> bool:
+        journal.record_event(request.kind, **request.details)
         return should_stop()
 
-    def log_histogram(caller: CallId, step: int, name: str, counts: list[float], edges: list[float]) -> bool:
-        journal.log_histogram(step, name, np.array(counts), np.array(edges))
+    def log_histogram(caller: CallId, request: LogHistogram) -> bool:
+        journal.log_histogram(request.step, request.name, np.array(request.counts), np.array(request.edges))
         return should_stop()
 
-    def fail(caller: CallId, error: str) -> None:
-        inbox.error = inbox.error or error
+    def fail(caller: CallId, request: ReportFailure) -> None:
+        inbox.error = inbox.error or request.error
 
-    def finish(caller: CallId, outcome: dict[str, Any]) -> None:
-        inbox.outcome = outcome
+    def finish(caller: CallId, request: ReportOutcome) -> None:
+        inbox.outcome = request.outcome
 
-    def poll(caller: CallId) -> bool:
-        return should_stop()
-
-    def count(caller: CallId, traffic: dict[str, Any]) -> None:
-        inbox.traffic.append(msgspec.convert(traffic, Traffic))
-
-    def leave(caller: CallId, worker: int) -> None:
-        inbox.departed.add(worker)
-
-    methods: dict[str, Method] = {"log": log, "record_event": record_event, "log_histogram": log_histogram}
-    methods = {**methods, "fail": fail, "finish": finish, "poll": poll, "count": count, "leave": leave}
-    service = RpcService(addresses.journal, methods, addresses.keys)
+    handlers: Handlers = {
+        LogValues: log,
+        LogEvent: log_event,
+        LogHistogram: log_histogram,
+        PollStop: lambda caller, request: should_stop(),
+        ReportFailure: fail,
+        ReportOutcome: finish,
+        ReportTraffic: lambda caller, request: inbox.traffic.append(request.traffic),
+        ReportDeparture: lambda caller, request: inbox.departed.add(request.worker),
+    }
+    service = RpcService(addresses.journal, handlers, addresses.keys)
     service.start()
     return service
 
@@ -240,13 +282,13 @@ class _ForwardedLog:
         self._caller = caller
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._caller.call("log", step, dict(values))
+        self._caller.call(LogValues(step, dict(values)))
 
     def record_event(self, kind: str, /, **details: object) -> None:
-        self._caller.call("record_event", kind, details)
+        self._caller.call(LogEvent(kind, details))
 
     def log_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
-        self._caller.call("log_histogram", step, name, counts.tolist(), edges.tolist())
+        self._caller.call(LogHistogram(step, name, counts.tolist(), edges.tolist()))
 
     def flush(self) -> None:
         """Each call waits for its answer."""
@@ -258,7 +300,7 @@ def _report_failure(name: str, addresses: Addresses, error: BaseException) -> No
     if not isinstance(error, ShoalError):
         words = "".join([f"{type(error).__name__}: {words}\n", *traceback.format_exception(error)])
     calls = RpcClient(addresses.journal, CALL_TIMEOUT_S, keys=addresses.keys)
-    calls.call("fail", f"{name}: {words}")
+    calls.call(ReportFailure(f"{name}: {words}"))
     calls.close()
 
 
@@ -310,18 +352,18 @@ def run_worker(spec: TrainSpec, index: int, addresses: Addresses, run_id: str, f
             folder,
             run_id=run_id,
             journal=_ForwardedLog(calls) if index == 0 else NullLog(),
-            should_stop=lambda: bool(calls.call("poll")),
+            should_stop=lambda: calls.call(PollStop()),
             connection=Connection(*place, timeout_s, addresses.keys, notice.is_set),
         )
         outcome = trainer.run()
     except WorkerDeparted as departure:
         if not departure.is_over:
-            calls.call("leave", index)
+            calls.call(ReportDeparture(index))
         return
     except Exception as error:  # noqa: BLE001 - the run ends with it
         _report_failure(f"worker {index}", addresses, error)
         return
     if (traffic := trainer.sync.measure_traffic()) is not None:
-        calls.call("count", msgspec.to_builtins(traffic))
+        calls.call(ReportTraffic(traffic))
     if index == 0:
-        calls.call("finish", msgspec.to_builtins(outcome, enc_hook=str))
+        calls.call(ReportOutcome(msgspec.to_builtins(outcome, enc_hook=str)))
