@@ -115,9 +115,9 @@ class Spec(_Model):
         return word
 
     @classmethod
-    def has_field(cls, name: str) -> bool:
-        """Whether an `override` may set a field of this name. Parsing has the last word."""
-        return name in cls.model_fields
+    def list_fields(cls) -> Collection[str]:
+        """The names of fields that an `override` may set. Parsing has the last word."""
+        return cls.model_fields
 
     @classmethod
     def choose_type(cls, values: Mapping[str, Any]) -> type[Spec]:
@@ -336,7 +336,7 @@ def _expand_spec(owner: type[BaseModel], value: object, path: str) -> dict[str, 
 
 
 def _require_field(owner: _Owner, name: str, path: str, value: object) -> None:
-    if isinstance(owner, type) and not (issubclass(owner, Spec) and owner.has_field(name)):
+    if isinstance(owner, type) and name not in _list_fields(owner):
         raise ConfigError(path, value, "no such field", _suggest(name, owner))
 
 
@@ -358,7 +358,7 @@ def _find_field_owner(owner: _Owner, name: str) -> _Owner:
 def _suggest(name: str, owner: type[BaseModel]) -> str:
     if inner := [path for path in _list_nested_paths(owner) if path.endswith(f".{name}")]:
         return f"did you mean {' or '.join(map(repr, inner))}?"
-    close = difflib.get_close_matches(name, owner.model_fields, n=1)
+    close = difflib.get_close_matches(name, _list_fields(owner), n=1)
     if close:
         return f"did you mean {close[0]!r}?"
     return f"fields are: {', '.join(owner.model_fields)}"
@@ -368,7 +368,11 @@ def _list_nested_paths(owner: type[BaseModel]) -> Iterator[str]:
     """The paths of all fields of a spec's nested specs."""
     for name, field in owner.model_fields.items():
         if isinstance(part := field.annotation, type) and issubclass(part, BaseModel):
-            yield from (f"{name}.{path}" for path in (*part.model_fields, *_list_nested_paths(part)))
+            yield from (f"{name}.{path}" for path in (*_list_fields(part), *_list_nested_paths(part)))
+
+
+def _list_fields(owner: type[BaseModel]) -> Collection[str]:
+    return owner.list_fields() if issubclass(owner, Spec) else owner.model_fields
 
 
 def _to_config_error(spec: type[BaseModel], error: ValidationError) -> ConfigError:

@@ -167,6 +167,13 @@ def test_a_field_of_another_kind_is_rejected_by_name(fields: dict[str, Any], spe
         TrainSpec().override([f"sync.{name}={value}" for name, value in fields.items()])
 
 
+def test_a_field_without_its_spec_is_suggested_whatever_kind_has_it() -> None:
+    with pytest.raises(ConfigError, match=r"every.*did you mean 'sync\.every'\?"):
+        TrainSpec().override(["every=4"])
+    with pytest.raises(ConfigError, match=r"sync\.stalenes.*did you mean 'staleness'\?"):
+        TrainSpec().override(["sync.stalenes=4"])
+
+
 def test_the_kind_may_come_after_its_fields() -> None:
     spec = TrainSpec().override(["sync.every=4", "sync.outer_momentum=0.5", "sync.kind=diloco"])
     assert spec.sync == DiLoCoConfig(every=4, outer_momentum=0.5)

@@ -6,7 +6,7 @@ named by its configuration: `sync.kind=my_sync.py:MyConfig` (see `shoal.extend`)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, SerializeAsAny
@@ -95,9 +95,10 @@ class SyncConfig(Spec):
         return find_config_type(values.get("kind", _DEFAULT))
 
     @classmethod
-    def has_field(cls, name: str) -> bool:
-        """Also one of another kind of ours: a later word may choose that kind, and parsing names both otherwise."""
-        return name in cls.model_fields or any(name in each.model_fields for each in _list_own_types())
+    def list_fields(cls) -> Collection[str]:
+        """Also those of other kinds of ours: a later word may choose the kind, and parsing names both otherwise."""
+        own = map(load_reference, CONFIGS.values())
+        return dict.fromkeys([*cls.model_fields, *(name for each in own for name in each.model_fields)])
 
 
 class AllReduceConfig(SyncConfig):
@@ -180,10 +181,6 @@ def find_config_type(kind: object) -> type[SyncConfig]:
     if not (isinstance(found, type) and issubclass(found, SyncConfig)):
         raise ValueError(f"{kind} is no subclass of shoal.extend.SyncConfig")
     return found
-
-
-def _list_own_types() -> Iterator[type[SyncConfig]]:
-    yield from map(load_reference, CONFIGS.values())
 
 
 def _parse_config(value: object) -> object:

@@ -236,10 +236,8 @@ class ParameterServerSync(ControlledSync):
 
     def measure_traffic(self) -> Traffic:
         """Gradients that this worker has written to servers, and weights that it has read."""
-        pushed, pulled = (
-            sum(each)
-            for each in zip(*((link.num_pushed_bytes, link.num_pulled_bytes) for link in self._links), strict=True)
-        )
+        pushed = sum(link.num_pushed_bytes for link in self._links)
+        pulled = sum(link.num_pulled_bytes for link in self._links)
         predicted = self._spec.predict_bytes(sum(each.numel() for each in self._parameters))
         return Traffic(self.num_steps, pushed, pulled, predicted)
 
