@@ -14,7 +14,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.children import ROOT
 from benchmarks.result import commit, machine
 from benchmarks.serving.classic import ClassicServer
-from shoal.batching.batcher import Batcher, DeadlineExceeded
+from shoal.batching.batcher import Batcher, DeadlineExceeded, PendingBatch
 from shoal.batching.simulate import ForwardTime, ScheduleServer, SimulatedLoad, drive, poisson
 
 MEASURED = [(1, 0.0205), (32, 0.036)]
@@ -40,10 +40,10 @@ DATA = ROOT / "docs" / "pictures" / "batching.json"
 Submit = Callable[[float], Any]  # due_s -> an awaitable
 
 
-def sleeping(group: Hashable, requests: Sequence[int]) -> list[int]:
+def sleeping(batch: PendingBatch[None, int, int]) -> list[int]:
     """The model."""
-    time.sleep(FORWARD.seconds(len(requests)))
-    return list(requests)
+    time.sleep(FORWARD.seconds(len(batch.requests)))
+    return [entry.request for entry in batch.requests]
 
 
 class ThreadedClassic:
@@ -121,12 +121,12 @@ async def measure_classic(rate: float, timeout_s: float, seconds: float) -> dict
 
 async def measure_ours(rate: float, seconds: float, deadline_s: float | None = None) -> dict[str, float]:
     """With a deadline, `goodput` is the share of the capacity that is answered in time."""
-    batcher: Batcher[int, int] = Batcher()
+    batcher: Batcher[None, int, int] = Batcher()
     queue = batcher.add_queue("sleeping", sleeping, max_batch_rows=MAX_BATCH, max_queue_rows=1 << 20)
     arrivals = poisson(rate, int(rate * seconds))
 
     def submit(due_s: float) -> Any:
-        return queue.submit(0, deadline_s=None if deadline_s is None else due_s + deadline_s)
+        return queue.submit(0, group=None, deadline_s=None if deadline_s is None else due_s + deadline_s)
 
     latencies = await open_loop(submit, arrivals)
     batcher.close()

@@ -52,6 +52,7 @@ TOGETHER = (
     "faults/test_replica_faults.py",
     "faults/test_serving_faults.py",
     "faults/test_training_faults.py",
+    "ray/test_fork_server.py",
     "ray/test_serve.py",
 )
 

@@ -2,11 +2,11 @@
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from shoal.batching.batcher import BatchQueue
+from shoal.batching.batcher import Batch, BatchQueue
 
 DEADLINE_S = 60.0
 T = TypeVar("T")
@@ -29,7 +29,8 @@ class GatedForward:
     gate: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     is_open: bool = False
 
-    def __call__(self, group: Hashable, requests: Sequence[Request]) -> list[int]:
+    def __call__(self, batch: Batch[Any]) -> list[int]:
+        requests: list[Request] = requests_of(batch)
         self.batches.append([request.number for request in requests])
         self.max_rows_seen = max(self.max_rows_seen, sum(request.num_rows for request in requests))
         self.entered.release()
@@ -50,6 +51,10 @@ class GatedForward:
         assert await asyncio.to_thread(self.entered.acquire, timeout=DEADLINE_S)
 
 
+def requests_of(batch: Batch[Any]) -> list[Any]:
+    return [entry.request for entry in batch.requests]
+
+
 def opened() -> GatedForward:
     forward = GatedForward()
     forward.open()
@@ -63,8 +68,8 @@ def run(body: Callable[[], Awaitable[T]]) -> T:
     return asyncio.run(bounded())
 
 
-async def answer(queue: BatchQueue[Any, Any], request: object, num_rows: int = 1, **words: Any) -> Any:
-    return (await queue.submit(request, num_rows, **words)).answer
+async def answer(queue: BatchQueue[Any, Any, Any], request: object, num_rows: int = 1, **words: Any) -> Any:
+    return (await queue.submit(request, num_rows, **{"group": None, **words})).outputs
 
 
 async def until(condition: Callable[[], bool]) -> None:

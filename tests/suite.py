@@ -1,9 +1,10 @@
 """The whole suite, one stage after the other, as `make test` runs it. It ends by saying where the time went.
 
-    python tests/suite.py
+    python tests/suite.py [soak]
 
-Stops at the first stage that fails, with that stage's exit status. `Durations` is loaded by conftest.py: it leaves in
-$SUITE_DURATIONS how long the tests of each file took.
+With `soak`, what is marked so, and takes too long for each change. Stops at the first stage that fails, with that
+stage's exit status. `Durations` is loaded by conftest.py: it leaves in $SUITE_DURATIONS how long the tests of each
+file took.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ STAGES = (
     " tests/hosts tests/training tests/equivalence tests/serving tests/contracts tests/loop tests/libs",
     "-n 2 --dist loadgroup --no-loadscope-reorder tests/e2e tests/faults tests/ray",
 )
+
+SOAK = ("-m soak -n 2 --dist loadgroup tests",)
 
 
 class Durations:
@@ -100,4 +103,4 @@ def main(stages: Sequence[str] = STAGES) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(SOAK if sys.argv[1:] == ["soak"] else STAGES))

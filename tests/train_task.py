@@ -101,13 +101,12 @@ class Toy(Task):
     def _noted(self, loss: Tensor, indices: Tensor) -> Tensor:
         if self.step_s:
             time.sleep(self.step_s)
-        given = indices.tolist()
-        if self.notes is None or given == list(range(len(given))):  # the example that a plan tries a model with
+        if self.notes is None or is_example(indices):
             return loss
         rank = dist.get_rank() if dist.is_initialized() else 0
         path = self.notes / f"samples-{rank}.jsonl"
         with path.open("a") as file:
-            file.write(json.dumps(given) + "\n")
+            file.write(json.dumps(indices.tolist()) + "\n")
         step = len(path.read_text().splitlines()) - 1
         return self._failed(loss) if rank == self.fault_rank and step >= self.fault_step else loss
 
@@ -143,10 +142,11 @@ class Held(Toy):
         self._num_steps = 0
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        self._num_steps += torch.is_grad_enabled()
-        if self._num_steps == self.HELD_AT and not self._is_free():
-            while not (self.folder / "go").exists():
-                time.sleep(0.02)
+        if torch.is_grad_enabled() and not is_example(batch[1]):
+            self._num_steps += 1
+            if self._num_steps == self.HELD_AT and not self._is_free():
+                while not (self.folder / "go").exists():
+                    time.sleep(0.02)
         return super().loss(outputs, batch)
 
     def _is_free(self) -> bool:
@@ -155,6 +155,11 @@ class Held(Toy):
                 (self.folder / f"arrived-{number}").touch(exist_ok=False)
                 return True
         return False
+
+
+def is_example(indices: Tensor) -> bool:
+    """Whether it is the batch that a plan, or the prediction of a cost, tries a model with."""
+    return indices.tolist() == list(range(len(indices)))
 
 
 def seen(notes: Path) -> list[int]:

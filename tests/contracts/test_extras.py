@@ -128,6 +128,7 @@ MISSING = [
     ("pyarrow", "from shoal.serve.tables import table", "data"),
     ("starlette", "from shoal.flows.serving import open_endpoint; open_endpoint(None, '').__enter__()", "serve"),
     ("pandas", "from shoal.flows.training import RayBackend; RayBackend.attempt(RUN, None)", "train"),
+    ("sklearn", "from shoal.libs.population.evolution.bandit import Bandit; Bandit(None)", "recipes"),
     ("sklearn", "from shoal.train.task import make_task; make_task('tabular', {}).data()", "recipes"),
 ]
 PROGRAM = f"""

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -47,10 +48,16 @@ def room_of(path: Path) -> str:
     return first.removesuffix(".py")
 
 
+@cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports_of(path: Path) -> set[str]:
     """Every module that a file imports, also inside functions and for type checking."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -106,8 +113,7 @@ ORDER: dict[str, list[set[str]]] = {
         {"ray_app"},
         {"on_ray"},
         {"replica"},
-        {"grpc"},
-        {"http", "tables"},
+        {"grpc", "http", "tables"},
         {"controller", "model", "protocol"},
         {"messages"},
         {"spec"},
@@ -174,7 +180,7 @@ def circles_in(graph: dict[str, set[str]]) -> list[list[str]]:
 def imported_modules(path: Path) -> set[str]:
     """The modules of ours that a file imports: `from shoal.data import loader` imports the module, not its package."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -271,7 +277,7 @@ def test_words_are_checked_before_what_only_a_run_needs_is_loaded(programs: list
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_every_module_says_what_it_is(path: Path) -> None:
-    assert ast.get_docstring(ast.parse(path.read_text()))
+    assert ast.get_docstring(parse(path))
 
 
 def test_every_room_is_in_the_layout_that_the_package_names() -> None:

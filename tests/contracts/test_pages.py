@@ -14,12 +14,9 @@ OF_OTHERS = {"marshal/dispatcher.py", "platform/__init__.py"}  # of a peer; one 
 
 
 def test_pages_name_files_that_exist() -> None:
-    """But for the log, which tells of its time."""
     files = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
     missing = []
     for page in sorted((ROOT / "docs").rglob("*.md")):
-        if "log" in page.relative_to(ROOT).parts:
-            continue
         for named in re.findall(r"`([\w./-]+/[\w-]+\.(?:py|hpp|html))`", page.read_text()):
             if named not in OF_OTHERS and not any(f"/{file}".endswith(f"/{named}") for file in files):
                 missing.append(f"{page.relative_to(ROOT)}: {named}")

@@ -21,13 +21,13 @@ from serving.haproxy_process import UNCHECKED, HaproxyProcess
 from shoal.cluster.ports import find_free_port
 from shoal.errors import InferenceError
 from shoal.open_inference.datatypes import DATATYPES
-from shoal.serve.grpc.over_http1 import GrpcOverHttp1
+from shoal.serve.grpc.app import GrpcApp
 from shoal.serve.grpc.service import InferenceServicer
 from shoal.serve.http import fast_path
 from shoal.serve.http.app import RestApp
 from shoal.serve.messages.inference import Arrays
 from shoal.serve.protocol.access import AccessControl
-from shoal.serve.protocol.limits import RequestLimits
+from shoal.serve.protocol.request_lifecycle import EndpointApp, RequestLimits
 from shoal.serve.spec.api_key import ApiKey
 from shoal.serve.spec.model_options import ModelOptions
 
@@ -75,7 +75,7 @@ async def main() -> None:
     access = AccessControl(TOKEN, [ApiKey(name="narrow", key="narrow-key", models=["pair"])])  # type: ignore[arg-type]
     servicer = InferenceServicer(models, access)
     limits = RequestLimits(max_body_bytes=MAX_BODY_BYTES)
-    app = GrpcOverHttp1(servicer, RestApp(models, access, limits=limits), limits)
+    app = EndpointApp(RestApp(models, access, limits=limits), GrpcApp(servicer, limits))
     fast_path.install_application(app)
     with socket.create_server((HOST, 0)) as listener, tempfile.TemporaryDirectory(prefix="x.") as folder:
         http_server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", ws="none"))

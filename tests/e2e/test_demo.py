@@ -113,7 +113,9 @@ def test_the_demo_from_start_to_finish(home: Path, nothing_stays: None) -> None:
         assert run.id in output
 
 
-@pytest.mark.parametrize("phase", ["starting a Ray cluster", "starting the endpoint"])
+@pytest.mark.parametrize(
+    "phase", [pytest.param("starting a Ray cluster", marks=pytest.mark.soak), "starting the endpoint"]
+)
 def test_ctrl_c_while_it_starts_leaves_nothing(home: Path, nothing_stays: None, phase: str) -> None:
     with shoal_program(*DEMO) as program:
         program.wait_for_line(phase)

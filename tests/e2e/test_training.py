@@ -112,6 +112,7 @@ def temporary_files(home: Path) -> list[str]:
     return [path.name for path in (home.parent / "tmp").iterdir() if not path.name.startswith("torchinductor_")]
 
 
+@pytest.mark.soak
 def test_a_run_outlives_ctrl_c_and_the_death_of_everything(own_home: Path, tmp_path: Path) -> None:
     with shoal_program("run", "train", *WORDS, f"args.notes={tmp_path}", "args.step_s=0.3") as program:
         program.wait_until(at_step(2), "the second step", STATE_S)
@@ -203,6 +204,7 @@ def test_a_dataset_of_ray_data_trains_and_is_read_once_an_epoch(cluster: Embedde
     assert losses[max(losses)] < losses[1]
 
 
+@pytest.mark.soak
 def test_from_a_loss_that_is_not_finite_to_an_endpoint(cluster: EmbeddedCluster, tmp_path: Path) -> None:
     words = [*WORDS, "parallel=single", "workers=1", "name=toy-served", f"args.notes={tmp_path}"]
     status, said = shoal_command("run", "train", *words, "args.fault=nan", "args.fault_step=7")

@@ -196,9 +196,10 @@ def _certain() -> nn.Module:
     return model
 
 
-def test_compiled_plans() -> None:
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_compiled_plans(size: int) -> None:
     expected = trained(_certain, ParallelSpec(), World.single("cpu"))["losses"]
-    for losses in (*run_ranks(_compiled, 1)[0], *run_ranks(_compiled, 2)[0]):
+    for losses in run_ranks(_compiled, size)[0]:
         torch.testing.assert_close(losses, expected, rtol=2e-4, atol=2e-5)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from cases import VOCABULARY, assert_equal, trained
 from torch import Tensor, nn
@@ -73,6 +74,7 @@ def _all(world: World) -> list[dict[str, Any]]:
     return [trained(model, ParallelSpec.parse(plan), world, learnable=LastLogits()) for model, plan in CASES]
 
 
+@pytest.mark.soak
 def test_they_train_under_every_plan() -> None:
     ranks = run_ranks(_all, 2)
     for index, (model, _) in enumerate(CASES):

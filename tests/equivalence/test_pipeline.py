@@ -136,6 +136,7 @@ def test_stages_with_data_ranks_train_as_one_process(four_ranks: list[dict[str, 
         check(found[case])
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("case", ALL_DEGREES)
 def test_every_degree_composes_with_every_other(eight_ranks: list[dict[str, Any]], case: str) -> None:
     for found in eight_ranks:

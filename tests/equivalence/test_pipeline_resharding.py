@@ -62,7 +62,9 @@ def all_links(world: World, folder: str, chain: list[tuple[int, dict[str, Any]]]
     return {name: links(world, name, f"{folder}/{name}", chain) for name in ("mixture", "transformer")}
 
 
-@pytest.mark.parametrize("chain", [CHAIN, ALL_DEGREES], ids=["two ranks", "all degrees"])
+@pytest.mark.parametrize(
+    "chain", [CHAIN, pytest.param(ALL_DEGREES, marks=pytest.mark.soak)], ids=["two ranks", "all degrees"]
+)
 def test_a_run_goes_on_under_other_plans(tmp_path: Path, chain: list[tuple[int, dict[str, Any]]]) -> None:
     found = run_ranks(all_links, chain[0][0], str(tmp_path), chain)
     (rest,) = run_ranks(all_links, 1, str(tmp_path), chain)

@@ -245,6 +245,7 @@ def find_saved_steps(folder: Path) -> list[int]:
     return [int(path.parent.name.removeprefix("step-")) for path in folder.glob("checkpoints/step-*/manifest.json")]
 
 
+@pytest.mark.soak
 def test_a_run_whose_controller_is_killed_leaves_no_process_and_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -145,6 +145,7 @@ def test_a_link_that_is_cut_loses_no_update_and_repeats_none(tmp_path: Path) -> 
     assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
 
 
+@pytest.mark.soak
 def test_a_slow_link_is_not_loaded_twice(tmp_path: Path) -> None:
     """Each gradient takes longer on the way than a call on one host waits before it is sent again."""
     steps, hidden = 3, 300

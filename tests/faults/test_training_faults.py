@@ -152,6 +152,7 @@ def test_a_killed_worker_is_replaced_and_the_run_goes_on_to_the_bit(
     assert_went_on(shoal.runs.load(run_id), tmp_path, undisturbed)
 
 
+@pytest.mark.soak
 def test_the_death_of_ray_trains_controller_is_a_loss_of_workers(
     cluster: EmbeddedCluster, tmp_path: Path, undisturbed: dict[int, float]
 ) -> None:
@@ -169,6 +170,7 @@ def test_the_death_of_ray_trains_controller_is_a_loss_of_workers(
     assert wait_for_resource("CPU", free, STATE_S) == free, "the place of the first group is given up"
 
 
+@pytest.mark.soak
 def test_the_death_of_the_mailbox_is_a_loss_of_workers(
     cluster: EmbeddedCluster, tmp_path: Path, undisturbed: dict[int, float]
 ) -> None:

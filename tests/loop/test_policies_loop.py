@@ -7,6 +7,7 @@ import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,25 +80,38 @@ def catch_share(
     return caught / num_episodes
 
 
-def test_two_policies_learn_from_one_actor(tmp_path: Path) -> None:
-    """Each gets the experience of its own agents only, and beats the weights that it began with."""
+def learn(folder: Path, num_steps: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """What each policy was given, and the weights that it began and ended with, once each has so many steps."""
     with ExitStack() as opened:
-        loops = make_loops(SPEC, tmp_path, opened)
+        loops = make_loops(SPEC, folder, opened)
         first = {name: decode_tensors(loop.learner.snapshot().payload) for name, loop in loops.items()}
         specs = {name: loop.gateway.experience for name, loop in loops.items()}
         start_actor(loops, threading.Event(), opened)
-        wait_for(lambda: all(loop.gateway.stats()["steps"] > 16_000 for loop in loops.values()))
+        wait_for(lambda: all(loop.gateway.stats()["steps"] > num_steps for loop in loops.values()))
         last = {name: decode_tensors(loop.learner.pause().payload) for name, loop in loops.items()}
         counts = {name: loop.gateway.stats() for name, loop in loops.items()}
         for loop in loops.values():
             loop.learner.resume()
-    assert specs["hunters"].observation.shape == (6,)
-    assert specs["prey"].observation.shape == (7,)
     assert counts["hunters"]["steps"] == pytest.approx(2 * counts["prey"]["steps"], rel=0.1)
     for each in counts.values():
         segments = each["segments"]
         assert set(segments["dropped"]) <= {"stale_admission", "stale_consumption"}
         assert segments["received"] == segments["consumed"] + segments["queued"] + sum(segments["dropped"].values())
+    return specs, first, last
+
+
+def test_two_policies_learn_from_one_actor(tmp_path: Path) -> None:
+    """Each gets the experience of its own agents only."""
+    specs, first, last = learn(tmp_path, 2_000)
+    assert specs["hunters"].observation.shape == (6,)
+    assert specs["prey"].observation.shape == (7,)
+    for name in specs:
+        assert any(not np.array_equal(last[name][key], first[name][key]) for key in first[name])
+
+
+@pytest.mark.soak
+def test_each_of_two_policies_beats_the_weights_that_it_began_with(tmp_path: Path) -> None:
+    specs, first, last = learn(tmp_path, 16_000)
     share = {
         (hunters, prey): catch_share(
             {

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 import shoal
-from leftovers import assert_nothing_left, listening_ports, pids_of, still_alive
+from leftovers import assert_nothing_left, listening_ports, still_alive
 from shoal.cluster import embedded_cluster, jobs
 from shoal.cluster.attach import find_cluster
 from shoal.cluster.cluster_handle import ClusterHandle
@@ -355,6 +355,7 @@ def test_what_an_agent_told_is_nothing_while_ray_replaces_its_file(tmp_path: Pat
     assert read_port_file(tmp_path / "port") == "52365"
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("no_fork_server")
 def test_a_port_that_somebody_has_taken_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -391,7 +392,9 @@ if any(word.endswith(("dashboard/agent.py", "runtime_env/agent/main.py")) for wo
 
 
 @pytest.mark.usefixtures("no_fork_server")
-def test_agents_that_are_slow_to_start_are_waited_for(tmp_path: Path) -> None:
+def test_agents_that_are_slow_to_start_are_waited_for_and_the_head_that_is_asked_to_end_ends_all(
+    tmp_path: Path,
+) -> None:
     """Ray's raylet gives up after 15 s when it has to hear from them where they listen (ray-project/ray#65983)."""
     (tmp_path / "sitecustomize.py").write_text(SLOW_AGENTS.format(seconds=20))
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -399,9 +402,14 @@ def test_agents_that_are_slow_to_start_are_waited_for(tmp_path: Path) -> None:
     with embedded_cluster.start_cluster(environment={"PYTHONPATH": path}) as cluster:
         assert time.monotonic() - begun_s > 20, "it was ready before its agents were"
         jobs.submit(cluster, [sys.executable, "-c", "print('done')"]).wait(timeout_s=400)
+        ports = listening_ports(cluster.pids())
+        assert cluster.head_pid is not None
+        os.kill(cluster.head_pid, signal.SIGTERM)
+        wait_for(lambda: not cluster.is_alive(), STATE_S, "end of the head")
+        assert_nothing_left(cluster, ports)
 
 
-@pytest.mark.parametrize("mode", ["alone", "fork"])
+@pytest.mark.parametrize("mode", [pytest.param("alone", marks=pytest.mark.soak), "fork"])
 def test_the_cluster_ends_when_its_owner_is_killed(mode: str) -> None:
     with Program([sys.executable, "-c", OWNER, mode]) as owner:
         cluster_id, temp_dir = json.loads(owner.wait_for_line(r"^\[.*\]$")[0])
@@ -419,24 +427,6 @@ def test_the_head_killed_is_noticed_and_stop_finds_the_rest() -> None:
         os.kill(wounded.head_pid, signal.SIGKILL)
         wait_for(lambda: not wounded.is_alive(), STATE_S, "news of the death")
     assert_nothing_left(wounded, ports)
-
-
-@pytest.mark.usefixtures("no_fork_server")
-def test_the_head_that_is_asked_to_end_ends_the_cluster() -> None:
-    with embedded_cluster.start_cluster(num_cpus=1) as asked:
-        ports = listening_ports(asked.pids())
-        assert asked.head_pid is not None
-        os.kill(asked.head_pid, signal.SIGTERM)
-        wait_for(lambda: not asked.is_alive(), STATE_S, "end of the head")
-        assert_nothing_left(asked, ports)
-
-
-@pytest.mark.usefixtures("no_fork_server")
-def test_the_head_ends_the_rest_when_a_part_of_ray_dies() -> None:
-    with embedded_cluster.start_cluster(num_cpus=1) as wounded:
-        (raylet,) = pids_of(wounded, "raylet/raylet")
-        os.kill(raylet, signal.SIGKILL)
-        wait_for(lambda: not wounded.is_alive(), STATE_S, "end of the head")
 
 
 def test_a_fork_of_the_owner_does_not_stop_the_cluster(cluster: EmbeddedCluster) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shoal.serve.protocol.prometheus import METRICS
-from unit.test_prometheus import report, worked
+from unit.serve.test_prometheus import report, worked
 
 Values = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 

@@ -88,7 +88,7 @@ def test_a_worker_that_is_killed_takes_its_processes_along(fork_server: psutil.P
     wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, what="end of its child")
 
 
-# On a cluster of its own: others are to go on forking.
+# On a cluster of its own: others are to go on forking, and have a raylet.
 WITHOUT_A_SERVER = """
 import os, psutil
 from shoal.cluster.embedded_cluster import start_cluster
@@ -96,6 +96,7 @@ with start_cluster(num_cpus=2) as cluster:
     os.environ.update(cluster.environment)
     import ray
     from ray_workers import Worker, server_of
+    from waiting import wait_for
     ray.init(log_to_driver=False)
     server, before = server_of(cluster), Worker.remote()
     assert ray.get(before.parent.remote()) == server.pid
@@ -105,16 +106,19 @@ with start_cluster(num_cpus=2) as cluster:
     assert raylet.name() == "raylet"
     assert ray.get(before.parent.remote()) not in (server.pid, raylet.pid)
     ray.shutdown()
-print("all lived on")
+    print("all lived on")
+    raylet.kill()
+    wait_for(lambda: not cluster.is_alive(), what="end of the head, which ends with a part of Ray")
+print("and ended")
 """
 
 
-def test_without_a_fork_server_workers_live_on_and_ray_starts_others() -> None:
+def test_without_a_fork_server_workers_live_on_and_without_a_raylet_the_head_ends_the_rest() -> None:
     script = WITHOUT_A_SERVER.replace("ray_workers", Path(__file__).stem)
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent), *sys.path])
     command = [sys.executable, "-c", script]
     ran = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=800)
-    assert ran.stdout.endswith("all lived on\n"), ran.stdout + ran.stderr
+    assert ran.stdout.endswith("all lived on\nand ended\n"), ran.stdout + ran.stderr
 
 
 def test_a_variable_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:

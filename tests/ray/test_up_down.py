@@ -94,6 +94,7 @@ def test_up_status_and_down_which_lets_jobs_save_what_they_have(shell: Shell) ->
     assert not (shell.home / "cluster.json").exists()
 
 
+@pytest.mark.soak
 def test_down_removes_what_a_dead_cluster_left(shell: Shell) -> None:
     shell.run("shoal up --cpus 1")
     handle = load_handle(shell.home / "cluster.json")

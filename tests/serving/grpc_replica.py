@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager
 import uvicorn
 
 from serving.fake_host import FakeHost
-from shoal.serve.grpc.over_http1 import GrpcOverHttp1
+from shoal.serve.grpc.app import GrpcApp
 from shoal.serve.grpc.service import InferenceServicer
 from shoal.serve.http import fast_path
 from shoal.serve.http.app import RestApp
 from shoal.serve.protocol.access import AccessControl
-from shoal.serve.protocol.limits import RequestLimits
+from shoal.serve.protocol.request_lifecycle import EndpointApp, RequestLimits
 
 TIMEOUT_S = 60.0
 LIMITS = RequestLimits(max_body_bytes=1 << 20)
@@ -27,7 +27,7 @@ async def served(
 ) -> AsyncIterator[uvicorn.Server]:
     """directly: whether the replica's server asks our application, or Serve's, which asks ours"""
     access = access or AccessControl(None, [])
-    app = GrpcOverHttp1(InferenceServicer(host, access), RestApp(host, access, limits=limits), limits)
+    app = EndpointApp(RestApp(host, access, limits=limits), GrpcApp(InferenceServicer(host, access), limits))
     before = uvicorn.config.HTTP_PROTOCOLS["auto"]
     fast_path.install_application(app if directly else None)
     with socket.create_server(("127.0.0.1", http_port)) as listener:

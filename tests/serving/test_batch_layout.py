@@ -21,10 +21,11 @@ from shoal.client.payload import decode_answer, encode_inputs
 from shoal.client.retry import Reply
 from shoal.errors import ConfigError, InferenceError
 from shoal.open_inference import inference_pb2 as pb
-from shoal.open_inference.http_codec import HttpCodec
 from shoal.open_inference.messages import ModelMetadata
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.serve.grpc.service import InferenceServicer, Invocation
+from shoal.serve.http.codec import HttpCodec
+from shoal.serve.messages.inference import InferCall, Prediction
 from shoal.serve.model.predictor import LoadedModel, Predictor
 from shoal.serve.protocol.access import AccessControl
 from shoal.serve.protocol.model_metadata import to_tensor_metadata
@@ -288,16 +289,18 @@ def test_binary_bodies_have_the_models_shapes() -> None:
         codec = HttpCodec("detector", metadata.inputs, metadata.outputs, max_rows, batch_dim)
         sent = detector_inputs(3)
         headers, body = encode_inputs(metadata, sent, None, "", binary=True)
-        request = codec.decode(body, int(headers["inference-header-content-length"]))
-        assert request.num_rows == (3 if max_rows else 1)
+        call = InferCall({}, 0)
+        codec.decode(call, body, int(headers["inference-header-content-length"]))
+        assert call.num_rows == (3 if max_rows else 1)
         for name, array in sent.items():
-            np.testing.assert_array_equal(request.inputs[name], array)
-        head, parts = codec.encode(request, 1, detect(sent))
-        length = {"inference-header-content-length": str(len(head))}
-        answer = decode_answer(Reply(200, length, b"".join([head, *parts])))
+            np.testing.assert_array_equal(call.inputs[name], array)
+        made = codec.encode(call, Prediction(detect(sent), 1))
+        length = {"inference-header-content-length": str(len(made.body))}
+        answer = decode_answer(Reply(200, length, b"".join([made.body, *made.parts])))
         np.testing.assert_array_equal(answer["state"], detect(sent)["state"])
     picture = to_tensor_metadata(GREY.inputs)
-    raw = HttpCodec("grey", picture, picture, 0).decode(PICTURE.tobytes(), 0)
+    raw = InferCall({}, 0)
+    HttpCodec("grey", picture, picture, 0).decode(raw, PICTURE.tobytes(), 0)
     np.testing.assert_array_equal(raw.inputs["picture"], PICTURE)
 
 

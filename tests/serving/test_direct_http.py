@@ -205,7 +205,7 @@ def test_who_was_refused_does_not_stay_by_sending_on(
     running: Running, monkeypatch: pytest.MonkeyPatch, closes: bytes
 ) -> None:
     """A byte at a time, of a body that nobody reads, keeps every timeout of inactivity quiet."""
-    monkeypatch.setattr(fast_path, "UNREAD_BODY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(direct_protocol, "UNREAD_BODY_TIMEOUT_S", 0.2)
     with running.line() as line:
         line.sendall(b"POST /refuse HTTP/1.1\r\nhost: x\r\n" + closes + b"content-length: 100000000\r\n\r\n")
         assert line.recv(65536).startswith(b"HTTP/1.1 200 OK")
@@ -222,7 +222,7 @@ def test_who_was_refused_does_not_stay_by_sending_on(
 
 
 def test_who_was_refused_and_asks_again_is_answered(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast_path, "UNREAD_BODY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(direct_protocol, "UNREAD_BODY_TIMEOUT_S", 0.2)
     with running.line() as line:
         line.sendall(b"POST /refuse HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\n\r\n")
         assert line.recv(65536).startswith(b"HTTP/1.1 200 OK")
@@ -245,10 +245,10 @@ def test_what_is_used_of_uvicorn_is_what_is_looked_for() -> None:
     }
     own = {"_unread", "_leave", "cancel"}
     calls_of_a_parser = {"get_method", "decode"}
-    assert used - own - calls_of_a_parser == fast_path.USED_OF_UVICORN
+    assert used - own - calls_of_a_parser == direct_protocol.USED_OF_UVICORN
 
 
-@pytest.mark.parametrize("name", sorted(fast_path.USED_OF_UVICORN - set(dir(asyncio.Protocol))))
+@pytest.mark.parametrize("name", sorted(direct_protocol.USED_OF_UVICORN - set(dir(asyncio.Protocol))))
 def test_a_uvicorn_that_lacks_something_is_used_in_the_plain_way(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 from serving.faulty_models import NAN, RAISE, SHAPE, SLOW, moody
 from serving.live_set import LiveSet, everywhere, infer, live
 from serving.replica_set import ask, until
-from shoal.batching.batcher import BatchReport
+from shoal.batching.batcher import Batch
 from shoal.cli.display.serve_display import format_plain_lines, format_shares
 from shoal.client.endpoint_status import EndpointStatus
 from shoal.errors import InferenceError
@@ -225,7 +225,7 @@ async def test_a_batch_that_two_versions_computed_does_not_say_how_long_one_take
     await until(lambda: sum(num for num, _ in forwards.get_medians(1).values()) == hosted.batcher_counts().batches)
     told, timed = [], []
 
-    def tell(report: BatchReport) -> None:
+    def tell(report: Batch[Any]) -> None:
         on_batch(report)
         told.append(report)
 

@@ -14,7 +14,8 @@ from torch._dynamo.utils import counters
 from shoal.errors import ConfigError, InferenceError, WeightsError
 from shoal.models.decoder import Decoder
 from shoal.registry import ModelFactory, Signature, TensorSignature
-from shoal.serve.model import device, kernels, precision
+from shoal.serve.model import device, precision
+from shoal.serve.model.formats import torch_forward
 from shoal.serve.model.predictor import LoadedModel, Predictor
 from shoal.serve.model.warm_up import time_warm_forwards
 from shoal.serve.spec.model_options import ModelOptions
@@ -73,7 +74,7 @@ def test_a_narrow_precision_answers_nearly_the_same(name: str, tolerance: float)
 
 
 def test_many_rows_go_to_the_library_that_is_faster_and_nothing_else_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "is_onednn_faster", lambda: True)
+    monkeypatch.setattr(torch_forward, "is_onednn_faster", lambda: True)
     torch.manual_seed(0)
     module = Encoder().eval()
     shape = [tensor("x", 3, 128)]

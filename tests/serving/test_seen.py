@@ -113,7 +113,7 @@ def test_a_replica_reports_whom_it_refused_over_both_protocols() -> None:
             metadata = {b"shoal-from": b"10.0.0.9", b"authorization": b"Bearer another"}
             request = pb.ModelInferRequest(model_name="linear").SerializeToString()
             with pytest.raises(InferenceError):
-                await replica.make_servicer().model_infer(request, Invocation(metadata))
+                await replica.servicer.model_infer(request, Invocation(metadata))
             assert replica.report().refused == (AuthFailure("", 401, 3, "10.0.0.9", "linear"),)
 
     asyncio.run(body())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,18 +19,18 @@ from shoal.batching.batcher import Batcher
 from shoal.errors import InferenceError
 from shoal.open_inference.datatypes import NUMPY_DTYPES, bf16_bits
 from shoal.registry import Registry
-from shoal.serve.messages.inference import Arrays, InferCall
+from shoal.serve.messages.inference import InferCall, Outputs
 from shoal.serve.messages.metrics_snapshot import VersionSnapshot
 from shoal.serve.model.formats.size_limits import NO_LIMITS
 from shoal.serve.replica.model_statistics import ModelStatistics
 from shoal.serve.replica.replica import EndpointReplica
-from shoal.serve.replica.shadow import ShadowTraffic, _VersionedOutputs
-from shoal.serve.replica.version_router import Track
+from shoal.serve.replica.shadow import ShadowTraffic
+from shoal.serve.replica.version_router import BatchGroup, CallBatch, Track
 from shoal.serve.spec.model_options import GuardOptions, ModelOptions
 from shoal.serve.spec.model_source import model_from_ref
 
 TOLERANCE = 0.01
-Forward = Callable[[Hashable, Sequence[Arrays]], list[_VersionedOutputs]]
+Forward = Callable[[CallBatch], list[Outputs]]
 
 
 def array(datatype: str, values: Sequence[object]) -> np.ndarray:
@@ -53,8 +53,9 @@ def array(datatype: str, values: Sequence[object]) -> np.ndarray:
 def test_answers_differ_by_more_than_the_tolerance(
     datatype: str, stable: list[object], candidate: list[object], differs: bool
 ) -> None:
-    def forward(group: Hashable, requests: Sequence[Arrays]) -> list[_VersionedOutputs]:
-        return [({"y": array(datatype, candidate)}, 2) for _ in requests]
+    def forward(batch: CallBatch) -> list[Outputs]:
+        batch.version = 2
+        return [{"y": array(datatype, candidate)} for _ in batch.requests]
 
     version = shadowed(forward, array(datatype, stable), datatype)
     assert (version["compared"], version["disagreed"], version["shadow_failed"]) == (1, differs, 0)
@@ -69,7 +70,7 @@ def test_answers_differ_by_more_than_the_tolerance(
     ],
 )
 def test_a_failure_is_an_error_and_a_refusal_another_answer(error: Exception, failed: bool) -> None:
-    def forward(group: Hashable, requests: Sequence[Arrays]) -> list[_VersionedOutputs]:
+    def forward(batch: CallBatch) -> list[Outputs]:
         raise error
 
     version = shadowed(forward, array("FP32", [1.0]))
@@ -80,7 +81,7 @@ def shadowed(forward: Forward, answer: np.ndarray, datatype: str = "FP32") -> Ve
     """What is counted of version 2 when `forward` is put beside an answer of the stable version."""
 
     async def body() -> VersionSnapshot:
-        batcher: Batcher[Arrays, _VersionedOutputs] = Batcher()
+        batcher: Batcher[BatchGroup, InferCall, Outputs] = Batcher()
         counts = ModelStatistics("m")
         options = ModelOptions(guard=GuardOptions(tolerance=TOLERANCE))
         shadow = ShadowTraffic("m", batcher, forward, options, counts, {"y": datatype}, lambda report: None)
@@ -99,15 +100,16 @@ def test_answers_of_before_a_promotion_are_not_held_against_the_next_candidate()
     entered, gate = threading.Event(), threading.Event()
 
     async def body() -> None:
-        batcher: Batcher[Arrays, _VersionedOutputs] = Batcher()
+        batcher: Batcher[BatchGroup, InferCall, Outputs] = Batcher()
         counts = ModelStatistics("m")
         track = Track(SimpleNamespace(version=2, size_limits=NO_LIMITS))  # type: ignore[arg-type]
 
-        def forward(group: Hashable, requests: Sequence[Arrays]) -> list[_VersionedOutputs]:
+        def forward(batch: CallBatch) -> list[Outputs]:
             entered.set()
             assert gate.wait(DEADLINE_S)
             assert track.loaded is not None
-            return [({"y": array("FP32", [track.loaded.version])}, track.loaded.version) for _ in requests]
+            batch.version = track.loaded.version
+            return [{"y": array("FP32", [track.loaded.version])} for _ in batch.requests]
 
         shadow = ShadowTraffic("m", batcher, forward, ModelOptions(), counts, {"y": "FP32"}, lambda report: None)
         shadow.set_candidate(track, 100.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,13 @@ from shoal.errors import InferenceError
 from shoal.open_inference import inference_pb2 as pb
 from shoal.registry import ModelFactory, Registry
 from shoal.serve.grpc.service import InferenceServicer, Invocation
+from shoal.serve.messages.inference import InferCall
 from shoal.serve.model.formats import exported
 from shoal.serve.model.formats import onnx as onnx_format
 from shoal.serve.model.predictor import LoadedModel, Predictor
 from shoal.serve.protocol.access import AccessControl
 from shoal.serve.replica.replica import EndpointReplica
+from shoal.serve.replica.version_router import BatchGroup
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.model_source import model_from_ref
 from shoal.weights import WeightSnapshot
@@ -143,11 +146,17 @@ def test_a_request_that_waited_for_a_version_of_other_sizes_is_refused() -> None
         async with ReplicaSet(model_from_ref("m")) as endpoint:
             [replica] = await endpoint.start()
             model = replica.manager.get_model("m")
-            group = model.router.choose_track(None, "", ""), None
-            requests = [{"x": np.ones((1, size), np.float32)} for size in (64, 65)]
+            group = BatchGroup(model.router.choose_track(None, "", ""), None)
+
+            def batch(*sizes: int) -> Any:
+                calls = [InferCall({"x": np.ones((1, size), np.float32)}, 1) for size in sizes]
+                return SimpleNamespace(requests=[SimpleNamespace(group=group, request=call) for call in calls])
+
             with pytest.raises(InferenceError, match="2 to 64 in dimension 1, got 65"):
-                model._forward(group, requests)
-            assert model._forward(group, requests[:1])[0][1] == 1
+                model._forward(batch(64, 65))
+            answered = batch(64)
+            model._forward(answered)
+            assert answered.version == 1
 
     asyncio.run(body())
 

@@ -118,6 +118,7 @@ def _expected(run: Run) -> str:
         return str(model(torch.arange(16.0).reshape(2, 8) / 16).tolist())
 
 
+@pytest.mark.soak
 def test_under_torchrun_ctrl_c_saves_once_and_a_killed_rank_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +147,7 @@ def test_under_torchrun_ctrl_c_saves_once_and_a_killed_rank_is_started_again(
     assert losses_of(resumed) == undisturbed[0]  # to the bit: the same number of ranks adds in the same order
 
 
+@pytest.mark.soak
 def test_ranks_that_are_started_again_go_on_with_no_run_of_another_torchrun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,6 +126,7 @@ def peaks_of_collectives(world: World, num: int, size: int) -> list[float]:
     return found
 
 
+@pytest.mark.soak
 def test_what_gloo_holds_a_moment_longer_is_not_counted() -> None:
     num, size = 100, 2**16
     own = [1, 2 + 2, 2 + 2, 0.5 + 1 + 1]  # the result, and what gloo makes while it carries it
@@ -133,7 +134,9 @@ def test_what_gloo_holds_a_moment_longer_is_not_counted() -> None:
         assert peaks == pytest.approx(own, rel=0.01)
 
 
-@pytest.mark.parametrize(("plans", "size"), [(PLANS, 2), (OF_FOUR, 4)], ids=["two", "four"])
+@pytest.mark.parametrize(
+    ("plans", "size"), [(PLANS, 2), pytest.param(OF_FOUR, 4, marks=pytest.mark.soak)], ids=["two", "four"]
+)
 def test_ranks_take_what_was_predicted_for_them(plans: dict[str, list[str]], size: int) -> None:
     found = run_ranks(measured, size, plans)
     assert found[0] == found[1]  # every rank knows of all

@@ -166,7 +166,13 @@ def test_a_dataset_of_the_script_itself_and_no_worker_outlives_its_process(tmp_p
     )
 
 
-@pytest.mark.parametrize("where", ["before an answer", "after an answer", "after a request"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "after an answer",
+        *(pytest.param(each, marks=pytest.mark.soak) for each in ("before an answer", "after a request")),
+    ],
+)
 def test_an_interruption_between_two_batches_mixes_none_up(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     def interrupted(connection: socket.socket, *words: Any) -> Any:
         monkeypatch.undo()

@@ -29,23 +29,32 @@ from typing import Generic
 
 from shoal.batching.queue import (
     AnswerT,
-    BatchedAnswer,
     BatcherCounts,
     BatcherState,
     BatchQueue,
-    BatchReport,
     EventLoop,
     Forward,
-    PendingRequest,
+    GroupT,
+    PendingBatch,
+    Prediction,
     RequestT,
 )
-from shoal.batching.scheduler import DeadlineExceeded, QueueFull, ScheduledBatch
+from shoal.batching.scheduler import Batch, DeadlineExceeded, QueueFull
 from shoal.errors import Closed
 
-__all__ = ["BatchQueue", "BatchReport", "BatchedAnswer", "Batcher", "BatcherCounts", "DeadlineExceeded", "QueueFull"]
+__all__ = [
+    "Batch",
+    "BatchQueue",
+    "Batcher",
+    "BatcherCounts",
+    "DeadlineExceeded",
+    "PendingBatch",
+    "Prediction",
+    "QueueFull",
+]
 
 
-class Batcher(Generic[RequestT, AnswerT]):
+class Batcher(Generic[GroupT, RequestT, AnswerT]):
     """Runs the forwards of one or more queues in `slots` threads.
 
     on_thread_start: called once in each thread, for thread-local settings
@@ -63,8 +72,10 @@ class Batcher(Generic[RequestT, AnswerT]):
         clock: Callable[[], float] = time.monotonic,
         loop: EventLoop | None = None,
     ) -> None:
-        self._slots: BatcherState[RequestT, AnswerT] = BatcherState(slots, clock, loop or asyncio.get_running_loop())
-        self._queues: list[BatchQueue[RequestT, AnswerT]] = []
+        self._slots: BatcherState[GroupT, RequestT, AnswerT] = BatcherState(
+            slots, clock, loop or asyncio.get_running_loop()
+        )
+        self._queues: list[BatchQueue[GroupT, RequestT, AnswerT]] = []
         self._on_thread_start = on_thread_start
         self._closed = False
         self._began_s = [math.inf] * slots  # when each slot's current forward began
@@ -78,24 +89,25 @@ class Batcher(Generic[RequestT, AnswerT]):
     def add_queue(
         self,
         name: str,
-        forward: Forward[RequestT, AnswerT],
+        forward: Forward[GroupT, RequestT, AnswerT],
         *,
         max_batch_rows: int,
         max_queue_rows: int,
         max_queue_bytes: int | None = None,
         weight: float = 1.0,
-        on_batch: Callable[[BatchReport], None] | None = None,
-    ) -> BatchQueue[RequestT, AnswerT]:
+        on_batch: Callable[[PendingBatch[GroupT, RequestT, AnswerT]], None] | None = None,
+    ) -> BatchQueue[GroupT, RequestT, AnswerT]:
         """Add a queue with its own forward. It shares the slots with the other queues until it is closed.
 
-        forward:        takes a group and a batch of requests, all of that group; returns an answer for each, in order.
+        forward:        takes a batch, whose requests are of one group; returns the outputs for each, in order.
                         When it raises, the batch is halved until the faulty request fails alone. An InferenceError of
                         status 503 is no request's fault and fails the full batch
         max_batch_rows: most rows in a batch; a request is never split
         max_queue_rows: most rows that may wait; beyond it, the tenant with the most waiting rows gets QueueFull
         max_queue_bytes: the same limit in bytes, for requests with large rows; None: no limit
         weight:         its share of the slots' time while other queues have work
-        on_batch:       called after every forward, in the forward's thread, once the answers are on their way
+        on_batch:       called with every batch that was computed, in the forward's thread, once the answers are on
+                        their way; not with one that is computed again in halves
 
         Raises ConfigError for limits that do not fit together, Closed.
         """
@@ -113,7 +125,7 @@ class Batcher(Generic[RequestT, AnswerT]):
         self._queues.append(queue)
         return queue
 
-    def _remove_queue(self, queue: BatchQueue[RequestT, AnswerT]) -> None:
+    def _remove_queue(self, queue: BatchQueue[GroupT, RequestT, AnswerT]) -> None:
         """Drop a closed queue, whose forward holds a model's memory. Its final counts remain."""
         if not self._closed:
             self._queues.remove(queue)
@@ -151,7 +163,7 @@ class Batcher(Generic[RequestT, AnswerT]):
         if self._on_thread_start is not None:
             self._on_thread_start()
         slots, begins = self._slots, partial(self._began_s.__setitem__, slot)
-        batch: ScheduledBatch[PendingRequest[RequestT, AnswerT]] | None = None
+        batch: PendingBatch[GroupT, RequestT, AnswerT] | None = None
         forwards: list[tuple[int, float]] = []
         slept = False
         try:

@@ -18,37 +18,28 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from shoal.batching.deadline_timer import DeadlineTimer
 from shoal.batching.fair_queue import QueuedRequest
 from shoal.batching.latency_model import LatencyModel
-from shoal.batching.scheduler import BatchScheduler, DeadlineExceeded, QueueFull, QueueState, ScheduledBatch
+from shoal.batching.scheduler import Batch, BatchScheduler, DeadlineExceeded, QueueFull, QueueState
 from shoal.errors import Closed, InferenceError, ModelError
 
 logger = logging.getLogger(__name__)
 
+GroupT = TypeVar("GroupT", bound=Hashable)
 RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT")
-Forward = Callable[[Hashable, Sequence[RequestT]], Sequence[AnswerT]]
 
 
-class BatchedAnswer(NamedTuple, Generic[AnswerT]):
-    """An answer, the time its request waited for a slot, and the forward that computed it."""
+class Prediction(NamedTuple, Generic[AnswerT]):
+    """The outputs for one request, and the version of the weights that computed them.
 
-    answer: AnswerT
-    queued_s: float
-    computed_s: float
-    batch_rows: int
+    queued_s, computed_s: the time the request waited for a slot, and the time of its batch's forward
+    batch_rows:           rows of that batch
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class BatchReport:
-    """One forward whose requests all succeeded or all failed. `queued_s` has an entry for each request."""
-
-    queue: str
-    group: Hashable
-    rows: int
-    requests: int
-    failed: int
-    started_s: float
-    computed_s: float
-    queued_s: tuple[float, ...]
+    outputs: AnswerT
+    version: int = 0
+    queued_s: float = 0.0
+    computed_s: float = 0.0
+    batch_rows: int = 1
 
 
 @dataclass(frozen=True)
@@ -77,7 +68,7 @@ class ReplyFuture(Protocol[AnswerT]):
 
     def done(self) -> bool: ...
 
-    def set_result(self, result: BatchedAnswer[AnswerT], /) -> None: ...
+    def set_result(self, result: Prediction[AnswerT], /) -> None: ...
 
     def set_exception(self, error: Exception, /) -> None: ...
 
@@ -95,25 +86,28 @@ class EventLoop(Protocol):
     def is_closed(self) -> bool: ...
 
 
-class PendingRequest(QueuedRequest, Generic[RequestT, AnswerT]):
-    """A waiting request and its future. `end` names the count under which it ended."""
+class PendingRequest(QueuedRequest, Generic[GroupT, RequestT, AnswerT]):
+    """A waiting request and its future. `outcome` names the count under which it ended."""
 
     __slots__ = ("future", "outcome", "queue", "request")
 
-    queue: BatchQueue[RequestT, AnswerT]
+    group: GroupT
+    queue: BatchQueue[GroupT, RequestT, AnswerT]
     request: RequestT
     future: ReplyFuture[AnswerT]
     outcome: str  # set when the future is
 
 
-EntryT = TypeVar("EntryT", bound=PendingRequest[Any, Any])
+PendingBatch = Batch[PendingRequest[GroupT, RequestT, AnswerT]]
+Forward = Callable[[PendingBatch[GroupT, RequestT, AnswerT]], Sequence[AnswerT]]
+EntryT = TypeVar("EntryT", bound=PendingRequest[Any, Any, Any])
 
 
-class BatcherState(Generic[RequestT, AnswerT]):
+class BatcherState(Generic[GroupT, RequestT, AnswerT]):
     """State shared by the queues and threads of one batcher: the scheduler and the sleeping threads, under one lock."""
 
     def __init__(self, num_slots: int, clock: Callable[[], float], loop: EventLoop) -> None:
-        self.scheduler: BatchScheduler[PendingRequest[RequestT, AnswerT]] = BatchScheduler(num_slots)
+        self.scheduler: BatchScheduler[PendingRequest[GroupT, RequestT, AnswerT]] = BatchScheduler(num_slots)
         self.clock, self.loop = clock, loop
         self.lock = threading.Lock()
         self.wakeups: SimpleQueue[None] = SimpleQueue()
@@ -128,21 +122,21 @@ class BatcherState(Generic[RequestT, AnswerT]):
         return True
 
 
-class BatchQueue(Generic[RequestT, AnswerT]):
+class BatchQueue(Generic[GroupT, RequestT, AnswerT]):
     """See `Batcher.add_queue`, which makes it."""
 
     def __init__(
         self,
-        slots: BatcherState[RequestT, AnswerT],
-        policy: QueueState[PendingRequest[RequestT, AnswerT]],
-        forward: Forward[RequestT, AnswerT],
-        on_batch: Callable[[BatchReport], None] | None,
-        on_close: Callable[[BatchQueue[RequestT, AnswerT]], None],
+        slots: BatcherState[GroupT, RequestT, AnswerT],
+        policy: QueueState[PendingRequest[GroupT, RequestT, AnswerT]],
+        forward: Forward[GroupT, RequestT, AnswerT],
+        on_batch: Callable[[PendingBatch[GroupT, RequestT, AnswerT]], None] | None,
+        on_close: Callable[[BatchQueue[GroupT, RequestT, AnswerT]], None],
     ) -> None:
         self.name = policy.name
         self._slots, self._policy, self._forward, self._on_batch = slots, policy, forward, on_batch
         self._on_close = on_close
-        self._deadline_timer: DeadlineTimer[PendingRequest[RequestT, AnswerT]] = DeadlineTimer(
+        self._deadline_timer: DeadlineTimer[PendingRequest[GroupT, RequestT, AnswerT]] = DeadlineTimer(
             slots.clock, self._expire
         )
         self.closed = False
@@ -183,11 +177,11 @@ class BatchQueue(Generic[RequestT, AnswerT]):
         request: RequestT,
         num_rows: int = 1,
         *,
-        group: Hashable = None,
+        group: GroupT,
         deadline_s: float | None = None,
         tenant: str = "",
         size_bytes: int = 0,
-    ) -> BatchedAnswer[AnswerT]:
+    ) -> Prediction[AnswerT]:
         """Answer one request of `num_rows` rows. Cancelling the caller removes the request from the queue.
 
         group:      requests share a batch only within an equal group
@@ -199,7 +193,7 @@ class BatchQueue(Generic[RequestT, AnswerT]):
         (504, at once when the latency model rules the deadline out, at the deadline otherwise), InferenceError (422)
         for more rows than a batch may hold, Closed, or the error that `forward` raised for this request alone.
         """
-        future: asyncio.Future[BatchedAnswer[AnswerT]] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Prediction[AnswerT]] = asyncio.get_running_loop().create_future()
         entry = self.enqueue(
             request, future, num_rows, group=group, deadline_s=deadline_s, tenant=tenant, size_bytes=size_bytes
         )
@@ -219,11 +213,11 @@ class BatchQueue(Generic[RequestT, AnswerT]):
         reply: ReplyFuture[AnswerT],
         num_rows: int = 1,
         *,
-        group: Hashable = None,
+        group: GroupT,
         deadline_s: float | None = None,
         tenant: str = "",
         size_bytes: int = 0,
-    ) -> PendingRequest[RequestT, AnswerT]:
+    ) -> PendingRequest[GroupT, RequestT, AnswerT]:
         """`submit` without waiting: the outcome goes to `reply`, on the event loop. No timer watches the deadline."""
         slots, policy = self._slots, self._policy
         if self.closed:
@@ -232,7 +226,9 @@ class BatchQueue(Generic[RequestT, AnswerT]):
             raise InferenceError(422, f"a request holds 1 to {policy.max_batch_rows} rows, this one has {num_rows}")
         now_s = slots.clock()
         places = policy.compute_charged_rows(num_rows, size_bytes)
-        entry: PendingRequest[RequestT, AnswerT] = PendingRequest(num_rows, now_s, deadline_s, group, tenant, places)
+        entry: PendingRequest[GroupT, RequestT, AnswerT] = PendingRequest(
+            num_rows, now_s, deadline_s, group, tenant, places
+        )
         entry.queue, entry.request, entry.future = self, request, reply
         with slots.lock:
             refusal, evicted = slots.scheduler.admit(policy, entry, now_s)
@@ -273,7 +269,9 @@ class BatchQueue(Generic[RequestT, AnswerT]):
 
     # What follows runs on the event loop.
 
-    def fail_all(self, entries: Sequence[PendingRequest[RequestT, AnswerT]], end: str, error: Exception) -> None:
+    def fail_all(
+        self, entries: Sequence[PendingRequest[GroupT, RequestT, AnswerT]], end: str, error: Exception
+    ) -> None:
         """Resolve requests that failed, expired or were evicted."""
         for entry in entries:
             if not entry.future.done():
@@ -281,31 +279,25 @@ class BatchQueue(Generic[RequestT, AnswerT]):
                 self._outcome_counts[end] += 1
                 entry.outcome = end
 
-    def fail_late(self, entry: PendingRequest[RequestT, AnswerT]) -> None:
+    def fail_late(self, entry: PendingRequest[GroupT, RequestT, AnswerT]) -> None:
         """Fail a removed request that can no longer meet its deadline."""
         self.fail_all([entry], "expired", DeadlineExceeded("the deadline cannot be met any more"))
 
-    def _deliver(
-        self,
-        entries: Sequence[PendingRequest[RequestT, AnswerT]],
-        answers: Sequence[AnswerT],
-        rows: int,
-        started_s: float,
-        seconds: float,
-    ) -> None:
+    def _deliver(self, batch: PendingBatch[GroupT, RequestT, AnswerT], answers: Sequence[AnswerT]) -> None:
+        started_s, seconds, rows, version = batch.started_s, batch.computed_s, batch.rows, batch.version
         self._batches += 1
         self._rows_run += rows
         num_answered = 0
-        for entry, answer in zip(entries, answers, strict=True):
+        for entry, answer in zip(batch.requests, answers, strict=True):
             future = entry.future
             if not future.done():
                 num_answered += 1
                 entry.outcome = "answered"
-                future.set_result(BatchedAnswer(answer, started_s - entry.arrived_s, seconds, rows))
+                future.set_result(Prediction(answer, version, started_s - entry.arrived_s, seconds, rows))
         self._outcome_counts["answered"] += num_answered
 
     def _withdraw(
-        self, entry: PendingRequest[RequestT, AnswerT], future: asyncio.Future[BatchedAnswer[AnswerT]]
+        self, entry: PendingRequest[GroupT, RequestT, AnswerT], future: asyncio.Future[Prediction[AnswerT]]
     ) -> None:
         self._outcome_counts["cancelled"] += 1
         if not future.cancelled():
@@ -315,7 +307,7 @@ class BatchQueue(Generic[RequestT, AnswerT]):
         with self._slots.lock:
             self._policy.fair_queue.withdraw(entry)
 
-    def _expire(self, entry: PendingRequest[RequestT, AnswerT]) -> None:
+    def _expire(self, entry: PendingRequest[GroupT, RequestT, AnswerT]) -> None:
         with self._slots.lock:
             queued = self._policy.fair_queue.withdraw(entry)
         where = "in the queue" if queued else "while it was computed"
@@ -330,7 +322,7 @@ class BatchQueue(Generic[RequestT, AnswerT]):
     # What follows runs in a forward's thread.
 
     def compute(
-        self, batch: ScheduledBatch[PendingRequest[RequestT, AnswerT]], begins: Callable[[float], None]
+        self, scheduled: PendingBatch[GroupT, RequestT, AnswerT], begins: Callable[[float], None]
     ) -> list[tuple[int, float]]:
         """Answer the requests of a batch, in halves where it fails; returns (rows, seconds) of each successful forward.
 
@@ -338,44 +330,31 @@ class BatchQueue(Generic[RequestT, AnswerT]):
         """
         clock, tell = self._slots.clock, self._slots.loop.call_soon_threadsafe
         succeeded: list[tuple[int, float]] = []
-        started_s, parts = batch.started_s, [batch.requests]
-        while parts:
-            part = parts.pop()
-            rows = sum([entry.num_rows for entry in part])
-            begins(started_s)
+        began_s, batches = scheduled.started_s, [scheduled]
+        while batches:
+            batch = batches.pop()
+            batch.started_s = began_s
+            begins(began_s)
             try:
-                answers = self._forward(batch.group, [entry.request for entry in part])
-                if len(answers) != len(part):
-                    raise InferenceError(500, f"{len(answers)} answers came for {len(part)} requests")
+                answers = self._forward(batch)
+                if len(answers) != len(batch.requests):
+                    raise InferenceError(500, f"{len(answers)} answers came for {len(batch.requests)} requests")
             except BaseException as raised:  # noqa: BLE001 - the thread's top: the caller of the request receives it
-                ended_s, error = clock(), _to_future_error(raised)
-                if len(part) == 1 or _is_unavailable(error):
-                    tell(self.fail_all, part, "failed", error)
-                    self._report(batch.group, part, rows, len(part), started_s, ended_s)
-                else:
-                    logger.warning("a batch of %d requests failed (%r): trying its halves", len(part), error)
-                    parts += _split_in_half(part)
+                began_s, error = clock(), _to_future_error(raised)
+                if len(batch.requests) > 1 and not _is_unavailable(error):
+                    logger.warning("a batch of %d requests failed (%r): trying its halves", len(batch.requests), error)
+                    batches += [Batch(batch.queue, half, began_s) for half in _split_in_half(batch.requests)]
+                    continue
+                batch.computed_s, batch.failed = began_s - batch.started_s, len(batch.requests)
+                tell(self.fail_all, batch.requests, "failed", error)
             else:
-                ended_s = clock()
-                tell(self._deliver, part, answers, rows, started_s, ended_s - started_s)
-                succeeded.append((rows, ended_s - started_s))
-                self._report(batch.group, part, rows, 0, started_s, ended_s)
-            started_s = ended_s
+                began_s = clock()
+                batch.computed_s = began_s - batch.started_s
+                tell(self._deliver, batch, answers)
+                succeeded.append((batch.rows, batch.computed_s))
+            if self._on_batch is not None:
+                self._on_batch(batch)
         return succeeded
-
-    def _report(
-        self,
-        group: Hashable,
-        part: Sequence[PendingRequest[RequestT, AnswerT]],
-        rows: int,
-        failed: int,
-        started_s: float,
-        ended_s: float,
-    ) -> None:
-        if self._on_batch is not None:
-            queued_s = tuple([started_s - entry.arrived_s for entry in part])
-            seconds = ended_s - started_s
-            self._on_batch(BatchReport(self.name, group, rows, len(part), failed, started_s, seconds, queued_s))
 
 
 def _split_in_half(part: Sequence[EntryT]) -> list[list[EntryT]]:

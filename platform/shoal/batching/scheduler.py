@@ -15,7 +15,7 @@ future and reads no clock.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Generic
 
 from shoal.batching.fair_queue import FairQueue, QueuedT
@@ -89,16 +89,24 @@ class QueueState(Generic[QueuedT]):
             self.requested_rows, self._demand_since_s = 0, now_s
 
 
-class ScheduledBatch(Generic[QueuedT]):
-    """Requests of one queue and one group that are computed together."""
+class Batch(Generic[QueuedT]):
+    """Requests of one queue and one group that are computed together: taken, given to the forward, and reported.
 
-    __slots__ = ("expected_s", "group", "queue", "requests", "rows", "started_s")
+    started_s:  when its forward began, and `computed_s` how long it took, by the batcher's clock
+    failed:     the number of its requests that failed: none or all
+    version:    of the weights that computed it; set by the forward, 0 for one without versions
+    is_alone:   no other version has computed it too, so its time is this version's; set by the forward
+    """
+
+    __slots__ = (
+        "computed_s", "expected_s", "failed", "is_alone", "queue", "requests", "rows", "started_s", "version"
+    )  # fmt: skip
 
     def __init__(self, queue: QueueState[QueuedT], requests: Sequence[QueuedT], started_s: float) -> None:
         self.queue, self.requests, self.started_s = queue, requests, started_s
-        self.group: Hashable = requests[0].group
         self.rows = sum([request.num_rows for request in requests])
         self.expected_s = queue.latency.seconds(self.rows)
+        self.computed_s, self.failed, self.version, self.is_alone = 0.0, 0, 0, True
 
 
 class BatchScheduler(Generic[QueuedT]):
@@ -108,7 +116,7 @@ class BatchScheduler(Generic[QueuedT]):
         if slots < 1:
             raise ConfigError("slots", slots, "a batcher has at least one slot")
         self.slots = slots
-        self.running: list[ScheduledBatch[QueuedT]] = []
+        self.running: list[Batch[QueuedT]] = []
         self._queues: list[QueueState[QueuedT]] = []
         self._used_s = 0.0  # the virtual time of the queue that was served last
 
@@ -173,7 +181,7 @@ class BatchScheduler(Generic[QueuedT]):
         retry_after_s = self._estimate_start_s(queue, queue.fair_queue.estimate_total_s(), now_s) - now_s
         return QueueFull(queue.max_queue_rows, retry_after_s, queue.max_queue_bytes)
 
-    def take(self, now_s: float) -> tuple[ScheduledBatch[QueuedT] | None, list[QueuedT]]:
+    def take(self, now_s: float) -> tuple[Batch[QueuedT] | None, list[QueuedT]]:
         """Take the next batch for a free slot, or None when no request waits; also returns the requests that are too
         late.
 
@@ -186,13 +194,13 @@ class BatchScheduler(Generic[QueuedT]):
             if requests:
                 self._used_s = queue.used_s
                 queue.measure_demand(now_s)
-                batch: ScheduledBatch[QueuedT] = ScheduledBatch(queue, requests, now_s)
+                batch: Batch[QueuedT] = Batch(queue, requests, now_s)
                 queue.used_s += batch.expected_s / queue.weight
                 self.running.append(batch)
                 return batch, late
         return None, late
 
-    def finish_batch(self, batch: ScheduledBatch[QueuedT], now_s: float, forwards: Sequence[tuple[int, float]]) -> None:
+    def finish_batch(self, batch: Batch[QueuedT], now_s: float, forwards: Sequence[tuple[int, float]]) -> None:
         """Free the slot, charge the queue with its batch's time, and learn from it.
 
         forwards: (rows, seconds) of each forward that succeeded; more than one when the batch was split

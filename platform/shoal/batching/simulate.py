@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from shoal.batching.fair_queue import QueuedRequest
-from shoal.batching.scheduler import BatchScheduler, ScheduledBatch
+from shoal.batching.scheduler import Batch, BatchScheduler
 from shoal.errors import ConfigError
 
 Measured = Sequence[tuple[int, float]]
@@ -113,7 +113,7 @@ class ScheduleServer:
             "simulated", max_batch_rows=max_batch_rows, max_queue_rows=max_queue_rows
         )
         self._admission = admission
-        self._in_hand: dict[int, ScheduledBatch[_Numbered]] = {}
+        self._in_hand: dict[int, Batch[_Numbered]] = {}
         for rows, seconds in warm:
             self._queue.latency.observe(rows, seconds, 0.0)
 

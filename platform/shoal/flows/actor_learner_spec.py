@@ -22,7 +22,7 @@ OLDER_FIELDS = {
     f"impala.{name}": f"algorithm.{name}" for name in find_config_type("impala").model_fields if name != "name"
 }
 _IS_JOB = re.compile(r"\bActorLearnerSpec\b")
-TRIAL_FACTOR = 6  # measured on CartPole: docs/log.md
+TRIAL_FACTOR = 6  # docs/decisions/028-trials.md
 
 
 class ActorLearnerSpec(RLSpec):

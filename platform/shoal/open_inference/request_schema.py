@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from shoal.errors import InferenceError
 from shoal.open_inference.messages import TensorMetadata
 
+# Parameters of unsupported parts of the protocol: ignoring them would change the meaning of the request.
+REFUSED_PARAMETERS = ("shared_memory_region", "classification")
 MAX_ELEMENTS = 1 << 24  # of a tensor of variable size, to which others in its batch are padded
 MAX_SHOWN = 8  # the most dimensions of a client's shape in an error
 

@@ -129,7 +129,7 @@ class RLSpec(Spec):
     learn_from_endpoint: bool = Field(default=False, description="from users of the endpoint, who act and reward")
     learner: LearnerSpec = LearnerSpec()
     self_play: SelfPlaySpec = SelfPlaySpec()
-    algorithm: AnyAlgorithmConfig = Field(  # the numbers were chosen on CartPole: docs/log
+    algorithm: AnyAlgorithmConfig = Field(  # the numbers were chosen on CartPole: docs/what-did-not-work.md
         default={"name": "impala", "discount": 0.98, "learning_rate": 1.5e-3}, validate_default=True
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -9,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sklearn.gaussian_process import GaussianProcessRegressor
 
 from shoal.errors import ConfigError, TrainError
 from shoal.libs.population.evolution import Decisions, Evolution, EvolutionSpec, build_evolution, select_scores
-from shoal.libs.population.evolution.bandit import Bandit, standardize_ranks
-from shoal.libs.population.evolution.gaussian_process import fit
+from shoal.libs.population.evolution.bandit import Bandit, expect, fit, make_kernel, standardize_ranks
 from shoal.libs.population.evolution.growing_pbt import GrowingPBT
 from shoal.libs.population.evolution.halving import Halving
 from shoal.search.space import SearchSpace
@@ -212,50 +213,62 @@ def test_another_seed_decides_otherwise(name: str) -> None:
 
 
 def test_the_gaussian_process_interpolates_and_knows_what_it_does_not_know() -> None:
-    inputs = np.linspace(0, 1, 12)[:, None]
+    inputs = np.column_stack([np.linspace(0, 1, 12), np.zeros(12)])
     targets = np.sin(6 * inputs[:, 0])
     targets = (targets - targets.mean()) / targets.std()
-    process = fit(inputs, np.zeros(12), targets)
-    mean, deviation = process.predict(inputs, np.zeros(12))
+    process, far = fit(inputs, targets), np.array([[3.0, 0.0]])
+    mean, deviation = process.predict(inputs, return_std=True)
     assert mean == pytest.approx(targets, abs=0.1)
     assert deviation.max() < 0.1
-    _, far = process.predict(np.array([[3.0]]), np.zeros(1))
-    assert far[0] > 0.9  # the prior's is 1
-    again = process.condition(np.array([[3.0]]), np.zeros(1))
-    assert again.predict(np.array([[3.0]]), np.zeros(1))[1][0] < 0.5
-    assert again.predict(inputs, np.zeros(12))[0] == pytest.approx(mean, abs=1e-6)
+    assert process.predict(far, return_std=True)[1][0] > 0.9  # the prior's is 1
+    again = expect(process, far)
+    assert again.predict(far, return_std=True)[1][0] < 0.5
+    assert again.predict(inputs) == pytest.approx(mean, abs=1e-6)
 
 
 def test_the_gaussian_process_equals_the_textbook() -> None:
-    """Rasmussen & Williams, equations 2.25, 2.26 and 2.30, with plain inverses."""
+    """Rasmussen & Williams, equations 2.25, 2.26 and 2.30, with plain inverses and the kernel of the docstring."""
     rng = np.random.default_rng(0)
-    x, t, y, q, s = (
-        rng.random((20, 3)),
-        rng.integers(0, 5, 20).astype(float),
-        rng.normal(size=20),
-        rng.random((4, 3)),
-        np.full(4, 5.0),
-    )
-    process = fit(x, t, y)
+    x, times, targets = rng.random((20, 3)), rng.integers(0, 5, 20).astype(float), rng.normal(size=20)
+    asked = rng.random((4, 3))
 
-    def kernel(a: np.ndarray, u: np.ndarray, b: np.ndarray, v: np.ndarray) -> np.ndarray:
-        distance = np.array([[np.linalg.norm(first - second) for second in b] for first in a])
-        aged = np.array([[(1 - process.forgetting) ** (abs(first - second) / 2) for second in v] for first in u])
-        product: np.ndarray = np.exp(-(distance**2) / (2 * process.length**2)) * aged
-        return product
+    def kernel(a: np.ndarray, u: Any, b: np.ndarray, v: Any, length: float, forgetting: float) -> np.ndarray:
+        distance = np.linalg.norm(a[:, None] - b[None], axis=2)
+        ages = np.abs(np.subtract.outer(u, v))
+        return np.asarray(np.exp(-(distance**2) / (2 * length**2)) * (1 - forgetting) ** (ages / 2))
 
-    inverse = np.linalg.inv(kernel(x, t, x, t) + process.noise * np.eye(20))
-    cross = kernel(q, s, x, t)
-    mean, deviation = process.predict(q, s)
-    assert mean == pytest.approx(cross @ inverse @ y, abs=1e-6)
+    def measure_likelihood(hyper_parameters: tuple[float, float, float]) -> float:
+        length, forgetting, noise = hyper_parameters
+        covariance = kernel(x, times, x, times, length * math.sqrt(3), forgetting) + noise * np.eye(20)
+        return float(-0.5 * targets @ np.linalg.inv(covariance) @ targets - 0.5 * np.linalg.slogdet(covariance)[1])
+
+    grid = itertools.product((0.1, 0.2, 0.4, 0.8, 1.6), (0.0, 0.02, 0.1, 0.3), (1e-3, 1e-2, 0.1, 0.5))
+    length, forgetting, noise = max(grid, key=measure_likelihood)
+    process = fit(np.column_stack([x, times]), targets)
+    inverse = np.linalg.inv(kernel(x, times, x, times, length * math.sqrt(3), forgetting) + noise * np.eye(20))
+    cross = kernel(asked, np.full(4, 5.0), x, times, length * math.sqrt(3), forgetting)
+    mean, deviation = process.predict(np.column_stack([asked, np.full(4, 5.0)]), return_std=True)
+    assert mean == pytest.approx(cross @ inverse @ targets, abs=1e-6)
     assert deviation**2 == pytest.approx(1 - np.einsum("mn,nk,mk->m", cross, inverse, cross), abs=1e-6)
 
 
+def test_the_posterior_of_one_observation_is_that_of_a_hand_computation() -> None:
+    """k = e^(-½·0.3²/0.3²) · 0.9^(4/2) = 0.81 / √e; the mean is k·y / (1 + σ²), the variance 1 - k² / (1 + σ²)."""
+    process = GaussianProcessRegressor(make_kernel(1, 0.3, 0.1), alpha=0.5, optimizer=None)
+    mean, deviation = process.fit([[0.2, 1.0]], [3.0]).predict([[0.5, 5.0]], return_std=True)
+    assert mean[0] == pytest.approx(0.81 * math.exp(-0.5) * 3.0 / 1.5)
+    assert deviation[0] ** 2 == pytest.approx(1 - 0.81**2 * math.exp(-1) / 1.5)
+
+
 def test_old_observations_are_forgotten_where_the_world_changes() -> None:
-    inputs, times = np.tile(np.linspace(0, 1, 8), 6)[:, None], np.repeat(np.arange(6.0), 8)
-    wandering = np.sin(3 * inputs[:, 0] + 1.5 * times)
-    assert fit(inputs, times, standardize_ranks(wandering)).forgetting > 0.02
-    assert fit(inputs, times, standardize_ranks(np.sin(3 * inputs[:, 0]))).forgetting <= 0.02
+    inputs = np.column_stack([np.tile(np.linspace(0, 1, 8), 6), np.repeat(np.arange(6.0), 8)])
+    wandering = fit(inputs, standardize_ranks(np.sin(3 * inputs[:, 0] + 1.5 * inputs[:, 1])))
+    steady = fit(inputs, standardize_ranks(np.sin(3 * inputs[:, 0])))
+
+    def correlate(process: GaussianProcessRegressor) -> float:  # of a position with itself, one round later
+        return float(process.kernel_([[0.0, 0.0]], [[0.0, 1.0]])[0, 0])
+
+    assert correlate(wandering) < math.sqrt(1 - 0.02) <= correlate(steady)
 
 
 def test_ranks_become_normal_quantiles() -> None:

@@ -168,6 +168,7 @@ def test_layers_equal_torch(name: str) -> None:
     check_members(network, build_members(make, network.num_lanes + 1), torch.randn(6, *shape))
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("width", [4, 16])
 def test_vectors_of_other_cpus(width: int) -> None:
     make, shape = NETWORKS["norm and pooling"]

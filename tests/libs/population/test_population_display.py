@@ -87,7 +87,7 @@ def test_a_plain_line_is_printed_when_it_has_news(monkeypatch: pytest.MonkeyPatc
 
 
 def test_before_the_first_report_there_is_only_the_phase() -> None:
-    view = PopulationView("id", "choosing an engine", 1.0)
+    view = PopulationView(run_id="id", phase="choosing an engine", elapsed_s=1.0)
     assert view.format_plain_line() == "[  1.0 s] choosing an engine"
     assert math.isnan(view.remaining_s)
     assert "choosing an engine" in shown(view)

@@ -347,6 +347,7 @@ run_population(PopulationSpec.from_yaml(sys.argv[1]), registers=False)
 """
 
 
+@pytest.mark.soak
 def test_a_run_that_is_killed_again_and_again_has_the_lineage_of_one_that_is_not(folder: Path) -> None:
     """Before any checkpoint; with a round trained and not scored; between a checkpoint and the round's event."""
     evolution = {"patience": 1}

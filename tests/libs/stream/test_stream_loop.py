@@ -101,6 +101,7 @@ def make_broker() -> FakeBroker:
     return FakeBroker(messages)
 
 
+@pytest.mark.soak
 def test_killed_at_each_step_it_ends_in_the_same_weights(tmp_path: Path) -> None:
     at, is_over, num_pauses = 0, False, 0
     while not is_over:

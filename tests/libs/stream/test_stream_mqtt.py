@@ -333,6 +333,7 @@ def test_a_broker_that_goes_and_comes_back_costs_no_message(spec: SensorTopicSpe
     assert differing_tensors(loop.trainer.state_dict(), relearn(tmp_path / "run").state_dict()) == []
 
 
+@pytest.mark.soak
 def test_killed_at_any_moment_it_ends_in_the_same_weights(spec: SensorTopicSpec, tmp_path: Path) -> None:
     """SIGKILL, at moments drawn by a seed, of a process that learns from a real broker."""
     begin_session(spec)

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gated_forward import answer, run, until
-from shoal.batching.batcher import Batcher
+from gated_forward import answer, requests_of, run, until
+from shoal.batching.batcher import Batch, Batcher
 from shoal.errors import InferenceError, TreeError
 from shoal.libs.trees import planner
 from shoal.libs.trees.plan import TreePlan
@@ -224,14 +224,15 @@ def test_a_request_that_is_no_tree_leaves_the_others_of_its_batch_alone() -> Non
     model = served()
     batches: list[int] = []
 
-    def forward(group: object, requests: Any) -> Any:
+    def forward(batch: Batch[Any]) -> Any:
+        requests = requests_of(batch)
         batches.append(len(requests))
         return model.predict_batch(requests)
 
     several: list[tuple[Tree, ...]] = [(CHAIN,), (FLAT, SINGLE), (FLAT, NO_TREES[0][0]), (SINGLE,)]
 
     async def body() -> None:
-        batcher: Batcher[Any, Any] = Batcher()
+        batcher: Batcher[Any, Any, Any] = Batcher()
         queue = batcher.add_queue("trees", forward, max_batch_rows=8, max_queue_rows=64)
         requests = [as_request(*each) for each in several]
         submitted = [answer(queue, request, len(request["tokens"])) for request in requests]

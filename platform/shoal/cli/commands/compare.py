@@ -127,28 +127,31 @@ def _build_table(columns: list[Column], reached: list[TargetReached | None], tar
     from shoal.cost.compare.comparison import ROWS
     from shoal.cost.compare.comparison_plot import format_value
 
-    table = make_table("", *(TableColumn(Text(each.run.id), justify="right", overflow="fold") for each in columns))
-
-    def add(label: str, values: list[str]) -> None:
-        if any(value != "-" for value in values):
-            table.add_row(*map(Text, (label, *values)))
-
-    add("job", [column.run.title for column in columns])
-    add("status", [column.run.status.value for column in columns])
-    add("plan", [column.plan for column in columns])
-    add("workers", [str(column.workers or "-") for column in columns])
+    rows = [
+        ["job", *(column.run.title for column in columns)],
+        ["status", *(column.run.status.value for column in columns)],
+        ["plan", *(column.plan for column in columns)],
+        ["workers", *(str(column.workers or "-") for column in columns)],
+    ]
     metric = next((column.headline[0] for column in columns if column.headline), "")
-    add(f"best {metric}", [format_number(column.headline[1]) if column.headline else "-" for column in columns])
+    best = [format_number(column.headline[1]) if column.headline else "-" for column in columns]
+    rows.append([f"best {metric}", *best])
     if target:
-        add(f"time to {target}", [format_duration(each.training_s) if each else "not reached" for each in reached])
-        add(f"cost to {target}", [format_number(each.money) if each and each.money else "-" for each in reached])
+        rows.append(
+            [f"time to {target}", *(format_duration(each.training_s) if each else "not reached" for each in reached)]
+        )
+        rows.append(
+            [f"cost to {target}", *(format_number(each.money) if each and each.money else "-" for each in reached)]
+        )
     for name, (unit, meaning) in ROWS.items():
-        known = [column.values.get(name, math.nan) for column in columns]
-        words = [format_duration(value) if name == "lived_s" else format_value(value, unit) for value in known]
-        marks = ["~" if name in column.predicted else "" for column in columns]
+        known = [(column, column.values.get(name, math.nan)) for column in columns]
         told = [
-            f"{mark}{word}" if math.isfinite(value) else "-"
-            for mark, word, value in zip(marks, words, known, strict=True)
+            ("~" if name in column.predicted else "")
+            + (format_duration(value) if name == "lived_s" else format_value(value, unit))
+            if math.isfinite(value)
+            else "-"
+            for column, value in known
         ]
-        add(meaning, told)
-    return table
+        rows.append([meaning, *told])
+    headings = (TableColumn(Text(each.run.id), justify="right", overflow="fold") for each in columns)
+    return make_table("", *headings, rows=(row for row in rows if {*row[1:]} != {"-"}))

@@ -111,8 +111,7 @@ def _show_run(console: Console, run: Run, as_json: bool) -> None:
 def _build_cost_table(tables: dict[str, dict[str, float]]) -> Table:
     from shoal.cost.cost_table import QUANTITIES, format_quantity, relative_error
 
-    headings = [*tables, *(["off by"] if len(tables) == 2 else [])]
-    table = make_table("", *map(make_number_column, headings))
+    rows = []
     for quantity in QUANTITIES:
         values = [each.get(quantity.name, math.nan) for each in tables.values()]
         if not any(map(math.isfinite, values)):
@@ -121,20 +120,17 @@ def _build_cost_table(tables: dict[str, dict[str, float]]) -> Table:
         if len(values) == 2:
             missed = relative_error(*values)
             row.append(f"{missed:+.1%}" if math.isfinite(missed) else "-")
-        table.add_row(*map(Text, row))
-    return table
+        rows.append(row)
+    headings = [*tables, *(["off by"] if len(tables) == 2 else [])]
+    return make_table("", *map(make_number_column, headings), rows=rows)
 
 
 def _build_placement_table(table: CostTable) -> Table:
     """What each rank stores."""
     from shoal.parallel.placement import HEADINGS
 
-    drawn = make_table(
-        *(Column(each, justify="right" if each == "parameters" else "left", overflow="fold") for each in HEADINGS)
-    )
-    for line in table.placement_rows:
-        drawn.add_row(*map(Text, line.to_cells()))
-    return drawn
+    columns = (Column(each, justify="right" if each == "parameters" else "left", overflow="fold") for each in HEADINGS)
+    return make_table(*columns, rows=(line.to_cells() for line in table.placement_rows))
 
 
 def _print_notes(console: Console, table: CostTable) -> None:

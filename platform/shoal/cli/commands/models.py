@@ -77,26 +77,20 @@ def list_models(name: str | None, as_json: bool) -> None:
             "There are no models yet. A job registers what it trained:\n\n  shoal run --help", highlight=False
         )
         return
-    table = make_table(
+    columns = [
         *(Column(title, overflow="fold") for title in ("model", "aliases")),
         *(Column(title, overflow="fold", no_wrap=True, justify="right") for title in ("age", "size")),
         Column("run", overflow="fold", no_wrap=True),  # which may be copied
         Column("metrics", overflow="fold"),
-    )
-    now = time.time()
-    for each in found:
-        manifest = each.manifest
-        numbers = ", ".join(f"{key} {format_number(value)}" for key, value in manifest.metrics.items())
-        since, how_big = format_age(now - manifest.created_at), format_size(manifest.size_bytes)
-        table.add_row(
-            Text(each.ref),
-            _format_aliases(each),
-            Text(since),
-            Text(how_big),
-            Text(manifest.run_id or "-"),
-            Text(numbers or "-"),
-        )
-    console.print(table)
+    ]
+    console.print(make_table(*columns, rows=map(_make_cells, found)))
+
+
+def _make_cells(version: ModelVersion) -> list[str | Text]:
+    manifest = version.manifest
+    age, size = format_age(time.time() - manifest.created_at), format_size(manifest.size_bytes)
+    numbers = ", ".join(f"{key} {format_number(value)}" for key, value in manifest.metrics.items())
+    return [version.ref, _format_aliases(version), age, size, manifest.run_id or "-", numbers or "-"]
 
 
 @models.command()

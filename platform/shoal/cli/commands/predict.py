@@ -16,7 +16,6 @@ from typing import Any
 import click
 import numpy as np
 from rich.table import Column
-from rich.text import Text
 
 from shoal.cli.support import input_readers as read
 from shoal.cli.support.console import make_literal_console, make_table, print_json
@@ -154,11 +153,11 @@ def _show(signature: ModelMetadata, answers: Sequence[Answer], output: str) -> N
         print_json(rows)
         return
     console = make_literal_console(soft_wrap=not sys.stdout.isatty())
-    shown = make_table(Column("row", justify="right"), *(Column(name, overflow="fold") for name in names))
     limit = MAX_ROWS_SHOWN if console.is_terminal else len(versions)
-    for row in range(min(limit, len(versions))):
-        shown.add_row(str(row), *(Text(_format_value(values[row])) for values in outputs.values()))
-    console.print(shown)
+    columns = [Column("row", justify="right"), *(Column(name, overflow="fold") for name in names)]
+    shown = range(min(limit, len(versions)))
+    cells = ((str(row), *(_format_value(values[row]) for values in outputs.values())) for row in shown)
+    console.print(make_table(*columns, rows=cells))
     if len(versions) > limit:
         console.print(f"and {len(versions) - limit} more rows: --output json has them all", style="dim")
 

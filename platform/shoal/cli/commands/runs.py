@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import click
 from rich.console import Console
@@ -215,20 +216,21 @@ def _follow(console: Console, run: Run) -> None:
 
 def _build_table(listed: list[Run]) -> Table:
     is_short = all(len(each.id) <= MAX_UNFOLDED_ID_LENGTH for each in listed)
-    table = make_table(
+    columns = [
         Column("run", no_wrap=is_short, overflow="fold"),
         Column("job", overflow="fold"),
         Column("status", no_wrap=True),
         *map(make_number_column, ("age", "duration")),
         Column("best", overflow="fold"),
-    )
-    now = time.time()
-    for each in listed:
-        best = each.best()
-        judged = f"{format_number(best[1])} {best[0]}" if best else "-"  # the number is not folded even if the name is
-        row = (Text(each.id), Text(each.title), _format_status(each), Text(format_age(now - each.created_at)))
-        table.add_row(*row, Text(format_duration(each.duration_s)), Text(judged))
-    return table
+    ]
+    return make_table(*columns, rows=map(_make_cells, listed))
+
+
+def _make_cells(run: Run) -> list[str | Text]:
+    best = run.best()
+    judged = f"{format_number(best[1])} {best[0]}" if best else "-"  # the number is not folded even if the name is
+    age, duration = format_age(time.time() - run.created_at), format_duration(run.duration_s)
+    return [run.id, run.title, _format_status(run), age, duration, judged]
 
 
 def _format_status(run: Run) -> Text:
@@ -250,64 +252,41 @@ def _show(console: Console, run: Run) -> None:
         ("files", str(run.folder)),
     ]
     print_facts(facts)
-    if run.list_events(SWEEPING):
-        _print_section(console, "Trials", render_trials(load_sweep(run)))
-    else:
-        _show_metrics(console, run)
-    _show_endpoints(console, run)
-    _show_events(console, run)
+    _show_record(console, run)
     _show_next(console, run)
 
 
-def _print_section(console: Console, title: str, table: Table) -> None:
-    console.print()
-    console.print(Text(title, style="bold"))
-    console.print(table)
+def _print_section(console: Console, title: str, rows: Sequence[Sequence[str | Text]]) -> None:
+    """Rows below a title; nothing without rows."""
+    if rows:
+        table = make_table(*(Column(overflow="fold") for _ in rows[0]), rows=rows)
+        table.show_header, table.padding = False, (0, 2, 0, 2)
+        console.print(Text(f"\n{title}", style="bold"))
+        console.print(table)
 
 
-def _make_plain_table(num_columns: int) -> Table:
-    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 2))
-    for _ in range(num_columns):
-        table.add_column(overflow="fold")
-    return table
-
-
-def _show_metrics(console: Console, run: Run) -> None:
-    latest = run.latest()
-    if not latest:
+def _show_record(console: Console, run: Run) -> None:
+    """Its newest metrics, or the trials of a sweep; endpoints, models and events."""
+    latest, events = run.latest(), run.events().tail(NUM_EVENTS).to_dict("records")
+    if run.list_events(SWEEPING):
+        console.print(Text("\nTrials", style="bold"))
+        console.print(render_trials(load_sweep(run)))
+    elif not latest:
         console.print("\nNo metrics have been logged.", highlight=False)
-        return
-    table = _make_plain_table(2)
-    for name, value in sorted(latest.items()):
-        table.add_row(Text(name), Text(format_number(value), justify="right"))
-    _print_section(console, "Newest metrics", table)
+    else:
+        metrics = [(name, Text(format_number(value), justify="right")) for name, value in sorted(latest.items())]
+        _print_section(console, "Newest metrics", metrics)
+    _print_section(console, "Endpoints", [(each.name, each.kind, each.address, each.state) for each in run.endpoints()])
+    models = [
+        (f"{each['name']}@{each['version']}", ", ".join(each["aliases"])) for each in run.models().to_dict("records")
+    ]
+    _print_section(console, "Registered models (aliases then)", models)
+    _print_section(console, "Last events", list(map(_make_event_cells, events)))
 
 
-def _show_endpoints(console: Console, run: Run) -> None:
-    endpoints, models = run.endpoints(), run.models().to_dict("records")
-    if endpoints:
-        table = _make_plain_table(4)
-        for place in endpoints:
-            table.add_row(*(Text(word) for word in (place.name, place.kind, place.address, place.state)))
-        _print_section(console, "Endpoints", table)
-    if models:
-        table = _make_plain_table(2)
-        for model in models:
-            table.add_row(Text(f"{model['name']}@{model['version']}"), Text(", ".join(model["aliases"])))
-        _print_section(console, "Registered models (aliases then)", table)
-
-
-def _show_events(console: Console, run: Run) -> None:
-    events = run.events().tail(NUM_EVENTS).to_dict("records")
-    if not events:
-        return
-    table = _make_plain_table(3)
-    for event in events:
-        details = "  ".join(f"{name}={format_value(value)}" for name, value in event["details"].items() if name != "at")
-        table.add_row(
-            Text(format_duration(event["time"]), style="dim", justify="right"), Text(event["kind"]), Text(details)
-        )
-    _print_section(console, "Last events", table)
+def _make_event_cells(event: Mapping[Any, Any]) -> tuple[str | Text, ...]:
+    details = "  ".join(f"{name}={format_value(value)}" for name, value in event["details"].items() if name != "at")
+    return Text(format_duration(event["time"]), style="dim", justify="right"), event["kind"], details
 
 
 def format_resume_command(run: Run) -> str:

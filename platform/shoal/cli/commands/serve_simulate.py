@@ -122,9 +122,8 @@ def _scale_to_replicas(load: SimulatedLoad, replicas: int) -> dict[str, float | 
 def _build_table(loads: list[tuple[float, SimulatedLoad]], replicas: int, deadline_s: float | None) -> Table:
     in_time = "answered/s" if deadline_s is None else f"within {deadline_s:g} s"
     headings = ("requests/s", "p50", "p90", "p99", in_time, "refused", "busy", "batch")
-    table = make_table(*(Column(heading, justify="right") for heading in headings))
-    for rate, load in loads:
-        table.add_row(
+    rows = (
+        (
             f"{rate:,.0f}",
             *(_format_milliseconds(seconds) for seconds in (load.p50_s, load.p90_s, load.p99_s)),
             f"{load.goodput_per_s * replicas:,.0f}",
@@ -132,7 +131,9 @@ def _build_table(loads: list[tuple[float, SimulatedLoad]], replicas: int, deadli
             f"{load.utilisation:.0%}",
             "-" if math.isnan(load.mean_batch_rows) else f"{load.mean_batch_rows:.1f}",
         )
-    return table
+        for rate, load in loads
+    )
+    return make_table(*(Column(heading, justify="right") for heading in headings), rows=rows)
 
 
 def _format_milliseconds(seconds: float) -> str:

@@ -8,39 +8,22 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Protocol
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.constrain import Constrain
 from rich.live import Live
 
 import shoal.runs
+from shoal.cli.display.panels import RunView
 from shoal.errors import ConfigError
 from shoal.plugins.library import find_libraries
 from shoal.runs import Run, RunKind, Status
 
 REFRESH_S = 0.25
 PLAIN_INTERVAL_S = 2.0
-
-
-class View(Protocol):
-    """One moment of a run, as a frozen dataclass. metrics: the newest values; notes: what a user must know."""
-
-    @property
-    def phase(self) -> str: ...
-    @property
-    def metrics(self) -> Mapping[str, float]: ...
-    @property
-    def notes(self) -> tuple[str, ...]: ...
-
-    def render(self) -> RenderableType:
-        """The picture for a terminal."""
-
-    def format_plain_line(self) -> str:
-        """One line for a log file."""
 
 
 # Modules with `make_view(run, before, notes)`, whose `before` supplies the history; those of libraries beside them.
@@ -58,16 +41,16 @@ KINDS_WITHOUT_DISPLAY = {
 }
 
 
-def make_view(record: Run, before: View | None, notes: Sequence[str] = ()) -> View | None:
+def make_view(record: Run, before: RunView | None, notes: Sequence[str] = ()) -> RunView | None:
     """The present view of the run; `before` is the last one. None for a kind WITHOUT_DISPLAY."""
     if record.kind in KINDS_WITHOUT_DISPLAY:
         return None
     displays = {kind: place for library in find_libraries() for kind, place in library.displays.items()} | DISPLAYS
-    view: View = importlib.import_module(displays[record.kind]).make_view(record, before, notes)
+    view: RunView = importlib.import_module(displays[record.kind]).make_view(record, before, notes)
     return view
 
 
-def render(view: View, width: int) -> RenderableType:
+def render(view: RunView, width: int) -> RenderableType:
     """For a terminal of this width."""
     return _Wrapped(view.render(), width - len("^C"))  # which the terminal echoes
 
@@ -88,12 +71,12 @@ class LineThrottle:
     def __init__(self) -> None:
         self._phase, self._printed_at_s, self._news = "", 0.0, ""
 
-    def format_if_due(self, view: View) -> str | None:
+    def format_if_due(self, view: RunView) -> str | None:
         """None where the line would tell nothing but how much time has passed."""
         is_soon = time.monotonic() - self._printed_at_s < PLAIN_INTERVAL_S
         if view.phase == self._phase and (is_soon or not view.metrics):
             return None
-        news = replace(view, elapsed_s=0.0).format_plain_line()  # type: ignore[type-var]
+        news = replace(view, elapsed_s=0.0).format_plain_line()
         if news == self._news:
             return None
         self._phase, self._printed_at_s, self._news = view.phase, time.monotonic(), news

@@ -1,4 +1,4 @@
-"""What verbs print with: the console, tables, JSON, facts, and the lines of live displays.
+"""What verbs print with: the console, tables, JSON and facts.
 
 The console is for names, paths and words of others: `[a]` and `:b:` stand there as they were written. Called by the
 verbs. Pictures style what they assemble (`rich.text.Text`), and never by markup in a string.
@@ -11,9 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 import click
-from rich.columns import Columns
-from rich.console import Console, Group, RenderableType
-from rich.panel import Panel
+from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -25,9 +23,12 @@ def make_literal_console(*, soft_wrap: bool = True) -> Console:
     return Console(highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap)
 
 
-def make_table(*columns: Column | str) -> Table:
-    """Dim headings over columns without lines."""
-    return Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+def make_table(*columns: Column | str, rows: Iterable[Iterable[str | Text]] = ()) -> Table:
+    """Dim headings over columns without lines. Cells stand as they are written: `[a]` is no markup."""
+    table = Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    return table
 
 
 def make_number_column(heading: str) -> Column:
@@ -45,28 +46,6 @@ def print_facts(facts: Sequence[tuple[str, str]]) -> None:
     width = max(len(label) for label, _ in facts)
     for label, value in facts:
         click.echo(f"{click.style(label.ljust(width), dim=True)}  {value}")
-
-
-def render_line(*cells: RenderableType) -> Table:
-    """One line of a live display: its first cell, a number, is not cut."""
-    line = Table.grid(Column(no_wrap=True), padding=(0, 1))
-    line.add_row(*cells)
-    return line
-
-
-def render_cells(cells: Iterable[tuple[str, str]]) -> Columns:
-    """Names and values side by side, in several rows where the terminal is narrow."""
-    texts = [Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in cells]
-    return Columns(texts, padding=(0, 3, 0, 0))
-
-
-def render_run_panel(
-    run_id: str, phase: str, elapsed_s: float, parts: Iterable[RenderableType], notes: Iterable[str]
-) -> Panel:
-    """The frame of a run that goes on."""
-    title = f"[bold]{run_id}[/]  {phase}  [dim]{elapsed_s:.0f} s[/]"
-    lines = Group(*parts, *(Text(note, style="yellow") for note in notes))
-    return Panel(lines, title=title, title_align="left", border_style="cyan", padding=(0, 1))
 
 
 _ANY_LENGTH = 1_000

@@ -71,7 +71,7 @@ def from_json(path: str, inputs: Sequence[TensorDescription], *, has_rows: bool 
     if isinstance(content, list) and len(inputs) == 1:
         return {inputs[0].name: _reshape_rows("json", path, content, inputs[0])}
     lists, row = (", ".join(f'"{spec.name}": {dots}' for spec in inputs) for dots in ("[...]", "..."))
-    remedy = f"write {{{lists}}} or [{{{row}}}, ...]; inputs: {', '.join(map(describe_input, inputs))}"
+    remedy = f"write {{{lists}}} or [{{{row}}}, ...]; {_list_inputs(inputs)}"
     raise DataError("json", path, "is neither inputs nor rows", remedy)
 
 
@@ -95,8 +95,7 @@ def _parse_named_inputs(
 ) -> dict[str, ArrayLike]:
     specs = {spec.name: spec for spec in inputs}
     if unknown := [name for name in content if name not in specs]:
-        told = ", ".join(map(describe_input, inputs))
-        raise DataError("json", path, f"the model has no input {unknown[0]!r}", f"inputs: {told}")
+        raise DataError("json", path, f"the model has no input {unknown[0]!r}", _list_inputs(inputs))
     return {name: _reshape_rows("json", path, rows, specs[name]) for name, rows in content.items()}
 
 
@@ -273,22 +272,20 @@ def _split_target(
     if is_named and name in specs:
         return specs[name], text
     if is_named and not (is_file and Path(word).exists()):
-        raise DataError(
-            field, word, f"the model has no input {name!r}", f"inputs: {', '.join(map(describe_input, inputs))}"
-        )
+        raise DataError(field, word, f"the model has no input {name!r}", _list_inputs(inputs))
     return _require_single_input(field, word, inputs), word
 
 
 def _require_single_input(field: str, word: str, inputs: Sequence[TensorDescription]) -> TensorDescription:
     if len(inputs) != 1:
-        told = ", ".join(map(describe_input, inputs))
-        raise DataError(field, word, "does not say for which input", f"write {inputs[0].name}=...; inputs: {told}")
+        remedy = f"write {inputs[0].name}=...; {_list_inputs(inputs)}"
+        raise DataError(field, word, "does not say for which input", remedy)
     return inputs[0]
 
 
-def describe_input(spec: TensorDescription) -> str:
-    """`x: FP32 [any, 3]`."""
-    return f"{spec.name}: {format_tensor_spec(spec)}"
+def _list_inputs(inputs: Sequence[TensorDescription]) -> str:
+    """`inputs: x: FP32 [any, 3], y: INT64 [any]`."""
+    return "inputs: " + ", ".join(f"{spec.name}: {format_tensor_spec(spec)}" for spec in inputs)
 
 
 def _parse_values(word: str, text: str, spec: TensorDescription) -> list[Any]:

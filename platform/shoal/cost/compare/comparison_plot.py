@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 from shoal.cost.compare.comparison import ROWS, Column
 from shoal.cost.cost_table import format_quantity
 from shoal.runs.formatting import format_number
-from shoal.runs.report.plots import add_legend, hide_spines, make_figure, truncate_middle
+from shoal.runs.report.plots import COLOURS, add_heading, make_figure, truncate_middle
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
 MAX_NAME_CHARS, MAX_METRIC_CHARS, MAX_BAR_CHARS = 44, 60, 26  # that fit into a panel's line
 _BARS = ("lived_s", "money", "memory_peak", "sent_bytes", "communication")
 
@@ -43,12 +42,11 @@ def _plot_curves(axes: Axes, columns: Sequence[Column], names: Sequence[str]) ->
         axes.lines[-1].set_label(truncate_middle(name, MAX_NAME_CHARS))
     metric = next((column.headline[0] for column in columns if column.headline), "")
     axes.set_xlabel("seconds lived")
-    axes.set_title(truncate_middle(metric, MAX_METRIC_CHARS), loc="left", fontsize=10).set_parse_math(False)
-    add_legend(axes, fontsize=8)
+    add_heading(axes, metric, MAX_METRIC_CHARS)
+    axes.legend()
     if not any(len(column.curve[0]) for column in columns):
         axes.set(xticks=[], yticks=[])
         axes.text(0.02, 0.02, "no run has logged what it could be judged by", fontsize=8, transform=axes.transAxes)
-    hide_spines(axes, "top", "right")
 
 
 def _plot_bars(axes: Axes, columns: Sequence[Column], name: str) -> None:
@@ -63,11 +61,10 @@ def _plot_bars(axes: Axes, columns: Sequence[Column], name: str) -> None:
     axes.bar_label(
         drawn, [format_value(value, unit) if math.isfinite(value) else "-" for value in values], fontsize=7.5
     )
-    axes.set_title(textwrap.fill(meaning, MAX_BAR_CHARS), loc="left", fontsize=10)
+    axes.set_title(textwrap.fill(meaning, MAX_BAR_CHARS))
     axes.set_xticks([])
     axes.set_yticks([])
     axes.margins(y=0.12)
-    hide_spines(axes, "top", "right")
 
 
 def format_value(value: float, unit: str) -> str:

@@ -119,16 +119,16 @@ def _build_table(found: Sequence[VariantSummary], metric: str, *, shows_spread: 
     task."""
     names = (metric, *COSTS)
     spread_of = frozenset(names) - {MEMORY, PARAMETERS} if shows_spread else frozenset[str]()
-    numbers = map(make_number_column, (metric, "step", "memory", "parameters"))
-    table = make_table(Column("variant", no_wrap=True), *numbers)
+    rows: list[list[str | Text]] = []
     for worth in found:
         own = [_format_spread(worth.values.get(name), name, name in spread_of) for name in names]
-        table.add_row(Text(worth.name, style="bold" if worth.is_baseline else ""), *own)
+        rows.append([Text(worth.name, style="bold" if worth.is_baseline else ""), *own])
         if not worth.is_baseline:
-            table.add_row(
-                "", *[_format_difference(worth.differences.get(name), name, name in spread_of) for name in names]
+            rows.append(
+                ["", *(_format_difference(worth.differences.get(each), each, each in spread_of) for each in names)]
             )
-    return table
+    numbers = map(make_number_column, (metric, "step", "memory", "parameters"))
+    return make_table(Column("variant", no_wrap=True), *numbers, rows=rows)
 
 
 def _format_difference(spread: MeanAndDeviation | None, name: str, shows_spread: bool) -> Text:

@@ -25,7 +25,13 @@ from shoal.cli.support.console import CommandGroup, make_number_column, make_tab
 from shoal.config import format_override
 from shoal.errors import ConfigError
 from shoal.home import home
-from shoal.libs.planning.tune.finders import BatchSizeResult, LearningRateResult, find_batch_size, find_learning_rate
+from shoal.libs.planning.tune.finders import (
+    BatchSizeResult,
+    BatchTrial,
+    LearningRateResult,
+    find_batch_size,
+    find_learning_rate,
+)
 from shoal.libs.planning.tune.plots import plot_batch_size, plot_learning_rate
 from shoal.runs.formatting import format_number, format_size
 from shoal.train.launch.overrides import spec_from_overrides
@@ -215,30 +221,23 @@ def _show_batch(found: BatchSizeResult) -> None:
 
 
 def _build_rate_table(found: LearningRateResult) -> Table:
-    table = make_table(*map(make_number_column, ("learning rate", "loss", "smoothed")), Column(no_wrap=True))
-    every = max(1, len(found.rates) // NUM_ROWS)
+    every, rows = max(1, len(found.rates) // NUM_ROWS), []
     for place in range(0, len(found.rates), every):
-        rate = found.rates[place]
-        near = range(place, min(place + every, len(found.rates)))
-        mark = "steepest" if any(found.rates[index] == found.suggestion for index in near) else ""
-        mark = mark or ("lowest" if any(found.rates[index] == found.lowest for index in near) else "")
-        table.add_row(f"{rate:.2e}", format_number(found.losses[place]), format_number(found.smoothed[place]), mark)
-    return table
+        near = found.rates[place : place + every]
+        mark = "steepest" if found.suggestion in near else "lowest" if found.lowest in near else ""
+        losses = (format_number(each[place]) for each in (found.losses, found.smoothed))
+        rows.append((f"{found.rates[place]:.2e}", *losses, mark))
+    return make_table(*map(make_number_column, ("learning rate", "loss", "smoothed")), Column(no_wrap=True), rows=rows)
 
 
 def _build_batch_table(found: BatchSizeResult) -> Table:
-    table = make_table(*map(make_number_column, ("batch size", "step", "samples/s", "memory")), Column(no_wrap=True))
-    for each in found.tried:
-        if each.fits:
-            note = "fastest" if each.batch_size == found.fastest else ""
-            note = "largest" if each.batch_size == found.largest else note
-            cells = [
-                f"{1e3 * each.step_s:.1f} ms",
-                format_number(round(each.samples_per_s)),
-                format_size(each.memory_bytes),
-                note,
-            ]
-        else:
-            cells = ["", "", format_size(each.memory_bytes), "does not fit" if each.was_run else "would not fit"]
-        table.add_row(f"{each.batch_size:,}", *cells)
-    return table
+    columns = (*map(make_number_column, ("batch size", "step", "samples/s", "memory")), Column(no_wrap=True))
+    return make_table(*columns, rows=(_make_batch_cells(each, found) for each in found.tried))
+
+
+def _make_batch_cells(tried: BatchTrial, found: BatchSizeResult) -> list[str]:
+    size, memory = f"{tried.batch_size:,}", format_size(tried.memory_bytes)
+    if not tried.fits:
+        return [size, "", "", memory, "does not fit" if tried.was_run else "would not fit"]
+    note = {found.fastest: "fastest", found.largest: "largest"}.get(tried.batch_size, "")
+    return [size, f"{1e3 * tried.step_s:.1f} ms", format_number(round(tried.samples_per_s)), memory, note]

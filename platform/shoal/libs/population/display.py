@@ -1,163 +1,121 @@
 """The display of a running population: its progress, and a table of its members with score, values and lineage.
 
-Reads only the run record. Called by `run_view`. `PopulationView` is the data; `render` and `format_plain_line` are pure
-functions of it.
+Called by `run_view`.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 from rich.console import RenderableType
-from rich.progress_bar import ProgressBar
-from rich.table import Column
+from rich.table import Column, Table
 from rich.text import Text
 
-from shoal.cli.display.rl_display import MAX_HISTORY, Sparkline
-from shoal.cli.display.step_view import StepView
-from shoal.cli.support.console import make_number_column, make_table, render_line, render_run_panel
+from shoal.cli.display.panels import RunView, extend_history, find_phase, render_fact
+from shoal.cli.support.console import make_number_column, make_table
 from shoal.runs import Run
-from shoal.runs.formatting import format_duration, format_number
-from shoal.runs.report.event_messages import format_warning
+from shoal.runs.formatting import format_number
 
 MAX_ROWS = 15  # members in the table: the best ones
 EVOLVING = "evolving"
+PHASES = {"trained": "writing the report", "evolved": "registering", "engine": EVOLVING}
 
 
-@dataclass(frozen=True)
-class PopulationView(StepView):
+@dataclass(frozen=True, kw_only=True)
+class PopulationView(RunView):
     """One moment of a population run.
 
     setting: the details of its event `population`: members, rounds, metric, ...
     engine:  those of `engine`: name, chunk
     last:    the details of its newest event `round`: round, scores, hyper_parameters, ancestors, ...
-    history: the best score of each round, oldest first, all finite
+    history: the best score of each round
     """
 
-    last: dict[str, Any] = field(default_factory=dict)
-    engine: dict[str, Any] = field(default_factory=dict)
-    history: tuple[float, ...] = ()
-    notes: tuple[str, ...] = ()
+    working_phase: ClassVar = EVOLVING
+
+    last: Mapping[str, Any] = field(default_factory=dict)
+    engine: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def remaining_s(self) -> float:
-        """Seconds to the last step at the present speed; NaN when unknown."""
+    def speed(self) -> list[str]:
+        """Steps of all members in a second, where they are known."""
         speed = self.value("population/member_steps_per_s")
-        if self.phase != EVOLVING or not self.setting or not speed > 0:
-            return math.nan
-        num_members: int = self.setting["members"]
-        missing: float = self.setting["total_steps"] - self.value("train/step")
-        return missing * num_members / speed
+        return [f"{speed:,.0f} member-steps/s"] if math.isfinite(speed) else []
+
+    @property
+    def step_s(self) -> float:
+        speed = self.value("population/member_steps_per_s")
+        return float(self.setting["members"]) / speed if speed > 0 else math.nan
+
+    @property
+    def hyper_parameters(self) -> dict[str, list[float]]:
+        """Values of all members by path, in the last round."""
+        return dict(self.last["hyper_parameters"])
 
     def rank_members(self) -> list[int]:
         """The members of the last round, best first; those without a finite score last."""
         sign = -1.0 if self.setting.get("is_higher_better", True) else 1.0
-        scores = self.last.get("scores", [])
-        return sorted(range(len(scores)), key=lambda member: _sort_key(scores[member], sign))
+        finite = [score is not None and math.isfinite(score) for score in self.last.get("scores", [])]
+        keys = [
+            sign * self.last["scores"][member] if is_finite else math.inf for member, is_finite in enumerate(finite)
+        ]
+        return sorted(range(len(keys)), key=keys.__getitem__)
 
-    def render(self) -> RenderableType:
-        """The picture for a terminal."""
-        parts: list[RenderableType] = [_render_progress(self), _render_best(self)]
-        if self.setting:
-            setting, engine = self.setting, self.engine
+    def list_panels(self) -> Iterator[RenderableType]:
+        at, end = str(self.last.get("round", 0)), str(self.setting.get("rounds"))
+        yield self.render_progress("round", at, end, self.speed, width=16)
+        yield self.render_history("best", format_score(self.history[-1]) if self.history else "-", "bold green")
+        if setting := self.setting:
             members = f"{setting['members']} of {setting['parameters']:,} parameters"
-            by = f"{engine['name']}, up to {engine['chunk']} at once, " if engine else ""
-            parts.append(Text.assemble(("members   ", "dim"), f"{members}: {by}on {setting['device']}"))
+            by = f"{self.engine['name']}, up to {self.engine['chunk']} at once, " if self.engine else ""
+            yield render_fact("members", f"{members}: {by}on {setting['device']}")
         if self.last:
-            parts.append(_render_members(self))
-        return render_run_panel(self.run_id, self.phase, self.elapsed_s, parts, self.notes)
+            yield _render_members(self)
 
-    def format_plain_line(self) -> str:
-        """One line for a log file."""
-        at = f"[{self.elapsed_s:5.1f} s] {self.phase}"
+    def list_facts(self) -> list[str]:
         if not math.isfinite(self.value("train/step")):
-            return at
-        parts = [f"step {self.value('train/step'):,.0f}"]
+            return []
+        facts = [f"step {self.value('train/step'):,.0f}"]
         if self.last:
             name, best = self.setting["metric"], self.rank_members()[0]
-            score = format_score(self.last["scores"][best])
-            parts += [
-                f"round {self.last['round']} of {self.setting['rounds']}",
-                f"best {name} {score} of member {best}",
-            ]
-            parts += [f"{_shorten(path)} {format_score(values[best])}" for path, values in _get_values(self).items()]
-        if math.isfinite(speed := self.value("population/member_steps_per_s")):
-            parts.append(f"{speed:,.0f} member-steps/s")
-        if math.isfinite(self.remaining_s):
-            parts.append(f"{format_duration(self.remaining_s)} to go")
-        return f"{at}: {', '.join(parts)}"
-
-
-def _sort_key(score: float | None, sign: float) -> float:
-    return sign * score if score is not None and math.isfinite(score) else math.inf
+            facts.append(f"round {self.last['round']} of {self.setting['rounds']}")
+            facts.append(f"best {name} {format_score(self.last['scores'][best])} of member {best}")
+            values = self.hyper_parameters.items()
+            facts += [f"{_shorten(path)} {format_score(each[best])}" for path, each in values]
+        return [*facts, *self.speed, *self.time_to_go]
 
 
 def make_view(run: Run, before: PopulationView | None, notes: Sequence[str]) -> PopulationView:
     """The present view of the run; `before` supplies the history."""
-    metrics, seen = run.latest(since_resumed=True), run.last_events(since_resumed=True)
+    seen = run.last_events(since_resumed=True)
     setting, last = seen.get("population", {}), seen.get("round", {})
-    history = before.history if before is not None else ()
-    best = metrics.get(f"validation/{setting.get('metric')}", math.nan)
+    view = PopulationView.read(
+        run,
+        seen,
+        notes,
+        phase=find_phase(seen, PHASES, "choosing an engine"),
+        setting=setting,
+        last=last,
+        engine=seen.get("engine", {}),
+    )
     is_new = before is None or before.last.get("round") != last.get("round")
-    if last and is_new and math.isfinite(best):
-        history = (*history, best)[-MAX_HISTORY:]
-    shown = (*notes, *filter(None, (format_warning(*event) for event in seen.items())))
-    elapsed_s = time.time() - run.last_started_at()
-    engine = seen.get("engine", {})
-    return PopulationView(run.id, _infer_phase(seen), elapsed_s, metrics, setting, last, engine, history, shown)
+    best = view.value(f"validation/{setting.get('metric')}") if last and is_new else math.nan
+    return replace(view, history=extend_history(before, best, has_repeats=True))
 
 
-def _infer_phase(seen: Mapping[str, Mapping[str, Any]]) -> str:
-    for kind, phase in (("trained", "writing the report"), ("evolved", "registering"), ("engine", EVOLVING)):
-        if kind in seen:
-            return phase
-    return "choosing an engine"
-
-
-def _render_progress(view: PopulationView) -> RenderableType:
-    round_number = view.last.get("round", 0)
-    cells: list[RenderableType] = [Text.assemble(("round     ", "dim"), (f"{round_number:>6}", "bold"))]
-    if math.isfinite(view.progress):
-        cells += [
-            ProgressBar(total=1.0, completed=view.progress, width=16),
-            Text(f"of {view.setting['rounds']}", "dim"),
-        ]
-    if math.isfinite(speed := view.value("population/member_steps_per_s")):
-        cells.append(Text(f"{speed:,.0f} member-steps/s", "dim"))
-    if math.isfinite(view.remaining_s):
-        cells.append(Text(f"{format_duration(view.remaining_s)} to go", "dim"))
-    return render_line(*cells)
-
-
-def _render_best(view: PopulationView) -> RenderableType:
-    score = format_score(view.history[-1]) if view.history else "-"
-    label = Text.assemble(("best      ", "dim"), (f"{score:>6}", "bold green"))
-    return render_line(label, Sparkline(view.history, min(view.history, default=0.0)))
-
-
-def _render_members(view: PopulationView) -> RenderableType:
+def _render_members(view: PopulationView) -> Table:
     """A row for each of the best members."""
-    values = _get_values(view)
-    columns = [make_number_column(_shorten(path)) for path in values]
-    metric = make_number_column(view.setting["metric"])
-    table = make_table(make_number_column("member"), metric, *columns, Column("copied", overflow="fold"))
-    ranked = view.rank_members()
+    values, ranked, rows = view.hyper_parameters, view.rank_members(), list[list[str | Text]]()
     for member in ranked[:MAX_ROWS]:
-        cells = [format_score(each[member]) for each in values.values()]
         score = Text(format_score(view.last["scores"][member]), "bold" if member == ranked[0] else "")
-        table.add_row(str(member), score, *cells, _format_lineage(view.last["ancestors"][member]))
-    if len(ranked) > MAX_ROWS:
-        table.add_row("", f"and {len(ranked) - MAX_ROWS} more")
-    return table
-
-
-def _get_values(view: PopulationView) -> dict[str, list[float]]:
-    values: dict[str, list[float]] = view.last["hyper_parameters"]
-    return values
+        cells = (format_score(each[member]) for each in values.values())
+        rows.append([str(member), score, *cells, _format_lineage(view.last["ancestors"][member])])
+    rows += [["", f"and {len(ranked) - MAX_ROWS} more"]] if len(ranked) > MAX_ROWS else []
+    numbers = map(make_number_column, ("member", view.setting["metric"], *map(_shorten, values)))
+    return make_table(*numbers, Column("copied", overflow="fold"), rows=rows)
 
 
 def _shorten(path: str) -> str:

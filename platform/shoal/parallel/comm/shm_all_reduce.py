@@ -8,7 +8,7 @@ the same bits; with more than two ranks each adds up a part, and a second barrie
 alternate: a rank that reuses a row knows that all have read it, since a barrier lay in between. Neither file nor
 sockets have a name that outlives their processes, and /dev/shm's limit does not apply.
 
-Gloo wakes threads of its own for each sum, which on a fully loaded host takes longer than the sum itself (docs/log).
+Gloo wakes threads of its own for each sum, which on a fully loaded host takes longer than the sum (decision 010).
 Called by plans that average gradients, and by batch normalisation.
 """
 

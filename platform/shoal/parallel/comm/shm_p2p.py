@@ -6,7 +6,7 @@
 A send does not wait for its receiver: without a free buffer another one is created, so there are as many buffers as
 messages were in flight at once. (After some hundreds of unread messages the notes fill the socket; then the sender
 receives its own messages, and waits.) Messages between two ranks arrive in order. Gloo wakes threads of its own for
-each message, which on a fully loaded host takes milliseconds (docs/log). Called by pipelines, and by `cost`, which
+each message, which on a fully loaded host takes milliseconds (decision 010). Called by pipelines, and by `cost`, which
 times it.
 """
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shoal.actor.policy import make_policy
-from shoal.batching.batcher import BatchedAnswer, Batcher, BatchQueue
+from shoal.batching.batcher import Batcher, BatchQueue, PendingBatch, Prediction
 from shoal.errors import Closed
 from shoal.rl.experience.segment_ledger import ActorKey
 from shoal.rl.gateway.actor_stats import ActorProgress
@@ -91,10 +91,10 @@ class _Answering:
     def done(self) -> bool:
         return False
 
-    def set_result(self, result: BatchedAnswer[Choice], /) -> None:
+    def set_result(self, result: Prediction[Choice], /) -> None:
         episode = self._episode
-        episode.choice = result.answer
-        self._answers.append((self._client.key, result.answer.to_message(episode.number, episode.step)))
+        episode.choice = result.outputs
+        self._answers.append((self._client.key, result.outputs.to_message(episode.number, episode.step)))
 
     def set_exception(self, error: Exception, /) -> None:
         """The policy has failed: the episode ends without its open segment."""
@@ -130,8 +130,8 @@ class RemoteInference:
         self._completing: dict[tuple[ActorKey, int], tuple[ActMessage, Observed]] = {}  # waiting for room, in order
         self._answers: list[tuple[ActorKey, ActionMessage]] = []
         self._callbacks = CallbackQueue(wake)
-        self._batcher: Batcher[_Observation, Choice] = Batcher(loop=self._callbacks)
-        self._queue: BatchQueue[_Observation, Choice] = self._batcher.add_queue(
+        self._batcher: Batcher[None, _Observation, Choice] = Batcher(loop=self._callbacks)
+        self._queue: BatchQueue[None, _Observation, Choice] = self._batcher.add_queue(
             "observations", self._forward, max_batch_rows=MAX_BATCH_ROWS, max_queue_rows=MAX_QUEUE_ROWS
         )
 
@@ -235,11 +235,12 @@ class RemoteInference:
 
     def _enqueue(self, client: OpenEpisodes, episode: RemoteEpisode) -> None:
         row = _Observation(episode.observations[-1], _make_stream(client, episode), episode.step == 0)
-        self._queue.enqueue(row, _Answering(self._answers, client, episode), tenant=client.key[0])
+        self._queue.enqueue(row, _Answering(self._answers, client, episode), group=None, tenant=client.key[0])
 
     # What follows runs in the batcher's thread.
 
-    def _forward(self, group: Hashable, rows: Sequence[_Observation]) -> list[Choice]:
+    def _forward(self, batch: PendingBatch[None, _Observation, Choice]) -> list[Choice]:
+        rows = [entry.request for entry in batch.requests]
         snapshot, policy, spec = self._get_weights(), self._policy, self._experience.observation
         if snapshot is None:
             raise Closed("there are no weights")

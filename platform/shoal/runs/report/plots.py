@@ -1,7 +1,7 @@
 """The pictures of runs: learning curves, the small plots of a report, and curves in one panel; the style of all.
 
 Takes columns of numbers and returns a matplotlib figure, or SVG for a page; never reads the record. Uses figures of
-its own, so that a caller's pyplot is unchanged.
+its own, so that a caller's pyplot is unchanged. `make_figure` has the style of every picture of the package.
 """
 
 from __future__ import annotations
@@ -25,9 +25,20 @@ MAX_HEADING_LENGTH, MAX_TITLE_LENGTH = 44, 60  # that fit into a panel
 MAX_DRAWN_VALUE = 1e300  # axes extend beyond their values, and must be finite themselves
 
 INK, MUTED, RULE, GRID = "#111827", "#6b7280", "#d1d5db", "#eef0f3"
-LINE, MARK = "#2563eb", "#d97706"
-FONT_SIZE = 9.0
-_STYLE = {"svg.fonttype": "none", "svg.hashsalt": "shoal", "font.size": FONT_SIZE, "axes.unicode_minus": True}
+COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
+LINE, MARK = COLOURS[:2]
+WIDTH_INCHES = 10.8  # across the page
+_STYLE: dict[str, Any] = {
+    **{"svg.fonttype": "none", "svg.hashsalt": "shoal", "font.size": 9.0, "text.parse_math": False},
+    **{"figure.facecolor": "white", "figure.subplot.right": 0.985, "figure.subplot.top": 0.95},
+    **{"axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False, "axes.edgecolor": RULE},
+    **{"axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": GRID, "grid.linewidth": 1},
+    **{"axes.labelcolor": MUTED, "axes.titlelocation": "left", "axes.titlecolor": INK, "axes.titlesize": 10},
+    **{"axes.titleweight": "bold", "axes.xmargin": 0.01, "axes.ymargin": 0.08},
+    **{"figure.constrained_layout.w_pad": 0.1, "legend.frameon": False, "legend.fontsize": 8, "legend.labelcolor": INK},
+    **{f"{axis}tick.{field}": value for axis in "xy" for field, value in (("color", MUTED), ("minor.size", 0))},
+    **{f"{axis}tick.major.{field}": value for axis in "xy" for field, value in (("size", 0), ("pad", 4))},
+}
 
 
 @dataclass(frozen=True)
@@ -59,27 +70,38 @@ class Curve:
 
 @contextmanager
 def make_figure(
-    size_inches: tuple[float, float], *, font_size: float = FONT_SIZE, layout: Literal["constrained"] | None = None
+    size_inches: tuple[float, float], *, layout: Literal["constrained"] | None = None, **margins: float
 ) -> Iterator[Figure]:
-    """An empty figure, and the style of all pictures while the body draws into it."""
+    """An empty figure, and the style of all pictures while the body draws into it. Words are drawn as written, `$` too.
+
+    margins: of `Figure.subplots_adjust`, where there is no layout
+    """
     with needs_extra("report"):
         from matplotlib import rc_context
         from matplotlib.figure import Figure
 
-    with rc_context({**_STYLE, "font.size": font_size}):
-        yield Figure(figsize=size_inches, facecolor="white", layout=layout)
+    with rc_context(_STYLE):
+        figure = Figure(figsize=size_inches, layout=layout)
+        if layout is None:
+            figure.subplots_adjust(**margins)
+        yield figure
 
 
-def hide_spines(axes: Axes, *sides: str) -> None:
-    """Draw no line on these sides of the panel."""
-    for side in sides:
-        axes.spines[side].set_visible(False)
+def use_integer_ticks(axes: Axes, axis: Literal["x", "y"] = "x") -> None:
+    """Ticks at integers alone: there is no step, round or version between two."""
+    axes.locator_params(axis=axis, integer=True)
 
 
-def add_legend(axes: Axes, **options: Any) -> None:
-    """The names of the curves as they are written, `$` too."""
-    for text in axes.legend(frameon=False, **options).get_texts():
-        text.set_parse_math(False)
+def add_heading(axes: Axes, words: str, most: int = MAX_HEADING_LENGTH, **options: Any) -> None:
+    """Words above the panel, shortened to what fits."""
+    axes.set_title(truncate_middle(words, most), **options)
+
+
+def mark_moment(axes: Axes, x: float, word: str) -> None:
+    """A dashed line with a word beside it."""
+    axes.axvline(x, color=MARK, linewidth=1, linestyle=(0, (3, 3)), zorder=1)
+    axes.annotate(word, (x, 0.02), (3, 0), xycoords=("data", "axes fraction"), color=MARK,
+                  textcoords="offset points", fontsize=8)  # fmt: skip
 
 
 def draw_learning_curve(
@@ -90,18 +112,14 @@ def draw_learning_curve(
     panels:  (label of the x axis, curve) each; the last one is in wall seconds
     marks_s: when the run was resumed, drawn into the last panel
     """
-    with make_figure((5.4 * len(panels), 3.5)) as figure:
-        for axes, (label, curve) in zip(_add_panels(figure, len(panels)), panels, strict=True):
+    with _make_panels(title, len(panels)) as (figure, all_axes):
+        for axes, (label, curve) in zip(all_axes, panels, strict=True):
             _draw(axes, curve, width=1.7)
             _mark_best(axes, curve, more_is_better)
-            axes.set_xlabel(label, color=MUTED)
+            axes.set_xlabel(label)
+        add_heading(all_axes[0], metric, pad=12)
         for mark_s in marks_s:
-            axes.axvline(mark_s, color=MARK, linewidth=1, linestyle=(0, (3, 3)), zorder=1)
-            axes.annotate("resumed", (mark_s, 0.02), (3, 0), xycoords=("data", "axes fraction"), color=MARK,
-                          textcoords="offset points", fontsize=8)  # fmt: skip
-        words = truncate_middle(metric, MAX_HEADING_LENGTH)
-        figure.text(0.1 / len(panels), 0.88, words, color=INK, fontsize=11, fontweight="bold", parse_math=False)
-        _draw_title(figure, title, len(panels))
+            mark_moment(all_axes[-1], mark_s, "resumed")
     return figure
 
 
@@ -116,24 +134,26 @@ class Panel:
 
 def draw_training_curves(title: str, panels: Sequence[Panel]) -> Figure:
     """The panels side by side. The first curve of each is a line, the others have a mark at each point as well."""
-    with make_figure((5.4 * len(panels), 3.5)) as figure:
-        for axes, panel in zip(_add_panels(figure, len(panels)), panels, strict=True):
+    with _make_panels(title, len(panels)) as (figure, all_axes):
+        for axes, panel in zip(all_axes, panels, strict=True):
             for index, (name, curve) in enumerate(panel.curves):
-                _draw(axes, curve, width=1.7 if index else 1.2, colour=(LINE, MARK)[index % 2])
+                _draw(axes, curve, width=1.7 if index else 1.2, colour=COLOURS[index % 2])
                 axes.lines[-1].set(label=name, marker="o" if index or len(curve.x) < 2 else "", markersize=4)
             if len(panel.curves) > 1:
-                add_legend(axes, labelcolor=INK)
-            axes.set_xlabel(panel.x, color=MUTED)
-            words = truncate_middle(panel.heading, MAX_HEADING_LENGTH)
-            heading = axes.set_title(words, loc="left", color=INK, fontsize=11, fontweight="bold", pad=12)
-            heading.set_parse_math(False)
-        _draw_title(figure, title, len(panels))
+                axes.legend()
+            axes.set_xlabel(panel.x)
+            add_heading(axes, panel.heading, pad=12)
     return figure
 
 
-def _add_panels(figure: Figure, num_panels: int) -> list[Axes]:
-    figure.subplots_adjust(left=0.1 / num_panels, right=0.985, bottom=0.15, top=0.82, wspace=0.16)
-    return [figure.add_subplot(1, num_panels, number) for number in range(1, num_panels + 1)]
+@contextmanager
+def _make_panels(title: str, num_panels: int) -> Iterator[tuple[Figure, list[Axes]]]:
+    """Panels side by side, and a title above their headings, in a line of its own."""
+    size = (5.4 * num_panels, 3.5)
+    with make_figure(size, left=0.1 / num_panels, bottom=0.15, top=0.82, wspace=0.16) as figure:
+        yield figure, list(figure.subplots(1, num_panels, squeeze=False)[0])
+        words = truncate_middle(title, MAX_TITLE_LENGTH * num_panels)
+        figure.text(0.985, 0.955, words, color=MUTED, ha="right")
 
 
 def truncate_middle(words: str, most: int) -> str:
@@ -141,16 +161,9 @@ def truncate_middle(words: str, most: int) -> str:
     return words if len(words) <= most else f"{words[: most // 2]}…{words[len(words) - (most - most // 2 - 1) :]}"
 
 
-def _draw_title(figure: Figure, title: str, num_panels: int) -> None:
-    """Draw it above the headings, in a line of its own."""
-    words = truncate_middle(title, MAX_TITLE_LENGTH * num_panels)
-    figure.text(0.985, 0.955, words, color=MUTED, fontsize=9, ha="right", parse_math=False)
-
-
 def draw_small_plot(curve: Curve, begin: float, end: float) -> Figure:
     """A plot for a grid of many, all from `begin` to `end`: no labels, for the page names it."""
-    with make_figure((3.5, 1.7)) as figure:
-        figure.subplots_adjust(left=0.16, right=0.97, bottom=0.14, top=0.95)
+    with make_figure((3.5, 1.7), left=0.16, right=0.97, bottom=0.14) as figure:
         axes = figure.add_subplot()
         _draw(axes, curve, width=1.2)
         margin = 0.01 * (end - begin)
@@ -162,30 +175,32 @@ def draw_small_plot(curve: Curve, begin: float, end: float) -> Figure:
 
 def draw_wide_plot(curve: Curve) -> Figure:
     """Stairs of versions across the page."""
-    with make_figure((10.8, 1.9)) as figure:
-        figure.subplots_adjust(left=0.05, right=0.985, bottom=0.22, top=0.95)
+    with make_figure((WIDTH_INCHES, 1.9), left=0.05, bottom=0.22) as figure:
         axes = figure.add_subplot()
         _draw(axes, curve, width=1.5, drawstyle="steps-post")
-        axes.set_xlabel("wall time (s)", color=MUTED)
-        axes.locator_params(axis="y", nbins=5, integer=True)
+        axes.set_xlabel("wall time (s)")
+        axes.locator_params(axis="y", nbins=5)
+        use_integer_ticks(axes, "y")
     return figure
 
 
 def to_svg(figure: Figure) -> str:
     """The figure as an SVG element, text as text; the page gives the font."""
-    from matplotlib import rc_context
-
-    buffer = io.StringIO()
-    with rc_context(_STYLE):
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
-    text = buffer.getvalue()
+    text = _save(figure, "svg", metadata={"Date": None}).decode()
     return text[text.index("<svg") :]
 
 
 def to_png(figure: Figure, dots_per_inch: int = 160) -> bytes:
     """The figure as a PNG file."""
+    return _save(figure, "png", dpi=dots_per_inch)
+
+
+def _save(figure: Figure, file_format: str, **options: Any) -> bytes:
+    from matplotlib import rc_context
+
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=dots_per_inch)
+    with rc_context(_STYLE):  # ticks are made when they are drawn
+        figure.savefig(buffer, format=file_format, **options)
     return buffer.getvalue()
 
 
@@ -194,17 +209,9 @@ def _draw(axes: Axes, curve: Curve, width: float, drawstyle: str = "default", co
 
     thin = curve.downsample()
     single = "o" if len(thin.x) == 1 else ""
-    axes.plot(
-        thin.x, thin.y, color=colour, linewidth=width, solid_joinstyle="round", drawstyle=drawstyle, marker=single
-    )
-    hide_spines(axes, "top", "right", "left")
-    axes.spines["bottom"].set_color(RULE)
-    axes.tick_params(colors=MUTED, length=0, pad=4)
-    axes.grid(axis="y", color=GRID, linewidth=1)
-    axes.set_axisbelow(True)
-    axes.margins(x=0.01, y=0.08)
-    if not np.any(thin.x % 1):  # steps: there is none between two
-        axes.locator_params(axis="x", integer=True)
+    axes.plot(thin.x, thin.y, color=colour, linewidth=width, drawstyle=drawstyle, marker=single)
+    if not np.any(thin.x % 1):  # steps
+        use_integer_ticks(axes)
     for axis in (axes.xaxis, axes.yaxis):
         low, high = axis.get_view_interval()
         if 10_000 <= max(abs(low), abs(high)) < 1e15:
@@ -217,5 +224,5 @@ def _mark_best(axes: Axes, curve: Curve, more_is_better: bool) -> None:
     axes.plot([x], [y], "o", color=LINE, markersize=5, markeredgecolor="white", markeredgewidth=1.2, zorder=5)
     axes.annotate(
         f"• best {y:.4g}", (0.985, 0.05 if more_is_better else 0.93), xycoords="axes fraction", ha="right",
-        va="bottom" if more_is_better else "top", color=INK, fontsize=9,
+        va="bottom" if more_is_better else "top", color=INK,
     )  # fmt: skip

@@ -15,16 +15,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shoal.runs.report.plots import (
-    GRID,
-    INK,
     LINE,
-    MARK,
-    MAX_HEADING_LENGTH,
     MUTED,
     RULE,
-    hide_spines,
+    WIDTH_INCHES,
+    add_heading,
     make_figure,
-    truncate_middle,
+    mark_moment,
+    use_integer_ticks,
 )
 
 if TYPE_CHECKING:
@@ -32,7 +30,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame, Series
 
-WIDTH_INCHES = 10.8  # across the page
 MAX_LABELLED_MEMBERS = 40
 LINK_LENGTH = 0.5  # of a copy, in rounds
 SURVIVOR = "#9ca3af"
@@ -50,19 +47,18 @@ def draw_genealogy(
     restarts:  rounds after which all members restarted
     """
     num_members = int(stretches["member"].max()) + 1
-    with make_figure((WIDTH_INCHES, min(1.2 + 0.17 * num_members, 8.0))) as figure:
-        axes = _add_panel(figure, left=0.05, bottom=max(0.08, 0.5 / figure.get_figheight()))
+    height = min(1.2 + 0.17 * num_members, 8.0)
+    with make_figure((WIDTH_INCHES, height), left=0.05, bottom=max(0.08, 0.5 / height), top=0.97) as figure:
+        axes = figure.add_subplot()
         axes.grid(visible=False)
         _draw_descent(axes, stretches, RULE, 0.8)
         _draw_descent(axes, survivors, SURVIVOR, 1.3)
         _draw_descent(axes, ancestry, LINE, 2.4)
         for number in restarts:
-            axes.axvline(number, color=MARK, linewidth=1, linestyle=(0, (3, 3)), zorder=1)
-            axes.annotate("restart", (number, 1.0), (3, -9), xycoords=("data", "axes fraction"), color=MARK,
-                          textcoords="offset points", fontsize=8)  # fmt: skip
+            mark_moment(axes, number, "restart")
         axes.set_ylim(num_members - 0.3, -0.7)
         _label_rounds(axes)
-        axes.set_ylabel("member", color=MUTED)
+        axes.set_ylabel("member")
         every = -(-num_members // MAX_LABELLED_MEMBERS)
         axes.set_yticks(range(0, num_members, every))
     return figure
@@ -78,14 +74,15 @@ def draw_schedules(
     logarithmic: the hyper-parameters that are drawn over their logarithm; None: see `is_logarithmic`
     """
     num_rows = -(-len(paths) // 2)
-    with make_figure((WIDTH_INCHES, 2.7 * num_rows)) as figure:
-        figure.subplots_adjust(left=0.07, right=0.985, bottom=0.5 / figure.get_figheight(), top=1 - 0.06, hspace=0.6)
+    height = 2.7 * num_rows
+    with make_figure(
+        (WIDTH_INCHES, height), left=0.07, bottom=0.5 / height, top=1 - 0.3 / height, hspace=0.6
+    ) as figure:
         for number, path in enumerate(paths, start=1):
             axes = figure.add_subplot(num_rows, 2, number)
             values, ticks = to_numbers(stretches[path])
             codes = dict(zip(ticks, range(len(ticks)), strict=True))
             own = np.array([codes[str(value)] if ticks else value for value in ancestry[path]], float)
-            _style(axes)
             _draw_steps(axes, stretches, values, RULE, 1.0)
             _draw_steps(axes, ancestry, own, LINE, 2.2)
             if not ticks and is_logarithmic(values, path, logarithmic):
@@ -94,9 +91,8 @@ def draw_schedules(
                 axes.yaxis.set_major_formatter("{x:g}")
             if ticks:
                 axes.set_yticks(range(len(ticks)), ticks)
-            axes.margins(x=0.01, y=0.1)
             _label_rounds(axes)
-            _set_heading(axes, path)
+            add_heading(axes, path)
     return figure
 
 
@@ -106,15 +102,14 @@ def draw_member_metric(scores: DataFrame, best: Series[Any], metric: str) -> Fig
     scores: index round, a column for each member
     best:   index round: what the best member's ancestor, and at the end itself, had
     """
-    with make_figure((WIDTH_INCHES, 3.2)) as figure:
-        axes = _add_panel(figure, left=0.07, bottom=0.16, top=0.87)
+    with make_figure((WIDTH_INCHES, 3.2), left=0.07, bottom=0.16, top=0.87) as figure:
+        axes = figure.add_subplot()
         for member in scores.columns:
             axes.plot(scores.index, scores[member], color=RULE, linewidth=1)
         axes.plot(scores.index, scores.median(axis=1), color=MUTED, linewidth=1.2, linestyle=(0, (4, 2)))
         axes.plot(best.index, best, color=LINE, linewidth=2.2, marker="o", markersize=3)
         _label_rounds(axes)
-        axes.margins(x=0.01, y=0.08)
-        _set_heading(axes, metric)
+        add_heading(axes, metric)
     return figure
 
 
@@ -170,26 +165,6 @@ def _draw_steps(axes: Axes, stretches: DataFrame, values: np.ndarray, colour: st
     axes.autoscale_view()
 
 
-def _add_panel(figure: Figure, *, left: float, bottom: float, top: float = 0.97) -> Axes:
-    figure.subplots_adjust(left=left, right=0.985, bottom=bottom, top=top)
-    axes = figure.add_subplot()
-    _style(axes)
-    return axes
-
-
-def _style(axes: Axes) -> None:
-    hide_spines(axes, "top", "right", "left")
-    axes.spines["bottom"].set_color(RULE)
-    axes.tick_params(colors=MUTED, length=0, pad=4)
-    axes.grid(axis="y", color=GRID, linewidth=1)
-    axes.set_axisbelow(True)
-
-
 def _label_rounds(axes: Axes) -> None:
-    axes.set_xlabel("round", color=MUTED)
-    axes.locator_params(axis="x", integer=True)
-
-
-def _set_heading(axes: Axes, words: str) -> None:
-    title = truncate_middle(words, MAX_HEADING_LENGTH)
-    axes.set_title(title, loc="left", color=INK, fontsize=10, fontweight="bold").set_parse_math(False)
+    axes.set_xlabel("round")
+    use_integer_ticks(axes)

@@ -92,14 +92,6 @@ _ELSEWHERE = (
 
 
 @dataclass(frozen=True)
-class Card:
-    """A headline number."""
-
-    value: str
-    label: str
-
-
-@dataclass(frozen=True)
 class Plot:
     """A small plot; `svg` is markup, `latest` the newest value."""
 
@@ -107,14 +99,6 @@ class Plot:
     label: str
     svg: str
     latest: str
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A PNG of the run's own; `data` is its base64."""
-
-    name: str
-    data: str
 
 
 @dataclass(frozen=True)
@@ -239,10 +223,10 @@ def _build_page(run: Run) -> dict[str, object]:
     }
 
 
-def _read_pictures(folder: Path) -> list[Picture]:
-    """The first PNG files of the folder, by name, without those that would make the page heavy."""
+def _read_pictures(folder: Path) -> list[tuple[str, str]]:
+    """(name, base64) of the first PNG files of the folder, by name, without those that would make the page heavy."""
     paths = [path for path in sorted(folder.glob("*.png")) if path.stat().st_size <= MAX_PICTURE_BYTES]
-    return [Picture(path.stem, base64.b64encode(path.read_bytes()).decode()) for path in paths[:MAX_PICTURES]]
+    return [(path.stem, base64.b64encode(path.read_bytes()).decode()) for path in paths[:MAX_PICTURES]]
 
 
 def _choose_cell_class(name: str) -> str:
@@ -264,16 +248,17 @@ def _sort_by_time(metrics: DataFrame) -> DataFrame:
     return metrics.sort_values("time", kind="stable")
 
 
-def _build_cards(read: _ReportData) -> list[Card]:
-    cards = [Card(format_duration(read.run.duration_s), "wall time")]
+def _build_cards(read: _ReportData) -> list[tuple[str, str]]:
+    """(value, label) of the headline numbers."""
+    cards = [(format_duration(read.run.duration_s), "wall time")]
     if read.best is not None:
         name, value = read.best
         called = _SHORT_NAMES.get(name, name.removeprefix(VALIDATION))
-        cards.append(Card(format_number(value), f"best {called}"))
-        cards.append(Card(format_number(read.latest[name]), f"newest {called}"))
-    cards += [Card(_format_metric(name, read.latest[name]), label) for name, label in _CARDS if name in read.latest]
+        cards.append((format_number(value), f"best {called}"))
+        cards.append((format_number(read.latest[name]), f"newest {called}"))
+    cards += [(_format_metric(name, read.latest[name]), label) for name, label in _CARDS if name in read.latest]
     if read.num_versions and "weights/version" not in read.latest:
-        cards.append(Card(format_number(read.num_versions), "weight versions"))
+        cards.append((format_number(read.num_versions), "weight versions"))
     return cards
 
 
@@ -317,30 +302,31 @@ def _draw_headline_curves(read: _ReportData, name: str) -> list[Figure]:
 
 
 def _draw_returns(read: _ReportData, names: Sequence[str]) -> list[Figure]:
-    """The mean return of each policy of a run over environment steps: one figure each, then all in one."""
-    curves = [(name, _make_step_curve(read, name)) for name in names]
+    """The mean return of each policy of a run over environment steps."""
+    headings = [f"{_NAMES[MEAN_RETURN]}: {name.removeprefix(RETURNS)}" for name in names]
     panels = [
-        plots.Panel(f"{_NAMES[MEAN_RETURN]}: {name.removeprefix(RETURNS)}", "environment steps", [(name, curve)])
-        for name, curve in curves
-        if len(curve.x)
+        plots.Panel(heading, "environment steps", [(name, _make_step_curve(read, name))])
+        for heading, name in zip(headings, names, strict=True)
     ]
-    alone = [plots.draw_training_curves("", [panel]) for panel in panels]
-    return [*alone, plots.draw_training_curves(_title(read.run), panels)] if panels else []
+    return _draw_panels(read.run, panels)
 
 
 def _draw_training_curves(read: _ReportData, judged: str) -> list[Figure]:
-    """The training and validation loss, and the headline metric: one figure each, then both in one."""
+    """The training and validation loss, and the headline metric."""
     losses = [
         (word, _make_step_curve(read, name)) for word, name in (("training", TRAINING_LOSS), ("validation", _HELD))
     ]
     panels = [plots.Panel("loss", "step", [(word, curve) for word, curve in losses if len(curve.x)])]
     if judged not in (TRAINING_LOSS, _HELD):
         panels.append(plots.Panel(judged, "step", [(judged, _make_step_curve(read, judged))]))
-    panels = [panel for panel in panels if any(len(curve.x) for _, curve in panel.curves)]
-    if not panels:
-        return []
-    alone = [plots.draw_training_curves("", [panel]) for panel in panels]
-    return [*alone, plots.draw_training_curves(_title(read.run), panels)]
+    return _draw_panels(read.run, panels)
+
+
+def _draw_panels(run: Run, panels: Sequence[plots.Panel]) -> list[Figure]:
+    """One figure for each panel that has a point, then all in one."""
+    drawn = [panel for panel in panels if any(len(curve.x) for _, curve in panel.curves)]
+    together = [plots.draw_training_curves(_title(run), drawn)] if drawn else []
+    return [*(plots.draw_training_curves("", [panel]) for panel in drawn), *together]
 
 
 def _title(run: Run) -> str:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shoal.errors import needs_extra
-from shoal.runs.report.plots import GRID, INK, LINE, MAX_HEADING_LENGTH, MUTED, RULE, hide_spines, make_figure
+from shoal.runs.report.plots import INK, LINE, MAX_HEADING_LENGTH, MUTED, RULE, WIDTH_INCHES, make_figure
 from shoal.runs.report.plots import truncate_middle as shorten
-from shoal.runs.report.population_plots import WIDTH_INCHES, is_logarithmic, to_numbers
+from shoal.runs.report.population_plots import is_logarithmic, to_numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -71,16 +71,14 @@ def draw_importance(importance: DataFrame) -> Figure:
     rows = np.arange(len(names))
     with make_figure((WIDTH_INCHES, 0.8 + 0.32 * len(names)), layout="constrained") as figure:
         axes = figure.add_subplot()
-        _style(axes)
         axes.barh(rows, importance["importance"], color=LINE, height=0.6)
         axes.errorbar(importance["importance"], rows, xerr=importance["spread"], fmt="none", ecolor=MUTED, capsize=2)
         axes.set_yticks(rows, names)
-        for label in axes.get_yticklabels():
-            label.set_parse_math(False)
         axes.invert_yaxis()
         axes.set_xlim(0, 1)
-        axes.set_xlabel("share of the score's variance", color=MUTED)
-        axes.grid(axis="x", color=GRID, linewidth=1)
+        axes.set_xlabel("share of the score's variance")
+        axes.grid(visible=False)
+        axes.grid(axis="x")
     return figure
 
 
@@ -105,8 +103,7 @@ def draw_parallel_coordinates(
     order = finite.sort_values(ascending=higher_is_better, kind="stable").index  # the best is drawn last
     ranks = {index: place for place, index in enumerate(order)}
     colours = dict(zip(order, colormaps["Blues"](np.linspace(0.25, 1.0, len(order))), strict=True))
-    with make_figure((WIDTH_INCHES, 3.6)) as figure:
-        figure.subplots_adjust(left=0.07, right=0.95, bottom=0.06, top=0.86)
+    with make_figure((WIDTH_INCHES, 3.6), left=0.07, right=0.95, bottom=0.06, top=0.86) as figure:
         axes = figure.add_subplot()
         axes.set_axis_off()
         axes.set_xlim(0, max(len(columns) - 1, 1))
@@ -147,12 +144,12 @@ def _draw_axis(axes: Axes, place: int, name: str, column: Series[Any], is_log: b
     for height, label in list(zip(scale(shown), labels, strict=True))[::every]:
         offset, side = (-4, "right") if is_last else (4, "left")
         words = axes.annotate(label, (place, height), (offset, 0), textcoords="offset points", ha=side, va="center")
-        words.set(parse_math=False, color=INK, fontsize=8, zorder=4)
+        words.set(color=INK, fontsize=8, zorder=4)
         words.set_bbox({"color": "white", "alpha": 0.75, "pad": 1, "linewidth": 0})
     side = "right" if is_last else "center" if place else "left"
     longest = max(10, round(100 / (axes.get_xlim()[1] + 1)))
-    axes.annotate(shorten(name, longest), (place, 1.09), ha=side, color=INK, fontsize=9, fontweight="bold",
-                  annotation_clip=False).set_parse_math(False)  # fmt: skip
+    heading = axes.annotate(shorten(name, longest), (place, 1.09), ha=side, annotation_clip=False)
+    heading.set(color=INK, fontweight="bold")
     return scale(numbers)
 
 
@@ -174,10 +171,3 @@ def _compute_marginal_variance(forest: Any, samples: np.ndarray, column: int) ->
     repeated[:, column] = np.repeat(values, len(samples))
     predicted: np.ndarray = forest.predict(repeated)
     return float(predicted.reshape(NUM_VALUES, -1).mean(axis=1).var())
-
-
-def _style(axes: Axes) -> None:
-    hide_spines(axes, "top", "right", "left")
-    axes.spines["bottom"].set_color(RULE)
-    axes.tick_params(colors=MUTED, length=0, pad=4)
-    axes.set_axisbelow(True)

@@ -22,9 +22,8 @@ from shoal.errors import InferenceError
 from shoal.open_inference import inference_pb2 as pb
 from shoal.open_inference.binary_tensors import from_binary, to_binary
 from shoal.open_inference.datatypes import NUMPY_DTYPES
-from shoal.open_inference.http_codec import REFUSED_PARAMETERS
 from shoal.open_inference.messages import TensorMetadata
-from shoal.open_inference.request_schema import RequestSchema, format_tensor_type
+from shoal.open_inference.request_schema import REFUSED_PARAMETERS, RequestSchema, format_tensor_type
 
 # The field of InferTensorContents that holds the elements; FP16 and BF16 travel raw only.
 FIELDS = {

@@ -1,6 +1,6 @@
 """The methods of the gRPC service, and a call's metadata and final status.
 
-Called by `over_http1`. A method's error becomes a status:
+Called by `app`. A method's error becomes a status:
 
     400 405 422 INVALID_ARGUMENT     401 UNAUTHENTICATED      403 PERMISSION_DENIED   404 NOT_FOUND
     409 FAILED_PRECONDITION          413 429 RESOURCE_EXHAUSTED                       500 INTERNAL
@@ -23,11 +23,12 @@ from google.protobuf.message import Message
 
 from shoal.errors import InferenceError
 from shoal.open_inference import inference_pb2 as pb
+from shoal.serve.protocol.request_lifecycle import GRPC_PATH_PREFIX
 
 if TYPE_CHECKING:
     from shoal.serve.grpc.service import InferenceServicer
 
-SERVICE = "inference.GRPCInferenceService"
+SERVICE = GRPC_PATH_PREFIX.strip("/")
 GRPC_STATUSES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,

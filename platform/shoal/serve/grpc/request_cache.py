@@ -3,7 +3,7 @@
 A client's requests are mostly alike. When all bytes except those of the raw tensors equal an earlier request's at the
 same places, the message is the same with other elements: its header, names and shapes are already checked, and its
 arrays are views of its bytes. (Parsing it and building its answer was half of the application's time for a small
-request, and copied large ones: docs/log.)
+request, and copied large ones.)
 
 Called by `service`, on one event loop. Requests with an id or with typed contents have no layout.
 """

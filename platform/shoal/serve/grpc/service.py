@@ -1,7 +1,7 @@
 """The Open Inference Protocol v2 over gRPC: one coroutine for each of its methods, on messages.
 
 Owns the meaning of each method. `codec` has the tensors, `request_cache` the layouts of earlier requests (so inferences
-come and go as bytes), `over_http1` the wire, `model_metadata` a model's metadata. Called by `over_http1`, which answers
+come and go as bytes), `app` the wire, `model_metadata` a model's metadata. Called by `app`, which answers
 an error raised here with a status. Knows no socket and no Ray, and the models only through `ModelManagerProtocol`.
 
 Metadata of requests: `authorization: Bearer KEY`, and as in HTTP `shoal-deadline-ms`, `shoal-track`, `shoal-sticky`,
@@ -31,19 +31,25 @@ from google.protobuf.message import DecodeError, Message
 
 from shoal.errors import Closed, InferenceError
 from shoal.open_inference import inference_pb2 as pb
-from shoal.registry.manifest import Signature
 from shoal.serve.grpc.codec import DecodedInputs, GrpcCodec, InferRequestHeader, encode_field_head, parameter_value
 from shoal.serve.grpc.request_cache import RequestLayout, RequestLayoutCache
-from shoal.serve.http.messages import FORWARDED_FROM_HEADER
-from shoal.serve.messages.inference import Caller, InferCall, ModelManagerProtocol, ServedModelProtocol, format_origin
-from shoal.serve.protocol.access import AccessControl
-from shoal.serve.protocol.model_metadata import EXTENSIONS, build_metadata, build_model_config, to_tensor_metadata
-from shoal.serve.protocol.offload import LARGE_BYTES, decode_in_thread, has_large_arrays, run_in_thread
-from shoal.serve.protocol.request_options import compute_deadline, parse_sticky, parse_track, resolve_version
-from shoal.serve.spec.model_options import ModelOptions
+from shoal.serve.messages.inference import Caller, ModelManagerProtocol, ServedModelProtocol, format_origin
+from shoal.serve.protocol.access import FORWARDED_FROM_HEADER, AccessControl
+from shoal.serve.protocol.infer_call import (
+    LARGE_BYTES,
+    ModelCodecs,
+    begin_call,
+    compute_deadline,
+    decode_in_thread,
+    has_large_arrays,
+    resolve_version,
+    run_in_thread,
+    start_trace,
+)
+from shoal.serve.protocol.model_metadata import EXTENSIONS, build_metadata, build_model_config
 
 if TYPE_CHECKING:
-    from shoal.serve.protocol.tracing import RequestTrace, Tracer
+    from shoal.serve.protocol.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)
@@ -92,7 +98,7 @@ class InferenceServicer:
 
     def __init__(self, host: ModelManagerProtocol, access: AccessControl, tracer: Tracer | None = None) -> None:
         self._manager, self._access, self._tracer = host, access, tracer
-        self._codecs: dict[str, tuple[Signature, ModelOptions, GrpcCodec]] = {}
+        self._codecs = ModelCodecs(GrpcCodec)
         self._layouts = RequestLayoutCache()
 
     async def server_live(self, request: pb.ServerLiveRequest, invocation: Invocation) -> pb.ServerLiveResponse:
@@ -179,41 +185,22 @@ class InferenceServicer:
     async def _handle_infer(self, request: GrpcInferRequest, invocation: Invocation) -> bytes:
         asked = request.asked
         caller = self._admit(invocation, asked.model)
-        if self._tracer is None:
-            return await self._infer(request, invocation, caller, None)
-        parent = invocation.get_metadata(b"traceparent"), invocation.get_metadata(b"tracestate")
-        trace = self._tracer.start_request("inference.GRPCInferenceService/ModelInfer", asked.model, *parent)
-        if trace is None:
-            return await self._infer(request, invocation, caller, None)
-        with trace:
-            return await self._infer(request, invocation, caller, trace)
-
-    async def _infer(
-        self, request: GrpcInferRequest, invocation: Invocation, caller: Caller, trace: RequestTrace | None
-    ) -> bytes:
-        asked = request.asked
-        model = self._manager.get_model(asked.model)
-        version = resolve_version(model, asked.version)
-        codec = self._codec(model)
-        inputs = await self._decode_inputs(request, codec)
-        call = InferCall(
-            inputs.arrays,
-            inputs.num_rows,
-            version=version,
-            deadline_s=_deadline_s(request.arrived_s, asked.timeout_us, invocation, model.options.deadline_s),
-            tenant=caller.name,
-            sticky=parse_sticky(invocation.get_metadata(b"shoal-sticky")),
-            track=parse_track(invocation.get_metadata(b"shoal-track")),
-            outputs=inputs.wanted,
-            trace=trace,
-        )
-        prediction = await model.infer(call)
-        if trace is not None:
-            trace.record_prediction(prediction, inputs.num_rows)
-        invocation.trailing.append((b"shoal-model-version", b"%d" % prediction.version))
-        answered = asked, inputs.outputs, prediction.version, prediction.outputs
-        is_large = has_large_arrays(prediction.outputs, raw=asked.raw)
-        return await run_in_thread(codec.encode, *answered) if is_large else codec.encode(*answered)
+        name, metadata = "inference.GRPCInferenceService/ModelInfer", invocation.metadata
+        with start_trace(self._tracer, name, asked.model, metadata) as trace:
+            model = self._manager.get_model(asked.model)
+            call = begin_call(model, asked.version, metadata, caller, trace)
+            codec = self._codecs.get(model)
+            inputs = await self._decode_inputs(request, codec)
+            call.inputs, call.num_rows, call.outputs = inputs.arrays, inputs.num_rows, inputs.wanted
+            default_s, called_s = model.options.deadline_s, invocation.deadline_s
+            call.deadline_s = compute_deadline(request.arrived_s, asked.timeout_us, metadata, default_s, called_s)
+            prediction = await model.infer(call)
+            if trace is not None:
+                trace.record_prediction(prediction, call.num_rows)
+            invocation.trailing.append((b"shoal-model-version", b"%d" % prediction.version))
+            answered = asked, inputs.outputs, prediction.version, prediction.outputs
+            is_large = has_large_arrays(prediction.outputs, raw=asked.raw)
+            return await run_in_thread(codec.encode, *answered) if is_large else codec.encode(*answered)
 
     def _parse_request(self, content: bytes) -> GrpcInferRequest:
         """Parse a message. Raises InferenceError (400)."""
@@ -304,17 +291,6 @@ class InferenceServicer:
         resolve_version(model, version)
         return model
 
-    def _codec(self, model: ServedModelProtocol) -> GrpcCodec:
-        """The codec of a model, rebuilt when a load has changed the model's signature or options."""
-        signature, options = model.signature, model.options
-        known = self._codecs.get(model.name)
-        if known is not None and known[0] is signature and known[1] is options:
-            return known[2]
-        tensors = to_tensor_metadata(signature.inputs), to_tensor_metadata(signature.outputs)
-        codec = GrpcCodec(model.name, *tensors, options.max_batch_size, options.batch_dim)
-        self._codecs[model.name] = signature, options, codec
-        return codec
-
 
 def to_inference_error(error: Exception) -> InferenceError:
     """The client's error for an exception of a method; a bug is logged."""
@@ -332,16 +308,6 @@ def parse_message(kind: type[M], content: bytes) -> M:
         return kind.FromString(content)
     except DecodeError as error:
         raise InferenceError(400, f"not a {kind.DESCRIPTOR.name}: {error}") from None
-
-
-def _deadline_s(arrived_s: float, timeout_us: object, invocation: Invocation, default_s: float | None) -> float | None:
-    """The earliest deadline that the client named, the call's own included; else the model's."""
-    deadline_ms = invocation.get_metadata(b"shoal-deadline-ms")
-    called_s = invocation.deadline_s
-    asked_s = compute_deadline(arrived_s, timeout_us, deadline_ms, default_s if called_s is None else None)
-    if called_s is None or asked_s is None:
-        return called_s or asked_s
-    return min(called_s, asked_s)
 
 
 def _get_credentials(invocation: Invocation) -> tuple[bytes, bytes]:

@@ -5,20 +5,24 @@ Within one, the pace of a body applies, and its length is checked before the res
 answers stops its stream and after a time counts as disconnected. HAProxy 2.8 does not read a client's window updates
 while it has more of its requests than it can pass on, so a stream that stops reading may stop for good.
 
-Called by `over_http1`, which runs each stream as one of its requests in progress.
+Called by `app`, which runs each stream as one of its requests in progress.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, MutableMapping
-from typing import Any, NamedTuple
+from collections.abc import Awaitable
+from typing import NamedTuple
 
 from shoal.errors import InferenceError
-from shoal.serve.http.fast_path import CLOSING_MESSAGE
 from shoal.serve.messages.inference import Disconnected
-from shoal.serve.protocol.limits import RequestLimits
-from shoal.serve.protocol.request_lifecycle import Receive, RequestLifecycle
+from shoal.serve.protocol.request_lifecycle import (
+    CLOSING_MESSAGE,
+    Message,
+    Receive,
+    RequestLifecycle,
+    RequestsInProgress,
+)
 
 HEAD_BYTES = 5
 
@@ -37,8 +41,8 @@ class StreamLifecycle(RequestLifecycle):
     ahead up to `max_body_bytes`. So a disconnect is detected, and HAProxy reaches the input that follows.
     """
 
-    def __init__(self, task: asyncio.Task[Any], receive: Receive, limits: RequestLimits, since_s: float) -> None:
-        super().__init__(task, receive, limits, since_s)
+    def __init__(self, in_progress: RequestsInProgress, receive: Receive) -> None:
+        super().__init__(in_progress, receive)
         self._buffer = bytearray()
         self._message_since_s: float | None = None  # when the wait for the rest of a message began
         self._sending_since_s: float | None = None
@@ -92,7 +96,7 @@ class StreamLifecycle(RequestLifecycle):
         if not is_here:
             raise Disconnected
 
-    def _append_message(self, message: MutableMapping[str, Any]) -> bool:
+    def _append_message(self, message: Message) -> bool:
         """Append received input; False for a disconnect."""
         if message["type"] == "http.disconnect":
             self._cancel(Disconnected())

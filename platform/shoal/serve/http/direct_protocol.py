@@ -1,23 +1,48 @@
 """uvicorn's protocol class of a connection, which passes requests directly to the application.
 
-Owns the code that depends on uvicorn's internals: `fast_path.find_mismatch` compares them with
-`fast_path.USED_OF_UVICORN` before uvicorn imports this module. Called by uvicorn alone.
+Owns the code that depends on uvicorn's internals: `fast_path` compares them with `USED_OF_UVICORN` before uvicorn uses
+this class. Called by uvicorn alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import http
+import logging
+from collections.abc import Callable
 from typing import Any
 
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from shoal.serve.http import fast_path
-from shoal.serve.http.fast_path import DirectCycle
+from shoal.serve.protocol.request_lifecycle import (
+    CLOSING_MESSAGE,
+    GRPC_PATH_PREFIX,
+    INCOMPLETE_MESSAGE,
+    Application,
+    Message,
+)
+
+logger = logging.getLogger(__name__)
+
+GRPC_PREFIX = GRPC_PATH_PREFIX.encode()
+SERVE_PATH_PREFIX = b"/-/"
+# For the rest of a request that was answered before it was complete: as long as HAProxy waits for a client.
+UNREAD_BODY_TIMEOUT_S = 30.0
+HIGH_WATER_BYTES = 65536  # a shorter first part of an answer is sent together with its head
+# The methods and connection attributes of uvicorn's HttpToolsProtocol that `DirectProtocol` uses.
+USED_OF_UVICORN = frozenset(
+    {"shutdown", "connection_lost", "on_response_complete", "on_headers_complete", "_unset_keepalive_if_required"}
+    | {"app", "cycle", "expect_100_continue", "flow", "loop", "parser", "pipeline", "scope", "server_state", "tasks"}
+    | {"transport", "url"}
+)
+STATUS_LINES = {each.value: f"HTTP/1.1 {each.value} {each.phrase}\r\n".encode() for each in http.HTTPStatus}
 
 
 class DirectProtocol(HttpToolsProtocol):
-    """One connection."""
+    """One connection. uvicorn makes it without our arguments, so `application` is the process's; None: Serve's."""
 
+    application: Application | None = None
     _unread: asyncio.TimerHandle | None = None
 
     def shutdown(self) -> None:
@@ -50,7 +75,7 @@ class DirectProtocol(HttpToolsProtocol):
         if cycle.response_complete and cycle.more_body and not self.transport.is_closing():
             if self._unread is not None:
                 self._unread.cancel()
-            self._unread = self.loop.call_later(fast_path.UNREAD_BODY_TIMEOUT_S, self._leave, cycle)
+            self._unread = self.loop.call_later(UNREAD_BODY_TIMEOUT_S, self._leave, cycle)
 
     def _leave(self, cycle: object) -> None:
         """Abort the connection unless another request has begun. A client that sends single bytes would postpone
@@ -60,12 +85,12 @@ class DirectProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         url = self.url
-        application = fast_path.direct_application()
-        if application is None and url.startswith(fast_path.GRPC_PATH_PREFIX):
+        application = DirectProtocol.application
+        if application is None and url.startswith(GRPC_PREFIX):
             application = self.app
         if (
             application is None
-            or url.startswith(fast_path.SERVE_PATH_PREFIX)
+            or url.startswith(SERVE_PATH_PREFIX)
             or self.expect_100_continue
             or self.parser.should_upgrade()
         ):
@@ -91,3 +116,121 @@ class DirectProtocol(HttpToolsProtocol):
         else:
             self.flow.pause_reading()
             self.pipeline.appendleft((cycle, application))  # type: ignore[arg-type]
+
+
+class DirectCycle:
+    """One request and its answer: ASGI's `receive` and `send`.
+
+    The application sets a content-length or writes chunks.
+    """
+
+    __slots__ = (
+        "_closing",
+        "_flow",
+        "_head",
+        "_headers",
+        "_is_body_delivered",
+        "_is_incomplete",
+        "_on_finished",
+        "_transport",
+        "body",
+        "disconnected",
+        "keep_alive",
+        "message_event",
+        "more_body",
+        "response_complete",
+        "scope",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        scope: Any,
+        transport: asyncio.Transport,
+        flow: FlowControl,
+        keep_alive: bool,
+        headers: list[tuple[bytes, bytes]],
+        finished: Callable[[], None],
+    ) -> None:
+        self.scope, self._transport, self._flow = scope, transport, flow
+        self._headers, self._on_finished = headers, finished
+        self.keep_alive, self.disconnected, self.response_complete = keep_alive, False, False
+        self.body, self.more_body = bytearray(), True
+        self._is_body_delivered = self._closing = self._is_incomplete = False
+        self.message_event = asyncio.Event()
+        self._head: list[bytes] = []
+
+    async def run_asgi(self, application: Application) -> None:
+        """Run the application. An exception in it is a bug and ends the connection."""
+        try:
+            await application(self.scope, self.receive, self.send)
+        except Exception:
+            logger.exception("the application failed")
+        finally:
+            if not self.response_complete:  # or the answer is missing or incomplete
+                # A client that reads nothing would not see the end either, and `close` waits until all is read.
+                self._transport.abort() if self._flow.write_paused else self._transport.close()
+
+    def announce_close(self) -> None:
+        """Let `receive` report once, by its message's type, that the server is closing, so that an endless stream can
+        end."""
+        self._closing = True
+        self.message_event.set()
+
+    def announce_incomplete(self) -> None:
+        """Let `receive` report that the rest of the body will not come."""
+        self._is_incomplete, self.keep_alive = True, False
+        self.message_event.set()
+
+    async def receive(self) -> Message:
+        lacks_body = self.more_body and not self.body
+        if (lacks_body or self._is_body_delivered) and not (
+            self.disconnected or self.response_complete or self._closing or self._is_incomplete
+        ):
+            self._flow.resume_reading()
+            self.message_event.clear()
+            await self.message_event.wait()  # for more of the body, or for a disconnect
+        if self.disconnected or self.response_complete:
+            return {"type": "http.disconnect"}
+        body, self.body = bytes(self.body), bytearray()
+        if self._is_incomplete:
+            return {"type": INCOMPLETE_MESSAGE, "body": body, "more_body": True}
+        kind, self._closing = CLOSING_MESSAGE if self._closing else "http.request", False
+        self._is_body_delivered = not self.more_body
+        return {"type": kind, "body": body, "more_body": self.more_body}
+
+    async def send(self, message: Message) -> None:
+        if self._flow.write_paused and not self.disconnected:
+            await self._flow.drain()
+        if self.disconnected:
+            return
+        if message["type"] == "http.response.start":
+            self._start_response(message)
+            return
+        content = message.get("body", b"")
+        if self.scope["method"] == "HEAD":
+            content = b""
+        if self._head:
+            if len(content) < HIGH_WATER_BYTES:
+                self._head.append(content)
+                content = b""
+            self._transport.write(b"".join(self._head))
+            self._head = []
+        if content:
+            self._transport.write(content)
+        if not message.get("more_body", False):
+            self.response_complete = True
+            self.message_event.set()
+            if not self.keep_alive:
+                # The kernel discards an unread answer when a connection closes with unread input.
+                lingers = self.more_body and not (self._is_incomplete or self._transport.is_closing())
+                self._transport.write_eof() if lingers else self._transport.close()
+            self._on_finished()
+
+    def _start_response(self, message: Message) -> None:
+        head = [STATUS_LINES[message["status"]]]
+        for name, value in (*self._headers, *message["headers"]):
+            head += (name, b": ", value, b"\r\n")
+            if name == b"connection" and value == b"close":
+                self.keep_alive = False
+        head.append(b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n")
+        self._head = head

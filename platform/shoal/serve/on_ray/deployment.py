@@ -28,7 +28,6 @@ from shoal.errors import ClusterError, ConfigError, ConnectionLost, summarize_er
 from shoal.gc_freeze import freeze_loaded_objects
 from shoal.serve.controller.config import build_controller_config
 from shoal.serve.controller.state import Event
-from shoal.serve.grpc.over_http1 import GrpcOverHttp1
 from shoal.serve.http import fast_path
 from shoal.serve.on_ray.bind_address import is_head, patch_bind_addresses
 from shoal.serve.on_ray.controller_actor import RayControllerClient
@@ -39,7 +38,7 @@ from shoal.serve.on_ray.options import deployment_options
 from shoal.serve.on_ray.ownership import get_driver_id
 from shoal.serve.on_ray.removal import remove_abandoned_endpoint
 from shoal.serve.on_ray.shared_cluster import end_serve, join_serve, lock_serve
-from shoal.serve.protocol.limits import RequestLimits
+from shoal.serve.protocol.request_lifecycle import Application, EndpointApp
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_source import EndpointModel, LiveModel
 
@@ -60,12 +59,10 @@ class ReplicaWorker:
         self._replica = EndpointReplica(name, spec, live, controller)
         await self._replica.start()
         self._metrics = RayMetrics()
-        limits = RequestLimits(max_body_bytes=spec.max_body_bytes)
-        self._asgi_app = GrpcOverHttp1(self._replica.make_servicer(), self._replica.app, limits)
-        install_fast_path(spec, self._asgi_app)
+        install_fast_path(spec, self._replica.app)
 
-    def __serve_build_asgi_app__(self) -> GrpcOverHttp1:
-        return self._asgi_app
+    def __serve_build_asgi_app__(self) -> EndpointApp:
+        return self._replica.app
 
     async def stats(self) -> dict[str, Any]:
         return self._replica.stats()
@@ -79,7 +76,7 @@ class ReplicaWorker:
         await self._replica.close()
 
 
-def install_fast_path(spec: EndpointSpec, entrance: GrpcOverHttp1) -> None:
+def install_fast_path(spec: EndpointSpec, entrance: Application) -> None:
     """Install the fast path in this process, unless the endpoint scales by the requests that Serve sees.
 
     Raises ConfigError for gRPC when uvicorn's version does not fit: gRPC has no other path.

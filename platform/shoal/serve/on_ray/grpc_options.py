@@ -1,7 +1,7 @@
 """The gRPC options that make Ray Serve's HAProxy listen for gRPC.
 
 Called by `deployment`. Serve starts a gRPC server in every replica, which HAProxy uses for the health check only: calls
-reach a replica as HTTP/1.1 requests (`serve.grpc.over_http1`).
+reach a replica as HTTP/1.1 requests (`serve.grpc.app`).
 """
 
 from __future__ import annotations

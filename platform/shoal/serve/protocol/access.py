@@ -27,6 +27,7 @@ from shoal.serve.messages.auth_failures import AuthFailure, AuthFailureCounter
 from shoal.serve.messages.inference import Caller
 from shoal.serve.spec.api_key import ADMINISTRATOR, ANYONE, ApiKey, digest, hash_bytes, require_distinct_keys
 
+FORWARDED_FROM_HEADER = b"shoal-from"  # set by the ingress, over the client's value
 _SCHEME = b"bearer "
 MAX_CACHED_HEADERS = 1024  # cached headers with known keys
 

@@ -1,37 +1,116 @@
-"""Requests in progress: ended when their body is too slow, their client disconnects or their deadline passes.
+"""Where requests enter an endpoint, the limits on each, and how it ends: answered, too slow, abandoned or late.
 
-HAProxy waits for the first 32 kB of an HTTP body, for nothing of a gRPC body, and passes on the rest at any pace, so
-the application checks the pace itself. Detecting a disconnect at once takes two tasks per request (Serve's default,
-which costs a fifth of the throughput, measured). Here a request is polled once it has waited for `look_s`. One timer
-polls all of them, so a request answered sooner costs a dict entry. Models enforce the deadlines of their calls; a
-deadline known before the body is read (gRPC's) has its own timer here.
+`EndpointApp` is the ASGI application: REST and gRPC stand side by side below it. Both check a request's head before any
+allocation, and read its body within a `RequestLifecycle`. HAProxy, where present, has its own lower limits
+(`cluster.ingress.haproxy_config`). It waits for the first 32 kB of an HTTP body, for nothing of a gRPC body, and passes
+on the rest at any pace, so the pace is checked here.
 
-Called by the applications of REST and gRPC, on one event loop; knows ASGI's `receive` and nothing else of HTTP.
+Detecting a disconnect at once takes two tasks per request (Serve's default, which costs a fifth of the throughput,
+measured). Here a request is polled once it has waited for `look_s`. One timer polls all of them, so a request answered
+sooner costs a dict entry. Models enforce the deadlines of their calls; one known before the body is read (gRPC's) has
+its own timer here. Runs on one event loop; knows ASGI and nothing else of HTTP, and no model.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
-from typing import Any, TypeVar
+import zlib
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
 
 from shoal.errors import InferenceError
 from shoal.serve.messages.inference import Disconnected
-from shoal.serve.protocol.limits import RequestLimits
 
-T = TypeVar("T")
-A = TypeVar("A")
-P = TypeVar("P", bound="RequestLifecycle")
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-
-# A message of `receive`: the client has ended its side of the connection within a body, and may read an answer.
+GRPC_PATH_PREFIX = "/inference.GRPCInferenceService/"
+# Messages of `receive`, by their type: the client has ended its side of the connection within a body, and may read an
+# answer; the server is closing, so that an endless stream can end.
 INCOMPLETE_MESSAGE = "shoal.incomplete"
+CLOSING_MESSAGE = "shoal.closing"
+# zlib's window sizes; see the manual of deflateInit2.
+WINDOW_BITS = {b"gzip": 31, b"deflate": 15}
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """An endpoint's limits.
+
+    max_body_bytes:       of a request's body, as sent and when decompressed (413)
+    max_headers, max_header_bytes: the number of headers, and the bytes of names and values (431)
+    max_path_chars:       of the path (414)
+    body_grace_s, min_body_bytes_per_s: a body must arrive within `body_grace_s` after the head, and one second more for
+                          each `min_body_bytes_per_s` of it (408)
+    answer_grace_s:       a client that reads none of a stream's answers for so long counts as disconnected
+    """
+
+    max_body_bytes: int = 16 * 1024 * 1024
+    max_headers: int = 64
+    max_header_bytes: int = 8192
+    max_path_chars: int = 1024
+    body_grace_s: float = 10.0
+    min_body_bytes_per_s: int = 32 * 1024
+    answer_grace_s: float = 60.0
+
+    def check_head(self, path: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        """Check a request's head. Raises InferenceError (414, 431)."""
+        if len(path) > self.max_path_chars:
+            raise InferenceError(414, f"the path has {len(path)} characters, the limit is {self.max_path_chars}")
+        if len(headers) > self.max_headers:
+            raise InferenceError(431, f"the request has {len(headers)} headers, the limit is {self.max_headers}")
+        size_bytes = 0
+        for name, value in headers:
+            size_bytes += len(name) + len(value)
+        if size_bytes > self.max_header_bytes:
+            raise InferenceError(431, f"the headers have {size_bytes} bytes, the limit is {self.max_header_bytes}")
+
+    def body_deadline_s(self, received_bytes: int) -> float:
+        """How long after its head a body may still be incomplete, when so much of it has arrived."""
+        return self.body_grace_s + received_bytes / self.min_body_bytes_per_s
+
+    def decompress(self, body: bytes, encoding: bytes) -> bytes:
+        """Decompress a body sent with `Content-Encoding: gzip` or `deflate`, to at most `max_body_bytes`.
+
+        Raises InferenceError: 415 for another encoding, 413 when too large, 400 when damaged or incomplete.
+        """
+        window_bits = WINDOW_BITS.get(encoding.strip().lower())
+        if window_bits is None:
+            shown = encoding[:40].decode("latin-1")
+            raise InferenceError(415, f"Content-Encoding {shown!r} is not supported; gzip, deflate and identity are")
+        decompressor = zlib.decompressobj(window_bits)
+        try:
+            plain = decompressor.decompress(body, self.max_body_bytes + 1)
+        except zlib.error as error:
+            raise InferenceError(400, f"the body is not {encoding.decode('latin-1')}: {error}") from None
+        if len(plain) > self.max_body_bytes:
+            raise InferenceError(413, f"the body is larger than the limit of {self.max_body_bytes} bytes")
+        if not decompressor.eof:
+            raise InferenceError(400, f"the body ends before its {encoding.decode('latin-1')} does")
+        if decompressor.unused_data:
+            behind = len(decompressor.unused_data)
+            raise InferenceError(400, f"there are {behind} bytes after the end of the {encoding.decode('latin-1')}")
+        return plain
+
+    async def decompress_in_thread(self, body: bytes, encoding: bytes) -> bytes:
+        """`decompress`, off the event loop; a body of the encoding `identity` stays as it is."""
+        if encoding.strip().lower() == b"identity":
+            return body
+        return await asyncio.to_thread(self.decompress, body, encoding)
 
 
 class RequestLifecycle:
-    """One request: reads its body, and is cancelled when its answer is of no more use."""
+    """One request: reads its body, and is cancelled when its answer is of no more use.
+
+    A context manager around the work, which it cancels. Raises Disconnected, or InferenceError (408, 504), in place of
+    the cancellation.
+    """
 
     # Class-level defaults, so that each request sets only its differences.
     cancel_reason: Exception | None = None
@@ -40,8 +119,24 @@ class RequestLifecycle:
     _received_bytes = 0
     _watched = False
 
-    def __init__(self, task: asyncio.Task[Any], receive: Receive, limits: RequestLimits, since_s: float) -> None:
-        self._task, self._receive, self._limits, self.since_s = task, receive, limits, since_s
+    def __init__(self, in_progress: RequestsInProgress, receive: Receive) -> None:
+        self._in_progress, self._receive, self._limits = in_progress, receive, in_progress.limits
+
+    def __enter__(self) -> Self:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self.since_s = self._in_progress.add(task, self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._in_progress.remove(self._task)
+        self.close()
+        reason = self.cancel_reason
+        if reason is not None and isinstance(error, asyncio.CancelledError) and not self._task.uncancel():
+            raise reason from None
 
     async def read_body(self, length_bytes: int | None) -> bytes:
         """Read the full body, whose Content-Length is `length_bytes`.
@@ -105,44 +200,30 @@ class RequestLifecycle:
         return InferenceError(408, f"the body is too slow: {received}; it may take {pace}")
 
     def close(self) -> None:
-        """End the request."""
+        """End what waits for it."""
         for wait in self.waits:
             wait.cancel()
 
 
 class RequestsInProgress:
-    """Runs any number of requests, each in its own task, and polls them every `look_s`."""
+    """The requests of one protocol that are in progress, each in its own task; polls them every `look_s`."""
 
     def __init__(self, limits: RequestLimits, look_s: float = 0.1) -> None:
-        self._limits, self._look_s = limits, look_s
+        self.limits, self._look_s = limits, look_s
         self._running: dict[asyncio.Task[Any], RequestLifecycle] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def run(
-        self, receive: Receive, work: Callable[[RequestLifecycle, A], Awaitable[T]], argument: A
-    ) -> Coroutine[Any, Any, T]:
-        """Run `work(progress, argument)`, which is cancelled when the request is ended.
-
-        Raises Disconnected, or InferenceError (408, 504).
-        """
-        return self.run_as(RequestLifecycle, receive, work, argument)
-
-    async def run_as(self, kind: type[P], receive: Receive, work: Callable[[P, A], Awaitable[T]], argument: A) -> T:
-        """`run` with another class of progress."""
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None
-        progress = self._running[task] = kind(task, receive, self._limits, loop.time())
+    def add(self, task: asyncio.Task[Any], request: RequestLifecycle) -> float:
+        """Add a request, computed by the task; returns the loop's time."""
+        loop = asyncio.get_running_loop()
+        self._running[task] = request
         if self._timer is None:
             self._timer = loop.call_later(self._look_s, self._poll_all)
-        try:
-            return await work(progress, argument)
-        except asyncio.CancelledError:
-            if progress.cancel_reason is None or task.uncancel():
-                raise
-            raise progress.cancel_reason from None
-        finally:
-            del self._running[task]
-            progress.close()
+        return loop.time()
+
+    def remove(self, task: asyncio.Task[Any]) -> None:
+        """Remove the task's request."""
+        del self._running[task]
 
     def _poll_all(self) -> None:
         """Poll the long requests; they come first, so the loop ends at the first short one."""
@@ -154,3 +235,14 @@ class RequestsInProgress:
             progress.poll(now_s)
         if self._running:
             self._timer = asyncio.get_running_loop().call_later(self._look_s, self._poll_all)
+
+
+class EndpointApp:
+    """The ASGI application of an endpoint: calls of gRPC go to `grpc`, all else to `rest`."""
+
+    def __init__(self, rest: Application, grpc: Application) -> None:
+        self._rest, self._grpc = rest, grpc
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_grpc = scope["type"] == "http" and scope["path"].startswith(GRPC_PATH_PREFIX)
+        await (self._grpc if is_grpc else self._rest)(scope, receive, send)

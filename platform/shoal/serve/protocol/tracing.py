@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span, SpanContext
     from opentelemetry.trace import Tracer as OpenTelemetryTracer
 
-    from shoal.batching.batcher import BatchReport
-    from shoal.serve.messages.inference import Arrays, Prediction, RequestTraceProtocol
+    from shoal.batching.batcher import PendingBatch, Prediction
+    from shoal.serve.messages.inference import InferCall, Outputs
 
 MAX_WAITING_SPANS = 8192
 EXPORT_TIMEOUT_S = 3.0  # a stopping replica's wait for a collector that does not answer
@@ -47,8 +47,8 @@ CLIENT_GONE = 499
 class RequestTrace:
     """The span of one request; a context manager that ends it.
 
-    submitted_ns: when it entered a queue
-    cancelled_as: the status of a cancelled request
+    submitted_ns:     when it entered a queue
+    cancelled_status: the status of a cancelled request
     """
 
     __slots__ = ("_span", "_tracer", "cancelled_status", "context", "submitted_ns")
@@ -57,7 +57,7 @@ class RequestTrace:
         self._tracer, self._span, self.submitted_ns, self.cancelled_status = tracer, span, 0, CLIENT_GONE
         self.context: SpanContext = span.get_span_context()
 
-    def record_prediction(self, prediction: Prediction, num_rows: int) -> None:
+    def record_prediction(self, prediction: Prediction[Outputs], num_rows: int) -> None:
         """Record a model's answer and its times."""
         from opentelemetry.context import Context
         from opentelemetry.trace import set_span_in_context
@@ -90,17 +90,6 @@ class RequestTrace:
 
             self._span.set_status(Status(StatusCode.ERROR, str(error)))
         self._span.end()
-
-
-class TracedArrays(dict[str, Any]):
-    """A request's inputs in the queue, with their trace."""
-
-    __slots__ = ("trace",)
-
-    def __init__(self, arrays: Arrays, trace: RequestTraceProtocol) -> None:
-        super().__init__(arrays)
-        self.trace = trace
-        trace.submitted_ns = time.time_ns()
 
 
 class Tracer:
@@ -151,24 +140,24 @@ class Tracer:
     def _is_sampled(self) -> bool:
         return random.random() < self._ratio
 
-    def record_batch(self, model: str, version: int, report: BatchReport, requests: Sequence[object]) -> None:
-        """Record the batch of `requests` that was just computed, when any of them is traced."""
+    def record_batch(self, model: str, batch: PendingBatch[Any, InferCall, Outputs]) -> None:
+        """Record a batch that was just computed, when any of its requests is traced."""
         from opentelemetry.context import Context
         from opentelemetry.trace import Link, set_span_in_context
 
-        links = [Link(each.trace.context) for each in requests if isinstance(each, TracedArrays)]
+        links = [Link(trace.context) for each in batch.requests if (trace := each.request.trace) is not None]
         if not links:
             return
         attributes: dict[str, str | int] = {
             "shoal.model": model,
-            "shoal.version": version,
-            "shoal.batch.rows": report.rows,
-            "shoal.batch.requests": report.requests,
-            "shoal.batch.failed": report.failed,
+            "shoal.version": batch.version,
+            "shoal.batch.rows": batch.rows,
+            "shoal.batch.requests": len(batch.requests),
+            "shoal.batch.failed": batch.failed,
         }
         ends_ns = time.time_ns()
-        starts_ns = ends_ns - int(report.computed_s * 1e9)
-        gathers_ns = starts_ns - int(max(report.queued_s, default=0.0) * 1e9)
+        starts_ns = ends_ns - int(batch.computed_s * 1e9)
+        gathers_ns = starts_ns - int((batch.started_s - min(each.arrived_s for each in batch.requests)) * 1e9)
         span = self._batches.start_span("batch", Context(), links=links, attributes=attributes, start_time=gathers_ns)
         forward = self._batches.start_span("forward", set_span_in_context(span, Context()), start_time=starts_ns)
         forward.end(ends_ns)

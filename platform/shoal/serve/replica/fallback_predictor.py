@@ -21,7 +21,7 @@ from shoal.serve.controller.canary_guard import NUM_COMPARED, Evidence, judge, l
 from shoal.serve.messages.inference import Arrays
 from shoal.serve.model.formats.size_limits import SizeLimits
 from shoal.serve.model.predictor import LoadedModel
-from shoal.serve.replica.forward_times import ForwardTimes
+from shoal.serve.replica.model_statistics import ForwardTimes
 from shoal.serve.spec.model_options import GuardOptions
 from shoal.weights import WeightSnapshot
 
@@ -162,10 +162,3 @@ class FallbackPredictor:
 def is_model_error(error: Exception) -> bool:
     """Whether a forward's error is the model's, and no rejection of the request."""
     return not isinstance(error, InferenceError) or error.status == 500
-
-
-def predict(predictor: LoadedModel | FallbackPredictor, requests: Sequence[Arrays]) -> Answered:
-    """Compute a batch with a version, or with one on trial."""
-    if isinstance(predictor, FallbackPredictor):
-        return predictor.predict(requests)
-    return Answered(predictor.predict_batch(requests), predictor.version, True)

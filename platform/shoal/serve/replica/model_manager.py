@@ -18,14 +18,14 @@ from shoal.batching.batcher import Batcher
 from shoal.errors import ConnectionLost, InferenceError, ShoalError
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.serve.messages.desired_state import EndpointPlan, ModelPlan
-from shoal.serve.messages.inference import Arrays, RepositoryEntry
+from shoal.serve.messages.inference import InferCall, Outputs, RepositoryEntry
 from shoal.serve.messages.replica_report import ModelReport, RejectedVersion, ReplicaReport
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.replica.live.follower import LiveFollower
 from shoal.serve.replica.loader import StagedVersion, StagingError, VersionLoader
 from shoal.serve.replica.model_statistics import ModelStatistics
-from shoal.serve.replica.served_model import ServedModel, VersionedOutputs, format_names
-from shoal.serve.replica.version_router import Answering
+from shoal.serve.replica.served_model import ServedModel, format_names
+from shoal.serve.replica.version_router import Answering, BatchGroup
 from shoal.serve.replica.watchers import PlanSource
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_options import ModelOptions
@@ -65,7 +65,7 @@ class ModelManager:
         replica: str,
         spec: EndpointSpec,
         live: Mapping[str, LiveModel],
-        batcher: Batcher[Arrays, VersionedOutputs],
+        batcher: Batcher[BatchGroup, InferCall, Outputs],
         controller: ControllerClient,
         tracer: Tracer | None = None,
     ) -> None:

@@ -13,14 +13,16 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
 from shoal.serve.messages.metrics_snapshot import ActiveVersions, HistogramSnapshot, ModelSnapshot, VersionSnapshot
+from shoal.serve.messages.replica_report import MAX_FORWARDS, ForwardMedians
 
 if TYPE_CHECKING:
-    from shoal.batching.batcher import BatchReport
+    from shoal.batching.batcher import Batch
 
 MAX_VERSIONS = 32
 SECONDS = tuple(0.00025 * 2**power for power in range(17))  # 0.25 ms to 16.4 s, each twice the one before
@@ -154,15 +156,15 @@ class ModelStatistics:
         counts.request_s.observe(seconds)
         self._queue_s.observe(queued_s)
 
-    def count_batch(self, report: BatchReport, version: int) -> None:
-        """Count a batch computed with `version`. Called by forward threads."""
-        counts = self._get_counts(version)
+    def count_batch(self, batch: Batch[Any]) -> None:
+        """Count a batch under its version. Called by forward threads."""
+        counts = self._get_counts(batch.version)
         with self._lock:
             counts.batches += 1
-            count, ns = counts.sizes.get(report.rows, (0, 0))
-            counts.sizes[report.rows] = count + 1, ns + int(report.computed_s * 1e9)
-            self._compute_s.observe(report.computed_s)
-            self._batch_rows.observe(report.rows)
+            count, ns = counts.sizes.get(batch.rows, (0, 0))
+            counts.sizes[batch.rows] = count + 1, ns + int(batch.computed_s * 1e9)
+            self._compute_s.observe(batch.computed_s)
+            self._batch_rows.observe(batch.rows)
 
     def set_serving(self, stable: int, candidate: int = 0, percent: float = 0.0) -> None:
         """Record that `stable` answers from now on, and `candidate`, when not 0, `percent` of the requests."""
@@ -216,6 +218,39 @@ class ModelStatistics:
                     self._older.add(self._versions.pop(oldest))
         counts.used = self._uses
         return counts
+
+
+class ForwardTimes:
+    """The times of each version's newest forwards by batch size, which a guard compares.
+
+    Written by forward threads, read on the event loop. Bounded: `MAX_FORWARDS` times for each version and size.
+    """
+
+    def __init__(self) -> None:
+        self._times: dict[int, dict[int, deque[float]]] = {}  # version -> size class -> seconds
+
+    def add(self, version: int, rows: int, seconds: float) -> None:
+        """Add a forward of `version` over `rows` rows."""
+        size = rows.bit_length() - 1
+        by_size = self._times.get(version)
+        if by_size is None:
+            by_size = self._times[version] = {}
+        times = by_size.get(size)
+        if times is None:
+            times = by_size[size] = deque(maxlen=MAX_FORWARDS)
+        times.append(seconds)
+
+    def retain_medians(self, versions: Iterable[int]) -> dict[int, ForwardMedians]:
+        """The medians of these versions; drops the times of others."""
+        self._times = {version: self._times[version] for version in versions if version in self._times}
+        return {
+            version: self.get_medians(version) for version in list(self._times)
+        }  # forward threads may add new versions meanwhile
+
+    def get_medians(self, version: int) -> ForwardMedians:
+        """The medians of one version. Callable from any thread."""
+        by_size = self._times.get(version, {})
+        return {size: (len(times), median(list(times))) for size, times in list(by_size.items())}
 
 
 def _by_status(counts: Counter[int]) -> dict[str, int]:

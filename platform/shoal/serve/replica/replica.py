@@ -10,28 +10,27 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
 
 from shoal.batching.batcher import Batcher
 from shoal.errors import ShoalError
+from shoal.serve.grpc.app import GrpcApp
+from shoal.serve.grpc.service import InferenceServicer
 from shoal.serve.http.app import RestApp
-from shoal.serve.messages.inference import Arrays, Caller
+from shoal.serve.messages.inference import Caller, InferCall, Outputs
 from shoal.serve.messages.replica_report import ReplicaReport
 from shoal.serve.protocol.access import AccessControl
-from shoal.serve.protocol.limits import RequestLimits
 from shoal.serve.protocol.prometheus import render
+from shoal.serve.protocol.request_lifecycle import EndpointApp, RequestLimits
 from shoal.serve.protocol.tracing import Tracer
 from shoal.serve.replica.model_manager import ControllerClient, ModelManager
-from shoal.serve.replica.served_model import VersionedOutputs
+from shoal.serve.replica.version_router import BatchGroup
 from shoal.serve.replica.watchers import PlanFollower
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_source import LiveModel
-
-if TYPE_CHECKING:
-    from shoal.serve.grpc.service import InferenceServicer
 
 # A thread that runs Python (a forward's own code, staging of weights) makes the event loop wait this long. The default
 # of 5 ms is too long here; below 1 ms there is no further gain.
@@ -42,7 +41,7 @@ START_POLL_S = 0.02
 
 
 class EndpointReplica:
-    """`app` is the ASGI application, `host` its models. Await `start()` before the first request.
+    """`app` is the ASGI application, `manager` has its models, `servicer` answers gRPC. Await `start()` first.
 
     replica:    a name that no other replica has had
     live:       the models that follow the weights of a run, by name
@@ -60,20 +59,22 @@ class EndpointReplica:
             spec.keys,
             replicas=lambda: 1 + len(self._follower.peers),
         )
-        self._limits = RequestLimits(max_body_bytes=spec.max_body_bytes)
-        self._batcher: Batcher[Arrays, VersionedOutputs] = Batcher(
+        limits = RequestLimits(max_body_bytes=spec.max_body_bytes)
+        self._batcher: Batcher[BatchGroup, InferCall, Outputs] = Batcher(
             on_thread_start=lambda: torch.set_num_threads(spec.torch_threads)
         )
         self._tracer = Tracer(spec.trace, spec.name, replica) if spec.trace else None
         self.manager = ModelManager(replica, spec, live, self._batcher, controller, self._tracer)
-        self.app = RestApp(
+        self._rest = RestApp(
             self.manager,
             self._access,
-            limits=self._limits,
+            limits=limits,
             metrics=self._render_metrics,
             tracer=self._tracer,
             root=spec.route_prefix,
         )
+        self.servicer = InferenceServicer(self.manager, self._access, self._tracer)
+        self.app = EndpointApp(self._rest, GrpcApp(self.servicer, limits))
         self._follower = PlanFollower(replica, controller, self.manager.apply, self.report)
         self.manager.on_changed = self._follower.notify_changed
 
@@ -88,12 +89,6 @@ class EndpointReplica:
             if loop.time() > ends_s:
                 raise ShoalError(f"the models were not staged after {timeout_s:g} s")
             await asyncio.sleep(START_POLL_S)
-
-    def make_servicer(self) -> InferenceServicer:
-        """Build the gRPC service of the same models."""
-        from shoal.serve.grpc.service import InferenceServicer
-
-        return InferenceServicer(self.manager, self._access, self._tracer)
 
     def check_health(self) -> None:
         """Raise ShoalError when this replica must be replaced: a thread has died, a forward hangs, a model leaks
@@ -110,7 +105,7 @@ class EndpointReplica:
     def stats(self) -> dict[str, Any]:
         """The application's and the batcher's counters, and the replica's identity; `version` is that of the first
         model."""
-        statuses = self.app.get_status_counts()
+        statuses = self._rest.get_status_counts()
         models = self.manager.list_models()
         return {
             "pid": os.getpid(),
@@ -133,7 +128,7 @@ class EndpointReplica:
 
     def report(self) -> ReplicaReport:
         """The report to the controller, the replica's scrapes and its exporter."""
-        statuses = {str(status): count for status, count in sorted(self.app.get_status_counts().items())}
+        statuses = {str(status): count for status, count in sorted(self._rest.get_status_counts().items())}
         access = self._access
         return replace(
             self.manager.report(), callers=access.counts(), refused=access.get_auth_failures(), statuses=statuses

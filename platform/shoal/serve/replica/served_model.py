@@ -7,39 +7,38 @@ answering version once for each batch. Knows no protocol, no source of versions 
 from __future__ import annotations
 
 import asyncio
-import threading
+import logging
+import secrets
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
-from shoal.batching.batcher import Batcher, BatcherCounts, BatchReport
-from shoal.errors import Closed, InferenceError
+from shoal.batching.batcher import Batcher, BatcherCounts, Prediction
+from shoal.errors import Closed, InferenceError, ModelError
 from shoal.open_inference.messages import VersionStatistics
 from shoal.registry.manifest import Signature
-from shoal.serve.messages.inference import Arrays, InferCall, Prediction, size_bytes
-from shoal.serve.messages.replica_report import ModelReport
+from shoal.serve.messages.inference import Arrays, InferCall, Outputs, size_bytes
+from shoal.serve.messages.replica_report import ModelFailure, ModelReport, truncate_reason
 from shoal.serve.model.formats.size_limits import NO_LIMITS
 from shoal.serve.model.predictor import LoadedModel, Predictor
-from shoal.serve.protocol.tracing import CLIENT_GONE, TracedArrays
-from shoal.serve.replica.failure_log import FailureLog
-from shoal.serve.replica.fallback_predictor import is_model_error, predict
-from shoal.serve.replica.forward_times import ForwardTimes
+from shoal.serve.protocol.tracing import CLIENT_GONE
+from shoal.serve.replica.fallback_predictor import FallbackPredictor, is_model_error
 from shoal.serve.replica.live.versions import LiveVersionSelector
 from shoal.serve.replica.loader import BuiltModel
-from shoal.serve.replica.model_statistics import ModelStatistics
+from shoal.serve.replica.model_statistics import ForwardTimes, ModelStatistics
 from shoal.serve.replica.shadow import ShadowTraffic
-from shoal.serve.replica.version_router import Answering, Track, VersionTable
+from shoal.serve.replica.version_router import Answering, BatchGroup, CallBatch, Track, VersionTable
 from shoal.serve.spec.model_options import ModelOptions
 
 if TYPE_CHECKING:
     from shoal.serve.protocol.tracing import Tracer
 
+logger = logging.getLogger(__name__)
+
 TIMER_TOLERANCE_S = 0.01  # the most between the timers of one deadline: the protocol's, which cancels, and the queue's
-VersionedOutputs = tuple[dict[str, np.ndarray], int]  # outputs, and the version that computed them
 
 
 class RequestFault(Exception):
@@ -48,6 +47,31 @@ class RequestFault(Exception):
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
         self.error = error
+
+
+class FailureLog:
+    """A model's own errors on requests: logged, reported to the controller, and concealed from callers.
+
+    The text of a model's exception may contain its code, paths or data. `last` is the newest failure, None before.
+
+    show_errors: whether callers receive the model's text
+    """
+
+    def __init__(self, model: str, show_errors: bool) -> None:
+        self._model, self._show_errors = model, show_errors
+        self.last: ModelFailure | None = None
+
+    def to_answer(self, error: Exception, version: int) -> InferenceError:
+        """The error that the caller receives: a rejection as it is, a model's own error as a reference to the log."""
+        if isinstance(error, InferenceError) and not isinstance(error, ModelError):
+            return error
+        text = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
+        reference = secrets.token_hex(4)
+        self.last = ModelFailure(reference, version, truncate_reason(text))
+        logger.error("%s: version %d failed on a request (%s)", self._model, version, reference, exc_info=error)
+        if self._show_errors:
+            return InferenceError(500, f"this request failed: {text}")
+        return InferenceError(500, f"the model failed on this request: its endpoint's log has the reason ({reference})")
 
 
 class ServedModel:
@@ -61,7 +85,7 @@ class ServedModel:
         self,
         name: str,
         predictor: Predictor,
-        batcher: Batcher[Arrays, VersionedOutputs],
+        batcher: Batcher[BatchGroup, InferCall, Outputs],
         *,
         is_live: bool = False,
         tracer: Tracer | None = None,
@@ -77,7 +101,6 @@ class ServedModel:
         self.router = VersionTable(name)
         self._deadline_s = self.options.deadline_s
         self._failures = FailureLog(name, show_errors)
-        self._thread_state = threading.local()  # version and requests of this forward thread's batch
         self._forward_times = ForwardTimes()
         self.live: LiveVersionSelector | None = None
         if is_live:
@@ -106,7 +129,7 @@ class ServedModel:
     def versions(self) -> list[int]:
         return self.router.versions
 
-    async def infer(self, call: InferCall) -> Prediction:
+    async def infer(self, call: InferCall) -> Prediction[Outputs]:
         arrived_s, layout, asked = time.monotonic(), self.predictor.layout, call
         if not layout.is_first:
             call = msgspec.structs.replace(call, inputs=layout.to_batch_first(dict(call.inputs), call.num_rows))
@@ -117,12 +140,14 @@ class ServedModel:
         try:
             track = self.router.choose_track(call.version, call.track, call.sticky)
             assert track.loaded is not None
-            track.loaded.size_limits.check(call.inputs)
-            group = (track, self.predictor.compute_bucket(call.inputs))
-            (outputs, version), queued_s, computed_s, batch_rows = await self._queue.submit(
-                call.inputs if call.trace is None else TracedArrays(call.inputs, call.trace),
+            if (limits := track.loaded.size_limits) is not NO_LIMITS:
+                limits.check(call.inputs)
+            if call.trace is not None:
+                call.trace.submitted_ns = time.time_ns()
+            prediction = await self._queue.submit(
+                call,
                 call.num_rows,
-                group=group,
+                group=BatchGroup(track, self.predictor.compute_bucket(call.inputs)),
                 deadline_s=deadline_s,
                 tenant=call.tenant,
                 size_bytes=size_bytes(asked.inputs),
@@ -144,13 +169,15 @@ class ServedModel:
             if call.trace is not None:
                 call.trace.cancelled_status = status
             raise
-        seconds = time.monotonic() - arrived_s
+        seconds, (outputs, version, queued_s, computed_s, rows) = time.monotonic() - arrived_s, prediction
         self.counts.count_request(version, 200, seconds, queued_s, computed_s, call.num_rows)
         if self.shadow.percent and self.router.is_stable(track):
             self.shadow.sample_call(call, outputs, self.predictor.compute_bucket(call.inputs))
+        if layout.is_first and call.outputs is None:
+            return prediction
         if call.outputs is not None:
             outputs = {name: array for name, array in outputs.items() if name in call.outputs}
-        return Prediction(layout.to_model_shapes(outputs), version, queued_s, computed_s, batch_rows)
+        return Prediction(layout.to_model_shapes(outputs), version, queued_s, computed_s, rows)
 
     def statistics(self) -> list[VersionStatistics]:
         """The statistics of each loaded version on this replica."""
@@ -227,36 +254,33 @@ class ServedModel:
 
     # What follows runs in a forward's thread.
 
-    def _forward(self, group: Hashable, requests: Sequence[Arrays]) -> list[VersionedOutputs]:
-        track: Track = group[0]  # type: ignore[index]
-        loaded = track.loaded
+    def _forward(self, batch: CallBatch) -> Sequence[Outputs]:
+        loaded = batch.requests[0].group.track.loaded
         assert loaded is not None  # a track has a version before a call gets it, and never loses it
-        self._thread_state.version, self._thread_state.is_alone = loaded.version, True
-        if self._tracer is not None:
-            self._thread_state.requests = requests
-        if loaded.size_limits is not NO_LIMITS:  # another version may have been checked: the one of then
+        batch.version, requests = loaded.version, [entry.request.inputs for entry in batch.requests]
+        if (limits := loaded.size_limits) is not NO_LIMITS:  # another version may have been checked: the one of then
             for request in requests:
-                loaded.size_limits.check(request)
+                limits.check(request)
+        if isinstance(loaded, FallbackPredictor):
+            outputs, batch.version, batch.is_alone = loaded.predict(requests)
+            return outputs
         try:
-            answered, version, self._thread_state.is_alone = predict(loaded, requests)
+            return loaded.predict_batch(requests)
         except Exception as error:
             other = self.router.counterparts.get(loaded.version)
             if other is not None and len(requests) == 1 and is_model_error(error) and _fails_on(other, requests):
                 raise RequestFault(error) from error
             raise
-        self._thread_state.version = version
-        return [(outputs, version) for outputs in answered]
 
-    def _on_batch(self, report: BatchReport) -> None:
-        version = self._thread_state.version
-        self.counts.count_batch(report, version)
+    def _on_batch(self, batch: CallBatch) -> None:
+        self.counts.count_batch(batch)
         if self._tracer is not None:
-            self._tracer.record_batch(self.name, version, report, self._thread_state.requests)
-        self._record_time(report)
+            self._tracer.record_batch(self.name, batch)
+        self._record_time(batch)
 
-    def _record_time(self, report: BatchReport) -> None:
-        if not report.failed and self._thread_state.is_alone:
-            self._forward_times.add(self._thread_state.version, report.rows, report.computed_s)
+    def _record_time(self, batch: CallBatch) -> None:
+        if not batch.failed and batch.is_alone:
+            self._forward_times.add(batch.version, batch.rows, batch.computed_s)
 
 
 def _fails_on(loaded: LoadedModel, requests: Sequence[Arrays]) -> bool:

@@ -12,21 +12,19 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
 
-from shoal.batching.batcher import Batcher, BatchReport
+from shoal.batching.batcher import Batcher
 from shoal.errors import Closed, InferenceError
 from shoal.open_inference.datatypes import bf16_values
-from shoal.serve.messages.inference import Arrays, InferCall, size_bytes
+from shoal.serve.messages.inference import Arrays, InferCall, Outputs, size_bytes
 from shoal.serve.model.predictor import LoadedModel
 from shoal.serve.replica.fallback_predictor import FallbackPredictor
 from shoal.serve.replica.model_statistics import ModelStatistics
-from shoal.serve.replica.version_router import Track, WeightedDraw
+from shoal.serve.replica.version_router import BatchGroup, CallBatch, Track, WeightedDraw
 from shoal.serve.spec.model_options import ModelOptions
 
 SHADOW_WEIGHT = 1e-6  # share of the slots; a model's is 1
 MAX_PENDING_CALLS = 256  # calls of any number of rows
 NOT_COMPUTED = (429, 503, 504)  # statuses of calls refused before a forward: no evidence about the version
-
-_VersionedOutputs = tuple[dict[str, np.ndarray], int]
 
 
 class ShadowTraffic:
@@ -39,12 +37,12 @@ class ShadowTraffic:
     def __init__(
         self,
         model: str,
-        batcher: Batcher[Arrays, _VersionedOutputs],
-        forward: Callable[[Hashable, Sequence[Arrays]], list[_VersionedOutputs]],
+        batcher: Batcher[BatchGroup, InferCall, Outputs],
+        forward: Callable[[CallBatch], Sequence[Outputs]],
         options: ModelOptions,
         counts: ModelStatistics,
         datatypes: Mapping[str, str],
-        on_batch: Callable[[BatchReport], None],
+        on_batch: Callable[[CallBatch], None],
     ) -> None:
         self.percent = 0.0
         self._candidate: Track | None = None
@@ -70,7 +68,7 @@ class ShadowTraffic:
         candidate = self._candidate
         if candidate is None or not self._draws.draw(self.percent) or len(self._tasks) >= MAX_PENDING_CALLS:
             return
-        task = asyncio.get_running_loop().create_task(self._compare(call, outputs, (candidate, bucket)))
+        task = asyncio.get_running_loop().create_task(self._compare(call, outputs, BatchGroup(candidate, bucket)))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -80,25 +78,23 @@ class ShadowTraffic:
             task.cancel()
         self._queue.close()
 
-    async def _compare(self, call: InferCall, expected: Arrays, group: tuple[Track, Hashable]) -> None:
-        loaded = group[0].loaded
+    async def _compare(self, call: InferCall, expected: Arrays, group: BatchGroup) -> None:
+        loaded = group.track.loaded
         assert loaded is not None
         try:
             loaded.size_limits.check(call.inputs)
-            batched = await self._queue.submit(
-                call.inputs, call.num_rows, group=group, size_bytes=size_bytes(call.inputs)
-            )
+            found = await self._queue.submit(call, call.num_rows, group=group, size_bytes=size_bytes(call.inputs))
         except Closed:
             return
         except InferenceError as error:
-            self._count_failure(group[0], loaded, error.status)
+            self._count_failure(group.track, loaded, error.status)
             return
         except Exception:  # noqa: BLE001 - on any error a client would have had no answer
-            self._count_failure(group[0], loaded, 500)
+            self._count_failure(group.track, loaded, 500)
             return
-        outputs, version = batched.answer
-        if group[0] is self._candidate and version == loaded.version:
-            self._counts.count_shadow(version, not outputs_agree(expected, outputs, self._datatypes, self._tolerance))
+        if group.track is self._candidate and found.version == loaded.version:
+            is_equal = outputs_agree(expected, found.outputs, self._datatypes, self._tolerance)
+            self._counts.count_shadow(found.version, disagreed=not is_equal)
 
     def _count_failure(self, candidate: Track, loaded: LoadedModel | FallbackPredictor, status: int) -> None:
         """Count a failure. Since the stable version answered, a refused input (4xx) counts as another answer, not as a

@@ -8,11 +8,13 @@ flip is one assignment, which takes effect with the next batch. Loads nothing it
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
+from shoal.batching.batcher import PendingBatch
 from shoal.errors import InferenceError
 from shoal.serve.messages.desired_state import NO_SHARES, TrafficShares
+from shoal.serve.messages.inference import InferCall, Outputs, unknown_version
 from shoal.serve.model.predictor import LoadedModel
 from shoal.serve.replica.fallback_predictor import FallbackPredictor
 
@@ -26,6 +28,16 @@ class Track:
 
     def __init__(self, loaded: LoadedModel | FallbackPredictor | None = None) -> None:
         self.loaded = loaded
+
+
+class BatchGroup(NamedTuple):
+    """What the calls of one batch have in common: the track, and the `bucket` of their shapes."""
+
+    track: Track
+    bucket: Hashable
+
+
+CallBatch = PendingBatch[BatchGroup, InferCall, Outputs]
 
 
 class Answering(NamedTuple):
@@ -96,13 +108,11 @@ class VersionTable:
         return sorted(self.loaded)
 
     def choose_track(self, version: int | None, track: str, sticky: str) -> Track:
-        """Choose the track of a call. Raises InferenceError: 404 for a version that is not loaded, 503 before the
-        first."""
+        """Choose the track of a call. Raises InferenceError: 404 for a version that was dropped since the protocol has
+        found it, 503 before the first."""
         if version is not None:
-            found = self._tracks.get(version)
-            if found is None:
-                there = ", ".join(map(str, self.versions)) or "none"
-                raise InferenceError(404, f"model {self._model!r} has no version {version} here; it has {there}")
+            if (found := self._tracks.get(version)) is None:
+                raise unknown_version(self._model, str(version), self.versions)
             return found
         if self._stable.loaded is None:
             raise InferenceError(503, "no weights have been loaded yet; try again later", retry_after_s=1.0)

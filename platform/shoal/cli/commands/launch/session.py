@@ -22,6 +22,7 @@ import shoal
 import shoal.runs
 from shoal.cli.commands.runs import is_resumable
 from shoal.cli.display import run_view, sweep_display, train_display
+from shoal.cli.display.panels import RunView
 from shoal.cli.support.console import make_literal_console
 from shoal.cli.support.job_lookup import find_job, split_secret_overrides, validate_overrides
 from shoal.cli.support.job_output import (
@@ -120,7 +121,7 @@ class RunSession:
         self._actors: ActorProcesses | None = None
         self._notes: list[str] = []
         self._printed_notes: list[str] = []  # the live display shows all notes all the time
-        self._view: run_view.View | None = None
+        self._view: RunView | None = None
         self._record: Run | None = None
         self._job: ray_jobs.JobHandle | None = None
         self._line_throttle = run_view.LineThrottle()

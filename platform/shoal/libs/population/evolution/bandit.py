@@ -7,34 +7,89 @@ are about to be trained with count as seen.
 Not of the paper: changes are replaced by normal quantiles of their ranks, as in BG-PBT (2207.09405), so that one
 diverged member does not flatten the rest; options are dimensions of the same process, one for each option; the bound
 is maximised over random candidates, not by gradients.
+
+The process is scikit-learn's, with a kernel that forgets (1601.06650):
+
+    k((x, t), (x', t')) = exp(-|x - x'|² / 2ℓ²) · (1 - ε)^(|t - t'| / 2)
+
+The length ℓ, the rate of forgetting ε and the noise are those of a grid with the largest marginal likelihood, so that
+the same observations give the same process on every machine. Legend: N observations, M questions, D dimensions.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from statistics import NormalDist
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shoal.libs.population.evolution.gaussian_process import GaussianProcess, fit
+from shoal.errors import needs_extra
 from shoal.search.space import Options, SearchSpace, Values
+
+if TYPE_CHECKING:
+    from sklearn.gaussian_process import GaussianProcessRegressor
+    from sklearn.gaussian_process.kernels import Kernel
 
 MAX_OBSERVATIONS = 100  # the newest, as in BG-PBT: costs grow with the third power
 MIN_OBSERVATIONS = 4
 NUM_CANDIDATES = 512
 LOCAL_WIDTH = 0.2  # of the box around the parent from which half of the candidates come
+LENGTHS = (0.1, 0.2, 0.4, 0.8, 1.6)  # in units of √D, which the diagonal of the unit cube measures
+NOISES = (1e-3, 1e-2, 0.1, 0.5)  # variance, of targets with a variance of 1
+FORGETTING = (0.0, 0.02, 0.1, 0.3)
+JITTER = 1e-8
+
+
+def make_kernel(num_dimensions: int, length: float, forgetting: float) -> Kernel:
+    """The kernel of inputs [N, D + 1], whose last column is the time. Raises MissingExtra without scikit-learn."""
+    with needs_extra("recipes"):
+        from sklearn.gaussian_process.kernels import RBF, Matern
+
+    # A column of infinite length counts for nothing. A Matérn kernel with ν = 1/2 is exp(-|t - t'| / length).
+    lasting = -2 / math.log1p(-forgetting) if forgetting else math.inf
+    similar = RBF([length] * num_dimensions + [math.inf], "fixed")
+    return similar * Matern([math.inf] * num_dimensions + [lasting], "fixed", nu=0.5)
+
+
+def fit(inputs: np.ndarray, targets: np.ndarray) -> GaussianProcessRegressor:
+    """The process of observations: inputs [N, D + 1], targets [N] with a mean of 0 and a variance of 1."""
+    num_dimensions = inputs.shape[1] - 1
+    rates = FORGETTING if np.ptp(inputs[:, -1]) else (0.0,)
+    processes = (
+        _condition(
+            make_kernel(num_dimensions, length * math.sqrt(num_dimensions), rate), noise + JITTER, inputs, targets
+        )
+        for length, rate, noise in itertools.product(LENGTHS, rates, NOISES)
+    )
+    return max(processes, key=lambda process: process.log_marginal_likelihood_value_)
+
+
+def expect(process: GaussianProcessRegressor, inputs: np.ndarray) -> GaussianProcessRegressor:
+    """The process that has also seen its own mean at these inputs: less uncertain there, of the same mean."""
+    targets = np.concatenate([process.y_train_, process.predict(inputs)])
+    return _condition(process.kernel_, process.alpha, np.concatenate([process.X_train_, inputs]), targets)
+
+
+def _condition(kernel: Kernel, noise: float, inputs: np.ndarray, targets: np.ndarray) -> GaussianProcessRegressor:
+    from sklearn.gaussian_process import GaussianProcessRegressor
+
+    return GaussianProcessRegressor(kernel, alpha=noise, optimizer=None).fit(inputs, targets)
 
 
 class Bandit:
-    """Observations of what hyper-parameters gained, and proposals."""
+    """Observations of what hyper-parameters gained, and proposals. Raises MissingExtra without scikit-learn."""
 
     def __init__(self, space: SearchSpace) -> None:
+        with needs_extra("recipes"):  # before the run, not at its first proposal
+            import sklearn.gaussian_process  # noqa: F401
+
         self.space = space
         self._units: list[list[float]] = []  # positions in the unit cube
         self._others: list[list[float]] = []  # score before, time, gain
-        self._process: GaussianProcess | None = None  # of these observations, once it is needed
+        self._process: GaussianProcessRegressor | None = None  # of these observations, once it is needed
 
     @property
     def is_ready(self) -> bool:
@@ -65,23 +120,24 @@ class Bandit:
         """
         process = self._process = self._process or self._fit()
         if taken:  # the mean stays as it is
-            positions = np.array([self.space.to_unit(values) for values in taken])
-            process = process.condition(self._encode(positions, before), np.full(len(taken), time))
+            process = expect(
+                process, self._encode(np.array([self.space.to_unit(each) for each in taken]), before, time)
+            )
         candidates = _draw_candidates(self.space, self.space.to_unit(parent), rng, width)
-        mean, deviation = process.predict(self._encode(candidates, before), np.full(len(candidates), time))
+        mean, deviation = process.predict(self._encode(candidates, before, time), return_std=True)
         best = int(np.argmax(mean + compute_exploration(len(self._units)) * deviation))
         return self.space.from_unit(candidates[best])
 
-    def _fit(self) -> GaussianProcess:
-        others = np.array(self._others)
-        return fit(self._encode(np.array(self._units), others[:, 0]), others[:, 1], standardize_ranks(others[:, 2]))
+    def _fit(self) -> GaussianProcessRegressor:
+        before, times, gains = np.array(self._others).T
+        return fit(self._encode(np.array(self._units), before, times), standardize_ranks(gains))
 
-    def _encode(self, units: np.ndarray, before: np.ndarray | float) -> np.ndarray:
-        """Positions and scores before as inputs of the process; the observed scores span one unit."""
+    def _encode(self, units: np.ndarray, before: np.ndarray | float, time: np.ndarray | float) -> np.ndarray:
+        """Positions, scores before and times as inputs of the process; the observed scores span one unit."""
         observed = np.array(self._others)[:, 0]
         span = float(np.ptp(observed)) or 1.0
-        column = np.broadcast_to((before - observed.min()) / span, (len(units),))
-        return np.column_stack([_encode(self.space, units), column])
+        score, time = (np.broadcast_to(column, len(units)) for column in ((before - observed.min()) / span, time))
+        return np.column_stack([_encode(self.space, units), score, time])
 
     def state_dict(self) -> dict[str, Any]:
         """The observations."""

@@ -24,9 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from shoal.libs.population.evolution.bandit import Bandit
+from shoal.libs.population.evolution.bandit import Bandit, fit
 from shoal.libs.population.evolution.evolution import Decisions, Restart, Standing
-from shoal.libs.population.evolution.gaussian_process import fit
 from shoal.libs.population.evolution.pb2 import PB2
 from shoal.libs.population.evolution.spec import EvolutionSpec
 from shoal.search.space import SearchSpace, Values
@@ -157,6 +156,6 @@ class GrowingPBT(PB2):
 
 def _has_improved(scaled: np.ndarray) -> bool:
     """Whether the smoothed curve of scores, of mean 0 and variance 1, rose at its last point."""
-    positions = np.linspace(0, 1, len(scaled))[:, None]
-    smoothed, _ = fit(positions, np.zeros(len(scaled)), scaled).predict(positions, np.zeros(len(scaled)))
+    positions = np.column_stack([np.linspace(0, 1, len(scaled)), np.zeros(len(scaled))])
+    smoothed = fit(positions, scaled).predict(positions)
     return bool(smoothed[-1] > smoothed[-2])

@@ -17,8 +17,7 @@ from shoal.errors import ConfigError, WeightsError
 from shoal.registry.manifest import Signature, TensorSignature
 from shoal.serve.model.formats.size_limits import Dimension, LimitedForward, SizeLimits, SizeRange
 from shoal.serve.model.formats.template import Forward, TemplateConfig
-from shoal.serve.model.formats.torch_forward import make_torch_forward
-from shoal.serve.model.kernels import choose_kernels
+from shoal.serve.model.formats.torch_forward import choose_kernels, make_torch_forward
 from shoal.weights import WeightSnapshot
 
 _DATATYPES = {

@@ -32,8 +32,7 @@ from shoal.serve.model.formats.compiled import CompiledModule
 from shoal.serve.model.formats.cuda_graphs import GraphedModule
 from shoal.serve.model.formats.module_copy import can_reach, list_state_tensors
 from shoal.serve.model.formats.template import Forward, TemplateConfig
-from shoal.serve.model.formats.torch_forward import make_torch_forward
-from shoal.serve.model.kernels import choose_kernels
+from shoal.serve.model.formats.torch_forward import choose_kernels, make_torch_forward
 from shoal.serve.model.precision import PrecisionConverter
 from shoal.weights import WeightSnapshot
 

@@ -22,7 +22,7 @@ from shoal.serve.messages.desired_state import NEWEST, ModelPlan
 from shoal.serve.messages.replica_report import MAX_REJECTED, ModelReport, RejectedVersion, truncate_reason
 from shoal.serve.model.predictor import LoadedModel
 from shoal.serve.replica.fallback_predictor import FallbackPredictor, LoadedVersion
-from shoal.serve.replica.forward_times import ForwardTimes
+from shoal.serve.replica.model_statistics import ForwardTimes
 from shoal.serve.replica.version_router import Answering
 from shoal.serve.spec.model_options import GuardOptions
 from shoal.weights import WeightSnapshot

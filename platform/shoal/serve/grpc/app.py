@@ -1,0 +1,189 @@
+"""gRPC calls in HTTP/1.1: HAProxy speaks HTTP/2 to the clients and forwards their calls in this form.
+
+A gRPC call is messages each way, each after a prefix of five bytes, and a final status, which HTTP/1.1 carries after
+the last chunk. Python's gRPC server takes 0.3 ms of CPU time for a call, most of it in its own threads and loop. As a
+request of the replica's HTTP server a call costs as much as one in JSON, and less to decode (decision 009). HAProxy
+(`cluster.ingress.haproxy_config`) forwards all calls of the service in this form.
+
+`GrpcApp` is an ASGI application beside the REST application. It writes the chunks of its answers itself, so it needs a
+server that does not (`http.fast_path`). Bodies, deadlines and disconnects are handled as for REST, the messages of a
+stream by `stream`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from typing import Any, NamedTuple
+
+from shoal.errors import InferenceError
+from shoal.serve.grpc.methods import (
+    METHODS,
+    UNAUTHENTICATED_METHODS,
+    UNSUPPORTED_METHODS,
+    GrpcCall,
+    GrpcMethod,
+)
+from shoal.serve.grpc.service import InferenceServicer, Invocation, parse_message, to_inference_error
+from shoal.serve.grpc.stream import HEAD_BYTES, Frame, StreamLifecycle
+from shoal.serve.messages.inference import Disconnected
+from shoal.serve.protocol.request_lifecycle import (
+    GRPC_PATH_PREFIX,
+    Receive,
+    RequestLifecycle,
+    RequestLimits,
+    RequestsInProgress,
+    Scope,
+    Send,
+)
+
+GRPC_CONTENT_TYPE = (b"content-type", b"application/grpc")
+CHUNKED_HEADERS = [GRPC_CONTENT_TYPE, (b"transfer-encoding", b"chunked")]
+UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
+_TIMEOUT = re.compile(r"(\d{1,8})([HMSmun])")
+FOREVER_S = 1e9  # gRPC writes no deadline as one in some hundred years
+
+
+class _GrpcExchange(NamedTuple):
+    method: GrpcMethod
+    call: GrpcCall
+    reply: _ResponseWriter
+
+
+class GrpcApp:
+    """Answers the paths of the service, and no others."""
+
+    def __init__(self, servicer: InferenceServicer, limits: RequestLimits) -> None:
+        self._servicer, self._limits = servicer, limits
+        self._in_progress = RequestsInProgress(limits)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call, name = GrpcCall(scope["headers"]), scope["path"][len(GRPC_PATH_PREFIX) :]
+        reply = _ResponseWriter(send, call)
+        try:
+            method = METHODS.get(name)
+            if method is None or scope["method"] != "POST":
+                what = UNSUPPORTED_METHODS.get(name)
+                raise InferenceError(
+                    501, f"{name[:200]} is not served here" + (f": {what} is not offered" if what else "")
+                )
+            self._limits.check_head(scope["path"], scope["headers"])
+            if name not in UNAUTHENTICATED_METHODS:
+                self._servicer.require_known_key(Invocation(call.metadata))
+            asked = _GrpcExchange(method, call, reply)
+            if method.streams:
+                with StreamLifecycle(self._in_progress, receive) as stream:
+                    await self._handle_stream(stream, asked)
+            else:
+                with RequestLifecycle(self._in_progress, receive) as progress:
+                    await self._handle_unary(progress, asked)
+        except Disconnected:
+            return
+        except Exception as error:  # noqa: BLE001  # a call's top: `to_inference_error` logs a bug
+            call.set_error(to_inference_error(error))
+        if not reply.has_begun:
+            await reply.finish()
+            return
+        with suppress(TimeoutError):  # a client that takes no answers does not take this either
+            async with asyncio.timeout(self._limits.answer_grace_s):
+                await reply.finish()
+
+    async def _handle_unary(self, progress: RequestLifecycle, asked: _GrpcExchange) -> None:
+        deadline_s = _apply_deadline(progress, asked.call)
+        body = await progress.read_body(None)
+        if len(body) < HEAD_BYTES or len(body) - HEAD_BYTES != int.from_bytes(body[1:HEAD_BYTES], "big"):
+            raise InferenceError(400, f"not one message of gRPC: a body of {len(body)} bytes")
+        request = await self._decode_request(Frame(body[0] != 0, body[HEAD_BYTES:]), asked)
+        invocation = Invocation(asked.call.metadata, deadline_s)
+        answer = await asked.method.bind(self._servicer)(request, invocation)
+        asked.reply.last_message = answer if asked.method.takes_bytes else answer.SerializeToString()
+        asked.call.trailing = invocation.trailing
+
+    async def _handle_stream(self, progress: StreamLifecycle, asked: _GrpcExchange) -> None:
+        deadline_s = _apply_deadline(progress, asked.call)
+
+        async def requests() -> AsyncGenerator[bytes, None]:
+            while (frame := await progress.read_frame()) is not None:
+                yield await self._decode_request(frame, asked)
+
+        invocation = Invocation(asked.call.metadata, deadline_s)
+        async with (
+            aclosing(requests()) as incoming,
+            aclosing(asked.method.bind(self._servicer)(incoming, invocation)) as responses,
+        ):
+            async for response in responses:
+                await progress.await_send(asked.reply.send_message(response))
+
+    async def _decode_request(self, frame: Frame, asked: _GrpcExchange) -> Any:
+        """Decode the method's request. Raises InferenceError (400, 413, 415)."""
+        content = frame.content
+        if frame.compressed:
+            encoding = asked.call.metadata.get(b"grpc-encoding", b"identity")
+            content = await self._limits.decompress_in_thread(content, encoding)
+        return content if asked.method.takes_bytes else parse_message(asked.method.request, content)
+
+
+class _ResponseWriter:
+    """Writes a call's answer: any number of messages, each in its own chunk, and the status after the last one.
+
+    A call refused before its first message has only the status.
+    """
+
+    def __init__(self, send: Send, call: GrpcCall) -> None:
+        self._send, self._call, self.has_begun = send, call, False
+        self.last_message: bytes | None = None  # sent with the status
+
+    async def send_message(self, message: bytes) -> None:
+        """Send one message, with more to follow."""
+        await self._send_headers()
+        chunk = b"%b\r\n" % _chunk(message)
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+    async def finish(self) -> None:
+        """Send `last`, if given, and the status."""
+        trailers = self._call.build_trailers()
+        if self.last_message is None and not self.has_begun:
+            headers = [GRPC_CONTENT_TYPE, (b"content-length", b"0"), *trailers]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            await self._send({"type": "http.response.body", "body": b""})
+            return
+        await self._send_headers()
+        chunk = b"" if self.last_message is None else b"%b\r\n" % _chunk(self.last_message)
+        end = b"".join((chunk, b"0\r\n", *(b"%b: %b\r\n" % trailer for trailer in trailers), b"\r\n"))
+        await self._send({"type": "http.response.body", "body": end})
+
+    async def _send_headers(self) -> None:
+        if not self.has_begun:
+            self.has_begun = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": CHUNKED_HEADERS})
+
+
+def _chunk(message: bytes) -> bytes:
+    """A message after its five-byte prefix, as a chunk."""
+    size_bytes = len(message)
+    return b"%x\r\n\0%b%b" % (HEAD_BYTES + size_bytes, size_bytes.to_bytes(4, "big"), message)
+
+
+def _apply_deadline(progress: RequestLifecycle, call: GrpcCall) -> float | None:
+    """Apply the call's deadline, which ends it. Raises InferenceError (400)."""
+    left_s = _timeout_s(call.metadata.get(b"grpc-timeout"))
+    if left_s is None:
+        return None
+    deadline_s = time.monotonic() + left_s
+    progress.set_deadline(deadline_s)
+    return deadline_s
+
+
+def _timeout_s(value: bytes | None) -> float | None:
+    """The value of `grpc-timeout`; None without a deadline. Raises InferenceError (400)."""
+    if value is None:
+        return None
+    text = value.decode("latin-1")
+    found = _TIMEOUT.fullmatch(text)
+    if found is None:
+        raise InferenceError(400, f"grpc-timeout = {text[:40]!r}: expected digits and one of H M S m u n")
+    left_s = int(found[1]) * UNITS_S[found[2]]
+    return None if left_s > FOREVER_S else left_s

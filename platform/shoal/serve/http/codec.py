@@ -1,0 +1,187 @@
+"""Decodes the bodies of inference requests over HTTP into arrays, and encodes outputs; JSON, binary, or a mixture.
+
+Called by `app`, one codec for each model. Knows of HTTP the headers of an answer, and the length of the JSON object
+before the tensors' bytes (Inference-Header-Content-Length). Errors are InferenceErrors: 400 for an invalid request, 422
+for a tensor that does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from shoal.batching.batcher import Prediction
+from shoal.errors import InferenceError
+from shoal.open_inference.binary_tensors import from_binary, to_binary
+from shoal.open_inference.datatypes import NUMPY_DTYPES
+from shoal.open_inference.json_tensors import from_json, to_json
+from shoal.open_inference.messages import (
+    NO_DATA,
+    InferRequest,
+    InferResponse,
+    InputTensor,
+    OutputTensor,
+    Parameters,
+    TensorMetadata,
+)
+from shoal.open_inference.request_schema import REFUSED_PARAMETERS, RequestSchema
+from shoal.serve.http.messages import BINARY_TYPE, JSON_TYPE, RestResponse
+from shoal.serve.messages.inference import InferCall, Outputs
+
+NO_PARAMETERS: Parameters = {}
+
+_decode_request = msgspec.json.Decoder(InferRequest).decode
+_encode = msgspec.json.Encoder().encode
+
+
+class HttpCodec:
+    """Decodes requests to, and encodes answers of, one model. For any thread. `max_rows`, `batch_dim`: see
+    `RequestSchema`."""
+
+    def __init__(
+        self,
+        model_name: str,
+        inputs: Sequence[TensorMetadata],
+        outputs: Sequence[TensorMetadata],
+        max_rows: int,
+        batch_dim: Mapping[str, int | None] | None = None,
+    ) -> None:
+        self._model_name, self._outputs = model_name, outputs
+        self._schema = RequestSchema(inputs, outputs, max_rows, batch_dim)
+        self.has_bytes_inputs = any(spec.datatype == "BYTES" for spec in inputs)  # have their elements read one by one
+
+    def decode(self, call: InferCall, body: bytes, header_length: int | None = None) -> None:
+        """Decode a request into its call. `header_length`: of the JSON object, when bytes of tensors follow it.
+
+        The arrays of binary tensors are views of `body`. Raises InferenceError (400, 422).
+        """
+        if header_length == 0:
+            self._decode_raw(call, body)
+            return
+        rest = memoryview(b"")
+        if header_length is not None:
+            if header_length > len(body):
+                problem = f"Inference-Header-Content-Length = {header_length}: the body has {len(body)} bytes"
+                raise InferenceError(400, problem)
+            rest = memoryview(body)[header_length:]
+        try:
+            request = _decode_request(body if header_length is None else memoryview(body)[:header_length])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise InferenceError(400, f"not an inference request: {error}") from None
+        arrays: dict[str, np.ndarray] = {}
+        for tensor in request.inputs:
+            self._schema.check_tensor(tensor.name, tensor.datatype, tensor.shape, arrays)
+            if tensor.parameters is None and tensor.data is not NO_DATA:
+                arrays[tensor.name] = from_json(tensor.name, tensor.datatype, tensor.shape, tensor.data)
+            else:
+                size = _binary_size(tensor, len(rest))
+                arrays[tensor.name] = _read_tensor(tensor, None if size is None else rest[:size])
+                rest = rest[size or 0 :]
+            arrays[tensor.name] = self._schema.widen(tensor.name, arrays[tensor.name])
+        if len(rest):
+            raise InferenceError(400, f"the body has {len(rest)} bytes after the last tensor")
+        call.id, call.inputs, call.num_rows = request.id, arrays, self._schema.check_complete(arrays)
+        parameters = request.parameters or NO_PARAMETERS
+        call.timeout_us = parameters.get("timeout")
+        call.binary = _get_flag(parameters, "binary_data_output", False)
+        if not request.outputs:
+            return
+        call.outputs = self._schema.check_outputs(output.name for output in request.outputs)
+        call.binary_of = binary_of = {}
+        for output in request.outputs:
+            of_output = output.parameters or NO_PARAMETERS
+            _reject_parameters(of_output, f"output {output.name!r}")
+            binary_of[output.name] = _get_flag(of_output, "binary_data", call.binary)
+
+    def encode(self, call: InferCall, prediction: Prediction[Outputs]) -> RestResponse:
+        """Encode the JSON object of the answer, and the bytes of its binary tensors (views of the arrays), in order.
+
+        Raises InferenceError (422) for an output that JSON cannot represent.
+        """
+        tensors: list[OutputTensor] = []
+        parts: list[memoryview | bytes] = []
+        for spec in self._outputs:
+            name, datatype = spec.name, spec.datatype
+            if call.outputs is not None and name not in call.outputs:
+                continue
+            array = prediction.outputs[name]
+            assert array.dtype == NUMPY_DTYPES[datatype], f"output {name!r}: expected {datatype}, got {array.dtype}"
+            if call.binary_of.get(name, call.binary):
+                part = to_binary(datatype, array)
+                parts.append(part)
+                tensors.append(OutputTensor(name, list(array.shape), datatype, {"binary_data_size": len(part)}))
+            else:
+                data = to_json(name, datatype, array)
+                tensors.append(OutputTensor(name, list(array.shape), datatype, None, data))
+        body = _encode(InferResponse(self._model_name, str(prediction.version), tensors, call.id))
+        headers = [(b"shoal-model-version", b"%d" % prediction.version)]
+        if parts:
+            headers.append((b"inference-header-content-length", b"%d" % len(body)))
+        return RestResponse(200, body, BINARY_TYPE if parts else JSON_TYPE, headers, parts)
+
+    def _decode_raw(self, call: InferCall, body: bytes) -> None:
+        """Decode a raw body: one row of the only input; the answer is binary."""
+        inputs = list(self._schema.inputs.values())
+        if len(inputs) != 1:
+            names = ", ".join(map(repr, self._schema.inputs))
+            raise InferenceError(
+                400, f"Inference-Header-Content-Length = 0 is for models of one input; here are {names}"
+            )
+        spec = inputs[0]
+        shape, dimension = list(spec.shape), self._schema.batch_dim[spec.name]
+        if dimension is not None:
+            shape[dimension] = 1
+        if spec.datatype == "BYTES" and shape != [1] * len(shape):
+            raise InferenceError(400, f"input {spec.name!r}: the raw body of BYTES is one element, got {spec.shape}")
+        if shape.count(-1) > 1:
+            raise InferenceError(400, f"input {spec.name!r}: the shape of a raw body is unknown: {spec.shape}")
+        if spec.datatype == "BYTES":
+            array = np.empty(1, dtype=object)
+            array[0] = body
+            array = array.reshape(shape)
+        else:
+            row_bytes = NUMPY_DTYPES[spec.datatype].itemsize
+            for size in shape:
+                row_bytes *= 1 if size == -1 else size
+            shape = [len(body) // row_bytes if size == -1 else size for size in shape]
+            array = from_binary(spec.name, spec.datatype, shape, body)
+        arrays: dict[str, np.ndarray] = {}
+        self._schema.check_tensor(spec.name, spec.datatype, shape, arrays)
+        call.inputs, call.num_rows, call.binary = {spec.name: array}, 1, True
+
+
+def _binary_size(tensor: InputTensor, available_bytes: int) -> int | None:
+    """The number of bytes after the JSON object for this tensor; None when its data is in the JSON."""
+    parameters = tensor.parameters or NO_PARAMETERS
+    _reject_parameters(parameters, f"input {tensor.name!r}")
+    size = parameters.get("binary_data_size")
+    if size is None:
+        return None
+    if type(size) is not int or not 0 <= size <= available_bytes:
+        expected = f"expected at most {available_bytes}, which is the number after the JSON object"
+        raise InferenceError(400, f"input {tensor.name!r}: binary_data_size = {str(size)[:40]}: {expected}")
+    return size
+
+
+def _read_tensor(tensor: InputTensor, binary: memoryview | None) -> np.ndarray:
+    if (binary is None) == (tensor.data is NO_DATA):
+        remedy = "give data, or binary_data_size and the bytes after the JSON object; one of both"
+        raise InferenceError(400, f"not an inference request: input {tensor.name!r}: {remedy}")
+    if binary is None:
+        return from_json(tensor.name, tensor.datatype, tensor.shape, tensor.data)
+    return from_binary(tensor.name, tensor.datatype, tensor.shape, binary)
+
+
+def _reject_parameters(parameters: Parameters, where: str) -> None:
+    for parameter in REFUSED_PARAMETERS:
+        if parameters.get(parameter):
+            raise InferenceError(400, f"{where}: the parameter {parameter!r} is of an extension that is not served")
+
+
+def _get_flag(parameters: Parameters, name: str, default: bool) -> bool:
+    value = parameters.get(name, default)
+    if not isinstance(value, bool):
+        raise InferenceError(400, f"parameter {name} = {str(value)[:40]}: expected true or false")
+    return value

@@ -1,0 +1,326 @@
+"""The batcher's promises: nothing is lost, nothing idles beside work, limits hold, and poison fails alone."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gated_forward import GatedForward, Request, answer, opened, requests_of, run, until
+from shoal.batching.batcher import Batch, Batcher, DeadlineExceeded, QueueFull
+from shoal.errors import Closed, ConfigError, InferenceError
+
+
+def test_one_request_is_answered_off_the_event_loop() -> None:
+    threads: list[threading.Thread] = []
+
+    def forward(batch: Batch[Any]) -> list[int]:
+        requests: list[int] = requests_of(batch)
+        threads.append(threading.current_thread())
+        return [number + 1 for number in requests]
+
+    async def body() -> None:
+        batcher = Batcher()
+        queue = batcher.add_queue("model", forward, max_batch_rows=4, max_queue_rows=8)
+        assert await answer(queue, 41) == 42
+        batcher.close()
+        assert threads != [threading.current_thread()]
+        assert not batcher.is_alive
+
+    run(body)
+
+
+def test_a_free_slot_takes_everything_that_is_queued() -> None:
+    async def body() -> None:
+        forward = GatedForward()
+        batcher = Batcher()
+        queue = batcher.add_queue("model", forward, max_batch_rows=64, max_queue_rows=64)
+        first = asyncio.create_task(answer(queue, Request(0)))
+        await forward.wait_entered()
+        others = [asyncio.create_task(answer(queue, Request(number))) for number in range(1, 11)]
+        await until(lambda: queue.queued_rows == 10)
+        forward.open()
+        assert await asyncio.gather(first, *others) == [number * 10 for number in range(11)]
+        assert forward.batches == [[0], list(range(1, 11))]
+        batcher.close()
+
+    run(body)
+
+
+def test_a_request_is_never_split_and_order_is_kept() -> None:
+    async def body() -> None:
+        forward = GatedForward()
+        batcher = Batcher()
+        queue = batcher.add_queue("model", forward, max_batch_rows=4, max_queue_rows=64)
+        sizes = [1, 3, 2, 4, 1, 1]
+        tasks = []
+        for number, size in enumerate(sizes):
+            tasks.append(asyncio.create_task(answer(queue, Request(number, size), size)))
+            if number == 0:
+                await forward.wait_entered()
+        await until(lambda: queue.queued_rows == sum(sizes[1:]))
+        forward.open()
+        await asyncio.gather(*tasks)
+        assert forward.batches == [[0], [1], [2], [3], [4, 5]]
+        batcher.close()
+
+    run(body)
+
+
+def test_a_poisonous_request_fails_alone() -> None:
+    async def body() -> None:
+        forward = GatedForward()
+        batcher = Batcher()
+        queue = batcher.add_queue("model", forward, max_batch_rows=8, max_queue_rows=64)
+        blocker = asyncio.create_task(answer(queue, Request(0)))
+        await forward.wait_entered()
+        tasks = [asyncio.create_task(answer(queue, Request(n, poisonous=n == 3))) for n in range(1, 6)]
+        await until(lambda: queue.queued_rows == 5)
+        forward.open()
+        answers = await asyncio.gather(blocker, *tasks, return_exceptions=True)
+        assert [answer for answer in answers if not isinstance(answer, Exception)] == [0, 10, 20, 40, 50]
+        assert str(answers[3]) == "poison among [3]"
+        assert queue.counts().failed == 1
+        assert await answer(queue, Request(6)) == 60  # and it lives on
+        batcher.close()
+
+    run(body)
+
+
+@pytest.mark.parametrize("error", [SystemExit, StopIteration])
+def test_what_no_future_takes_fails_the_request_and_ends_no_thread(error: type[BaseException]) -> None:
+    def forward(batch: Batch[Any]) -> list[int]:
+        requests: list[int] = requests_of(batch)
+        if 3 in requests:
+            raise error("enough")
+        return list(requests)
+
+    async def body() -> None:
+        batcher: Batcher[Any, int, int] = Batcher()
+        queue = batcher.add_queue("model", forward, max_batch_rows=4, max_queue_rows=8)
+        with pytest.raises(InferenceError, match=r"the model raised \w+\('enough'\)"):
+            await answer(queue, 3)
+        assert await answer(queue, 4) == 4
+        assert (queue.counts().submitted, queue.counts().failed, queue.counts().cancelled) == (2, 1, 0)
+        assert batcher.is_alive
+        batcher.close()
+
+    run(body)
+
+
+def test_wrong_number_of_answers_is_an_error_of_the_model() -> None:
+    async def body() -> None:
+        batcher: Batcher[Any, int, int] = Batcher()
+        queue = batcher.add_queue("model", lambda batch: [], max_batch_rows=4, max_queue_rows=8)
+        with pytest.raises(InferenceError, match="0 answers came for 1") as caught:
+            await answer(queue, 1)
+        assert caught.value.status == 500
+        batcher.close()
+
+    run(body)
+
+
+def test_a_cancelled_request_leaves_the_queue_and_makes_room() -> None:
+    async def body() -> None:
+        forward = GatedForward()
+        batcher = Batcher()
+        queue = batcher.add_queue("model", forward, max_batch_rows=2, max_queue_rows=2)
+        blocker = asyncio.create_task(answer(queue, Request(0)))
+        await forward.wait_entered()
+        doomed = asyncio.create_task(answer(queue, Request(1, 2), 2))
+        await until(lambda: queue.queued_rows == 2)
+        with pytest.raises(QueueFull) as refused:
+            await answer(queue, Request(2))
+        assert refused.value.status == 429
+        doomed.cancel()
+        await until(doomed.done)
+        assert queue.queued_rows == 0
+        successor = asyncio.create_task(answer(queue, Request(3)))
+        forward.open()
+        assert await asyncio.gather(blocker, successor) == [0, 30]
+        assert [1] not in forward.batches
+        assert queue.counts().cancelled == 1
+        batcher.close()
+
+    run(body)
+
+
+def test_a_request_cancelled_while_it_is_computed_disturbs_nobody() -> None:
+    async def body() -> None:
+        forward = GatedForward()
+        batcher = Batcher()
+        queue = batcher.add_queue("model", forward, max_batch_rows=2, max_queue_rows=2)
+        doomed = asyncio.create_task(answer(queue, Request(0)))
+        await forward.wait_entered()
+        doomed.cancel()
+        await until(doomed.done)
+        forward.open()
+        assert await answer(queue, Request(1)) == 10
+        counts = queue.counts()
+        assert (counts.submitted, counts.answered, counts.cancelled) == (2, 1, 1)
+        batcher.close()
+
+    run(body)
+
+
+def test_close_fails_what_is_queued_answers_what_is_in_hand_and_is_idempotent() -> None:
+    async def body() -> None:
+        forward = GatedForward()
+        batcher = Batcher()
+        queue = batcher.add_queue("model", forward, max_batch_rows=2, max_queue_rows=4)
+        in_hand = asyncio.create_task(answer(queue, Request(0)))
+        await forward.wait_entered()
+        queued = asyncio.create_task(answer(queue, Request(1)))
+        await until(lambda: queue.queued_rows == 1)
+        forward.open()
+        batcher.close()
+        batcher.close()
+        assert await in_hand == 0
+        with pytest.raises(Closed):
+            await queued
+        with pytest.raises(Closed):
+            await answer(queue, Request(2))
+        assert not batcher.is_alive
+
+    run(body)
+
+
+def test_close_does_not_wait_longer_than_it_is_told() -> None:
+    async def body() -> None:
+        forward = GatedForward()
+        batcher = Batcher()
+        queue = batcher.add_queue("model", forward, max_batch_rows=2, max_queue_rows=4)
+        in_hand = asyncio.create_task(answer(queue, Request(0)))
+        await forward.wait_entered()
+        batcher.close(timeout_s=0.01)
+        assert batcher.is_alive
+        forward.open()
+        assert await in_hand == 0
+        batcher.close()
+        assert not batcher.is_alive
+
+    run(body)
+
+
+@pytest.mark.parametrize("num_rows", [0, 5])
+def test_a_request_that_no_batch_can_hold_is_refused(num_rows: int) -> None:
+    async def body() -> None:
+        batcher = Batcher()
+        queue = batcher.add_queue("model", opened(), max_batch_rows=4, max_queue_rows=8)
+        with pytest.raises(InferenceError, match=f"1 to 4 rows, this one has {num_rows}") as caught:
+            await answer(queue, Request(0, num_rows), num_rows)
+        assert caught.value.status == 422
+        batcher.close()
+
+    run(body)
+
+
+@pytest.mark.parametrize(("batch", "rows", "field_name"), [(0, 8, "max_batch_rows"), (8, 4, "max_queue_rows")])
+def test_limits_that_do_not_fit_are_refused(batch: int, rows: int, field_name: str) -> None:
+    async def body() -> None:
+        batcher = Batcher()
+        with pytest.raises(ConfigError) as caught:
+            batcher.add_queue("model", opened(), max_batch_rows=batch, max_queue_rows=rows)
+        assert caught.value.field == field_name
+        batcher.close()
+
+    run(body)
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), st.integers(1, 4), st.booleans()),
+        st.tuples(st.just("hurry"), st.integers(1, 4), st.booleans()),
+        st.tuples(st.just("cancel"), st.integers(0, 60), st.just(False)),
+        st.tuples(st.just("release"), st.just(0), st.just(False)),
+        st.tuples(st.just("turn"), st.just(0), st.just(False)),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps=steps, close_early=st.booleans())
+def test_every_request_ends_exactly_once(steps: list[tuple[str, int, bool]], close_early: bool) -> None:
+    """In = answered + failed + cancelled + expired + evicted, whatever comes, is cancelled, poisoned, closed."""
+
+    async def body() -> None:
+        forward = GatedForward()
+        batcher = Batcher()
+        queue = batcher.add_queue("model", forward, max_batch_rows=4, max_queue_rows=12)
+        tasks: list[asyncio.Task[int]] = []
+        for kind, number, poisonous in steps:
+            if kind in ("submit", "hurry"):
+                request = Request(len(tasks), number, poisonous)
+                deadline_s = time.monotonic() + 0.001 if kind == "hurry" else None
+                tasks.append(
+                    asyncio.create_task(
+                        answer(
+                            queue, request, number, group=number % 2, tenant="xy"[number // 3], deadline_s=deadline_s
+                        )
+                    )
+                )
+            elif kind == "cancel" and tasks:
+                tasks[number % len(tasks)].cancel()
+            elif kind == "release":
+                forward.release()
+            await asyncio.sleep(0)
+            assert 0 <= queue.queued_rows <= 12
+        if close_early:
+            forward.open()
+            batcher.close()
+        forward.open()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        counts = queue.counts()
+        unborn = sum(isinstance(result, asyncio.CancelledError) for result in results) - counts.cancelled
+        assert len(tasks) == counts.submitted + counts.refused_full + counts.refused_late + unborn
+        assert counts.refused_full + counts.evicted == sum(isinstance(result, QueueFull) for result in results)
+        assert counts.refused_late + counts.expired == sum(isinstance(result, DeadlineExceeded) for result in results)
+        ended = counts.answered + counts.failed + counts.cancelled + counts.expired + counts.evicted
+        assert counts.submitted == ended
+        assert counts.answered == sum(isinstance(result, int) for result in results)
+        assert all(result == number * 10 for number, result in enumerate(results) if isinstance(result, int))
+        assert counts.queued_rows == 0
+        assert forward.max_rows_seen <= 4
+        batcher.close()
+
+    run(body)
+
+
+@pytest.mark.parametrize("poisonous", [False, True])
+def test_a_request_cancelled_in_the_turn_of_its_answer_counts_once(poisonous: bool) -> None:
+    async def body() -> None:
+        batcher = Batcher()
+        queue = batcher.add_queue("model", opened(), max_batch_rows=4, max_queue_rows=12)
+        task = asyncio.create_task(answer(queue, Request(1, poisonous=poisonous)))
+
+        def and_cancel(real: Callable[..., None]) -> Callable[..., None]:
+            return lambda *words: (real(*words), task.cancel())[0]
+
+        for name in ("_deliver", "fail_all"):
+            setattr(queue, name, and_cancel(getattr(queue, name)))
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        counts = queue.counts()
+        assert (counts.submitted, counts.answered, counts.failed, counts.cancelled) == (1, 0, 0, 1)
+        batcher.close()
+
+    run(body)
+
+
+def test_a_slot_never_idles_beside_work() -> None:
+    """Many rounds of bursts and lone requests: each is answered without any timer that would rescue a lost wakeup."""
+
+    async def body() -> None:
+        batcher = Batcher()
+        queue = batcher.add_queue("model", opened(), max_batch_rows=8, max_queue_rows=64)
+        for round_number in range(400):
+            burst = [answer(queue, Request(number)) for number in range(1 + round_number % 7)]
+            assert len(await asyncio.gather(*burst)) == len(burst)
+        batcher.close()
+
+    run(body)

@@ -1,0 +1,233 @@
+"""The schedule's promises, against a simulated clock: what is taken and refused, in which order, and nothing lost."""
+
+import math
+import pickle
+import weakref
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.batching.fair_queue import QueuedRequest
+from shoal.batching.scheduler import BatchScheduler, DeadlineExceeded, QueueFull
+from shoal.errors import ConfigError
+from unit.batching.schedule_world import MAX_BATCH, MAX_QUEUE, QUEUES, Job, World, events, play
+
+
+@settings(max_examples=150, deadline=None)
+@given(script=events, slots=st.integers(1, 3), exact=st.booleans())
+def test_nothing_is_lost_nothing_idles_and_limits_hold(
+    script: list[tuple[object, ...]], slots: int, exact: bool
+) -> None:
+    """in = answered + refused + cancelled + given up; the other rules are checked by the world after every event."""
+    world = World(slots=slots, exact=exact)
+    play(world, script)
+    assert not world.schedule.has_work
+    assert not world.schedule.running
+    ends = world.ends()
+    assert sum(ends.values()) == len(world.jobs)
+    assert set(ends) <= {"answered", "full", "late", "cancelled", "given up"}
+    assert world.ends(job for job in world.jobs if job.deadline_s is None).keys() <= {"answered", "full", "cancelled"}
+    in_batches = Counter(id(job) for batch in world.started for job in batch.requests)
+    assert set(in_batches.values()) <= {1}
+    assert {id(job) for job in world.jobs if job.end == "answered"} == set(in_batches)
+
+
+def test_everything_compatible_goes_into_one_batch_and_the_rest_waits() -> None:
+    world = World()
+    world.submit()
+    jobs = [world.submit(group=group) for group in (0, 1, 0, 1, 0)]
+    world.advance()
+    assert [batch.rows for batch in world.started] == [1, 3, 2]
+    assert world.started[1].requests == [jobs[0], jobs[2], jobs[4]]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    weights=st.tuples(st.floats(0.2, 5), st.floats(0.2, 5)),
+    rows=st.tuples(st.integers(1, MAX_BATCH), st.integers(1, MAX_BATCH)),
+    slots=st.integers(1, 2),
+    exact=st.booleans(),
+)
+def test_busy_queues_get_time_by_their_weights(
+    weights: tuple[float, float], rows: tuple[int, int], slots: int, exact: bool
+) -> None:
+    """Never further apart than what the slots may hold at once, however unequal the forwards are."""
+    world = World(slots=slots, exact=exact, weights=dict(zip(QUEUES, weights, strict=True)))
+    longest_s = world.seconds(MAX_BATCH)
+    for step in range(120):
+        for name, num_rows in zip(QUEUES, rows, strict=True):
+            while world.queues[name].fair_queue.rows + num_rows <= MAX_QUEUE:
+                world.submit(name, num_rows)
+        if step > 5:
+            a, b = (world.used_s[name] / world.weights[name] for name in QUEUES)
+            bound = (slots + 1) * longest_s * (1 / weights[0] + 1 / weights[1])
+            assert abs(a - b) <= bound
+        world.advance(longest_s)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.tuples(st.integers(1, MAX_BATCH), st.integers(1, MAX_BATCH)),
+    groups=st.tuples(st.integers(0, 1), st.integers(0, 1)),
+)
+def test_busy_tenants_get_equal_rows(sizes: tuple[int, int], groups: tuple[int, int]) -> None:
+    world = World()
+    for _ in range(60):
+        for tenant, rows, group in zip("xy", sizes, groups, strict=True):
+            for _ in range(2):
+                if sum(job.num_rows for job in world.queues["a"].fair_queue if job.tenant == tenant) < MAX_QUEUE // 3:
+                    world.submit("a", rows, group=group, tenant=tenant)
+        assert abs(world.served["x"] - world.served["y"]) <= 2 * MAX_BATCH
+        world.advance(world.seconds(MAX_BATCH))
+    assert world.served["x"] > 50
+
+
+def test_a_tenant_that_was_away_gets_no_credit_for_it() -> None:
+    world = World()
+    for _ in range(20):
+        world.submit(rows=MAX_BATCH, tenant="x")
+        world.advance()
+    world.submit(rows=MAX_BATCH, tenant="x")
+    for tenant in "xxxxyyyyyyyy":
+        world.submit(tenant=tenant)
+    world.advance()
+    shares = ["".join(sorted(job.tenant for job in batch.requests)) for batch in world.started[-3:]]
+    assert shares == ["yyyy", "xxyy", "xxyy"]  # a batch ahead, since x has one in hand, and no more
+
+
+def test_tenants_that_nobody_waits_for_are_forgotten() -> None:
+    world = World()
+    for number in range(100):
+        world.submit(tenant=f"key-{number}")
+        if number % 5 == 4:
+            world.advance()
+    assert len(world.queues["a"].fair_queue._tenants) <= 1
+
+
+def test_a_group_that_nobody_waits_for_is_let_go() -> None:
+    """It may hold a version's weights."""
+
+    class Version:
+        pass
+
+    schedule: BatchScheduler[QueuedRequest] = BatchScheduler()
+    queue = schedule.add_queue("a", max_batch_rows=4, max_queue_rows=4)
+    for deadline_s in (None, 1.0):
+        version = Version()
+        gone = weakref.ref(version)
+        assert schedule.admit(queue, QueuedRequest(1, 0.0, deadline_s, version), 0.0) == (None, ())
+        batch, _ = schedule.take(0.0)
+        assert batch is not None
+        schedule.finish_batch(batch, 0.0, [])
+        del version, batch
+        assert gone() is None
+
+
+def test_a_queue_that_was_away_gets_no_credit_for_it() -> None:
+    world = World()
+    for _ in range(20):
+        world.submit("a", rows=MAX_BATCH)
+        world.advance()
+    world.submit("a", rows=MAX_BATCH)
+    for name in "abababab":
+        if world.queues[name].fair_queue.rows + MAX_BATCH <= MAX_QUEUE:
+            world.submit(name, rows=MAX_BATCH)
+    world.advance()
+    assert "".join(batch.queue.name for batch in world.started[-6:]) in ("ababab", "bababa")
+
+
+def test_who_fills_the_queue_makes_room_for_others_until_all_hold_as_much() -> None:
+    world = World()
+    world.submit(rows=MAX_BATCH)
+    flood = [world.submit(tenant="x") for _ in range(MAX_QUEUE + 5)]
+    assert world.ends(flood) == {"": MAX_QUEUE, "full": 5}
+    first = world.submit(tenant="y", rows=2)
+    assert first.end == ""
+    assert world.ends(flood[: MAX_QUEUE - 2]) == {"": MAX_QUEUE - 2}, "the newest leave"
+    for _ in range(MAX_QUEUE):
+        for tenant in "xyz":
+            world.submit(tenant=tenant)
+    held = Counter(job.tenant for job in world.queues["a"].fair_queue for _ in range(job.num_rows))
+    assert held == {"x": 4, "y": 4, "z": 4}
+    world.advance()
+    assert world.ends([first, *flood[:4]]) == {"answered": 5}
+
+
+def test_nobody_leaves_for_a_request_that_is_refused_all_the_same() -> None:
+    world = World(exact=True)
+    world.submit(rows=MAX_BATCH)
+    for _ in range(MAX_QUEUE):
+        world.submit(tenant="x")
+    assert world.submit(tenant="y", rows=MAX_BATCH, within_s=0.03).end == "late"
+    assert world.queues["a"].fair_queue.rows == MAX_QUEUE
+
+
+def test_a_queue_is_full_of_bytes_too() -> None:
+    schedule: BatchScheduler[QueuedRequest] = BatchScheduler()
+    queue = schedule.add_queue("a", max_batch_rows=4, max_queue_rows=8, max_queue_bytes=8000)
+    taken = []
+    for rows, size_bytes in ((4, 3200), (1, 3000), (2, 100), (1, 0), (1, 1)):
+        waiting = QueuedRequest(rows, 0.0, None, num_places=queue.compute_charged_rows(rows, size_bytes))
+        refusal, _ = schedule.admit(queue, waiting, 0.0)
+        taken.append(waiting.charged_rows if refusal is None else refusal.status)
+    assert taken == [4, 3, 429, 1, 429]
+    assert str(refusal).startswith("the queue is full (it holds 8 rows, or 8000 bytes)")
+
+
+@pytest.mark.parametrize(("retry_after_s", "when"), [(0.0, "at once"), (0.0123456, "in 0.0123 s"), (2.5, "in 2.5 s")])
+def test_a_refusal_says_when_to_come_again(retry_after_s: float, when: str) -> None:
+    assert str(QueueFull(8, retry_after_s)) == f"the queue is full (it holds 8 rows); try again {when}"
+
+
+def test_a_request_that_is_larger_than_the_queue_may_wait_alone() -> None:
+    schedule: BatchScheduler[QueuedRequest] = BatchScheduler()
+    queue = schedule.add_queue("a", max_batch_rows=4, max_queue_rows=8, max_queue_bytes=8000)
+    large, small = (
+        QueuedRequest(1, 0.0, None, num_places=queue.compute_charged_rows(1, 50_000)),
+        QueuedRequest(1, 0.0, None),
+    )
+    assert schedule.admit(queue, large, 0.0) == (None, ())
+    refusal, _ = schedule.admit(queue, small, 0.0)
+    assert isinstance(refusal, QueueFull)
+
+
+def test_a_full_queue_says_when_to_come_back() -> None:
+    world = World(exact=True)
+    for _ in range(4):
+        world.submit(rows=MAX_BATCH)
+    job = Job("a", 1, world.now_s, None, 0, "")
+    refusal, _ = world.schedule.admit(world.queues["a"], job, world.now_s)
+    assert isinstance(refusal, QueueFull)
+    assert refusal.status == 429
+    assert refusal.retry_after_s == pytest.approx(4 * world.seconds(MAX_BATCH))
+
+
+@pytest.mark.parametrize(
+    ("words", "field_name"),
+    [
+        ((0, 8, 1.0), "max_batch_rows"),
+        ((8, 4, 1.0), "max_queue_rows"),
+        ((8, 8, 0.0), "weight"),
+        ((8, 8, math.nan), "weight"),
+        ((8, 8, 1.0, 0), "max_queue_bytes"),
+    ],
+)
+def test_limits_that_do_not_fit_are_refused(words: tuple[int, int, float], field_name: str) -> None:
+    schedule: BatchScheduler[Job] = BatchScheduler()
+    names = ("max_batch_rows", "max_queue_rows", "weight", "max_queue_bytes")
+    with pytest.raises(ConfigError) as caught:
+        schedule.add_queue("a", **dict(zip(names, words, strict=False)))  # type: ignore[arg-type]
+    assert caught.value.field == field_name
+
+
+def test_a_schedule_without_slots_is_refused() -> None:
+    with pytest.raises(ConfigError, match="slots = 0"):
+        BatchScheduler(0)
+
+
+def test_the_refusals_survive_a_pickle() -> None:
+    for error in (QueueFull(8, 0.25), QueueFull(8, 0.25, 800), DeadlineExceeded("never")):
+        copy = pickle.loads(pickle.dumps(error))
+        assert (copy.status, str(copy), copy.retry_after_s) == (error.status, str(error), error.retry_after_s)

@@ -1,0 +1,487 @@
+"""`shoal runs`, `shoal report` and `shoal models`, as a user types them."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import subprocess
+from contextlib import ExitStack, closing
+from pathlib import Path
+from types import SimpleNamespace
+
+import click
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from shoal import runs
+from shoal.cli.commands.launch.session import RunArguments
+from shoal.cli.commands.launch.session import RunSession as Session
+from shoal.cli.commands.models import models
+from shoal.cli.commands.run import run
+from shoal.cli.commands.runs import report
+from shoal.cli.commands.runs import runs as runs_command
+from shoal.cli.support.console import make_literal_console
+from shoal.cluster.cluster_handle import ClusterHandle
+from shoal.cluster.jobs import JobHandle
+from shoal.errors import ClusterError, ConfigError, ConnectionLost, RegistryError, RunError, ShoalError
+from shoal.flows.actor_processes import ActorProcesses
+from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
+from shoal.weights import WeightSnapshot
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+    return tmp_path
+
+
+def typed(command: click.Command, *words: str) -> str:
+    result = CliRunner().invoke(command, list(words), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def record(run_id: str, status: str = "finished") -> None:
+    with runs.create("cartpole", "a: 1\nresume: ''\n", run_id, command="shoal run cartpole a=1 --actors 4") as run:
+        run.log(10, {"return/mean_100": 480.0, "learner/loss": 0.5})
+        run.record_endpoint("gateway", "gateway", "tcp://127.0.0.1:5600", "closed")
+        run.record_model("cartpole", 2, ("champion",))
+        run.record_event(
+            "actor.joined", at=1.5, actor="[bold]a-1[/nonsense]", seconds=25.513599157, returns=[500.0] * 20
+        )
+        run.finish(status, "ValueError: [/red]" if status == "failed" else None)
+
+
+def register(num_versions: int) -> None:
+    signature = Signature(
+        inputs=[TensorSignature(name="observation", datatype="FP32", shape=[-1, 4])],
+        outputs=[TensorSignature(name="logits", datatype="FP32", shape=[-1, 2])],
+    )
+    for version in range(num_versions):
+        weights = WeightSnapshot.of(40 + version, {"w": np.zeros((4, 2), np.float32)})
+        Registry().register(
+            "cartpole",
+            weights,
+            model=ModelFactory(factory="shoal.models:Net", kwargs={"hidden": 64}, preprocess="shoal.models:clean"),
+            signature=signature,
+            run_id="run-1",
+            metrics={"return": 480.5},
+        )
+
+
+def test_without_records_it_says_how_to_make_one() -> None:
+    assert "no runs yet" in typed(runs_command)
+    assert "shoal run --help" in typed(runs_command)
+    assert "no models yet" in typed(models, "list")
+    assert json.loads(typed(runs_command, "--json")) == []
+    assert json.loads(typed(models, "list", "--json")) == []
+
+
+def test_runs_lists_the_newest_first() -> None:
+    for run_id in ("first", "second", "third"):
+        record(run_id)
+    lines = typed(runs_command, "--limit", "2").splitlines()
+    assert lines[0].split() == ["run", "job", "status", "age", "duration", "best"]
+    assert [line.split()[:3] for line in lines[1:3]] == [[name, "cartpole", "finished"] for name in ("third", "second")]
+    assert lines[1].endswith("480 return/mean_100")
+    assert "shoal runs third" in lines[3]
+    assert [each["id"] for each in json.loads(typed(runs_command, "--json"))] == ["third", "second", "first"]
+
+
+def test_one_run_is_shown_with_what_to_type_next() -> None:
+    record("one", status="failed")
+    shown = typed(runs_command, "one")
+    for told in (
+        *("failed", "ValueError: [/red]", "return/mean_100", "480", "tcp://127.0.0.1:5600", "cartpole@2", "champion"),
+        *("actor.joined", "[bold]a-1[/nonsense]", "seconds=25.51", "returns=[500, 500, 500, 500, ... (20)]"),
+        *("  shoal report one\n", "  shoal models show cartpole@2\n"),
+        *("  tensorboard --logdir ", "  shoal run cartpole --actors 4 resume=one\n"),
+    ):
+        assert told in shown, told
+    told = json.loads(typed(runs_command, "latest", "--json"))
+    assert (told["id"], told["status"], told["latest"]["learner/loss"]) == ("one", "failed", 0.5)
+
+
+def test_a_run_that_ended_before_its_time_can_be_gone_on_with(home: Path) -> None:
+    record("one")
+    assert "resume=" not in typed(runs_command, "one")
+    with runs.create("odd job", "resume: ''\n", "two", command="python jobs/odd.py") as run:
+        assert "resume=" not in typed(runs_command, "two")
+        with closing(sqlite3.connect(home / "runs.sqlite")) as connection, connection:
+            connection.execute("UPDATE runs SET heartbeat_at = 0")
+        assert "lost" in typed(runs_command, "two")
+        assert "  shoal report two\n  shoal run 'odd job' resume=two\n" in typed(runs_command, "two")
+        run.finish("stopped")
+    assert "  shoal report two\n  shoal run 'odd job' resume=two\n" in typed(runs_command, "two")
+
+
+def test_what_was_typed_is_what_goes_on() -> None:
+    command = RunArguments("my games/play.py", ("a=1",), 3, "local", 8).to_command_line()
+    with runs.create("actor_learner", "resume: ''\n", "one", command=command) as run:
+        run.finish("stopped")
+    expected = "  shoal run 'my games/play.py' --actors 3 --envs 8 --address local resume=one\n"
+    assert expected in typed(runs_command, "one")
+
+
+@pytest.mark.parametrize(
+    ("job", "spec", "command", "expected"),
+    [
+        ("serve", "models: [m]", "shoal serve deploy m", "shoal serve deploy m"),
+        ("batch_predict", "data: x", "shoal batch-predict m x", "shoal batch-predict m x"),
+        ("image_classifier", "models: [m]", "shoal run image_classifier a=1", "shoal run image_classifier a=1"),
+        ("ablate", "resume: ''", "shoal ablate lenet", "shoal ablate lenet"),
+        ("train", "resume: ''", "shoal run lenet a=1", "shoal run lenet resume=one"),
+        ("train", "resume: ''", "python -m shoal.train task=lenet", "python -m shoal.train resume=one"),
+        ("train", "resume: ''", "python -u -m shoal.train task=lenet", "python -m shoal.train resume=one"),
+        ("train", "resume: ''", "python jobs/lenet.py", "shoal run train resume=one"),
+        ("actor_learner", "resume: ''", "python jobs/actor_learner.py", "shoal run actor_learner resume=one"),
+        ("mine", "[: no yaml", "shoal run mine.py", "shoal run mine.py"),
+    ],
+)
+def test_what_cannot_be_resumed_begins_again(job: str, spec: str, command: str, expected: str) -> None:
+    with runs.create(job, spec, "one", command=command) as run:
+        run.finish("stopped")
+    assert f"  shoal report one\n  {expected}\n" in typed(runs_command, "one")
+
+
+@pytest.mark.parametrize(
+    ("typed_words", "command"),
+    [
+        (RunArguments("x", (), 0), "shoal run x"),
+        (RunArguments("x", ("endpoint.keys=[{name: a, key: hush}]",), 0), "shoal run x 'endpoint.keys=***'"),
+        (RunArguments("x", ("endpoint={keys: [{key: hush}]}",), 0), "shoal run x 'endpoint=***'"),
+        (RunArguments("x", ("a=b c", "endpoint.token=hush"), 4), "shoal run x --actors 4 'a=b c' 'endpoint.token=***'"),
+        (RunArguments("x", (), 4, None, 8), "shoal run x --actors 4 --envs 8"),
+        (RunArguments("j/x.py", ("a=1",), 0, "local"), "shoal run j/x.py --address local a=1"),
+    ],
+)
+def test_the_command_of_a_run_can_be_pasted(typed_words: RunArguments, command: str) -> None:
+    assert typed_words.to_command_line() == command
+
+
+def a_session(*words: str) -> Session:
+    return Session(RunArguments("x", words, 2), Path("x.py"), Console(quiet=True), plain=True)
+
+
+def test_a_resumed_run_is_not_shown_with_what_its_earlier_life_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    connected: list[str] = []
+
+    def start(words: list[str], *, stdin: int, **_: object) -> SimpleNamespace:
+        assert "--lifeline" in words
+        assert stdin == subprocess.PIPE
+        connected.append(words[words.index("--connect") + 1])
+        return SimpleNamespace(poll=lambda: None)
+
+    with runs.create("x", "target_return: 475\n", "one") as run:
+        run.record_endpoint("gateway", "gateway", "tcp://old", "ready")
+        run.record_event("gateway_ready", address="tcp://old", env="E", server_key="")
+        run.record_event("solved", seconds=1.0, steps=2)
+        run.log(1, {"return/mean_100": 480.0})
+    monkeypatch.setattr("subprocess.Popen", start)
+    session = a_session("resume=on")
+    assert session.run_id == "one"
+    session._read_record()
+    assert session._view is None  # the job has not begun its new life
+    with runs.reopen("one") as again:
+        session._read_record()
+        assert session._view is not None
+        assert (session._view.phase, session._view.metrics, connected) == ("starting the endpoint", {}, [])
+        again.record_event("gateway_ready", address="tcp://new", env="E", server_key="")
+        again.record_endpoint("gateway", "gateway", "tcp://new", "ready")
+        session._read_record()
+        assert (session._view.phase, connected) == ("waiting for actors", ["tcp://new"] * 2)
+        again.log(2, {"return/mean_100": 100.0})
+        again.flush()
+        session._read_record()
+        assert session._view.phase == "learning"
+        again.record_event("solved", seconds=1.0, steps=2)
+        for mean in (480.0, 470.0, 480.0):  # it stays solved though actors explore
+            again.log(3, {"return/mean_100": mean})
+            again.flush()
+            session._read_record()
+            assert session._view.phase == "solved; playing through the endpoint"
+        again.record_event("tried", passes=False, reason="version 7 returned 480")
+        session._read_record()
+        assert session._view.phase == "solved; learning on until a trial passes"
+        assert "version 7 returned 480: learning goes on" in session._view.notes
+        again.record_event("tried", passes=True, reason="")
+        session._read_record()
+        assert (session._view.phase, session._view.notes) == ("solved; playing through the endpoint", ())
+        again.finish("stopped")
+    assert session.format_resume_hint() == "Go on with: shoal run x --actors 2 resume=one"
+
+
+def test_words_are_said_again_until_the_record_has_them() -> None:
+    with runs.create("x", "target_return: 475", "one"):
+        pass
+    session = a_session("resume=one", "target_return=7")
+    session._read_record()
+    assert session.format_resume_hint() == "Go on with: shoal run x --actors 2 resume=one target_return=7"
+    with runs.reopen("one") as again:
+        session._read_record()
+        again.finish("stopped")
+    assert session.format_resume_hint() == "Go on with: shoal run x --actors 2 resume=one"
+    with runs.reopen("one"):
+        pass
+    assert session.format_resume_hint() == "The run has finished: shoal runs one"
+
+
+def test_to_resume_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="names no run"):
+        a_session("resume=")
+
+
+def test_a_run_that_has_finished_is_not_said_to_go_on_with_what_was_refused() -> None:
+    with runs.create("x", "target_return: 475", "one"):
+        pass
+    assert a_session("resume=one").format_resume_hint() == "The run has finished: shoal runs one"
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"), [("resume: ''", "Go on with: shoal run x --actors 2 resume="), ("a: 1", "")]
+)
+def test_what_cannot_be_resumed_is_not_said_to_go_on(spec: str, words: str) -> None:
+    session = a_session("a=1")
+    with runs.create("x", spec, session.run_id) as run:
+        session._read_record()
+        run.finish("failed", "why")
+    assert session.format_resume_hint() == (words and f"{words}{session.run_id}")
+
+
+def test_what_a_run_has_named_is_said_as_it_is(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with runs.create("x", "task: t", "one") as run:
+        run.record_event("trained", detail="ended [by hand]", seconds=1.0, kept=3, metrics={"recall[a]": 0.5})
+        run.record_event("solved", seconds=1.0, steps=2)
+        run.record_event("evaluated", mean_return=1.0, returns=[1.0], requests=2)
+        run.record_model("m", 1, ["champion[x]"])
+    session = a_session()
+    session._console, session.run_id = make_literal_console(), "one"
+    session._print_summary()
+    said = capsys.readouterr().out
+    for word in ("ended [by hand] after 1.0 s", "evaluated recall[a] 0.5", "registered m@1 (champion[x])"):
+        assert word in said
+    assert "mean return 1.0 over 1 episodes played through the endpoint's HTTP interface (2 requests)\n" in said
+
+
+def test_of_a_program_that_keeps_no_record_nothing_more_is_said(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    session = a_session()
+    session._console = make_literal_console()
+    session._print_summary()
+    assert capsys.readouterr().out == ""
+
+
+def test_what_a_run_that_never_had_a_gateway_counts_at_its_end_is_not_learning() -> None:
+    with runs.create("x", "target_return: 475", "one") as run:
+        session = a_session("resume=one")
+    with runs.reopen("one") as run:
+        run.log(2, {"segments/received": 0.0})
+        run.flush()
+        session._read_record()
+    assert session._view is not None
+    assert session._view.phase == "starting the endpoint"
+
+
+def test_where_no_actor_is_left_there_is_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.cli.display.run_view.REFRESH_S", 0.0)
+    with runs.create("x", "target_return: 475", "one") as run:
+        pass
+    session = a_session("resume=one")
+    session._job = SimpleNamespace(poll_outcome=lambda: None)  # type: ignore[assignment]
+    session._job_log = SimpleNamespace(read_new_lines=lambda is_over: [])  # type: ignore[assignment]
+    with runs.reopen("one") as again:
+        (run.folder / "actor-0.log").write_text("RuntimeError: motor burnt\n")
+        session._actors = actors = ActorProcesses(run.folder, {})
+        actors._actors = [SimpleNamespace(poll=lambda: 1), SimpleNamespace(poll=lambda: None)]
+        assert not session._poll()
+        actors._actors.pop()
+        with pytest.raises(RunError, match=r"no actor is left.*\n.*motor burnt\nGo on with"):
+            session._poll()
+        again.log(1, {"steps/total": 5.0})  # others may come back to what has begun
+        again.flush()
+        assert not session._poll()
+
+
+@pytest.mark.parametrize("error", [ConnectionLost("http://h: refused"), ClusterError("http://h answered 500: refused")])
+def test_a_cluster_that_has_ended_is_said_with_how_to_go_on(
+    error: ShoalError, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*arguments: object, **more: object) -> object:
+        raise error
+
+    with runs.create("x", "target_return: 475", "one") as run:
+        run.finish("stopped")
+    session = a_session("resume=one")
+    monkeypatch.setattr("shoal.cli.commands.launch.session.ray_jobs.submit", lambda *arguments, **more: None)
+    monkeypatch.setattr("shoal.cluster.jobs.JobHandle.status", gone)
+    monkeypatch.setattr("shoal.cluster.jobs.JobHandle.stop_quietly", lambda job: None)
+    with (
+        pytest.raises(RunError, match=r"the cluster has ended.*refused\nGo on with: shoal run x"),
+        ExitStack() as stack,
+    ):
+        session.run(ClusterHandle("127.0.0.1:1", "http://127.0.0.1:2", "token", {}, temp_dir=home), stack)
+
+
+def test_an_actor_that_died_is_said_once_in_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with runs.create("x", "target_return: 475", "one") as run:
+        pass
+    session = a_session("resume=one")
+    session._console = Console(soft_wrap=True)
+    with runs.reopen("one"):
+        (run.folder / "actor-0.log").write_text("RuntimeError: motor burnt\n")
+        session._actors = ActorProcesses(run.folder, {})
+        session._actors._actors = [SimpleNamespace(poll=lambda: 1)]
+        session._read_record()
+        session._print_plain()
+        session._print_plain()
+    assert session._take_new_notes() == []
+    assert capsys.readouterr().out.count("actor-0 ended with status 1: RuntimeError: motor burnt") == 1
+
+
+@pytest.mark.parametrize(("file", "shown"), [("job_main(...)", "endpoint.token=***"), ("", "endpoint.token=hush")])
+def test_the_job_is_told_what_the_user_typed(
+    home: Path, file: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+
+    def submit(cluster: object, entrypoint: list[str], *, env: dict[str, str], submission_id: str) -> None:
+        assert entrypoint[2:] == ["a=b c", shown]  # what reads its words by itself finds no secrets elsewhere
+        told.append(env["SHOAL_COMMAND"])
+        raise RunError("enough")
+
+    monkeypatch.setattr("shoal.cli.commands.launch.session.validate_overrides", lambda path, words, variables: {})
+    monkeypatch.setattr("shoal.cli.commands.launch.session.ray_jobs.submit", submit)
+    monkeypatch.setattr(JobHandle, "stop_quietly", lambda job: None)
+    cluster = ClusterHandle("127.0.0.1:1", "http://127.0.0.1:2", "token", {})
+    monkeypatch.chdir(home)
+    Path("x.py").write_text(file)
+    with ExitStack() as stack, pytest.raises(RunError, match="enough"):
+        a_session("a=b c", "endpoint.token=hush").run(cluster, stack)
+    assert told == ["shoal run x --actors 2 'a=b c' 'endpoint.token=***'"]
+
+
+def test_an_interruption_while_a_job_is_submitted_ends_the_job(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+    asked: list[tuple[str, str]] = []
+
+    def submit(*_: object, submission_id: str, **__: object) -> None:
+        begun.append(submission_id)
+        raise KeyboardInterrupt
+
+    def ask(client: object, method: str, path: str) -> None:
+        asked.append((method, path))
+        raise RunError("Ray knows no such job")  # the request was interrupted before it was there
+
+    monkeypatch.setattr("shoal.cli.commands.launch.session.validate_overrides", lambda path, words, variables: {})
+    monkeypatch.setattr("shoal.cli.commands.launch.session.ray_jobs.submit", submit)
+    monkeypatch.setattr("shoal.cluster.jobs.request_json", ask)
+    cluster = ClusterHandle("127.0.0.1:1", "http://127.0.0.1:2", "token", {})
+    with pytest.raises(KeyboardInterrupt), ExitStack() as stack:
+        a_session().run(cluster, stack)
+    assert asked == [("POST", f"/api/jobs/{begun[0]}/stop")]
+
+
+def test_an_unknown_run_is_a_run_error() -> None:
+    record("one")
+    with pytest.raises(RunError, match="did you mean one"):
+        typed(runs_command, "ones")
+
+
+def test_report_writes_the_page_of_the_newest_run(home: Path) -> None:
+    record("one")
+    page = home / "runs" / "one" / "report.html"
+    assert typed(report, "--open-path") == f"{page}\n"
+    assert page.exists()
+    assert str(page) in typed(report, "one")
+
+
+def test_ids_and_states_are_whole_in_lists_on_a_terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    run_id = "20261120-064501-3f2a"
+    with runs.create("train_a_transformer_on_a_long_context", "", run_id) as run:
+        run.log(1, {"validation/mean_absolute_error_of_tomorrow": 0.5})
+    (row, *_) = typed(runs_command).splitlines()[1:]
+    assert row.startswith(f"{run_id}  ")
+    assert "finished" in row
+    assert " s  " in row
+    assert "0.5" in row
+    with runs.create("cartpole", "", "id" * 60):
+        pass
+    first = typed(runs_command).splitlines()[1]
+    assert "cartpole" in first
+    assert "finished" in first
+    metrics = {"validation/mean_absolute_error": 0.624, "validation/mean_absolute_error_naive": 0.807}
+    Registry().register("forecasts", WeightSnapshot.of(1, {"w": np.zeros((4, 2), np.float32)}), run_id=run_id,
+                        model=ModelFactory(factory="torch.nn:Linear"), metrics=metrics,
+                        signature=Signature(inputs=[], outputs=[]))  # fmt: skip
+    assert f"  {run_id}  " in typed(models, "list")
+
+
+def test_models_are_listed_shown_promoted_and_rolled_back() -> None:
+    register(3)
+    listed = typed(models, "list").splitlines()
+    assert [line.split()[0] for line in listed] == ["model", "cartpole@1", "cartpole@2", "cartpole@3"]
+    assert "champion" in listed[3]
+    assert "480.5" in listed[1]
+    assert "cartpole@champion is cartpole@2 now" in typed(models, "rollback", "cartpole")
+    promoted = typed(models, "promote", "cartpole@3", "--alias", "candidate")
+    assert "cartpole@candidate is cartpole@3 now" in promoted
+    assert "shoal models rollback cartpole --alias candidate" in promoted
+    shown = typed(models, "show", "cartpole@champion")
+    for told in (
+        "cartpole@2",
+        "weights version 41",
+        "shoal.models:Net",
+        '{"hidden": 64}',
+        "preprocess by",
+        "shoal.models:clean",
+        "FP32 [any, 4]",
+        "rollback to 2",
+    ):
+        assert told in shown, told
+    assert json.loads(typed(models, "show", "cartpole", "--json"))["aliases"] == ["candidate"]
+
+
+def test_a_model_of_half_precision_is_shown() -> None:
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}}).encode()
+    payload = len(header).to_bytes(8, "little") + header + bytes(12)
+    signature = Signature(inputs=[], outputs=[])
+    Registry().register(
+        "half", WeightSnapshot.from_payload(1, payload), model=ModelFactory(factory="m:N"), signature=signature
+    )
+    assert "1 tensors, 6 values, " in typed(models, "show", "half")
+
+
+def test_an_unknown_model_is_a_registry_error() -> None:
+    with pytest.raises(RegistryError, match="shoal models list"):
+        typed(models, "show", "cartpole@1")
+
+
+@pytest.mark.parametrize("command", [runs_command, report, models, *models.commands.values()])
+def test_every_help_has_examples(command: click.Command) -> None:
+    shown = typed(command, "--help")
+    assert "Examples:\n  " in shown
+    assert "shoal " in shown
+
+
+@pytest.mark.parametrize(
+    ("job", "words", "problem"),
+    [
+        ("actor_learner", ["algorithm=ppo", "algorithm.synchronous=true"], "does not pause while the learner updates"),
+        ("actor_learner", ["env=chase:Chase"], "has several agents. leave out --inference remote"),
+        ("actor_learner", ["--envs", "2"], "is for actors that run the policy themselves"),
+    ],
+)
+def test_remote_inference_that_a_run_cannot_have_is_refused_before_anything_starts(
+    job: str, words: list[str], problem: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start() -> None:
+        pytest.fail("a cluster starts")
+
+    monkeypatch.setattr("shoal.cli.commands.launch.session.start_cluster", start)
+    monkeypatch.setattr("shoal.cli.commands.launch.session.find_cluster", lambda address: None)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    result = CliRunner().invoke(run, [job, *words, "--actors", "1", "--inference", "remote"])
+    assert isinstance(result.exception, ShoalError)
+    assert problem in str(result.exception)

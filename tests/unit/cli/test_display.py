@@ -1,0 +1,329 @@
+"""What `shoal run` shows of a run, on a terminal and in a log file."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+from rich.progress_bar import ProgressBar
+
+from shoal import runs
+from shoal.cli.commands import cluster
+from shoal.cli.display import rl_display, run_view
+from shoal.cli.display.panels import MAX_HISTORY, format_sparkline
+from shoal.cli.display.rl_display import LoopView, make_view
+from shoal.flows.rl_metrics import select_rejections
+
+METRICS = {
+    "return/mean_100": 123.4,
+    "steps/per_s": 5678.0,
+    "steps/total": 98_765.0,
+    "episodes/total": 432.0,
+    "weights/version": 77.0,
+    "queue/depth": 13.0,
+    "endpoint/requests_per_s": 21.0,
+    "actors/connected": 2.0,
+    "lag/max": 15.0,
+    "actor_lag/actor-0": 1.0,
+    "actor_lag/actor-1": 15.0,
+    "drops/stale": 6.0,
+    "drops/duplicate": 3.0,
+    "drops/corrupt": 0.0,
+}
+VIEW = LoopView(
+    run_id="one",
+    phase="learning",
+    elapsed_s=12.3,
+    target_return=475.0,
+    metrics=METRICS,
+    history=(20.0, 60.0, 123.4),
+    lowest=20.0,
+    endpoint="http://h:8000",
+    gateway="tcp://h:5600",
+    notes=("a note",),
+)
+
+
+def learning(
+    target: float, metrics: dict[str, float], history: tuple[float, ...], lowest: float = math.inf
+) -> LoopView:
+    return LoopView(
+        run_id="one",
+        phase="learning",
+        elapsed_s=1.0,
+        target_return=target,
+        metrics=metrics,
+        history=history,
+        lowest=lowest,
+    )
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+    return tmp_path
+
+
+def drawn(view: LoopView, width: int = 140) -> str:
+    console = Console(record=True, width=width, file=io.StringIO(), color_system=None)
+    console.print(view.render())
+    return console.export_text()
+
+
+def bars(view: LoopView, monkeypatch: pytest.MonkeyPatch) -> float:
+    """How full the progress bar is."""
+    made: list[float] = []
+
+    def spy(total: float, completed: float, width: int) -> ProgressBar:
+        made.append(completed / total)
+        return ProgressBar(total=total, completed=completed, width=width)
+
+    monkeypatch.setattr(rl_display, "ProgressBar", spy)
+    drawn(view)
+    [full] = made
+    return full
+
+
+# --- the picture ---
+
+
+def test_the_picture_tells_everything() -> None:
+    text = drawn(VIEW)
+    for told in (
+        *("one  learning  12 s", "return     123.4", "475", "steps/s 5,678", "steps 98,765", "episodes 432"),
+        *("weights 77", "queue 13", "endpoint req/s 21", "2 connected", "actor-0 1", "actor-1 15"),
+        *("duplicate 3, stale 6", "http://h:8000", "tcp://h:5600", "a note"),
+    ):
+        assert told in text, (told, text)
+    assert "corrupt" not in text  # what did not happen is not listed
+
+
+def test_registered_opponents_are_shown_by_name_before_the_versions_of_the_run() -> None:
+    won = {"win_rate/poker@3": 0.25, "win_rate/12": 0.5, "win_rate/7": 1.0}
+    assert "won       poker@3 25%  v7 100%  v12 50%" in drawn(replace(VIEW, metrics=METRICS | won))
+
+
+def test_of_several_policies_each_has_its_return() -> None:
+    others = {name: value for name, value in METRICS.items() if name != "return/mean_100"}
+    view = replace(VIEW, metrics=others | {"return/hunters": 0.5, "return/prey": -0.125})
+    assert "│ returns   hunters 0.5   prey -0.125 " in drawn(view)
+    assert "return of hunters 0.5, return of prey -0.125, steps/s 5,678" in view.format_plain_line()
+
+
+def test_on_a_narrow_terminal_no_number_is_cut() -> None:
+    text = drawn(VIEW, width=40)
+    for told in ("steps/s 5,678", "steps 98,765", "episodes 432", "weights 77", "queue 13", "endpoint req/s 21"):
+        assert told in text, (told, text)
+
+
+@pytest.mark.parametrize("width", [50, 80, 140])
+def test_a_sparkline_ends_with_the_newest_value_however_narrow_the_terminal(width: int) -> None:
+    text = drawn(dataclasses.replace(VIEW, history=(*[20.0] * 119, 475.0)), width)
+    (line,) = [line for line in text.splitlines() if "return" in line]
+    assert line.rstrip(" │").endswith("█")
+    assert "…" not in text
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_lines_are_wrapped_on_a_console_that_wraps_no_other(width: int) -> None:
+    reasons = {f"drops/{word}_{number}": 1.0 for word in ("stale", "corrupt", "invalid") for number in range(8)}
+    view = dataclasses.replace(VIEW, metrics=METRICS | reasons, notes=("note " * 30,))
+    console = Console(record=True, width=width, file=io.StringIO(), color_system=None, soft_wrap=True)
+    console.print(run_view.render(view, width))
+    text = console.export_text()
+    assert max(len(line) for line in text.splitlines()) == width - 2
+    told = " ".join(text.replace("│", "").split())
+    assert told.count("note") == 30
+    for reason in reasons:
+        assert f"{reason.removeprefix('drops/')} 1" in told
+
+
+def test_numbers_beyond_all_sense_leave_the_picture_as_it_is() -> None:
+    text = drawn(dataclasses.replace(VIEW, metrics=METRICS | {"return/mean_100": -1.6e300}, history=(-1.6e300,)), 80)
+    assert "return    -1.6e+300" in text
+    assert len(text.splitlines()) == len(drawn(VIEW, 80).splitlines())
+
+
+def test_who_sends_what_is_dropped_is_told_with_the_reason() -> None:
+    with runs.create("job", "", "one") as run:
+        run.record_event(
+            "invalid_segment", actor_id="a", reason="non_finite", detail="rewards: has NaN or infinite values"
+        )
+        run.flush()
+        view = make_view(runs.load("one"), None, ["a note"])
+    assert view.notes == ("a note", "a sends what is dropped: non_finite: rewards: has NaN or infinite values")
+
+
+def test_who_sends_only_bad_messages_is_shown_with_reason_and_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the picture, in the line, and in `shoal status`."""
+    monkeypatch.setattr(cluster, "find_cluster", lambda address: None)
+    actors = [
+        {"actor_id": "looper", "invalid": {"malformed": 1320}},
+        {"actor_id": "good", "invalid": {}},
+        {"actor_id": "one two", "invalid": {"non_finite": 2}},
+    ]
+    with runs.create("job", "", "one", kind=runs.RunKind.LOOP) as run:
+        run.record_event("gateway_ready")
+        run.log(7, {"actors/connected": 3, "steps/total": 7, "drops/non_finite": 2, "drops/expired": 0})
+        run.log_group(7, "rejected", select_rejections({"actors": actors}))
+        run.flush()
+        view = run_view.make_view(runs.load("one"), None)
+        shown = CliRunner().invoke(cluster.status, [], catch_exceptions=False).output
+        found = json.loads(CliRunner().invoke(cluster.status, ["--json"]).output)["runs"][0]
+    assert isinstance(view, LoopView)
+    assert "rejected  looper malformed 1,320  one two non_finite 2" in drawn(view)
+    assert "drops 2, rejected 1322" in view.format_plain_line()
+    assert "    3 actors, 7 steps, drops: non_finite 2\n" in shown
+    assert "    rejected: looper malformed 1,320, one two non_finite 2\n" in shown
+    assert (found["actors"], found["rejected"]) == (3, {"looper malformed": 1320, "one two non_finite": 2})
+
+
+def test_a_run_that_measured_nothing_has_a_picture() -> None:
+    text = drawn(LoopView(run_id="one", phase="starting the endpoint", elapsed_s=0.5))
+    assert "starting the endpoint" in text
+    assert "drops     none" in text
+    assert "actors" not in text
+    assert "nan" not in text
+
+
+@pytest.mark.parametrize(
+    ("target", "history", "full"),
+    [
+        (475.0, (), 0.0),
+        (475.0, (95.0,), 0.2),
+        (475.0, (20.0, 500.0), 1.0),
+        (100.0, (-300.0, -100.0), 0.5),  # as far as from the lowest to the target
+        (-100.0, (-500.0,), 0.0),
+        (-100.0, (-500.0, -300.0), 0.5),
+        (-100.0, (-500.0, -90.0), 1.0),
+        (-100.0, (-50.0,), 1.0),  # better than the target from the first moment
+        (-100.0, (), 0.0),
+        (0.0, (-10.0, -5.0), 0.5),
+    ],
+)
+def test_the_bar_goes_from_the_lowest_return_to_the_target(
+    target: float, history: tuple[float, ...], full: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics = {"return/mean_100": history[-1]} if history else {}
+    view = learning(target, metrics, history)
+    assert bars(view, monkeypatch) == pytest.approx(full)
+
+
+def test_the_curve_of_negative_returns_rises() -> None:
+    view = learning(-100.0, {"return/mean_100": -100.0}, (-500.0, -300.0, -100.0))
+    assert "▁▅█" in drawn(view)
+
+
+def test_the_scale_does_not_shrink_when_the_history_does() -> None:
+    view = learning(-100.0, {"return/mean_100": -300.0}, (-300.0,), lowest=-500.0)
+    assert "▅" in drawn(view)
+
+
+# --- the line ---
+
+
+def test_the_line_tells_everything() -> None:
+    assert VIEW.format_plain_line() == (
+        "[ 12.3 s] learning: return 123.4, steps/s 5,678, weights 77, max lag 15, queue 13, drops 9,"
+        " endpoint requests/s 21"
+    )
+
+
+def test_what_is_dropped_because_the_run_has_ended_is_no_problem() -> None:
+    view = dataclasses.replace(VIEW, metrics={**METRICS, "drops/shutdown": 6.0})
+    assert "drops 9," in view.format_plain_line()
+    assert "shutdown" not in drawn(view)
+    ended = replace(VIEW, metrics={"steps/total": 5.0, "drops/shutdown": 6.0})
+    assert "drops 0," in ended.format_plain_line()
+    assert "drops     none" in drawn(ended)
+
+
+def test_without_actors_nobody_lags() -> None:
+    metrics = {name: value for name, value in METRICS.items() if not name.startswith("actor_lag/")}
+    view = dataclasses.replace(VIEW, metrics={**metrics, "lag/max": math.nan})
+    assert "max lag -," in view.format_plain_line()
+    assert "lag" not in drawn(view)
+
+
+def test_before_the_first_step_the_line_is_the_phase() -> None:
+    view = LoopView(run_id="one", phase="waiting for actors", elapsed_s=3.0)
+    assert view.format_plain_line() == "[  3.0 s] waiting for actors"
+
+
+def test_what_is_not_known_yet_is_a_dash() -> None:
+    view = dataclasses.replace(VIEW, metrics={"steps/total": 5.0, "return/mean_100": math.nan})
+    assert "return -, steps/s -, weights -, max lag -, queue -, drops 0" in view.format_plain_line()
+
+
+# --- the sparkline ---
+
+
+@pytest.mark.parametrize(
+    ("values", "low", "high", "expected"),
+    [
+        ((), None, None, ""),
+        ((5.0,), None, None, "█"),
+        ((0.0,), None, None, "▁"),
+        ((-5.0,), None, None, "▁"),
+        ((0.0, 5.0, 10.0), None, None, "▁▅█"),
+        ((5.0, 10.0), None, 10.0, "▅█"),  # the scale begins at 0
+        ((-500.0, -300.0, -100.0), None, None, "▁▅█"),
+        ((-500.0, -100.0), None, 0.0, "▁▇"),
+        ((-500.0, -100.0, 20.0), -500.0, -100.0, "▁██"),  # above the scale
+        ((3.0, 3.0), 3.0, 3.0, "▁▁"),
+    ],
+)
+def test_a_sparkline_is_scaled(values: tuple[float, ...], low: float | None, high: float | None, expected: str) -> None:
+    assert format_sparkline(values, 40, low, high) == expected
+
+
+def test_a_long_sparkline_is_thinned_to_its_width() -> None:
+    line = format_sparkline([float(k % 100 == 50) for k in range(1000)], 40)
+    assert len(line) <= 40
+    assert line.count("█") == 10  # no peak is lost
+
+
+# --- from the record ---
+
+
+def test_the_history_has_every_new_finite_mean_and_its_lowest() -> None:
+    view = None
+    with runs.create("job", "", "one") as run:
+        run.record_endpoint("policy", "inference", "http://h:8000", "ready")
+        run.record_endpoint("gateway", "gateway", "tcp://h:5600", "closed")
+        for step, mean in enumerate((math.nan, -500.0, -500.0, math.nan, -300.0)):
+            run.log(step, {"return/mean_100": mean})
+            run.flush()
+            view = make_view(runs.load("one"), view, ["a note"])
+    assert view is not None
+    assert (view.history, view.lowest) == ((-500.0, -300.0), -500.0)
+    assert (view.endpoint, view.gateway, view.notes) == ("http://h:8000", "", ("a note",))
+
+
+def test_a_long_history_forgets_but_its_lowest_stays() -> None:
+    before = learning(-100.0, {}, tuple(map(float, range(-500, -500 + MAX_HISTORY))), lowest=-500.0)
+    with runs.create("job", "", "one") as run:
+        run.log(1, {"return/mean_100": -7.0})
+        run.flush()
+        view = make_view(runs.load("one"), before, [])
+    assert len(view.history) == MAX_HISTORY
+    assert (view.history[0], view.history[-1], view.lowest) == (-499.0, -7.0, -500.0)
+
+
+def test_a_resumed_run_does_not_show_the_numbers_of_its_earlier_life() -> None:
+    with runs.create("job", "", "one") as run:
+        run.log(1, {"return/mean_100": 500.0, "lag/max": 3.0})
+    with runs.reopen("one"):
+        record = runs.load("one")
+        assert record.last_started_at() > record.created_at
+        view = make_view(record, None, [])
+    assert (view.metrics, view.history) == ({}, ())
+    assert view.elapsed_s < time.time() - record.created_at  # while nobody ran it no time went by

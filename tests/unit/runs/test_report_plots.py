@@ -1,0 +1,45 @@
+"""The axes of a report's pictures."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_hex
+from pandas import DataFrame
+
+from shoal.runs.report import plots
+from shoal.runs.report.plots import Curve
+from shoal.runs.report.sweep_plots import draw_importance
+
+
+@pytest.mark.parametrize("last", [1, 2, 6, 10, 12])
+def test_steps_and_versions_have_whole_ticks(last: int) -> None:
+    curve = Curve.from_points(range(last + 1), range(last + 1))
+    figures = [
+        plots.draw_learning_curve("", "loss", [("step", curve)], [], True),
+        plots.draw_training_curves("", [plots.Panel("loss", "step", [("train", curve)])]),
+        plots.draw_small_plot(curve, 0.0, float(last)),
+    ]
+    wide = plots.draw_wide_plot(Curve.from_points(np.linspace(0, 1, last + 1), range(last + 1)))
+    for axis in (*(figure.axes[0].xaxis for figure in figures), wide.axes[0].yaxis):
+        ticks = axis.get_ticklocs()
+        assert len(ticks) > 1
+        assert not np.any(ticks % 1)
+    if last == 2:
+        assert np.any(wide.axes[0].get_xticks() % 1)  # seconds
+
+
+def test_pictures_have_one_style() -> None:
+    """Also where ticks are made as they are drawn, after the figure was."""
+    curve = Curve.from_points([0.0, 1.0, 2.0], [1.0, 2.0, 3.0])
+    bars = DataFrame({"parameter": ["rate"], "importance": [0.5], "spread": [0.1]})
+    for figure in (
+        plots.draw_learning_curve("", "$loss$", [("$step$", curve)], [], True),
+        plots.draw_small_plot(curve, 0.0, 2.0),
+        draw_importance(bars),
+    ):
+        plots.to_svg(figure)
+        for axes in figure.axes:
+            assert [side for side, spine in axes.spines.items() if spine.get_visible()] == ["bottom"]
+            assert {to_hex(label.get_color()) for label in axes.get_xticklabels()} == {plots.MUTED}
+    assert "$step$" in plots.to_svg(plots.draw_learning_curve("", "$loss$", [("$step$", curve)], [], True))

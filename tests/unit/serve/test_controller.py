@@ -1,0 +1,401 @@
+"""A controller that is started again, or has lost its file, and replicas that die or come while it changes versions."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.errors import RegistryError
+from shoal.serve.controller.controller import EndpointController
+from shoal.serve.controller.rollout import Goal, Phase
+from shoal.serve.controller.state import Deployment, StateFile
+from shoal.serve.controller.status import StatusReporter
+from shoal.serve.messages.desired_state import TrafficShares
+from shoal.serve.replica.model_statistics import ModelStatistics
+from shoal.serve.spec.model_options import GuardOptions, ModelOptions
+from unit.serve.controller_setting import LEASE_S, OPTIONS, Cluster, FakeReplica
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Any:
+    made = Cluster(tmp_path)
+    for _ in range(3):
+        made.add()
+    made.settle()
+    yield made
+    made.close()
+
+
+def steps(cluster: Cluster) -> list[str]:
+    return [event.kind for event in cluster.controller.state.events]
+
+
+@pytest.mark.parametrize("restart_before", range(8))
+def test_a_controller_that_is_started_again_goes_on_at_every_step(cluster: Cluster, restart_before: int) -> None:
+    """From staging to the flip on the last replica; whichever life it is in, the end is the same."""
+    replicas = list(cluster.replicas.values())
+
+    def all_do(*what: str) -> None:
+        for each in replicas:
+            for name in what:
+                {"poll": cluster.poll, "stage": FakeReplica.stage_one, "report": cluster.tell}[name](each)
+
+    script = [
+        lambda: cluster.ask(action="deploy", version=2),
+        lambda: all_do("poll"),
+        lambda: all_do("stage"),
+        lambda: cluster.tell(replicas[0]),
+        lambda: all_do("report"),
+        lambda: all_do("poll"),
+        lambda: all_do("report"),
+        lambda: None,
+    ]
+    for number, step in enumerate(script):
+        if number == restart_before:
+            cluster.start_controller()
+        step()
+    cluster.settle()
+    assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 2)
+    assert {replica.stable for replica in replicas} == {2}
+    assert steps(cluster) == ["deploy", "deploy"]
+
+
+def test_a_state_file_of_another_deployment_or_a_damaged_one_is_not_gone_on_with(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = StateFile(tmp_path / "endpoint.json")
+    EndpointController("endpoint", [Deployment("a", "", "", OPTIONS)], deployment_id="1", state_file=file)
+    again = EndpointController("endpoint", [Deployment("b", "", "", OPTIONS)], deployment_id="1", state_file=file)
+    other = EndpointController("endpoint", [Deployment("b", "", "", OPTIONS)], deployment_id="2", state_file=file)
+    assert [list(each.state.models) for each in (again, other)] == [["a"], ["b"]]
+    (tmp_path / "endpoint.json").write_text("{")
+    damaged = EndpointController("endpoint", [Deployment("c", "", "", OPTIONS)], deployment_id="2", state_file=file)
+    assert list(damaged.state.models) == ["c"]
+    assert "cannot be read" in caplog.text
+
+
+def test_a_lost_state_file_does_not_let_replicas_believe_that_they_know_the_plan(cluster: Cluster) -> None:
+    cluster.ask(action="canary", version=2, percent=10)
+    cluster.settle()
+    known = cluster.controller.plan.generation
+    cluster.file.remove()
+    cluster.start_controller()
+    for replica in cluster.replicas.values():
+        cluster.tell(replica)
+    assert cluster.controller.plan.generation > known
+    assert cluster.rollout.phase is Phase.FLIPPING  # of the first version, again: nobody has heard of it
+    cluster.settle()
+    assert {replica.candidate for replica in cluster.replicas.values()} == {0}
+
+
+@pytest.mark.parametrize("pad_value", [float("-inf"), float("nan")])
+def test_options_that_json_has_no_number_for_outlive_the_controller(cluster: Cluster, pad_value: float) -> None:
+    options = ModelOptions(ragged="pad", pad_value=pad_value).model_dump(mode="json")
+    cluster.controller.redeploy(Deployment("m", "/registry", "champion", options))
+    cluster.ask(action="canary", version=2, percent=10)
+    cluster.settle()
+    cluster.start_controller()
+    cluster.settle()
+    assert cluster.rollout.phase is Phase.CANARY
+    (planned,) = cluster.controller.plan.models
+    assert str(ModelOptions.parse(planned.options).pad_value) == str(pad_value)
+    assert ModelOptions.parse(planned.options).model_dump(mode="json") == options  # and so no other options
+
+
+def test_a_model_that_comes_back_under_its_name_is_staged_anew(cluster: Cluster) -> None:
+    """What a replica reported of its last life, and reports still, says nothing about this one."""
+    for attempt in (1, 2, 3):
+        cluster.controller.add_model(Deployment("n", "/registry", "2", OPTIONS))
+        cluster.controller.begin_rollout("n", 2, Goal.FLIP, kind="deploy", by="me", why="")
+        assert cluster.controller.state.models["n"].rollout.attempt == attempt
+        cluster.controller.remove_model("n", "me", "")
+        cluster.start_controller()
+
+
+def test_what_replicas_had_of_a_candidate_that_was_dropped_does_not_count_when_it_is_wanted_again(
+    cluster: Cluster,
+) -> None:
+    cluster.ask(action="canary", version=2, percent=10)
+    cluster.settle()
+    cluster.controller.drop_candidate("m", "rollback", "guard", "slow")
+    cluster.ask(action="promote", version=2)
+    for replica in cluster.replicas.values():
+        cluster.tell(replica)  # before it has heard of either
+    assert cluster.rollout.phase is Phase.STAGING
+
+
+def test_many_replicas_that_die_with_a_candidate_roll_it_back(cluster: Cluster) -> None:
+    cluster.ask(action="canary", version=2, percent=10)
+    cluster.settle()
+    assert cluster.rollout.phase is Phase.CANARY
+    for name in list(cluster.replicas):
+        del cluster.replicas[name]
+        cluster.add()
+        cluster.settle()
+        cluster.now_s += LEASE_S + 1.0
+        for replica in cluster.replicas.values():
+            cluster.tell(replica)
+        cluster.controller.tick()
+    cluster.settle()
+    assert cluster.rollout.phase is Phase.STEADY
+    assert "replicas died" in cluster.rollout.reason
+
+
+@pytest.mark.parametrize("dies", ["silently", "in order"])
+def test_a_version_that_kills_every_replica_that_loads_it_is_given_up(cluster: Cluster, dies: str) -> None:
+    """Serve starts others all the time, which load it too: nobody would ever answer again."""
+    cluster.settle()
+    cluster.ask(action="canary", version=2, percent=10)
+    for _ in range(3):
+        for name in list(cluster.replicas):
+            del cluster.replicas[name]
+            replica = cluster.add()
+            cluster.tell(replica)  # it is there, and has nothing yet
+            if dies == "in order":  # its health check fails as it loads, and Serve stops it
+                cluster.controller.leave(name)
+        cluster.now_s += LEASE_S + 1
+        for replica in cluster.replicas.values():
+            cluster.tell(replica)
+        cluster.controller.tick()
+    cluster.settle()
+    assert (cluster.rollout.phase, cluster.rollout.stable, cluster.rollout.refused) == (Phase.STEADY, 1, 2)
+    assert "replicas died while version 2 was loaded" in cluster.rollout.reason
+
+
+def test_replicas_that_leave_in_order_do_not_count_as_dead(cluster: Cluster) -> None:
+    """Not even when they leave while the controller still has a question of theirs: it ends later than they do."""
+    cluster.ask(action="canary", version=2, percent=10)
+    cluster.settle()
+    before = steps(cluster)
+
+    async def leave_while_following() -> None:
+        generation = cluster.controller.plan.generation
+        following = [asyncio.create_task(cluster.controller.follow(name, generation, 0.01)) for name in ("r1", "r2")]
+        await asyncio.sleep(0)
+        for name in ("r1", "r2"):
+            cluster.controller.leave(name)
+            del cluster.replicas[name]
+        assert await asyncio.gather(*following) == [None, None]
+
+    cluster.loop.run_until_complete(leave_while_following())
+    assert list(cluster.controller.reports) == cluster.controller.state.replicas == ["r3"]
+    cluster.now_s += LEASE_S + 1.0
+    cluster.tell(cluster.replicas["r3"])
+    cluster.controller.tick()
+    assert (steps(cluster), cluster.rollout.lost_replicas) == (before, 0)
+
+
+def test_a_promotion_waits_for_replicas_that_came_after_the_canary_was_opened(cluster: Cluster) -> None:
+    cluster.ask(action="canary", version=2, percent=10)
+    cluster.settle()
+    late = cluster.add()
+    late.stage_one()
+    cluster.tell(late)
+    assert (late.is_ready, late.staged) == (True, {1})
+    cluster.ask(action="promote")
+    cluster.catalogue.promote("m", 2, "champion")  # nor does the alias go ahead
+    cluster.controller.tick()
+    assert cluster.rollout.phase is Phase.CANARY
+    cluster.settle()
+    assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 2)
+
+
+def test_a_canary_that_a_later_replica_cannot_have_is_rolled_back(cluster: Cluster) -> None:
+    cluster.ask(action="canary", version=2, percent=10)
+    cluster.settle()
+    cluster.add().bad.add(2)
+    cluster.settle()
+    assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 1)
+    assert "cannot stage version 2: the file is gone" in cluster.rollout.reason
+
+
+def test_a_full_disk_stops_nothing_and_its_state_is_written_at_the_next_tick(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        cluster.ask(action="promote", version=2)
+        cluster.settle()
+        assert (cluster.rollout.stable, {replica.stable for replica in cluster.replicas.values()}) == (2, {2})
+    cluster.controller.tick()
+    cluster.start_controller()
+    assert cluster.rollout.stable == 2
+
+
+def test_a_promotion_whose_alias_cannot_be_moved_does_not_happen(cluster: Cluster) -> None:
+    cluster.ask(action="canary", version=2, percent=10)
+    cluster.settle()
+    cluster.catalogue.away = True
+    assert "cannot be moved" in str(cluster.refusal(action="promote", timeout_s=1.0))
+    assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.CANARY, 1)
+
+
+def test_a_registry_that_goes_while_a_moved_alias_is_followed_is_asked_again(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.ask(action="canary", version=2, percent=10)
+    cluster.settle()
+    cluster.catalogue.promote("m", 2, "champion")
+    looks = iter([2])
+
+    def meant_once(name: str, word: str) -> int:
+        for version in looks:
+            return version
+        raise RegistryError("the registry is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cluster.catalogue, "resolve", meant_once)
+        cluster.controller.tick()
+        assert cluster.rollout.phase is Phase.CANARY
+    cluster.settle()
+    assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 2)
+
+
+@pytest.mark.parametrize("phase", [Phase.CANARY, Phase.STAGING])
+def test_a_rollback_that_says_what_it_leaves_does_not_go_back_further_when_it_comes_again(
+    cluster: Cluster, phase: Phase
+) -> None:
+    """Its answer was lost, say: without the version, the second would go back from what had been stable."""
+    cluster.ask(action="promote", version=2)
+    cluster.settle()
+    cluster.ask(action="canary", version=3, percent=10)
+    if phase is Phase.CANARY:
+        cluster.settle()
+    assert (cluster.rollout.phase, cluster.rollout.stable, cluster.rollout.candidate) == (phase, 2, 3)
+    cluster.ask(action="rollback", from_version=3)
+    cluster.settle()
+    refused = cluster.refusal(action="rollback", from_version=3)
+    assert (refused.status, str(refused)) == (409, "a rollback of 'm' would leave version 2, not 3: see its status")
+    cluster.settle()
+    assert (cluster.rollout.phase, cluster.rollout.stable, cluster.catalogue.stack) == (Phase.STEADY, 2, [1, 2])
+    cluster.ask(action="rollback", from_version=2)
+    cluster.settle()
+    assert (cluster.rollout.stable, cluster.refusal(action="rollback", from_version=2).status) == (1, 409)
+    assert cluster.refusal(action="promote", version=3, from_version=1).status == 400
+
+
+@pytest.mark.parametrize(
+    ("looked_at", "words"),
+    [
+        ("accuracy", "the guard of 'm' uses 'accuracy', not 'acuracy'"),
+        ("", "the guard of 'm' uses no metric: set guard.metric"),
+    ],
+)
+def test_a_metric_that_the_guard_does_not_look_at_is_refused(cluster: Cluster, looked_at: str, words: str) -> None:
+    options = ModelOptions(guard=GuardOptions(metric=looked_at)).model_dump(mode="json")
+    cluster.controller.redeploy(Deployment("m", "/registry", "champion", options))
+    cluster.ask(action="canary", version=2, percent=10)
+    cluster.settle()
+    refusal = cluster.refusal(action="metric", metric="acuracy", value=0.1)
+    assert (refusal.status, refusal.message) == (400, words)
+    assert cluster.rollout.phase is Phase.CANARY
+
+
+def test_a_forward_that_hangs_is_seen_while_it_does(cluster: Cluster) -> None:
+    cluster.settle()
+    first, *others = cluster.replicas.values()
+    cluster.controller.report(replace(first.report(), computing_s=12.3))
+    status = StatusReporter(cluster.controller).describe_endpoint()
+    said = {replica["id"]: replica["error"] for replica in status["replicas"]}
+    assert said == {first.name: "a forward has taken 12 s"} | {other.name: "" for other in others}
+
+
+def test_status_says_how_many_replicas_there_are_to_be_and_on_which_host_each_is(cluster: Cluster) -> None:
+    cluster.settle()
+    first, *others = cluster.replicas.values()
+    cluster.controller.report(replace(first.report(), host="node-7"))
+    status = StatusReporter(cluster.controller, num_replicas=5).describe_endpoint()
+    assert status["num_replicas"] == 5
+    said = {replica["id"]: replica["host"] for replica in status["replicas"]}
+    assert said == {first.name: "node-7"} | {other.name: "" for other in others}
+
+
+def test_rates_are_of_what_was_counted_meanwhile_whoever_comes_and_goes(cluster: Cluster) -> None:
+    """Replicas that have answered for long are heard of one after the other by a controller that was started again."""
+    cluster.settle()
+    counted = {name: ModelStatistics("m") for name in cluster.replicas}
+
+    def answer(name: str, times: int) -> None:
+        for _ in range(times):
+            counted[name].count_request(1, 200, 0.01)
+
+    def report(name: str) -> None:
+        heard = cluster.replicas[name].report()
+        models = {"m": replace(heard.models["m"], counts=counted[name].snapshot())}
+        cluster.controller.report(replace(heard, models=models))
+
+    def rate() -> float:
+        (model,) = book.describe_endpoint()["models"]
+        return {each["version"]: each["requests_per_s"] for each in model["versions"]}[1]
+
+    for name in counted:
+        answer(name, 1000)
+    cluster.start_controller()
+    book = StatusReporter(cluster.controller, clock=lambda: cluster.now_s)
+    first, second, third = counted
+    report(first)
+    book.sample()
+    cluster.now_s += 1.0
+    report(second)
+    assert rate() == 0.0
+    book.sample()
+    cluster.now_s += 1.0
+    answer(first, 10)
+    answer(second, 6)
+    for name in counted:
+        report(name)
+    assert rate() == 8.0  # 16 in two seconds, and of the third one nothing yet
+    book.sample()
+    cluster.now_s += 2.0
+    answer(third, 4)
+    report(third)
+    assert rate() == 5.0
+    cluster.controller.leave(first)
+    assert rate() == 2.5
+
+
+def test_a_shadow_of_no_requests_ends_it_and_one_of_a_candidate_that_answers_stays(cluster: Cluster) -> None:
+    cluster.ask(action="shadow", version=2, percent=20)
+    cluster.settle()
+    assert cluster.rollout.phase is Phase.CANARY
+    cluster.ask(action="shadow", version=2, percent=0)
+    cluster.settle()
+    assert (cluster.rollout.phase, cluster.rollout.stable, cluster.rollout.candidate) == (Phase.STEADY, 1, 0)
+    cluster.ask(action="canary", version=3, percent=10)
+    cluster.settle()
+    for percent in (20, 0):
+        cluster.ask(action="shadow", percent=percent)
+        cluster.settle()
+        assert cluster.rollout.shares == TrafficShares(10, percent)
+
+
+def test_what_the_registry_said_goes_with_what_was_followed(cluster: Cluster) -> None:
+    cluster.settle()
+    cluster.catalogue.away = True
+    cluster.controller.tick()
+    (model,) = StatusReporter(cluster.controller).describe_endpoint()["models"]
+    assert model["reason"] == "the registry is gone"
+    cluster.controller.redeploy(Deployment("m", "/registry", "1", OPTIONS))
+    cluster.controller.tick()
+    (model,) = StatusReporter(cluster.controller).describe_endpoint()["models"]
+    assert model["reason"] == ""
+
+
+def test_closed_it_wakes_who_waits(cluster: Cluster) -> None:
+    async def body() -> None:
+        waiting = asyncio.create_task(cluster.controller.follow("r1", cluster.controller.plan.generation, 60.0))
+        await asyncio.sleep(0)
+        cluster.controller.close(forget=True)
+        cluster.controller.close()
+        assert await waiting is None
+
+    cluster.loop.run_until_complete(body())
+    assert cluster.file.load("") is None

@@ -1,0 +1,253 @@
+"""What an alias is followed to, when what failed once is tried again, and that a change that fails changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.errors import ConfigError, InferenceError
+from shoal.serve.controller.change_request import parse_change
+from shoal.serve.controller.rollout import Phase
+from shoal.serve.controller.state import Deployment
+from unit.serve.controller_setting import OPTIONS, Cluster
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Any:
+    made = Cluster(tmp_path)
+    for _ in range(2):
+        made.add()
+    made.settle()
+    yield made
+    made.close()
+
+
+def test_a_version_that_was_rolled_back_is_served_once_the_alias_means_it(cluster: Cluster) -> None:
+    cluster.ask(action="canary", version=4, percent=10)
+    cluster.settle()
+    cluster.ask(action="rollback")
+    cluster.settle()
+    assert (cluster.rollout.phase, cluster.rollout.stable, cluster.rollout.refused) == (Phase.STEADY, 1, 4)
+    cluster.catalogue.stack.append(4)
+    cluster.settle()
+    assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 4)
+
+
+def test_a_rollback_ends_when_what_the_alias_means_meanwhile_answers(cluster: Cluster) -> None:
+    cluster.ask(action="canary", version=4, percent=10)
+    cluster.settle()
+    cluster.catalogue.stack.append(3)  # which waits for the canary's end
+    cluster.settle()
+    assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.CANARY, 1)
+    cluster.ask(action="rollback", from_version=4)
+    for replica in cluster.replicas.values():
+        cluster.poll(replica)
+        cluster.tell(replica)
+    cluster.spin()
+    assert len(cluster.asked) == 1  # all have heard of the canary's end, and what comes now is not there yet
+    cluster.settle()
+    assert not cluster.asked
+    assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 3)
+
+
+def test_an_action_that_there_is_not_is_refused_with_those_that_there_are(cluster: Cluster) -> None:
+    refusal = cluster.refusal(action="undo")
+    assert (refusal.status, refusal.message.partition(", ")[0]) == (400, "action = 'undo': expected deploy")
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_what_could_not_be_staged_is_tried_again_when_the_alias_comes_back_to_it_and_not_before(
+    cluster: Cluster, restarted: bool
+) -> None:
+    for replica in cluster.replicas.values():
+        replica.bad = {4}
+    cluster.catalogue.stack = [4]
+    cluster.settle()
+    attempts = cluster.rollout.attempt
+    if restarted:
+        cluster.start_controller()
+    cluster.settle()
+    assert (cluster.rollout.stable, cluster.rollout.refused, cluster.rollout.attempt) == (1, 4, attempts)
+    for replica in cluster.replicas.values():
+        replica.bad = set()
+    cluster.catalogue.stack = [1]
+    cluster.settle()
+    cluster.catalogue.stack = [4]
+    cluster.settle()
+    assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 4)
+
+
+def test_a_deploy_that_fails_leaves_what_is_followed(cluster: Cluster) -> None:
+    for replica in cluster.replicas.values():
+        replica.bad = {4}
+    cluster.ask(action="deploy", version=4)
+    cluster.settle()
+    assert (cluster.rollout.stable, cluster.rollout.refused) == (1, 4)
+    assert cluster.controller.state.models["m"].deployment.version == "champion"
+    cluster.catalogue.stack = [2]
+    cluster.settle()
+    assert cluster.rollout.stable == 2
+
+
+def test_the_latest_is_the_newest_of_now_and_not_an_alias(cluster: Cluster) -> None:
+    assert parse_change({"action": "deploy", "model": "m", "version": "latest"}).version_ref == ""
+    assert parse_change({"action": "deploy", "model": "m@3", "version": "latest"}).version_ref == "3"
+    for version in ("Champion", -1, "a@b"):
+        with pytest.raises(InferenceError) as caught:
+            parse_change({"action": "canary", "model": "m", "version": version, "percent": 1})
+        assert caught.value.status == 400
+
+
+def test_an_alias_that_the_registry_takes_for_none_ends_a_promotion(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: object) -> None:
+        raise ConfigError("alias", "latest", "is taken", "choose another")
+
+    monkeypatch.setattr(cluster.catalogue, "promote", refuse)
+    cluster.ask(action="promote", version=2)
+    cluster.settle()
+    assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 1)
+    assert "cannot be moved" in cluster.rollout.reason
+
+
+def test_a_model_that_could_not_be_added_goes_though_nobody_waits_for_it_any_more(cluster: Cluster) -> None:
+    """Else no replica that starts could say that it is ready."""
+    for replica in cluster.replicas.values():
+        replica.bad = {2}
+    cluster.controller.remove_model("m", "me", "")
+    cluster.ask(action="deploy", version=2)
+    cluster.asked.pop().cancel()
+    cluster.start_controller()
+    assert [*cluster.controller.state.models] == ["m"]
+    for replica in cluster.replicas.values():
+        cluster.poll(replica)
+        replica.stage_one()
+        cluster.tell(replica)
+    assert cluster.rollout.phase is Phase.VACANT
+    cluster.controller.tick()
+    assert not cluster.controller.state.models
+    assert "it could not be loaded: replica r1 cannot stage version 2" in cluster.controller.state.events[-1].reason
+
+
+def kinds(cluster: Cluster) -> list[tuple[str, int | None]]:
+    return [(event.kind, event.version) for event in cluster.controller.state.events]
+
+
+def test_a_rollback_does_not_go_back_to_another_version_when_the_alias_is_moved_meanwhile(cluster: Cluster) -> None:
+    cluster.catalogue.stack = [2, 4]
+    cluster.settle()
+    cluster.ask(action="rollback", from_version=4)
+    assert (cluster.rollout.phase, cluster.rollout.candidate) == (Phase.STAGING, 2)
+    cluster.catalogue.promote("m", 3, "champion")
+    cluster.settle()
+    assert cluster.catalogue.stack == [2, 4, 3]
+    assert cluster.rollout.stable == 3
+
+
+def test_a_version_that_was_withdrawn_while_it_was_loaded_never_answers(cluster: Cluster) -> None:
+    cluster.settle()
+    cluster.catalogue.promote("m", 2, "champion")
+    cluster.controller.tick()
+    assert (cluster.rollout.phase, cluster.rollout.candidate) == (Phase.STAGING, 2)
+    cluster.catalogue.rollback("m", "champion")
+    cluster.controller.tick()
+    cluster.settle()
+    assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 1)
+    assert ("follow", 2) not in kinds(cluster)
+    assert cluster.rollout.reason == "m@champion is version 1 now"
+
+
+def test_what_was_refused_is_not_tried_again_when_another_canary_ends(cluster: Cluster) -> None:
+    cluster.settle()
+    cluster.catalogue.promote("m", 4, "champion")
+    cluster.controller.tick()
+    cluster.ask(action="rollback", from_version=4)
+    cluster.ask(action="canary", version=2, percent=10)
+    cluster.settle()
+    cluster.controller.drop_candidate("m", "rollback", "guard", "bad")
+    cluster.settle()
+    assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 1)
+    cluster.catalogue.promote("m", 3, "champion")
+    cluster.settle()
+    cluster.catalogue.promote("m", 4, "champion")
+    cluster.settle()
+    assert cluster.rollout.stable == 4, "the alias has moved since"
+
+
+def test_a_deploy_that_nobody_waits_for_any_more_leaves_what_is_followed_when_it_fails(cluster: Cluster) -> None:
+    cluster.settle()
+    for replica in cluster.replicas.values():
+        replica.bad = {4}
+    cluster.ask(action="deploy", version=4, timeout_s=0.001)
+    cluster.loop.run_until_complete(asyncio.sleep(0.02))
+    cluster.settle()
+    assert cluster.controller.state.models["m"].deployment.version == "champion"
+    cluster.catalogue.promote("m", 2, "champion")
+    cluster.settle()
+    assert cluster.rollout.stable == 2
+
+
+def test_a_deploy_that_had_nothing_to_load_stays_when_something_else_is_abandoned(cluster: Cluster) -> None:
+    cluster.settle()
+    cluster.ask(action="deploy", version=1)
+    cluster.settle()
+    for replica in cluster.replicas.values():
+        replica.bad = {2}
+    cluster.ask(action="canary", version=2, percent=10)
+    cluster.settle()
+    assert cluster.rollout.refused == 2
+    assert cluster.controller.state.models["m"].deployment.version == "1"
+
+
+@pytest.mark.parametrize("action", ["deploy", "promote"])
+def test_who_waits_for_a_model_that_is_deleted_hears_of_it(cluster: Cluster, action: str) -> None:
+    cluster.settle()
+    if action == "promote":
+        cluster.ask(action="canary", version=2, percent=10)
+        cluster.settle()
+        cluster.add()  # which has to load the candidate first
+    change = {"action": action, "model": "m"} | ({"version": 2} if action == "deploy" else {})
+    waiting = cluster.loop.create_task(cluster.administration.administer(change, "me"))
+    cluster.spin()
+    cluster.controller.remove_model("m", "other", "deleted")
+    with pytest.raises(InferenceError, match="was deleted meanwhile") as refused:
+        cluster.loop.run_until_complete(asyncio.wait_for(waiting, 5.0))
+    assert refused.value.status == 409
+
+
+def test_a_deployment_of_which_nothing_was_begun_before_the_controller_died_is_not_followed(cluster: Cluster) -> None:
+    """It is written down before the version is staged: between the two it may die, or the disk be full."""
+    cluster.controller.redeploy(Deployment("m", "/registry", "3", OPTIONS), is_on_trial=True)
+    cluster.start_controller()
+    assert cluster.controller.state.models["m"].deployment.version == "champion"
+    cluster.catalogue.promote("m", 2, "champion")
+    cluster.settle()
+    assert cluster.rollout.stable == 2
+
+
+def test_replicas_that_are_stopped_while_a_model_is_added_are_none_that_died(cluster: Cluster) -> None:
+    """None of them is ready until it has the new model too; an endpoint that scales down stops them in order."""
+    cluster.settle()
+    cluster.ask(action="canary", version=2, percent=10)
+    cluster.settle()
+    for name, replica in list(cluster.replicas.items()):
+        replica.is_ready = False
+        cluster.tell(replica)
+        del cluster.replicas[name]
+        cluster.add()
+        cluster.controller.leave(name)
+    cluster.settle()
+    assert (cluster.rollout.phase, cluster.rollout.lost_replicas) == (Phase.CANARY, 0)
+
+
+def test_where_nothing_is_shadowed_there_is_no_shadow_to_end(cluster: Cluster) -> None:
+    """Who ends it twice does not open a candidate for whoever asks for one."""
+    cluster.ask(action="shadow", version=2, percent=0)
+    cluster.settle()
+    assert (cluster.rollout.phase, cluster.rollout.attempt) == (Phase.STEADY, 1)
+    refusal = cluster.refusal(action="shadow", version=2, percent=0)
+    assert (refusal.status, str(refusal)) == (409, "model 'm' has no shadow that could end: see its status")

@@ -1,0 +1,118 @@
+"""The dashboard asks for what the endpoint says: its metrics, their kinds, and labels that they have."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.serve.messages.replica_report import ModelReport, ReplicaReport
+from shoal.serve.protocol.prometheus import METRICS, render
+from shoal.serve.replica.model_statistics import ModelStatistics
+from unit.serve.test_prometheus import report, worked
+
+DASHBOARD = json.loads((Path(__file__).parents[3] / "docs" / "grafana" / "shoal-serving.json").read_text())
+PANELS: list[dict[str, Any]] = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+EXPRESSIONS = [target["expr"] for panel in PANELS for target in panel["targets"]]
+LABELS_OF_EVERY_SERIES = {"le", "replica"}
+
+
+def family(series: str) -> str:
+    stem = re.sub(r"_(bucket|sum|count)$", "", series)
+    return stem if stem in METRICS and METRICS[stem].kind == "histogram" else series
+
+
+def names(expression: str) -> set[str]:
+    return set(re.findall(r"\b(?:nv|shoal)_\w+", expression))
+
+
+def labels() -> dict[str, set[str]]:
+    """The labels of each family, as a scrape of an endpoint has them."""
+    found: dict[str, set[str]] = {}
+    for line in render([report(worked())]).decode().splitlines():
+        if not line.startswith("#"):
+            name, _, rest = line.partition("{")
+            found.setdefault(family(name), set()).update(re.findall(r'(\w+)="', rest))
+    return found
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_an_expression_names_what_is_exported(expression: str) -> None:
+    assert names(expression)
+    for name in names(expression):
+        assert family(name) in METRICS, name
+        has = labels()[family(name)]
+        selectors = re.findall(rf"\b{name}\{{([^}}]*)\}}", expression)
+        used = {label for selector in selectors for label in re.findall(r"(\w+)[=!]", selector)}
+        grouped = {label.strip() for group in re.findall(r"by \(([^)]*)\)", expression) for label in group.split(",")}
+        assert used <= has, (name, used - has)
+        assert grouped <= has | LABELS_OF_EVERY_SERIES, (name, grouped - has)
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_counters_and_histograms_are_asked_for_as_rates_and_gauges_are_not(expression: str) -> None:
+    for name in names(expression):
+        is_rate = re.search(rf"(rate|increase)\({name}[{{\[]", expression) is not None
+        assert is_rate == (METRICS[family(name)].kind != "gauge"), expression
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_brackets_close(expression: str) -> None:
+    for opening, closing in ("()", "{}", "[]"):
+        assert expression.count(opening) == expression.count(closing)
+
+
+def test_legends_name_labels_that_the_expression_keeps() -> None:
+    for panel in PANELS:
+        for target in panel["targets"]:
+            kept = {
+                label.strip() for group in re.findall(r"by \(([^)]*)\)", target["expr"]) for label in group.split(",")
+            }
+            assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= kept, panel["title"]
+
+
+def test_what_is_to_be_seen_is_shown() -> None:
+    shown = {family(name) for expression in EXPRESSIONS for name in names(expression)}
+    hidden = set(METRICS) - shown
+    assert {name for name in hidden if name.startswith("shoal_")} == set()
+    assert {panel["type"] for panel in PANELS} >= {"heatmap", "timeseries", "stat"}
+
+
+def test_panels_do_not_overlap_and_have_ids_of_their_own() -> None:
+    cells: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        place = panel["gridPos"]
+        mine = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not mine & cells, panel["title"]
+        assert max(x for x, _ in mine) < 24
+        cells |= mine
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(set(ids)) == len(ids)
+
+
+def test_the_dashboard_works_in_any_grafana() -> None:
+    """No data source, folder or number of another installation in it."""
+    assert DASHBOARD["uid"] == "shoal-serving"
+    assert "id" not in DASHBOARD
+    assert all(panel["datasource"]["uid"] == "${datasource}" for panel in PANELS)
+    variables = {variable["name"]: variable for variable in DASHBOARD["templating"]["list"]}
+    assert set(variables) == {"datasource", "model"}
+    assert names(variables["model"]["definition"]) <= set(METRICS)
+    used = set(re.findall(r"\$(\w+)", " ".join(EXPRESSIONS)))
+    assert used <= {"model", "__rate_interval"}
+
+
+def test_a_model_without_counts_has_a_line_to_choose_it_by() -> None:
+    text = render(
+        [
+            ReplicaReport(
+                "a", models={"m": ModelReport(counts=None), "n": ModelReport(counts=ModelStatistics("n").snapshot())}
+            )
+        ]
+    )
+    assert b'shoal_queued_rows{model="m",replica="a"} 0' in text

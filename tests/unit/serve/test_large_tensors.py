@@ -1,0 +1,144 @@
+"""Tensors that take long to read or to write, over HTTP and gRPC: who asks for little is answered meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from serving.asgi import Client, client
+from serving.fake_host import FakeHost, FakeModel, tensors
+from shoal.open_inference import inference_pb2 as pb
+from shoal.serve.grpc.codec import GrpcCodec
+from shoal.serve.grpc.service import InferenceServicer, Invocation
+from shoal.serve.http.codec import HttpCodec
+from shoal.serve.protocol import infer_call
+from shoal.serve.protocol.access import AccessControl
+from shoal.serve.protocol.infer_call import LARGE_BYTES, LARGE_ELEMENTS
+
+COUNT = LARGE_BYTES  # elements of four bytes, or of one in JSON with its comma
+MANY = np.ones((1, LARGE_ELEMENTS + 1), np.float32)
+SMALL = {"inputs": [{"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [1, 2, 3]}]}
+
+
+def host() -> FakeHost:
+    def one(_: Any) -> dict[str, np.ndarray]:
+        return {"y": np.ones((1, 1), np.float32)}
+
+    wide, narrow = tensors(y=("FP32", [-1, -1])), tensors(x=("FP32", [-1, 3]))
+    return FakeHost(
+        FakeModel("m", narrow),
+        FakeModel("numbers", tensors(x=("FP32", [-1, -1])), wide, one),
+        FakeModel("texts", tensors(x=("BYTES", [-1, -1])), wide, one),
+        FakeModel("many", narrow, wide, lambda _: {"y": MANY}),
+    )
+
+
+def gated(monkeypatch: pytest.MonkeyPatch, kind: type, work: str, is_large: Callable[..., bool]) -> threading.Event:
+    """Let what is large wait until the event is set."""
+    gate, original = threading.Event(), getattr(kind, work)
+
+    def waits(codec: Any, *arguments: Any) -> Any:
+        assert not is_large(*arguments) or gate.wait(30), "nobody else was answered meanwhile"
+        return original(codec, *arguments)
+
+    monkeypatch.setattr(kind, work, waits)
+    return gate
+
+
+def answers(large: Awaitable[Any], small: Awaitable[Any], gate: threading.Event) -> tuple[Any, Any]:
+    async def both() -> tuple[Any, Any]:
+        waiting = asyncio.ensure_future(large)
+        await asyncio.sleep(0)  # until it waits
+        try:
+            answer = await small
+        finally:
+            gate.set()
+        return await waiting, answer
+
+    return asyncio.run(both())
+
+
+def body_of(model: str) -> tuple[bytes, dict[str, str]]:
+    tensor = {"name": "x", "shape": [1, COUNT]}
+    if model == "numbers":
+        text = json.dumps({"inputs": [{**tensor, "datatype": "FP32", "data": [1] * COUNT}]})
+        return text.encode(), {}
+    tensor |= {"datatype": "BYTES", "parameters": {"binary_data_size": 4 * COUNT}}
+    head = json.dumps({"inputs": [tensor]}).encode()
+    return head + bytes(4 * COUNT), {"inference-header-content-length": str(len(head))}
+
+
+@pytest.mark.parametrize("model", ["numbers", "texts"])
+def test_others_are_answered_while_a_large_body_is_read(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    gate = gated(monkeypatch, HttpCodec, "decode", lambda call, body, length: len(body) > LARGE_BYTES)
+    app, (body, headers) = client(host()).app, body_of(model)
+    many, few = answers(
+        Client(app).call("POST", f"/v2/models/{model}/infer", [body], headers),
+        Client(app).call("POST", "/v2/models/m/infer", [json.dumps(SMALL).encode()]),
+        gate,
+    )
+    assert (many.status, few.status) == (200, 200)
+    assert many.body["outputs"][0]["data"] == [1.0]
+
+
+def test_others_are_answered_while_a_large_answer_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = gated(monkeypatch, HttpCodec, "encode", lambda call, prediction: "y" in prediction.outputs)
+    app, body = client(host()).app, json.dumps(SMALL).encode()
+    many, few = answers(
+        Client(app).call("POST", "/v2/models/many/infer", [body]),
+        Client(app).call("POST", "/v2/models/m/infer", [body]),
+        gate,
+    )
+    assert few.status == 200
+    assert many.body["outputs"][0]["data"] == MANY.ravel().tolist()
+
+
+def test_numbers_that_go_as_bytes_wait_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    loops = threading.current_thread()
+    gated(monkeypatch, HttpCodec, "encode", lambda *_: threading.current_thread() is not loops)
+    reply = client(host()).infer({**SMALL, "parameters": {"binary_data_output": True}}, "/v2/models/many/infer")
+    assert reply.tensors[1] == MANY.tobytes()
+
+
+@pytest.mark.parametrize("model", ["numbers", "texts"])
+def test_others_are_answered_while_a_large_message_is_read(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    gate = gated(monkeypatch, GrpcCodec, "decode", lambda message: message.ByteSize() > LARGE_BYTES)
+    request = pb.ModelInferRequest(model_name=model)
+    tensor = request.inputs.add(name="x", datatype="FP32" if model == "numbers" else "BYTES", shape=[1, COUNT])
+    if model == "numbers":
+        tensor.contents.fp32_contents.extend([1.0] * COUNT)
+    else:
+        request.raw_input_contents.append(bytes(4 * COUNT))
+    other = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(12)])
+    other.inputs.add(name="x", datatype="FP32", shape=[1, 3])
+    servicer = InferenceServicer(host(), AccessControl(None, []))
+    many, few = answers(
+        servicer.model_infer(request.SerializeToString(), Invocation({})),
+        servicer.model_infer(other.SerializeToString(), Invocation({})),
+        gate,
+    )
+    assert list(pb.ModelInferResponse.FromString(many).outputs[0].shape) == [1, 1]
+    assert pb.ModelInferResponse.FromString(few).model_name == "m"
+
+
+def test_no_more_large_bodies_wait_than_memory_is_meant_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = gated(monkeypatch, HttpCodec, "decode", lambda call, body, length: len(body) > LARGE_BYTES)
+    app, (body, _) = client(host()).app, body_of("numbers")
+    monkeypatch.setattr(infer_call, "MAX_WAITING_BYTES", 2 * len(body))
+
+    async def ask() -> list[int]:
+        asked = [asyncio.create_task(Client(app).call("POST", "/v2/models/numbers/infer", [body])) for _ in range(4)]
+        answered, _ = await asyncio.wait(asked[2:])
+        gate.set()
+        assert all(int(each.result().headers["retry-after"]) >= 1 for each in answered)
+        return [(await each).status for each in asked]
+
+    assert asyncio.run(ask()) == [200, 200, 429, 429]
+    gate.set()
+    assert client(host()).post("/v2/models/numbers/infer", body).status == 200
