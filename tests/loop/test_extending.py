@@ -134,6 +134,40 @@ def test_a_synchronizer_of_a_file_trains_two_workers_as_by_hand(folder: Path) ->
     assert not torch.equal(found["weight"], network.weight)
 
 
+SIGNS = """
+from typing import ClassVar
+
+from shoal.extend import AllReduce, SyncConfig
+
+
+class SignConfig(SyncConfig):
+    synchronizer: ClassVar[str] = "signs:Sign"
+    has_replicas: ClassVar[bool] = False
+    admits_parallel: ClassVar[bool] = True
+    has_every_step: ClassVar[bool] = True
+
+
+class Sign(AllReduce):
+    def combine_gradients(self):
+        for _, each in self.model.named_parameters():
+            each.grad.sign_()
+"""
+
+
+def test_ranks_that_take_every_step_together_may_change_its_gradients(folder: Path) -> None:
+    (folder / "line.py").write_text(LINE)
+    (folder / "signs.py").write_text(SIGNS)
+    words = [f"task={folder / 'line.py'}:Line", "stop.steps=1", "batch_size=16", "threads=1", "optimizer.name=sgd"]
+    words += ["parallel=ddp", f"optimizer.learning_rate={RATE}", "sync.kind=signs.py:SignConfig"]
+    outcome = fit_locally(TrainSpec().override(words), registers=False)
+    sys.modules.pop("signs")
+    assert outcome.weights is not None
+    torch.manual_seed(0)
+    before = make_task(f"{folder / 'line.py'}:Line", {}).model().weight.detach()
+    after = safetensors.torch.load_file(outcome.weights)["weight"]
+    torch.testing.assert_close((after - before).abs(), torch.full((1, 3), RATE), rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [

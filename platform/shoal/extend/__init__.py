@@ -30,12 +30,13 @@ if TYPE_CHECKING:
     from shoal.sync.config import SyncConfig
     from shoal.sync.peers import PeerSync
     from shoal.sync.rank_signals import RankSignals
-    from shoal.sync.synchronizer import Replica, Synchronizer
+    from shoal.sync.synchronizer import AllReduce, Replica, Synchronizer
     from shoal.wire import ExperienceSpec
 
 __all__ = [
     "Algorithm",
     "AlgorithmConfig",
+    "AllReduce",
     "Arrays",
     "ExperienceBatch",
     "ExperienceSpec",
@@ -64,7 +65,7 @@ _HOMES = {
     **dict.fromkeys(("evaluate_rows", "make_grid", "to_tensors"), "shoal.rl.algorithms.segments"),
     **dict.fromkeys(("Arrays", "Forward", "TemplateConfig"), "shoal.serve.model.formats.template"),
     **dict.fromkeys(("Signature", "TensorSignature"), "shoal.registry"),
-    **dict.fromkeys(("Replica", "Synchronizer"), "shoal.sync.synchronizer"),
+    **dict.fromkeys(("AllReduce", "Replica", "Synchronizer"), "shoal.sync.synchronizer"),
     "AlgorithmConfig": "shoal.rl.algorithm_config",
     "ExperienceBatch": "shoal.rl.experience.queue",
     "ExperienceSpec": "shoal.wire",

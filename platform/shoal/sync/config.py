@@ -112,7 +112,7 @@ class AllReduceConfig(SyncConfig):
     hogwild: int = Field(default=1, ge=1)
     hogwild_mode: Literal["auto", "threads", "processes"] = "auto"
 
-    synchronizer: ClassVar[str] = "shoal.sync.synchronizer:make_all_reduce"
+    synchronizer: ClassVar[str] = "shoal.sync.synchronizer:AllReduce"
     has_replicas: ClassVar[bool] = False
     admits_parallel: ClassVar[bool] = True
     has_every_step: ClassVar[bool] = True
@@ -155,7 +155,7 @@ class HogwildConfig(SyncConfig):
     lanes: int
     mode: Literal["auto", "threads", "processes"]
 
-    synchronizer: ClassVar[str] = "shoal.train.launch.hogwild:make_hogwild_sync"
+    synchronizer: ClassVar[str] = "shoal.train.launch.hogwild:HogwildSync"
     has_replicas: ClassVar[bool] = False
     one_optimizer: ClassVar[tuple[str, str] | None] = ("a lane has one", "leave it out")
 

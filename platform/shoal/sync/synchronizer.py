@@ -151,9 +151,9 @@ class AllReduce(Synchronizer):
     every rank takes the same step with its part of the optimiser.
     """
 
-    def __init__(self, model: ParallelModel, optimizer: Optimizer, world: World) -> None:
-        self._model, self._optimizer = model, optimizer
-        self._rank_sync = RankSync(world)
+    def __init__(self, replica: Replica) -> None:
+        self.model, self.optimizer = replica.model, replica.optimizer
+        self._rank_sync = RankSync(replica.world)
         self._steps = 0
 
     def begin(self, step: int) -> int:
@@ -164,8 +164,8 @@ class AllReduce(Synchronizer):
         """The optimiser has just put them there."""
 
     def apply_gradients(self) -> int:
-        self._optimizer.step()
-        self._model.on_optimizer_step()
+        self.optimizer.step()
+        self.model.on_optimizer_step()
         self._steps += 1
         return self._steps
 
@@ -183,10 +183,6 @@ class AllReduce(Synchronizer):
 
     def close(self) -> None:
         """Nothing of its own."""
-
-
-def make_all_reduce(replica: Replica) -> AllReduce:
-    return AllReduce(replica.model, replica.optimizer, replica.world)
 
 
 def make_synchronizer(replica: Replica) -> Synchronizer:

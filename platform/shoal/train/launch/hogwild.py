@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
-from typing import Literal, NamedTuple, Protocol, cast
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.multiprocessing
@@ -32,7 +32,6 @@ from shoal.sync.rank_signals import RankSignals, RankSync
 from shoal.sync.synchronizer import Replica, Synchronizer
 from shoal.train.loop.components import TrainComponents, build_components
 from shoal.train.loop.replica import TrainReplica
-from shoal.train.reporting.event_log import EventLog
 from shoal.train.spec import TrainSpec
 from shoal.train.task import make_task
 
@@ -211,10 +210,13 @@ def _get_buffers(parts: TrainComponents) -> list[Tensor]:
 class HogwildSync(Synchronizer):
     """Of lane 0, whose model's parameters are put into shared memory."""
 
-    def __init__(self, config: HogwildConfig, parts: TrainComponents, world: World, journal: EventLog) -> None:
-        self._config, self._parts, self._spec, self._journal = config, parts, parts.spec, journal
-        torch.set_num_threads(parts.spec.threads or max(1, count_usable_cores() // config.lanes))
-        self._rank_sync = RankSync(world)
+    def __init__(self, replica: Replica) -> None:
+        assert isinstance(replica, TrainReplica)
+        assert isinstance(replica.config, HogwildConfig)
+        parts, self._config, self._journal = replica.parts, replica.config, replica.journal
+        self._parts, self._spec = parts, parts.spec
+        torch.set_num_threads(parts.spec.threads or max(1, count_usable_cores() // self._config.lanes))
+        self._rank_sync = RankSync(replica.world)
         self._weights = [each.data.share_memory_() for each in _get_parameters(parts)]
         self._rates = torch.zeros(len(parts.optimizer.param_groups), dtype=torch.float64).share_memory_()
         self._groups: list[LaneGroup] = []  # one, once the trial is over
@@ -300,8 +302,3 @@ class HogwildSync(Synchronizer):
 
     def close(self) -> None:
         self.end()
-
-
-def make_hogwild_sync(replica: Replica) -> HogwildSync:
-    of_trainer = cast(TrainReplica, replica)
-    return HogwildSync(cast(HogwildConfig, replica.config), of_trainer.parts, replica.world, of_trainer.journal)
