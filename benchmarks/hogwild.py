@@ -15,7 +15,6 @@ from benchmarks.asynchronous import Rates
 from benchmarks.children import scratch
 from benchmarks.result import compare, options, write
 from shoal.parallel import World
-from shoal.train.launch.hogwild import make_hogwild_arguments
 from shoal.train.loop.trainer import Trainer
 from shoal.train.spec import TrainSpec
 from shoal.train.task import make_task
@@ -33,8 +32,7 @@ def measure(lanes: int, mode: str, seconds: float, folder: Path) -> tuple[float,
         }
     )  # fmt: skip
     log, world = Rates(LANE_BATCH * lanes, WARM_UP_S), World.single("cpu")
-    lanes_of = make_hogwild_arguments(spec, world, log)
-    Trainer(spec, make_task(spec.task, spec.args), world, folder, journal=log, **lanes_of).run()
+    Trainer(spec, make_task(spec.task, spec.args), world, folder, journal=log).run()
     chosen = log.events.get("hogwild", {}).get("mode", mode)
     return log.samples_per_s(), str(chosen)
 

@@ -29,11 +29,11 @@ from torch.optim import SGD
 from benchmarks.children import scratch
 from benchmarks.result import Row, compare, options, write
 from shoal.sync.parameter_server.clock import Clock
+from shoal.sync.parameter_server.config import ParameterServerConfig
 from shoal.sync.parameter_server.controller import Controller
 from shoal.sync.parameter_server.server import ParameterServer
 from shoal.sync.parameter_server.server_service import ServerService
 from shoal.sync.parameter_server.worker import ParameterServerSync
-from shoal.sync.spec import SyncSpec
 
 RATE, TIMEOUT_S, PAUSE_S, WARM_UP = 0.01, 60.0, 0.03, 5
 BAR = 0.6
@@ -45,7 +45,7 @@ def make_optimizer() -> SGD:
     return SGD(network.parameters(), RATE)
 
 
-def serve(folder: str, spec: SyncSpec) -> None:
+def serve(folder: str, spec: ParameterServerConfig) -> None:
     """The process of the server."""
     torch.set_num_threads(1)
     server, file = ParameterServer(0, make_optimizer(), spec, 1), Path(folder, "server-0.safetensors")
@@ -53,7 +53,7 @@ def serve(folder: str, spec: SyncSpec) -> None:
     threading.Event().wait()
 
 
-def control(folder: str, spec: SyncSpec) -> None:
+def control(folder: str, spec: ParameterServerConfig) -> None:
     """The process of the controller."""
     Controller(f"ipc://{folder}/controller", [f"ipc://{folder}/server"], Clock(1), TIMEOUT_S, spec=spec).start()
     threading.Event().wait()
@@ -103,8 +103,8 @@ def main() -> None:
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
         closing.callback(ray.shutdown)
         actor = ray.remote(WeightActor).remote(len(flat))
-        plain = connect(folder / "plain", SyncSpec(kind="parameter_server"), optimizer, closing)
-        durable = connect(folder / "durable", SyncSpec(kind="parameter_server", durable=True), optimizer, closing)
+        plain = connect(folder / "plain", ParameterServerConfig(), optimizer, closing)
+        durable = connect(folder / "durable", ParameterServerConfig(durable=True), optimizer, closing)
         for run in range(chosen.runs):
             for wait in (True, False):
                 pause_s = PAUSE_S if wait else 0.0
@@ -137,7 +137,7 @@ def main() -> None:
     write("pull_push", rows, chosen.results)
 
 
-def connect(folder: Path, spec: SyncSpec, optimizer: SGD, closing: ExitStack) -> ParameterServerSync:
+def connect(folder: Path, spec: ParameterServerConfig, optimizer: SGD, closing: ExitStack) -> ParameterServerSync:
     """A worker of a controller and a server that begin here, each in a process of its own."""
     folder.mkdir()
     context = multiprocessing.get_context("spawn")

@@ -115,6 +115,11 @@ class Spec(_Model):
         return word
 
     @classmethod
+    def list_fields(cls) -> Collection[str]:
+        """The names of fields that an `override` may set. Parsing has the last word."""
+        return cls.model_fields
+
+    @classmethod
     def choose_type(cls, values: Mapping[str, Any]) -> type[Spec]:
         """The type whose fields `values` has, where a field's type has several kinds; this one by default."""
         return cls
@@ -172,7 +177,7 @@ def _is_specified(spec: Spec, name: str, field: FieldInfo) -> bool:
 
 def _dump_default(owner: _Owner, name: str) -> Any:
     """What an absent field has, as far as parsing would not set it anyway; {} where it has no default."""
-    field = owner.model_fields[name] if isinstance(owner, type) else None
+    field = owner.model_fields.get(name) if isinstance(owner, type) else None
     if field is None or field.is_required():
         return {}
     default = field.get_default(call_default_factory=True)
@@ -273,7 +278,10 @@ def _set_field(values: dict[str, Any], spec: type[BaseModel], path: str, value: 
             node[name] = _expand_spec(owner, node[name], path)
         node = node[name]
         if isinstance(owner, type) and issubclass(owner, Spec) and isinstance(node, dict):
-            owner = owner.choose_type(node)
+            try:
+                owner = owner.choose_type(node)
+            except ValueError as error:
+                raise ConfigError(path.rpartition(".")[0], str(node), str(error)) from None
         if not isinstance(node, dict):
             raise ConfigError(path, value, f"{name!r} has no fields of its own")
     (leaf,) = names
@@ -328,7 +336,7 @@ def _expand_spec(owner: type[BaseModel], value: object, path: str) -> dict[str, 
 
 
 def _require_field(owner: _Owner, name: str, path: str, value: object) -> None:
-    if isinstance(owner, type) and name not in owner.model_fields:
+    if isinstance(owner, type) and name not in _list_fields(owner):
         raise ConfigError(path, value, "no such field", _suggest(name, owner))
 
 
@@ -336,7 +344,7 @@ def _find_field_owner(owner: _Owner, name: str) -> _Owner:
     """The owner of the fields below the field `name`, also through `X | None`."""
     if isinstance(owner, _SpecMapping):
         return owner.spec
-    if owner is None:
+    if owner is None or name not in owner.model_fields:
         return None
     annotation = owner.model_fields[name].annotation
     inner = get_args(annotation)
@@ -350,7 +358,7 @@ def _find_field_owner(owner: _Owner, name: str) -> _Owner:
 def _suggest(name: str, owner: type[BaseModel]) -> str:
     if inner := [path for path in _list_nested_paths(owner) if path.endswith(f".{name}")]:
         return f"did you mean {' or '.join(map(repr, inner))}?"
-    close = difflib.get_close_matches(name, owner.model_fields, n=1)
+    close = difflib.get_close_matches(name, _list_fields(owner), n=1)
     if close:
         return f"did you mean {close[0]!r}?"
     return f"fields are: {', '.join(owner.model_fields)}"
@@ -360,7 +368,11 @@ def _list_nested_paths(owner: type[BaseModel]) -> Iterator[str]:
     """The paths of all fields of a spec's nested specs."""
     for name, field in owner.model_fields.items():
         if isinstance(part := field.annotation, type) and issubclass(part, BaseModel):
-            yield from (f"{name}.{path}" for path in (*part.model_fields, *_list_nested_paths(part)))
+            yield from (f"{name}.{path}" for path in (*_list_fields(part), *_list_nested_paths(part)))
+
+
+def _list_fields(owner: type[BaseModel]) -> Collection[str]:
+    return owner.list_fields() if issubclass(owner, Spec) else owner.model_fields
 
 
 def _to_config_error(spec: type[BaseModel], error: ValidationError) -> ConfigError:

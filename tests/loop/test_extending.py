@@ -1,4 +1,4 @@
-"""docs/extending.md: an algorithm and a format of the user's own, each in one file outside the tree."""
+"""docs/extending.md: what a user adds, each in one file outside the tree."""
 
 from __future__ import annotations
 
@@ -7,16 +7,21 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+import safetensors.torch
+import torch
 from click.testing import CliRunner
 from test_local_loop import actor
+from torch import Tensor
 
 from rl_setting import EXPERIENCE as OTHER_MODEL
 from rl_setting import TOKEN
 from shoal.cli import cli
+from shoal.data.loader import Loader
 from shoal.errors import ConfigError
 from shoal.registry import ModelFactory, Registry, Signature
 from shoal.registry.model_format import FORMATS, ModelFormat
@@ -25,7 +30,9 @@ from shoal.rl.spec import RLSpec, policy_spec
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.train.launch.local import fit_locally
+from shoal.train.loop.components import BatchStream
 from shoal.train.spec import TrainSpec
+from shoal.train.task import make_task
 from shoal.weights import WeightSnapshot
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
@@ -73,6 +80,112 @@ def test_an_algorithm_of_a_file_learns(folder: Path) -> None:
 def test_a_word_that_names_no_algorithm_is_refused(folder: Path, word: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s)algorithm.*{problem}"):
         RLSpec().override([f"algorithm={word}"])
+
+
+LINE = """
+import shoal
+import torch
+
+
+class Line(shoal.Task):
+    def model(self):
+        return torch.nn.Linear(3, 1)
+
+    def data(self):
+        x = torch.randn(64, 3, generator=torch.Generator().manual_seed(1))
+        return shoal.Data(train=torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)))
+
+    def loss(self, outputs, batch):
+        return (outputs - batch[1]).square().mean()
+"""
+RATE, NUM_STEPS, EVERY = 0.05, 10, 4
+
+
+def train_pair_alone(dataset: torch.utils.data.Dataset[Any], weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradient descent by hand for each worker; their mean after every EVERY steps. Returns those of worker 0."""
+    shares = [BatchStream(Loader(dataset, batch_size=16, share=(index, 2), seed=0)) for index in range(2)]
+    pair = [(weight.double(), bias.double()) for _ in shares]
+    for step in range(1, NUM_STEPS + 1):
+        for index, share in enumerate(shares):
+            (x, y), (weight, bias) = share.next(), pair[index]
+            error = 2 * (x.double() @ weight.T + bias - y) / len(x)
+            pair[index] = weight - RATE * error.T @ x.double(), bias - RATE * error.sum(0)
+        if step % EVERY == 0:
+            pair = 2 * [((pair[0][0] + pair[1][0]) / 2, (pair[0][1] + pair[1][1]) / 2)]
+    return pair[0]
+
+
+def test_a_synchronizer_of_a_file_trains_two_workers_as_by_hand(folder: Path) -> None:
+    (folder / "line.py").write_text(LINE)
+    words = [f"task={folder / 'line.py'}:Line", f"stop.steps={NUM_STEPS}", "workers=2", "batch_size=16", "threads=1"]
+    words += ["optimizer.name=sgd", "optimizer.momentum=0", f"optimizer.learning_rate={RATE}"]
+    spec = TrainSpec().override([*words, "sync.kind=gossip.py:GossipConfig", f"sync.every={EVERY}"])
+    assert TrainSpec.from_record(spec.to_record()) == spec
+    assert spec.has_replicas
+    outcome = fit_locally(spec, registers=False)
+    assert (outcome.steps, outcome.reason) == (NUM_STEPS, "steps")
+    assert outcome.weights is not None
+    task = make_task(spec.task, {})
+    torch.manual_seed(spec.seed)
+    network = task.model()
+    weight, bias = train_pair_alone(task.data().train, network.weight.detach(), network.bias.detach())
+    found = safetensors.torch.load_file(outcome.weights)
+    torch.testing.assert_close(found, {"weight": weight.float(), "bias": bias.float()}, rtol=1e-5, atol=1e-6)
+    assert not torch.equal(found["weight"], network.weight)
+
+
+SIGNS = """
+from typing import ClassVar
+
+from shoal.extend import AllReduce, SyncConfig
+
+
+class SignConfig(SyncConfig):
+    synchronizer: ClassVar[str] = "signs:Sign"
+    has_replicas: ClassVar[bool] = False
+    admits_parallel: ClassVar[bool] = True
+    has_every_step: ClassVar[bool] = True
+
+
+class Sign(AllReduce):
+    def combine_gradients(self):
+        for _, each in self.model.named_parameters():
+            each.grad.sign_()
+"""
+
+
+def test_ranks_that_take_every_step_together_may_change_its_gradients(folder: Path) -> None:
+    (folder / "line.py").write_text(LINE)
+    (folder / "signs.py").write_text(SIGNS)
+    words = [f"task={folder / 'line.py'}:Line", "stop.steps=1", "batch_size=16", "threads=1", "optimizer.name=sgd"]
+    words += ["parallel=ddp", f"optimizer.learning_rate={RATE}", "sync.kind=signs.py:SignConfig"]
+    outcome = fit_locally(TrainSpec().override(words), registers=False)
+    sys.modules.pop("signs")
+    assert outcome.weights is not None
+    torch.manual_seed(0)
+    before = make_task(f"{folder / 'line.py'}:Line", {}).model().weight.detach()
+    after = safetensors.torch.load_file(outcome.weights)["weight"]
+    torch.testing.assert_close((after - before).abs(), torch.full((1, 3), RATE), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["sync.kind=nothing.py:Config", "sync.every=2"], "there is no file nothing.py"),
+        (["sync.kind=gossip.py:Gossip"], "is no subclass of shoal.extend.SyncConfig"),
+        (
+            ["sync.kind=gossip.py:GossipConfig", "sync.staleness=2"],
+            r"sync\.staleness=2: gossip.py:GossipConfig has none",
+        ),
+        (["sync.kind=gossip.py:GossipConfig", "sync.evry=2"], "did you mean 'every'"),
+        (["sync.kind=gossip.py:GossipConfig", "parallel=fsdp", "workers=2"], "leave out `parallel`"),
+    ],
+)
+def test_what_is_no_synchronizer_or_does_not_go_with_it_is_rejected(
+    folder: Path, words: list[str], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        TrainSpec().override(words)
 
 
 def test_a_source_of_a_file_trains_a_task_and_goes_on_where_it_was(folder: Path) -> None:

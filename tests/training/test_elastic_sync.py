@@ -15,9 +15,11 @@ from torch.optim import SGD, Adam, Optimizer
 
 from shoal.errors import TrainError, WorkerDeparted
 from shoal.sync.elastic.controller import ElasticController
-from shoal.sync.elastic.worker import ElasticSync, ReplicaState
+from shoal.sync.elastic.worker import ElasticSync
+from shoal.sync.messages import GetWorkers, LeaveRun
 from shoal.sync.parameter_server.clock import Clock
 from shoal.sync.parameter_server.rpc import RpcClient
+from shoal.sync.synchronizer import ReplicaState
 
 TIMEOUT_S = 20.0
 NUM_SAMPLES = 4
@@ -118,12 +120,12 @@ class Group:
 
     def wait_for(self, num_members: int) -> None:
         """Until so many have joined."""
-        while len(self._calls.call("get_workers")[0]) < num_members:
+        while len(self._calls.call(GetWorkers()).workers) < num_members:
             pass
 
     def bury(self, member: Member) -> None:
         """It has died, which the process that started it has noticed."""
-        self._calls.call("leave", member.worker)
+        self._calls.call(LeaveRun(member.worker))
 
     def close(self) -> None:
         for each in self._members:

@@ -17,7 +17,6 @@ from torch import Tensor
 from shoal.errors import RankLost, TrainError
 from shoal.parallel import World
 from shoal.train.launch import hogwild
-from shoal.train.launch.hogwild import make_hogwild_arguments
 from shoal.train.loop.trainer import Trainer
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
@@ -80,8 +79,7 @@ def train(folder: Path, mode: str, steps: int, log: Log | None = None, **changes
         }
     )
     log, world = log or Log(), World.single("cpu")
-    lanes = make_hogwild_arguments(spec, world, log)
-    return Trainer(spec, make_task(spec.task, spec.args), world, folder, journal=log, **lanes).run()
+    return Trainer(spec, make_task(spec.task, spec.args), world, folder, journal=log).run()
 
 
 @pytest.mark.parametrize("mode", ["threads", "processes"])

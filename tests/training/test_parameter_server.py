@@ -20,16 +20,23 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from shoal.errors import ConfigError, SpecMismatch, TrainError
+from shoal.sync.messages import LeaveRun
 from shoal.sync.parameter_server.clock import Clock, Push, Update
+from shoal.sync.parameter_server.config import (
+    DiLoCoConfig,
+    LocalSGDConfig,
+    LocalStepsConfig,
+    ParameterServerConfig,
+    ServersConfig,
+)
 from shoal.sync.parameter_server.controller import Controller
-from shoal.sync.parameter_server.local_steps import LocalStepsSync, make_outer_optimizer
+from shoal.sync.parameter_server.local_steps import LocalStepsSync
 from shoal.sync.parameter_server.partition import divide, divide_fragments
 from shoal.sync.parameter_server.rounds import make_clock
-from shoal.sync.parameter_server.rpc import CallId, RpcClient, RpcService
+from shoal.sync.parameter_server.rpc import CallId, Request, RpcClient, RpcService
 from shoal.sync.parameter_server.server import ParameterServer
 from shoal.sync.parameter_server.server_service import ServerService
 from shoal.sync.parameter_server.worker import ParameterServerSync
-from shoal.sync.spec import SyncSpec
 
 TIMEOUT_S = 30.0
 Weigh = Callable[[int, int], float]  # of the gradients of (step, worker), as `ParallelModel.step_weight`
@@ -80,7 +87,7 @@ def compute_gradients(network: nn.Module, step: int, worker: int) -> None:
 def make_service(
     folder: Path,
     index: int,
-    spec: SyncSpec,
+    spec: ServersConfig,
     num_workers: int,
     make_optimizer: MakeOptimizer,
     file: Path | None = None,
@@ -93,7 +100,7 @@ def make_service(
 
 @contextmanager
 def running(
-    folder: Path, spec: SyncSpec, num_workers: int, make_optimizer: MakeOptimizer
+    folder: Path, spec: ServersConfig, num_workers: int, make_optimizer: MakeOptimizer
 ) -> Iterator[tuple[Controller, Callable[[int, Optimizer], ParameterServerSync]]]:
     """The controller, and how to make a worker's synchronizer."""
     addresses = [f"ipc://{folder}/server-{index}" for index in range(spec.servers)]
@@ -117,7 +124,7 @@ def running(
 
 def train(
     folder: Path,
-    spec: SyncSpec,
+    spec: ServersConfig,
     num_workers: int,
     make_optimizer: MakeOptimizer,
     num_steps: int,
@@ -200,7 +207,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("num_servers", [1, 3])
 def test_with_staleness_0_it_is_synchronous_training_step_by_step(tmp_path: Path, name: str, num_servers: int) -> None:
-    weights, staleness, optimizer = train(tmp_path, SyncSpec(servers=num_servers), 3, OPTIMIZERS[name], 6)
+    weights, staleness, optimizer = train(tmp_path, ParameterServerConfig(servers=num_servers), 3, OPTIMIZERS[name], 6)
     expected, alone = train_alone(3, OPTIMIZERS[name], 6)
     torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
     assert staleness == {0: 18}
@@ -211,7 +218,7 @@ def test_with_staleness_0_it_is_synchronous_training_step_by_step(tmp_path: Path
 
 @pytest.mark.parametrize("staleness", [None, 3])
 def test_one_worker_that_does_not_wait_is_sequential_training(tmp_path: Path, staleness: int | None) -> None:
-    spec = SyncSpec(kind="parameter_server", servers=2, staleness=staleness, rate="per_staleness", compensation=0.5)
+    spec = ParameterServerConfig(servers=2, staleness=staleness, rate="per_staleness", compensation=0.5)
     weights, seen, _ = train(tmp_path, spec, 1, OPTIMIZERS["adam"], 6)
     expected, _ = train_alone(1, OPTIMIZERS["adam"], 6)
     torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
@@ -226,7 +233,7 @@ def test_weights_and_gradients_in_messages_give_the_same_bits_as_in_shared_memor
     for transport in ("shared_memory", "frames"):
         folder = tmp_path / transport
         folder.mkdir()
-        spec = SyncSpec(kind="parameter_server", servers=3, staleness=staleness, transport=transport)
+        spec = ParameterServerConfig(servers=3, staleness=staleness, transport=transport)
         weights, _, optimizer = train(folder, spec, 3 if staleness == 0 else 1, OPTIMIZERS["adam"], 6)
         trained = optimizer.param_groups[0]["params"]
         found.append([*weights, *(optimizer.state[each][name] for each in trained for name in ("exp_avg_sq", "step"))])
@@ -234,14 +241,14 @@ def test_weights_and_gradients_in_messages_give_the_same_bits_as_in_shared_memor
 
 
 def test_every_push_of_free_workers_becomes_one_update_by_messages_too(tmp_path: Path) -> None:
-    spec = SyncSpec(kind="parameter_server", servers=2, staleness=None, transport="frames", compensation=0.1)
+    spec = ParameterServerConfig(servers=2, staleness=None, transport="frames", compensation=0.1)
     weights, seen, _ = train(tmp_path, spec, 4, OPTIMIZERS["sgd"], 10)
     assert sum(seen.values()) == 40
     assert all(each.isfinite().all() for each in weights)
 
 
 def test_every_push_of_free_workers_becomes_one_update(tmp_path: Path) -> None:
-    weights, seen, _ = train(tmp_path, SyncSpec(servers=2, staleness=None), 4, OPTIMIZERS["sgd"], 10)
+    weights, seen, _ = train(tmp_path, ParameterServerConfig(servers=2, staleness=None), 4, OPTIMIZERS["sgd"], 10)
     assert sum(seen.values()) == 40
     assert all(each.isfinite().all() for each in weights)
 
@@ -269,7 +276,7 @@ def test_more_servers_than_there_is_to_divide_are_refused() -> None:
 
 
 def test_a_worker_with_another_model_is_refused(tmp_path: Path) -> None:
-    with running(tmp_path, SyncSpec(), 1, OPTIMIZERS["sgd"]) as (_, make_sync):
+    with running(tmp_path, ParameterServerConfig(), 1, OPTIMIZERS["sgd"]) as (_, make_sync):
         other = nn.Linear(2, 2)
         sync = make_sync(0, SGD(other.parameters(), 0.1))
         with pytest.raises(SpecMismatch, match="worker 0"):
@@ -279,7 +286,10 @@ def test_a_worker_with_another_model_is_refused(tmp_path: Path) -> None:
 
 def test_sparse_gradients_are_refused(tmp_path: Path) -> None:
     embedding = nn.Embedding(4, 2, sparse=True)
-    with running(tmp_path, SyncSpec(), 1, lambda _: SGD(nn.Embedding(4, 2).parameters(), 0.1)) as (_, make_sync):
+    with running(tmp_path, ParameterServerConfig(), 1, lambda _: SGD(nn.Embedding(4, 2).parameters(), 0.1)) as (
+        _,
+        make_sync,
+    ):
         sync = make_sync(0, SGD(embedding.parameters(), 0.1))
         sync.begin(0)
         embedding(torch.tensor([1])).sum().backward()
@@ -307,7 +317,7 @@ class Replica:
 @pytest.mark.parametrize("is_old", [False, True])
 def test_a_server_that_died_comes_back_with_its_state_and_says_what_is_lost(tmp_path: Path, is_old: bool) -> None:
     """Its last state on disk may be that of its death, or an older one."""
-    spec = SyncSpec(servers=2, staleness=None)
+    spec = ParameterServerConfig(servers=2, staleness=None)
     addresses = [f"ipc://{tmp_path}/server-{index}" for index in range(2)]
     files = [tmp_path / f"server-{index}.safetensors" for index in range(2)]
     controller = Controller(f"ipc://{tmp_path}/controller", addresses, Clock(1, None), TIMEOUT_S)
@@ -355,14 +365,17 @@ def test_a_server_that_died_comes_back_with_its_state_and_says_what_is_lost(tmp_
 
 
 def test_a_worker_that_died_is_replaced_while_the_other_goes_on(tmp_path: Path) -> None:
-    with running(tmp_path, SyncSpec(servers=2, staleness=1), 2, OPTIMIZERS["adam"]) as (controller, make_sync):
+    with running(tmp_path, ParameterServerConfig(servers=2, staleness=1), 2, OPTIMIZERS["adam"]) as (
+        controller,
+        make_sync,
+    ):
         chief, other = Replica(0, make_sync), Replica(1, make_sync)
         calls = RpcClient(f"ipc://{tmp_path}/controller", TIMEOUT_S)
         try:
             chief.sync.begin(0)
             other.sync.begin(0)
             chief.step()
-            calls.call("leave", 1)  # its launcher does so
+            calls.call(LeaveRun(1))  # its launcher does so
             for _ in range(5):
                 chief.step()  # not bound by the dead one's clock
             replacement = Replica(1, make_sync)
@@ -381,7 +394,7 @@ def test_a_worker_that_died_is_replaced_while_the_other_goes_on(tmp_path: Path) 
 
 
 def train_with_local_steps(
-    folder: Path, spec: SyncSpec, num_workers: int, num_steps: int, weigh: Weigh = weigh_alike
+    folder: Path, spec: LocalStepsConfig, num_workers: int, num_steps: int, weigh: Weigh = weigh_alike
 ) -> list[Tensor]:
     """SGD in each worker, all in threads; the chief's weights at the end."""
     found: dict[int, Any] = {}
@@ -410,7 +423,7 @@ def train_with_local_steps(
 
     together = threading.Barrier(num_workers)
     networks = [make_network() for _ in range(num_workers)]
-    with running(folder, spec, num_workers, lambda network: make_outer_optimizer(SGD(network.parameters(), 0.1), spec)):
+    with running(folder, spec, num_workers, lambda network: spec.make_server_optimizer(SGD(network.parameters(), 0.1))):
         threads = [threading.Thread(target=work, args=(worker,)) for worker in range(num_workers)]
         for thread in threads:
             thread.start()
@@ -449,7 +462,7 @@ def train_rounds_alone(
 
 
 def test_gradients_count_by_the_weights_of_their_losses(tmp_path: Path) -> None:
-    spec = SyncSpec(kind="parameter_server", servers=2)
+    spec = ParameterServerConfig(servers=2)
     for accumulate in (1, 2):
         folder = tmp_path / str(accumulate)
         folder.mkdir()
@@ -460,7 +473,7 @@ def test_gradients_count_by_the_weights_of_their_losses(tmp_path: Path) -> None:
 
 
 def test_changes_count_by_the_weights_of_their_steps(tmp_path: Path) -> None:
-    found = train_with_local_steps(tmp_path, SyncSpec(kind="local_sgd", every=2, servers=2), 3, 4, weigh_differently)
+    found = train_with_local_steps(tmp_path, LocalSGDConfig(every=2, servers=2), 3, 4, weigh_differently)
     expected = train_rounds_alone(3, 4, 2, lambda network: SGD(network.parameters(), 1.0), weigh_differently)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
@@ -468,20 +481,20 @@ def test_changes_count_by_the_weights_of_their_steps(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "outer"),
     [
-        (SyncSpec(kind="local_sgd", every=4, servers=2), lambda network: SGD(network.parameters(), 1.0)),
+        (LocalSGDConfig(every=4, servers=2), lambda network: SGD(network.parameters(), 1.0)),
         (
-            SyncSpec(kind="diloco", every=3, outer_learning_rate=0.5, outer_momentum=0.8),
+            DiLoCoConfig(every=3, outer_learning_rate=0.5, outer_momentum=0.8),
             lambda network: SGD(network.parameters(), 0.5, momentum=0.8, nesterov=True),
         ),
     ],
 )
-def test_local_steps_are_those_of_the_equations(tmp_path: Path, spec: SyncSpec, outer: MakeOptimizer) -> None:
+def test_local_steps_are_those_of_the_equations(tmp_path: Path, spec: LocalStepsConfig, outer: MakeOptimizer) -> None:
     found = train_with_local_steps(tmp_path, spec, 3, 4 * spec.every)
     torch.testing.assert_close(found, train_rounds_alone(3, 4 * spec.every, spec.every, outer), rtol=1e-5, atol=1e-6)
 
 
 def test_local_sgd_that_exchanges_after_every_step_is_synchronous_sgd(tmp_path: Path) -> None:
-    found = train_with_local_steps(tmp_path, SyncSpec(kind="local_sgd", every=1), 2, 5)
+    found = train_with_local_steps(tmp_path, LocalSGDConfig(every=1), 2, 5)
     expected = train_rounds_alone(2, 5, 1, lambda network: SGD(network.parameters(), 1.0))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
@@ -489,7 +502,7 @@ def test_local_sgd_that_exchanges_after_every_step_is_synchronous_sgd(tmp_path: 
 @pytest.mark.parametrize("transport", ["shared_memory", "frames"])
 def test_fragments_are_merged_at_staggered_steps(tmp_path: Path, transport: Literal["shared_memory", "frames"]) -> None:
     """Streaming DiLoCo, 2501.18512, without a delay: fragment p has its own outer step, at step (p + 1) * every / K."""
-    spec = SyncSpec(kind="diloco", every=4, fragments=2, servers=2, transport=transport)
+    spec = DiLoCoConfig(every=4, fragments=2, servers=2, transport=transport)
     found = train_with_local_steps(tmp_path, spec, 2, 8)
     fragments = divide_fragments([each.numel() for each in make_network().parameters()], 2)
     torch.testing.assert_close(found, train_fragments_alone(spec, fragments, 2, 8), rtol=1e-5, atol=1e-6)
@@ -501,8 +514,7 @@ def test_compressed_fragments_are_those_of_the_equations(
     tmp_path: Path, transport: Literal["shared_memory", "frames"], kind: Literal["fp16", "top_k"], tolerance: float
 ) -> None:
     """Each fragment has an error feedback of its own; top-k of all elements loses nothing."""
-    spec = SyncSpec(
-        kind="diloco", every=4, fragments=2, servers=2, transport=transport, compression=kind, top_k=1.0
+    spec = DiLoCoConfig(every=4, fragments=2, servers=2, transport=transport, compression=kind, top_k=1.0
     )  # fmt: skip
     found = train_with_local_steps(tmp_path, spec, 2, 8)
     fragments = divide_fragments([each.numel() for each in make_network().parameters()], 2)
@@ -511,17 +523,19 @@ def test_compressed_fragments_are_those_of_the_equations(
 
 
 def test_a_merged_fragment_is_blended_with_what_a_worker_has_done_meanwhile(tmp_path: Path) -> None:
-    spec = SyncSpec(kind="diloco", every=4, fragments=2, delay=1, blend=0.25, servers=2)
+    spec = DiLoCoConfig(every=4, fragments=2, delay=1, blend=0.25, servers=2)
     found = train_with_local_steps(tmp_path, spec, 2, 9)
     fragments = divide_fragments([each.numel() for each in make_network().parameters()], 2)
     torch.testing.assert_close(found, train_fragments_alone(spec, fragments, 2, 9), rtol=1e-5, atol=1e-6)
 
 
-def train_fragments_alone(spec: SyncSpec, fragments: list[range], num_workers: int, num_steps: int) -> list[Tensor]:
+def train_fragments_alone(
+    spec: LocalStepsConfig, fragments: list[range], num_workers: int, num_steps: int
+) -> list[Tensor]:
     """The same by the equations: the merged weights after `num_steps` of all workers."""
     whole = make_network()
     parameters = list(whole.parameters())
-    outer = make_outer_optimizer(SGD(parameters, 0.1), spec)
+    outer = spec.make_server_optimizer(SGD(parameters, 0.1))
     networks = [copy.deepcopy(whole) for _ in range(num_workers)]
     inner = [SGD(network.parameters(), 0.1) for network in networks]
     due = [spec.every * (index + 1) // len(fragments) for index in range(len(fragments))]
@@ -554,12 +568,12 @@ def test_more_fragments_than_parameters_are_refused() -> None:
 
 def test_a_slow_worker_is_called_and_pushes_the_few_steps_that_it_has(tmp_path: Path) -> None:
     """The mean is weighted by local steps, and those of both workers count."""
-    spec = SyncSpec(kind="local_sgd", every=4, quorum=1, grace_s=TIMEOUT_S)
+    spec = LocalSGDConfig(every=4, quorum=1, grace_s=TIMEOUT_S)
     addresses = [f"ipc://{tmp_path}/server-0"]
     networks = [make_network() for _ in range(2)]
 
     def make_outer(network: nn.Module) -> Optimizer:
-        return make_outer_optimizer(SGD(network.parameters(), 0.1), spec)
+        return spec.make_server_optimizer(SGD(network.parameters(), 0.1))
 
     with running(tmp_path, spec, 2, make_outer) as (controller, _):
         syncs = [
@@ -612,10 +626,10 @@ def wait_until(is_true: Callable[[], bool]) -> None:
 
 
 def test_late_changes_are_in_the_next_mean_with_their_weight_also_after_a_servers_death() -> None:
-    spec = SyncSpec(kind="local_sgd")
+    spec = LocalSGDConfig()
 
     def make_server() -> ParameterServer:
-        return ParameterServer(0, make_outer_optimizer(SGD(make_network().parameters(), 0.1), spec), spec, 3)
+        return ParameterServer(0, spec.make_server_optimizer(SGD(make_network().parameters(), 0.1)), spec, 3)
 
     server, other = make_server(), make_server()
     size = len(server.weights)
@@ -636,8 +650,8 @@ def test_late_changes_are_in_the_next_mean_with_their_weight_also_after_a_server
 
 
 def test_an_update_without_weight_leaves_what_no_late_change_has() -> None:
-    spec = SyncSpec(kind="local_sgd")
-    server = ParameterServer(0, make_outer_optimizer(SGD(make_network().parameters(), 0.1), spec), spec, 2)
+    spec = LocalSGDConfig()
+    server = ParameterServer(0, spec.make_server_optimizer(SGD(make_network().parameters(), 0.1)), spec, 2)
     server.load({"version": torch.tensor(0), "weights": torch.zeros(len(server.weights))})
     for worker in range(2):
         server.memory.gradients[worker].fill_(float(worker))
@@ -649,20 +663,31 @@ def test_an_update_without_weight_leaves_what_no_late_change_has() -> None:
     server.close()
 
 
+class Count(Request[int], frozen=True):
+    number: int
+
+
+class Unknown(Request[int], frozen=True):
+    """No service has a handler for it."""
+
+
 def test_a_call_that_is_sent_again_is_made_once(tmp_path: Path) -> None:
     calls: list[int] = []
 
-    def count(caller: CallId, number: int) -> int:
-        calls.append(number)
+    def count(caller: CallId, request: Count) -> int:
+        calls.append(request.number)
         threading.Event().wait(0.3)  # so long that the caller sends it again
-        return 10 * number
+        return 10 * request.number
 
-    service = RpcService(f"ipc://{tmp_path}/service", {"count": count})
+    service = RpcService(f"ipc://{tmp_path}/service", {Count: count})
     client = RpcClient(f"ipc://{tmp_path}/service", TIMEOUT_S, again_s=0.02)
     service.start()
     try:
-        assert [client.call("count", number) for number in range(2)] == [0, 10]
-        assert calls == [0, 1]
+        assert [client.call(Count(number)) for number in range(2)] == [0, 10]
+        with pytest.raises(TrainError, match="request: ValidationError"):
+            client.call(Unknown())
+        assert client.call(Count(2)) == 20
+        assert calls == [0, 1, 2]
     finally:
         client.close()
         service.close()

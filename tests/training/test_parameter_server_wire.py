@@ -22,15 +22,16 @@ from torch.optim import LBFGS, SGD, Optimizer, SparseAdam
 from shoal.errors import ConfigError, ConnectionLost
 from shoal.sync.parameter_server.balance import BatchBalance, divide_batches
 from shoal.sync.parameter_server.compression import Compression, GradientCompressor, count_payload_bytes, decompress
+from shoal.sync.parameter_server.config import ParameterServerConfig
 from shoal.sync.parameter_server.partition import plan_partition
-from shoal.sync.parameter_server.rpc import CallId, CurveKeys, RpcClient, RpcService
+from shoal.sync.parameter_server.rpc import CallId, CurveKeys, Request, RpcClient, RpcService
 from shoal.sync.parameter_server.server import ParameterServer
 from shoal.sync.parameter_server.update_log import GradientKey, UpdateLog, remove_log
-from shoal.sync.spec import SyncSpec
+from shoal.train.spec import TrainSpec
 
 
-def spec_of(**changes: Any) -> SyncSpec:
-    return SyncSpec.model_validate({"kind": "parameter_server", **changes})
+def spec_of(**changes: Any) -> ParameterServerConfig:
+    return ParameterServerConfig.model_validate(changes)
 
 
 # -- compression
@@ -280,27 +281,31 @@ class Proxy(threading.Thread):
         self.cut()
 
 
+class Count(Request[int], frozen=True):
+    number: int
+
+
 def test_a_call_whose_connection_breaks_is_made_once_and_answered() -> None:
     calls: list[int] = []
     is_called, may_answer = threading.Event(), threading.Event()
 
-    def count(caller: CallId, number: int) -> int:
-        calls.append(number)
+    def count(caller: CallId, request: Count) -> int:
+        calls.append(request.number)
         is_called.set()
         may_answer.wait(TIMEOUT_S)
-        return 10 * number
+        return 10 * request.number
 
     keys = CurveKeys.make()
-    service = RpcService("tcp://127.0.0.1:0", {"count": count}, keys)
+    service = RpcService("tcp://127.0.0.1:0", {Count: count}, keys)
     service.start()
     proxy = Proxy(int(service.address.rpartition(":")[2]))
     proxy.start()
     client = RpcClient(f"tcp://127.0.0.1:{proxy.port}", TIMEOUT_S, keys=keys)
     try:
-        client.send("count", 7)
+        client.send(Count(7))
         threading.Thread(target=lambda: (is_called.wait(TIMEOUT_S), proxy.cut(), may_answer.set())).start()
-        assert client.receive() == 70
-        assert client.call("count", 8) == 80
+        assert client.receive(Count) == 70
+        assert client.call(Count(8)) == 80
         assert calls == [7, 8]
     finally:
         client.close()
@@ -309,16 +314,17 @@ def test_a_call_whose_connection_breaks_is_made_once_and_answered() -> None:
 
 
 def test_only_a_process_with_the_runs_key_gets_in() -> None:
-    calls: list[CallId] = []
-    service = RpcService("tcp://127.0.0.1:0", {"answer": calls.append}, CurveKeys.make())
+    calls: list[Count] = []
+    handlers = {Count: lambda caller, request: calls.append(request)}
+    service = RpcService("tcp://127.0.0.1:0", handlers, CurveKeys.make())
     service.start()
     stranger = RpcClient(service.address, 0.3, again_s=0.1, keys=CurveKeys.make())
     plain: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     try:
         with pytest.raises(ConnectionLost, match="has not answered"):
-            stranger.call("answer")
+            stranger.call(Count(0))
         plain.connect(service.address)
-        plain.send(msgspec.msgpack.encode([0, "answer", []]))
+        plain.send(msgspec.msgpack.encode((0, Count(0))))
         assert plain.poll(300) == 0
         assert calls == []
     finally:
@@ -349,8 +355,8 @@ def test_only_a_process_with_the_runs_key_gets_in() -> None:
     ],
 )
 def test_combinations_that_mean_nothing_are_refused(changes: dict[str, Any], field: str) -> None:
-    with pytest.raises(ValueError, match=field):
-        spec_of(**changes)
+    with pytest.raises(ConfigError, match=field):
+        TrainSpec.parse({"sync": {"kind": "parameter_server", **changes}})
 
 
 def test_more_servers_than_elements_are_refused() -> None:

@@ -1,11 +1,12 @@
 """What a user adds to Shoal in files of their own: interfaces, and what implementations need (docs/extending.md).
 
-| interface                                     | used by                                         | entry points       |
-|-----------------------------------------------|-------------------------------------------------|--------------------|
-| `AlgorithmConfig`, which names an `Algorithm` | `algorithm=my_algorithm.py:MyConfig`            | `shoal.algorithms` |
-| `ModelFormat`, which names a template         | `shoal models add FILE --format my_format:NAME` | `shoal.formats`    |
-| `shoal.sources.StreamSource`                  | `shoal.Data(train=MySource())`                  |                    |
-| `Library`: verbs and displays                 | `shoal VERB`                                    | `shoal.libraries`  |
+| interface                            | used by                                         | entry points          |
+|--------------------------------------|-------------------------------------------------|-----------------------|
+| `AlgorithmConfig`, of an `Algorithm` | `algorithm=my_algorithm.py:MyConfig`            | `shoal.algorithms`    |
+| `SyncConfig`, of a `Synchronizer`    | `sync.kind=my_sync.py:MyConfig`                 | `shoal.synchronizers` |
+| `ModelFormat`, of a template         | `shoal models add FILE --format my_format:NAME` | `shoal.formats`       |
+| `shoal.sources.StreamSource`         | `shoal.Data(train=MySource())`                  |                       |
+| `Library`: verbs and displays        | `shoal VERB`                                    | `shoal.libraries`     |
 
 Names are imported at their first use: some need torch.
 """
@@ -26,11 +27,16 @@ if TYPE_CHECKING:
     from shoal.rl.experience.queue import ExperienceBatch
     from shoal.rl.spec import RLSpec
     from shoal.serve.model.formats.template import Arrays, Forward, TemplateConfig
+    from shoal.sync.config import SyncConfig
+    from shoal.sync.peers import PeerSync
+    from shoal.sync.rank_signals import RankSignals
+    from shoal.sync.synchronizer import AllReduce, Replica, Synchronizer
     from shoal.wire import ExperienceSpec
 
 __all__ = [
     "Algorithm",
     "AlgorithmConfig",
+    "AllReduce",
     "Arrays",
     "ExperienceBatch",
     "ExperienceSpec",
@@ -39,8 +45,13 @@ __all__ = [
     "ModelFormat",
     "NonFiniteLoss",
     "Normalizer",
+    "PeerSync",
     "RLSpec",
+    "RankSignals",
+    "Replica",
     "Signature",
+    "SyncConfig",
+    "Synchronizer",
     "TemplateConfig",
     "TensorSignature",
     "build_model",
@@ -54,13 +65,17 @@ _HOMES = {
     **dict.fromkeys(("evaluate_rows", "make_grid", "to_tensors"), "shoal.rl.algorithms.segments"),
     **dict.fromkeys(("Arrays", "Forward", "TemplateConfig"), "shoal.serve.model.formats.template"),
     **dict.fromkeys(("Signature", "TensorSignature"), "shoal.registry"),
+    **dict.fromkeys(("AllReduce", "Replica", "Synchronizer"), "shoal.sync.synchronizer"),
     "AlgorithmConfig": "shoal.rl.algorithm_config",
     "ExperienceBatch": "shoal.rl.experience.queue",
     "ExperienceSpec": "shoal.wire",
     "Library": "shoal.plugins.library",
     "ModelFormat": "shoal.registry.model_format",
     "Normalizer": "shoal.rl.algorithms.normalization",
+    "PeerSync": "shoal.sync.peers",
     "RLSpec": "shoal.rl.spec",
+    "RankSignals": "shoal.sync.rank_signals",
+    "SyncConfig": "shoal.sync.config",
 }
 
 

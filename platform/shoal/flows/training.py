@@ -175,8 +175,7 @@ class RayBackend:
         from shoal.train.launch.parameter_server import fit_replicas
         from shoal.train.launch.ray_processes import RayProcess, find_host_address
 
-        shares_memory = self.spec.is_elastic or self.spec.sync.transport == "shared_memory"
-        host = "" if shares_memory else find_host_address()
+        host = "" if self.spec.applied_sync.shares_memory else find_host_address()
         start = partial(RayProcess, is_anywhere=bool(host))
         with shutdown_event() as asked:
             folder = self.recorder.folder

@@ -1,18 +1,90 @@
 """What the Trainer asks of the other replicas of its model, whatever keeps them together.
 
-Owns the interface and its first implementation, `AllReduce`. Called by the Trainer alone. A replica is one rank, or the
-ranks that hold one copy of the model between them.
+Owns the interface, what an implementation is made of, and the first one, `AllReduce`. Called by the Trainer alone. A
+replica is one rank, or the ranks that hold one copy of the model between them.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 from torch.optim import Optimizer
 
+from shoal.errors import ConfigError
 from shoal.parallel import World
 from shoal.parallel.model import ParallelModel
+from shoal.plugins.find import load_reference
+from shoal.sync.config import SyncConfig
 from shoal.sync.rank_signals import RankSignals, RankSync
+
+if TYPE_CHECKING:
+    from shoal.sync.parameter_server.rpc import CurveKeys
+
+
+@dataclass(frozen=True)
+class ReplicaState:
+    """What a worker gives to one that joins, and how its present gradients count.
+
+    get, load:   weights, buffers, optimiser and counters
+    get_weights: (factor of this worker's gradients, their weight): a step divides the sum of all workers' gradients, by
+                 their factors, by the sum of the weights
+    """
+
+    get: Callable[[], dict[str, Any]]
+    load: Callable[[dict[str, Any]], None]
+    get_weights: Callable[[], tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Connection:
+    """Of a worker in a run of replicas with the other processes of the run.
+
+    index:      of the worker; 0 is the chief, which evaluates, saves and reports
+    controller: its address; `servers`: theirs, "" for one that the controller will know
+    timeout_s:  for which a call waits for its answer
+    keys:       of the run, where its processes are on several hosts
+    is_noticed: whether this worker is to leave, before its next step
+    """
+
+    index: int
+    num_workers: int
+    controller: str
+    servers: list[str]
+    timeout_s: float
+    keys: CurveKeys | None = None
+    is_noticed: Callable[[], bool] = lambda: False
+
+
+@dataclass(frozen=True)
+class Replica:
+    """What a worker's synchronizer is made of.
+
+    connection: None where the ranks of `world` are all that there is
+    """
+
+    config: SyncConfig
+    model: ParallelModel
+    optimizer: Optimizer
+    world: World
+    state: ReplicaState
+    connection: Connection | None = None
+
+    def require_connection(self) -> Connection:
+        assert self.connection is not None, f"{self.config.kind} is for runs of replicas"
+        return self.connection
+
+
+class Traffic(msgspec.Struct):
+    """What one worker has exchanged with the others. Bytes; `predicted` ones in a step: pushed, pulled."""
+
+    num_steps: int
+    pushed_bytes: int
+    pulled_bytes: int
+    predicted: tuple[float, float]
 
 
 class Synchronizer(ABC):
@@ -23,6 +95,7 @@ class Synchronizer(ABC):
 
     is_chief: bool = True
     waited_s: float = 0.0  # for other replicas, beyond what the model's plan counts
+    outer: Optimizer | None = None  # of others, over the same parameters: its momentum is saved, too
 
     @abstractmethod
     def begin(self, step: int) -> int:
@@ -58,6 +131,10 @@ class Synchronizer(ABC):
     def collect_state(self) -> None:
         """On the chief, before a save: put the weights and the optimiser's state of one moment into both."""
 
+    def measure_traffic(self) -> Traffic | None:
+        """Of this worker so far, for the run's record; None: it is not counted."""
+        return None
+
     @abstractmethod
     def end(self) -> None:
         """This replica takes no further step; if it is the chief, none does."""
@@ -74,9 +151,9 @@ class AllReduce(Synchronizer):
     every rank takes the same step with its part of the optimiser.
     """
 
-    def __init__(self, model: ParallelModel, optimizer: Optimizer, world: World) -> None:
-        self._model, self._optimizer = model, optimizer
-        self._rank_sync = RankSync(world)
+    def __init__(self, replica: Replica) -> None:
+        self.model, self.optimizer = replica.model, replica.optimizer
+        self._rank_sync = RankSync(replica.world)
         self._steps = 0
 
     def begin(self, step: int) -> int:
@@ -87,8 +164,8 @@ class AllReduce(Synchronizer):
         """The optimiser has just put them there."""
 
     def apply_gradients(self) -> int:
-        self._optimizer.step()
-        self._model.on_optimizer_step()
+        self.optimizer.step()
+        self.model.on_optimizer_step()
         self._steps += 1
         return self._steps
 
@@ -106,3 +183,21 @@ class AllReduce(Synchronizer):
 
     def close(self) -> None:
         """Nothing of its own."""
+
+
+def make_synchronizer(replica: Replica) -> Synchronizer:
+    """The synchronizer that the replica's configuration names. Raises ConfigError."""
+    made: object = find_synchronizer(replica.config)(replica)
+    if not isinstance(made, Synchronizer):
+        problem = f"{replica.config.synchronizer} makes a {type(made).__name__}"
+        raise ConfigError("sync.kind", replica.config.kind, problem, "name a subclass of shoal.extend.Synchronizer")
+    return made
+
+
+def find_synchronizer(config: SyncConfig) -> Callable[[Replica], Synchronizer]:
+    """What makes the synchronizer of a kind. Raises ConfigError when it cannot be imported."""
+    try:
+        found: Callable[[Replica], Synchronizer] = load_reference(config.synchronizer)
+    except ValueError as error:
+        raise ConfigError("sync.kind", config.kind, str(error), "see `synchronizer` of its configuration") from error
+    return found

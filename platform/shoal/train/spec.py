@@ -14,7 +14,7 @@ from shoal.data import LoaderSpec
 from shoal.parallel import ParallelDims, ParallelSpec
 from shoal.registry import AliasNames
 from shoal.runs.run_reader import infer_direction
-from shoal.sync.spec import SyncSpec
+from shoal.sync.config import AllReduceConfig, AnySyncConfig, SyncConfig
 
 Direction = Literal["auto", "max", "min"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -151,7 +151,7 @@ class TrainSpec(Spec):
     task: str = ""
     args: dict[str, Any] = Field(default_factory=dict)
     parallel: ParallelSpec = ParallelSpec()
-    sync: SyncSpec = SyncSpec()
+    sync: AnySyncConfig = AllReduceConfig()
     workers: int = Field(default=1, ge=1)
     min_workers: int | None = Field(default=None, ge=1)
     batch_size: int = Field(default=64, ge=1)
@@ -199,50 +199,42 @@ class TrainSpec(Spec):
             raise ValueError("stop.money needs a price_per_device_hour")
         if self.selective_backprop is not None and self.parallel.pipeline != 1:
             raise ValueError("selective_backprop does not go with a pipeline: no rank sees both samples and losses")
-        if self.has_replicas or self.sync.hogwild > 1:
-            self._require_replicas_alone()
-        for name in ("servers", "staleness", "backups") if self.sync.kind == "all_reduce" else ():
-            value = getattr(self.sync, name)
-            if value != SyncSpec.model_fields[name].default:
-                word = "null" if value is None else value
-                raise ValueError(f"sync.{name}={word}: all_reduce has none: give sync.kind as well, or leave it out")
+        if not self.applied_sync.admits_parallel:
+            self._require_full_models(self.applied_sync)
+        self.applied_sync.check_run(self.workers, self.batch_size)
         if self.min_workers is not None and self.min_workers > self.workers:
             raise ValueError(f"min_workers={self.min_workers} is more than workers={self.workers}")
         return self
 
     @property
-    def is_elastic(self) -> bool:
-        """Whether every step has the gradients of all workers that take part, and these may change."""
-        return self.sync.kind == "all_reduce" and self.min_workers is not None
+    def applied_sync(self) -> SyncConfig:
+        """How the replicas of this run stay one model: `sync`, unless `workers` or `sync.hogwild` make it another."""
+        return self.sync.resolve(self.workers, self.min_workers)
 
     @property
     def has_replicas(self) -> bool:
         """Whether each worker is a replica of its own, which may be replaced while the others go on."""
-        return self.sync.kind != "all_reduce" or self.is_elastic
+        return self.applied_sync.has_replicas
 
     @property
     def splits_batches(self) -> bool:
         """Whether a step adds up what several parts of a batch give."""
         dims = self.resolve_dims()
         is_divided = dims.data > 1 or dims.pipeline > 1 or (self.has_replicas and self.workers > 1)
-        return is_divided or self.parallel.accumulate > 1 or self.sync.accumulate > 1
+        return is_divided or self.parallel.accumulate > 1 or self.sync.micro_batches > 1
 
-    def _require_replicas_alone(self) -> None:
-        """Each worker is a replica of its own: with a parameter server, and when workers may leave and join."""
+    def _require_full_models(self, sync: SyncConfig) -> None:
+        """What does not go with workers, or lanes, that have a model of their own each."""
         degrees = self.parallel
         if degrees.shard or degrees.tensor != 1 or degrees.pipeline != 1 or degrees.data not in (None, 1):
-            word = "workers=[min,max]" if self.is_elastic else f"sync={self.sync.kind}"
-            raise ValueError(f"{word}: each worker has the whole model; leave out `parallel`")
-        if self.is_elastic and self.sync.hogwild > 1:
-            raise ValueError("sync.hogwild does not go with workers=[min,max]: a lane takes steps of its own")
+            field, value = sync.chosen_by
+            raise ValueError(f"{field}={value}: each worker has the whole model; leave out `parallel`")
         if self.selective_backprop is not None:
             raise ValueError(f"selective_backprop does not go with sync={self.sync.kind}: no worker sees all samples")
-        if self.average is not None and not self.is_elastic:
+        if self.average is not None and not sync.has_every_step:
             raise ValueError(f"average does not go with sync={self.sync.kind}: no worker sees every step")
         if self.batch_size % self.workers:
             raise ValueError(f"batch_size={self.batch_size} does not divide by {self.workers} workers")
-        if self.sync.hogwild > 1 and (self.workers > 1 or self.batch_size % self.sync.hogwild):
-            raise ValueError(f"sync.hogwild={self.sync.hogwild}: give workers=1, and a batch_size that it divides")
 
     def resolve_dims(self) -> ParallelDims:
         """The degrees of the plan. Raises PlanError when they do not fit the workers."""

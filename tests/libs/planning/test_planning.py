@@ -23,8 +23,9 @@ from shoal.libs.planning.plan import plan as plan_command
 from shoal.libs.planning.planner import PlanEstimate, Planner, sort_estimates
 from shoal.libs.planning.server_costs import ServerCosts, measure_server_costs
 from shoal.libs.planning.step_time import Machine, StepTime
-from shoal.sync.spec import SyncSpec
+from shoal.sync.parameter_server.config import LocalSGDConfig, ParameterServerConfig
 from shoal.train.launch.overrides import spec_from_overrides
+from shoal.train.spec import TrainSpec
 from shoal.train.task import make_task
 
 TASK = """
@@ -171,6 +172,15 @@ def test_every_division_of_the_devices_is_enumerated_once() -> None:
     assert specs["pipeline=8, 32 micro-batches"].parallel.micro_batches == 32
     assert specs["DiLoCo, every 50 steps"].sync.servers == 2
     assert specs["parameter server, free-running"].sync.staleness is None
+
+
+def test_a_field_of_local_steps_is_in_the_plans_that_have_it() -> None:
+    found = enumerate_candidates(1, 2, every=20, sync=["sync.every=20", "sync.outer_momentum=0.5"])
+    having = {each.name for each in found if "sync.outer_momentum=0.5" in each.overrides}
+    assert having == {"DiLoCo, every 20 steps"}
+    assert {each.name for each in found if "sync.every=20" in each.overrides} == having | {"local SGD, every 20 steps"}
+    for each in found:
+        TrainSpec().override(each.overrides)
 
 
 def test_one_device_has_one_plan() -> None:
@@ -322,10 +332,10 @@ def test_servers_are_measured_with_their_own_optimizer(file: Path) -> None:
     spec = spec_from_overrides([f"task={file}:Layers"])
     network = make_task(spec.task, {}).model()
     num_bytes = 4 * sum(each.numel() for each in network.parameters())
-    own = measure_server_costs(Adam(network.parameters()), SyncSpec(kind="parameter_server"))
+    own = measure_server_costs(Adam(network.parameters()), ParameterServerConfig())
     assert own.weight_bytes == num_bytes
     assert 5 * num_bytes <= own.state_bytes < 6 * num_bytes  # weights, two buffers, two moments; counts of steps
-    outer = measure_server_costs(Adam(network.parameters()), SyncSpec(kind="local_sgd", servers=2))
+    outer = measure_server_costs(Adam(network.parameters()), LocalSGDConfig(servers=2))
     assert outer.state_bytes == pytest.approx(3 * num_bytes / 2, abs=8)  # without momentum
     assert outer.memory_bytes(4, 2) == pytest.approx((3 + 5) * num_bytes / 2, abs=8)
 

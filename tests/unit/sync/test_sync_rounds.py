@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from shoal.errors import ConfigError
 from shoal.sync.parameter_server.clock import Clock, Push, Update
+from shoal.sync.parameter_server.config import DiLoCoConfig, ParameterServerConfig
 from shoal.sync.parameter_server.rounds import RoundClock, make_clock
-from shoal.sync.spec import SyncSpec
 from shoal.train.spec import TrainSpec
 
 EVERY = 8
@@ -213,9 +213,9 @@ def test_with_fewer_workers_than_the_minimum_none_goes_on_until_another_joins(ma
 
 
 def test_local_steps_have_rounds_unless_their_workers_never_wait() -> None:
-    assert isinstance(make_clock(SyncSpec(kind="diloco"), 2), RoundClock)
-    assert type(make_clock(SyncSpec(kind="diloco", staleness=None), 2)) is Clock
-    assert type(make_clock(SyncSpec(kind="parameter_server"), 2)) is Clock
+    assert isinstance(make_clock(DiLoCoConfig(), 2), RoundClock)
+    assert type(make_clock(DiLoCoConfig(staleness=None), 2)) is Clock
+    assert type(make_clock(ParameterServerConfig(), 2)) is Clock
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ import pytest
 
 from shoal.errors import ConfigError
 from shoal.runs.run_reader import infer_direction
+from shoal.sync.config import AllReduceConfig, ElasticConfig
+from shoal.sync.parameter_server.config import DiLoCoConfig, LocalSGDConfig
 from shoal.train.spec import TrainSpec
 
 
@@ -147,6 +149,59 @@ def test_what_a_parameter_server_cannot_do_is_refused(changes: dict[str, Any], s
         TrainSpec.parse({"sync": "parameter_server", **changes})
 
 
+@pytest.mark.parametrize(
+    ("fields", "specified"),
+    [
+        ({"kind": "parameter_server", "every": 4}, r"sync\.every=4: parameter_server has none.*local_sgd or diloco"),
+        ({"kind": "local_sgd", "outer_momentum": 0.5}, r"sync\.outer_momentum=0\.5: local_sgd has none.*kind=diloco"),
+        ({"kind": "diloco", "hogwild": 2}, r"sync\.hogwild=2: diloco has none.*all_reduce"),
+        ({"kind": "diloco", "evry": 2}, r"sync\.evry=2: diloco has none, but servers,.*every,.*leave it out$"),
+        ({"kind": "gossip"}, "'gossip' is none of all_reduce, parameter_server, local_sgd, diloco"),
+        ({"kind": "shoal.config:Spec"}, "is no subclass of shoal.extend.SyncConfig"),
+    ],
+)
+def test_a_field_of_another_kind_is_rejected_by_name(fields: dict[str, Any], specified: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){specified}"):
+        TrainSpec.parse({"sync": fields})
+    with pytest.raises(ConfigError, match=f"(?s){specified}|evry.*no such field"):
+        TrainSpec().override([f"sync.{name}={value}" for name, value in fields.items()])
+
+
+def test_a_field_without_its_spec_is_suggested_whatever_kind_has_it() -> None:
+    with pytest.raises(ConfigError, match=r"every.*did you mean 'sync\.every'\?"):
+        TrainSpec().override(["every=4"])
+    with pytest.raises(ConfigError, match=r"sync\.stalenes.*did you mean 'staleness'\?"):
+        TrainSpec().override(["sync.stalenes=4"])
+
+
+def test_the_kind_may_come_after_its_fields() -> None:
+    spec = TrainSpec().override(["sync.every=4", "sync.outer_momentum=0.5", "sync.kind=diloco"])
+    assert spec.sync == DiLoCoConfig(every=4, outer_momentum=0.5)
+    assert TrainSpec.from_record(spec.to_record()) == TrainSpec.from_yaml(spec.to_yaml()) == spec
+    assert "servers" not in spec.to_record()
+    other = spec.override(["sync=local_sgd"])
+    assert other.sync == LocalSGDConfig()
+
+
+def test_a_record_of_release_0_1_has_the_fields_of_all_kinds(caplog: pytest.LogCaptureFixture) -> None:
+    old = {
+        **{"servers": 1, "staleness": 0, "rate": "constant", "compensation": 0.0, "backups": 0, "transport": "auto"},
+        **{"durable": False, "compression": "none", "top_k": 0.01, "accumulate": 1, "balance": False, "hogwild": 1},
+        **{"hogwild_mode": "auto", "every": 50, "outer_learning_rate": 0.7, "outer_momentum": 0.9, "quorum": None},
+        **{"grace_s": 1.0, "fragments": 1, "delay": 0, "blend": 0.5},
+    }
+    for changes in ({"kind": "all_reduce", "hogwild": 2}, {"kind": "parameter_server", "accumulate": 2, "servers": 3}):
+        spec = TrainSpec.from_record(TrainSpec.parse({"sync": changes}).to_record())
+        assert TrainSpec.parse_known({"sync": {**old, **changes}}, "the record") == spec
+    assert TrainSpec.parse_known({"sync": {**old, "kind": "diloco", "every": 4}}, "the record").sync == DiLoCoConfig(
+        every=4
+    )
+    assert not caplog.records
+    unused = {**old, "kind": "local_sgd", "outer_momentum": 0.5}  # had no effect, and was accepted
+    assert TrainSpec.parse_known({"sync": unused}, "the record").sync == LocalSGDConfig()
+    assert "sync.outer_momentum=0.5" in caplog.text
+
+
 def test_a_run_of_servers_is_resumed_without_them() -> None:
     spec = TrainSpec.parse({"sync": {"kind": "parameter_server", "servers": 2, "staleness": 4}, "workers": 2})
     assert spec.override(["sync=all_reduce"]).sync == TrainSpec().sync
@@ -160,9 +215,11 @@ def test_a_range_of_workers_is_two_fields() -> None:
 
 def test_a_range_of_workers_makes_synchronous_training_elastic() -> None:
     spec = TrainSpec().override(["workers=[2,4]", "average=0.9"])
-    assert (spec.is_elastic, spec.has_replicas) == (True, True)
-    assert (TrainSpec(workers=4).is_elastic, TrainSpec(workers=4).has_replicas) == (False, False)
-    with pytest.raises(ConfigError, match=r"workers=\[min,max\]: each worker has the whole model"):
+    assert spec.has_replicas
+    assert isinstance(spec.applied_sync, ElasticConfig)
+    assert TrainSpec(workers=4).applied_sync == AllReduceConfig()
+    assert not TrainSpec(workers=4).has_replicas
+    with pytest.raises(ConfigError, match=r"workers=\[2,4\]: each worker has the whole model"):
         spec.override(["parallel=fsdp"])
 
 

@@ -28,18 +28,18 @@ from shoal.parallel import World
 from shoal.parallel.comm.shm_all_reduce import ShmAllReduce
 from shoal.parallel.comm.world import set_gloo_interface
 from shoal.sync.parameter_server.clock import Clock
+from shoal.sync.parameter_server.config import ParameterServerConfig
 from shoal.sync.parameter_server.controller import Controller
-from shoal.sync.parameter_server.rpc import RpcClient, RpcService
+from shoal.sync.parameter_server.rpc import Request, RpcClient, RpcService
 from shoal.sync.parameter_server.server import ParameterServer
 from shoal.sync.parameter_server.server_service import ServerService
 from shoal.sync.parameter_server.worker import ParameterServerSync
-from shoal.sync.spec import SyncSpec
 from shoal.train.loop.components import TrainComponents, build_components
 from shoal.train.optim.optimizers import make_optimizer
 from shoal.train.spec import TrainSpec
 from shoal.train.task import build_model, make_task
 
-SERVERS = SyncSpec(kind="parameter_server")  # one
+SERVERS = ParameterServerConfig()  # one
 TIMEOUT_S = 120.0
 NUM_ROUNDS, STEPS_S, LEAST_STEPS = 3, 0.3, 3  # steps of the Task: for so long, and at least so many
 SMALL_BYTES, LARGE_BYTES = 256, 4 << 20
@@ -181,6 +181,10 @@ def _measure(rank: int, size: int, spec: TrainSpec, threads: int, folder: str, h
         dist.destroy_process_group()
 
 
+class _Echo(Request[None], frozen=True):
+    """Answered at once."""
+
+
 @dataclass(frozen=True)
 class _Steps:
     """[processes, steps, 3]: seconds of each step in each process that took part: the fields of StepTimes."""
@@ -287,7 +291,7 @@ def _measure_call(rank: int, address: str) -> float:
     """Process 1 calls a service of process 0, and all have its median."""
     found = torch.zeros(1, dtype=torch.double)
     if rank == 0:
-        service = RpcService(address, {"echo": lambda caller: None})
+        service = RpcService(address, {_Echo: lambda caller, request: None})
         service.start()
         dist.barrier()
         dist.broadcast(found, 1)
@@ -299,7 +303,7 @@ def _measure_call(rank: int, address: str) -> float:
         seconds = []
         for _ in range(NUM_CALLS):
             began_s = time.perf_counter()
-            client.call("echo")
+            client.call(_Echo())
             seconds.append(time.perf_counter() - began_s)
         client.close()
         found[0] = statistics.median(seconds)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from shoal.config import last_override
 from shoal.errors import ConfigError
+from shoal.sync.config import find_config_type
 
 CHOSEN = ("workers", "parallel", "sync", "sync.kind", "sync.staleness")  # by the plan
 CHOSEN_DEGREES = tuple(f"parallel.{name}" for name in ("data", "replicate", "shard", "tensor", "pipeline"))
@@ -38,13 +39,16 @@ def require_open_choices(overrides: Sequence[str]) -> None:
             raise ConfigError(name, last_override(overrides, name), "is what `shoal plan` chooses", remedy)
 
 
-def enumerate_candidates(hosts: int, devices: int, every: int, micro_batches: int | None = None) -> list[Candidate]:
+def enumerate_candidates(
+    hosts: int, devices: int, every: int, micro_batches: int | None = None, sync: Sequence[str] = ()
+) -> list[Candidate]:
     """One device, every division of all devices, and every kind of replicas.
 
     Tensor parallel ranks stay within a host, since they exchange activations in each layer.
 
     every:         of local steps
     micro_batches: of a pipeline; None: two and four for each stage
+    sync:          overrides `sync.FIELD=...`, for the kinds that have the field
     """
     workers = hosts * devices
     found = [Candidate("one device", ("parallel=single", "workers=1"), 1)]
@@ -54,7 +58,7 @@ def enumerate_candidates(hosts: int, devices: int, every: int, micro_batches: in
         for pipeline in _divisors(workers // tensor):
             if pipeline <= MAX_STAGES:
                 found += _divide_model(workers, hosts, tensor, pipeline, micro_batches)
-    return found + list(_replicate_model(workers, hosts, every))
+    return found + list(_replicate_model(workers, hosts, every, sync))
 
 
 def _divide_model(
@@ -78,19 +82,21 @@ def _divide_model(
             yield Candidate(name, (*overrides, *splits, *more, f"workers={workers}"), workers)
 
 
-def _replicate_model(workers: int, hosts: int, every: int) -> Iterator[Candidate]:
+def _replicate_model(workers: int, hosts: int, every: int, sync: Sequence[str]) -> Iterator[Candidate]:
     """With a server on each host."""
-    server = "sync.kind=parameter_server"
     kinds = (
-        ("parameter server, BSP", (server, "sync.staleness=0"), True),
-        (f"parameter server, SSP({SSP_STALENESS})", (server, f"sync.staleness={SSP_STALENESS}"), False),
-        ("parameter server, free-running", (server, "sync.staleness=null"), False),
-        (f"local SGD, every {every} steps", ("sync.kind=local_sgd", f"sync.every={every}"), False),
-        (f"DiLoCo, every {every} steps", ("sync.kind=diloco", f"sync.every={every}"), False),
+        ("parameter server, BSP", "parameter_server", "sync.staleness=0", True),
+        (f"parameter server, SSP({SSP_STALENESS})", "parameter_server", f"sync.staleness={SSP_STALENESS}", False),
+        ("parameter server, free-running", "parameter_server", "sync.staleness=null", False),
+        (f"local SGD, every {every} steps", "local_sgd", f"sync.every={every}", False),
+        (f"DiLoCo, every {every} steps", "diloco", f"sync.every={every}", False),
     )
-    for name, overrides, is_synchronous in kinds:
-        servers = (f"sync.servers={hosts}",) if hosts > 1 else ()
-        yield Candidate(name, ("parallel=ddp", *overrides, *servers, f"workers={workers}"), workers, is_synchronous)
+    servers = (f"sync.servers={hosts}",) if hosts > 1 else ()
+    for name, kind, override, is_synchronous in kinds:
+        fields = find_config_type(kind).model_fields.keys() - {"every"}
+        given = [each for each in sync if each.partition("=")[0].removeprefix("sync.") in fields]
+        overrides = "parallel=ddp", f"sync.kind={kind}", override, *given, *servers, f"workers={workers}"
+        yield Candidate(name, overrides, workers, is_synchronous)
 
 
 def _divisors(number: int) -> list[int]:

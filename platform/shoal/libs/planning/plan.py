@@ -43,13 +43,15 @@ def plan(task: str, words: tuple[str, ...], as_json: bool) -> None:
 
     names = HardwareSpec.model_fields
     hardware_words = [word for word in words if word.partition("=")[0] in names]
-    own_words = [word for word in words if word not in hardware_words]
+    sync = [word for word in words if word.startswith("sync.")]  # for the plans that have these fields
+    own_words = [word for word in words if word not in (*hardware_words, *sync)]
     hardware = HardwareSpec().override(hardware_words)
-    require_open_choices(own_words)
+    require_open_choices([*own_words, *sync])
     with redirect_stdout(sys.stderr):  # a Task's own output is not part of the result
         spec = spec_from_overrides([format_override("task", task), *own_words])
         with Console(stderr=True).status("") as status:
-            found = rank_plans(make_task(task, spec.args), spec, hardware, lambda name: status.update(f"{name} ..."))
+            report = lambda name: status.update(f"{name} ...")  # noqa: E731 - one line of a display
+            found = rank_plans(make_task(task, spec.args), spec, hardware, report, sync)
     if as_json:
         print_json({"task": task, "batch_size": spec.batch_size, "plans": [to_json(each, spec) for each in found]})
         return

@@ -27,6 +27,7 @@ from shoal.libs.planning.hardware import HardwareSpec
 from shoal.libs.planning.server_costs import ServerCosts, measure_server_costs
 from shoal.libs.planning.step_time import Machine, StepTime
 from shoal.parallel.comm.world import choose_device
+from shoal.sync.parameter_server.config import LocalStepsConfig, ServersConfig
 from shoal.sync.parameter_server.partition import plan_partition
 from shoal.train.optim.optimizers import make_optimizer
 from shoal.train.spec import TrainSpec
@@ -99,7 +100,8 @@ class Planner:
         """The candidate's numbers, or why it is not applicable."""
         try:
             spec = self.spec.override(candidate.overrides)
-            found = self._estimate_replicas(candidate, spec) if _has_servers(spec) else self._estimate(candidate, spec)
+            is_served = isinstance(spec.sync, ServersConfig)
+            found = self._estimate_replicas(candidate, spec) if is_served else self._estimate(candidate, spec)
         except ShoalError as error:
             return PlanEstimate(candidate, problem=f"not applicable: {_first_line(error)}", is_applicable=False)
         except Exception as error:  # noqa: BLE001 - whatever a user's code raises of batches and parts that it never saw
@@ -149,22 +151,24 @@ class Planner:
     def _estimate_replicas(self, candidate: Candidate, spec: TrainSpec) -> PlanEstimate:
         """Each worker has the full model and takes a share of the batch by itself."""
         workers, sync = spec.workers, spec.sync
+        assert isinstance(sync, ServersConfig)
+        local = sync if isinstance(sync, LocalStepsConfig) else None
         plan = self._dry_run_replica(spec)
-        costs = self._measure_servers(spec)
+        costs = self._measure_servers(spec, sync)
         [run] = plan.runs.values()
         slowdown = step_time.compute_slowdown(
             self.calibration,
             self.machine,
             workers,
-            is_waiting=sync.staleness == 0 and not sync.has_local_steps,
+            is_waiting=sync.staleness == 0 and local is None,
         )
-        optimizer_s = 0.0 if sync.has_local_steps else min(self.calibration.alone.optimizer_s, run.values["step_s"])
+        optimizer_s = 0.0 if local is not None else min(self.calibration.alone.optimizer_s, run.values["step_s"])
         compute_s = slowdown * (run.values["step_s"] - optimizer_s) + self._input_s(spec.batch_size / workers)
         shared = costs, self.calibration, self.machine, workers, sync.servers
         memory, sent = run.values["memory_peak"], 2.0 * costs.weight_bytes
-        if sync.has_local_steps:
-            time = step_time.time_local_steps(compute_s, *shared, sync.every)
-            memory, sent = memory + costs.weight_bytes, sent / sync.every
+        if local is not None:
+            time = step_time.time_local_steps(compute_s, *shared, local.every)
+            memory, sent = memory + costs.weight_bytes, sent / local.every
         else:
             memory -= run.values["memory_optimizer"]
             if sync.staleness == 0:
@@ -181,20 +185,16 @@ class Planner:
             self._replicas[workers] = dry_run_plan(self.task, alone, make_optimizer)
         return self._replicas[workers]
 
-    def _measure_servers(self, spec: TrainSpec) -> ServerCosts:
+    def _measure_servers(self, spec: TrainSpec, sync: ServersConfig) -> ServerCosts:
         with preserve_process(spec.seed, 1):
             model = build_model(self.task, spec.task)
-            return measure_server_costs(make_optimizer(self.task, spec.optimizer, model.parameters()), spec.sync)
+            return measure_server_costs(make_optimizer(self.task, spec.optimizer, model.parameters()), sync)
 
     def _threads(self, workers: int) -> int:
         return _threads_of(self.machine.cores or count_usable_cores(), min(workers, self.machine.devices))
 
     def _input_s(self, samples: float) -> float:
         return self.calibration.together.input_s * samples / self.calibration.samples
-
-
-def _has_servers(spec: TrainSpec) -> bool:
-    return spec.sync.kind != "all_reduce"
 
 
 def _first_line(error: ShoalError) -> str:
@@ -207,19 +207,25 @@ def _threads_of(cores: int, workers: int) -> int:
 
 
 def rank_plans(
-    task: Task, spec: TrainSpec, hardware: HardwareSpec, report: Callable[[str], None] = lambda line: None
+    task: Task,
+    spec: TrainSpec,
+    hardware: HardwareSpec,
+    report: Callable[[str], None] = lambda line: None,
+    sync: Sequence[str] = (),
 ) -> list[PlanEstimate]:
     """All plans: those that can run, the fastest first; then those that do not fit, and those that are not applicable.
 
     spec:   of the Task; `workers`, `parallel` degrees and `sync.kind` are chosen here
     report: receives the name of each plan before it is estimated
+    sync:   overrides of local steps, such as `sync.every=20`
 
     Raises ConfigError for hardware that is not fully known, and for a Task that one device cannot train.
     """
+    local = spec.override(["parallel=single", "sync.kind=diloco", *sync]).sync
+    assert isinstance(local, LocalStepsConfig)
     planner = _prepare(task, spec, hardware, report)
-    candidates = enumerate_candidates(
-        planner.machine.hosts, planner.machine.devices, spec.sync.every, spec.parallel.micro_batches
-    )
+    machine, micro_batches = planner.machine, spec.parallel.micro_batches
+    candidates = enumerate_candidates(machine.hosts, machine.devices, local.every, micro_batches, sync)
     found = []
     for candidate in candidates:
         report(candidate.name)

@@ -16,10 +16,9 @@ from torch.optim import Optimizer
 
 from shoal.libs.planning.calibration import EVICTED_BYTES
 from shoal.sync.parameter_server.clock import Push, Update
-from shoal.sync.parameter_server.local_steps import make_outer_optimizer
+from shoal.sync.parameter_server.config import ServersConfig
 from shoal.sync.parameter_server.partition import plan_partition
 from shoal.sync.parameter_server.server import ParameterServer
-from shoal.sync.spec import SyncSpec
 
 NUM_UPDATES = 7
 
@@ -49,13 +48,12 @@ class ServerCosts:
         return self.state_bytes + (num_workers + 1) * self.weight_bytes / num_servers
 
 
-def measure_server_costs(optimizer: Optimizer, spec: SyncSpec) -> ServerCosts:
+def measure_server_costs(optimizer: Optimizer, spec: ServersConfig) -> ServerCosts:
     """Of the first server of `spec.servers`. `optimizer`: of the Task, over the full model.
 
     Raises ConfigError for an optimiser or parameters that servers do not take.
     """
-    if spec.has_local_steps:
-        optimizer = make_outer_optimizer(optimizer, spec)
+    optimizer = spec.make_server_optimizer(optimizer)
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     copies = [torch.zeros_like(each, requires_grad=False) for each in parameters]
     partition = plan_partition(optimizer, spec.servers)

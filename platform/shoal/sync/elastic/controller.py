@@ -13,16 +13,68 @@ state, worker 0 begins with the newest checkpoint, and the others take its state
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
+
+import msgspec
 
 from shoal.errors import TrainError
-from shoal.sync.elastic.run_memory import RunMemory
-from shoal.sync.parameter_server.clock import Clock, Update
-from shoal.sync.parameter_server.controller import Controller
-from shoal.sync.parameter_server.rpc import LATER, CallId, CurveKeys
+from shoal.sync.config import ElasticConfig, SyncConfig
+from shoal.sync.elastic.run_memory import RunAddress, RunMemory
+from shoal.sync.messages import SetSteps
+from shoal.sync.parameter_server.clock import Clock, Push, Update
+from shoal.sync.parameter_server.controller import Controller, ControllerSetting
+from shoal.sync.parameter_server.rpc import LATER, CallId, CurveKeys, Handlers, Request
 
-GIVE = "give"  # the answer to a push: write your state, then ask again
 CHIEF = 0
+
+
+class Admitted(msgspec.Struct, frozen=True, array_like=True):
+    """A worker begins, with the state of `version` in the memory if `has_state`, or with that of a checkpoint."""
+
+    incarnation: int
+    clock: int
+    version: int
+    has_state: bool
+    memory: RunAddress
+
+
+class JoinElastic(Request[Admitted | None], frozen=True):
+    """A worker with parameters of these shapes; answered when it may begin. None: it came when the run ended."""
+
+    worker: int
+    shapes: list[list[int]]
+
+
+class StepTaken(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The step's pushes: worker, weight, parameters without a gradient. None are there when the run ends."""
+
+    version: int
+    clock: int
+    is_stopping: bool
+    pushes: list[tuple[int, float, list[int]]]
+
+
+class GiveState(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The answer to a push: write your state, then ask again."""
+
+
+class PrepareElastic(Request[StepTaken | GiveState | None], frozen=True):
+    """A gradient is in the memory. None: the worker was taken for dead."""
+
+    push: Push
+
+
+class StateGiven(Request[StepTaken | GiveState | None], frozen=True):
+    """The worker has written its state. Answered as its push, unless it leaves now."""
+
+    worker: int
+    leaves: bool
+
+
+class Depart(Request[bool], frozen=True):
+    """A worker leaves between two steps. Answers whether it has to write its state first, which no other has."""
+
+    worker: int
 
 
 class ElasticController(Controller):
@@ -32,8 +84,6 @@ class ElasticController(Controller):
     num_healed:   workers that took the state of another
     """
 
-    calls = ("join", "load", "prepare", "exchange", "leave", "depart", "give", "stop", "get_workers")
-
     def __init__(self, address: str, clock: Clock, timeout_s: float, keys: CurveKeys | None = None) -> None:
         self._num_places = clock.num_workers
         self._shapes: list[list[int]] | None = None
@@ -41,21 +91,34 @@ class ElasticController(Controller):
         self._unhealed: dict[int, CallId] = {}  # workers that have joined, and wait for a state
         self._healed: set[int] = set()  # those that have the state, or may read it now
         self._donor: int | None = None  # the worker that writes its state
-        self._owed: tuple[Any, ...] | None = None  # the donor's answer, when its step was taken meanwhile
+        self._owed: StepTaken | None = None  # the donor's answer, when its step was taken meanwhile
         self._given_at = self._giving_at = -1  # steps that are in the state in memory; in the one that is written
         self._pushes: list[tuple[int, float, list[int]]] = []  # of the step that is taken now: worker, weight, absent
         self.num_restarts = self.num_healed = 0
         super().__init__(address, [], clock, timeout_s, keys)
+
+    def describe(self) -> dict[str, dict[str, Any]]:
+        return {"elastic": {"healed": self.num_healed, "restarts": self.num_restarts - 1}}
 
     def close(self) -> None:
         super().close()
         if self._memory is not None:
             self._memory.close()
 
+    def _list_handlers(self) -> Handlers:
+        return {
+            **self._list_common_handlers(),
+            JoinElastic: self._join_elastic,
+            SetSteps: self._set_steps,
+            PrepareElastic: self._prepare_elastic,
+            StateGiven: self._take_state,
+            Depart: self._depart,
+        }
+
     # -- joining
 
-    def _join(self, caller: CallId, worker: int, shapes: Any) -> Any:
-        """A worker with parameters of these shapes; answers when it may begin."""
+    def _join_elastic(self, caller: CallId, request: JoinElastic) -> object:
+        worker, shapes = request.worker, request.shapes
         if self._memory is None:
             self._shapes = shapes
             self._memory = RunMemory.create(sum(map(math.prod, shapes)), self._num_places)
@@ -87,38 +150,37 @@ class ElasticController(Controller):
                 self._admit(CHIEF, self._unhealed.pop(CHIEF), has_state=False)
         elif donors := sorted(self._healed & self._waiting.keys()):
             self._donor, self._giving_at = donors[0], self.clock.sequence
-            self.service.reply(self._waiting[donors[0]], GIVE)
+            self.service.reply(self._waiting[donors[0]], GiveState())
 
     def _admit(self, worker: int, caller: CallId, *, has_state: bool) -> None:
         assert self._memory is not None
         begun = self._incarnations[worker], self.clock.get_clock(worker), self.clock.sequence
-        self.service.reply(caller, (*begun, has_state, self._memory.address))
+        self.service.reply(caller, Admitted(*begun, has_state, self._memory.address))
 
-    def _load(self, caller: CallId, steps: int) -> Any:
-        """The chief begins after `steps` steps, with a state that the others take."""
-        self.clock.resume(steps)
+    def _set_steps(self, caller: CallId, request: SetSteps) -> int:
+        """The chief begins after so many steps, with a state that the others take."""
+        self.clock.resume(request.steps)
         self._has_weights, self._given_at = True, -1
         self._healed.add(CHIEF)
         self.num_restarts += 1
         self._heal()
-        return steps
+        return request.steps
 
-    def _give(self, caller: CallId, worker: int, leaves: bool) -> Any:
-        """The donor has written its state. Answers as `prepare` would have, unless it leaves now."""
+    def _take_state(self, caller: CallId, request: StateGiven) -> object:
         self._donor, self._given_at = None, self._giving_at
-        if leaves:
-            self._leave(caller, worker)
+        if request.leaves:
+            self._leave(request.worker)
             return None
         owed, self._owed = self._owed, None
         if owed is None:
-            self._waiting[worker] = caller
+            self._waiting[request.worker] = caller
         self._heal()
         return LATER if owed is None else owed
 
     # -- steps
 
-    def _prepare(self, caller: CallId, push: dict[str, Any]) -> Any:
-        answer = super()._prepare(caller, push)
+    def _prepare_elastic(self, caller: CallId, request: PrepareElastic) -> object:
+        answer = self._take_push(caller, request.push)
         self._heal()
         return answer
 
@@ -129,7 +191,7 @@ class ElasticController(Controller):
 
     def _answer(self, worker: int, caller: CallId) -> None:
         """The pushes of the step that is taken; none when the run ends."""
-        answer = self.clock.sequence, self.clock.get_clock(worker), self._is_stopping, self._pushes
+        answer = StepTaken(self.clock.sequence, self.clock.get_clock(worker), self._is_stopping, self._pushes)
         if worker == self._donor:
             self._owed = answer
         else:
@@ -137,25 +199,29 @@ class ElasticController(Controller):
 
     # -- leaving
 
-    def _depart(self, caller: CallId, worker: int) -> bool:
-        """A worker leaves between two steps. Whether it has to write its state first, which no other has."""
-        if self._healed == {worker} and self._given_at != self.clock.sequence:
-            self._donor, self._giving_at = worker, self.clock.sequence
+    def _depart(self, caller: CallId, request: Depart) -> bool:
+        if self._healed == {request.worker} and self._given_at != self.clock.sequence:
+            self._donor, self._giving_at = request.worker, self.clock.sequence
             return True
-        self._leave(caller, worker)
+        self._leave(request.worker)
         return False
 
-    def _leave(self, caller: CallId, worker: int) -> None:
+    def _leave(self, worker: int) -> None:
         if worker == self._donor:
             self._donor = self._owed = None
         if worker in self._unhealed:
             self.service.reply(self._unhealed.pop(worker), None)
         self._healed.discard(worker)
-        super()._leave(caller, worker)
+        super()._leave(worker)
         self._heal()
 
-    def _stop(self, caller: CallId) -> None:
-        super()._stop(caller)
+    def _stop(self) -> None:
+        super()._stop()
         for waiting in self._unhealed.values():
             self.service.reply(waiting, None)
         self._unhealed.clear()
+
+
+def make_elastic_controller(config: SyncConfig, run: ControllerSetting) -> ElasticController:
+    clock = Clock(run.num_workers, min_workers=cast(ElasticConfig, config).min_workers)
+    return ElasticController(run.address, clock, run.timeout_s, run.keys)

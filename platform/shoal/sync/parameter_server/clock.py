@@ -18,7 +18,7 @@ import msgspec
 Settings = list[dict[str, Any]]  # of each group of the optimiser: learning rate, momentum
 
 
-class Push(msgspec.Struct, frozen=True):
+class Push(msgspec.Struct, frozen=True, array_like=True):
     """A gradient that all servers hold: of one step of one life of a worker.
 
     clock:    the number of the step, from 0
@@ -46,7 +46,7 @@ class Push(msgspec.Struct, frozen=True):
     batch_s: float = 0.0
 
 
-class Update(msgspec.Struct, frozen=True):
+class Update(msgspec.Struct, frozen=True, array_like=True):
     """The next step of the optimiser, on every server: over the mean of all micro-batches of `pushes`.
 
     is_late: no step is taken now, the next one also has these gradients in its mean

@@ -10,19 +10,58 @@ import itertools
 import time
 from collections import Counter, deque
 from functools import partial
-from typing import Any
-
-import msgspec
+from typing import Any, NamedTuple, cast
 
 from shoal.errors import TrainError
+from shoal.plugins.find import load_reference
+from shoal.sync.config import SyncConfig
+from shoal.sync.messages import (
+    CommitUpdate,
+    ExchangeSignals,
+    GetVersion,
+    GetWorkers,
+    HoldWeights,
+    Join,
+    LeaveRun,
+    LocateServer,
+    Marked,
+    NextStep,
+    NoteWritten,
+    Prepare,
+    PushAgain,
+    Resumed,
+    ResumeServer,
+    RunPosition,
+    SetSteps,
+    StopRun,
+    StoreState,
+    StoreWeights,
+    TakeSnapshot,
+    WatchRound,
+    WorkerCount,
+)
 from shoal.sync.parameter_server.balance import BatchBalance
 from shoal.sync.parameter_server.clock import Clock, Push, Update
-from shoal.sync.parameter_server.rpc import LATER, CallId, CurveKeys, RpcClient, RpcService
+from shoal.sync.parameter_server.config import ParameterServerConfig, ServersConfig
+from shoal.sync.parameter_server.rounds import RoundClock, make_clock
+from shoal.sync.parameter_server.rpc import LATER, CallId, CurveKeys, Handlers, Request, RpcClient, RpcService
 from shoal.sync.rank_signals import RankSignals
-from shoal.sync.spec import SyncSpec
 
-_DEFAULT = SyncSpec()
-AGAIN = "again"  # the answer to a push that a server has lost: the worker pushes the same gradient once more
+_DEFAULT = ParameterServerConfig()
+
+
+class ControllerSetting(NamedTuple):
+    """Of one run: where its controller binds, and who will call.
+
+    servers: their addresses; "" for one that will announce it
+    """
+
+    address: str
+    servers: list[str]
+    num_workers: int
+    min_workers: int | None
+    timeout_s: float
+    keys: CurveKeys | None
 
 
 class Controller:
@@ -33,11 +72,6 @@ class Controller:
     spec:    with `durable`, the updates since the state of each server on its disk are retained here
     """
 
-    calls: tuple[str, ...] = (
-        *("join", "get_version", "load", "prepare", "exchange", "snapshot", "hold", "leave", "stop", "locate"),
-        *("resume_server", "note_written", "watch", "get_workers"),
-    )
-
     def __init__(
         self,
         address: str,
@@ -45,7 +79,7 @@ class Controller:
         clock: Clock,
         timeout_s: float,
         keys: CurveKeys | None = None,
-        spec: SyncSpec = _DEFAULT,
+        spec: ServersConfig = _DEFAULT,
     ) -> None:
         self.clock = clock
         self._connect = partial(RpcClient, timeout_s=timeout_s, keys=keys)
@@ -56,8 +90,8 @@ class Controller:
         self._written = [-1] * len(servers) if spec.durable else []  # the version of each server's state on disk
         self.num_bytes = 0  # of all gradients that became updates or were dropped, as they were sent
         self.num_repeated = 0  # updates that were sent to a server again, since its connection had broken
-        self._num_batches = spec.accumulate
-        self._balance = BatchBalance(spec.accumulate) if spec.balance else None
+        self._num_batches = spec.micro_batches
+        self._balance = BatchBalance(spec.micro_batches) if spec.is_balanced else None
         self._shares: dict[int, int] = {}  # micro-batches of a worker's next step, where they are balanced
         self._lives = [0] * len(servers)  # how often each server has started
         self.num_lost = [0] * len(servers)  # updates that were not in the snapshot of a server that came back
@@ -69,8 +103,7 @@ class Controller:
         self._is_stopping = False
         self.staleness: Counter[int] = Counter()  # of all updates: how often each τ was seen
         self._watching: dict[bytes, tuple[CallId, int]] = {}  # workers to be called when their round closes
-        methods = {name: getattr(self, f"_{name}") for name in self.calls}
-        self.service = RpcService(address, methods, keys, self._advance)
+        self.service = RpcService(address, self._list_handlers(), keys, self._advance)
 
     def start(self) -> None:
         self.service.start()
@@ -81,36 +114,74 @@ class Controller:
         for server in self._servers.values():
             server.close()
 
+    def describe(self) -> dict[str, dict[str, Any]]:
+        """What became of all pushes, as events for the record: how often each τ was seen, what was lost or dropped."""
+        clock, counts = self.clock, {str(staleness): count for staleness, count in sorted(self.staleness.items())}
+        sent = {"bytes_pushed": self.num_bytes, "repeated": self.num_repeated}
+        rounds = {"rounds": clock.round, "late": clock.num_late} if isinstance(clock, RoundClock) else {}
+        details = {"counts": counts, "dropped": clock.num_dropped, "lost": sum(self.num_lost), **sent, **rounds}
+        return {"staleness": {"updates": clock.sequence, **details}}
+
+    def _list_handlers(self) -> Handlers:
+        """Of all that this controller answers."""
+        return {
+            **self._list_common_handlers(),
+            Join: self._join,
+            GetVersion: self._get_version,
+            SetSteps: self._set_steps,
+            Prepare: self._prepare,
+            TakeSnapshot: self._take_snapshot,
+            HoldWeights: self._hold_weights,
+            LocateServer: self._locate_server,
+            WatchRound: self._watch_round,
+            ResumeServer: self._resume_server,
+            NoteWritten: self._note_written,
+        }
+
+    def _list_common_handlers(self) -> Handlers:
+        """Of what every run of replicas asks."""
+        return {
+            ExchangeSignals: self._exchange_signals,
+            LeaveRun: lambda caller, request: self._leave(request.worker),
+            StopRun: lambda caller, request: self._stop(),
+            GetWorkers: self._get_workers,
+        }
+
     # -- calls of workers
 
-    def _join(self, caller: CallId, worker: int, is_chief: bool) -> Any:
-        """The worker's incarnation, and where the run is; a worker that is not the chief waits for its weights."""
-        if not self._has_weights and not is_chief:
-            self._joining[worker] = caller
+    def _join(self, caller: CallId, request: Join) -> object:
+        """A worker that is not the chief waits for its weights."""
+        if not self._has_weights and not request.is_chief:
+            self._joining[request.worker] = caller
             return LATER
+        return self._admit_worker(request.worker)
+
+    def _admit_worker(self, worker: int) -> RunPosition:
         self._incarnations[worker] = incarnation = self.clock.join(worker)
         self._commit(self.clock.advance(time.monotonic()))  # those that have waited for it go on
-        return incarnation, self.clock.get_clock(worker), self.clock.sequence, self.clock.steps, self._has_weights
+        clock = self.clock
+        return RunPosition(incarnation, clock.get_clock(worker), clock.sequence, clock.steps, self._has_weights)
 
-    def _get_version(self, caller: CallId, steps: int) -> int:
-        """The version of the weights after `steps` steps."""
-        return self.clock.version_after(steps)
+    def _get_version(self, caller: CallId, request: GetVersion) -> int:
+        return self.clock.version_after(request.steps)
 
-    def _load(self, caller: CallId, steps: int) -> int:
-        """The chief has loaded the servers with the weights after `steps` steps; returns their version."""
+    def _set_steps(self, caller: CallId, request: SetSteps) -> int:
+        """The chief has loaded the servers; returns the version of their weights."""
         if not self._has_weights:
-            self.clock.resume(steps)
+            self.clock.resume(request.steps)
             self._has_weights = True
         for worker, joining in self._joining.items():
-            self.service.reply(joining, self._join(joining, worker, False))
+            self.service.reply(joining, self._admit_worker(worker))
         self._joining.clear()
         return self.clock.sequence
 
-    def _prepare(self, caller: CallId, push: dict[str, Any]) -> Any:
-        """A worker's gradient is on all servers. Answers when the worker may begin its next step."""
-        prepared = msgspec.convert(push, Push)
-        if prepared.lives != self._lives:
-            return AGAIN
+    def _prepare(self, caller: CallId, request: Prepare) -> object:
+        """Answers when the worker may begin its next step."""
+        if request.push.lives != self._lives:
+            return PushAgain()
+        return self._take_push(caller, request.push)
+
+    def _take_push(self, caller: CallId, prepared: Push) -> object:
         if self._incarnations.get(prepared.worker) != prepared.incarnation:
             return None  # it was taken for dead
         self._waiting[prepared.worker] = caller
@@ -124,7 +195,7 @@ class Controller:
             self._answer_all()
         return LATER
 
-    def _leave(self, caller: CallId, worker: int) -> None:
+    def _leave(self, worker: int) -> None:
         """The worker has ended or died: no one waits for it."""
         incarnation = self._incarnations.pop(worker, 0)
         self._waiting.pop(worker, None)
@@ -137,7 +208,7 @@ class Controller:
             self.staleness.update(update.staleness)
             self._updates.append(update)
             for server in self._servers.values():
-                server.send("commit", msgspec.to_builtins(update))
+                server.send(CommitUpdate(update))
         if updates and self._balance is not None:
             self._shares = self._balance.divide(self.clock.workers)
         for worker in self.clock.take_released():
@@ -152,46 +223,44 @@ class Controller:
         self._repeat_lost()
         self._commit(self.clock.advance(time.monotonic()))
 
-    def _watch(self, caller: CallId, clock: int) -> Any:
-        """Answers when a worker in the round of this number is to push what it has."""
-        if self.clock.is_closing(clock):
+    def _watch_round(self, caller: CallId, request: WatchRound) -> object:
+        if self.clock.is_closing(request.clock):
             return True
-        self._watching[caller.identity] = caller, clock
+        self._watching[caller.identity] = caller, request.clock
         return LATER
 
-    def _get_workers(self, caller: CallId) -> Any:
-        """Those that take part now, and whether that is too few to go on. At the end they leave one after the other."""
-        return self.clock.workers, self.clock.is_short_of_workers and not self._is_stopping
+    def _get_workers(self, caller: CallId, request: GetWorkers) -> WorkerCount:
+        """At the end of a run they leave one after the other, and none is missing."""
+        return WorkerCount(self.clock.workers, self.clock.is_short_of_workers and not self._is_stopping)
 
     def _answer(self, worker: int, caller: CallId) -> None:
         num_batches = self._shares.get(worker, self._num_batches)
         clock = self.clock.get_clock(worker)
-        self.service.reply(caller, (self.clock.sequence, clock, self.clock.steps, self._is_stopping, num_batches))
+        following = NextStep(self.clock.sequence, clock, self.clock.steps, self._is_stopping, num_batches)
+        self.service.reply(caller, following)
 
-    def _snapshot(self, caller: CallId) -> Any:
-        """Every server keeps its state at one version; returns it, and the lives of the servers that do so."""
-        return self._mark("snapshot", self.clock.sequence)
+    def _take_snapshot(self, caller: CallId, request: TakeSnapshot) -> Marked:
+        return self._mark(StoreState(self.clock.sequence))
 
-    def _hold(self, caller: CallId, worker: int) -> Any:
-        """Every server keeps the weights of one version for this worker; returns as `snapshot`."""
-        return self._mark("hold", self.clock.sequence, worker)
+    def _hold_weights(self, caller: CallId, request: HoldWeights) -> Marked:
+        return self._mark(StoreWeights(self.clock.sequence, request.worker))
 
-    def _mark(self, name: str, *arguments: Any) -> Any:
+    def _mark(self, request: Request[None]) -> Marked:
+        """Send it to every server, between two updates."""
         for server in self._servers.values():
-            server.send(name, *arguments)
-        return self.clock.sequence, self._lives
+            server.send(request)
+        return Marked(self.clock.sequence, self._lives)
 
-    def _locate(self, caller: CallId, server: int) -> Any:
-        """The present address of a server, once it has begun."""
-        if server not in self._servers:
-            self._locating.append((caller, server))
+    def _locate_server(self, caller: CallId, request: LocateServer) -> object:
+        if request.server not in self._servers:
+            self._locating.append((caller, request.server))
             return LATER
-        return self._servers[server].address
+        return self._servers[request.server].address
 
-    def _exchange(self, caller: CallId, worker: int, is_chief: bool, mine: list[Any]) -> Any:
-        """Signals of all workers since the chief's last exchange; only the chief takes the losses."""
-        new, old = RankSignals(*mine), self._signals.get(worker, RankSignals())
-        self._signals[worker] = new._replace(
+    def _exchange_signals(self, caller: CallId, request: ExchangeSignals) -> RankSignals:
+        """Only the chief takes the losses."""
+        new, old = request.signals, self._signals.get(request.worker, RankSignals())
+        self._signals[request.worker] = new._replace(
             loss=old.loss + new.loss,
             num_losses=old.num_losses + new.num_losses,
             is_not_finite=old.is_not_finite or new.is_not_finite,
@@ -209,14 +278,14 @@ class Controller:
             ends=any(each.ends for each in every),
             named_losses=_add_up([each.named_losses for each in every]),
         )
-        if is_chief:
+        if request.is_chief:
             self._signals = {
                 number: each._replace(loss=0.0, num_losses=0.0, named_losses=())
                 for number, each in self._signals.items()
             }
-        return tuple(combined)
+        return combined
 
-    def _stop(self, caller: CallId) -> None:
+    def _stop(self) -> None:
         """The chief has ended the run: the others end too, also those that wait for its gradient."""
         self._is_stopping = True
         self._answer_all()
@@ -228,12 +297,10 @@ class Controller:
 
     # -- calls of servers
 
-    def _resume_server(self, caller: CallId, server: int, version: int, address: str) -> Any:
-        """A server begins, for the first time or again, with the state of `version` (-1: none).
-
-        Returns its life, the version that it has from now on, and the updates between them that its log has; without a
-        log they are lost for its part. Pushes that a worker has brought to its earlier life are made again.
-        """
+    def _resume_server(self, caller: CallId, request: ResumeServer) -> Resumed:
+        """Without a log, the updates that the server does not have are lost for its part. Pushes that a worker has
+        brought to its earlier life are made again."""
+        server, version, address = request.server, request.version, request.address
         if self._has_weights and version < 0:
             raise TrainError(f"server {server} died and left no state")
         self._lives[server] += 1
@@ -246,18 +313,17 @@ class Controller:
         for asking, _ in found:
             self.service.reply(asking, address)
         if not self._has_weights:
-            return self._lives[server], -1, []
+            return Resumed(self._lives[server], -1, [])
         for worker in self.clock.take_back():
-            self.service.reply(self._waiting.pop(worker), AGAIN)
-        missing = [msgspec.to_builtins(each) for each in self._updates if each.sequence > version]
+            self.service.reply(self._waiting.pop(worker), PushAgain())
+        missing = [each for each in self._updates if each.sequence > version]
         if not self._written:
             self.num_lost[server] += self.clock.sequence - version
-        return self._lives[server], self.clock.sequence, missing if self._written else []
+        return Resumed(self._lives[server], self.clock.sequence, missing if self._written else [])
 
-    def _note_written(self, caller: CallId, server: int, version: int) -> None:
-        """The state of a server with this version is on its disk."""
+    def _note_written(self, caller: CallId, request: NoteWritten) -> None:
         if self._written:
-            self._written[server] = version
+            self._written[request.server] = request.version
             self._forget_updates()
 
     def _forget_updates(self) -> None:
@@ -271,9 +337,21 @@ class Controller:
             if server.has_reconnected():
                 self.num_repeated += len(self._updates)
                 for update in self._updates:
-                    server.send("commit", msgspec.to_builtins(update))
+                    server.send(CommitUpdate(update))
 
 
 def _add_up(every: list[tuple[float, ...]]) -> tuple[float, ...]:
     """The sum of each place; a worker without its first step has none."""
     return tuple(sum(values) for values in itertools.zip_longest(*every, fillvalue=0.0))
+
+
+def make_server_controller(config: SyncConfig, run: ControllerSetting) -> Controller:
+    servers = cast(ServersConfig, config)
+    clock = make_clock(servers, run.num_workers, run.min_workers)
+    return Controller(run.address, run.servers, clock, run.timeout_s, run.keys, servers)
+
+
+def make_controller(config: SyncConfig, run: ControllerSetting) -> Controller:
+    """The controller that the configuration names. Raises ValueError for one that cannot be imported."""
+    made: Controller = load_reference(config.controller)(config, run)
+    return made

@@ -13,25 +13,19 @@ steps before it uses what was merged: θ ← α θ + (1 - α) θ_merged (Streami
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
+from shoal.sync.messages import WatchRound
 from shoal.sync.parameter_server.clock import Settings
+from shoal.sync.parameter_server.config import LocalStepsConfig
 from shoal.sync.parameter_server.partition import divide_fragments
 from shoal.sync.parameter_server.rpc import CurveKeys, RpcClient
 from shoal.sync.parameter_server.worker import ParameterServerSync
-from shoal.sync.spec import SyncSpec
-
-
-def make_outer_optimizer(inner: Optimizer, spec: SyncSpec) -> Optimizer:
-    """The servers' optimiser, over the parameters of `inner` in their order."""
-    parameters = [each for group in inner.param_groups for each in group["params"]]
-    if spec.kind == "local_sgd":
-        return SGD(parameters, lr=1.0)
-    momentum = spec.outer_momentum
-    return SGD(parameters, lr=spec.outer_learning_rate, momentum=momentum, nesterov=momentum > 0)
+from shoal.sync.synchronizer import Replica
 
 
 class LocalStepsSync(ParameterServerSync):
@@ -43,16 +37,18 @@ class LocalStepsSync(ParameterServerSync):
     def __init__(
         self,
         optimizer: Optimizer,
-        spec: SyncSpec,
+        spec: LocalStepsConfig,
         worker: int,
         controller: str,
         servers: Sequence[str],
         timeout_s: float,
         keys: CurveKeys | None = None,
     ) -> None:
-        self.outer = make_outer_optimizer(optimizer, spec)
-        super().__init__(self.outer, spec, worker, controller, servers, timeout_s, keys)
-        self._inner, self._spec = optimizer, spec
+        self.outer = outer = spec.make_server_optimizer(optimizer)
+        super().__init__(outer, spec, worker, controller, servers, timeout_s, keys)
+        self._inner = optimizer
+        self._delay = spec.delay
+        self._blend = spec.blend if spec.delay else 0.0  # the share of its own weights that a worker goes on with
         self._fragments = divide_fragments([each.numel() for each in self._parameters], spec.fragments)
         num = spec.fragments
         self._due = [spec.every * (index + 1) // num for index in range(num)]  # after so many steps of a cycle
@@ -76,7 +72,7 @@ class LocalStepsSync(ParameterServerSync):
         self._fragment = self._clock % len(self._fragments)
         self._position = self._due[self._fragment - 1] if self._fragment else 0
         if self._calls is not None:
-            self._calls.send("watch", self._clock)
+            self._calls.send(WatchRound(self._clock))
 
     def before_step(self) -> None:
         """Go on with this worker's own weights after an evaluation or a save."""
@@ -116,21 +112,21 @@ class LocalStepsSync(ParameterServerSync):
             changes[index] = self._pulled[index] - self._parameters[index].detach()
         self._begin_push(changes, chosen, self._num_unsent, self._ages[self._fragment])
         self._ages[self._fragment], self._num_unsent = 0.0, 0
-        self._arrives_in = self._spec.delay
-        if self._spec.delay == 0:
+        self._arrives_in = self._delay
+        if self._delay == 0:
             self._use_merged()
 
     def _use_merged(self) -> None:
         """Wait for the merge of the fragment on its way, and go on with it."""
-        chosen, blend = self._fragments[self._fragment], self._spec.blend if self._spec.delay else 0.0
+        chosen = self._fragments[self._fragment]
         self._finish_push()
         self._pull(self._pulled, chosen)
         with torch.no_grad():
             for index in chosen:
-                self._parameters[index].lerp_(self._pulled[index], 1.0 - blend)
+                self._parameters[index].lerp_(self._pulled[index], 1.0 - self._blend)
         self._arrives_in = None
         self._begin_segment()
-        self._position += self._spec.delay
+        self._position += self._delay
 
     def _get_settings(self) -> Settings:
         """The outer optimiser keeps its own."""
@@ -153,3 +149,11 @@ class LocalStepsSync(ParameterServerSync):
         super().close()
         if self._calls is not None:
             self._calls.close()
+
+
+def make_local_steps_sync(replica: Replica) -> LocalStepsSync:
+    place, config = replica.require_connection(), cast(LocalStepsConfig, replica.config)
+    where = place.index, place.controller, place.servers, place.timeout_s, place.keys
+    made = LocalStepsSync(replica.optimizer, config, *where)
+    made.is_noticed, made.get_step_weight = place.is_noticed, lambda: float(replica.model.step_weight)
+    return made

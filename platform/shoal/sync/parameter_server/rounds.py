@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 
 from shoal.sync.parameter_server.clock import Clock, Push, Update
-from shoal.sync.spec import SyncSpec
+from shoal.sync.parameter_server.config import LocalStepsConfig, ServersConfig
 
 
 @dataclass
@@ -108,8 +108,8 @@ class RoundClock(Clock):
         return Update(self.sequence, [push], is_late=True)
 
 
-def make_clock(spec: SyncSpec, num_workers: int, min_workers: int | None = None) -> Clock:
+def make_clock(spec: ServersConfig, num_workers: int, min_workers: int | None = None) -> Clock:
     """The clock of a run with `num_workers` places, which goes on with `min_workers`."""
-    if spec.has_local_steps and spec.staleness == 0:
+    if isinstance(spec, LocalStepsConfig) and spec.staleness == 0:
         return RoundClock(num_workers, 0, min_workers=min_workers, quorum=spec.quorum, grace_s=spec.grace_s)
-    return Clock(num_workers, spec.staleness, spec.backups, min_workers=min_workers)
+    return Clock(num_workers, spec.staleness, spec.num_backups, min_workers=min_workers)

@@ -1,11 +1,12 @@
-"""Calls between the processes of one asynchronous training run: methods of an object, over ZeroMQ, as msgpack.
+"""Calls between the processes of one run of replicas: a `Request` and its reply, over ZeroMQ, as msgpack.
 
-Owns the socket of a service, and a caller's waiting for its answer. A service runs in one thread. A method that cannot
-answer yet returns `LATER`, and the service answers by `reply`. A call without an answer is sent again: the service may
-have died, and another may have taken its place at the same address. One service calls its method once all the same: it
-keeps the newest call of each caller, and its answer. On one host sockets are files in a folder that only this user can
-enter. Between hosts they are TCP with CURVE: only a process that knows the run's public key can connect, and nothing
-can be read or changed on the way. There a call is sent again only on a new connection: a slow link is not loaded twice.
+Owns the socket of a service, and a caller's waiting for its answer. A service runs in one thread, and has a handler for
+each type of request. One that cannot answer yet returns `LATER`, and the service answers by `reply`. A call without an
+answer is sent again: the service may have died, and another may have taken its place at the same address. One service
+calls its handler once all the same: it keeps the newest call of each caller, and its answer. On one host sockets are
+files in a folder that only this user can enter. Between hosts they are TCP with CURVE: only a process that knows the
+run's public key can connect, and nothing can be read or changed on the way. There a call is sent again only on a new
+connection: a slow link is not loaded twice.
 
 | queue            | capacity  | what blocks     | who unblocks       | close()                          |
 |------------------|-----------|-----------------|--------------------|----------------------------------|
@@ -19,8 +20,9 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from functools import cache
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar, Union, cast, get_args
 
 import msgspec
 import zmq
@@ -32,7 +34,21 @@ LATER = object()
 _POLL_MS = 100
 UNACKNOWLEDGED_MS = 10_000  # for which TCP keeps a connection on which nothing arrives
 _KEEPALIVE_S = 5
-Method = Callable[..., Any]
+R = TypeVar("R")
+
+
+class Request(msgspec.Struct, Generic[R], frozen=True, array_like=True, tag=True):
+    """A call; a subclass is of `Request[TYPE OF THE ANSWER]`, and goes by its name."""
+
+
+@cache
+def _get_reply_decoder(kind: type[Request[Any]]) -> msgspec.msgpack.Decoder[Any]:
+    (base,) = kind.__orig_bases__  # type: ignore[attr-defined]
+    return msgspec.msgpack.Decoder(get_args(base)[0])
+
+
+_CALL = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])  # number, request
+_REPLY = msgspec.msgpack.Decoder(tuple[int, str, msgspec.Raw])  # number, error, answer
 
 
 class CurveKeys(NamedTuple):
@@ -67,18 +83,22 @@ class CallId(NamedTuple):
     number: int
 
 
-class RpcService:
-    """Answers calls of `methods` in a thread of its own, until it is closed.
+Handler = Callable[[CallId, Any], object]
+Handlers = Mapping[type[Request[Any]], Handler]  # of the requests of the type
 
-    address: `ipc://FILE`, or `tcp://HOST:PORT` with keys; port 0 takes a free one
-    methods: each takes the CallId and the call's arguments
-    tick:    called by the thread some times a second
+
+class RpcService:
+    """Answers requests in a thread of its own, until it is closed.
+
+    address:  `ipc://FILE`, or `tcp://HOST:PORT` with keys; port 0 takes a free one
+    handlers: by the type of the request
+    tick:     called by the thread some times a second
     """
 
     def __init__(
         self,
         address: str,
-        methods: Mapping[str, Method],
+        handlers: Handlers,
         keys: CurveKeys | None = None,
         tick: Callable[[], None] = lambda: None,
     ) -> None:
@@ -88,7 +108,8 @@ class RpcService:
             self._socket.curve_server = True
         self._socket.bind(address)
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._methods, self._tick = methods, tick
+        self._handlers, self._tick = handlers, tick
+        self._decoder = msgspec.msgpack.Decoder(Union[tuple(handlers)])  # noqa: UP007 - as many as there are
         self._newest: dict[bytes, tuple[int, bytes | None]] = {}  # by caller: its newest call, and the answer
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name=f"service {address}", daemon=True)
@@ -96,8 +117,8 @@ class RpcService:
     def start(self) -> None:
         self._thread.start()
 
-    def reply(self, caller: CallId, answer: Any, error: str = "") -> None:
-        """Answer a call for which a method returned LATER. From within a method."""
+    def reply(self, caller: CallId, answer: object, error: str = "") -> None:
+        """Answer a call for which a handler returned LATER. From within a handler."""
         encoded = msgspec.msgpack.encode([caller.number, error, answer])
         self._newest[caller.identity] = caller.number, encoded
         self._socket.send_multipart([caller.identity, encoded])
@@ -107,19 +128,22 @@ class RpcService:
             self._tick()
             if self._socket.poll(_POLL_MS):
                 identity, data = self._socket.recv_multipart()
-                number, name, arguments = msgspec.msgpack.decode(data)
-                self._answer(CallId(identity, number), name, arguments)
+                number, encoded = _CALL.decode(data)
+                self._answer(CallId(identity, number), encoded)
         self._socket.close()
 
-    def _answer(self, caller: CallId, name: str, arguments: list[Any]) -> None:
+    def _answer(self, caller: CallId, encoded_request: msgspec.Raw) -> None:
         newest, encoded = self._newest.get(caller.identity, (-1, None))
         if caller.number <= newest:  # sent again
             if caller.number == newest and encoded is not None:
                 self._socket.send_multipart([caller.identity, encoded])
             return
         self._newest[caller.identity] = caller.number, None
+        name = "request"
         try:
-            answer = self._methods[name](caller, *arguments)
+            request = self._decoder.decode(encoded_request)
+            name = type(request).__name__
+            answer = self._handlers[type(request)](caller, request)
         except Exception as error:  # noqa: BLE001 - the caller raises it; the service goes on
             words = str(error) if isinstance(error, ShoalError) else f"{name}: {type(error).__name__}: {error}"
             self.reply(caller, None, words)
@@ -163,33 +187,38 @@ class RpcClient:
         self.address, self._timeout_s, self._again_s, self._locate = address, timeout_s, again_s, locate
         self._numbers = count()
         self._sent = b""
+        self._kind: type[Request[Any]] = Request
         self._number = self._answered = -1
 
-    def send(self, name: str, *arguments: Any) -> None:
+    def send(self, request: Request[Any]) -> None:
         """Begin a call; `receive` has its answer."""
-        self._number = next(self._numbers)
-        self._sent = msgspec.msgpack.encode([self._number, name, arguments])
+        self._number, self._kind = next(self._numbers), type(request)
+        self._sent = msgspec.msgpack.encode((self._number, request))
         self._socket.send(self._sent)
 
-    def receive(self) -> Any:
-        """The answer to the newest call. Raises ConnectionLost after the timeout, TrainError for the method's error."""
+    def receive(self, kind: type[Request[R]]) -> R:
+        """The answer to the newest call, which is of this kind.
+
+        Raises ConnectionLost after the timeout, TrainError for the handler's error.
+        """
+        assert kind is self._kind
         deadline = time.monotonic() + self._timeout_s
         while True:
             if not self._wait():
                 if time.monotonic() > deadline:
                     raise ConnectionLost(f"{self.address} has not answered for {self._timeout_s:g} s")
                 continue
-            number, error, answer = msgspec.msgpack.decode(self._socket.recv())
+            number, error, answer = _REPLY.decode(self._socket.recv())
             if number != self._number:
                 continue  # the answer to a call that was sent twice
             if error:
                 raise TrainError(error)
-            return answer
+            return cast(R, _get_reply_decoder(kind).decode(answer))
 
     def is_answered(self) -> bool:
         """Whether the answer to the newest call has come. It is not retained: nothing receives it."""
         while self._socket.poll(0):
-            self._answered, _, _ = msgspec.msgpack.decode(self._socket.recv())
+            self._answered, _, _ = _REPLY.decode(self._socket.recv())
         return self._answered == self._number
 
     def _wait(self) -> bool:
@@ -223,10 +252,10 @@ class RpcClient:
             found = found or self._num_connections > 1
         return found
 
-    def call(self, name: str, *arguments: Any) -> Any:
-        """The answer of `name`. Raises as `receive`."""
-        self.send(name, *arguments)
-        return self.receive()
+    def call(self, request: Request[R]) -> R:
+        """The answer. Raises as `receive`."""
+        self.send(request)
+        return self.receive(type(request))
 
     def close(self) -> None:
         """Idempotent."""

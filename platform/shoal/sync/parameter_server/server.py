@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 
 from shoal.errors import ConfigError
 from shoal.sync.parameter_server.clock import Push, Settings, Update
+from shoal.sync.parameter_server.config import ServersConfig
 from shoal.sync.parameter_server.partition import NUMBER, describe_parameters, plan_partition, take_part
 from shoal.sync.parameter_server.shared_weights import SharedWeights
-from shoal.sync.spec import SyncSpec
 
 LATE, LATE_WEIGHTS = "late", "late_weights"  # in a dump: [size], and for each piece
 SETTINGS = ("lr", "momentum", "betas")  # of an optimiser's group, that a schedule may change
@@ -30,7 +30,7 @@ class ParameterServer:
     optimizer: over all parameters of the model, as one process would have it; its class and settings are used
     """
 
-    def __init__(self, index: int, optimizer: Optimizer, spec: SyncSpec, num_workers: int) -> None:
+    def __init__(self, index: int, optimizer: Optimizer, spec: ServersConfig, num_workers: int) -> None:
         partition = plan_partition(optimizer, spec.servers)
         self.parameters = describe_parameters(optimizer)
         self._pieces, self.spec = partition.pieces[index], spec
@@ -57,7 +57,7 @@ class ParameterServer:
 
     def remember_pull(self, worker: int, weights: Tensor) -> None:
         """A worker computes its next gradient with these."""
-        if self.spec.compensation:
+        if self.spec.delay_compensation:
             self._pulled[worker] = weights.clone()
 
     @property
@@ -126,12 +126,12 @@ class ParameterServer:
         before = self._pulled.get(push.worker)
         if before is None:
             return gradient
-        return gradient + self.spec.compensation * gradient.square() * (self._weights - before)
+        return gradient + self.spec.delay_compensation * gradient.square() * (self._weights - before)
 
     def _use_settings(self, settings: Settings, staleness: int) -> None:
         if not settings:  # its own
             return
-        rate = 1 / max(1, staleness) if self.spec.rate == "per_staleness" else 1.0
+        rate = self.spec.scale_rate(staleness)
         for group in self._optimizer.param_groups:
             chosen = settings[group[NUMBER]]
             group.update({name: tuple(value) if name == "betas" else value for name, value in chosen.items()})

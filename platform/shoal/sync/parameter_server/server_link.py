@@ -7,18 +7,18 @@ calls. Owned by the worker's synchronizer. A gradient is compressed once, whatev
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError
+from shoal.sync.messages import AppendGradient, FetchWeights, GetAddress, PushGradient
 from shoal.sync.parameter_server.compression import GradientCompressor, count_payload_bytes
+from shoal.sync.parameter_server.config import ServersConfig
 from shoal.sync.parameter_server.partition import Partition
 from shoal.sync.parameter_server.rpc import RpcClient
-from shoal.sync.parameter_server.shared_weights import MemoryAddress, SharedWeights
+from shoal.sync.parameter_server.shared_weights import SharedWeights
 from shoal.sync.parameter_server.update_log import GradientKey
-from shoal.sync.spec import SyncSpec
 
 
 class ServerLink:
@@ -28,7 +28,7 @@ class ServerLink:
     life:   of the server, when the link was opened
     """
 
-    def __init__(self, client: RpcClient, partition: Partition, server: int, worker: int, spec: SyncSpec) -> None:
+    def __init__(self, client: RpcClient, partition: Partition, server: int, worker: int, spec: ServersConfig) -> None:
         self.client, self._spec = client, spec
         self._partition, self._server, self._worker = partition, server, worker
         self.memory: SharedWeights | None = None
@@ -48,16 +48,17 @@ class ServerLink:
         Raises ConfigError when the memory must be shared and cannot be.
         """
         self.close_memory()
-        address, self.life, parameters = self.client.call("address")
+        found = self.client.call(GetAddress())
+        self.life = found.life
         if self._spec.transport != "frames":
             try:
-                self.memory = SharedWeights.open(MemoryAddress(*address))
+                self.memory = SharedWeights.open(found.memory)
             except OSError as error:
                 if self._spec.transport == "shared_memory":
                     problem = f"worker {self._worker} cannot open the memory of server {self._server} ({error})"
                     remedy = "use sync.transport=auto when they are on different hosts"
                     raise ConfigError("sync.transport", "shared_memory", problem, remedy) from error
-        return [list(shape) for shape in parameters]
+        return found.parameters
 
     # -- a gradient
 
@@ -80,7 +81,7 @@ class ServerLink:
         if self.memory is None:
             assert self._payload is not None
             self.num_pushed_bytes += len(self._payload)
-            self.client.send("push", key, self._payload, begin, end)
+            self.client.send(PushGradient(key, self._payload, begin, end))
             return
         gradient = self.memory.gradients[self._worker]
         if self._payload is None:
@@ -88,7 +89,7 @@ class ServerLink:
         else:
             self.num_pushed_bytes += gradient[begin:end].copy_(self._vector[begin:end]).nbytes
         if self._spec.durable:
-            self.client.send("append", key)
+            self.client.send(AppendGradient(key))
 
     def _compress(self) -> bytes:
         begin, end = self._range
@@ -104,8 +105,10 @@ class ServerLink:
 
     def finish(self) -> None:
         """The server has the gradient: on disk, if the run is durable."""
-        if self.memory is None or self._spec.durable:
-            self.client.receive()
+        if self.memory is None:
+            self.client.receive(PushGradient)
+        elif self._spec.durable:
+            self.client.receive(AppendGradient)
 
     # -- weights
 
@@ -120,9 +123,9 @@ class ServerLink:
 
     def fetch(self, version: int, life: int, chosen: range | None = None) -> None:
         """Begin to fetch what is held of this version, of all parameters or the chosen ones."""
-        self.client.send("fetch", self._worker, version, life, *self._find_range(chosen))
+        self.client.send(FetchWeights(self._worker, version, life, *self._find_range(chosen)))
 
-    def copy_weights(self, weights: Any, parameters: Sequence[Tensor], chosen: range | None = None) -> None:
+    def copy_weights(self, weights: bytes, parameters: Sequence[Tensor], chosen: range | None = None) -> None:
         """Copy the part of the server's vector that was fetched, as bytes, into the parameters."""
         self.num_pulled_bytes += len(weights)
         if weights:

@@ -12,13 +12,27 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import safetensors.torch
 import torch
 
 from shoal.atomic_file import replace_synced
+from shoal.sync.messages import (
+    AppendGradient,
+    CommitUpdate,
+    DumpState,
+    FetchWeights,
+    GetAddress,
+    LoadServer,
+    NoteWritten,
+    PulledVersions,
+    PullVersions,
+    PushGradient,
+    ResumeServer,
+    ServerAddress,
+    StoreState,
+    StoreWeights,
+)
 from shoal.sync.parameter_server.clock import Update
 from shoal.sync.parameter_server.compression import decompress
 from shoal.sync.parameter_server.rpc import LATER, CallId, CurveKeys, RpcClient, RpcService
@@ -53,18 +67,32 @@ class ServerService:
         self._controller = RpcClient(controller, timeout_s, keys=keys)
         self._log = UpdateLog(file) if file is not None and server.spec.durable else None
         self._life = 0
-        self._pulls: dict[CallId, tuple[int, int]] = {}  # those that wait: worker, version needed
-        self._dumps: dict[CallId, tuple[int, int]] = {}  # those that wait: version, life
+        self._pulls: dict[CallId, PullVersions] = {}  # those that wait
+        self._dumps: dict[CallId, DumpState] = {}  # those that wait
         self._snapshot_at = -1
         self._kept = b""  # the state of the version `_snapshot_at`, as safetensors
         self._held: dict[int, tuple[int, bytes]] = {}  # by worker: the weights of a version
-        self._fetches: dict[CallId, tuple[int, int, int, int]] = {}  # those that wait: worker, version, range
+        self._fetches: dict[CallId, FetchWeights] = {}  # those that wait
         self._incarnations: dict[int, int] = {}  # by worker, of its newest push
         self._written_s, self._written_version = time.monotonic(), -1
         self._saved_version = self._noted_version = -1  # that is on the disk; that the controller knows to be there
         self._writer: threading.Thread | None = None
-        names = ("address", "load", "pull", "push", "append", "hold", "fetch", "commit", "snapshot", "dump")
-        self.service = RpcService(address, {name: getattr(self, f"_{name}") for name in names}, keys)
+        self.service = RpcService(
+            address,
+            {
+                GetAddress: self._get_address,
+                LoadServer: self._load,
+                PullVersions: self._pull,
+                PushGradient: self._push,
+                AppendGradient: self._append,
+                StoreWeights: self._store_weights,
+                FetchWeights: self._fetch,
+                CommitUpdate: self._commit,
+                StoreState: self._store_state,
+                DumpState: self._dump,
+            },
+            keys,
+        )
 
     def start(self) -> None:
         """Begin, or begin again where the file is. Raises ConnectionLost without a controller."""
@@ -72,12 +100,11 @@ class ServerService:
         if self._file is not None and self._file.exists():
             self._server.load(safetensors.torch.load(self._file.read_bytes()))
             version = self._server.version
-        address = self.service.address
-        answer = self._controller.call("resume_server", self._index, version, address)
-        self._life, version, updates = answer
-        for each in updates:
-            self._replay(msgspec.convert(each, Update))
-        self._server.set_version(version)
+        resumed = self._controller.call(ResumeServer(self._index, version, self.service.address))
+        self._life = resumed.life
+        for each in resumed.updates:
+            self._replay(each)
+        self._server.set_version(resumed.version)
         self.service.start()
 
     def _replay(self, update: Update) -> None:
@@ -113,101 +140,100 @@ class ServerService:
         if self._writer is not None:
             self._writer.join()
 
-    def _address(self, caller: CallId) -> Any:
-        """Where its memory is, its life, and the shapes of the model's parameters."""
-        return tuple(self._server.memory.address), self._life, self._server.parameters
+    def _get_address(self, caller: CallId, request: GetAddress) -> ServerAddress:
+        return ServerAddress(self._server.memory.address, self._life, self._server.parameters)
 
-    def _load(self, caller: CallId, state: bytes) -> None:
-        self._server.load(safetensors.torch.load(state))
+    def _load(self, caller: CallId, request: LoadServer) -> None:
+        self._server.load(safetensors.torch.load(request.state))
         if self._file is not None:
             self._write(self._file)
             self.wait_until_written()  # from here on it can come back
 
-    def _pull(self, caller: CallId, worker: int, needed: int) -> Any:
-        if self._server.version < needed:
-            self._pulls[caller] = worker, needed
+    def _pull(self, caller: CallId, request: PullVersions) -> object:
+        if self._server.version < request.needed:
+            self._pulls[caller] = request
             return LATER
-        self._server.remember_pull(worker, self._server.weights)
-        return self._life, self._server.memory.get_versions()
+        self._server.remember_pull(request.worker, self._server.weights)
+        return PulledVersions(self._life, self._server.memory.get_versions())
 
-    def _push(self, caller: CallId, key: list[int], payload: bytes, begin: int, end: int) -> None:
-        """A gradient of a range of the vector, by message. One of an earlier life of the worker comes too late."""
-        worker, incarnation, _ = key
+    def _push(self, caller: CallId, request: PushGradient) -> None:
+        """One of an earlier life of the worker comes too late."""
+        worker, incarnation, _ = request.key
         if incarnation >= self._incarnations.get(worker, 0):
             self._incarnations[worker] = incarnation
-            if begin < end:
-                decompress(self._server.spec.compression, payload, self._server.memory.gradients[worker][begin:end])
-            self._append(caller, key)
+            if request.begin < request.end:
+                vector = self._server.memory.gradients[worker][request.begin : request.end]
+                decompress(self._server.spec.compression, request.payload, vector)
+            self._log_gradient(request.key)
 
-    def _append(self, caller: CallId, key: list[int]) -> None:
-        """A gradient is in the memory: log it, if the run is durable."""
+    def _append(self, caller: CallId, request: AppendGradient) -> None:
+        self._log_gradient(request.key)
+
+    def _log_gradient(self, key: GradientKey) -> None:
         if self._log is not None:
-            gradient = self._server.memory.gradients[key[0]].numpy()
-            self._log.append(GradientKey(*key), gradient.data.cast("B"))
+            gradient = self._server.memory.gradients[key.worker].numpy()
+            self._log.append(key, gradient.data.cast("B"))
 
-    def _hold(self, caller: CallId, version: int, worker: int) -> Any:
-        """Keep the weights of this version for the worker; the controller asks for it between two updates."""
-        if self._server.version == version:  # else updates were lost on the way, and come again
-            self._held[worker] = version, self._server.copy_weights()
+    def _store_weights(self, caller: CallId, request: StoreWeights) -> object:
+        if self._server.version == request.version:  # else updates were lost on the way, and come again
+            self._held[request.worker] = request.version, self._server.copy_weights()
             self._answer_fetches()
         return LATER
 
-    def _fetch(self, caller: CallId, worker: int, version: int, life: int, begin: int, end: int) -> Any:
-        """A range of the weights of a version that is held for the worker; None: hold another."""
+    def _fetch(self, caller: CallId, request: FetchWeights) -> object:
+        worker, version = request.worker, request.version
         held_version, held = self._held.get(worker, (-1, b""))
-        if life == self._life and held_version == version:
-            if self._server.spec.compensation:
+        if request.life == self._life and held_version == version:
+            if self._server.spec.delay_compensation:
                 self._server.remember_pull(worker, torch.frombuffer(bytearray(held), dtype=torch.float32))
-            return held[4 * begin : 4 * end]
-        if life != self._life or self._server.version > version:
+            return held[4 * request.begin : 4 * request.end]
+        if request.life != self._life or self._server.version > version:
             return None
         if self._server.version == version:
             self._held[worker] = version, self._server.copy_weights()
-            return self._fetch(caller, worker, version, life, begin, end)
-        self._fetches[caller] = worker, version, begin, end
+            return self._fetch(caller, request)
+        self._fetches[caller] = request
         return LATER
 
     def _answer_fetches(self) -> None:
-        for waiting, (worker, version, begin, end) in list(self._fetches.items()):
-            if version <= self._server.version:
+        for waiting, request in list(self._fetches.items()):
+            if request.version <= self._server.version:
                 del self._fetches[waiting]
-                self.service.reply(waiting, self._fetch(waiting, worker, version, self._life, begin, end))
+                self.service.reply(waiting, self._fetch(waiting, request))
 
-    def _commit(self, caller: CallId, update: dict[str, Any]) -> Any:
+    def _commit(self, caller: CallId, request: CommitUpdate) -> object:
         try:
-            self._apply(msgspec.convert(update, Update))
+            self._apply(request.update)
         except Exception as error:
             self._report(error)
             raise
-        for waiting, (worker, needed) in list(self._pulls.items()):
-            if needed <= self._server.version:
+        for waiting, pull in list(self._pulls.items()):
+            if pull.needed <= self._server.version:
                 del self._pulls[waiting]
-                self.service.reply(waiting, self._pull(waiting, worker, needed))
+                self.service.reply(waiting, self._pull(waiting, pull))
         self._answer_fetches()
-        for waiting, (version, life) in list(self._dumps.items()):
-            if version <= self._server.version:
+        for waiting, dump in list(self._dumps.items()):
+            if dump.version <= self._server.version:
                 del self._dumps[waiting]
-                self.service.reply(waiting, self._dump(waiting, version, life))
+                self.service.reply(waiting, self._dump(waiting, dump))
         if self._file is not None and time.monotonic() - self._written_s > self._every_s:
             self._write(self._file)
         self._forget_saved()
         return LATER  # the controller does not wait for an answer
 
-    def _snapshot(self, caller: CallId, version: int) -> Any:
-        """Keep the state of this version; the controller asks for it between two updates."""
-        if self._server.version == version:  # else as `hold`
-            self._snapshot_at, self._kept = version, safetensors.torch.save(self._server.dump())
+    def _store_state(self, caller: CallId, request: StoreState) -> object:
+        if self._server.version == request.version:  # else as weights
+            self._snapshot_at, self._kept = request.version, safetensors.torch.save(self._server.dump())
         return LATER
 
-    def _dump(self, caller: CallId, version: int, life: int) -> Any:
-        """The state of a version of which a snapshot is kept; None: ask for another."""
-        if life == self._life and version == self._snapshot_at:
+    def _dump(self, caller: CallId, request: DumpState) -> object:
+        if request.life == self._life and request.version == self._snapshot_at:
             return self._kept
-        if life != self._life or self._server.version > version:
+        if request.life != self._life or self._server.version > request.version:
             return None
-        if self._server.version == version:
+        if self._server.version == request.version:
             return safetensors.torch.save(self._server.dump())
-        self._dumps[caller] = version, life
+        self._dumps[caller] = request
         return LATER
 
     def _write(self, file: Path) -> None:
@@ -230,4 +256,4 @@ class ServerService:
         if self._log is not None and self._saved_version > self._noted_version:
             self._noted_version = self._saved_version
             self._log.remove_until(self._noted_version)
-            self._controller.call("note_written", self._index, self._noted_version)
+            self._controller.call(NoteWritten(self._index, self._noted_version))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import cast
 
 import msgspec
 import safetensors.torch
@@ -18,68 +19,73 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoal.errors import SpecMismatch, TrainError, WorkerDeparted
+from shoal.errors import SpecMismatch, TrainError
+from shoal.sync.controlled import ControlledSync
+from shoal.sync.messages import (
+    DumpState,
+    FetchWeights,
+    GetVersion,
+    HoldWeights,
+    Join,
+    LoadServer,
+    LocateServer,
+    Prepare,
+    PullVersions,
+    PushAgain,
+    SetSteps,
+    TakeSnapshot,
+)
 from shoal.sync.parameter_server.clock import Push, Settings
-from shoal.sync.parameter_server.controller import AGAIN
+from shoal.sync.parameter_server.config import ServersConfig
 from shoal.sync.parameter_server.partition import ParameterSlice, describe_parameters, plan_partition
 from shoal.sync.parameter_server.rpc import CurveKeys, RpcClient
 from shoal.sync.parameter_server.server import SETTINGS
 from shoal.sync.parameter_server.server_link import ServerLink
 from shoal.sync.parameter_server.shared_weights import WRITING
 from shoal.sync.parameter_server.update_log import GradientKey
-from shoal.sync.rank_signals import RankSignals
-from shoal.sync.spec import SyncSpec
-from shoal.sync.synchronizer import Synchronizer
-
-EXCHANGE_S = 0.25  # between two exchanges of signals
+from shoal.sync.synchronizer import Replica, Traffic
 
 
-class ParameterServerSync(Synchronizer):
-    """Worker `worker` of a run; the chief, which evaluates, saves and reports, is worker 0.
+class ParameterServerSync(ControlledSync):
+    """Worker `worker` of a run with servers.
 
     optimizer: its parameters get the weights, and its settings go with each push; its state is the servers'
     servers:   their addresses; "" for one that the controller will know
-    keys:      of the run, where its processes are on several hosts
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        spec: SyncSpec,
+        spec: ServersConfig,
         worker: int,
         controller: str,
         servers: Sequence[str],
         timeout_s: float,
         keys: CurveKeys | None = None,
     ) -> None:
+        super().__init__(worker, controller, timeout_s, keys)
         self._optimizer, self._partition = optimizer, plan_partition(optimizer, len(servers))
         self._parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        self._worker, self.is_chief = worker, worker == 0
-        self._controller = RpcClient(controller, timeout_s, keys=keys)
-        self._pushes = RpcClient(controller, timeout_s, keys=keys)  # whose answer may be awaited later
+        self._spec: ServersConfig = spec
         self._links: list[ServerLink] = []
         for index, server in enumerate(servers):
-            locate = partial(self._controller.call, "locate", index)
+            locate = partial(self._controller.call, LocateServer(index))
             client = RpcClient(server or locate(), timeout_s, keys=keys, locate=locate)
             self._links.append(ServerLink(client, self._partition, index, worker, spec))
-        self._incarnation = self._clock = self._needed = self._version = self._steps = 0
-        self._accumulate = self._num_batches = spec.accumulate  # on average, and in the present step
+        self._needed = self._version = self._steps = 0
+        self._accumulate = self._num_batches = spec.micro_batches  # on average, and in the present step
         self._sums: list[Tensor | None] = []  # of the gradients of the micro-batches so far, by their weights
         self._num_done, self._weight = 0, 0.0  # micro-batches; the sum of their weights
         self._batch_began_s = self._computed_s = 0.0  # this micro-batch; all of the step
-        self._is_stopping = False
         self._push: Push  # the newest
-        self.num_steps = 0  # of this worker
-        self.is_noticed: Callable[[], bool] = lambda: False  # that it is to leave, between two steps
         self.get_step_weight: Callable[[], float] = lambda: 1.0  # of the newest gradients: `ParallelModel.step_weight`
-        self._exchanged_s = time.monotonic()
-        self.waited_s = 0.0
 
     def begin(self, step: int) -> int:
         self._open_servers()
-        joined = self._controller.call("join", self._worker, self.is_chief)
-        self._incarnation, self._clock, self._needed, self._steps, has_weights = joined
-        if not has_weights:
+        joined = self._controller.call(Join(self._worker, self.is_chief))
+        self._incarnation, self._clock = joined.incarnation, joined.clock
+        self._needed, self._steps = joined.version, joined.steps
+        if not joined.has_weights:
             self._steps = step // self._accumulate
             self._load_servers(self._steps)
         self._pull(self._parameters)
@@ -101,12 +107,6 @@ class ParameterServerSync(Synchronizer):
             self._pull(self._parameters)
         self._batch_began_s = time.perf_counter()
 
-    def _leave_if_noticed(self) -> None:
-        """Raises WorkerDeparted."""
-        if self.is_noticed():
-            self._controller.call("leave", self._worker)
-            raise WorkerDeparted(f"worker {self._worker} left after {self.num_steps:,} steps of its own")
-
     def _pull(self, parameters: Sequence[Tensor], chosen: range | None = None) -> None:
         """The newest weights that all servers have, and at least those of the last update of this worker.
 
@@ -120,35 +120,36 @@ class ParameterServerSync(Synchronizer):
     def _copy_shared(self, parameters: Sequence[Tensor], chosen: range | None) -> bool:
         """Copy the weights out of the servers' memory; whether they had a version in common until it was copied."""
         for link in self._links:
-            link.client.send("pull", self._worker, self._needed)
-        answers = [link.client.receive() for link in self._links]
-        if [life for life, _ in answers] != self._server_incarnations:
+            link.client.send(PullVersions(self._worker, self._needed))
+        answers = [link.client.receive(PullVersions) for link in self._links]
+        if [each.life for each in answers] != self._server_incarnations:
             self._open_servers()
             return False
-        version = max(set.intersection(*(set(versions) for _, versions in answers)), default=WRITING)
+        version = max(set.intersection(*(set(each.versions) for each in answers)), default=WRITING)
         with torch.no_grad():
             if version >= self._needed and all(
                 link.copy_shared_weights(version, parameters, chosen) for link in self._links
             ):
                 self._version = version
                 return True
-        self._needed = max(self._needed, *(min(versions) for _, versions in answers))  # a server does not go back
+        self._needed = max(self._needed, *(min(each.versions) for each in answers))  # a server does not go back
         return False
 
     def _fetch(self, parameters: Sequence[Tensor], chosen: range | None) -> bool:
         """Take the weights of one version in messages; whether every server still lived that held them."""
-        version, lives = self._controller.call("hold", self._worker)
-        for link, life in zip(self._links, lives, strict=True):
-            link.fetch(version, life, chosen)
-        answers = [link.client.receive() for link in self._links]
-        if lives != self._server_incarnations:
+        marked = self._controller.call(HoldWeights(self._worker))
+        for link, life in zip(self._links, marked.lives, strict=True):
+            link.fetch(marked.version, life, chosen)
+        answers = [link.client.receive(FetchWeights) for link in self._links]
+        if marked.lives != self._server_incarnations:
             self._open_servers()
-        if any(weights is None for weights in answers):
+        found = [weights for weights in answers if weights is not None]
+        if len(found) < len(answers):
             return False
         with torch.no_grad():
-            for link, weights in zip(self._links, answers, strict=True):
+            for link, weights in zip(self._links, found, strict=True):
                 link.copy_weights(weights, parameters, chosen)
-        self._version = version
+        self._version = marked.version
         return True
 
     @property
@@ -202,39 +203,26 @@ class ParameterServerSync(Synchronizer):
         for link in self._links:
             link.finish()
         push = msgspec.structs.replace(self._push, lives=self._server_incarnations)
-        self._pushes.send("prepare", msgspec.to_builtins(push))
+        self._pushes.send(Prepare(push))
 
     def _finish_push(self) -> None:
         """Wait until this worker may go on."""
         began_s = time.perf_counter()
-        while (answer := self._pushes.receive()) == AGAIN:  # a server died meanwhile
+        while isinstance(answer := self._pushes.receive(Prepare), PushAgain):  # a server died meanwhile
             self._open_servers()
             self._bring_push()
         self.waited_s += time.perf_counter() - began_s
         if answer is None:
             raise TrainError(f"worker {self._worker} was taken for dead, and another has its place")
-        self._needed, self._clock, self._steps, self._is_stopping, self._num_batches = answer
+        self._needed, self._clock, self._steps = answer.version, answer.clock, answer.steps
+        self._is_stopping, self._num_batches = answer.is_stopping, answer.num_batches
 
     def _get_settings(self) -> Settings:
         """Of each group of the optimiser, for the servers' step."""
         return [{name: group[name] for name in SETTINGS if name in group} for group in self._optimizer.param_groups]
 
-    def is_exchange_due(self) -> bool:
-        return self._is_stopping or time.monotonic() - self._exchanged_s > EXCHANGE_S
-
-    def exchange(self, mine: RankSignals) -> RankSignals:
-        self._exchanged_s = time.monotonic()
-        return RankSignals(*self._controller.call("exchange", self._worker, self.is_chief, tuple(mine)))
-
-    def end(self) -> None:
-        """The chief has decided that the run ends."""
-        if self.is_chief:
-            self._controller.call("stop")
-        else:
-            self._controller.call("leave", self._worker)
-
     def _load_servers(self, step: int) -> None:
-        version = torch.tensor(self._controller.call("get_version", step))
+        version = torch.tensor(self._controller.call(GetVersion(step)))
         for server, link in enumerate(self._links):
             weights = torch.empty(self._partition.get_size(server))
             self._partition.write(server, [each.detach() for each in self._parameters], weights)
@@ -243,26 +231,24 @@ class ParameterServerSync(Synchronizer):
                 stored = self._optimizer.state.get(self._parameters[piece.parameter], {})
                 for name, each in stored.items():
                     state[f"{index}.{name}"] = each.reshape(-1)[piece.begin : piece.end] if each.ndim else each
-            link.client.call("load", safetensors.torch.save(state))
-        self._needed = self._controller.call("load", step)
+            link.client.call(LoadServer(safetensors.torch.save(state)))
+        self._needed = self._controller.call(SetSteps(step))
 
-    @property
-    def num_elements(self) -> int:
-        """Of the model."""
-        return sum(each.numel() for each in self._parameters)
-
-    def count_bytes(self) -> tuple[int, int]:
-        """Of gradients that this worker has written to servers, and of weights that it has read."""
-        return sum(link.num_pushed_bytes for link in self._links), sum(link.num_pulled_bytes for link in self._links)
+    def measure_traffic(self) -> Traffic:
+        """Gradients that this worker has written to servers, and weights that it has read."""
+        pushed = sum(link.num_pushed_bytes for link in self._links)
+        pulled = sum(link.num_pulled_bytes for link in self._links)
+        predicted = self._spec.predict_bytes(sum(each.numel() for each in self._parameters))
+        return Traffic(self.num_steps, pushed, pulled, predicted)
 
     def collect_state(self) -> None:
         """The state of one version, from all servers, into the chief's model and optimiser."""
         states: list[bytes | None] = [None]
         while None in states:  # once, unless a server dies meanwhile
-            version, lives = self._controller.call("snapshot")
-            for link, life in zip(self._links, lives, strict=True):
-                link.client.send("dump", version, life)
-            states = [link.client.receive() for link in self._links]
+            marked = self._controller.call(TakeSnapshot())
+            for link, life in zip(self._links, marked.lives, strict=True):
+                link.client.send(DumpState(marked.version, life))
+            states = [link.client.receive(DumpState) for link in self._links]
         for index, encoded in enumerate(states):
             assert encoded is not None
             state = safetensors.torch.load(encoded)
@@ -273,7 +259,7 @@ class ParameterServerSync(Synchronizer):
                 if not is_stored:  # the version; late gradients
                     continue
                 self._join_state(self._partition.pieces[index][int(number)], stored, value)
-        self._version = version
+        self._version = marked.version
 
     def _join_state(self, piece: ParameterSlice, name: str, value: Tensor) -> None:
         parameter = self._parameters[piece.parameter]
@@ -288,8 +274,15 @@ class ParameterServerSync(Synchronizer):
     def close(self) -> None:
         for link in self._links:
             link.close()
-        self._controller.close()
-        self._pushes.close()
+        super().close()
+
+
+def make_server_sync(replica: Replica) -> ParameterServerSync:
+    place, config = replica.require_connection(), cast(ServersConfig, replica.config)
+    where = place.index, place.controller, place.servers, place.timeout_s, place.keys
+    made = ParameterServerSync(replica.optimizer, config, *where)
+    made.is_noticed, made.get_step_weight = place.is_noticed, lambda: float(replica.model.step_weight)
+    return made
 
 
 def _add_gradients(sums: list[Tensor | None], found: Sequence[Tensor | None], weight: float) -> list[Tensor | None]:

@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.multiprocessing
@@ -27,10 +27,11 @@ from shoal.cpu_count import count_usable_cores
 from shoal.errors import RankLost, TrainError
 from shoal.parallel import World
 from shoal.random_state import preserve_rng
+from shoal.sync.config import HogwildConfig
 from shoal.sync.rank_signals import RankSignals, RankSync
-from shoal.sync.synchronizer import Synchronizer
+from shoal.sync.synchronizer import Replica, Synchronizer
 from shoal.train.loop.components import TrainComponents, build_components
-from shoal.train.reporting.event_log import EventLog
+from shoal.train.loop.replica import TrainReplica
 from shoal.train.spec import TrainSpec
 from shoal.train.task import make_task
 
@@ -82,7 +83,7 @@ class LaneGroup:
         rates: Tensor,
         step: int,
     ) -> None:
-        self.mode, num = mode, spec.sync.hogwild
+        self.mode, num = mode, spec.applied_sync.num_lanes
         states = torch.zeros(num, dtype=torch.uint8).share_memory_()
         command = torch.full((1,), PAUSE, dtype=torch.uint8).share_memory_()
         counts = torch.zeros(num, dtype=torch.int64).share_memory_()
@@ -150,7 +151,7 @@ def _start_process(name: str, target: Callable[..., None], arguments: tuple[obje
 def _build_lane(spec: TrainSpec, lane: int, memory: LaneMemory, step: int) -> TrainComponents:
     """A lane's model, whose parameters are the shared ones, its optimiser and its share of the data."""
     task = make_task(spec.task, spec.args)
-    parts = build_components(spec, task, World.single(spec.device), (lane, spec.sync.hogwild))
+    parts = build_components(spec, task, World.single(spec.device), (lane, spec.applied_sync.num_lanes))
     for own, shared in zip(_get_parameters(parts), memory.weights, strict=True):
         own.data = shared
     for own, given in zip(_get_buffers(parts), memory.buffers, strict=True):
@@ -209,10 +210,13 @@ def _get_buffers(parts: TrainComponents) -> list[Tensor]:
 class HogwildSync(Synchronizer):
     """Of lane 0, whose model's parameters are put into shared memory."""
 
-    def __init__(self, parts: TrainComponents, world: World, journal: EventLog) -> None:
-        self._parts, self._spec, self._journal = parts, parts.spec, journal
-        torch.set_num_threads(parts.spec.threads or max(1, count_usable_cores() // parts.spec.sync.hogwild))
-        self._rank_sync = RankSync(world)
+    def __init__(self, replica: Replica) -> None:
+        assert isinstance(replica, TrainReplica)
+        assert isinstance(replica.config, HogwildConfig)
+        parts, self._config, self._journal = replica.parts, replica.config, replica.journal
+        self._parts, self._spec = parts, parts.spec
+        torch.set_num_threads(parts.spec.threads or max(1, count_usable_cores() // self._config.lanes))
+        self._rank_sync = RankSync(replica.world)
         self._weights = [each.data.share_memory_() for each in _get_parameters(parts)]
         self._rates = torch.zeros(len(parts.optimizer.param_groups), dtype=torch.float64).share_memory_()
         self._groups: list[LaneGroup] = []  # one, once the trial is over
@@ -223,7 +227,7 @@ class HogwildSync(Synchronizer):
 
     def begin(self, step: int) -> int:
         self._began = step
-        mode = self._spec.sync.hogwild_mode
+        mode = self._config.mode
         buffers = [each.detach().clone().share_memory_() for each in _get_buffers(self._parts)]
         self._write_rates()
         modes: tuple[Mode, ...] = ("threads", "processes") if mode == "auto" else (mode,)
@@ -249,7 +253,7 @@ class HogwildSync(Synchronizer):
         self._groups[0].resume()  # after a save
         if len(self._groups) > 1:
             self._try_kinds()
-        return self._began + self._count_steps() // self._spec.sync.hogwild
+        return self._began + self._count_steps() // self._config.lanes
 
     def _count_steps(self) -> int:
         """Of all lanes in this attempt."""
@@ -277,7 +281,7 @@ class HogwildSync(Synchronizer):
         self._num_ended += int(loser.memory.counts.sum())
         self._groups[0].resume()
         rates = {f"{mode}_steps_per_s": round(rate, 2) for mode, rate in self._rivals.items()}
-        self._journal.record_event("hogwild", mode=self._groups[0].mode, lanes=self._spec.sync.hogwild, **rates)
+        self._journal.record_event("hogwild", mode=self._groups[0].mode, lanes=self._config.lanes, **rates)
 
     def is_exchange_due(self) -> bool:
         return self._rank_sync.is_due()
@@ -298,13 +302,3 @@ class HogwildSync(Synchronizer):
 
     def close(self) -> None:
         self.end()
-
-
-def make_hogwild_arguments(spec: TrainSpec, world: World, journal: EventLog) -> dict[str, Any]:
-    """What a launcher gives to a Trainer of this spec besides the rest: nothing without lanes."""
-    if spec.sync.hogwild == 1:
-        return {}
-    return {
-        "replica": (0, spec.sync.hogwild),
-        "make_synchronizer": lambda parts: HogwildSync(parts, world, journal),
-    }

@@ -18,7 +18,6 @@ from shoal.errors import ConfigError, ShoalError
 from shoal.home import home
 from shoal.parallel import World
 from shoal.runs import Run, RunRecorder, Status
-from shoal.train.launch.hogwild import make_hogwild_arguments
 from shoal.train.launch.parameter_server import fit_replicas
 from shoal.train.launch.shutdown_signal import TORCHRUN, shutdown_event
 from shoal.train.launch.training_run import TrainingRun
@@ -60,7 +59,6 @@ class LocalBackend:
             run_id=run.run_id,
             journal=run.log,
             should_stop=self._should_stop,
-            **make_hogwild_arguments(run.spec, self._world, run.log),
         )
         return trainer.run()
 
@@ -85,8 +83,7 @@ def fit_locally(
     say:       receives lines about progress and problems
     """
     if spec.has_replicas and "WORLD_SIZE" in os.environ:
-        field, value = ("workers", f"[{spec.min_workers}, {spec.workers}]") if spec.is_elastic else ("sync.kind", "")
-        raise ConfigError(field, value or spec.sync.kind, "starts its workers itself", "leave out torchrun")
+        raise ConfigError(*spec.applied_sync.chosen_by, "starts its workers itself", "leave out torchrun")
     workers = spec.workers if spec.has_replicas else int(os.environ.get("WORLD_SIZE", "1"))
     spec = spec.model_copy(update={"workers": workers})
     if renews:

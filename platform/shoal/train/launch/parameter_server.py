@@ -1,4 +1,4 @@
-"""Asynchronous training: servers and workers on one machine, and the controller in the process that starts them.
+"""Runs of replicas: their workers and servers, and the controller in the process that starts them.
 
 Owns the folder of the processes' sockets, and the controller. Called by `fit_locally`, and with Ray workers by
 `flows.training`. The Trainer of worker 0, the chief, sends what it reports to this process, which writes the record.
@@ -27,17 +27,13 @@ from shoal.errors import ConnectionLost, ShoalError, TrainError, WorkerDeparted
 from shoal.network_address import find_local_address
 from shoal.parallel import World
 from shoal.random_state import seed_everything
-from shoal.sync.elastic.controller import ElasticController
-from shoal.sync.elastic.worker import ElasticSync, ReplicaState
-from shoal.sync.parameter_server.controller import Controller
-from shoal.sync.parameter_server.local_steps import LocalStepsSync, make_outer_optimizer
-from shoal.sync.parameter_server.rounds import RoundClock, make_clock
-from shoal.sync.parameter_server.rpc import CallId, CurveKeys, Method, RpcClient, RpcService
+from shoal.sync.parameter_server.config import ServersConfig
+from shoal.sync.parameter_server.controller import Controller, ControllerSetting, make_controller
+from shoal.sync.parameter_server.rpc import CallId, CurveKeys, Handlers, Request, RpcClient, RpcService
 from shoal.sync.parameter_server.server import ParameterServer
 from shoal.sync.parameter_server.server_service import ServerService
 from shoal.sync.parameter_server.update_log import remove_log
-from shoal.sync.parameter_server.worker import ParameterServerSync
-from shoal.sync.spec import SyncSpec
+from shoal.sync.synchronizer import Connection, Traffic
 from shoal.train.launch.process_group import (
     ForkedProcess,
     ProcessGroup,
@@ -45,7 +41,6 @@ from shoal.train.launch.process_group import (
     Target,
     end_with_parent,
 )
-from shoal.train.loop.components import TrainComponents
 from shoal.train.loop.trainer import Trainer
 from shoal.train.optim.optimizers import make_optimizer
 from shoal.train.reporting.event_log import EventLog, NullLog
@@ -95,37 +90,56 @@ class Addresses:
         return f"tcp://{host}:0"
 
 
-def count_servers(spec: TrainSpec) -> int:
-    return 0 if spec.is_elastic else spec.sync.servers
-
-
-def _make_controller(spec: TrainSpec, addresses: Addresses) -> Controller:
-    clock = make_clock(spec.sync, spec.workers, spec.min_workers)
-    if spec.is_elastic:
-        return ElasticController(addresses.controller, clock, CALL_TIMEOUT_S, addresses.keys)
-    servers = addresses.servers
-    return Controller(addresses.controller, servers, clock, CALL_TIMEOUT_S, addresses.keys, spec.sync)
-
-
 def _state_files(spec: TrainSpec, folder: Path) -> list[Path]:
-    return [folder / f"server-{index}.safetensors" for index in range(count_servers(spec))]
+    return [folder / f"server-{index}.safetensors" for index in range(spec.applied_sync.num_servers)]
 
 
-class Traffic(msgspec.Struct):
-    """What one worker has exchanged with the servers.
+class LogValues(Request[bool], frozen=True):
+    """As in EventLog, of the chief; all of these answer whether the run is to stop."""
 
-    num_elements: of its model
-    """
+    step: int
+    values: dict[str, float]
 
-    num_steps: int
-    num_elements: int
-    pushed_bytes: int
-    pulled_bytes: int
+
+class LogEvent(Request[bool], frozen=True):
+    kind: str
+    details: dict[str, Any]
+
+
+class LogHistogram(Request[bool], frozen=True):
+    step: int
+    name: str
+    counts: list[float]
+    edges: list[float]
+
+
+class PollStop(Request[bool], frozen=True):
+    pass
+
+
+class ReportFailure(Request[None], frozen=True):
+    """An error that would recur in a replacement ends the run."""
+
+    error: str
+
+
+class ReportOutcome(Request[None], frozen=True):
+    outcome: dict[str, Any]
+
+
+class ReportTraffic(Request[None], frozen=True):
+    traffic: Traffic
+
+
+class ReportDeparture(Request[None], frozen=True):
+    """The worker has left in order."""
+
+    worker: int
 
 
 @dataclass
 class _Inbox:
-    """What the processes of a run have said."""
+    """What the processes of a run have reported."""
 
     error: str = ""
     outcome: dict[str, Any] | None = None
@@ -164,12 +178,15 @@ def fit_replicas(
     """
     with ExitStack() as closing:
         sockets = closing.enter_context(tempfile.TemporaryDirectory(prefix="shoal-sync-"))
-        num_servers = count_servers(spec)
+        sync, num_servers = spec.applied_sync, spec.applied_sync.num_servers
         addresses = Addresses.at(host, num_servers) if host else Addresses.within(sockets, num_servers)
         for file in _state_files(spec, folder):
             file.unlink(missing_ok=True)  # of an earlier attempt, which ended with a checkpoint
             remove_log(file)
-        controller = _make_controller(spec, addresses)
+        places = addresses.servers, spec.workers, spec.min_workers
+        controller = make_controller(
+            sync, ControllerSetting(addresses.controller, *places, CALL_TIMEOUT_S, addresses.keys)
+        )
         closing.callback(controller.close)
         controller.start()
         inbox = _Inbox()
@@ -191,34 +208,28 @@ def fit_replicas(
             tick()
         assert inbox.outcome is not None
         outcome = msgspec.convert(inbox.outcome, TrainResult, dec_hook=lambda kind, value: kind(value))
-        if isinstance(controller, ElasticController):
-            journal.record_event("elastic", healed=controller.num_healed, restarts=controller.num_restarts - 1)
-        else:
-            _record_updates(controller, journal, outcome.steps)
-            _record_traffic(inbox.traffic, spec.sync, journal)
+        events = controller.describe()
+        for kind, details in events.items():
+            journal.record_event(kind, **details)
+        if "staleness" in events:
+            _log_updates(controller, journal, outcome.steps)
+        _record_traffic(inbox.traffic, journal)
         return outcome
 
 
-def _record_updates(controller: Controller, journal: EventLog, step: int) -> None:
-    """What became of all pushes, for the record: how often each τ was seen, what was lost or dropped, the bytes."""
-    clock, seen = controller.clock, sorted(controller.staleness.items())
-    counts, lost = {str(staleness): count for staleness, count in seen}, sum(controller.num_lost)
-    sent = {"bytes_pushed": controller.num_bytes, "repeated": controller.num_repeated}
-    rounds = {"rounds": clock.round, "late": clock.num_late} if isinstance(clock, RoundClock) else {}
-    details = {"counts": counts, "dropped": clock.num_dropped, "lost": lost, **sent, **rounds}
-    journal.record_event("staleness", updates=clock.sequence, **details)
+def _log_updates(controller: Controller, journal: EventLog, step: int) -> None:
     journal.log(step, {"sync/bytes_pushed": float(controller.num_bytes)})
-    if seen:
-        highest = seen[-1][0]
+    if controller.staleness:
+        highest = max(controller.staleness)
         number = np.array([controller.staleness[staleness] for staleness in range(highest + 1)])
         journal.log_histogram(step, "sync/staleness", number, np.arange(highest + 2) - 0.5)
 
 
-def _record_traffic(traffic: list[Traffic], sync: SyncSpec, journal: EventLog) -> None:
+def _record_traffic(traffic: list[Traffic], journal: EventLog) -> None:
     """The bytes that a worker exchanged in a step, on the average of those that have ended, beside the predicted."""
     num_steps = sum(each.num_steps for each in traffic)
     if num_steps:
-        pushed, pulled = sync.predict_bytes(traffic[0].num_elements)
+        pushed, pulled = traffic[0].predicted
         journal.record_event(
             "communication",
             pushed_bytes_per_step=sum(each.pushed_bytes for each in traffic) / num_steps,
@@ -231,36 +242,35 @@ def _record_traffic(traffic: list[Traffic], sync: SyncSpec, journal: EventLog) -
 def _serve_journal(
     addresses: Addresses, journal: EventLog, inbox: _Inbox, should_stop: Callable[[], bool]
 ) -> RpcService:
-    def log(caller: CallId, step: int, values: dict[str, float]) -> bool:
-        journal.log(step, values)
+    def log(caller: CallId, request: LogValues) -> bool:
+        journal.log(request.step, request.values)
         return should_stop()
 
-    def record_event(caller: CallId, kind: str, details: dict[str, Any]) -> bool:
-        journal.record_event(kind, **details)
+    def log_event(caller: CallId, request: LogEvent) -> bool:
+        journal.record_event(request.kind, **request.details)
         return should_stop()
 
-    def log_histogram(caller: CallId, step: int, name: str, counts: list[float], edges: list[float]) -> bool:
-        journal.log_histogram(step, name, np.array(counts), np.array(edges))
+    def log_histogram(caller: CallId, request: LogHistogram) -> bool:
+        journal.log_histogram(request.step, request.name, np.array(request.counts), np.array(request.edges))
         return should_stop()
 
-    def fail(caller: CallId, error: str) -> None:
-        inbox.error = inbox.error or error
+    def fail(caller: CallId, request: ReportFailure) -> None:
+        inbox.error = inbox.error or request.error
 
-    def finish(caller: CallId, outcome: dict[str, Any]) -> None:
-        inbox.outcome = outcome
+    def finish(caller: CallId, request: ReportOutcome) -> None:
+        inbox.outcome = request.outcome
 
-    def poll(caller: CallId) -> bool:
-        return should_stop()
-
-    def count(caller: CallId, traffic: dict[str, Any]) -> None:
-        inbox.traffic.append(msgspec.convert(traffic, Traffic))
-
-    def leave(caller: CallId, worker: int) -> None:
-        inbox.departed.add(worker)
-
-    methods: dict[str, Method] = {"log": log, "record_event": record_event, "log_histogram": log_histogram}
-    methods = {**methods, "fail": fail, "finish": finish, "poll": poll, "count": count, "leave": leave}
-    service = RpcService(addresses.journal, methods, addresses.keys)
+    handlers: Handlers = {
+        LogValues: log,
+        LogEvent: log_event,
+        LogHistogram: log_histogram,
+        PollStop: lambda caller, request: should_stop(),
+        ReportFailure: fail,
+        ReportOutcome: finish,
+        ReportTraffic: lambda caller, request: inbox.traffic.append(request.traffic),
+        ReportDeparture: lambda caller, request: inbox.departed.add(request.worker),
+    }
+    service = RpcService(addresses.journal, handlers, addresses.keys)
     service.start()
     return service
 
@@ -272,13 +282,13 @@ class _ForwardedLog:
         self._caller = caller
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._caller.call("log", step, dict(values))
+        self._caller.call(LogValues(step, dict(values)))
 
     def record_event(self, kind: str, /, **details: object) -> None:
-        self._caller.call("record_event", kind, details)
+        self._caller.call(LogEvent(kind, details))
 
     def log_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
-        self._caller.call("log_histogram", step, name, counts.tolist(), edges.tolist())
+        self._caller.call(LogHistogram(step, name, counts.tolist(), edges.tolist()))
 
     def flush(self) -> None:
         """Each call waits for its answer."""
@@ -290,7 +300,7 @@ def _report_failure(name: str, addresses: Addresses, error: BaseException) -> No
     if not isinstance(error, ShoalError):
         words = "".join([f"{type(error).__name__}: {words}\n", *traceback.format_exception(error)])
     calls = RpcClient(addresses.journal, CALL_TIMEOUT_S, keys=addresses.keys)
-    calls.call("fail", f"{name}: {words}")
+    calls.call(ReportFailure(f"{name}: {words}"))
     calls.close()
 
 
@@ -316,45 +326,10 @@ def _start_server(
     seed_everything(spec.seed)
     model = build_model(task, spec.task)
     optimizer = make_optimizer(task, spec.optimizer, model.parameters(), model)
-    if spec.sync.has_local_steps:
-        optimizer = make_outer_optimizer(optimizer, spec.sync)
-    server = ParameterServer(index, optimizer, spec.sync, spec.workers)
+    assert isinstance(spec.sync, ServersConfig)
+    server = ParameterServer(index, spec.sync.make_server_optimizer(optimizer), spec.sync, spec.workers)
     where = addresses.choose_server_address(index), index, server, addresses.controller, CALL_TIMEOUT_S, file
     ServerService(*where, keys=addresses.keys, report=report).start()
-
-
-def _make_synchronizer(
-    spec: TrainSpec, parts: TrainComponents, index: int, addresses: Addresses, is_noticed: Callable[[], bool]
-) -> ParameterServerSync | ElasticSync:
-    timeout_s = CALL_TIMEOUT_S if spec.min_workers is None else WAIT_TIMEOUT_S
-    if spec.is_elastic:
-        place = index, spec.workers, addresses.controller, timeout_s, addresses.keys
-        return ElasticSync(parts.optimizer, _make_replica_state(parts), *place, is_noticed)
-    where = index, addresses.controller, addresses.servers, timeout_s, addresses.keys
-    if not spec.sync.has_local_steps:
-        made = ParameterServerSync(parts.optimizer, spec.sync, *where)
-    else:
-        made = LocalStepsSync(parts.optimizer, spec.sync, *where)
-        parts.outer = made.outer
-    made.is_noticed, made.get_step_weight = is_noticed, lambda: float(parts.model.step_weight)
-    return made
-
-
-def _make_replica_state(parts: TrainComponents) -> ReplicaState:
-    def get() -> dict[str, Any]:
-        return {"state": parts.state(), "counts": parts.get_counts()}
-
-    def load(found: dict[str, Any]) -> None:
-        parts.load_state(found["state"])
-        parts.load_counts(found["counts"])
-
-    def get_weights() -> tuple[float, float]:
-        weight = parts.model.step_weight
-        if isinstance(weight, torch.Tensor):  # of a `Mean`, by which its gradients are not multiplied yet
-            return float(weight), float(weight)
-        return 1.0, parts.training.relative_share
-
-    return ReplicaState(get, load, get_weights)
 
 
 def run_worker(spec: TrainSpec, index: int, addresses: Addresses, run_id: str, folder: Path) -> None:
@@ -362,17 +337,13 @@ def run_worker(spec: TrainSpec, index: int, addresses: Addresses, run_id: str, f
     end_with_parent()
     torch.set_num_threads(spec.threads or 1)
     calls = RpcClient(addresses.journal, CALL_TIMEOUT_S, keys=addresses.keys)
-    made: list[ParameterServerSync | ElasticSync] = []
     notice = threading.Event()
     if threading.current_thread() is threading.main_thread():
         # With servers, the chief stays until it is killed: it has the run to save when all processes are told to end.
-        is_leaving = spec.is_elastic or index != 0
+        is_leaving = spec.applied_sync.chief_may_leave or index != 0
         signal.signal(signal.SIGTERM, (lambda number, frame: notice.set()) if is_leaving else signal.SIG_IGN)
-
-    def make_synchronizer(parts: TrainComponents) -> ParameterServerSync | ElasticSync:
-        made.append(_make_synchronizer(spec, parts, index, addresses, notice.is_set))
-        return made[0]
-
+    timeout_s = CALL_TIMEOUT_S if spec.min_workers is None else WAIT_TIMEOUT_S
+    place = index, spec.workers, addresses.controller, addresses.servers
     try:
         trainer = Trainer(
             spec,
@@ -381,19 +352,18 @@ def run_worker(spec: TrainSpec, index: int, addresses: Addresses, run_id: str, f
             folder,
             run_id=run_id,
             journal=_ForwardedLog(calls) if index == 0 else NullLog(),
-            should_stop=lambda: bool(calls.call("poll")),
-            replica=(index, spec.workers),
-            make_synchronizer=make_synchronizer,
+            should_stop=lambda: calls.call(PollStop()),
+            connection=Connection(*place, timeout_s, addresses.keys, notice.is_set),
         )
         outcome = trainer.run()
     except WorkerDeparted as departure:
         if not departure.is_over:
-            calls.call("leave", index)
+            calls.call(ReportDeparture(index))
         return
     except Exception as error:  # noqa: BLE001 - the run ends with it
         _report_failure(f"worker {index}", addresses, error)
         return
-    if isinstance(worker := made[0], ParameterServerSync):
-        calls.call("count", msgspec.to_builtins(Traffic(worker.num_steps, worker.num_elements, *worker.count_bytes())))
+    if (traffic := trainer.sync.measure_traffic()) is not None:
+        calls.call(ReportTraffic(traffic))
     if index == 0:
-        calls.call("finish", msgspec.to_builtins(outcome, enc_hook=str))
+        calls.call(ReportOutcome(msgspec.to_builtins(outcome, enc_hook=str)))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from shoal.errors import RankLost, TrainError
+from shoal.sync.messages import GetWorkers, LeaveRun
 from shoal.sync.parameter_server.rpc import RpcClient
 from shoal.train.reporting.event_log import EventLog
 
@@ -122,7 +123,7 @@ class ProcessGroup:
             kind, index = name.split()
             self._journal.record_event(f"{kind}_lost", index=int(index), cause=cause)
             if kind == "worker":
-                self._controller.call("leave", int(index))
+                self._controller.call(LeaveRun(int(index)))
                 self._present.discard(int(index))
             if self._num_deaths[name] < MAX_DEATHS:
                 self._processes[name] = self._start_process(name, *self._targets[name])
@@ -151,7 +152,8 @@ class ProcessGroup:
         """In a run with a range of workers: record who has joined, and that the run waits. Raises TrainError."""
         if self._min_workers is None:
             return
-        present, is_short = self._controller.call("get_workers")
+        found = self._controller.call(GetWorkers())
+        present, is_short = found.workers, found.is_short
         for index in sorted(set(present) - self._present):
             self._journal.record_event("worker_joined", index=index, workers=len(present))
         self._present = set(present)

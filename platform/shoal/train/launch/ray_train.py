@@ -71,7 +71,6 @@ def _run_worker(config: Mapping[str, Any]) -> TrainResult:
     with freeze_loaded_objects():  # not in the driver, which would spend a second loading torch for nothing
         import torch._dynamo  # noqa: F401 - as every optimiser does
 
-        from shoal.train.launch.hogwild import make_hogwild_arguments
         from shoal.train.loop.components import set_threads
         from shoal.train.loop.trainer import Trainer
 
@@ -92,7 +91,6 @@ def _run_worker(config: Mapping[str, Any]) -> TrainResult:
             run_id=setting.run_id,
             journal=journal,
             should_stop=posted.stop_requested.is_set if posted is not None else lambda: False,
-            **make_hogwild_arguments(setting.spec, world, journal),
         )
         return trainer.run()
     except (Exception, SystemExit) as error:  # a Task that exits the program would do so in each attempt

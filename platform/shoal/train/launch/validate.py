@@ -65,7 +65,7 @@ def validate_run(spec: TrainSpec) -> ValidatedRun:
     _require_backend(spec)
     task = make_task(spec.task, spec.args)
     _require_methods(task, spec)
-    if spec.workers > 1 or spec.sync.hogwild > 1:
+    if spec.workers > 1 or spec.applied_sync.num_lanes > 1:
         _require_picklable(task, spec)
     data = load_data(task, spec.task)
     _require_samples(data)
@@ -93,7 +93,7 @@ def _validate_model(spec: TrainSpec, task: Task, data: Data, samples: int) -> Va
     device = "cuda" if spec.device == "cuda" else choose_device(spec.device, 0).type
     check_plan(model, task, spec.parallel, degrees, batch, device)
     _require_own_step_fits(task, spec, model)
-    _require_divisible(task, spec, model)
+    _require_sync_fits(task, spec, model)
     measured = _find_metric_names(spec, task, model, batch)
     _require_watched_metrics(spec, data, measured)
     _require_reachable_end(spec, data)
@@ -160,34 +160,23 @@ def _require_own_step_fits(task: Task, spec: TrainSpec, model: nn.Module) -> Non
     if task.train_step is not None and spec.selective_backprop is not None:
         problem = f"needs the loss of each sample, and {type(task).__name__} has a train_step of its own"
         raise ConfigError("selective_backprop", type(task).__name__, problem, "leave it out")
-    if task.optimizers(model) is None:
-        return
-    if spec.sync.kind == "parameter_server":
-        problem = f"{type(task).__name__} has several optimizers, and servers apply the gradients of one"
-        raise ConfigError("sync.kind", "parameter_server", problem, "use all_reduce, local_sgd or diloco")
-    if spec.is_elastic:
-        problem = f"{type(task).__name__} has several optimizers, and workers that join share the gradients of one"
-        raise ConfigError("workers", f"[{spec.min_workers}, {spec.workers}]", problem, "use workers=N")
-    if spec.sync.hogwild > 1:
-        problem = f"{type(task).__name__} has several optimizers, and a lane has one"
-        raise ConfigError("sync.hogwild", spec.sync.hogwild, problem, "leave it out")
+    sync = spec.applied_sync
+    if task.optimizers(model) is not None and sync.one_optimizer is not None:
+        why, remedy = sync.one_optimizer
+        problem = f"{type(task).__name__} has several optimizers, and {why}"
+        raise ConfigError(*sync.chosen_by, problem, remedy)
 
 
-def _require_divisible(task: Task, spec: TrainSpec, model: nn.Module) -> None:
-    """What servers and workers would find once they have started: servers can divide the model and its optimiser."""
-    if spec.sync.kind == "all_reduce":
+def _require_sync_fits(task: Task, spec: TrainSpec, model: nn.Module) -> None:
+    """What replicas and servers would find once they have started."""
+    if not spec.has_replicas:
         return
     # Other runs check their words without the second that these take to load.
-    from shoal.sync.parameter_server.local_steps import make_outer_optimizer
-    from shoal.sync.parameter_server.partition import divide_fragments, plan_partition
+    from shoal.sync.synchronizer import find_synchronizer
     from shoal.train.optim.optimizers import make_optimizer
 
-    optimizer = make_optimizer(task, spec.optimizer, model.parameters(), model)
-    if spec.sync.has_local_steps:
-        optimizer = make_outer_optimizer(optimizer, spec.sync)
-        sizes = [each.numel() for group in optimizer.param_groups for each in group["params"]]
-        divide_fragments(sizes, spec.sync.fragments)
-    plan_partition(optimizer, spec.sync.servers)
+    find_synchronizer(spec.applied_sync)
+    spec.applied_sync.check_model(make_optimizer(task, spec.optimizer, model.parameters(), model))
 
 
 def _require_inputs(task: Task, spec: TrainSpec, batch: object) -> None:

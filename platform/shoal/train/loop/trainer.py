@@ -24,13 +24,14 @@ from shoal.errors import NotFinite, TrainError
 from shoal.parallel import World
 from shoal.runs.report.event_messages import NO_CHECKPOINT
 from shoal.sync.rank_signals import INTERVAL_S, RankSignals
-from shoal.sync.synchronizer import AllReduce, Synchronizer
+from shoal.sync.synchronizer import Connection, Synchronizer, make_synchronizer
 from shoal.train.loop.callbacks import CallbackRunner
 from shoal.train.loop.checkpointing import CheckpointManager, TrainProgress, write_weights
-from shoal.train.loop.components import TrainComponents, build_components
+from shoal.train.loop.components import build_components
 from shoal.train.loop.evaluation import evaluate
 from shoal.train.loop.oom import explain_error, translate_lost_ranks
 from shoal.train.loop.pending_losses import PendingStep, sum_losses, sum_named_losses
+from shoal.train.loop.replica import TrainReplica, make_replica_state
 from shoal.train.loop.split_check import check_split_loss
 from shoal.train.loop.stopping import StopDecision, StopPolicy
 from shoal.train.loop.throughput import ThroughputMeter
@@ -48,8 +49,9 @@ class Trainer:
 
     folder:      of the run; it has the checkpoints, and training continues from the newest good one
     should_stop: polled regularly; once true on any rank, all save and end
-    replica: (index, number) of replicas that no plan connects, each with a world of its own; `make_synchronizer` gives
-             what connects them. None: every rank takes part in every step
+    connection:  of this replica with others that no plan connects, each with a world of its own. None: every rank takes
+                 part in every step
+    sync:        what keeps the replicas one model
     """
 
     def __init__(
@@ -62,21 +64,25 @@ class Trainer:
         run_id: str = "",
         journal: EventLog | None = None,
         should_stop: Callable[[], bool] = lambda: False,
-        replica: tuple[int, int] | None = None,
-        make_synchronizer: Callable[[TrainComponents], Synchronizer] | None = None,
+        connection: Connection | None = None,
     ) -> None:
         self.spec, self.task, self.world, self.folder = spec, task, world, folder
-        self._run_id, self._should_stop, self._replica = run_id, should_stop, replica
+        self._run_id, self._should_stop = run_id, should_stop
+        config = spec.applied_sync
+        share = None if config.num_lanes == 1 else (0, config.num_lanes)
+        self._replica = share if connection is None else (connection.index, connection.num_workers)
         self._event_log: EventLog = journal if journal is not None and world.is_first else NullLog()
         with translate_lost_ranks(world):
-            self._parts = parts = build_components(spec, task, world, replica)
-            make = make_synchronizer or (lambda parts: AllReduce(parts.model, parts.optimizer, world))
-            self._sync = make(parts)
+            self._parts = parts = build_components(spec, task, world, self._replica)
+            state, journal = make_replica_state(parts), self._event_log
+            place = config, parts.model, parts.optimizer, world, state, connection
+            self.sync: Synchronizer = make_synchronizer(TrainReplica(*place, parts=parts, journal=journal))
+            parts.outer = self.sync.outer
             self._checkpoints = CheckpointManager(
                 spec.checkpoint, parts, world, folder / "checkpoints", self._event_log
             )
         peak = world.size * measure_peak_flops(world.device, spec.parallel.precision)
-        self._meter = ThroughputMeter(peak, lambda: parts.model.communication_s + self._sync.waited_s)
+        self._meter = ThroughputMeter(peak, lambda: parts.model.communication_s + self.sync.waited_s)
         average = parts.average.tensors if parts.average is not None else ()
         self._profiler: StepProfiler | None = StepProfiler(
             parts.model, parts.optimizer, world, count_profiled_steps(spec), average
@@ -102,7 +108,7 @@ class Trainer:
         with translate_lost_ranks(self.world), ExitStack() as closing:
             closing.callback(self._parts.close)
             closing.callback(self._checkpoints.close)
-            closing.callback(self._sync.close)
+            closing.callback(self.sync.close)
             self._begin()
             return self._finish(self._step_until_stopped())
 
@@ -110,7 +116,7 @@ class Trainer:
 
     def _begin(self) -> None:
         parts = self._parts
-        restored = self._checkpoints.restore() if self._sync.is_chief else None
+        restored = self._checkpoints.restore() if self.sync.is_chief else None
         if restored is not None:
             self._progress = restored.progress
             self._policy.load_state_dict(restored.progress.policy)
@@ -119,7 +125,7 @@ class Trainer:
                 self._event_log.log(step, values)
         elif self.spec.resume:
             self._event_log.record_event(NO_CHECKPOINT)
-        step = self._sync.begin(self._progress.step)
+        step = self.sync.begin(self._progress.step)
         self._set_step(step)
         if self._replica is not None and parts.steps_per_epoch is not None:
             epoch, within = divmod(step, parts.steps_per_epoch)
@@ -164,7 +170,7 @@ class Trainer:
     def _step(self, batch: Any) -> None:
         parts, step = self._parts, self._progress.step
         norm = None
-        self._sync.before_step()
+        self.sync.before_step()
         try:
             if self._is_first_step:
                 self._check_loss(batch)
@@ -175,11 +181,11 @@ class Trainer:
                 if self._is_first_step:  # of this attempt; later ones wait before an evaluation or a save
                     parts.model.check_buffers()
                     self._is_first_step = False
-                self._sync.combine_gradients()
+                self.sync.combine_gradients()
                 if self.spec.clip_norm is not None:
                     norm = parts.model.clip_gradients(self.spec.clip_norm)
                 self._wait_until_copied()
-                self._set_step(self._sync.apply_gradients())
+                self._set_step(self.sync.apply_gradients())
         except (MemoryError, RuntimeError) as error:
             better = explain_error(error, parts, batch, step)
             if better is error:
@@ -221,12 +227,12 @@ class Trainer:
     def _after_step(self, before: int) -> StopDecision | None:
         """`before`: the run's finished steps before this one; with replicas there may be none or several since."""
         step, epoch = self._progress.step, self._parts.epoch
-        if not self._sync.is_chief:
+        if not self.sync.is_chief:
             return self._follow_chief(step)
         if step == before:
             return None
         stop = self._policy.decide_after_step(step, epoch, self._elapsed_s)
-        is_agreed, every = self._sync.is_exchange_due(), self.spec.log_every_steps
+        is_agreed, every = self.sync.is_exchange_due(), self.spec.log_every_steps
         is_agreed = is_agreed or (self.world.size == 1 and bool(self._callbacks.stop_reason))
         is_logged = step // every > before // every if every is not None else is_agreed
         num_due = self._parts.num_evaluations_due(step)
@@ -253,7 +259,7 @@ class Trainer:
 
     def _follow_chief(self, step: int) -> StopDecision | None:
         """A replica that is not the chief ends when the chief has decided so."""
-        if self._sync.is_exchange_due() and self._exchange_signals().stop:
+        if self.sync.is_exchange_due() and self._exchange_signals().stop:
             return StopDecision("interrupted", f"ended with the others at step {step:,}", step, step)
         return None
 
@@ -267,7 +273,7 @@ class Trainer:
         elapsed_s = time.monotonic() - self._began_s
         num_losses = weight / self._parts.degrees.pipeline  # one rank of a pipeline has it
         mine = RankSignals(self._should_stop(), elapsed_s, not is_finite, loss, num_losses)
-        signs = self._sync.exchange(mine._replace(ends=bool(self._callbacks.stop_reason), named_losses=named))
+        signs = self.sync.exchange(mine._replace(ends=bool(self._callbacks.stop_reason), named_losses=named))
         self._progress.elapsed_s += signs.elapsed_s - self._elapsed_s
         self._elapsed_s = signs.elapsed_s
         if signs.is_not_finite:
@@ -317,7 +323,7 @@ class Trainer:
         if parts.validation is None:
             return None
         with self._meter.pause(), parts.apply_average():
-            self._sync.before_evaluation()
+            self.sync.before_evaluation()
             parts.model.check_buffers()
             metrics = evaluate(parts.model, parts.validation, parts.stateful)
         self._progress.evaluated, self._progress.metrics = step, metrics
@@ -340,7 +346,7 @@ class Trainer:
 
     def _save(self, *, best: bool = False, must: bool = False) -> None:
         with self._meter.pause():
-            self._sync.collect_state()
+            self.sync.collect_state()
             self._progress.training_s = self._meter.training_s
             self._progress.policy = self._policy.state_dict()
             self._checkpoints.save(self._progress, best=best, must=must)
@@ -348,8 +354,8 @@ class Trainer:
     # -- after ----------------------------------------------------------------------------------------------------
 
     def _finish(self, stop: StopDecision) -> TrainResult:
-        self._sync.end()
-        if not self._sync.is_chief:
+        self.sync.end()
+        if not self.sync.is_chief:
             return TrainResult(self._run_id, stop.reason, stop.detail, stop.step, stop.step, self._elapsed_s)
         self._callbacks.end(stop.step)
         self._save(must=stop.reason == "interrupted")
