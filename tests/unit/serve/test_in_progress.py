@@ -96,7 +96,7 @@ def test_a_cancelled_request_is_cancelled_and_nothing_of_it_is_left() -> None:
         with pytest.raises(asyncio.CancelledError):
             await stalled
         assert await read_in(requests, body(b"y")) == b"y"
-        assert not requests._running
+        assert not requests.running
 
     asyncio.run(run())
 

@@ -18,6 +18,7 @@ One thread, since decoding needs a multiple of a body's bytes.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -97,15 +98,14 @@ def begin_call(
 
     version: as requested; None or "" leaves it to the rollout
     """
-    return InferCall(
-        {},
-        0,
-        version=resolve_version(model, version),
-        tenant=caller.name,
-        track=parse_track(headers.get(b"shoal-track", b"").decode("latin-1")),
-        sticky=parse_sticky(headers.get(b"shoal-sticky", b"").decode("latin-1")),
-        trace=trace,
-    )
+    call = InferCall({}, 0, tenant=caller.name, trace=trace)
+    if version:
+        call.version = resolve_version(model, version)
+    if track := headers.get(b"shoal-track"):
+        call.track = parse_track(track.decode("latin-1"))
+    if sticky := headers.get(b"shoal-sticky"):
+        call.sticky = parse_sticky(sticky.decode("latin-1"))
+    return call
 
 
 def resolve_version(model: ServedModelProtocol, text: str | None) -> int | None:
@@ -151,8 +151,7 @@ def compute_deadline(
     default_s:  the model's own, from now; a client's deadline replaces it
     called_s:   the deadline of the call that carries the request; None without one
     """
-    deadline_ms = headers.get(b"shoal-deadline-ms", b"").decode("latin-1")
-    wanted_s = []
+    wait_s = math.inf
     if timeout_us is not None:
         if (
             isinstance(timeout_us, bool)
@@ -160,20 +159,21 @@ def compute_deadline(
             or not 0 <= timeout_us < MAX_DEADLINE_MS * 1e3
         ):
             raise InferenceError(400, f"timeout = {str(timeout_us)[:40]!r}: expected microseconds")
-        if timeout_us:
-            wanted_s.append(timeout_us / 1e6)
-    if deadline_ms:
+        wait_s = timeout_us / 1e6 or math.inf
+    if deadline := headers.get(b"shoal-deadline-ms"):
+        text = deadline.decode("latin-1")
         try:
-            value = float(deadline_ms.replace("_", "?"))  # which Python would accept
+            value = float(text.replace("_", "?"))  # which Python would accept
         except ValueError:
             value = -1.0
         if not 0 < value < MAX_DEADLINE_MS:
-            raise InferenceError(400, f"shoal-deadline-ms = {deadline_ms[:40]!r}: expected milliseconds from now")
-        wanted_s.append(value / 1e3)
-    if not wanted_s and called_s is None and default_s is not None:
-        wanted_s.append(default_s)
-    ends_s = [now_s + wait_s for wait_s in wanted_s] + ([] if called_s is None else [called_s])
-    return min(ends_s) if ends_s else None
+            raise InferenceError(400, f"shoal-deadline-ms = {text[:40]!r}: expected milliseconds from now")
+        wait_s = min(wait_s, value / 1e3)
+    if wait_s == math.inf:
+        if called_s is not None or default_s is None:
+            return called_s
+        wait_s = default_s
+    return now_s + wait_s if called_s is None else min(now_s + wait_s, called_s)
 
 
 async def decode_in_thread(size_bytes: int, read: Callable[..., T], *arguments: object) -> T:

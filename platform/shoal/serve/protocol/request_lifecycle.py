@@ -123,16 +123,18 @@ class RequestLifecycle:
         self._in_progress, self._receive, self._limits = in_progress, receive, in_progress.limits
 
     def __enter__(self) -> Self:
-        task = asyncio.current_task()
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
-        self._task = task
-        self.since_s = self._in_progress.add(task, self)
+        self._task, self.since_s = task, loop.time()
+        self._in_progress.running[task] = self
+        if self._in_progress.timer is None:
+            self._in_progress.start_timer(loop)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._in_progress.remove(self._task)
+        del self._in_progress.running[self._task]
         self.close()
         reason = self.cancel_reason
         if reason is not None and isinstance(error, asyncio.CancelledError) and not self._task.uncancel():
@@ -210,31 +212,23 @@ class RequestsInProgress:
 
     def __init__(self, limits: RequestLimits, look_s: float = 0.1) -> None:
         self.limits, self._look_s = limits, look_s
-        self._running: dict[asyncio.Task[Any], RequestLifecycle] = {}
-        self._timer: asyncio.TimerHandle | None = None
+        self.running: dict[asyncio.Task[Any], RequestLifecycle] = {}  # in the order of their arrival
+        self.timer: asyncio.TimerHandle | None = None  # None while no request needs to be polled
 
-    def add(self, task: asyncio.Task[Any], request: RequestLifecycle) -> float:
-        """Add a request, computed by the task; returns the loop's time."""
-        loop = asyncio.get_running_loop()
-        self._running[task] = request
-        if self._timer is None:
-            self._timer = loop.call_later(self._look_s, self._poll_all)
-        return loop.time()
-
-    def remove(self, task: asyncio.Task[Any]) -> None:
-        """Remove the task's request."""
-        del self._running[task]
+    def start_timer(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Poll after `look_s`."""
+        self.timer = loop.call_later(self._look_s, self._poll_all)
 
     def _poll_all(self) -> None:
         """Poll the long requests; they come first, so the loop ends at the first short one."""
-        now_s = asyncio.get_running_loop().time()
-        self._timer = None
-        for progress in self._running.values():
+        loop = asyncio.get_running_loop()
+        now_s, self.timer = loop.time(), None
+        for progress in self.running.values():
             if now_s - progress.since_s < self._look_s:
                 break
             progress.poll(now_s)
-        if self._running:
-            self._timer = asyncio.get_running_loop().call_later(self._look_s, self._poll_all)
+        if self.running:
+            self.start_timer(loop)
 
 
 class EndpointApp:
