@@ -333,3 +333,58 @@ MAX_IDLE_TICKS = 1000  # of an environment of several agents, in a row, in which
 def is_parallel(environment: Any) -> bool:
     """Whether an environment has several agents: its spaces are methods, by agent."""
     return callable(getattr(environment, "observation_space", None))
+
+
+class AgentsEpisode:
+    """One episode of an environment, whose policy is elsewhere. The agent of an environment that has one is None.
+
+    observations: of the agents that act next; of none when the episode is over
+    rewards:      of the newest step, by agent; those of ticks without observations count for it
+    ended:        with the newest step, each with its last observation, if there is one, and whether it was cut off
+    """
+
+    def __init__(self, environment: Any, seed: int | None) -> None:
+        self._environment, self._is_parallel = environment, is_parallel(environment)
+        observations, infos = environment.reset(seed=seed)
+        self.observations: Mapping[Any, Any] = observations if self._is_parallel else {None: observations}
+        self._infos: Mapping[Any, Mapping[str, Any]] = infos if self._is_parallel else {None: infos}
+        self._open = set(self.observations)  # the agents that have begun and not ended
+        self._has_begun = bool(self._open)
+        self.rewards: dict[Any, float] = {}
+        self.ended: dict[Any, tuple[Any, bool]] = {}
+        self._pass_idle_ticks()
+
+    def get_mask(self, agent: Any) -> Any:
+        """The action mask of an agent's newest observation; None without."""
+        return self._infos.get(agent, {}).get(INFO_KEY)
+
+    def step(self, actions: Mapping[Any, Any]) -> None:
+        """`actions`: of those who have observations."""
+        self.rewards, self.ended = {}, {}
+        self._step_environment(actions)
+        self._pass_idle_ticks()
+
+    def _pass_idle_ticks(self) -> None:
+        """Until an agent has an observation, or all have ended."""
+        for _ in range(MAX_IDLE_TICKS):
+            if self.observations or (self._has_begun and not self._open):
+                return
+            self._step_environment({})
+        problem = f"has had no observation for any agent in {MAX_IDLE_TICKS} steps"
+        raise ConfigError("env", type(self._environment).__name__, problem, "end them, or let one of them act")
+
+    def _step_environment(self, actions: Mapping[Any, Any]) -> None:
+        if self._is_parallel:
+            observations, rewards, terminations, truncations, self._infos = self._environment.step(actions)
+        else:
+            found = self._environment.step(actions[None])
+            observations, rewards, terminations, truncations, self._infos = ({None: each} for each in found)
+        for agent, reward in rewards.items():
+            self.rewards[agent] = self.rewards.get(agent, 0.0) + to_float(reward)
+        for agent in dict.fromkeys((*terminations, *truncations)):
+            is_terminated = bool(terminations.get(agent))
+            if is_terminated or truncations.get(agent):
+                self.ended[agent] = observations.get(agent), not is_terminated
+        self.observations = {agent: each for agent, each in observations.items() if agent not in self.ended}
+        self._open = (self._open | self.observations.keys()) - self.ended.keys()
+        self._has_begun |= bool(observations)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -16,14 +16,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from shoal.actor.adapters.aec import AECGame, is_aec
-from shoal.actor.agent_streams import (
-    MAX_IDLE_TICKS,
-    Environment,
-    ParallelEnvironment,
-    find_mask,
-    is_parallel,
-    to_float,
-)
+from shoal.actor.agent_streams import AgentsEpisode, Environment, ParallelEnvironment, find_mask
 from shoal.actor.client import ActorClient
 from shoal.actor.parallel_game import assign_agents, require_one_run
 from shoal.actor.segment_builder import SegmentBuilder
@@ -294,17 +287,13 @@ def run_remote_actor(
 
 
 class _RemoteGame:
-    """An environment in which each agent has an episode of its own at the gateway of its policy. The agent of an
-    environment that has one is None."""
+    """An environment in which each agent has an episode of its own at the gateway of its policy."""
 
     def __init__(self, environment: Any, actors: Sequence[RemoteActor]) -> None:
         self._environment: Any = AECGame(environment) if is_aec(environment) else environment
-        self._is_parallel = is_parallel(environment)
         self._actors, self._actor_of = actors, dict[Any, RemoteActor]()
-        self._observations: Mapping[Any, Any] = {}  # of the agents that act next
-        self._infos: Mapping[Any, Mapping[str, Any]] = {}
-        self._open: set[Any] = set()  # the agents in an episode
-        self._is_over, self._num_idle = True, 0
+        self._episode: AgentsEpisode | None = None
+        self._open: set[Any] = set()  # the agents that have acted and not ended
 
     def assign_agents(self) -> None:
         """Find each agent's policy, in a new run. Raises ConfigError."""
@@ -313,52 +302,24 @@ class _RemoteGame:
         self._actor_of = assign_agents(self._environment, named)
 
     def step(self, seed: int | None) -> int:
-        """Take a step, after a reset where one is due; returns how many agents have acted."""
-        if self._is_over:
-            found = self._environment.reset(seed=seed)
-            self._observations, self._infos = found if self._is_parallel else ({None: each} for each in found)
-            self._open, self._is_over, self._num_idle = set(), False, 0
-        acting = list(self._observations)
-        for agent in acting:
-            self._actor_of[agent].ask(self._observations[agent], agent, self._get_mask(agent))
-        actions = {agent: self._actor_of[agent].wait_for_action(agent) for agent in acting}
+        """Take a step, of a new episode where one is over; returns how many agents have acted."""
+        if self._episode is None or not self._episode.observations:
+            self._episode, self._open = AgentsEpisode(self._environment, seed), set()
+        episode = self._episode
+        for agent, observation in episode.observations.items():
+            self._actor_of[agent].ask(observation, agent, episode.get_mask(agent))
+        actions = {agent: self._actor_of[agent].wait_for_action(agent) for agent in episode.observations}
         self._open |= actions.keys()
-        self._num_idle = 0 if acting else self._num_idle + 1
-        if self._num_idle > MAX_IDLE_TICKS:
-            problem = f"has had no observation for any agent in {MAX_IDLE_TICKS} steps"
-            raise ConfigError("env", type(self._environment).__name__, problem, "end them, or let one of them act")
-        self._take(*self._step_environment(actions))
-        return len(acting)
-
-    def _step_environment(self, actions: Mapping[Any, Any]) -> Iterable[Mapping[Any, Any]]:
-        if self._is_parallel:
-            found: Iterable[Mapping[Any, Any]] = self._environment.step(actions)
-            return found
-        return [{None: each} for each in self._environment.step(actions[None])]
-
-    def _take(
-        self,
-        observations: Mapping[Any, Any],
-        rewards: Mapping[Any, Any],
-        terminations: Mapping[Any, bool],
-        truncations: Mapping[Any, bool],
-        infos: Mapping[Any, Mapping[str, Any]],
-    ) -> None:
-        self._infos = infos
-        for agent in self._open & rewards.keys():
-            self._actor_of[agent].reward(to_float(rewards[agent]), agent)
-        ended = dict.fromkeys(agent for each in (terminations, truncations) for agent, is_end in each.items() if is_end)
-        for agent in [agent for agent in ended if agent in self._open]:
-            if agent not in observations:
-                problem = f"ends without its last observation (of {sorted(observations)})"
+        episode.step(actions)
+        for agent in self._open & episode.rewards.keys():
+            self._actor_of[agent].reward(episode.rewards[agent], agent)
+        for agent, (observation, is_cut_off) in episode.ended.items():
+            if agent not in self._open:
+                continue
+            if observation is None:
+                problem = f"ends without its last observation (of {sorted(episode.observations)})"
                 raise ConfigError("env", agent, problem, "step returns it with terminated or truncated")
-            is_cut_off = bool(truncations.get(agent)) and not terminations.get(agent)
-            self._actor_of[agent].end_episode(
-                observations[agent], truncated=is_cut_off, episode=agent, mask=self._get_mask(agent)
-            )
-        self._observations = {agent: each for agent, each in observations.items() if agent not in ended}
-        has_begun, self._open = bool(self._open), self._open - ended.keys()
-        self._is_over = has_begun and not self._open and not self._observations
-
-    def _get_mask(self, agent: Any) -> Any:
-        return self._infos.get(agent, {}).get(INFO_KEY)
+            mask = episode.get_mask(agent)
+            self._actor_of[agent].end_episode(observation, truncated=is_cut_off, episode=agent, mask=mask)
+        self._open -= episode.ended.keys()
+        return len(actions)

@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shoal.actor.agent_streams import MAX_IDLE_TICKS, is_parallel
+from shoal.actor.agent_streams import AgentsEpisode, is_parallel
 from shoal.actor.environment import open_environment, translate_environment_errors
-from shoal.errors import ConfigError, RunError
+from shoal.errors import RunError
 from shoal.flows.actor_learner_spec import ONLY_POLICY, ActorLearnerSpec
 from shoal.flows.policy_connection import ActionAnswer, PolicyConnection
 from shoal.runs import RunRecorder
-from shoal.wire.action_masks import INFO_KEY
 
 TRIAL_SEED, EVALUATION_SEED = 20_000, 10_000  # the trial selects, so the evaluation must have other episodes
 MAX_MISS_PROBABILITY = 1e-3  # that an evaluation misses the target after a passed trial
@@ -128,55 +127,18 @@ def record_evaluation(recorder: RunRecorder, step: int, played: Mapping[str, Eva
     )
 
 
-class PlayedEpisode:
-    """One episode. `observations` are those of the agents that act next, by agent; None is the one of a game with one.
-
-    returns: so far, by agent
-    """
+class PlayedEpisode(AgentsEpisode):
+    """One episode. returns: so far, by agent"""
 
     def __init__(self, environment: Any, seed: int) -> None:
-        self._environment, self._is_parallel = environment, is_parallel(environment)
-        observations, infos = environment.reset(seed=seed)
-        self.observations: Mapping[Any, Any] = observations if self._is_parallel else {None: observations}
-        self._infos: Mapping[Any, Mapping[str, Any]] = infos if self._is_parallel else {None: infos}
-        self._open = set(self.observations)  # the agents that have begun and not ended
-        self._has_begun = bool(self._open)
-        self.returns = dict.fromkeys(self.observations, 0.0)
+        super().__init__(environment, seed)
+        self.returns = {**dict.fromkeys(self.observations, 0.0), **self.rewards}
         self.states: dict[Any, np.ndarray] = {}  # of a recurrent policy, by agent, after its first answer
-        self._pass_idle_ticks()
-
-    def get_mask(self, agent: Any) -> Any:
-        """The action mask of an agent that acts next; None without."""
-        return self._infos.get(agent, {}).get(INFO_KEY)
 
     def step(self, actions: Mapping[Any, Any]) -> None:
-        """`actions`: of those who have observations."""
-        if not self._is_parallel:
-            observation, reward, terminated, truncated, info = self._environment.step(actions[None])
-            self._infos = {None: info}
-            self.observations = {} if terminated or truncated else {None: observation}
-            self.returns[None] += float(reward)
-            return
-        self._step_agents(actions)
-        self._pass_idle_ticks()
-
-    def _pass_idle_ticks(self) -> None:
-        """Until an agent has an observation, or all have ended."""
-        for _ in range(MAX_IDLE_TICKS):
-            if self.observations or (self._has_begun and not self._open):
-                return
-            self._step_agents({})
-        problem = f"has had no observation for any agent in {MAX_IDLE_TICKS} steps"
-        raise ConfigError("env", type(self._environment).__name__, problem, "end them, or let one of them act")
-
-    def _step_agents(self, actions: Mapping[Any, Any]) -> None:
-        observations, rewards, terminations, truncations, self._infos = self._environment.step(actions)
-        for agent, reward in rewards.items():
-            self.returns[agent] = self.returns.get(agent, 0.0) + float(reward)
-        ended = {agent for each in (terminations, truncations) for agent, is_over in each.items() if is_over}
-        self.observations = {agent: each for agent, each in observations.items() if agent not in ended}
-        self._open = (self._open | self.observations.keys()) - ended
-        self._has_begun |= bool(observations)
+        super().step(actions)
+        for agent, reward in self.rewards.items():
+            self.returns[agent] = self.returns.get(agent, 0.0) + reward
 
 
 class AnsweredActions:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from rl_setting import segment
 from shoal.errors import Closed, LedgerUnwritable
@@ -16,8 +17,9 @@ from shoal.rl.algorithms.algorithm import NonFiniteLoss
 from shoal.rl.batch_checks import CHECK_INTERVAL_S, CHECKED_STEPS, BadBatchPolicy, EvidenceCheck
 from shoal.rl.batch_lease import BatchLease
 from shoal.rl.experience.queue import BatchRequest, ExperienceBatch
-from shoal.rl.learner import PausableLoop
+from shoal.rl.learner import LearnerCheckpoints, PausableLoop
 from shoal.rl.published_versions import VERSIONS_RESERVED, PublishedVersions
+from shoal.rl.spec import LearnerSpec
 from shoal.weights import WeightSnapshot, WeightStore
 from shoal.wire import DropReason
 from waiting import wait_for
@@ -227,3 +229,17 @@ def test_a_loop_is_paused_between_two_steps_and_goes_on() -> None:
     assert not thread.is_alive()
     with pytest.raises(Closed):
         loop.pause(lambda: 1, interval_s=0.001)
+
+
+def test_a_checkpoint_is_due_when_something_has_changed_and_the_interval_is_over(tmp_path: Path) -> None:
+    checkpoints = LearnerCheckpoints(tmp_path, LearnerSpec(checkpoint_every_s=1e-9))
+    assert checkpoints.load() is None
+    assert checkpoints.is_due((3, 1))
+    checkpoints.save((3, 1), {"updates": 3, "w": torch.zeros(1)})
+    assert not checkpoints.is_due((3, 1))
+    assert checkpoints.is_due((3, 2))
+    again = LearnerCheckpoints(tmp_path, LearnerSpec(checkpoint_every_s=1000.0))
+    state = again.load()
+    assert state is not None
+    assert (state["updates"], again.restored_updates, again.damaged) == (3, 3, [])
+    assert not again.is_due((4, 2))  # the interval begins with the learner
