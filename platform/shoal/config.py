@@ -10,6 +10,7 @@ import copy
 import difflib
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, get_args, get_origin
@@ -116,8 +117,18 @@ class Spec(_Model):
 
     @classmethod
     def list_fields(cls) -> Collection[str]:
-        """The names of fields that an `override` may set. Parsing has the last word."""
+        """The names of fields that may be meant by a mistyped one."""
         return cls.model_fields
+
+    @classmethod
+    def expand_choice(cls, choice: str) -> dict[str, Any] | None:
+        """The fields that one word stands for, where parsing does not know before the kind is chosen."""
+        return None
+
+    @classmethod
+    def explain_absence(cls, name: str) -> str:
+        """Where a field that this type does not have is to be found; "" when unknown."""
+        return ""
 
     @classmethod
     def choose_type(cls, values: Mapping[str, Any]) -> type[Spec]:
@@ -257,11 +268,23 @@ _Owner: TypeAlias = type[BaseModel] | _SpecMapping | None  # None: a plain mappi
 def _apply_overrides(
     values: dict[str, Any], spec: type[BaseModel], words: Iterable[str], *, with_defaults: bool = True
 ) -> None:
-    for word in words:
+    for word in _put_kinds_first(words):
         path, separator, text = word.partition("=")
         if not separator or not path:
             raise ConfigError("override", word, "is not of the form a.b=c", "for example learner.lr=0.001")
         _set_field(values, spec, path, _parse_value(path, text) if text else "", with_defaults)
+
+
+def _put_kinds_first(words: Iterable[str]) -> list[str]:
+    """Words, `a.kind=...` before those that set fields of `a`, whose kind it chooses."""
+    ordered: list[str] = []
+    for word in words:
+        path, *_ = word.partition("=")
+        others, index = [each.partition("=")[0] for each in ordered], len(ordered)
+        while path.endswith(".kind") and index and not f"{path}.".startswith(f"{others[index - 1]}."):
+            index -= 1
+        ordered.insert(index, word)
+    return ordered
 
 
 def _set_field(values: dict[str, Any], spec: type[BaseModel], path: str, value: object, with_defaults: bool) -> None:
@@ -291,6 +314,11 @@ def _set_field(values: dict[str, Any], spec: type[BaseModel], path: str, value: 
     if isinstance(inner, type) and issubclass(inner, Spec) and isinstance(value, str) and isinstance(before, dict):
         value = inner.from_override(value, before)
     node[leaf] = value
+    if leaf == "kind" and isinstance(owner, type) and issubclass(owner, Spec):
+        with suppress(ValueError):  # parsing names a kind that there is not
+            fields = owner.choose_type(node).model_fields
+            for name in node.keys() - fields.keys():  # of the kind before
+                del node[name]
 
 
 def _join_entry_name(owner: _Owner, node: Mapping[str, Any], names: list[str]) -> list[str]:
@@ -329,6 +357,8 @@ def _expand_spec(owner: type[BaseModel], value: object, path: str) -> dict[str, 
     if value is None:
         fields = owner.model_fields.items()
         return {name: field.get_default(call_default_factory=True) for name, field in fields if not field.is_required()}
+    if isinstance(value, str) and issubclass(owner, Spec) and (expanded := owner.expand_choice(value)) is not None:
+        return expanded
     try:
         return owner.model_validate(value).model_dump()
     except ValidationError as error:
@@ -336,7 +366,7 @@ def _expand_spec(owner: type[BaseModel], value: object, path: str) -> dict[str, 
 
 
 def _require_field(owner: _Owner, name: str, path: str, value: object) -> None:
-    if isinstance(owner, type) and name not in _list_fields(owner):
+    if isinstance(owner, type) and name not in owner.model_fields:
         raise ConfigError(path, value, "no such field", _suggest(name, owner))
 
 
@@ -358,7 +388,9 @@ def _find_field_owner(owner: _Owner, name: str) -> _Owner:
 def _suggest(name: str, owner: type[BaseModel]) -> str:
     if inner := [path for path in _list_nested_paths(owner) if path.endswith(f".{name}")]:
         return f"did you mean {' or '.join(map(repr, inner))}?"
-    close = difflib.get_close_matches(name, _list_fields(owner), n=1)
+    if issubclass(owner, Spec) and (found := owner.explain_absence(name)):
+        return found
+    close = difflib.get_close_matches(name, owner.list_fields() if issubclass(owner, Spec) else (), n=1)
     if close:
         return f"did you mean {close[0]!r}?"
     return f"fields are: {', '.join(owner.model_fields)}"
@@ -368,11 +400,8 @@ def _list_nested_paths(owner: type[BaseModel]) -> Iterator[str]:
     """The paths of all fields of a spec's nested specs."""
     for name, field in owner.model_fields.items():
         if isinstance(part := field.annotation, type) and issubclass(part, BaseModel):
-            yield from (f"{name}.{path}" for path in (*_list_fields(part), *_list_nested_paths(part)))
-
-
-def _list_fields(owner: type[BaseModel]) -> Collection[str]:
-    return owner.list_fields() if issubclass(owner, Spec) else owner.model_fields
+            own = part.list_fields() if issubclass(part, Spec) else part.model_fields
+            yield from (f"{name}.{path}" for path in (*own, *_list_nested_paths(part)))
 
 
 def _to_config_error(spec: type[BaseModel], error: ValidationError) -> ConfigError:
@@ -416,6 +445,11 @@ def _mask_secrets(annotation: Any, value: Any) -> Any:
     spec = _find_spec_type(annotation)
     if isinstance(value, Mapping):
         of = spec if get_origin(annotation) is list else annotation  # one value where a list was expected
+        if spec is not None and issubclass(spec, Spec) and get_origin(annotation) is not dict:
+            try:
+                of = spec.choose_type(value)
+            except ValueError:  # unknown, and so is what it has
+                return {name: each if name in spec.model_fields else MASKED for name, each in value.items()}
         return {name: _mask_secrets(_find_nested_type(of, name), each) for name, each in value.items()}
     if isinstance(value, list):
         return [_mask_secrets(_find_nested_type(annotation, index), each) for index, each in enumerate(value)]

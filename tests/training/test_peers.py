@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import zmq
 from torch import nn
 from torch.optim import SGD
 
@@ -123,10 +124,30 @@ def test_a_worker_that_dies_is_not_waited_for_and_its_replacement_begins_with_th
     replacement.step(1.0).result(TIMEOUT_S)
     both = replacement.step(1.0), first.step(0.0), first.step(0.0)
     assert [each.result(TIMEOUT_S) for each in both] == [(11, -3.0), (10, -2.0), (11, -3.0)]
+    replacement.step(1.0).result(TIMEOUT_S)
+    waiting = replacement.step(1.0)
     second.step(1.0).result(TIMEOUT_S)
     with pytest.raises(TrainError, match="was taken for dead"):
-        second.step(1.0).result(TIMEOUT_S)
+        second.step(777.0).result(TIMEOUT_S)
+    both = first.step(0.0), first.step(0.0), waiting
+    assert both[1].result(TIMEOUT_S) == both[2].result(TIMEOUT_S) == (13, -4.0), "not what the dead one gave"
     replacement.close()
+
+
+def test_a_worker_may_leave_after_the_end_has_released_those_that_wait(tmp_path: Path, pair: list[Member]) -> None:
+    first, second = pair
+    second.call(second.sync.exchange, RankSignals(stop=True)).result(TIMEOUT_S)
+    first.step(1.0).result(TIMEOUT_S)
+    first.step(1.0).result(TIMEOUT_S)
+    second.call(second.sync.end).result(TIMEOUT_S)
+
+
+def test_what_is_no_call_ends_no_service(controller: PeerController, pair: list[Member]) -> None:
+    with zmq.Context.instance().socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        stranger.connect(controller.service.address)
+        stranger.send_multipart([b"no", b"call"])
+        test_workers_go_on_with_what_all_have_given(pair, controller)
 
 
 def test_the_end_of_the_run_releases_those_that_wait(pair: list[Member]) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import shoal.runs
 from shoal.cluster.job_main import expected_run_id, job_main
-from shoal.errors import ClusterError, RankLost, RecordUnwritable, RunError, needs_extra
+from shoal.errors import ClusterError, ConfigError, RankLost, RecordUnwritable, RunError, needs_extra
 from shoal.runs import RunRecorder
 from shoal.runs.ray_event_channel import Message
 from shoal.train.launch.checked_run import check_once
@@ -86,8 +86,17 @@ def train_on_cluster(spec: TrainSpec, job: str, *, registers: bool = True) -> Tr
     return _train_recorded(spec, job, validate_run(spec), registers=registers)[1]
 
 
+def _require_importable(spec: TrainSpec) -> None:
+    """A worker imports the file of a synchronizer from the folder of the run."""
+    file = Path(spec.sync.kind.partition(":")[0])
+    if file.suffix == ".py" and file.resolve().parent != Path.cwd():
+        problem = "is not in the folder from which the run is started, where workers look for it"
+        raise ConfigError("sync.kind", spec.sync.kind, problem, f"start the run in {file.resolve().parent}")
+
+
 def _train_recorded(spec: TrainSpec, job: str, checked: ValidatedRun, *, registers: bool) -> tuple[str, TrainResult]:
     """The run's id and result; its report is written unless it was interrupted."""
+    _require_importable(spec)
     with shoal.runs.recording(
         spec.to_record(),
         job,

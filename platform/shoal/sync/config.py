@@ -95,8 +95,17 @@ class SyncConfig(Spec):
         return find_config_type(values.get("kind", _DEFAULT))
 
     @classmethod
+    def expand_choice(cls, choice: str) -> dict[str, Any]:
+        return {"kind": choice}
+
+    @classmethod
+    def explain_absence(cls, name: str) -> str:
+        kind = cls.model_fields["kind"]
+        return _advise(cls.__name__ if kind.is_required() else kind.default, cls, name) if _find_owners(name) else ""
+
+    @classmethod
     def list_fields(cls) -> Collection[str]:
-        """Also those of other kinds of ours: a later word may choose the kind, and parsing names both otherwise."""
+        """Also those of other kinds of ours."""
         own = map(load_reference, CONFIGS.values())
         return dict.fromkeys([*cls.model_fields, *(name for each in own for name in each.model_fields)])
 
@@ -180,7 +189,21 @@ def find_config_type(kind: object) -> type[SyncConfig]:
     found = find_extension(str(kind), GROUP, CONFIGS)
     if not (isinstance(found, type) and issubclass(found, SyncConfig)):
         raise ValueError(f"{kind} is no subclass of shoal.extend.SyncConfig")
+    if not isinstance(getattr(found, "synchronizer", None), str):
+        raise ValueError(f"{kind} does not say what its synchronizer is: synchronizer: ClassVar[str] = 'module:Class'")
     return found
+
+
+def _find_owners(name: str) -> dict[str, Any]:
+    """The kinds of ours that have a field, and what it is there."""
+    found = {kind: load_reference(reference).model_fields.get(name) for kind, reference in CONFIGS.items()}
+    return {kind: field for kind, field in found.items() if field is not None}
+
+
+def _advise(kind: object, chosen: type[SyncConfig], name: str) -> str:
+    owners, names = _find_owners(name), ", ".join([*chosen.model_fields][1:])
+    remedy = f"leave it out, or choose sync.kind={' or '.join(owners)}" if owners else "leave it out"
+    return f"{kind} has none, but {names}: {remedy}"
 
 
 def _parse_config(value: object) -> object:
@@ -193,13 +216,10 @@ def _parse_config(value: object) -> object:
     chosen = find_config_type(kind)
     fields = {name: each for name, each in value.items() if name in chosen.model_fields}
     for name in [each for each in value if each not in fields]:
-        found = {each: load_reference(reference).model_fields.get(name) for each, reference in CONFIGS.items()}
-        owners = {each: field for each, field in found.items() if field is not None}
-        if any(field.default == value[name] for field in owners.values()):
+        if any(field.default == value[name] for field in _find_owners(name).values()):
             continue
-        given, names = "null" if value[name] is None else value[name], ", ".join([*chosen.model_fields][1:])
-        remedy = f"leave it out, or choose sync.kind={' or '.join(owners)}" if owners else "leave it out"
-        raise ValueError(f"sync.{name}={given}: {kind} has none, but {names}: {remedy}")
+        given = "null" if value[name] is None else value[name]
+        raise ValueError(f"sync.{name}={given}: {_advise(kind, chosen, name)}")
     return chosen.model_validate({"kind": kind, **fields})
 
 

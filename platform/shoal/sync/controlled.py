@@ -23,14 +23,17 @@ class ControlledSync(Synchronizer):
     """Worker `worker` of a run; the chief, which evaluates, saves and reports, is worker 0.
 
     keys:       of the run, where its processes are on several hosts
+    again_s:    after which a push without an answer is sent again, on one host
     is_noticed: whether this worker is to leave, between two steps
     num_steps:  of this worker
     """
 
-    def __init__(self, worker: int, controller: str, timeout_s: float, keys: CurveKeys | None = None) -> None:
+    def __init__(
+        self, worker: int, controller: str, timeout_s: float, keys: CurveKeys | None = None, again_s: float = 1.0
+    ) -> None:
         self._worker, self.is_chief = worker, worker == CHIEF
         self._controller = RpcClient(controller, timeout_s, keys=keys)
-        self._pushes = RpcClient(controller, timeout_s, keys=keys)
+        self._pushes = RpcClient(controller, timeout_s, again_s, keys)
         self._incarnation = self._clock = 0
         self._is_stopping = False
         self.is_noticed: Callable[[], bool] = lambda: False

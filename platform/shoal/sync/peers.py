@@ -94,8 +94,15 @@ class PeerController(Controller):
 
     def _gather(self, caller: CallId, request: Gather) -> object:
         worker = request.push.worker
+        if self._incarnations.get(worker) != request.push.incarnation:
+            return None  # its replacement has its place
         self._given[worker], self._wanted[worker] = request.given, request.workers
         return self._take_push(caller, request.push)
+
+    def _leave(self, worker: int) -> None:
+        super()._leave(worker)
+        self._given.pop(worker, None)
+        self._wanted.pop(worker, None)
 
     def _commit(self, updates: list[Update]) -> None:
         self._round = {push.worker: self._given.pop(push.worker) for update in updates for push in update.pushes}
@@ -122,7 +129,9 @@ class PeerSync(ControlledSync):
 
     def __init__(self, replica: Replica) -> None:
         connection = replica.require_connection()
-        super().__init__(connection.index, connection.controller, connection.timeout_s, connection.keys)
+        # A call that waits for the others has the model in it, and is not lost while the controller lives.
+        again_s = connection.timeout_s
+        super().__init__(connection.index, connection.controller, connection.timeout_s, connection.keys, again_s)
         self.is_noticed = connection.is_noticed
         self.config, self.worker, self.num_workers = replica.config, connection.index, connection.num_workers
         self.weights = [each for group in replica.optimizer.param_groups for each in group["params"]]
@@ -138,7 +147,8 @@ class PeerSync(ControlledSync):
 
         workers: whose tensors are needed; None: all, this worker's included
 
-        Returns them by worker, on the CPU. One that has died or left is missing; when the run ends, all are.
+        Returns them by worker, on the device of `tensors`. One that has died or left is missing; when the
+        run ends, all are.
         Raises TrainError when this worker was taken for dead.
         """
         began_s = time.perf_counter()
@@ -149,7 +159,8 @@ class PeerSync(ControlledSync):
             raise TrainError(f"worker {self._worker} was taken for dead, and another has its place")
         self._clock, self.round, self._is_stopping = answer.clock, answer.round, answer.is_stopping
         self.waited_s += time.perf_counter() - began_s
-        return {worker: _decode(encoded) for worker, encoded in answer.found.items()}
+        device = tensors[0].device if tensors else torch.device("cpu")
+        return {worker: [each.to(device) for each in _decode(given)] for worker, given in answer.found.items()}
 
     def begin(self, step: int) -> int:
         joined: RunPosition = self._controller.call(Join(self._worker, self.is_chief))

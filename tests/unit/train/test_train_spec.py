@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from pydantic import SecretStr
 
 from shoal.errors import ConfigError
 from shoal.runs.run_reader import infer_direction
-from shoal.sync.config import AllReduceConfig, ElasticConfig
+from shoal.sync.config import AllReduceConfig, ElasticConfig, SyncConfig
 from shoal.sync.parameter_server.config import DiLoCoConfig, LocalSGDConfig
 from shoal.train.spec import TrainSpec
 
@@ -163,7 +164,8 @@ def test_what_a_parameter_server_cannot_do_is_refused(changes: dict[str, Any], s
 def test_a_field_of_another_kind_is_rejected_by_name(fields: dict[str, Any], specified: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){specified}"):
         TrainSpec.parse({"sync": fields})
-    with pytest.raises(ConfigError, match=f"(?s){specified}|evry.*no such field"):
+    in_words = specified.replace(r"\.", ".").partition(": ")[2] or specified
+    with pytest.raises(ConfigError, match=f"(?s){in_words}|evry.*no such field"):
         TrainSpec().override([f"sync.{name}={value}" for name, value in fields.items()])
 
 
@@ -181,6 +183,41 @@ def test_the_kind_may_come_after_its_fields() -> None:
     assert "servers" not in spec.to_record()
     other = spec.override(["sync=local_sgd"])
     assert other.sync == LocalSGDConfig()
+
+
+@pytest.mark.parametrize("words", [["sync=diloco", "sync.every=4"], ["sync.every=4", "sync.kind=diloco"]])
+@pytest.mark.parametrize("before", ["all_reduce", {"kind": "parameter_server", "compensation": 0.5}, "local_sgd"])
+def test_another_kind_begins_with_its_own_fields(before: Any, words: list[str]) -> None:
+    spec = TrainSpec.parse({"sync": before}).override(words)
+    assert spec.sync == DiLoCoConfig(every=4)
+    recorded = TrainSpec.from_record(spec.to_record(), ["sync.kind=parameter_server"])
+    assert recorded.sync.kind == "parameter_server", "what the record has of the earlier kind goes with it"
+
+
+OWN_KIND = f"{__name__}:OwnSync"
+
+
+class OwnSync(SyncConfig):
+    beta: float = 0.1
+    token: SecretStr = SecretStr("")
+
+    synchronizer: ClassVar[str] = "none:needed"
+
+
+def test_the_fields_of_an_own_kind_may_come_before_it_and_its_secrets_are_masked() -> None:
+    spec = TrainSpec().override(["sync.beta=0.2", f"sync.kind={OWN_KIND}"])
+    assert spec.sync == OwnSync(kind=OWN_KIND, beta=0.2)
+    with pytest.raises(ConfigError, match=r"sync\.every = 50: no such field"):
+        TrainSpec().override([f"sync.kind={OWN_KIND}", "sync.every=50"])
+    for wrong in ({"beta": "much"}, {"every": 51}):
+        with pytest.raises(ConfigError) as raised:
+            TrainSpec.parse({"sync": {"kind": OWN_KIND, "token": "s3cret", **wrong}})
+        assert "s3cret" not in str(raised.value)
+
+
+def test_a_kind_without_a_synchronizer_is_rejected() -> None:
+    with pytest.raises(ConfigError, match="does not say what its synchronizer is"):
+        TrainSpec.parse({"sync": "shoal.sync.config:SyncConfig"})
 
 
 def test_a_record_of_release_0_1_has_the_fields_of_all_kinds(caplog: pytest.LogCaptureFixture) -> None:

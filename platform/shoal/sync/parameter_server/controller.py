@@ -212,7 +212,8 @@ class Controller:
         if updates and self._balance is not None:
             self._shares = self._balance.divide(self.clock.workers)
         for worker in self.clock.take_released():
-            self._answer(worker, self._waiting.pop(worker))
+            if (caller := self._waiting.pop(worker, None)) is not None:  # else the end of the run has released it
+                self._answer(worker, caller)
         closing = [(caller, clock) for caller, clock in self._watching.values() if self.clock.is_closing(clock)]
         for caller, _ in closing:
             del self._watching[caller.identity]

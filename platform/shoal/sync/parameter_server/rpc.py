@@ -127,8 +127,11 @@ class RpcService:
         while not self._is_closing:
             self._tick()
             if self._socket.poll(_POLL_MS):
-                identity, data = self._socket.recv_multipart()
-                number, encoded = _CALL.decode(data)
+                identity, *frames = self._socket.recv_multipart()
+                try:
+                    number, encoded = _CALL.decode(b"".join(frames))
+                except msgspec.DecodeError:  # no call
+                    continue
                 self._answer(CallId(identity, number), encoded)
         self._socket.close()
 
