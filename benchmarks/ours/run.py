@@ -49,7 +49,14 @@ class LocalEngine:
         self._loop = closing.enter_context(LocalLoop(spec, experience, folder, token, setting["target_return"]))
         self.address = self._loop.address
         self._step_s: list[float] = []
-        watch_updates(self._loop.learner, setting["pause_s"], self._step_s)
+        pause_s = setting["pause_s"]
+
+        def note(seconds: float) -> None:
+            self._step_s.append(seconds)
+            if pause_s:
+                time.sleep(pause_s)
+
+        self._loop.learner.on_batch = note
 
     def stats(self) -> dict[str, Any]:
         return self._loop.gateway.stats()
@@ -99,21 +106,6 @@ class RayEngine:
 
 
 ENGINES: dict[str, type[LocalEngine] | type[RayEngine]] = {"local": LocalEngine, "ray": RayEngine}
-
-
-def watch_updates(learner: Any, pause_s: float, step_s: list[float]) -> None:
-    """Add up how long the learner takes for each batch, publication included, and make it take `pause_s` longer."""
-    learn = learner._learn
-
-    def learn_and_note(batch: Any) -> Any:
-        began_s = time.perf_counter()
-        fates = learn(batch)
-        step_s.append(time.perf_counter() - began_s)
-        if pause_s:
-            time.sleep(pause_s)
-        return fates
-
-    learner._learn = learn_and_note
 
 
 def wait_learnt(engine: Engine, num_steps: int, timeout_s: float) -> dict[str, Any]:

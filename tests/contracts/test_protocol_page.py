@@ -32,6 +32,7 @@ from shoal.weights import WeightSnapshot, WeightStore, decode_tensors
 from shoal.wire import (
     PROTOCOL_VERSION,
     DropReason,
+    EpisodeSummary,
     ExperienceSpec,
     ExtraSpec,
     MessageLimits,
@@ -54,6 +55,7 @@ EXCHANGE = json.loads((Path(__file__).parents[2] / "docs" / "protocol-example.js
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
 KINDS = {kind.__struct_config__.tag: kind for kind in Message.__args__}
 NESTED = {
+    "episode summary": EpisodeSummary,
     "tensor header": TensorHeader,
     "experience spec": ExperienceSpec,
     "extra spec": ExtraSpec,
@@ -76,6 +78,7 @@ TYPES = {
     tuple[float, ...]: "array of float",
     tuple[str, ...]: "array of str",
     tuple[TensorHeader, ...]: "array of tensor header",
+    tuple[EpisodeSummary, ...] | msgspec.UnsetType: "array of episode summary",
     tuple[tuple[str, str], ...]: "array of [str, str]",
     ExperienceSpec: "experience spec",
     TensorSpec: "tensor spec",

@@ -81,6 +81,18 @@ def test_a_learner_publishes_at_once_and_after_every_update(tmp_path: Path) -> N
     assert bench.queue.ledger.get_account(A).consumed == 2
 
 
+def test_it_reports_how_long_each_batch_took_with_its_publication(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    reported: list[tuple[float, int]] = []
+    bench.learner.on_batch = lambda seconds: reported.append((seconds, bench.store.version))
+    for _ in range(2):
+        bench.put(segment(8))
+        bench.put(segment(8))
+        assert bench.learner.step()
+    assert [version for _, version in reported] == [2, 3]
+    assert all(seconds > 0 for seconds, _ in reported)
+
+
 def test_nothing_older_than_the_lag_reaches_an_update(tmp_path: Path) -> None:
     bench = Bench(tmp_path, used_version=9)  # the first publication is version 10
     for version in (6, 7, 10):

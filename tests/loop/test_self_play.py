@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.local_loop import LocalLoop
 from shoal.rl.spec import RLSpec
 from shoal.weights import WeightSnapshot
-from shoal.wire import Segment, TensorSpec
+from shoal.wire import EpisodeSummary, Segment, TensorSpec
 from waiting import wait_for
 
 KUHN = msgspec.structs.replace(EXPERIENCE, observation=TensorSpec("float32", (7,), 0.0, 1.0), self_play=True)
@@ -117,7 +118,12 @@ def test_an_actor_gets_every_member_and_the_gateway_counts_who_was_beaten(tmp_pa
             client.send(segment(version=3, opponent=7))
             client.drain(5)
             assert client.last_drop == "invalid_range: opponent: 7 is not in the pool of opponents"
-        assert gateway.stats()["opponents"] == {1: {"episodes": 4, "win_rate": 0.5, "mean_return": 0.0}}
+            client.send(replace(segment(version=3, opponent=1), unrecorded=(EpisodeSummary(9.0, 8, opponent=8),)))
+            client.drain(5)
+            assert client.last_drop == "invalid_range: opponent: 8 is not in the pool of opponents"
+            client.send(replace(segment(version=3, opponent=1), unrecorded=(EpisodeSummary(10.0, 8, opponent=1),)))
+            client.drain(5)
+        assert gateway.stats()["opponents"] == {1: {"episodes": 5, "win_rate": 0.6, "mean_return": 2.0}}
     finally:
         parts.store.close()
         gateway.close()

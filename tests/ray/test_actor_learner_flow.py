@@ -268,6 +268,15 @@ def test_several_policies_whose_time_is_up_miss_their_targets_by_name(monkeypatc
         flow._follow_until_done()
 
 
+def test_a_learner_that_fails_as_the_last_target_is_reached_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    solved = make_stats(steps=64, mean_return=2.5, solved_s=3.0, solved_steps=32)
+    flow, recorded = make_policies_flow(monkeypatch, hunters=solved, prey=solved)
+    flow.policies[1]._workers.stats = lambda: (solved, {"failure": "NonFiniteLoss: lower it", "pid": 7})
+    with pytest.raises(RunError, match="the learner of prey failed: NonFiniteLoss: lower it"):
+        flow._follow_until_done()
+    assert "solved" not in [each[0] for each in recorded]
+
+
 class FakeWorker:
     """Its methods' results stand for what Ray would fetch."""
 

@@ -7,6 +7,7 @@ actions.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -15,7 +16,7 @@ import numpy as np
 from shoal.actor.policy import Policy
 from shoal.actor.segment_builder import SegmentBuilder, convert_rows
 from shoal.errors import ConfigError
-from shoal.wire import ExperienceSpec, Segment
+from shoal.wire import EpisodeSummary, ExperienceSpec, Segment
 from shoal.wire.action_masks import INFO_KEY, MASKS, find_choices, read_mask
 from shoal.wire.experience_spec import NO_EXTRAS
 
@@ -54,13 +55,16 @@ class AgentStream(SegmentBuilder):
     """The episodes of one agent, one after the other, as segments. `observation` is the newest one, and `mask` its
     action mask, in a run with masks.
 
-    needs_credit: steps are recorded only while `has_credit`, until a segment is complete
+    unrecorded: if given, steps are recorded only while `has_credit`, until a segment is complete; the episodes that end
+        without credit are added here
     """
 
-    def __init__(self, number: int, spec: ExperienceSpec, policy: Policy, needs_credit: bool = False) -> None:
+    def __init__(
+        self, number: int, spec: ExperienceSpec, policy: Policy, unrecorded: deque[EpisodeSummary] | None = None
+    ) -> None:
         super().__init__(spec)
         self.number, self.policy = number, policy
-        self._needs_credit, self.has_credit = needs_credit, not needs_credit
+        self._unrecorded, self.has_credit = unrecorded, unrecorded is None
         self._choices = find_choices(spec)
         self.observation: Any = None
         self.mask: np.ndarray | None = None
@@ -74,7 +78,7 @@ class AgentStream(SegmentBuilder):
 
     def restart(self) -> None:
         super().restart()
-        self.has_credit = not self._needs_credit
+        self.has_credit = self._unrecorded is None
         self.policy.reset(self.number)
 
     def start_episode(self, observation: Any, info: Mapping[str, Any]) -> None:
@@ -92,16 +96,22 @@ class AgentStream(SegmentBuilder):
         truncated: bool,
         info: Mapping[str, Any],
     ) -> Segment | None:
-        """Add a step: the choice (action, log-probability, version), and what came of it."""
+        """Add a step: the choice (action, log-probability, version), and what came of it. Returns a segment that is
+        complete, of recorded steps."""
         self.observation = observation
         extras = self.find_extras(info, terminated, truncated) if self._extras else NO_EXTRAS
         segment = self.step(*choice, reward, observation, terminated, truncated, extras)
-        if not self.has_credit:
-            if segment is None:
-                self.discard_steps()
-            return None
-        self.has_credit = segment is None or not self._needs_credit
-        return segment
+        if self._unrecorded is None:
+            return segment
+        if self.has_credit:
+            self.has_credit = segment is None
+            return segment
+        if segment is None:
+            self.discard_steps()
+        elif segment.episode_return is not None:  # never a segment for the learner: ends would be most of its batch
+            summary = EpisodeSummary(segment.episode_return, segment.episode_length or 1, self.opponent)
+            self._unrecorded.append(summary)
+        return None
 
     def find_extras(
         self, info: Mapping[str, Any], terminated: bool = False, truncated: bool = False

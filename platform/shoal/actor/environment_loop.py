@@ -7,6 +7,7 @@ ActorClient and SegmentBuilder directly.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -28,8 +29,9 @@ from shoal.actor.client import ActorClient
 from shoal.actor.parallel_game import Opponent, OpponentDraw, ParallelGame, assign_agents, require_one_run
 from shoal.actor.policy import Policy, make_policy
 from shoal.errors import Closed, RunChanged
-from shoal.wire import ExperienceSpec, Segment
+from shoal.wire import EpisodeSummary, ExperienceSpec, Segment
 from shoal.wire.action_masks import find_choices
+from shoal.wire.segment import MAX_UNRECORDED
 
 NO_CREDIT_PAUSE_S = 0.002  # where actors pause while the learner updates
 
@@ -96,6 +98,8 @@ class _ActingPolicy:
         self.policy = self._make_policy(seed)
         self.mask_choices: Sequence[int] = find_choices(client.spec)
         self._num_streams = 0
+        # Episodes that ended without credit; the newest ones, all that the gateway's mean return is of.
+        self._unrecorded = deque[EpisodeSummary](maxlen=MAX_UNRECORDED)
         self._opponents: OpponentDraw | None = None
         if client.spec.self_play:
             self._opponents = OpponentDraw(lambda: client.opponents, self._make_policy, seed)
@@ -111,13 +115,17 @@ class _ActingPolicy:
     def make_stream(self) -> AgentStream:
         """A further stream of experience, for an agent."""
         self._num_streams += 1
-        return AgentStream(self._num_streams - 1, self.client.spec, self.policy, self.needs_credit)
+        unrecorded = self._unrecorded if self.needs_credit else None
+        return AgentStream(self._num_streams - 1, self.client.spec, self.policy, unrecorded)
 
     def send(self, stream: AgentStream, segment: Segment) -> None:
-        """Send a segment of a stream; waits for credit."""
+        """Send a segment of a stream, with the episodes that have ended without one; waits for credit."""
         stream.num_segments += 1
         if stream.opponent:
             segment = replace(segment, opponent=stream.opponent)
+        if self._unrecorded:
+            segment = replace(segment, unrecorded=tuple(self._unrecorded))
+            self._unrecorded.clear()
         self.client.send(segment, timeout_s=None)
 
     def start(self) -> None:
@@ -240,7 +248,8 @@ class _Player:
         the least played first. A game goes on while it may record a step, or one of another agent could get credit.
 
         Its other agents act without a record: an actor that waited for the credit of each policy, while another has it
-        and waits for that of this one, would wait for ever.
+        and waits for that of this one, would wait for ever. The returns of episodes that end so are sent with the next
+        segment.
         """
         games, has_credit_left = self._stream_games, False
         for each in (policy for policy in self._policies if policy.needs_credit):

@@ -190,7 +190,7 @@ class ParallelGame(StreamGame):
         stream, reward = self._open[agent], self._rewards.pop(agent)
         choice = self._choices.pop(agent)
         segment = stream.end_step(choice, reward, observations[agent], terminated, truncated, info)
-        if segment is not None:  # the end of an episode is sent in any case, for its return
+        if segment is not None:  # the end of an episode is sent although its steps are outdated, for its return
             self._find_runner(agent).send(stream, segment)
         elif agent in self._outdated:
             stream.discard_steps()

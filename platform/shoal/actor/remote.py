@@ -269,9 +269,12 @@ def run_remote_actor(
     the clients do, and ConfigError for an agent without a policy.
     """
     clients = clients if isinstance(clients, Sequence) else [clients]
-    game, run_ids, steps = _RemoteGame(environment, [RemoteActor(client) for client in clients]), [""], 0
+    game, run_ids, steps = _RemoteGame(environment, [RemoteActor(client) for client in clients]), list[str](), 0
     while not any(client.finished for client in clients) and (max_steps is None or steps < max_steps):
         if run_ids != [client.run_id for client in clients]:
+            if run_ids and len(clients) > 1:
+                for client in clients:
+                    client.connect()  # the others may still have the old run
             run_ids = [client.run_id for client in clients]
             if on_run is not None:
                 for client in clients:

@@ -225,10 +225,11 @@ class LoopRun:
         return False
 
     def _follow_until_done(self) -> None:
-        """Poll, record and print. Raises RunError when a target cannot be reached."""
+        """Poll, record and print. Raises RunError when a learner has failed, or a target cannot be reached."""
         while True:
             polled_at = time.monotonic()
             self._poll()
+            self._require_running_learners()
             if self._is_done():
                 return
             self._require_reachable_targets()
@@ -257,10 +258,12 @@ class LoopRun:
     def _time_is_up(self) -> bool:
         return self._learning_since is not None and time.monotonic() - self._learning_since > self.spec.max_wall_s
 
-    def _require_reachable_targets(self) -> None:
+    def _require_running_learners(self) -> None:
         for each in self.policies:
             if failure := each.learner.get("failure"):
                 raise RunError(f"the learner{f' of {each.name}' * bool(each.name)} failed: {failure}")
+
+    def _require_reachable_targets(self) -> None:
         if not self._time_is_up():
             return
         self._require_experience()

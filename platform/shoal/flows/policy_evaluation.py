@@ -101,7 +101,9 @@ def _play(
 
 
 def record_evaluation(recorder: RunRecorder, step: int, played: Mapping[str, Evaluation]) -> None:
-    """played: of each policy that had an agent in an episode; step: of the metrics"""
+    """played: of each policy that had an agent in an episode, if any had; step: of the metrics"""
+    if not played:
+        return
     if ONLY_POLICY not in played:
         recorder.log(step, {f"evaluation/{name}": each.mean_return for name, each in played.items()})
         recorder.record_event(

@@ -188,7 +188,13 @@ def _require_compatible_checkpoint(
     words = [each.model.word if each.model is not None else "" for each in (spec, before)]
     if words[0] != words[1]:
         raise refuse("model", words[0], f"with {words[1] or 'layers of ours'}")
-    networks = [(each.model_factory, each.algorithm.get_model_options(), each.state_size) for each in (spec, before)]
+    cores = [_describe_core(each) for each in (spec, before)]
+    if cores[0] != cores[1] and (spec.core, spec.core_size) != (before.core, before.core_size):
+        raise refuse("core", cores[0], f"with {cores[1]}")
+    networks = [
+        (each.model_factory, each.algorithm.get_model_options(), core)
+        for each, core in zip((spec, before), cores, strict=True)
+    ]
     if networks[0] != networks[1]:
         raise refuse("algorithm", spec.algorithm.name, f"with another network, by {before.algorithm}")
     for name in ("normalize_observations", "normalize_rewards"):
@@ -198,6 +204,10 @@ def _require_compatible_checkpoint(
         learnt, _ = inspect_environment(before, agents=experience.agents)
         if describe_policy_model(spec, experience) != describe_policy_model(spec, learnt):
             raise refuse("env", spec.env, f"{before.env}, which shows or takes something else")
+
+
+def _describe_core(spec: RLSpec) -> str:
+    return spec.applied_core if spec.applied_core == "none" else f"{spec.applied_core} of {spec.core_size}"
 
 
 def describe_policy_model(spec: RLSpec, experience: ExperienceSpec) -> tuple[ModelFactory, Signature]:

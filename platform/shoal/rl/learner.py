@@ -57,6 +57,8 @@ class Learner:
             self.algorithm.group = hub
         self.updates = self.steps = 0  # steps: of the environment, that entered an update
         self.counts = {"consumed": 0, "dropped": 0}  # segments, over all incarnations of the learner
+        # Called in the learner's thread with how long it has taken for a batch, publication included.
+        self.on_batch: Callable[[float], object] = lambda seconds: None
         self.failure = ""  # why the last checkpoint or version could not be written; "" when it was
         self._metrics: dict[str, float] = {}
         self._lock = threading.Lock()  # guards the fields that stats() reads together
@@ -133,6 +135,7 @@ class Learner:
                 self._publish_if_due()
             self._save_if_due()
             return False
+        started = time.perf_counter()
         prepared = self.algorithm.prepare(batch)
         # Before the weights depend on the batch.
         evidence = [] if self._evidence is None else self._evidence.score(prepared, time.monotonic())
@@ -144,6 +147,7 @@ class Learner:
         self.algorithm.normalizer.learn(batch, learnt)  # after: it was learnt in the units of its actors
         if learnt.any():
             self._publish_if_due()
+        self.on_batch(time.perf_counter() - started)
         self.counts["dropped"] += int((~learnt).sum())
         self.counts["consumed"] += int(learnt.sum())
         self._lease.complete(batch, outcomes, evidence)

@@ -65,9 +65,17 @@ class Welcome(msgspec.Struct, frozen=True, tag_field="kind", tag="welcome", omit
     inference: str = "local"
 
 
+class EpisodeSummary(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An episode whose end no segment has. `opponent`: with self-play, the version that the other agents had."""
+
+    episode_return: float
+    episode_length: int
+    opponent: int = 0
+
+
 class SegmentMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="segment"):
     """actor → gateway. Consecutive steps of one episode; `tensors` describes the frames that follow. `opponent`: with
-    self-play, the version that the other agents had."""
+    self-play, the version that the other agents had. `unrecorded`: episodes that ended before, without credit."""
 
     seq: int
     tensors: tuple[TensorHeader, ...]
@@ -76,6 +84,7 @@ class SegmentMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="segment
     episode_return: float | None = None
     episode_length: int | None = None
     opponent: int | msgspec.UnsetType = msgspec.UNSET
+    unrecorded: tuple[EpisodeSummary, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Ack(msgspec.Struct, frozen=True, tag_field="kind", tag="ack"):

@@ -19,12 +19,14 @@ import numpy as np
 from shoal.errors import InvalidSegment
 from shoal.wire.action_masks import MASKS, check_masks
 from shoal.wire.experience_spec import DTYPES, ExperienceSpec, TensorSpec
-from shoal.wire.messages import SegmentMessage, TensorHeader, encode
+from shoal.wire.messages import EpisodeSummary, SegmentMessage, TensorHeader, encode
 
 _NAMES = {np.dtype(code): name for name, code in DTYPES.items()}
 _TENSORS = ("observations", "actions", "rewards", "log_probabilities", "versions")
 _HEADER_BYTES = 1024  # more than the header of five tensors ever needs
 _EXTRA_HEADER_BYTES = 256  # and of each further one
+_UNRECORDED_BYTES = 80  # of an episode without a segment of its end
+MAX_UNRECORDED = 100  # of a segment
 _LOG_PROBABILITY = TensorSpec("float32", (), None, 1e-3)  # log p ≤ 0, with a margin for rounding
 _LOG_DENSITY = TensorSpec("float32", ())  # of an action that is not one of finitely many
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
@@ -63,6 +65,7 @@ class Segment:
     terminated, truncated: how the episode ended after the last step; at most one is true
     episode_return, episode_length: of the whole episode, given when it ended here
     opponent: with self-play, the version that the other agents had; 0 without
+    unrecorded: episodes of the same policy's agents that ended before, and of whose end there is no segment
     extras: further tensors by name: [1, ...] of the segment's first observation, or [L+1, ...] of each
     """
 
@@ -77,6 +80,7 @@ class Segment:
     episode_length: int | None = None
     extras: Mapping[str, np.ndarray] = field(default_factory=dict)
     opponent: int = 0
+    unrecorded: tuple[EpisodeSummary, ...] = ()
 
     @property
     def num_steps(self) -> int:
@@ -92,7 +96,9 @@ def largest_segment_bytes(spec: ExperienceSpec) -> int:
     length = spec.segment_length
     extras = sum(_EXTRA_HEADER_BYTES + each.count_rows(length) * _row_bytes(each.tensor) for each in spec.extras)
     steps = (length + 1) * _row_bytes(spec.observation) + length * (_row_bytes(spec.action) + 4 + 4 + 8)
-    return _HEADER_BYTES + steps + extras
+    # Where another policy has credit, agents without it play on.
+    unrecorded = _UNRECORDED_BYTES * MAX_UNRECORDED if spec.agents else 0
+    return _HEADER_BYTES + steps + extras + unrecorded
 
 
 def _row_bytes(spec: TensorSpec) -> int:
@@ -102,7 +108,8 @@ def _row_bytes(spec: TensorSpec) -> int:
 def estimate_segment_bytes(segment: Segment) -> int:
     """The size of its message, header included."""
     extras = sum(_EXTRA_HEADER_BYTES + int(array.nbytes) for array in segment.extras.values())
-    return _HEADER_BYTES + sum(int(getattr(segment, name).nbytes) for name in _TENSORS) + extras
+    tensors = sum(int(getattr(segment, name).nbytes) for name in _TENSORS)
+    return _HEADER_BYTES + tensors + extras + _UNRECORDED_BYTES * len(segment.unrecorded)
 
 
 class PackedSegment(NamedTuple):
@@ -129,6 +136,7 @@ class PackedSegment(NamedTuple):
             None if segment.episode_return is None else float(segment.episode_return),
             None if segment.episode_length is None else int(segment.episode_length),
             segment.opponent or msgspec.UNSET,
+            segment.unrecorded or msgspec.UNSET,
         )
         return cls(header, tensors)
 
@@ -164,6 +172,8 @@ def unpack_segment(message: SegmentMessage, frames: Sequence[bytes], spec: Exper
         raise InvalidSegment(DropReason.INVALID_FRAMES, "tensors", "one name stands there twice")
     length = _read_length(described, spec.segment_length)
     _check_ending(message, length)
+    unrecorded = message.unrecorded or ()
+    _check_unrecorded(unrecorded)
     log_probability = _LOG_PROBABILITY if spec.action.numpy_dtype().kind != "f" else _LOG_DENSITY
     extras = {
         each.name: _read_tensor(each.name, described, each.count_rows(length), each.tensor) for each in spec.extras
@@ -183,6 +193,7 @@ def unpack_segment(message: SegmentMessage, frames: Sequence[bytes], spec: Exper
         message.episode_length,
         extras,
         message.opponent or 0,
+        unrecorded,
     )
 
 
@@ -268,3 +279,15 @@ def _check_ending(message: SegmentMessage, length: int) -> None:
         if (getattr(message, name) is not None) != ended:
             problem = "is missing, though the episode ended" if ended else "is given, though the episode goes on"
             raise InvalidSegment(DropReason.INVALID_RANGE, name, problem)
+
+
+def _check_unrecorded(unrecorded: Sequence[EpisodeSummary]) -> None:
+    if len(unrecorded) > MAX_UNRECORDED:
+        problem = f"has {len(unrecorded)} episodes, at most {MAX_UNRECORDED}"
+        raise InvalidSegment(DropReason.INVALID_RANGE, "unrecorded", problem)
+    for each in unrecorded:
+        if not math.isfinite(each.episode_return):
+            raise InvalidSegment(DropReason.NON_FINITE, "unrecorded", "has a return that is NaN or infinite")
+        if each.episode_length < 1:
+            problem = f"has an episode of {each.episode_length} steps"
+            raise InvalidSegment(DropReason.INVALID_RANGE, "unrecorded", problem)

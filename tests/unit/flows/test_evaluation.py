@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import ClassVar, cast
 
 import gymnasium
@@ -21,7 +22,9 @@ from shoal.flows.policy_evaluation import (
     hold_trial,
     is_sure,
     play_through,
+    record_evaluation,
 )
+from shoal.runs import RunRecorder
 
 
 def _played(returns: list[float]) -> Evaluation:
@@ -32,6 +35,13 @@ def play_alone(connection: object, env: str, num_episodes: int, seed: int, max_r
     """Of a run with one policy."""
     policy = cast("PolicyConnection", connection)
     return play_through([{"": policy}], env, num_episodes, seed, {"": max_rows}, **words)[""]
+
+
+def test_an_evaluation_that_no_agent_took_part_in_is_not_recorded() -> None:
+    recorded: list[object] = []
+    recorder = cast("RunRecorder", SimpleNamespace(log=recorded.append, record_event=recorded.append))
+    record_evaluation(recorder, 1, {})
+    assert recorded == []
 
 
 def test_equal_returns_miss_their_target_always_or_never() -> None:

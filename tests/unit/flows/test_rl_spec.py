@@ -80,6 +80,35 @@ def test_what_does_not_fit_what_a_run_has_learnt_is_refused(
         check(resumed.override([word]))
 
 
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["core=lstm", "core_size=64"], r"core = 'lstm of 64': run one has learnt with gru of 128"),  # a state as large
+        (["core_size=64"], r"core = 'gru of 64': run one has learnt with gru of 128"),
+        (["core=none"], r"core = 'none': run one has learnt with gru of 128"),
+    ],
+)
+def test_another_core_than_a_run_has_learnt_with_is_refused(words: list[str], problem: str) -> None:
+    spec = ActorLearnerSpec().override(["algorithm=ppo", "core=gru", "core_size=128"])
+    with shoal.runs.create("actor_learner", spec.to_yaml(), "one") as run:
+        run.finish("stopped")
+    (run.folder / "checkpoints" / "step-000000001").mkdir(parents=True)
+    resumed = spec.override(["resume=one"])
+    check(resumed.override(["algorithm=impala"]))
+    with pytest.raises(SpecMismatch, match=problem):
+        check(resumed.override(words))
+
+
+def test_the_size_of_a_core_that_a_network_does_not_have_may_be_another_one() -> None:
+    spec = ActorLearnerSpec()
+    with shoal.runs.create("actor_learner", spec.to_yaml(), "one") as run:
+        run.finish("stopped")
+    (run.folder / "checkpoints" / "step-000000001").mkdir(parents=True)
+    check(spec.override(["resume=one", "core_size=8"]))
+    with pytest.raises(SpecMismatch, match="algorithm = 'r2d2': run one has learnt with another network"):
+        check(spec.override(["resume=one", "algorithm=r2d2"]))
+
+
 @pytest.mark.parametrize("seed", [2**64, -(2**63) - 1])
 def test_a_seed_that_the_learner_cannot_take_is_refused_before_it_starts(seed: int) -> None:
     with pytest.raises(ConfigError, match=r"learner\.seed"):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from shoal.errors import InvalidSegment, ProtocolViolation
 from shoal.wire import (
     DropReason,
+    EpisodeSummary,
     ExperienceSpec,
     MessageLimits,
     PolicySpec,
@@ -81,11 +82,13 @@ experience_specs = st.builds(
     st.builds(PolicySpec, names, names, st.lists(st.tuples(names, names), max_size=3).map(tuple)),
 )
 headers = st.builds(TensorHeader, names, names, st.lists(integers, max_size=4).map(tuple))
+summaries = st.builds(EpisodeSummary, floats, integers, integers)
 
 
 def _field(field: msgspec.structs.FieldInfo) -> st.SearchStrategy[object]:
     by_type = {int: integers, str: names, float: floats, bool: st.booleans(), ExperienceSpec: experience_specs}
     by_type[tuple[TensorHeader, ...]] = st.lists(headers, max_size=3).map(tuple)
+    by_type[tuple[EpisodeSummary, ...] | msgspec.UnsetType] = st.just(msgspec.UNSET) | st.lists(summaries).map(tuple)
     by_type[tuple[int, ...]] = st.lists(integers, max_size=3).map(tuple)
     by_type[float | None] = st.none() | floats
     by_type[int | None] = st.none() | integers
@@ -395,6 +398,7 @@ def test_limits_hold_at_the_limit_and_not_beyond() -> None:
 def test_nothing_but_typed_errors_comes_out_of_damaged_messages() -> None:
     welcome = Welcome(1, "run", SPEC, 0, 16, 1, 1.0, 6.0, 1 << 20)
     valid = [frames_of(valid_segment(n), n) for n in (1, 3, 8)] + [[encode(welcome)]]
+    valid.append(frames_of(replace(valid_segment(), unrecorded=(EpisodeSummary(2.5, 3),))))
     outcomes = {"violation": 0, "invalid": 0, "valid": 0}
     reasons = set()
     for frames in damaged_messages(valid, 6000, seed=7):

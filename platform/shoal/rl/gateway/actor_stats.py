@@ -134,20 +134,25 @@ class RunProgress:
         actor.invalid[reason] = actor.invalid.get(reason, 0) + count
 
     def record_segment(self, actor: ActorProgress, segment: Segment) -> None:
-        """Count a valid segment, accepted or too old."""
+        """Count a valid segment, accepted or too old, and the episodes that it ends or names."""
         if self.first_segment_at is None:
             self.first_segment_at, self._started_at = time.time(), time.monotonic()
         actor.steps += segment.num_steps
         actor.segments += 1
         actor.weights_version = int(segment.versions[-1])
         self.steps += segment.num_steps
-        if segment.episode_return is None:
-            return
+        for each in segment.unrecorded:
+            self._record_episode(each.episode_return, each.episode_length, each.opponent)
+        if segment.episode_return is not None:
+            length = segment.episode_length or segment.num_steps
+            self._record_episode(segment.episode_return, length, segment.opponent)
+
+    def _record_episode(self, episode_return: float, length: int, opponent: int) -> None:
         self.episodes += 1
-        self.returns.append(segment.episode_return)
-        self.lengths.append(segment.episode_length or segment.num_steps)
-        if segment.opponent:
-            self.by_opponent.setdefault(segment.opponent, deque(maxlen=EPISODE_WINDOW)).append(segment.episode_return)
+        self.returns.append(episode_return)
+        self.lengths.append(length)
+        if opponent:
+            self.by_opponent.setdefault(opponent, deque(maxlen=EPISODE_WINDOW)).append(episode_return)
         full = len(self.returns) == EPISODE_WINDOW
         if self.target_return is not None and self.solved_s is None and full and self.mean_return >= self.target_return:
             self.solved_s = self.elapsed_s

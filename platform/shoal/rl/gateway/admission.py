@@ -45,9 +45,10 @@ class Admission:
             if int(segment.versions.max()) > self._get_version():
                 problem = f"{segment.versions.max()} was never published"
                 raise InvalidSegment(DropReason.INVALID_RANGE, "versions", problem)
-            if segment.opponent and (self._opponents is None or segment.opponent not in self._opponents):
-                problem = f"{segment.opponent} is not in the pool of opponents"
-                raise InvalidSegment(DropReason.INVALID_RANGE, "opponent", problem)
+            for opponent in (segment.opponent, *(each.opponent for each in segment.unrecorded)):
+                if opponent and (self._opponents is None or opponent not in self._opponents):
+                    problem = f"{opponent} is not in the pool of opponents"
+                    raise InvalidSegment(DropReason.INVALID_RANGE, "opponent", problem)
         except InvalidSegment as error:
             detail = f"{error.field}: {error.problem}"
             self._progress.record_rejection(session.progress, error.reason, detail)

@@ -1,0 +1,137 @@
+"""Episodes that agents end without credit: their returns come with their policy's next segment."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from typing import Any
+
+import gymnasium
+import msgspec
+import numpy as np
+import pytest
+
+from shoal.actor import play
+from shoal.errors import InvalidSegment
+from shoal.rl.gateway.actor_stats import ActorProgress, RunProgress
+from shoal.wire import (
+    EpisodeSummary,
+    ExperienceSpec,
+    MessageLimits,
+    PolicySpec,
+    Segment,
+    SegmentMessage,
+    TensorSpec,
+    decode,
+    pack_segment,
+    unpack_segment,
+)
+from shoal.wire.segment import MAX_UNRECORDED, estimate_segment_bytes, largest_segment_bytes
+
+POLICY = PolicySpec("mlp_categorical", "tanh", (("policy.0.weight", "policy.0.bias"),))
+WEIGHTS = {"policy.0.weight": np.zeros((2, 1), np.float32), "policy.0.bias": np.zeros(2, np.float32)}
+
+
+class CountedClient:
+    """A connection to a gateway that counts what comes. A synchronous one gives credit for a segment now and then."""
+
+    actor_id, finished, run_id = "actor-0", False, "run.policy"
+
+    def __init__(self, agent: str, is_synchronous: bool) -> None:
+        observation, action = TensorSpec("float32", (1,), -1.0, 1.0), TensorSpec("int64", (), 0, 1)
+        self.spec = ExperienceSpec(observation, action, 32, POLICY, (), False, (agent,))
+        self.is_synchronous, self.num_credits = is_synchronous, 0
+        self.progress, self._random = RunProgress(returns=deque(), lengths=deque()), random.Random(1)
+
+    def wait_for_weights(self) -> tuple[int, dict[str, np.ndarray]]:
+        return 1, WEIGHTS
+
+    def newer_weights(self, than: int) -> None:
+        if self.is_synchronous and not self.num_credits and self._random.random() < 0.02:
+            self.num_credits = 1
+
+    def send(self, segment: Segment, timeout_s: float | None) -> None:
+        if self.is_synchronous:
+            assert self.num_credits > 0
+            self.num_credits -= 1
+        message = decode(frames := pack_segment(segment, 0), MessageLimits())
+        assert isinstance(message, SegmentMessage)
+        self.progress.record_segment(ActorProgress("actor-0", 1), unpack_segment(message, frames[1:], self.spec))
+
+
+class ShortOrLong:
+    """Two agents, whose episodes have 1 step or 19. A step's reward is 1."""
+
+    possible_agents = ("a", "b")
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+        self._random, self._num_steps = random.Random(2), 0
+
+    def observation_space(self, agent: str) -> gymnasium.spaces.Box:
+        return gymnasium.spaces.Box(-1.0, 1.0, (1,))
+
+    def action_space(self, agent: str) -> gymnasium.spaces.Discrete:
+        return gymnasium.spaces.Discrete(2)
+
+    def reset(self, seed: int | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        self._num_steps = 0
+        self.lengths.append(self._random.choice([1, 19]))
+        return self._observe(), {}
+
+    def step(self, actions: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+        self._num_steps += 1
+        has_ended = self._num_steps == self.lengths[-1]
+        return self._observe(), {"a": 1.0, "b": 1.0}, {"a": has_ended, "b": has_ended}, {}, {}
+
+    def _observe(self) -> dict[str, Any]:
+        return {"a": np.zeros(1, np.float32), "b": np.zeros(1, np.float32)}
+
+
+@pytest.mark.parametrize("is_synchronous", [True, False])
+def test_a_policy_that_pauses_reports_the_return_of_every_episode(is_synchronous: bool) -> None:
+    """Else long episodes, in which a record is more likely to begin, would be most of the reported ones."""
+    game, pausing, other = ShortOrLong(), CountedClient("a", is_synchronous), CountedClient("b", False)
+    play([game], [pausing, other], seed=1, max_steps=10_000, pull_interval_s=0.0)  # type: ignore[arg-type, list-item]
+    for progress in (pausing.progress, other.progress):
+        assert list(progress.returns) == list(map(float, game.lengths))[: progress.episodes]
+        assert list(progress.lengths) == game.lengths[: progress.episodes]
+        assert progress.episodes > len(game.lengths) - 100
+    assert pausing.progress.mean_return == pytest.approx(np.mean(game.lengths), rel=0.05)
+
+
+def with_unrecorded(*episodes: EpisodeSummary) -> Segment:
+    zeros = np.zeros(1, np.float32)
+    return Segment(
+        np.zeros((2, 1), np.float32), np.zeros(1, np.int64), zeros, zeros, np.ones(1, np.int64), unrecorded=episodes
+    )
+
+
+@pytest.mark.parametrize(
+    ("unrecorded", "reason", "problem"),
+    [
+        ([EpisodeSummary(1.0, 1)] * (MAX_UNRECORDED + 1), "invalid_range", "has 101 episodes, at most 100"),
+        ([EpisodeSummary(1.0, 0)], "invalid_range", "has an episode of 0 steps"),
+        ([EpisodeSummary(1.0, 1), EpisodeSummary(math.inf, 1)], "non_finite", "has a return that is NaN or infinite"),
+    ],
+)
+def test_what_no_episode_can_be_is_rejected(unrecorded: list[EpisodeSummary], reason: str, problem: str) -> None:
+    client = CountedClient("a", False)
+    with pytest.raises(InvalidSegment) as caught:
+        client.send(with_unrecorded(*unrecorded), None)
+    assert (caught.value.reason, caught.value.field, caught.value.problem) == (reason, "unrecorded", problem)
+    assert client.progress.episodes == 0
+
+
+def test_they_are_within_the_largest_message_and_count_for_their_opponents() -> None:
+    client = CountedClient("a", False)
+    largest = with_unrecorded(*[EpisodeSummary(0.1, 2**62, 2**62)] * MAX_UNRECORDED)
+    without = with_unrecorded()
+    size = sum(map(len, pack_segment(largest, 2**62))) - sum(map(len, pack_segment(without, 2**62)))
+    assert size <= estimate_segment_bytes(largest) - estimate_segment_bytes(without)
+    named = largest_segment_bytes(client.spec) - largest_segment_bytes(msgspec.structs.replace(client.spec, agents=()))
+    assert size <= named
+    client.send(with_unrecorded(EpisodeSummary(1.0, 3, 2), EpisodeSummary(-1.0, 3, 2), EpisodeSummary(5.0, 3)), None)
+    assert client.progress.to_dict()["opponents"] == {2: {"episodes": 2, "win_rate": 0.5, "mean_return": 0.0}}
+    assert (client.progress.episodes, client.progress.steps) == (3, 1)
