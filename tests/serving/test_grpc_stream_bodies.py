@@ -91,7 +91,8 @@ def test_who_takes_no_answers_is_read_no_further_and_has_left_after_a_while(
                 while True:
                     writer.write(chunk)
                     await asyncio.wait_for(writer.drain(), TIMEOUT_S)
-            assert STREAM_WINDOW < len(model.calls) < 1000
+            # A deadline may pass before the window is full.
+            assert (STREAM_WINDOW if header == "x: y" else 0) < len(model.calls) < 1000
             writer.close()
 
     asyncio.run(test())
