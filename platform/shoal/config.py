@@ -71,21 +71,21 @@ class Spec(_Model):
         return cls.parse(_load_mapping(source))
 
     @classmethod
-    def from_record(cls, text: str, words: Iterable[str] = (), *, leave_out: Collection[str] = ()) -> Self:
+    def from_record(cls, text: str, overrides: Iterable[str] = (), *, leave_out: Collection[str] = ()) -> Self:
         """Read the output of `to_record`, with `a.b=c` words applied; the other fields have the present defaults.
 
         Fields that this release does not have are logged, and have no effect. Secrets are masked in a record: the words
         must set them again, unless they are in one of the fields to `leave_out`. Raises ConfigError.
         """
         values = {name: each for name, each in _load_mapping(text).items() if name not in leave_out}
-        return cls.parse_known(values, "the record", words)
+        return cls.parse_known(values, "the record", overrides)
 
     @classmethod
-    def parse_known(cls, values: Mapping[str, Any], source: Path | str, words: Iterable[str] = ()) -> Self:
+    def parse_known(cls, values: Mapping[str, Any], source: Path | str, overrides: Iterable[str] = ()) -> Self:
         """Like `parse`, without the fields that this release does not have, which are logged. Raises ConfigError."""
-        words = list(words)
+        overrides = list(overrides)
         try:
-            return cls._parse_record(values, words)
+            return cls._parse_record(values, overrides)
         except ConfigError:
             known = copy.deepcopy(dict(values))
             unknown = [
@@ -93,14 +93,14 @@ class Spec(_Model):
             ]
             if not unknown:
                 raise
-        found = cls._parse_record(known, words)
+        found = cls._parse_record(known, overrides)
         log_unknown_fields(source, unknown)
         return found
 
     @classmethod
-    def _parse_record(cls, values: Mapping[str, Any], words: Iterable[str]) -> Self:
+    def _parse_record(cls, values: Mapping[str, Any], overrides: Iterable[str]) -> Self:
         changed = copy.deepcopy(dict(values))
-        _apply_overrides(changed, cls, words)
+        _apply_overrides(changed, cls, overrides)
         try:
             return cls.parse(changed)
         except ConfigError as error:
@@ -111,9 +111,9 @@ class Spec(_Model):
             raise
 
     @classmethod
-    def from_override(cls, word: str, before: Mapping[str, Any]) -> object:
-        """The new value of a field of this type when an `override` sets it to one word; `before` is the old value."""
-        return word
+    def from_override(cls, text: str, before: Mapping[str, Any]) -> object:
+        """The new value of a field of this type when an `override` sets it to one text; `before` is the old value."""
+        return text
 
     @classmethod
     def list_fields(cls) -> Collection[str]:
@@ -146,13 +146,13 @@ class Spec(_Model):
         """
         return dump_yaml(_dump_specified(self, self.model_dump(mode="json")))
 
-    def override(self, words: Iterable[str]) -> Self:
+    def override(self, overrides: Iterable[str]) -> Self:
         """A copy with `a.b=c` words applied; values are read as YAML (`true`, `3`, `1e-3`, `[1, 2]`, `text`).
 
         Raises ConfigError for a word without `=`, an unknown field, or a value that does not fit.
         """
         values = _dump_specified(self, self.model_dump())
-        _apply_overrides(values, type(self), words)
+        _apply_overrides(values, type(self), overrides)
         return type(self).parse(values)
 
     def update(self, fields: Mapping[str, Any]) -> Self:
@@ -202,10 +202,10 @@ def merge(base: Any, changes: Any) -> Any:
     return {**base, **{name: merge(base.get(name), each) for name, each in changes.items()}}
 
 
-def parse_overrides(spec: type[Spec], words: Iterable[str]) -> dict[str, Any]:
+def parse_overrides(spec: type[Spec], overrides: Iterable[str]) -> dict[str, Any]:
     """The fields of `spec` that `a.b=c` words set, and no others. Raises ConfigError for an unknown one."""
     values: dict[str, Any] = {}
-    _apply_overrides(values, spec, words, with_defaults=False)
+    _apply_overrides(values, spec, overrides, with_defaults=False)
     return values
 
 
@@ -218,9 +218,9 @@ def format_override(path: str, value: str | list[str]) -> str:
     return f"{path}={value if is_plain else json.dumps(value, ensure_ascii=False)}"
 
 
-def last_override(words: Iterable[str], path: str) -> str:
+def last_override(overrides: Iterable[str], path: str) -> str:
     """The text to which the last word for `path` sets it; "" if there is none. Raises ConfigError."""
-    written = [text for name, _, text in (word.partition("=") for word in words) if name == path]
+    written = [text for name, _, text in (override.partition("=") for override in overrides) if name == path]
     value = _parse_value(path, written[-1]) if written else ""
     return value if isinstance(value, str) else written[-1]
 
@@ -266,24 +266,24 @@ _Owner: TypeAlias = type[BaseModel] | _SpecMapping | None  # None: a plain mappi
 
 
 def _apply_overrides(
-    values: dict[str, Any], spec: type[BaseModel], words: Iterable[str], *, with_defaults: bool = True
+    values: dict[str, Any], spec: type[BaseModel], overrides: Iterable[str], *, with_defaults: bool = True
 ) -> None:
-    for word in _put_kinds_first(words):
-        path, separator, text = word.partition("=")
+    for override in _put_kinds_first(overrides):
+        path, separator, text = override.partition("=")
         if not separator or not path:
-            raise ConfigError("override", word, "is not of the form a.b=c", "for example learner.lr=0.001")
+            raise ConfigError("override", override, "is not of the form a.b=c", "for example learner.lr=0.001")
         _set_field(values, spec, path, _parse_value(path, text) if text else "", with_defaults)
 
 
-def _put_kinds_first(words: Iterable[str]) -> list[str]:
-    """Words, `a.kind=...` before those that set fields of `a`, whose kind it chooses."""
+def _put_kinds_first(overrides: Iterable[str]) -> list[str]:
+    """Put `a.kind=...` before those that set fields of `a`, whose kind it chooses."""
     ordered: list[str] = []
-    for word in words:
-        path, *_ = word.partition("=")
+    for override in overrides:
+        path, *_ = override.partition("=")
         others, index = [each.partition("=")[0] for each in ordered], len(ordered)
         while path.endswith(".kind") and index and not f"{path}.".startswith(f"{others[index - 1]}."):
             index -= 1
-        ordered.insert(index, word)
+        ordered.insert(index, override)
     return ordered
 
 

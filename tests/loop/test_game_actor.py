@@ -98,7 +98,7 @@ def test_an_episode_in_which_the_run_changes_is_not_recorded_and_the_next_one_is
         parts.gateway.close()
         with serving(port=parts.gateway.port) as other:
             other.gateway._handshake.run_id = "run-2"
-            wait_for(lambda: actor.act(observe(1)) in (0, 1) and actor._joined_run == 1)
+            wait_for(lambda: actor.act(observe(1)) in (0, 1) and actor._current_run == 1)
             actor.end_episode(observe(2))
             actor.act(observe(3))
             actor.end_episode(observe(4))

@@ -392,7 +392,7 @@ def test_a_learner_waits_for_a_ledger_that_cannot_be_written(tmp_path: Path, mon
     bench = Bench(tmp_path)
     refusals = 0
 
-    def refuse(lease_id: int, fates: Sequence[DropReason | None], evidence: Sequence[float]) -> bool:
+    def refuse(lease_id: int, outcomes: Sequence[DropReason | None], evidence: Sequence[float]) -> bool:
         nonlocal refusals
         refusals += 1
         raise LedgerUnwritable("the disk is full")

@@ -105,7 +105,9 @@ def test_a_column_is_the_one_of_its_name_in_every_file_of_a_folder(
     answers: list[float] = []
 
     def predict_files(job: ray_batch_predict.BatchJob, files: list[Path], *_: object, **__: object) -> int:
-        predictor = TablePredictor(job.source.load_package(job.version), job.options, said=job.said)
+        predictor = TablePredictor(
+            job.source.load_package(job.version), job.options, columns_by_input=job.columns_by_input
+        )
         answers.extend(predictor(read(file))["y"][0].as_py() for file in files)
         return 2
 

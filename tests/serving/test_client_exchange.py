@@ -123,7 +123,7 @@ def test_the_time_of_the_caller_is_for_all_attempts_together() -> None:
 
 
 def test_the_time_of_the_caller_may_have_begun_before() -> None:
-    talk = Talk(RetryPolicy(1.0, tells=True, end_s=100.6))
+    talk = Talk(RetryPolicy(1.0, sends_deadline=True, end_s=100.6))
     assert talk.answer(NotSent("refused"), DONE) is DONE
     assert [send.request.headers["shoal-deadline-ms"] for send in talk.sent] == ["600.000", "540.000"]
     late = Talk(RetryPolicy(1.0, end_s=99.9))
@@ -150,7 +150,7 @@ def test_no_answer_in_time_is_what_the_endpoint_would_say_too() -> None:
 
 
 def test_a_deadline_is_told_as_what_is_left_of_it() -> None:
-    talk = Talk(RetryPolicy(1.0, tells=True))
+    talk = Talk(RetryPolicy(1.0, sends_deadline=True))
     talk.answer(NotSent("refused"), DONE)
     assert [send.request.headers["shoal-deadline-ms"] for send in talk.sent] == ["1000.000", "940.000"]
     assert REQUEST.headers == {}

@@ -296,34 +296,38 @@ def rows(*firsts: float) -> pa.Table:
 
 
 def test_predictions_stand_beside_their_rows() -> None:
-    answered = predictor(said={"x": ["a", "b"]})(rows(*range(10)))
+    answered = predictor(columns_by_input={"x": ["a", "b"]})(rows(*range(10)))
     assert answered.column_names == ["id", "a", "b", "total", "model_version"]
     assert answered["total"].to_pylist() == [2.0 * (row + 1) for row in range(10)]
     assert answered["model_version"].to_pylist() == [3] * 10
 
 
 def test_only_what_is_kept_goes_along() -> None:
-    assert predictor(said={"x": ["a", "b"]}, keep=["id"])(rows(1)).column_names == ["id", "total", "model_version"]
+    assert predictor(columns_by_input={"x": ["a", "b"]}, keep=["id"])(rows(1)).column_names == [
+        "id",
+        "total",
+        "model_version",
+    ]
 
 
 @pytest.mark.parametrize(("taken", "skip_errors"), [("total", False), ("model_version", False), ("error", True)])
 def test_what_is_added_does_not_hide_a_column(taken: str, skip_errors: bool) -> None:
     table = rows(1).rename_columns([taken, "a", "b"])
     with pytest.raises(ConfigError, match=f"keep = '{taken}': is a column of the input and of the output"):
-        predictor(said={"x": ["a", "b"]}, skip_errors=skip_errors)(table)
+        predictor(columns_by_input={"x": ["a", "b"]}, skip_errors=skip_errors)(table)
 
 
 def test_a_column_of_errors_is_an_input_s_where_none_are_skipped() -> None:
     table = rows(1).rename_columns(["error", "a", "b"])
-    answered = predictor(said={"x": ["a", "b"]})(table)
+    answered = predictor(columns_by_input={"x": ["a", "b"]})(table)
     assert answered.column_names == ["error", "a", "b", "total", "model_version"]
 
 
 def test_one_bad_row_ends_it_unless_it_is_to_be_skipped() -> None:
     table = rows(1, 2, -1, 4, 5, 6)
     with pytest.raises(InferenceError, match="'total' is not finite"):
-        predictor(said={"x": ["a", "b"]})(table)
-    answered = predictor(said={"x": ["a", "b"]}, skip_errors=True)(table)
+        predictor(columns_by_input={"x": ["a", "b"]})(table)
+    answered = predictor(columns_by_input={"x": ["a", "b"]}, skip_errors=True)(table)
     assert answered["total"].to_pylist() == [4.0, 6.0, None, 10.0, 12.0, 14.0]
     assert ["not finite" in (error or "") for error in answered["error"].to_pylist()] == [False, False, True] + [
         False
@@ -333,8 +337,8 @@ def test_one_bad_row_ends_it_unless_it_is_to_be_skipped() -> None:
 def test_a_row_for_which_the_model_raises_is_skipped_or_said_by_name() -> None:
     table = rows(1, 100, 3)  # Totals raises what no InferenceError is
     with pytest.raises(InferenceError, match=r"the model raised RuntimeError: boom\. --skip-errors goes on"):
-        predictor(said={"x": ["a", "b"]})(table)
-    answered = predictor(said={"x": ["a", "b"]}, skip_errors=True)(table)
+        predictor(columns_by_input={"x": ["a", "b"]})(table)
+    answered = predictor(columns_by_input={"x": ["a", "b"]}, skip_errors=True)(table)
     assert answered["total"].to_pylist() == [4.0, None, 8.0]
     assert answered["error"].to_pylist() == [None, "the model raised RuntimeError: boom", None]
 
@@ -344,8 +348,8 @@ def test_a_row_that_makes_no_input_is_skipped_like_any_other() -> None:
     table = table.set_column(1, "a", pa.array([1.0, None, 3.0, 4.0, None, -1.0]))
     complaint = r"column = 'a': has no value, in the row {'a': None, 'b': .*; --skip-errors goes on without"
     with pytest.raises(DataError, match=complaint):  # by what it holds: a table is one of many blocks
-        predictor(said={"x": ["a", "b"]})(table)
-    answered = predictor(said={"x": ["a", "b"]}, skip_errors=True)(table)
+        predictor(columns_by_input={"x": ["a", "b"]})(table)
+    answered = predictor(columns_by_input={"x": ["a", "b"]}, skip_errors=True)(table)
     assert answered["total"].to_pylist() == [4.0, None, 8.0, 10.0, None, None]
     errors = answered["error"].to_pylist()
     assert errors[1] == errors[4] == "column = 'a': has no value. fill it, or leave the row out"
@@ -400,6 +404,6 @@ def test_rows_of_different_lengths_share_batches_as_the_options_say(
 
 
 def test_no_row_at_all_can_be_answered() -> None:
-    answered = predictor(said={"x": ["a", "b"]}, skip_errors=True)(rows(-1, -2))
+    answered = predictor(columns_by_input={"x": ["a", "b"]}, skip_errors=True)(rows(-1, -2))
     assert answered["total"].null_count == 2
     assert answered["total"].type == pa.float32()

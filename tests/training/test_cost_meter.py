@@ -25,7 +25,7 @@ def test_views_cost_nothing_and_what_is_dropped_is_free_again() -> None:
         del first
         second = held + 2
         second[:10].mul_(3)
-    assert (reading.held_bytes, reading.peak_bytes) == (4 * KIB, 8 * KIB)
+    assert (reading.resident_bytes, reading.peak_bytes) == (4 * KIB, 8 * KIB)
     assert reading.saved_bytes == 0
 
 
@@ -35,7 +35,7 @@ def test_activations_are_what_waits_for_the_backward_pass() -> None:
         model(torch.zeros(8, 16)).sum().backward()
     tanh, outputs, loss = 8 * 16 * 4, 8 * 16 * 4, 4
     assert tanh <= reading.saved_bytes <= tanh + outputs + 2 * loss
-    assert reading.peak_bytes >= reading.held_bytes + reading.saved_bytes
+    assert reading.peak_bytes >= reading.resident_bytes + reading.saved_bytes
 
 
 def test_storages_that_are_resized_in_place_are_followed() -> None:
@@ -66,7 +66,7 @@ def test_a_mapped_file_is_no_memory_of_the_allocator(tmp_path: Path) -> None:
         second = made + 1
     assert reading.peak_bytes == made.nbytes + second.nbytes
     assert grown.peak_bytes == pytest.approx(reading.peak_bytes, abs=100)  # with what operators take for scalars
-    assert reading.held_bytes == 0
+    assert reading.resident_bytes == 0
 
 
 @pytest.fixture

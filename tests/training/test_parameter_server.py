@@ -255,7 +255,7 @@ def test_every_push_of_free_workers_becomes_one_update(tmp_path: Path) -> None:
 
 def test_a_partition_is_balanced_and_complete() -> None:
     for whole in (False, True):
-        partition = divide([1000, 10, 500, 490, 7], 3, whole=whole)
+        partition = divide([1000, 10, 500, 490, 7], 3, by_parameter=whole)
         sizes = [partition.get_size(server) for server in range(3)]
         assert sum(sizes) == 2007
         assert max(sizes) <= (1000 if whole else 669)
@@ -270,9 +270,9 @@ def test_a_partition_is_balanced_and_complete() -> None:
 
 def test_more_servers_than_there_is_to_divide_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"sync\.servers"):
-        divide([2, 1], 4, whole=False)
+        divide([2, 1], 4, by_parameter=False)
     with pytest.raises(ConfigError, match="needs each whole"):
-        divide([2, 1], 3, whole=True)
+        divide([2, 1], 3, by_parameter=True)
 
 
 def test_a_worker_with_another_model_is_refused(tmp_path: Path) -> None:

@@ -28,9 +28,9 @@ def test_two_stages_for_each_rank_halve_the_bubble(ranks: int) -> None:
 
 def test_what_is_handed_on_takes_its_time_both_ways() -> None:
     """GPipe, two micro-batches: F F then B B on each rank, the second behind the first, by hand."""
-    found = simulate_step("gpipe", 2, 2, [1.0, 1.0], [2.0, 2.0], messages=[TransferTime(way_s=0.25)])
+    found = simulate_step("gpipe", 2, 2, [1.0, 1.0], [2.0, 2.0], messages=[TransferTime(transit_s=0.25)])
     assert found.step_s == pytest.approx(1.0 + 0.25 + 2 * 1.0 + 2 * 2.0 + 0.25 + 2.0)
-    ways = [TransferTime(way_s=0.25), TransferTime(way_s=0.5)]
+    ways = [TransferTime(transit_s=0.25), TransferTime(transit_s=0.5)]
     found = simulate_step("gpipe", 3, 1, [1.0] * 3, [2.0] * 3, messages=ways, between_s=0.125)
     assert found.step_s == pytest.approx(0.125 + 3 * 1.0 + 3 * 2.0 + 2 * (0.25 + 0.5) + 0.125)
     assert found.busy_s == [3.0] * 3
@@ -40,7 +40,7 @@ def test_who_sends_and_who_takes_in_computes_nothing_meanwhile() -> None:
     """GPipe, two micro-batches, by hand: each rank sends twice and takes in twice, some of it while others compute."""
     plain = simulate_step("gpipe", 2, 2, [1.0, 1.0], [2.0, 2.0])
     found = simulate_step(
-        "gpipe", 2, 2, [1.0, 1.0], [2.0, 2.0], messages=[TransferTime(send_s=0.25, way_s=0.125, take_s=0.5)]
+        "gpipe", 2, 2, [1.0, 1.0], [2.0, 2.0], messages=[TransferTime(send_s=0.25, transit_s=0.125, take_s=0.5)]
     )
     # F, sent, under way | taken in, F, taken in, F, B, sent, under way | taken in, B, taken in, B
     assert found.step_s == pytest.approx(1.0 + 0.375 + 2 * 1.5 + 2.0 + 0.375 + 2 * 2.5)
@@ -65,7 +65,7 @@ def test_what_all_schedules_have_in_common(schedule: str) -> None:
     assert sum(plain.busy_s) == pytest.approx(8 * 3 * stages)
     assert 0 < plain.idle_share < 0.2
     slower = simulate_step(
-        schedule, 2, 8, [1.0] * stages, [2.0] * stages, messages=[TransferTime(way_s=0.5)] * (stages - 1)
+        schedule, 2, 8, [1.0] * stages, [2.0] * stages, messages=[TransferTime(transit_s=0.5)] * (stages - 1)
     )
     busier = simulate_step(
         schedule, 2, 8, [1.0] * stages, [2.0] * stages, messages=[TransferTime(send_s=0.25, take_s=0.25)] * (stages - 1)

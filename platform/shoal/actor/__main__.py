@@ -126,19 +126,19 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
 def _make_minimum_parser(least: Number, kind: Callable[[str], Number]) -> Callable[[str], Number]:
     """A parser for argparse, which names the option in errors."""
 
-    def parse(word: str) -> Number:
+    def parse(text: str) -> Number:
         with suppress(ValueError):
-            if (value := kind(word)) >= least:
+            if (value := kind(text)) >= least:
                 return value
-        raise argparse.ArgumentTypeError(f"{word!r} is no number from {least:g} on")
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from {least:g} on")
 
     return parse
 
 
-def _parse_nonempty(word: str) -> str:
-    if not word:
+def _parse_nonempty(text: str) -> str:
+    if not text:
         raise argparse.ArgumentTypeError("is empty")
-    return word
+    return text
 
 
 def _exit_on_stdin_close() -> None:
@@ -188,7 +188,7 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _run_processes(options: argparse.Namespace, words: Sequence[str]) -> int:
+def _run_processes(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Start each actor as a process of its own; returns the exit status of the first that failed, or 0."""
     prefix = options.actor_id or f"{socket.gethostname()[:40]}-{os.getpid()}"
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
@@ -198,7 +198,7 @@ def _run_processes(options: argparse.Namespace, words: Sequence[str]) -> int:
             own = ["--processes", "1", "--lifeline", "--actor-id", f"{prefix}-{index}"]
             own += ["--seed", str(options.seed + index)] if options.seed is not None else []
             # A later option overrides an earlier one. An actor ends when its standard input does.
-            command = [sys.executable, "-m", "shoal.actor", *words, *own]
+            command = [sys.executable, "-m", "shoal.actor", *arguments, *own]
             actors.append(subprocess.Popen(command, stdin=subprocess.PIPE, env=environment))
         return next((status for status in [actor.wait() for actor in actors] if status), 0)
     finally:

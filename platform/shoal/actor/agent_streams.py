@@ -350,7 +350,7 @@ class AgentsEpisode:
 
     observations: of the agents that act next; of none when the episode is over
     rewards:      of the newest step, by agent; those of ticks without observations count for it
-    ended:        with the newest step, each with its last observation, if there is one, and whether it was cut off
+    outcomes:     with the newest step, each with its last observation, if there is one, and whether it was cut off
     """
 
     def __init__(self, environment: Any, seed: int | None) -> None:
@@ -359,9 +359,9 @@ class AgentsEpisode:
         self.observations: Mapping[Any, Any] = observations if self._is_parallel else {None: observations}
         self._infos: Mapping[Any, Mapping[str, Any]] = infos if self._is_parallel else {None: infos}
         self._open = set(self.observations)  # the agents that have begun and not ended
-        self._has_begun = bool(self._open)
+        self._has_started = bool(self._open)
         self.rewards: dict[Any, float] = {}
-        self.ended: dict[Any, tuple[Any, bool]] = {}
+        self.outcomes: dict[Any, tuple[Any, bool]] = {}
         self._pass_idle_ticks()
 
     def get_mask(self, agent: Any) -> Any:
@@ -370,14 +370,14 @@ class AgentsEpisode:
 
     def step(self, actions: Mapping[Any, Any]) -> None:
         """`actions`: of those who have observations."""
-        self.rewards, self.ended = {}, {}
+        self.rewards, self.outcomes = {}, {}
         self._step_environment(actions)
         self._pass_idle_ticks()
 
     def _pass_idle_ticks(self) -> None:
         """Until an agent has an observation, or all have ended."""
         for _ in range(MAX_IDLE_TICKS):
-            if self.observations or (self._has_begun and not self._open):
+            if self.observations or (self._has_started and not self._open):
                 return
             self._step_environment({})
         problem = f"has had no observation for any agent in {MAX_IDLE_TICKS} steps"
@@ -394,7 +394,7 @@ class AgentsEpisode:
         for agent in dict.fromkeys((*terminations, *truncations)):
             is_terminated = bool(terminations.get(agent))
             if is_terminated or truncations.get(agent):
-                self.ended[agent] = observations.get(agent), not is_terminated
-        self.observations = {agent: each for agent, each in observations.items() if agent not in self.ended}
-        self._open = (self._open | self.observations.keys()) - self.ended.keys()
-        self._has_begun |= bool(observations)
+                self.outcomes[agent] = observations.get(agent), not is_terminated
+        self.observations = {agent: each for agent, each in observations.items() if agent not in self.outcomes}
+        self._open = (self._open | self.observations.keys()) - self.outcomes.keys()
+        self._has_started |= bool(observations)

@@ -77,7 +77,7 @@ class GameActor:
         self._run = 0  # counts the runs that have taken the address
         self._error: ShoalError | None = None
         self._is_closing = False
-        self._joined_run = 0  # the run of the policy and the recorded episodes
+        self._current_run = 0  # the run of the policy and the recorded episodes
         self._policy = self._make_policy(self.client.wait_for_weights())
         self._thread = threading.Thread(target=self._exchange, name="game-actor", daemon=True)
         self._thread.start()
@@ -115,7 +115,7 @@ class GameActor:
         action, log_probability = self._policy.act(np.asarray(observation), episode, allowed)
         step = (action, log_probability, self._policy.version)
         if playing is None:
-            self._episodes[episode] = _Episode(builder, step, is_recorded=self._joined_run == self._run)
+            self._episodes[episode] = _Episode(builder, step, is_recorded=self._current_run == self._run)
         else:
             playing.step, playing.reward = step, 0.0
         return action
@@ -171,7 +171,7 @@ class GameActor:
         if self._error is not None:
             raise self._error
         run = self._run
-        is_same = run == self._joined_run
+        is_same = run == self._current_run
         newer = self.client.received_weights(self._policy.version if is_same else 0)
         if not is_same:
             for playing in self._episodes.values():
@@ -179,7 +179,7 @@ class GameActor:
         if newer is not None and is_same:
             self._policy.load(*newer)
         elif newer is not None:
-            self._policy, self._joined_run = self._make_policy(newer), run
+            self._policy, self._current_run = self._make_policy(newer), run
 
     def _read_mask(self, mask: Any) -> np.ndarray | None:
         choices = find_choices(self.client.spec)
@@ -220,7 +220,7 @@ class GameActor:
             if len(self._waiting) >= self._max_waiting:
                 self._waiting.popleft()  # the newest experience is the most useful
                 self.discarded += 1
-            self._waiting.append((self._joined_run, segment))
+            self._waiting.append((self._current_run, segment))
             self._changed.notify_all()
 
     # -- the thread ---------------------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ class ParallelGame(StreamGame):
         self._outdated: set[str] = set()  # agents that wait since `discard_steps`: their last choice is discarded, too
         self._acting_agents: list[str] = []  # the agents of `acting`
         self.acting: list[AgentStream] = []
-        self._has_begun = False  # whether any agent has observed anything in this episode
+        self._has_started = False  # whether any agent has observed anything in this episode
         self._opponents: dict[str, Opponent] = {}  # with self-play, of the agents that do not learn
         # The observations and masks of the opponents that act next.
         self._others: dict[str, tuple[Any, np.ndarray | None]] = {}
@@ -130,7 +130,7 @@ class ParallelGame(StreamGame):
         episode."""
         num_idle = 0
         while not self._acting_agents:
-            if self._has_begun and not self._open and not self._others:
+            if self._has_started and not self._open and not self._others:
                 self._begin_episode(None)
                 continue
             num_idle = 0 if self._others else num_idle + 1
@@ -143,7 +143,7 @@ class ParallelGame(StreamGame):
     def _begin_episode(self, seed: int | None) -> None:
         self._release_streams(list(self._open))
         self._choices, self._rewards, self._outdated = {}, {}, set()
-        self._opponents, self._has_begun = self._draw_opponents(), False
+        self._opponents, self._has_started = self._draw_opponents(), False
         observations, infos = self._environment.reset(seed=seed)
         self._select_acting(observations, (), infos)
 
@@ -197,14 +197,14 @@ class ParallelGame(StreamGame):
         self._outdated.discard(agent)
 
     def _select_acting(
-        self, observations: Mapping[str, Any], ended: Sequence[str], infos: Mapping[str, Mapping[str, Any]]
+        self, observations: Mapping[str, Any], finished: Sequence[str], infos: Mapping[str, Mapping[str, Any]]
     ) -> None:
         """Those who have an observation act next; who is new begins an episode."""
-        self._has_begun |= bool(observations)
-        acting = [agent for agent in observations if agent not in ended]
+        self._has_started |= bool(observations)
+        acting = [agent for agent in observations if agent not in finished]
         self._acting_agents, self._others = [agent for agent in acting if agent not in self._opponents], {}
         # How the opponents go on when the agent that learns has ended is of no use.
-        if self._opponents and all(agent in self._opponents for agent in ended):
+        if self._opponents and all(agent in self._opponents for agent in finished):
             self._others = {
                 agent: (observations[agent], find_mask(infos.get(agent, {}), self._find_runner(agent).mask_choices))
                 for agent in acting

@@ -316,7 +316,7 @@ class _RemoteGame:
         episode.step(actions)
         for agent in self._open & episode.rewards.keys():
             self._actor_of[agent].reward(episode.rewards[agent], agent)
-        for agent, (observation, is_cut_off) in episode.ended.items():
+        for agent, (observation, is_cut_off) in episode.outcomes.items():
             if agent not in self._open:
                 continue
             if observation is None:
@@ -324,5 +324,5 @@ class _RemoteGame:
                 raise ConfigError("env", agent, problem, "step returns it with terminated or truncated")
             mask = episode.get_mask(agent)
             self._actor_of[agent].end_episode(observation, truncated=is_cut_off, episode=agent, mask=mask)
-        self._open -= episode.ended.keys()
+        self._open -= episode.outcomes.keys()
         return len(actions)

@@ -33,10 +33,10 @@ class QueuedRequest:
         deadline_s: float | None,
         group: Hashable = None,
         tenant: str = "",
-        num_places: int = 0,
+        num_slots: int = 0,
     ) -> None:
         self.num_rows, self.arrived_s, self.group, self.tenant = num_rows, arrived_s, group, tenant
-        self.deadline_s, self.charged_rows = deadline_s, num_places or num_rows
+        self.deadline_s, self.charged_rows = deadline_s, num_slots or num_rows
         patient_s = arrived_s + DEFAULT_DEADLINE_S
         self.order_s = patient_s if deadline_s is None or deadline_s > patient_s else deadline_s
 
@@ -133,21 +133,21 @@ class FairQueue(Generic[QueuedT]):
             self._tenants.clear()  # no request waits, so no tenant is behind another
         return batch, late
 
-    def can_evict(self, places: int, waiting: QueuedT) -> bool:
-        """Whether the largest tenant, less `places`, would still have as many places as this tenant with the new
+    def can_evict(self, slots: int, waiting: QueuedT) -> bool:
+        """Whether the largest tenant, less `slots`, would still have as many slots as this tenant with the new
         request."""
         tenant = self._tenants.get(waiting.tenant)
         held = waiting.charged_rows + (tenant.charged_rows if tenant is not None else 0)
-        return held <= max([each.charged_rows for each in self._tenants.values()], default=0) - places
+        return held <= max([each.charged_rows for each in self._tenants.values()], default=0) - slots
 
-    def evict(self, places: int) -> list[QueuedT]:
-        """Remove the last requests of the largest tenant, until at least `places` are free."""
+    def evict(self, slots: int) -> list[QueuedT]:
+        """Remove the last requests of the largest tenant, until at least `slots` are free."""
         tenant = max(self._tenants.values(), key=_charged_rows)
         evicted: list[QueuedT] = []
-        while places > 0:
+        while slots > 0:
             lane = max(tenant.lanes.values(), key=_last_order)
             evicted.append(lane[-1])
-            places -= lane[-1].charged_rows
+            slots -= lane[-1].charged_rows
             self._remove(tenant, lane[-1], len(lane) - 1)
         return evicted
 
@@ -254,9 +254,9 @@ class FairQueue(Generic[QueuedT]):
         if waiting.deadline_s is not None:
             self._num_deadlines += 1
 
-    def _remove(self, tenant: _Tenant[QueuedT], waiting: QueuedT, place: int) -> None:
+    def _remove(self, tenant: _Tenant[QueuedT], waiting: QueuedT, index: int) -> None:
         lane = tenant.lanes[waiting.group]
-        del lane[place]
+        del lane[index]
         if not lane:
             del tenant.lanes[waiting.group]  # a group may keep a model's version in memory
         tenant.rows -= waiting.num_rows
@@ -306,11 +306,11 @@ class FairQueue(Generic[QueuedT]):
 _order = attrgetter("order_s")
 
 
-def _fit_prefix(batch: Sequence[QueuedRequest], room: float) -> tuple[int, int]:
+def _fit_prefix(batch: Sequence[QueuedRequest], capacity: float) -> tuple[int, int]:
     """The number of requests from the front that fit into so many rows, and their rows."""
     rows = 0
     for count, waiting in enumerate(batch):
-        if rows + waiting.num_rows > room:
+        if rows + waiting.num_rows > capacity:
             return count, rows
         rows += waiting.num_rows
     return len(batch), rows

@@ -313,8 +313,8 @@ class BatchQueue(Generic[GroupT, RequestT, AnswerT]):
         where = "in the queue" if queued else "while it was computed"
         self.fail_all([entry], "expired", DeadlineExceeded(f"the deadline passed {where}"))
 
-    def _count_rejection(self, refusal: QueueFull | DeadlineExceeded) -> None:
-        if isinstance(refusal, QueueFull):
+    def _count_rejection(self, error: QueueFull | DeadlineExceeded) -> None:
+        if isinstance(error, QueueFull):
             self._refused_full += 1
         else:
             self._refused_late += 1

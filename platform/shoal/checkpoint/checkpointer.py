@@ -364,11 +364,11 @@ def _find_misfit(
 
 
 def _find_leftovers(
-    index: Mapping[str, Any], held: Sequence[tuple[list[str], list[str], Misfit | None]], found: Found
+    index: Mapping[str, Any], stored: Sequence[tuple[list[str], list[str], Misfit | None]], found: Found
 ) -> Misfit | None:
     """The first entry of the checkpoint without a place in the state, which has places for others of its kind."""
-    tops = tuple({f"{top}." for tops, _, _ in held for top in tops})
-    names = {name for _, names, _ in held for name in names}
+    tops = tuple({f"{top}." for tops, _, _ in stored for top in tops})
+    names = {name for _, names, _ in stored for name in names}
     for name in [*index["tensors"], *index["values"]]:
         if name not in names and name.startswith(tops):
             remedy = "load it into the same model and optimiser, whose state torch makes at its first step"

@@ -117,18 +117,18 @@ def _merge(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def read_best_step(place: Path) -> int | None:
+def read_best_step(folder: Path) -> int | None:
     """The step last marked as the best one, if its checkpoint still exists.
 
     After a rollback another timeline may reach the same step: the manifest identifies the checkpoint. One that cannot
     be read is still the best one: loading it reports the problem.
     """
     try:
-        noted = json.loads((place / BEST).read_text())
+        noted = json.loads((folder / BEST).read_text())
         step = int(noted["step"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    path = directory.checkpoint_path(place, step)
+    path = directory.checkpoint_path(folder, step)
     manifest = read_manifest(path)
     if isinstance(manifest, str):
         return step if path.exists() else None

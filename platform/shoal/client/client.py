@@ -60,10 +60,10 @@ class _ClientBase:
 
     def _build_infer_policy(self, deadline_s: float | None) -> RetryPolicy:
         """The policy of a call that begins now, including the request for a signature."""
-        tells = deadline_s is not None
-        timeout_s = _parse_timeout("deadline_s", deadline_s) if tells else self._timeout_s
+        sends_deadline = deadline_s is not None
+        timeout_s = _parse_timeout("deadline_s", deadline_s) if sends_deadline else self._timeout_s
         end_s = time.monotonic() + timeout_s
-        return RetryPolicy(timeout_s, self._num_retries, self._retry_lost, tells=tells, end_s=end_s)
+        return RetryPolicy(timeout_s, self._num_retries, self._retry_lost, sends_deadline=sends_deadline, end_s=end_s)
 
     def _store_signature(self, model: str, reply: Reply) -> ModelMetadata:
         signature = self._signatures[model] = requests.decode(reply, ModelMetadata)

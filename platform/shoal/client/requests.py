@@ -125,7 +125,7 @@ def _path(model: str) -> str:
     return f"/v2/models/{_quote_segment('model', model)}"
 
 
-def _quote_segment(field: str, word: str, safe: str = "") -> str:
-    if not isinstance(word, str):
-        raise ConfigError(field, word, "is not a str", "make it one")
-    return quote(word, safe=safe)
+def _quote_segment(field: str, segment: str, safe: str = "") -> str:
+    if not isinstance(segment, str):
+        raise ConfigError(field, segment, "is not a str", "make it one")
+    return quote(segment, safe=safe)

@@ -54,20 +54,20 @@ class Reply:
 class RetryPolicy:
     """How long a caller waits, and which failures are retried meanwhile.
 
-    timeout_s:   for the full call with its retries
-    num_retries: the most retries
-    retry_lost:  retry also when the connection broke after the request was sent. Inference changes nothing, so a retry
-                 costs only time; but the model may compute twice
-    is_change:   a sent request is never retried, whatever the reply
-    tells:       whether the request carries its deadline, so that the endpoint refuses one that it cannot meet
-    end_s:       when that time ends, by the conversation's clock; None when it begins with this call
+    timeout_s:      for the full call with its retries
+    num_retries:    the most retries
+    retry_lost:     retry also when the connection broke after the request was sent. Inference changes nothing, so a
+                    retry costs only time; but the model may compute twice
+    is_change:      a sent request is never retried, whatever the reply
+    sends_deadline: whether the request carries its deadline, so that the endpoint refuses one that it cannot meet
+    end_s:          when that time ends, by the conversation's clock; None when it begins with this call
     """
 
     timeout_s: float
     num_retries: int = 3
     retry_lost: bool = False
     is_change: bool = False
-    tells: bool = False
+    sends_deadline: bool = False
     end_s: float | None = None
 
     def get_remaining_s(self) -> float | None:
@@ -127,7 +127,9 @@ def request_with_retries(
         remaining_s = end_s - clock()
         if remaining_s <= 0:
             raise failure  # a wait may overrun: the error before it is more useful than a timeout
-        outcome = yield Send(_add_deadline_header(request, remaining_s) if patience.tells else request, remaining_s)
+        outcome = yield Send(
+            _add_deadline_header(request, remaining_s) if patience.sends_deadline else request, remaining_s
+        )
         wait_s = min(LAST_WAIT_S, FIRST_WAIT_S * 2**attempt)
         match outcome:
             case Reply(status=status) if 200 <= status < 300:

@@ -69,10 +69,10 @@ def job_main(
         sys.exit(130)
 
 
-def _rename_field(word: str, renamed: Mapping[str, str]) -> str:
-    name, separator, value = word.partition("=")
+def _rename_field(override: str, renamed: Mapping[str, str]) -> str:
+    name, separator, value = override.partition("=")
     if name not in renamed:
-        return word
+        return override
     print(f"warning: the field {name} is called {renamed[name]} now", file=sys.stderr, flush=True)
     return f"{renamed[name]}{separator}{value}"
 
@@ -83,10 +83,10 @@ def _get_program() -> str:
     return f"python -m {module.name}" if module else f"python {sys.argv[0]}"
 
 
-def _load_recorded_spec(spec: SpecT, words: Sequence[str]) -> SpecT:
+def _load_recorded_spec(spec: SpecT, overrides: Sequence[str]) -> SpecT:
     """The resumed run's spec with the overrides applied (its record holds no secrets); `spec` if none is resumed."""
-    resumed = last_override(words, "resume")
-    return type(spec).from_record(shoal.runs.load(resumed).spec, words) if resumed else spec
+    resumed = last_override(overrides, "resume")
+    return type(spec).from_record(shoal.runs.load(resumed).spec, overrides) if resumed else spec
 
 
 def expected_run_id() -> str | None:

@@ -237,15 +237,15 @@ class JobHandle:
             text: str = request_json(client, "GET", f"{self._path}/logs")["logs"]
             return text
 
-    def read_logs_from(self, start: int, *, is_whole: bool) -> tuple[str, int]:
+    def read_logs_from(self, start: int, *, is_complete: bool) -> tuple[str, int]:
         """The output after `start` (0 at first), and the next start. For polling.
 
-        is_whole: the output is complete; otherwise an incomplete last character is left for the next call
+        is_complete: the output is complete; otherwise an incomplete last character is left for the next call
         """
         if self._cluster.temp_dir is not None:
-            return self._read_log_from(None, start, is_whole)
+            return self._read_log_from(None, start, is_complete)
         with connect(self._cluster) as client:
-            return self._read_log_from(client, start, is_whole)
+            return self._read_log_from(client, start, is_complete)
 
     def try_read_logs(self) -> str | None:
         """Like `read_logs`, for polling: None without an answer. Raises as `poll_outcome` does."""
@@ -275,7 +275,7 @@ class JobHandle:
 
             def poll() -> tuple[JobStatus, str, int]:
                 now = _parse_job_info(request_json(client, "GET", self._path)).status
-                return now, *self._read_log_from(client, num_seen, is_whole=now.is_over)
+                return now, *self._read_log_from(client, num_seen, is_complete=now.is_over)
 
             while True:
                 if (found := self._tolerate_silence(poll)) is not None:
@@ -322,7 +322,7 @@ class JobHandle:
         self._silent_since_s = None
         return found
 
-    def _read_log_from(self, client: httpx2.Client | None, start: int, is_whole: bool) -> tuple[str, int]:
+    def _read_log_from(self, client: httpx2.Client | None, start: int, is_complete: bool) -> tuple[str, int]:
         """As `read_logs_from`; `start` counts bytes of a local file, or characters of a remote log."""
         if self._cluster.temp_dir is None:
             assert client is not None
@@ -330,7 +330,7 @@ class JobHandle:
             return text[start:], len(text)
         new = self._read_file(self._cluster.temp_dir, start)
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        text, (left, _) = decoder.decode(new, final=is_whole), decoder.getstate()
+        text, (left, _) = decoder.decode(new, final=is_complete), decoder.getstate()
         return text, start + len(new) - len(left)
 
     def _read_file(self, temp_dir: Path, start: int) -> bytes:

@@ -23,7 +23,7 @@ from shoal.parallel.model import ParallelModel
 def profile_step(
     model: ParallelModel,
     optimizer: Optimizer,
-    is_pretended: bool = False,
+    is_fake: bool = False,
     average: Sequence[Tensor] = (),
     collectives: dict[tuple[int, ...], tuple[int, float]] | None = None,
 ) -> Iterator[dict[str, float]]:
@@ -37,9 +37,9 @@ def profile_step(
     parameters = [parameter for _, parameter in model.named_parameters()]
     device = next((each.device for each in state["parameters"]), torch.device("cpu"))
     buckets = _find_retained_buckets(parameters)
-    held = [*state["parameters"], *state["optimizer"], *average]
+    resident = [*state["parameters"], *state["optimizer"], *average]
     past_group_bytes = model.shm_sent_bytes
-    with track_growth(device) as grown, count_ops(grown, held, buckets, is_pretended, model.shared_memory) as reading:
+    with track_growth(device) as grown, count_ops(grown, resident, buckets, is_fake, model.shared_memory) as reading:
         yield found
     if collectives is not None:
         collectives |= reading.collectives
@@ -51,7 +51,7 @@ def profile_step(
         "memory_optimizer": float(bytes_of(state["optimizer"])),
         "memory_average": float(bytes_of(average)),
         "memory_activations": float(reading.saved_bytes),
-        "memory_peak": float(reading.held_bytes + grown.peak_bytes),
+        "memory_peak": float(reading.resident_bytes + grown.peak_bytes),
         "sent_bytes": reading.sent_bytes + model.shm_sent_bytes - past_group_bytes,
     }
 

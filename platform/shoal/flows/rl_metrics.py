@@ -41,13 +41,13 @@ class HistorySampler:
     """
 
     def __init__(self, began_s: float) -> None:
-        self._began_s, self._kept_s = began_s, -math.inf
+        self._began_s, self._recorded_s = began_s, -math.inf
 
     def should_keep(self, now_s: float) -> bool:
         """Whether the poll at this moment enters it."""
-        if now_s - self._kept_s < (now_s - self._began_s) / POLLS_PER_EFOLD:
+        if now_s - self._recorded_s < (now_s - self._began_s) / POLLS_PER_EFOLD:
             return False
-        self._kept_s = now_s
+        self._recorded_s = now_s
         return True
 
 

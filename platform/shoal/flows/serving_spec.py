@@ -52,9 +52,9 @@ class ServingSpec(Spec):
         return models
 
 
-def spec_from_overrides(words: Sequence[str]) -> ServingSpec:
+def spec_from_overrides(overrides: Sequence[str]) -> ServingSpec:
     """The base of the overrides: the file among them, or the defaults. Raises ConfigError."""
-    file = last_override(words, "file")
+    file = last_override(overrides, "file")
     return load_serving_spec(Path(file)) if file else ServingSpec()
 
 

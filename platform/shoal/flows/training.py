@@ -273,5 +273,5 @@ class RayBackend:
             self._log.log_histogram(*content)
 
 
-def _print_line(words: str) -> None:
-    print(words, flush=True)
+def _print_line(line: str) -> None:
+    print(line, flush=True)

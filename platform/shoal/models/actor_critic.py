@@ -65,11 +65,11 @@ def _compute_layers(x: Tensor, *parameters: Tensor) -> Tensor:
     return x
 
 
-def _affine(kept: Sequence[Tensor], weight: Tensor, bias: Tensor) -> Tensor:
+def _affine(saved: Sequence[Tensor], weight: Tensor, bias: Tensor) -> Tensor:
     """W h + b, where h is the input of the perceptron, or 2 s - 1 of the layer before."""
-    if len(kept) == 1:
-        return nn.functional.linear(kept[0], weight, bias)
-    return nn.functional.linear(kept[-1], weight * 2, bias - weight.sum(1))
+    if len(saved) == 1:
+        return nn.functional.linear(saved[0], weight, bias)
+    return nn.functional.linear(saved[-1], weight * 2, bias - weight.sum(1))
 
 
 class _Perceptron(nn.Sequential):

@@ -1,6 +1,6 @@
 """Where a network of the user's own comes from: `model=my_net.py:Net` or `model=package.module:Net`.
 
-Part of the spec of a run. A file is read once, where the word is given: from then on its text is in the spec, in the
+Part of the spec of a run. A file is read once, where it is named: from then on its text is in the spec, in the
 run's record and in the registry, and travels to every process. Imports no torch.
 """
 
@@ -29,21 +29,21 @@ def _parse_source(value: object) -> object:
     return _read_source(value) if isinstance(value, str) else value
 
 
-def _read_source(word: str) -> NetworkSource:
+def _read_source(reference: str) -> NetworkSource:
     """Raises ValueError when it names no class, or a file that cannot be read."""
-    place, _, name = word.rpartition(":")
-    if not place or not name.isidentifier():
+    location, _, name = reference.rpartition(":")
+    if not location or not name.isidentifier():
         raise ValueError("name a class: my_net.py:Net, or package.module:Net")
-    if not place.endswith(".py"):
-        if not all(part.isidentifier() for part in place.split(".")):
-            raise ValueError(f"{place!r} is no file and no module: give my_net.py:Net, or package.module:Net")
-        return NetworkSource(word=word, name=name)
+    if not location.endswith(".py"):
+        if not all(part.isidentifier() for part in location.split(".")):
+            raise ValueError(f"{location!r} is no file and no module: give my_net.py:Net, or package.module:Net")
+        return NetworkSource(word=reference, name=name)
     try:
-        source = Path(place).read_text()
+        source = Path(location).read_text()
     except (OSError, UnicodeError) as error:
         reason = "there is no such file" if isinstance(error, FileNotFoundError) else str(error)
-        raise ValueError(f"{place} cannot be read from {Path.cwd()}: {reason}") from None
-    return NetworkSource(word=word, name=name, source=source)
+        raise ValueError(f"{location} cannot be read from {Path.cwd()}: {reason}") from None
+    return NetworkSource(word=reference, name=name, source=source)
 
 
 AnyNetworkSource = Annotated[NetworkSource | None, BeforeValidator(_parse_source)]

@@ -61,7 +61,7 @@ class OwnNetwork(nn.Module):
         is_normalized: bool = False,
     ) -> None:
         super().__init__()
-        self._word, self._is_gaussian, self._has_value = word, is_gaussian, has_value
+        self._reference, self._is_gaussian, self._has_value = word, is_gaussian, has_value
         offered = {
             "observation_shape": tuple(observation_shape),
             "observation_size": observation_size,
@@ -88,7 +88,9 @@ class OwnNetwork(nn.Module):
         tensors = list(found) if isinstance(found, tuple | list) else [found]
         names = (["mean", "log_std"] if self._is_gaussian else ["outputs"]) + ["value"] * self._has_value
         if len(tensors) != len(names) or not all(isinstance(each, Tensor) for each in tensors):
-            raise ConfigError("model", self._word, f"forward gives {_describe(found)}, expected ({', '.join(names)})")
+            raise ConfigError(
+                "model", self._reference, f"forward gives {_describe(found)}, expected ({', '.join(names)})"
+            )
         value = tensors.pop() if self._has_value else None
         if self._is_gaussian:
             mean, log_std = tensors
@@ -96,13 +98,13 @@ class OwnNetwork(nn.Module):
         return tensors[0], value
 
 
-def _build_module(word: str, name: str, source: str, offered: dict[str, Any]) -> nn.Module:
+def _build_module(reference: str, name: str, source: str, offered: dict[str, Any]) -> nn.Module:
     if not source:
-        factory = find_callable("model", word)
+        factory = find_callable("model", reference)
     else:
-        factory = getattr(load_source(source, word, "model"), name, None)
+        factory = getattr(load_source(source, reference, "model"), name, None)
         if not callable(factory):
-            raise ConfigError("model", word, f"there is no class {name!r} in it")
+            raise ConfigError("model", reference, f"there is no class {name!r} in it")
     parameters = inspect.signature(factory).parameters
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     given = offered if takes_any else {key: each for key, each in offered.items() if key in parameters}
@@ -110,9 +112,9 @@ def _build_module(word: str, name: str, source: str, offered: dict[str, Any]) ->
         module = factory(**given)
     except Exception as error:  # user code may raise anything
         remedy = f"its constructor may name any of {', '.join(offered)}"
-        raise ConfigError("model", word, f"cannot be built: {type(error).__name__}: {error}", remedy) from error
+        raise ConfigError("model", reference, f"cannot be built: {type(error).__name__}: {error}", remedy) from error
     if not isinstance(module, nn.Module):
-        raise ConfigError("model", word, f"gives a {type(module).__name__}", "name a subclass of torch.nn.Module")
+        raise ConfigError("model", reference, f"gives a {type(module).__name__}", "name a subclass of torch.nn.Module")
     return module
 
 

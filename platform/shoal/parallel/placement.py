@@ -43,7 +43,7 @@ class PlacementRow:
 class _LayerGroup:
     """Consecutive layers with the same placement."""
 
-    held_as: str
+    layout: str
     share: float
     ranks: tuple[int, ...]
     names: list[str] = field(default_factory=list)
@@ -63,14 +63,14 @@ def build_placement(
     groups: list[_LayerGroup] = []
     whole = set[str]() if pipeline_ranks is None else _find_unsharded_modules(model, pipeline_ranks)
     for name, first, num_parameters in _iter_layers(model):
-        held_as, share = _describe_split(name, degrees, tensor, name not in whole)
+        layout, share = _describe_split(name, degrees, tensor, name not in whole)
         ranks = _find_ranks(degrees, None if pipeline_ranks is None else pipeline_ranks[first])
-        if not groups or (groups[-1].held_as, groups[-1].ranks) != (held_as, ranks):
-            groups.append(_LayerGroup(held_as, share, ranks))
+        if not groups or (groups[-1].layout, groups[-1].ranks) != (layout, ranks):
+            groups.append(_LayerGroup(layout, share, ranks))
         groups[-1].names.append(name or type(model).__name__)
         groups[-1].num_parameters += num_parameters
     return [
-        PlacementRow(_format_span(each.names), each.num_parameters, each.held_as, each.ranks, each.share)
+        PlacementRow(_format_span(each.names), each.num_parameters, each.layout, each.ranks, each.share)
         for each in groups
     ]
 

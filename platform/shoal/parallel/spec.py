@@ -126,14 +126,14 @@ class ParallelSpec(Spec):
         return PLAN_PRESETS[value]
 
     @classmethod
-    def from_override(cls, word: str, before: Mapping[str, Any]) -> object:
+    def from_override(cls, text: str, before: Mapping[str, Any]) -> object:
         """The preset sets all degrees; the other fields (precision, compile, ...) stay."""
-        if word not in PLAN_PRESETS:
-            return word
+        if text not in PLAN_PRESETS:
+            return text
         return {
             **before,
             **{each.name: cls.model_fields[each.name].default for each in fields(ParallelDims)},
-            **PLAN_PRESETS[word],
+            **PLAN_PRESETS[text],
         }
 
     def resolve_dims(self, workers: int) -> ParallelDims:

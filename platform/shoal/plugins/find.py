@@ -21,22 +21,22 @@ from typing import Any
 from shoal.plugins.moved import translate_reference
 
 
-def find_extension(word: str, group: str, own: Mapping[str, str]) -> Any:
-    """What `word` names.
+def find_extension(name: str, group: str, own: Mapping[str, str]) -> Any:
+    """The object of that name.
 
     group: of entry points, such as "shoal.algorithms"
     own:   the `module:name` of each name of ours
 
     Raises ValueError when nothing has the name, or what has it cannot be imported.
     """
-    if ":" in word:
-        return load_reference(word)
-    if word in own:
-        return load_reference(own[word])
+    if ":" in name:
+        return load_reference(name)
+    if name in own:
+        return load_reference(own[name])
     others = {each.name: each.value for each in entry_points(group=group)}
-    if word in others:
-        return load_reference(others[word])
-    raise ValueError(f"{word!r} is none of {', '.join([*own, *others])}; your own is module:name or file.py:name")
+    if name in others:
+        return load_reference(others[name])
+    raise ValueError(f"{name!r} is none of {', '.join([*own, *others])}; your own is module:name or file.py:name")
 
 
 def load_reference(reference: str) -> Any:

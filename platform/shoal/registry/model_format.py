@@ -90,16 +90,16 @@ ONNX = ModelFormat(
 FORMATS: Mapping[str, ModelFormat] = {each.name: each for each in (MODULE, TORCH_EXPORT, ONNX, TORCHSCRIPT)}
 
 
-def find_format(word: str) -> ModelFormat:
+def find_format(name: str) -> ModelFormat:
     """The format that a manifest or an option names. Raises ConfigError."""
-    if word in FORMATS:
-        return FORMATS[word]
+    if name in FORMATS:
+        return FORMATS[name]
     try:
-        found = find_extension(word, GROUP, dict.fromkeys(FORMATS, ""))
+        found = find_extension(name, GROUP, dict.fromkeys(FORMATS, ""))
     except ValueError as error:
-        raise ConfigError("format", word, str(error)) from None
+        raise ConfigError("format", name, str(error)) from None
     if not isinstance(found, ModelFormat):
-        raise ConfigError("format", word, "is no shoal.extend.ModelFormat", "name the object, as my_format:FORMAT")
+        raise ConfigError("format", name, "is no shoal.extend.ModelFormat", "name the object, as my_format:FORMAT")
     return found
 
 
@@ -108,6 +108,6 @@ def find_format_of_file(suffix: str) -> ModelFormat | None:
     return next((each for each in FORMATS.values() if suffix in each.suffixes), None)
 
 
-def get_payload_file(word: str) -> str:
+def get_payload_file(name: str) -> str:
     """The name of a version's file. Imports nothing: a registry is read where a user's format is not installed."""
-    return FORMATS[word].payload_file if word in FORMATS else "payload"
+    return FORMATS[name].payload_file if name in FORMATS else "payload"

@@ -295,11 +295,11 @@ def split_ref(ref: str) -> tuple[str, str]:
     return name, "" if word == "latest" else word
 
 
-def _resolve_version(word: str, versions: Sequence[int], aliases: Aliases) -> int | None:
+def _resolve_version(selector: str, versions: Sequence[int], aliases: Aliases) -> int | None:
     """Resolve the text after the @ to a version; None when there is none."""
-    if not word:
+    if not selector:
         return versions[-1] if versions else None
-    version = int(word) if word.isdigit() else aliases.target(word)
+    version = int(selector) if selector.isdigit() else aliases.target(selector)
     return version if version in versions else None
 
 

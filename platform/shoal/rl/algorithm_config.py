@@ -87,9 +87,9 @@ class AlgorithmConfig(Spec):
         return {}
 
     @classmethod
-    def from_override(cls, word: str, before: Mapping[str, Any]) -> object:
+    def from_override(cls, text: str, before: Mapping[str, Any]) -> object:
         """Another algorithm begins with its own defaults."""
-        return before if word == before.get("name") else {"name": word}
+        return before if text == before.get("name") else {"name": text}
 
     @classmethod
     def choose_type(cls, values: Mapping[str, Any]) -> type[Spec]:

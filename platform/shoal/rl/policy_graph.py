@@ -20,22 +20,24 @@ MAX_GRAPH_BYTES = 8 * 2**20  # it travels in each welcome
 TOLERANCE = 1e-3  # of onnxruntime's outputs, relative to the largest of torch's or to 1: sums in another order
 
 
-def export_policy(model: nn.Module, observation: TensorSpec, num_outputs: int, word: str) -> bytes:
+def export_policy(model: nn.Module, observation: TensorSpec, num_outputs: int, reference: str) -> bytes:
     """The graph of what `model` computes for actors: `observation` [N, *obs] to `outputs` [N, num_outputs].
 
     Its other inputs are tensors of the model's state, under their names. Raises ConfigError for a network that does not
     keep its contract (see OwnNetwork), or that actors could not compute. MissingExtra without onnx.
     """
-    _check_parameters(model, word)
+    _check_parameters(model, reference)
     zeros = np.zeros((3, *observation.shape), "uint8" if is_byte_tensor(observation) else "float32")
     samples = [zeros, _draw_observations(observation, zeros)]
     with torch.no_grad():
-        expected = [_compute_outputs(model, each, num_outputs, word) for each in samples]
-        graph = _export(model, torch.from_numpy(samples[1]), word)
+        expected = [_compute_outputs(model, each, num_outputs, reference) for each in samples]
+        graph = _export(model, torch.from_numpy(samples[1]), reference)
     if len(graph) > MAX_GRAPH_BYTES:
         problem = f"its graph has {len(graph):,} bytes, at most {MAX_GRAPH_BYTES:,}"
-        raise ConfigError("model", word, problem, "make its constants parameters or buffers, which travel as weights")
-    _compare(graph, model, samples, expected, word)
+        raise ConfigError(
+            "model", reference, problem, "make its constants parameters or buffers, which travel as weights"
+        )
+    _compare(graph, model, samples, expected, reference)
     return graph
 
 
@@ -58,13 +60,13 @@ class _Outputs(nn.Module):
         return outputs
 
 
-def _check_parameters(model: nn.Module, word: str) -> None:
+def _check_parameters(model: nn.Module, reference: str) -> None:
     others = {name: each.dtype for name, each in model.named_parameters() if each.dtype != torch.float32}
     if others:
         name, dtype = next(iter(others.items()))
-        raise ConfigError("model", word, f"its parameter {name} is {dtype}", "make it float32")
+        raise ConfigError("model", reference, f"its parameter {name} is {dtype}", "make it float32")
     if not any(each.requires_grad for each in model.parameters()):
-        raise ConfigError("model", word, "has no parameter to learn")
+        raise ConfigError("model", reference, "has no parameter to learn")
 
 
 def _draw_observations(observation: TensorSpec, zeros: np.ndarray) -> np.ndarray:
@@ -77,7 +79,7 @@ def _draw_observations(observation: TensorSpec, zeros: np.ndarray) -> np.ndarray
     return drawn
 
 
-def _compute_outputs(model: nn.Module, observations: np.ndarray, num_outputs: int, word: str) -> np.ndarray:
+def _compute_outputs(model: nn.Module, observations: np.ndarray, num_outputs: int, reference: str) -> np.ndarray:
     """Torch's outputs, whose shape and dtype are right, as those of the value are."""
     try:
         found = model(torch.from_numpy(observations))
@@ -85,20 +87,20 @@ def _compute_outputs(model: nn.Module, observations: np.ndarray, num_outputs: in
         raise
     except Exception as error:  # user code may raise anything
         problem = f"forward raised {type(error).__name__} for observations {list(observations.shape)}: {error}"
-        raise ConfigError("model", word, problem) from error
+        raise ConfigError("model", reference, problem) from error
     outputs, value = found if isinstance(found, tuple) else (found, None)
     wanted = {"outputs": (outputs, (len(observations), num_outputs)), "value": (value, (len(observations),))}
     for name, (each, shape) in wanted.items():
         if each is not None and (each.shape != shape or each.dtype != torch.float32):
             problem = f"for observations {list(observations.shape)} its {name} are {each.dtype} {list(each.shape)}"
-            raise ConfigError("model", word, problem, f"give float32 {list(shape)}")
+            raise ConfigError("model", reference, problem, f"give float32 {list(shape)}")
         if each is not None and not each.isfinite().all():
-            raise ConfigError("model", word, f"its {name} are not finite for observations of zeros or at random")
+            raise ConfigError("model", reference, f"its {name} are not finite for observations of zeros or at random")
     computed: np.ndarray = outputs.numpy()
     return computed
 
 
-def _export(model: nn.Module, observations: Tensor, word: str) -> bytes:
+def _export(model: nn.Module, observations: Tensor, reference: str) -> bytes:
     with needs_extra("export"):
         import onnx  # noqa: F401 - torch's exporter needs it
     file = io.BytesIO()
@@ -117,11 +119,13 @@ def _export(model: nn.Module, observations: Tensor, word: str) -> bytes:
             )
     except Exception as error:  # of the exporter, or of user code under its tracing
         problem = f"torch.onnx cannot export it: {str(error).strip().splitlines()[0]}"
-        raise ConfigError("model", word, problem, "use operations that ONNX has") from error
+        raise ConfigError("model", reference, problem, "use operations that ONNX has") from error
     return file.getvalue()
 
 
-def _compare(graph: bytes, model: nn.Module, samples: list[np.ndarray], expected: list[np.ndarray], word: str) -> None:
+def _compare(
+    graph: bytes, model: nn.Module, samples: list[np.ndarray], expected: list[np.ndarray], reference: str
+) -> None:
     """Raise ConfigError unless onnxruntime computes what torch does, for three observations and for one."""
     tensors = {name: each.detach().numpy() for name, each in model.state_dict().items()}
     try:
@@ -134,10 +138,10 @@ def _compare(graph: bytes, model: nn.Module, samples: list[np.ndarray], expected
                 if not error <= TOLERANCE * max(1.0, float(np.abs(outputs).max())):
                     problem = f"onnxruntime's outputs differ from torch's by up to {error:g}"
                     remedy = "neither branch on values or on the batch's size, nor draw random numbers, in forward"
-                    raise ConfigError("model", word, problem, remedy)
+                    raise ConfigError("model", reference, problem, remedy)
     except WeightsError as error:
-        raise ConfigError("model", word, f"its graph does not take its own weights: {error}") from error
+        raise ConfigError("model", reference, f"its graph does not take its own weights: {error}") from error
     except ConfigError as error:
-        raise ConfigError("model", word, error.problem, error.remedy) from error
+        raise ConfigError("model", reference, error.problem, error.remedy) from error
     except Exception as error:  # onnxruntime's errors have no common base
-        raise ConfigError("model", word, f"onnxruntime cannot compute its graph: {error}") from error
+        raise ConfigError("model", reference, f"onnxruntime cannot compute its graph: {error}") from error

@@ -99,8 +99,8 @@ class GatewayWorker:
         batch = self._queue.take(consumer, request)
         return None if batch is None else batch.to_bytes()
 
-    def acknowledge(self, lease_id: int, fates: Sequence[DropReason | None], evidence: Sequence[float]) -> bool:
-        return self._queue.acknowledge(lease_id, fates, evidence)
+    def acknowledge(self, lease_id: int, outcomes: Sequence[DropReason | None], evidence: Sequence[float]) -> bool:
+        return self._queue.acknowledge(lease_id, outcomes, evidence)
 
     def take_episode(self, request: EpisodeRequest) -> EpisodeAnswer | EpisodeRejection:
         """Answer a user of the endpoint."""
@@ -135,10 +135,10 @@ class RayExperienceSource:
         payload = call_or_none(self._gateway.take, consumer, request, timeout_s=limit_s, away=AWAY, pause_s=RETRY_S)
         return None if payload is None else ExperienceBatch.from_bytes(payload)
 
-    def acknowledge(self, lease_id: int, fates: Sequence[DropReason | None], evidence: Sequence[float] = ()) -> bool:
+    def acknowledge(self, lease_id: int, outcomes: Sequence[DropReason | None], evidence: Sequence[float] = ()) -> bool:
         try:
             method = self._gateway.acknowledge
-            return bool(call_until_answered(method, lease_id, fates, evidence, patience_s=ACKNOWLEDGE_TIMEOUT_S))
+            return bool(call_until_answered(method, lease_id, outcomes, evidence, patience_s=ACKNOWLEDGE_TIMEOUT_S))
         except AWAY as error:
             raise ConnectionLost(f"the gateway has been away for {ACKNOWLEDGE_TIMEOUT_S} s") from error
 

@@ -228,7 +228,7 @@ def experience_spec(observation_space: Any, action_space: Any, spec: RLSpec, has
     return experience
 
 
-def describe_graph(spec: RLSpec, word: str, experience: ExperienceSpec) -> PolicySpec:
+def describe_graph(spec: RLSpec, reference: str, experience: ExperienceSpec) -> PolicySpec:
     """The policy by a network of the user's own: as ours, with a graph in place of layers.
 
     Raises ConfigError for a network that does not keep its contract, or that actors could not compute.
@@ -241,7 +241,7 @@ def describe_graph(spec: RLSpec, word: str, experience: ExperienceSpec) -> Polic
             "has no place for a recurrent core",
             [n for n in CONFIGS if "none" in find_config_type(n).cores],
         )
-        raise ConfigError("model", word, problem, f"core=none, and algorithm={' or algorithm='.join(fitting)}")
+        raise ConfigError("model", reference, problem, f"core=none, and algorithm={' or algorithm='.join(fitting)}")
     kwargs = network_kwargs(spec, experience)
     model = load_reference(spec.algorithm.model_factory)(**kwargs)
     num_outputs = kwargs["num_actions"] * (2 if policy.action_low else 1)
@@ -251,7 +251,7 @@ def describe_graph(spec: RLSpec, word: str, experience: ExperienceSpec) -> Polic
         activation="",
         layers=(),
         log_std="",
-        graph=export_policy(model, experience.observation, num_outputs, word),
+        graph=export_policy(model, experience.observation, num_outputs, reference),
     )
 
 

@@ -57,9 +57,9 @@ def format_title(job: str, kind: RunKind, spec: str) -> str:
     return " ".join(dict.fromkeys(each for each in (job, name) if each and (each != _GENERIC_JOB or not name)))
 
 
-def _name_task(word: str) -> str:
+def _name_task(reference: str) -> str:
     """`MyTask` of `my_task.py:MyTask`, `lenet` of `jobs/lenet.py`."""
-    return word.rpartition(":")[2] if ":" in word else Path(word).stem
+    return reference.rpartition(":")[2] if ":" in reference else Path(reference).stem
 
 
 @lru_cache(maxsize=16)  # called four times a second

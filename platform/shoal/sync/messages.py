@@ -1,7 +1,7 @@
 """The calls of a run of replicas: what each asks, and the type of its answer.
 
 Used by the workers, servers and the controller of a run. Requests that only elastic training or peers have are in the
-modules of their controllers, those of the run's journal in `train.launch.parameter_server`. `life` is an incarnation of
+modules of their controllers, those of the run's journal in `train.launch.parameter_server`. `incarnation` is that of
 a server, `version` that of weights: how many updates are in them.
 """
 
@@ -83,7 +83,7 @@ class Marked(msgspec.Struct, frozen=True, array_like=True):
     """A version that every server stores, and the incarnations of the servers that do so."""
 
     version: int
-    lives: list[int]
+    server_incarnations: list[int]
 
 
 class TakeSnapshot(Request[Marked], frozen=True):
@@ -135,7 +135,7 @@ class GetWorkers(Request[WorkerCount], frozen=True):
 class Resumed(msgspec.Struct, frozen=True, array_like=True):
     """The server's incarnation, the version that it has from now on, and the updates before it that its log has."""
 
-    life: int
+    incarnation: int
     version: int
     updates: list[Update]
 
@@ -162,7 +162,7 @@ class ServerAddress(msgspec.Struct, frozen=True, array_like=True):
     """Where its memory is, its incarnation, and the shapes of the model's parameters."""
 
     memory: MemoryAddress
-    life: int
+    incarnation: int
     parameters: list[list[int]]
 
 
@@ -179,7 +179,7 @@ class LoadServer(Request[None], frozen=True):
 class PulledVersions(msgspec.Struct, frozen=True, array_like=True):
     """The server's incarnation, and the versions that its memory has."""
 
-    life: int
+    incarnation: int
     versions: tuple[int, int]
 
 
@@ -210,7 +210,7 @@ class FetchWeights(Request[bytes | None], frozen=True):
 
     worker: int
     version: int
-    life: int
+    incarnation: int
     begin: int
     end: int
 
@@ -219,7 +219,7 @@ class DumpState(Request[bytes | None], frozen=True):
     """The state of a version, as safetensors. None: ask for another snapshot."""
 
     version: int
-    life: int
+    incarnation: int
 
 
 # -- a server's, by the controller, which waits for no answer

@@ -17,18 +17,18 @@ from shoal.train.launch.overrides import spec_from_overrides
 from shoal.train.reporting.console import format_metrics
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Train, and return the exit status."""
-    if not words or words[0] in ("-h", "--help"):
+    if not arguments or arguments[0] in ("-h", "--help"):
         print(f"{__doc__}\nfields and their defaults:\n\n{spec_from_overrides([]).to_yaml()}")
         return 0
     with freeze_loaded_objects():  # also freezes the modules loaded above
         import torch._dynamo  # noqa: F401 - as every optimiser does
     rank, is_alone = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1") == "1"
     try:
-        spec = spec_from_overrides(words)
+        spec = spec_from_overrides(arguments)
         if not spec.has_replicas:
-            _require_num_workers(last_override(words, "workers"))
+            _require_num_workers(last_override(arguments, "workers"))
         outcome = fit_locally(spec, predicts=not spec.has_replicas, say=partial(print, flush=True))
     except ShoalError as error:
         # Each rank prints its own error, even if all have the same: torchrun ends the others as soon as one has ended.

@@ -142,90 +142,96 @@ class Task:
 TaskFactory = Callable[..., Task]
 
 
-def find_task(word: str) -> TaskFactory:
-    """The Task class of a word: `my_task.py:MyTask`, `package.module:MyTask`, or a file of ./jobs or a recipe.
+def find_task(reference: str) -> TaskFactory:
+    """The Task class of a reference: `my_task.py:MyTask`, `package.module:MyTask`, or a file of ./jobs or a recipe.
 
     `lenet` is the only Task of jobs/lenet.py: in ./jobs, or else in Shoal's recipes. Raises ConfigError with the
     existing names, or with the cause when the file does not load.
     """
-    place, _, name = word.partition(":")
-    module = _load_module(word, place)
+    location, _, name = reference.partition(":")
+    module = _load_module(reference, location)
     if name:
         found = getattr(module, name, None)
         if not callable(found):
-            raise ConfigError("task", word, f"{place} has no Task {name!r}", _suggest_name(name, _find_tasks(module)))
+            raise ConfigError(
+                "task", reference, f"{location} has no Task {name!r}", _suggest_name(name, _find_tasks(module))
+            )
         factory: TaskFactory = found
         return factory
     tasks = _find_tasks(module)
     if len(tasks) != 1:
-        problem = f"{place} has {len(tasks)} Tasks" if tasks else f"{place} has no Task"
+        problem = f"{location} has {len(tasks)} Tasks" if tasks else f"{location} has no Task"
         named = next(iter(tasks), "MyTask")
-        raise ConfigError("task", word, problem, f"name one of {', '.join(tasks) or 'its classes'}: {place}:{named}")
+        raise ConfigError(
+            "task", reference, problem, f"name one of {', '.join(tasks) or 'its classes'}: {location}:{named}"
+        )
     return next(iter(tasks.values()))
 
 
-def make_task(word: str, args: Mapping[str, Any]) -> Task:
-    """Create the Task of `word` with `args`. Raises ConfigError when it does not accept them."""
-    factory = find_task(word)
+def make_task(reference: str, args: Mapping[str, Any]) -> Task:
+    """Create the Task of `reference` with `args`. Raises ConfigError when it does not accept them."""
+    factory = find_task(reference)
     accepted = inspect.signature(factory).parameters
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in accepted.values())
     for name, value in args.items():
         if name not in accepted and not takes_any:
-            raise ConfigError(f"args.{name}", value, f"{word} takes no such argument", _suggest_name(name, accepted))
+            raise ConfigError(
+                f"args.{name}", value, f"{reference} takes no such argument", _suggest_name(name, accepted)
+            )
     try:
         task = factory(**args)
     except TypeError as error:
-        raise ConfigError("args", dict(args), f"{word} refused them ({error})") from error
+        raise ConfigError("args", dict(args), f"{reference} refused them ({error})") from error
     if not isinstance(task, Task):
-        raise ConfigError("task", word, f"gives a {type(task).__name__}, not a shoal.train.Task")
+        raise ConfigError("task", reference, f"gives a {type(task).__name__}, not a shoal.train.Task")
     return task
 
 
-def load_data(task: Task, word: str) -> Data:
+def load_data(task: Task, reference: str) -> Data:
     """Call `task.data()`. Raises ConfigError when the result is not a Data, and DataError."""
     try:
         found: object = task.data()
     except OSError as error:
         problem = f"{type(task).__name__}.data could not read it: {type(error).__name__}: {error}"
-        raise DataError("task", word, problem, f"paths are looked up from {Path.cwd()}") from error
+        raise DataError("task", reference, problem, f"paths are looked up from {Path.cwd()}") from error
     if not isinstance(found, Data):
         problem = f"{type(task).__name__}.data gave a {type(found).__name__}"
-        raise ConfigError("task", word, problem, "return shoal.data.Data(train=...)")
+        raise ConfigError("task", reference, problem, "return shoal.data.Data(train=...)")
     return found
 
 
-def build_model(task: Task, word: str) -> nn.Module:
+def build_model(task: Task, reference: str) -> nn.Module:
     """Call `task.model()`. Raises ConfigError when the result is not a module."""
     found: object = task.model()
     if not isinstance(found, nn.Module):
         problem = f"{type(task).__name__}.model gave a {type(found).__name__}"
-        raise ConfigError("task", word, problem, "return a torch.nn.Module")
+        raise ConfigError("task", reference, problem, "return a torch.nn.Module")
     return found
 
 
-def find_source_file(word: str) -> Path | None:
-    """The file that `word` names; None for an installed module."""
-    place = word.partition(":")[0]
-    if place.endswith(".py"):
-        return Path(place).resolve()
-    recipe = JOBS / f"{place}.py"
+def find_source_file(reference: str) -> Path | None:
+    """The file that `reference` names; None for an installed module."""
+    location = reference.partition(":")[0]
+    if location.endswith(".py"):
+        return Path(location).resolve()
+    recipe = JOBS / f"{location}.py"
     if recipe.is_file():
         return recipe.resolve()
-    ours = find_recipe(place) if place.isidentifier() else None
+    ours = find_recipe(location) if location.isidentifier() else None
     if ours is None:
         return None
-    module = importlib.util.find_spec(place)
+    module = importlib.util.find_spec(location)
     is_the_users = module is not None and module.origin and Path(module.origin).resolve() != ours.resolve()
     return None if is_the_users else ours.resolve()
 
 
-def unload_if_changed(word: str) -> None:
-    """Unload the file of `word` if it has changed since this process loaded it, so that it is loaded again.
+def unload_if_changed(reference: str) -> None:
+    """Unload the file of `reference` if it has changed since this process loaded it, so that it is loaded again.
 
     Called where a run begins, so that in a long-lived process (a notebook) it trains the present file, and the same
     text from beginning to end. Other modules are not reloaded.
     """
-    path = find_source_file(word)
+    path = find_source_file(reference)
     loaded = None if path is None else sys.modules.get(_module_name(path))
     if path is None or loaded is None or loaded.__file__ != str(path):
         return
@@ -237,34 +243,36 @@ def unload_if_changed(word: str) -> None:
         del sys.modules[loaded.__name__]
 
 
-def get_source(word: str) -> str | None:
-    """The text of the file of `word`, as this process loaded it; None for an installed module.
+def get_source(reference: str) -> str | None:
+    """The text of the file of `reference`, as this process loaded it; None for an installed module.
 
     Raises ConfigError as `find_task` does.
     """
-    if find_source_file(word) is None:
+    if find_source_file(reference) is None:
         return None
-    source: str = vars(_load_module(word, word.partition(":")[0]))[_SOURCE]
+    source: str = vars(_load_module(reference, reference.partition(":")[0]))[_SOURCE]
     return source
 
 
-def _load_module(word: str, place: str) -> ModuleType:
-    path = find_source_file(word)
+def _load_module(reference: str, location: str) -> ModuleType:
+    path = find_source_file(reference)
     if path is None:
-        return _import_module(word, place)
+        return _import_module(reference, location)
     if not path.is_file():
-        raise ConfigError("task", word, f"there is no file {place}", f"from {Path.cwd()}, give the path of a file")
-    return load_task_file(path, word)
+        raise ConfigError(
+            "task", reference, f"there is no file {location}", f"from {Path.cwd()}, give the path of a file"
+        )
+    return load_task_file(path, reference)
 
 
-def load_task_file(path: Path, word: str) -> ModuleType:
+def load_task_file(path: Path, reference: str) -> ModuleType:
     """The module of a file, loaded once per process. It is registered by name, so that its classes pickle."""
     name = _module_name(path)
     loaded = sys.modules.get(name)
     if loaded is not None and loaded.__file__ == str(path):
         if _SOURCE not in vars(loaded):
             remedy = 'put what starts the training under `if __name__ == "__main__":`'
-            raise ConfigError("task", word, "asks for itself while it is loaded", remedy)
+            raise ConfigError("task", reference, "asks for itself while it is loaded", remedy)
         return loaded
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
@@ -279,7 +287,7 @@ def load_task_file(path: Path, word: str) -> ModuleType:
         setattr(module, _SOURCE, text)  # last, so that a module without it is still being loaded
     except Exception as error:  # user code may raise anything
         del sys.modules[name]
-        raise ConfigError("task", word, f"{path.name} does not load: {type(error).__name__}: {error}") from error
+        raise ConfigError("task", reference, f"{path.name} does not load: {type(error).__name__}: {error}") from error
     return module
 
 
@@ -287,19 +295,19 @@ def _module_name(path: Path) -> str:
     return "shoal_task_" + re.sub(r"\W", "_", path.stem)
 
 
-def _import_module(word: str, place: str) -> ModuleType:
+def _import_module(reference: str, location: str) -> ModuleType:
     recipes = dict.fromkeys([*sorted(path.stem for path in JOBS.glob("*.py")), *recipe_names()])
     others = f"one of {', '.join(recipes)}" if recipes else "a recipe's name where its folder, jobs/, is"
     remedy = f"give file.py:Class, package.module:Class, or {others}"
-    if not all(part.isidentifier() for part in place.split(".")):
-        raise ConfigError("task", word, "is no file and no module", remedy)
-    if place == "__main__":
+    if not all(part.isidentifier() for part in location.split(".")):
+        raise ConfigError("task", reference, "is no file and no module", remedy)
+    if location == "__main__":
         problem = "is of the program that runs now, from which nobody else could build the network"
-        raise ConfigError("task", word, problem, "write it into a file of its own, and give file.py:Class")
+        raise ConfigError("task", reference, problem, "write it into a file of its own, and give file.py:Class")
     try:
-        return importlib.import_module(place)
+        return importlib.import_module(location)
     except ImportError as error:
-        raise ConfigError("task", word, f"cannot be found ({error})", remedy) from error
+        raise ConfigError("task", reference, f"cannot be found ({error})", remedy) from error
 
 
 def _find_tasks(module: ModuleType) -> dict[str, type[Task]]:

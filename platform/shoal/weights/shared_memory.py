@@ -38,12 +38,12 @@ class SharedPayloads:
     """The newest payloads of one process, for others to open. Not for use by several threads."""
 
     def __init__(self) -> None:
-        self._kept: deque[tuple[int, PayloadAddress]] = deque()  # with the version
+        self._retained: deque[tuple[int, PayloadAddress]] = deque()  # with the version
 
     def put(self, snapshot: WeightSnapshot) -> PayloadAddress | None:
         """Where this version is; None where it is too small, or memory cannot be shared here."""
-        if self._kept and self._kept[-1][0] == snapshot.version:
-            return self._kept[-1][1]
+        if self._retained and self._retained[-1][0] == snapshot.version:
+            return self._retained[-1][1]
         if not IS_AVAILABLE or len(snapshot.payload) < LEAST_BYTES:
             return None
         import fcntl  # which Windows has not
@@ -60,15 +60,15 @@ class SharedPayloads:
             os.close(fd)
             return None
         address = PayloadAddress(os.getpid(), fd, os.fstat(fd).st_ino, len(snapshot.payload))
-        self._kept.append((snapshot.version, address))
-        while len(self._kept) > KEPT:
-            os.close(self._kept.popleft()[1].fd)
+        self._retained.append((snapshot.version, address))
+        while len(self._retained) > KEPT:
+            os.close(self._retained.popleft()[1].fd)
         return address
 
     def close(self) -> None:
         """Nothing can be opened any more; what is mapped stays. Idempotent."""
-        while self._kept:
-            os.close(self._kept.pop()[1].fd)
+        while self._retained:
+            os.close(self._retained.pop()[1].fd)
 
 
 def map_payload(address: PayloadAddress) -> mmap.mmap | None:

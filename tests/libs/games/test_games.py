@@ -40,7 +40,10 @@ def test_two_hunters_beside_the_prey_have_caught_it_and_one_alone_has_not() -> N
     game = Pursuit()
     observations, _ = game.reset(seed=1)
     assert all(np.abs(each).max() <= 1 for each in observations.values())
-    game._prey, game._places = [0, 0], {"first": [0, 4], "second": [2, 0]}  # beside it around the edge; two fields away
+    game._prey, game._positions = (
+        [0, 0],
+        {"first": [0, 4], "second": [2, 0]},
+    )  # beside it around the edge; two fields away
     _, rewards, terminations, _, _ = game.step({"first": 0, "second": 0})
     assert set(rewards.values()) == {-0.05}
     assert not any(terminations.values())
@@ -57,7 +60,7 @@ def test_a_pursuit_without_a_catch_is_cut_off() -> None:
     game = Pursuit()
     game.reset(seed=2)
     for number in range(1, 41):
-        game._prey, game._places = [0, 0], {"first": [2, 2], "second": [2, 2]}
+        game._prey, game._positions = [0, 0], {"first": [2, 2], "second": [2, 2]}
         _, _, terminations, truncations, _ = game.step({"first": 0, "second": 0})
         assert list(truncations.values()) == [number == 40] * 2
         assert not any(terminations.values())

@@ -88,14 +88,14 @@ def test_orders_and_levels_of_trees(parents: list[list[int]]) -> None:
 def test_pieces_cover_every_level_once(parents: list[list[int]], max_nodes: int, by_arity: bool) -> None:
     plan = plan_of(*parents)
     pieces = plan.split_levels(max_nodes, by_arity=by_arity)
-    places = [place for piece in pieces for place in range(*piece.places.indices(plan.num_nodes))]
+    places = [place for piece in pieces for place in range(*piece.positions.indices(plan.num_nodes))]
     edges = [edge for piece in pieces for edge in range(*piece.edges.indices(plan.num_nodes))]
     assert places == list(range(plan.num_nodes))
     assert edges == list(range(plan.num_nodes - plan.num_trees))
     ends = {0, *(plan.level_start + plan.num_leaves).tolist()}
     seen = set()
     for piece in pieces:
-        first, last = piece.places.start, piece.places.stop
+        first, last = piece.positions.start, piece.positions.stop
         seen |= {first, last}
         assert 0 < last - first <= max_nodes
         if first < plan.num_leaves:

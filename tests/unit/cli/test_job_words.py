@@ -52,7 +52,7 @@ class Grows:
     def __init__(self, *looks: str) -> None:
         self.looks, self.log = list(looks), ""
 
-    def read_logs_from(self, start: int, *, is_whole: bool) -> tuple[str, int]:
+    def read_logs_from(self, start: int, *, is_complete: bool) -> tuple[str, int]:
         return self.log[start:], len(self.log)
 
     def poll_outcome(self) -> JobStatus | None:

@@ -370,7 +370,7 @@ def test_a_log_is_read_while_the_link_to_its_session_is_renewed(tmp_path: Path) 
         if is_linked:
             link.symlink_to(log.parent.parent)
         assert job.read_logs() == "trained\n"
-        assert job.read_logs_from(4, is_whole=True) == ("ned\n", 8)
+        assert job.read_logs_from(4, is_complete=True) == ("ned\n", 8)
 
 
 @pytest.mark.parametrize("silence", SILENCE)

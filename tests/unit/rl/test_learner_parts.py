@@ -120,11 +120,11 @@ class FakeSource:
         self.requests.append(request)
         return self.batches.pop(0)
 
-    def acknowledge(self, lease_id: int, fates: Sequence[DropReason | None], evidence: Sequence[float] = ()) -> bool:
+    def acknowledge(self, lease_id: int, outcomes: Sequence[DropReason | None], evidence: Sequence[float] = ()) -> bool:
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
-        self.acknowledged.append((lease_id, fates, evidence))
+        self.acknowledged.append((lease_id, outcomes, evidence))
         return answer
 
 

@@ -37,7 +37,7 @@ def run(messages: Iterable[dict[str, Any]], work: Callable[[StreamLifecycle], Aw
 
     async def test() -> Any:
         async with asyncio.timeout(PATIENCE_S):
-            with StreamLifecycle(RequestsInProgress(LIMITS, look_s=0.001), receive) as progress:
+            with StreamLifecycle(RequestsInProgress(LIMITS, poll_s=0.001), receive) as progress:
                 return await work(progress)
 
     return asyncio.run(test())

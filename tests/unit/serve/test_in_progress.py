@@ -39,7 +39,7 @@ async def read_in(requests: RequestsInProgress, receive: Receive, length_bytes: 
 
 def read(receive: Receive, length_bytes: int | None = None, limits: RequestLimits = LIMITS) -> bytes:
     async def run() -> bytes:
-        requests = RequestsInProgress(limits, look_s=0.001)
+        requests = RequestsInProgress(limits, poll_s=0.001)
         return await asyncio.wait_for(read_in(requests, receive, length_bytes), 10.0)
 
     return asyncio.run(run())
@@ -89,7 +89,7 @@ def test_a_body_that_trickles_is_cut_off() -> None:
 
 def test_a_cancelled_request_is_cancelled_and_nothing_of_it_is_left() -> None:
     async def run() -> None:
-        requests = RequestsInProgress(LIMITS, look_s=0.001)
+        requests = RequestsInProgress(LIMITS, poll_s=0.001)
         stalled = asyncio.create_task(read_in(requests, body(b"x", then=asyncio.sleep(60))))
         await asyncio.sleep(0)
         stalled.cancel()

@@ -37,7 +37,7 @@ LEGAL = {
     (Phase.STAGING, RolloutMove.ABANDON): Phase.STEADY,
     (Phase.CANARY, RolloutMove.FLIP): Phase.FLIPPING,
     (Phase.CANARY, RolloutMove.DROP): Phase.STEADY,
-    (Phase.FLIPPING, RolloutMove.SETTLE): Phase.STEADY,
+    (Phase.FLIPPING, RolloutMove.FINISH): Phase.STEADY,
 }
 
 

@@ -40,7 +40,7 @@ MODULE = "shoal.flows.batch_predict"
 @click.argument("model", metavar="NAME[@VERSION]")
 @click.argument("source", metavar="INPUT")
 @click.argument("output", metavar="OUTPUT")
-@click.argument("words", nargs=-1, metavar="[A.B=C]...")
+@click.argument("overrides", nargs=-1, metavar="[A.B=C]...")
 @click.option("--columns", multiple=True, metavar="[X=]A,B,C", help="The columns of an input.")
 @click.option("--keep", metavar="A,B", help="The columns of the input to keep.  [default: all]")
 @click.option("--workers", type=click.IntRange(min=1), help="Processes with the model.  [default: the CPUs but one]")
@@ -59,7 +59,7 @@ def batch_predict(
     model: str,
     source: str,
     output: str,
-    words: tuple[str, ...],
+    overrides: tuple[str, ...],
     columns: tuple[str, ...],
     keep: str | None,
     workers: int | None,
@@ -83,7 +83,7 @@ def batch_predict(
     for field, path in paths.items():
         if escape_text(path) != path:  # the path becomes a word of the job's command, and enters the record
             raise ConfigError(field, path, "is no text", "give files and folders names in UTF-8")
-    fields = [format_override(path, value) for path, value in {"model": model, **paths}.items()] + list(words)
+    fields = [format_override(path, value) for path, value in {"model": model, **paths}.items()] + list(overrides)
     fields += [format_override("columns", list(columns))] if columns else []
     fields += [format_override("keep", [each.strip() for each in keep.split(",")])] if keep else []
     fields += [f"workers={workers}"] if workers else []

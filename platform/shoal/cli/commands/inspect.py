@@ -30,9 +30,9 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before importing torch:
 
 @click.command()
 @click.argument("what", metavar="TASK|RUN", callback=strip_task_key)
-@click.argument("words", nargs=-1, metavar="[A.B=C]...")
+@click.argument("overrides", nargs=-1, metavar="[A.B=C]...")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
-def inspect(what: str, words: tuple[str, ...], as_json: bool) -> None:
+def inspect(what: str, overrides: tuple[str, ...], as_json: bool) -> None:
     """Predict what a TASK costs: parameters, FLOPs, memory, bytes sent, time; and show what each rank stores.
 
     With the id of a RUN (or `latest`): the predicted and the measured cost.
@@ -45,11 +45,11 @@ def inspect(what: str, words: tuple[str, ...], as_json: bool) -> None:
       shoal inspect latest
     """
     console = Console(highlight=False)
-    run = None if words else _find_run(what)
+    run = None if overrides else _find_run(what)
     if run is not None:
         _show_run(console, run, as_json)
     else:
-        _show_task(console, what, words, as_json)
+        _show_task(console, what, overrides, as_json)
 
 
 def _find_run(what: str) -> Run | None:
@@ -64,18 +64,18 @@ def _find_run(what: str) -> Run | None:
         return None
 
 
-def _show_task(console: Console, word: str, words: tuple[str, ...], as_json: bool) -> None:
+def _show_task(console: Console, reference: str, overrides: tuple[str, ...], as_json: bool) -> None:
     from shoal.train.launch.overrides import spec_from_overrides
     from shoal.train.launch.predicted_cost import predict_table
     from shoal.train.task import make_task
 
     with redirect_stdout(sys.stderr):  # a Task's own output is not part of the result
-        spec = spec_from_overrides([format_override("task", word), *words])
-        task = make_task(word, spec.args)
+        spec = spec_from_overrides([format_override("task", reference), *overrides])
+        task = make_task(reference, spec.args)
         table = predict_table(task, spec)
     if as_json:
         plan = {
-            "task": word,
+            "task": reference,
             "plan": spec.resolve_dims().description,
             "workers": spec.workers,
             "batch_size": spec.batch_size,
@@ -83,7 +83,7 @@ def _show_task(console: Console, word: str, words: tuple[str, ...], as_json: boo
         placed = [asdict(line) for line in table.placement_rows]
         print_json({**plan, **table.to_details(), "placement": placed})
         return
-    title = f"{word}, {spec.resolve_dims().description}, {spec.workers} worker(s), batch of {spec.batch_size}"
+    title = f"{reference}, {spec.resolve_dims().description}, {spec.workers} worker(s), batch of {spec.batch_size}"
     console.print(Text(title, style="bold"))
     console.print(_build_cost_table({"predicted": table.values}))
     _print_notes(console, table)

@@ -156,8 +156,10 @@ def show(model: str, as_json: bool) -> None:
     type=click.Path(path_type=Path),
     help="The tensors of a TorchScript file, in YAML or JSON.",
 )
-@click.option("--format", "word", help="A format of your own, as my_format:FORMAT; by the file's suffix by default.")
-def add(file: Path, name: str | None, alias: str, signature_file: Path | None, word: str | None) -> None:
+@click.option(
+    "--format", "format_name", help="A format of your own, as my_format:FORMAT; by the file's suffix by default."
+)
+def add(file: Path, name: str | None, alias: str, signature_file: Path | None, format_name: str | None) -> None:
     """Register a model file: torch.export (.pt2), ONNX (.onnx) or TorchScript (.pt, .ts, .jit).
 
     Its inputs and outputs are read from the file, or from --signature for TorchScript. Requests share a batch along the
@@ -170,7 +172,7 @@ def add(file: Path, name: str | None, alias: str, signature_file: Path | None, w
       shoal models add build/model.pt2 --name ranker --alias candidate
       shoal models add model.pt --signature tensors.yaml
     """
-    kind = _choose_format(file, word)
+    kind = _choose_format(file, format_name)
     try:
         payload = file.read_bytes()
     except OSError as error:
@@ -184,8 +186,8 @@ def add(file: Path, name: str | None, alias: str, signature_file: Path | None, w
         aliases=(alias,),
     )
     click.echo(f"{found.name}@{alias} is {found.ref} now.")
-    for word, tensors in (("takes", signature.inputs), ("gives", signature.outputs)):
-        click.echo(f"It {word} {'; '.join(map(_format_tensor, tensors))}")
+    for verb, tensors in (("takes", signature.inputs), ("gives", signature.outputs)):
+        click.echo(f"It {verb} {'; '.join(map(_format_tensor, tensors))}")
     if without := [spec for spec in (*signature.inputs, *signature.outputs) if not has_batch_first(spec)]:
         click.echo(
             f"Dimension 0 of {', '.join(spec.name for spec in without)} is not dynamic. To batch requests, export it"
@@ -312,9 +314,9 @@ def _choose_old_versions(found: Sequence[ModelVersion], keep: int, before: float
     return [each for each in old if not each.aliases and each.manifest.created_at < before]
 
 
-def _choose_format(file: Path, word: str | None) -> ModelFormat:
-    if word is not None:
-        return find_format(word)
+def _choose_format(file: Path, format_name: str | None) -> ModelFormat:
+    if format_name is not None:
+        return find_format(format_name)
     if (found := find_format_of_file(file.suffix)) is None:
         remedy = (
             "a model is a .pt2 file of torch.export.save, an .onnx file, or a .pt file of torch.jit.save; a module is"

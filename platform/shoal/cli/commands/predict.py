@@ -36,7 +36,7 @@ FEW_VALUES = 12
 @click.argument("model", metavar="NAME[@VERSION]")
 @click.option(
     "--input",
-    "words",
+    "arguments",
     multiple=True,
     metavar="X=1,2,3",
     help="Numbers, a text, or a JSON list for an input; repeated, for the others and for more rows.",
@@ -62,7 +62,7 @@ FEW_VALUES = 12
 @click.option("--key", envvar="SHOAL_KEY", default="", metavar="KEY", help="An API key, or $SHOAL_KEY.")
 def predict(
     model: str,
-    words: tuple[str, ...],
+    arguments: tuple[str, ...],
     json_file: str | None,
     table: Path | None,
     columns: tuple[str, ...],
@@ -94,7 +94,7 @@ def predict(
     name, word = split_ref(model)
     version = None if not word else int(word) if word.isdigit() else Registry().get(model).version
     kinds: dict[str, tuple[object, _Reader]] = {
-        "--input": (words, lambda inputs: read.parse_arguments(words, inputs)),
+        "--input": (arguments, lambda inputs: read.parse_arguments(arguments, inputs)),
         "--json": (json_file, lambda inputs: read.from_json(json_file or "-", inputs, has_rows=has_rows)),
         "--csv or --parquet": (table, lambda inputs: read.from_table(table or Path(), columns, inputs)),
         "--image": (images, lambda inputs: read.from_images(images, white, inputs)),

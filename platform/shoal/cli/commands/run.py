@@ -17,7 +17,7 @@ examples:
   shoal run actor_learner resume=20261120-064501-3f2a"""
 )
 @click.argument("job")
-@click.argument("words", nargs=-1, metavar="[A.B=C]...")
+@click.argument("overrides", nargs=-1, metavar="[A.B=C]...")
 @click.option(
     "--actors",
     default=0,
@@ -42,10 +42,10 @@ examples:
 @click.option("--address", default=None, help="The cluster to use: a dashboard URL, or 'local' for a new one.")
 @click.option("--plain", is_flag=True, help="Plain lines, even on a terminal.")
 def run(
-    job: str, words: tuple[str, ...], actors: int, envs: int, inference: str, address: str | None, plain: bool
+    job: str, overrides: tuple[str, ...], actors: int, envs: int, inference: str, address: str | None, plain: bool
 ) -> None:
     """Run JOB, a file or the name of one in ./jobs, with fields of its spec set by A.B=C words.
 
     Without a cluster (see `shoal up`), one is started for this run and ends with it.
     """
-    launch_run(RunArguments(job, words, actors, address, envs, inference), plain=plain)
+    launch_run(RunArguments(job, overrides, actors, address, envs, inference), plain=plain)

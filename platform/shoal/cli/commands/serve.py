@@ -194,11 +194,11 @@ def promote(model: str, endpoint: str | None) -> None:
 
 @serve.command("set")
 @click.argument("model", metavar="NAME")
-@click.argument("words", nargs=-1, required=True, metavar="A.B=C...")
+@click.argument("overrides", nargs=-1, required=True, metavar="A.B=C...")
 @click.option("--reason", default="", help="For the record.")
 @click.option("--timeout-s", default=120.0, show_default=True, help="How long to wait for every replica.")
 @_endpoint_option
-def set_options(model: str, words: tuple[str, ...], reason: str, timeout_s: float, endpoint: str | None) -> None:
+def set_options(model: str, overrides: tuple[str, ...], reason: str, timeout_s: float, endpoint: str | None) -> None:
     """Change options of a model that is served (docs/serving.md lists them).
 
     Every replica loads its version once more, with the new options, while the present one answers. Then all of them
@@ -210,7 +210,7 @@ def set_options(model: str, words: tuple[str, ...], reason: str, timeout_s: floa
       shoal serve set fashion max_batch_size=16 precision=bf16 --reason "latency"
       shoal serve set fashion guard.max_latency_ratio=3
     """
-    name, options = _parse_name(model), parse_overrides(ModelOptions, words)
+    name, options = _parse_name(model), parse_overrides(ModelOptions, overrides)
     with connect_client(endpoint) as (_, client):
         _print_shares(client.rollout("set", name, options=options, reason=reason or None, timeout_s=timeout_s))
 
@@ -220,14 +220,14 @@ def set_options(model: str, words: tuple[str, ...], reason: str, timeout_s: floa
 @click.option("--to", type=click.IntRange(min=1), metavar="VERSION", help="A retained version of a live model.")
 @click.option(
     "--from",
-    "left",
+    "rejected",
     type=click.IntRange(min=1),
     metavar="VERSION",
     help="The version to leave.  [default: the present one]",
 )
 @click.option("--reason", default="", help="For the record.")
 @_endpoint_option
-def rollback(model: str, to: int | None, left: int | None, reason: str, endpoint: str | None) -> None:
+def rollback(model: str, to: int | None, rejected: int | None, reason: str, endpoint: str | None) -> None:
     """End a canary or a shadow; without one, return to the previous version, or the alias's previous version.
 
     A model that follows the weights of a run returns to the version before the answering one, or to that of --to
@@ -245,8 +245,8 @@ def rollback(model: str, to: int | None, left: int | None, reason: str, endpoint
     with connect_client(endpoint) as (_, client):
         name = _parse_name(model)
         before = _find_model(client.status(), name)
-        left = left or (None if to else _get_rollback_version(before))
-        now = client.rollout("rollback", name, version=to, from_version=left, reason=reason or None)
+        rejected = rejected or (None if to else _get_rollback_version(before))
+        now = client.rollout("rollback", name, version=to, from_version=rejected, reason=reason or None)
         _print_shares(now)
         if before.candidate and now.stable != before.stable:
             click.echo(f"{now.source} had come to mean version {now.stable}, which is followed now")

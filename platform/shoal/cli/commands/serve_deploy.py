@@ -44,7 +44,7 @@ MODULE = "shoal.flows.serving"
 
 
 @click.command()
-@click.argument("words", nargs=-1, metavar="NAME[@VERSION]|FILE.yaml... [A.B=C]...")
+@click.argument("arguments", nargs=-1, metavar="NAME[@VERSION]|FILE.yaml... [A.B=C]...")
 @click.option("--name", help="The endpoint's name.  [default: that of its first model]")
 @click.option("--port", type=click.IntRange(0, 65535), help="The port.  [default: a free port]")
 @click.option("--replicas", type=click.IntRange(min=1), help="Processes, each with every model.  [default: 1]")
@@ -52,7 +52,7 @@ MODULE = "shoal.flows.serving"
 @click.option("--address", help="The cluster.  [default: $RAY_ADDRESS, else the one that `shoal up` started]")
 @click.option("--timeout-s", default=120.0, show_default=True, help="How long to wait for the endpoint.")
 def deploy(
-    words: tuple[str, ...],
+    arguments: tuple[str, ...],
     name: str | None,
     port: int | None,
     replicas: int | None,
@@ -77,9 +77,9 @@ def deploy(
       shoal serve deploy fashion --port 8000 --address http://head.example:8265
     """
     if into is not None:
-        _deploy_into(into, words, {"name": name, "port": port, "replicas": replicas, "address": address}, timeout_s)
+        _deploy_into(into, arguments, {"name": name, "port": port, "replicas": replicas, "address": address}, timeout_s)
         return
-    fields = _parse_fields(words) + ([] if name is None else [format_override("endpoint.name", name)])
+    fields = _parse_fields(arguments) + ([] if name is None else [format_override("endpoint.name", name)])
     options = {"endpoint.port": port, "endpoint.num_replicas": replicas}
     fields += [f"{field}={value}" for field, value in options.items() if value is not None]
     spec = spec_from_overrides(fields).override(fields)
@@ -153,15 +153,15 @@ def delete(endpoint: str | None, model: str | None, address: str | None, timeout
     click.echo(f"endpoint {found.name} is gone")
 
 
-def _deploy_into(endpoint: str, words: Sequence[str], options: Mapping[str, object], timeout_s: float) -> None:
+def _deploy_into(endpoint: str, arguments: Sequence[str], options: Mapping[str, object], timeout_s: float) -> None:
     """Serve each model at once, in addition to the present ones; a model that is served already gets this version."""
     for option, value in options.items():
         if value is not None:
             raise ConfigError(option, value, "is of an endpoint that is deployed anew", f"leave --{option} out")
-    models = [each for each in words if "=" not in each]
+    models = [each for each in arguments if "=" not in each]
     if not models:
         raise ConfigError("into", endpoint, "needs a model", "name it before the fields")
-    options_by_model = _parse_model_options(models, words)
+    options_by_model = _parse_model_options(models, arguments)
     found = find_endpoint(endpoint)
     with Client(found.url, token=token_for(found.url)) as client:
         for model, changed in options_by_model.items():
@@ -169,9 +169,9 @@ def _deploy_into(endpoint: str, words: Sequence[str], options: Mapping[str, obje
             click.echo(f"{served.name}: {format_shares(served)}")
 
 
-def _parse_model_options(models: Sequence[str], words: Sequence[str]) -> dict[str, dict[str, Any]]:
+def _parse_model_options(models: Sequence[str], arguments: Sequence[str]) -> dict[str, dict[str, Any]]:
     """The options that overrides set for each model. Raises ConfigError for fields of the endpoint itself."""
-    fields = parse_overrides(ServingSpec, [each for each in words if "=" in each])
+    fields = parse_overrides(ServingSpec, [each for each in arguments if "=" in each])
     endpoint = fields.pop("endpoint", {})
     names = [split_ref(model)[0] for model in models]
     own: dict[str, Any] = endpoint.get("models", {})
@@ -194,17 +194,17 @@ def _require_no_endpoint(cluster: ClusterHandle) -> None:
             raise ClusterError(f"this cluster has an endpoint, {there.name}, and cannot have two: {remedy}")
 
 
-def _parse_fields(words: Sequence[str]) -> list[str]:
+def _parse_fields(arguments: Sequence[str]) -> list[str]:
     """`A.B=C` words unchanged, a YAML file as `file=...`, models as a list."""
-    models = [each for each in words if "=" not in each and not each.endswith((".yaml", ".yml"))]
-    files = [each for each in words if "=" not in each and each.endswith((".yaml", ".yml"))]
+    models = [each for each in arguments if "=" not in each and not each.endswith((".yaml", ".yml"))]
+    files = [each for each in arguments if "=" not in each and each.endswith((".yaml", ".yml"))]
     if len(files) > 1:
         raise ConfigError("file", files[1], "is a second file", "an endpoint has one")
     found = [file if Path(file).is_file() else find_recipe(file) or file for file in files]
     fields = [format_override("file", str(Path(file).resolve())) for file in found]
     if models:
         fields.append(format_override("models", ",".join(models)))
-    return fields + [each for each in words if "=" in each]
+    return fields + [each for each in arguments if "=" in each]
 
 
 def _require_cluster(cluster: ClusterHandle | None) -> ClusterHandle:

@@ -29,21 +29,25 @@ from shoal.serve.tables.description import TensorDescription, format_tensor_spec
 _DAMAGED = (zipfile.BadZipFile, zlib.error, struct.error, tokenize.TokenError)
 
 
-def parse_arguments(words: Sequence[str], inputs: Sequence[TensorDescription]) -> dict[str, ArrayLike]:
+def parse_arguments(arguments: Sequence[str], inputs: Sequence[TensorDescription]) -> dict[str, ArrayLike]:
     """`x=1,2,3`, `x=[[1, 2], [3, 4]]`, or without `x=` for the only input; repeated words for one input add rows.
 
     A text for BYTES is one value, commas and blanks included, unless it is a JSON list.
     """
     found: dict[str, ArrayLike] = {}
-    for word in words:
-        spec, text = _split_target("input", word, inputs)
-        values = _parse_json("input", word, text) if text.lstrip().startswith("[") else _parse_values(word, text, spec)
-        rows = _reshape_rows("input", word, values, spec)
+    for argument in arguments:
+        spec, text = _split_target("input", argument, inputs)
+        values = (
+            _parse_json("input", argument, text)
+            if text.lstrip().startswith("[")
+            else _parse_values(argument, text, spec)
+        )
+        rows = _reshape_rows("input", argument, values, spec)
         if (before := found.get(spec.name)) is not None:
             rows = [*before, *rows]
             if len({np.shape(row) for row in rows}) > 1 and -1 not in spec.shape[1:]:
                 problem = f"has rows of another shape than {spec.name}=... before it"
-                raise DataError("input", word, problem, f"the input is {format_tensor_spec(spec)}")
+                raise DataError("input", argument, problem, f"the input is {format_tensor_spec(spec)}")
         found[spec.name] = rows
     return found
 
@@ -160,23 +164,23 @@ def _error_summary(error: BaseException) -> str:
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
-def from_arrays(words: Sequence[str], inputs: Sequence[TensorDescription]) -> dict[str, ArrayLike]:
+def from_arrays(arguments: Sequence[str], inputs: Sequence[TensorDescription]) -> dict[str, ArrayLike]:
     """`.npy` files, each for the only input or as `x=FILE`; a `.npz` with the inputs by name."""
     found: dict[str, ArrayLike] = {}
-    for word in words:
-        if word.endswith(".npz"):
-            arrays = _load_arrays(word)
+    for argument in arguments:
+        if argument.endswith(".npz"):
+            arrays = _load_arrays(argument)
             if "" in arrays:
-                raise DataError("npy", word, "is a single array, whatever its name", "write it with numpy.savez")
+                raise DataError("npy", argument, "is a single array, whatever its name", "write it with numpy.savez")
         else:
-            spec, file = _split_target("npy", word, inputs, is_file=True)
+            spec, file = _split_target("npy", argument, inputs, is_file=True)
             loaded = _load_arrays(file)
             if "" not in loaded:
                 raise DataError("npy", file, "holds arrays by name", "call it .npz, or write one with numpy.save")
             array = loaded[""]
             arrays = {spec.name: array[None] if array.ndim == len(spec.shape) - 1 else array}
         if alone := [name for name, array in arrays.items() if not array.ndim]:
-            raise DataError("npy", word, f"the array for {alone[0]!r} is a single number", "give [rows, ...]")
+            raise DataError("npy", argument, f"the array for {alone[0]!r} is a single number", "give [rows, ...]")
         found |= arrays
     return found
 
@@ -264,22 +268,22 @@ def _load_picture(path: Path, spec: TensorDescription) -> np.ndarray:
 
 
 def _split_target(
-    field: str, word: str, inputs: Sequence[TensorDescription], *, is_file: bool = False
+    field: str, argument: str, inputs: Sequence[TensorDescription], *, is_file: bool = False
 ) -> tuple[TensorDescription, str]:
     """The input of `x=...`, and the text after it."""
     specs = {spec.name: spec for spec in inputs}
-    name, is_named, text = word.partition("=")
+    name, is_named, text = argument.partition("=")
     if is_named and name in specs:
         return specs[name], text
-    if is_named and not (is_file and Path(word).exists()):
-        raise DataError(field, word, f"the model has no input {name!r}", _list_inputs(inputs))
-    return _require_single_input(field, word, inputs), word
+    if is_named and not (is_file and Path(argument).exists()):
+        raise DataError(field, argument, f"the model has no input {name!r}", _list_inputs(inputs))
+    return _require_single_input(field, argument, inputs), argument
 
 
-def _require_single_input(field: str, word: str, inputs: Sequence[TensorDescription]) -> TensorDescription:
+def _require_single_input(field: str, argument: str, inputs: Sequence[TensorDescription]) -> TensorDescription:
     if len(inputs) != 1:
         remedy = f"write {inputs[0].name}=...; {_list_inputs(inputs)}"
-        raise DataError(field, word, "does not say for which input", remedy)
+        raise DataError(field, argument, "does not say for which input", remedy)
     return inputs[0]
 
 
@@ -288,7 +292,7 @@ def _list_inputs(inputs: Sequence[TensorDescription]) -> str:
     return "inputs: " + ", ".join(f"{spec.name}: {format_tensor_spec(spec)}" for spec in inputs)
 
 
-def _parse_values(word: str, text: str, spec: TensorDescription) -> list[Any]:
+def _parse_values(argument: str, text: str, spec: TensorDescription) -> list[Any]:
     if spec.datatype == "BYTES":
         return [text]
     parts = [part.strip() for part in text.split(",")]
@@ -297,10 +301,12 @@ def _parse_values(word: str, text: str, spec: TensorDescription) -> list[Any]:
             return [{"true": True, "1": True, "false": False, "0": False}[part.lower()] for part in parts]
         return [int(part) if is_integer(spec) else float(part) for part in parts]
     except (ValueError, KeyError):
-        raise DataError("input", word, f"is not a list of {spec.datatype}", f"for example {spec.name}=1,0,1") from None
+        raise DataError(
+            "input", argument, f"is not a list of {spec.datatype}", f"for example {spec.name}=1,0,1"
+        ) from None
 
 
-def _reshape_rows(field: str, word: str, rows: Any, spec: TensorDescription) -> ArrayLike:
+def _reshape_rows(field: str, argument: str, rows: Any, spec: TensorDescription) -> ArrayLike:
     """Give values without a batch dimension, or without any shape, the input's shape."""
     inner = spec.shape[1:]
     try:
@@ -308,7 +314,7 @@ def _reshape_rows(field: str, word: str, rows: Any, spec: TensorDescription) -> 
         if array.ndim < len(spec.shape) and any(isinstance(row, list) for row in array.flat):
             raise ValueError  # lists of different lengths, which NumPy would take as elements of an object array
     except ValueError:
-        return _to_ragged_rows(field, word, rows, spec)
+        return _to_ragged_rows(field, argument, rows, spec)
     if array.ndim == len(spec.shape):
         return array
     size = math.prod(inner)
@@ -319,7 +325,7 @@ def _reshape_rows(field: str, word: str, rows: Any, spec: TensorDescription) -> 
     if array.ndim == 1 and len(inner) == 1:
         return array[None]
     problem = f"{array.size} values do not make rows of {format_tensor_spec(spec)}"
-    raise DataError(field, word, problem, "give whole rows, or nested lists")
+    raise DataError(field, argument, problem, "give whole rows, or nested lists")
 
 
 def _choose_numpy_dtype(datatype: object) -> type[object] | None:
@@ -327,7 +333,7 @@ def _choose_numpy_dtype(datatype: object) -> type[object] | None:
     return object if datatype in ("BYTES", "UINT64") else None
 
 
-def _to_ragged_rows(field: str, word: str, rows: Sequence[Any], spec: TensorDescription) -> list[np.ndarray]:
+def _to_ragged_rows(field: str, argument: str, rows: Sequence[Any], spec: TensorDescription) -> list[np.ndarray]:
     """Rows of different lengths, each by itself. Raises DataError when the input does not allow them."""
     inner = spec.shape[1:]
     try:
@@ -336,15 +342,15 @@ def _to_ragged_rows(field: str, word: str, rows: Sequence[Any], spec: TensorDesc
     except ValueError:
         is_open = False
     if not is_open:
-        raise DataError(field, word, "has rows of different lengths", f"the input is {format_tensor_spec(spec)}")
+        raise DataError(field, argument, "has rows of different lengths", f"the input is {format_tensor_spec(spec)}")
     return found
 
 
-def _parse_json(field: str, word: str, text: str) -> Any:
+def _parse_json(field: str, argument: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # ValueError also for numbers with thousands of digits
-        raise DataError(field, word, f"is not JSON: {error}", "for example [[1, 2], [3, 4]]") from None
+        raise DataError(field, argument, f"is not JSON: {error}", "for example [[1, 2], [3, 4]]") from None
 
 
 def _read_text(path: str) -> str:

@@ -30,23 +30,23 @@ def find_job(job: str) -> Path:
     raise ConfigError("job", job, "is neither a file nor in ./jobs", f"jobs: {known}")
 
 
-def split_secret_overrides(path: Path, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The words without secrets, which travel in the environment; unchanged for a job that parses its words itself."""
-    shown, secrets = split_secrets(words)
-    return (shown, secrets) if secrets and _supports_check(path) else (list(words), {})
+def split_secret_overrides(path: Path, overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The overrides without secrets, which travel in the environment; unchanged for a job that parses its own."""
+    shown, secrets = split_secrets(overrides)
+    return (shown, secrets) if secrets and _supports_check(path) else (list(overrides), {})
 
 
 def validate_overrides(
-    path: Path, words: Sequence[str], variables: Mapping[str, str] = MappingProxyType({})
+    path: Path, overrides: Sequence[str], variables: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, str]:
     """Let the job check its overrides, and what the `variables` say, before a cluster starts. Raises RunError with the
     job's own error.
 
     Returns variables for the job, with what its check has found: it need not check again.
     """
-    if not (words or variables) or not _supports_check(path):
+    if not (overrides or variables) or not _supports_check(path):
         return {}
-    command = [sys.executable, str(path), *words, "--check"]
+    command = [sys.executable, str(path), *overrides, "--check"]
     environment = {**os.environ, **variables, CHECKED_RUN: "print"}
     checked = subprocess.run(command, capture_output=True, text=True, env=environment)
     if checked.returncode:

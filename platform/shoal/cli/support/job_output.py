@@ -62,7 +62,7 @@ class JobLogReader:
 
     def read_new_lines(self, *, is_over: bool) -> list[str]:
         """The new lines; an incomplete line is left for the next call unless the job is over."""
-        piece, self._start = self._job.read_logs_from(self._start, is_whole=is_over)
+        piece, self._start = self._job.read_logs_from(self._start, is_complete=is_over)
         lines = (self._partial_line + piece).splitlines(keepends=True)
         is_whole = is_over or not lines or (lines[-1].splitlines() != [lines[-1]] and not lines[-1].endswith("\r"))
         self._partial_line = "" if is_whole else lines.pop()

@@ -99,9 +99,9 @@ def build_column(run: Run, metric: str | None = None) -> Column:
     return Column(run, plans, workers, price, headline, values, only_predicted - _METRIC_NAMES.keys(), curve)
 
 
-def _find_num_workers(began: DataFrame, life_began_s: float, otherwise: int) -> int:
+def _find_num_workers(began: DataFrame, attempt_began_s: float, otherwise: int) -> int:
     """The number of workers in the attempt that began at a moment, or in the next one that reported it."""
-    since = began[began["time"] >= life_began_s]
+    since = began[began["time"] >= attempt_began_s]
     return _as_int(since["details"].iloc[0].get("workers")) or otherwise if len(since) else otherwise
 
 
@@ -118,9 +118,9 @@ def find_attempt_spans(run: Run) -> list[tuple[float, float]]:
     return [*lives, (begin, max(run.duration_s, begin))]
 
 
-def compute_run_time_s(moment_s: float, lives: list[tuple[float, float]]) -> float:
+def compute_run_time_s(moment_s: float, attempts: list[tuple[float, float]]) -> float:
     """The running time until a moment, without the time between two attempts."""
-    return sum(max(0.0, min(end, moment_s) - begin) for begin, end in lives)
+    return sum(max(0.0, min(end, moment_s) - begin) for begin, end in attempts)
 
 
 def find_common_metric(runs: list[Run]) -> str | None:
@@ -138,11 +138,11 @@ def _find_best(metrics: DataFrame, name: str) -> tuple[str, float] | None:
     return name, float(known.max() if is_higher_better(name) else known.min())
 
 
-def _build_curve(metrics: DataFrame, name: str, lives: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
+def _build_curve(metrics: DataFrame, name: str, attempts: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
     known = metrics[["time", name]].dropna() if name in metrics else metrics.iloc[:0]
     if not len(known):
         return [], []
-    return [compute_run_time_s(float(at), lives) for at in known["time"]], [float(value) for value in known[name]]
+    return [compute_run_time_s(float(at), attempts) for at in known["time"]], [float(value) for value in known[name]]
 
 
 def _as_int(value: Any) -> int | None:

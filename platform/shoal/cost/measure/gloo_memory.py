@@ -78,23 +78,23 @@ class GlooMemoryTracker:
         passed = tree_map_only(Tensor, alias, (args, kwargs))
         with CollectiveAllocations(self._growth) as making:
             out = func(*passed[0], **passed[1])
-        held = making.find_work_memory(_tensors((passed, out)))
+        memory = making.find_work_memory(_tensors((passed, out)))
         out = tree_map_only(Tensor, lambda each: given[id(each)] if id(each) in given else each.detach(), out)
         if func.namespace == "c10d":
-            return tree_map_only(torch.ScriptObject, lambda work: self._wrap_work(work, held), out)
+            return tree_map_only(torch.ScriptObject, lambda work: self._wrap_work(work, memory), out)
         for each in _tensors(out):
-            self._memory_by_storage[id(each.untyped_storage())] = held
+            self._memory_by_storage[id(each.untyped_storage())] = memory
         return out
 
-    def _wrap_work(self, work: Any, held: WorkMemory) -> Any:
-        self._works.append(TrackedWork(dist.Work.unbox(work), held))
+    def _wrap_work(self, work: Any, memory: WorkMemory) -> Any:
+        self._works.append(TrackedWork(dist.Work.unbox(work), memory))
         return self._works[-1].boxed()
 
     def release(self, result: Tensor) -> None:
         """Called after the wait for a functional collective's result."""
-        held = self._memory_by_storage.pop(id(result.untyped_storage()), None)
-        if held is not None:
-            held.wait_until_released()
+        memory = self._memory_by_storage.pop(id(result.untyped_storage()), None)
+        if memory is not None:
+            memory.wait_until_released()
 
 
 class CollectiveAllocations(TorchDispatchMode):
@@ -147,10 +147,10 @@ def report_when_freed(storage: torch.UntypedStorage, grown: MemoryGrowth) -> wea
 class TrackedWork(dist.Work):
     """A Work that releases another one after the wait for it, and waits for Gloo's release."""
 
-    def __init__(self, work: dist.Work, held: WorkMemory) -> None:
+    def __init__(self, work: dist.Work, memory: WorkMemory) -> None:
         super().__init__()
         self._work: dist.Work | None = work
-        self._memory = held
+        self._memory = memory
 
     def wait(self, *timeout: Any) -> bool:
         if self._work is not None:

@@ -28,14 +28,14 @@ from shoal.cost.measure.memory import MemoryGrowth, now_us, storages_of
 class OpCounts:
     """The counts between entering and leaving.
 
-    held_bytes:  of earlier storages: named by `hold`, or used by the forward pass
-    peak_bytes:  the most that was alive at once, including held_bytes
-    saved_bytes: alive when the first backward pass began, without held_bytes: the activations
-    collectives: by their ranks: how many collectives, and the bytes that this rank sends in them
-    unknown:     operators with unknown arithmetic, with their numbers of calls
+    resident_bytes: of earlier storages: named by `track`, or used by the forward pass
+    peak_bytes:     the most that was alive at once, including resident_bytes
+    saved_bytes:    alive when the first backward pass began, without resident_bytes: the activations
+    collectives:    by their ranks: how many collectives, and the bytes that this rank sends in them
+    unknown:        operators with unknown arithmetic, with their numbers of calls
     """
 
-    held_bytes: int = 0
+    resident_bytes: int = 0
     peak_bytes: int = 0
     saved_bytes: int = 0
     flops_forward: float = 0.0
@@ -63,9 +63,9 @@ class OpCounter(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __init__(self, grown: MemoryGrowth, is_pretended: bool = False) -> None:
+    def __init__(self, grown: MemoryGrowth, is_fake: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._is_fake = is_pretended
+        self._is_fake = is_fake
         self._thread = threading.get_ident()
         self._growth, self._gloo_memory = grown, GlooMemoryTracker(grown)
         self.counts = OpCounts()
@@ -163,7 +163,7 @@ class OpCounter(TorchDispatchMode):
         if is_new:
             self._grow(size)
         elif not self._in_backward:  # in backward, unknown storages are those that a collective has made for itself
-            self.counts.held_bytes += size
+            self.counts.resident_bytes += size
 
     def _make_finalizer(self, key: int, is_new: bool) -> Callable[[Any], None]:
         myself = weakref.ref(self)
@@ -192,21 +192,21 @@ class OpCounter(TorchDispatchMode):
 @contextmanager
 def count_ops(
     grown: MemoryGrowth | None = None,
-    held: Iterable[Tensor] = (),
+    resident: Iterable[Tensor] = (),
     buckets: Iterable[torch.UntypedStorage] = (),
-    is_pretended: bool = False,
+    is_fake: bool = False,
     elsewhere: Iterable[Tensor] = (),
 ) -> Iterator[OpCounts]:
     """Count the body's operators; the counts are complete when the body has ended.
 
-    grown:         records memory, and gets corrections that it cannot observe
-    held, buckets: tensors, and storages, that always exist (parameters, optimiser state), used or not
-    is_pretended:  the group is fake; allocations of a real one are made in its place
-    elsewhere:     tensors in memory that is not this rank's own
+    grown:             records memory, and gets corrections that it cannot observe
+    resident, buckets: tensors, and storages, that always exist (parameters, optimiser state), used or not
+    is_fake:           the group is fake; allocations of a real one are made in its place
+    elsewhere:         tensors in memory that is not this rank's own
     """
-    meter = OpCounter(grown or MemoryGrowth(), is_pretended)
+    meter = OpCounter(grown or MemoryGrowth(), is_fake)
     meter.exclude(elsewhere)
-    meter.track(held, buckets)
+    meter.track(resident, buckets)
     resize = torch.UntypedStorage.resize_
 
     def resize_and_tell(storage: Any, size: int) -> Any:
@@ -220,7 +220,7 @@ def count_ops(
             yield meter.counts
     finally:
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
-        meter.counts.peak_bytes = meter.counts.held_bytes + meter._peak_bytes
+        meter.counts.peak_bytes = meter.counts.resident_bytes + meter._peak_bytes
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -149,7 +149,7 @@ def dry_run(
             average = allocate_averages(parameters) if spec.average is not None else []
             collectives: dict[tuple[int, ...], tuple[int, float]] = {}
             play.shared_sums.clear()
-            with profile_step(model, optimizer, is_pretended=True, average=average, collectives=collectives) as found:
+            with profile_step(model, optimizer, is_fake=True, average=average, collectives=collectives) as found:
                 _run_step(model, optimizer, batch, next(steps), spec.clip_norm)
             values = {**found, "step_s": min(each.step_s for each in timed)}
             traffic = _collect_traffic(collectives, play)

@@ -28,20 +28,20 @@ def measure_latency_s() -> float:
     Raises RuntimeError when the other end fails.
     """
     ours, theirs = socket.socketpair()
-    sent_s, heard_s = list[float](), list[float]()
+    sent_s, received_s = list[float](), list[float]()
     with closing(ShmP2P(0, {1: ours})) as messages, closing(ShmP2P(1, {0: theirs})) as others:
-        waiting = threading.Thread(target=_listen, args=(others, heard_s), daemon=True)
+        waiting = threading.Thread(target=_listen, args=(others, received_s), daemon=True)
         waiting.start()
         for _ in range(NUM_ROUNDS):
             time.sleep(PAUSE_S)
             messages.send(torch.empty(8, dtype=torch.uint8), 1)
             sent_s.append(time.perf_counter())
         waiting.join()
-    return max(0.0, statistics.median(heard - sent for sent, heard in zip(sent_s, heard_s, strict=True)))
+    return max(0.0, statistics.median(heard - sent for sent, heard in zip(sent_s, received_s, strict=True)))
 
 
-def _listen(messages: ShmP2P, heard_s: list[float]) -> None:
+def _listen(messages: ShmP2P, received_s: list[float]) -> None:
     tensor = torch.empty(8, dtype=torch.uint8)
     for _ in range(NUM_ROUNDS):
         messages.receive(tensor, 0).wait()
-        heard_s.append(time.perf_counter())
+        received_s.append(time.perf_counter())

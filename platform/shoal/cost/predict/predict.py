@@ -52,8 +52,8 @@ BUDGET_S = 1.5  # for a step of a dry run; a longer one is scaled
 class DryPlan:
     """A plan that was run rank by rank.
 
-    runs:   of the representative ranks
-    placed: which rank stores what
+    runs:           of the representative ranks
+    placement_rows: which rank stores what
     """
 
     degrees: ParallelDims
@@ -61,7 +61,7 @@ class DryPlan:
     alone: SingleDeviceProfile
     runs: dict[int, DryRun]
     notes: tuple[str, ...]
-    placed: tuple[PlacementRow, ...]
+    placement_rows: tuple[PlacementRow, ...]
 
 
 def predict_cost(task: CostTaskProtocol, spec: TrainSpecProtocol, make_optimizer: MakeOptimizer) -> CostTable:
@@ -87,8 +87,8 @@ def dry_run_plan(task: CostTaskProtocol, spec: TrainSpecProtocol, make_optimizer
         runs, notes = _run_ranks(task, spec, data, alone, samples, degrees, device, make_optimizer)
         layout = next(iter(runs.values())).layout
         batch = load_first_batch(data, samples, device, is_exact=True)
-        placed = _build_placement_rows(task, spec, model, batch, layout)
-    return DryPlan(degrees, device, alone, runs, notes, placed)
+        placement_rows = _build_placement_rows(task, spec, model, batch, layout)
+    return DryPlan(degrees, device, alone, runs, notes, placement_rows)
 
 
 def build_cost_table(spec: TrainSpecProtocol, plan: DryPlan) -> CostTable:
@@ -101,7 +101,7 @@ def build_cost_table(spec: TrainSpecProtocol, plan: DryPlan) -> CostTable:
         played = simulate_pipeline(spec, plan)
         values |= {"bubble": played.idle_share, "step_s": played.step_s * spec.parallel.accumulate}
     cuts = tuple(cut.module for cut in layout.split_points) if layout is not None else ()
-    return CostTable(values, plan.alone.unknown, plan.notes, cuts, ranks, plan.placed)
+    return CostTable(values, plan.alone.unknown, plan.notes, cuts, ranks, plan.placement_rows)
 
 
 def _get_model_values(alone: SingleDeviceProfile) -> dict[str, float]:
@@ -215,13 +215,13 @@ def simulate_pipeline(
     spec: TrainSpecProtocol,
     plan: DryPlan,
     slowdown: float = 1.0,
-    way_s: Callable[[int, float], float | None] = _is_near,
+    transit_s: Callable[[int, float], float | None] = _is_near,
 ) -> SimulatedStep:
     """A pipeline's schedule, simulated in its order from the stages' times; one micro-step.
 
-    slowdown: how much longer the ranks compute than in the dry run
-    way_s:    the seconds that a message takes from a stage to the next one, by the stage and the bytes; None: as
-              between two processes of this host
+    slowdown:  how much longer the ranks compute than in the dry run
+    transit_s: the seconds that a message takes from a stage to the next one, by the stage and the bytes; None: as
+               between two processes of this host
     """
     runs, degrees = plan.runs, plan.degrees
     busy_s = {name: slowdown * seconds for run in runs.values() for name, seconds in run.busy_s.items()}
@@ -233,12 +233,12 @@ def simulate_pipeline(
     )
     num_works = sum(len(works) for works in plan_actions(schedule, degrees.pipeline, micro)) * accumulate
     between_s = slowdown * sum(run.besides_s for run in runs.values()) / num_works
-    messages = _estimate_transfers(runs, way_s) if plan.device.type == "cpu" else []
+    messages = _estimate_transfers(runs, transit_s) if plan.device.type == "cpu" else []
     return play(schedule, degrees.pipeline, micro, forward_s, backward_s, messages, between_s)
 
 
 def _estimate_transfers(
-    runs: dict[int, DryRun], way_s: Callable[[int, float], float | None] = _is_near
+    runs: dict[int, DryRun], transit_s: Callable[[int, float], float | None] = _is_near
 ) -> list[TransferTime]:
     """The output message of each stage but the last, as sent and received in the dry runs."""
     known = {size: both for run in runs.values() for size, both in run.messages_s.items()}
@@ -247,7 +247,7 @@ def _estimate_transfers(
     found = []
     for stage, size in sorted(handed.items()):
         send_s, take_s = (_interpolate_s({each: both[way] for each, both in known.items()}, size) for way in (0, 1))
-        elsewhere_s = way_s(stage, size)
+        elsewhere_s = transit_s(stage, size)
         found.append(TransferTime(send_s, on_the_way_s if elsewhere_s is None else elsewhere_s, take_s))
     return found
 

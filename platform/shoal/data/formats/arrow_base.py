@@ -34,15 +34,15 @@ class ColumnDataset(FileDataset):
 
     def __init__(self, path: str | Path, fields: Fields) -> None:
         place = require_path(path)
-        self.places, self.as_dict = parse_fields(fields)
+        self.locations, self.as_dict = parse_fields(fields)
         files = [place]
         if place.is_dir():
             files = sorted(file for file in place.iterdir() if file.suffix in self.suffixes)
         if not files:
             raise DataError("path", str(path), f"has no {' or '.join(f'*{suffix}' for suffix in self.suffixes)} in it")
         heads = [self._read_head_checked(file) for file in files]
-        kinds = {column: _check_column(heads, files, column) for column in self.places.values()}
-        self._shapes = {name: f"{kinds[column]} of {column}" for name, column in self.places.items()}
+        kinds = {column: _check_column(heads, files, column) for column in self.locations.values()}
+        self._shapes = {name: f"{kinds[column]} of {column}" for name, column in self.locations.items()}
         super().__init__(files, sum(rows for rows, _ in heads))
 
     @staticmethod
@@ -63,10 +63,10 @@ class ColumnDataset(FileDataset):
         return build_batch(tensors, self.as_dict)
 
     def _open(self) -> dict[str, np.ndarray[Any, Any]]:
-        columns = list(dict.fromkeys(self.places.values()))
+        columns = list(dict.fromkeys(self.locations.values()))
         tables = [self._read_columns_checked(file, columns) for file in self.paths]
         table = arrow.concat_tables(tables, promote_options="default")  # the types are equal: nullability may differ
-        return {name: _read_values(table.column(column), column) for name, column in self.places.items()}
+        return {name: _read_values(table.column(column), column) for name, column in self.locations.items()}
 
     def _read_head_checked(self, path: Path) -> tuple[int, Any]:
         try:

@@ -18,7 +18,7 @@ from torch import Tensor
 from shoal.data.sampling.sampler import Indices
 from shoal.errors import DataError
 
-Place = TypeVar("Place")
+Position = TypeVar("Position")
 Fields = Mapping[str, str] | Sequence[str]
 
 
@@ -84,14 +84,14 @@ def parse_fields(fields: Fields) -> tuple[dict[str, str], bool]:
     return name_positions(fields), False
 
 
-def name_positions(places: Sequence[Place]) -> dict[str, Place]:
-    """Each place of a list under its own name; a repeated one gets primes, so that a tuple has it as often."""
-    names: dict[str, Place] = {}
-    for place in places:
-        name = str(place)
+def name_positions(positions: Sequence[Position]) -> dict[str, Position]:
+    """Each position of a list under its own name; a repeated one gets primes, so that a tuple has it as often."""
+    names: dict[str, Position] = {}
+    for position in positions:
+        name = str(position)
         while name in names:
             name += "'"
-        names[name] = place
+        names[name] = position
     return names
 
 

@@ -36,12 +36,12 @@ class Hdf5(FileDataset):
 
     def __init__(self, path: str | Path, fields: Fields, cache_bytes: int = 64 * 2**20) -> None:
         file_path = require_path(path)
-        self.places, self.as_dict = parse_fields(fields)
+        self.locations, self.as_dict = parse_fields(fields)
         self.cache_bytes = cache_bytes
         with _open_file(file_path, cache_bytes) as file:
-            found = {name: _get_dataset(file, place, file_path) for name, place in self.places.items()}
+            found = {name: _get_dataset(file, location, file_path) for name, location in self.locations.items()}
             self._shapes = {
-                name: f"{each.dtype.name}{each.shape[1:]} of {self.places[name]}" for name, each in found.items()
+                name: f"{each.dtype.name}{each.shape[1:]} of {self.locations[name]}" for name, each in found.items()
             }
             num_samples = check_equal_lengths({name: each.shape[0] for name, each in found.items()}, file_path)
         super().__init__([file_path], num_samples)
@@ -55,7 +55,7 @@ class Hdf5(FileDataset):
 
     def _open(self) -> dict[str, Any]:
         file = _open_file(self.paths[0], self.cache_bytes)
-        return {name: file[place] for name, place in self.places.items()}
+        return {name: file[place] for name, place in self.locations.items()}
 
 
 def _open_file(path: Path, cache_bytes: int) -> Any:
@@ -65,17 +65,17 @@ def _open_file(path: Path, cache_bytes: int) -> Any:
         raise DataError("path", str(path), f"cannot be opened as HDF5 ({error})", "is it whole?") from error
 
 
-def _get_dataset(file: Any, place: str, path: Path) -> Any:
-    found = file.get(place)
+def _get_dataset(file: Any, location: str, path: Path) -> Any:
+    found = file.get(location)
     if not isinstance(found, h5py.Dataset):
         there: list[str] = []
         file.visititems(lambda name, each: there.append(name) if isinstance(each, h5py.Dataset) else None)
-        raise DataError("fields", place, f"is no dataset in {path.name}", f"there are: {', '.join(there) or 'none'}")
+        raise DataError("fields", location, f"is no dataset in {path.name}", f"there are: {', '.join(there) or 'none'}")
     if not found.shape:
-        raise DataError("fields", place, f"has no rows: it is a single value in {path.name}")
+        raise DataError("fields", location, f"has no rows: it is a single value in {path.name}")
     if found.dtype.kind not in "biuf":
         remedy = "store rows of equal length, of a number type"
-        raise DataError("fields", place, f"is ragged or no numbers: its dtype is {found.dtype}", remedy)
+        raise DataError("fields", location, f"is ragged or no numbers: its dtype is {found.dtype}", remedy)
     return found
 
 
@@ -96,10 +96,10 @@ def _read_rows(dataset: Any, indices: Indices) -> np.ndarray[Any, Any]:
     return rows
 
 
-def _iter_runs(places: list[int], gap: int, most: int) -> Iterator[slice]:
-    """Parts of sorted `places` that are read in one go: without a wider gap, and over `most` rows at most."""
+def _iter_runs(positions: list[int], gap: int, most: int) -> Iterator[slice]:
+    """Parts of sorted `positions` that are read in one go: without a wider gap, and over `most` rows at most."""
     start = 0
-    for at in range(1, len(places) + 1):
-        if at == len(places) or places[at] - places[at - 1] > gap or places[at] - places[start] >= most:
+    for at in range(1, len(positions) + 1):
+        if at == len(positions) or positions[at] - positions[at - 1] > gap or positions[at] - positions[start] >= most:
             yield slice(start, at)
             start = at

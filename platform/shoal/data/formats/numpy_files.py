@@ -24,7 +24,7 @@ from shoal.errors import DataError
 
 _REMEDY = "save an array of numbers with the sample as dimension 0"
 _READ_ERRORS = (ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error)
-_Place = tuple[Path, str]  # a file, and the array's name in an .npz
+_Location = tuple[Path, str]  # a file, and the array's name in an .npz
 
 
 class NumpyFiles(FileDataset):
@@ -42,14 +42,14 @@ class NumpyFiles(FileDataset):
                 raise DataError("fields", str(fields), "holds one array, without a name", "give a list: [path]")
             fields = {name: f"{path}:{name}" for name in _list_names(path)}
         self.as_dict = isinstance(fields, Mapping)
-        places = fields if isinstance(fields, Mapping) else name_positions(fields)
-        self._places = {name: _parse_location(place) for name, place in places.items()}
-        if not self._places:
+        locations = fields if isinstance(fields, Mapping) else name_positions(fields)
+        self._locations = {name: _parse_location(location) for name, location in locations.items()}
+        if not self._locations:
             raise DataError("fields", fields, "names no array")
-        heads = {name: _read_head(place) for name, place in self._places.items()}
-        within = {name: f" of {array}" if array else "" for name, (_, array) in self._places.items()}
+        heads = {name: _read_head(location) for name, location in self._locations.items()}
+        within = {name: f" of {array}" if array else "" for name, (_, array) in self._locations.items()}
         self._shapes = {name: f"{dtype.name}{shape[1:]}{within[name]}" for name, (shape, dtype) in heads.items()}
-        paths = list(dict.fromkeys(path for path, _ in self._places.values()))
+        paths = list(dict.fromkeys(path for path, _ in self._locations.values()))
         super().__init__(paths, check_equal_lengths({name: shape[0] for name, (shape, _) in heads.items()}, paths[0]))
 
     def shapes(self) -> dict[str, str]:
@@ -60,10 +60,10 @@ class NumpyFiles(FileDataset):
         return build_batch(tensors, self.as_dict)
 
     def _open(self) -> dict[str, np.ndarray[Any, Any]]:
-        return {name: _load_array(place) for name, place in self._places.items()}
+        return {name: _load_array(location) for name, location in self._locations.items()}
 
 
-def _parse_location(text: str | Path) -> _Place:
+def _parse_location(text: str | Path) -> _Location:
     path, separator, name = str(text).rpartition(":")
     if separator and path.endswith(".npz"):
         return require_path(path), name
@@ -84,9 +84,9 @@ def _list_names(path: Path) -> list[str]:
         raise _make_damage_error(path, error) from error
 
 
-def _read_head(place: _Place) -> tuple[tuple[int, ...], np.dtype[Any]]:
+def _read_head(location: _Location) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Shape and dtype, without reading the array. Raises DataError when it cannot be one of samples."""
-    path, name = place
+    path, name = location
     try:
         if not name:
             _require_npy(path)
@@ -117,8 +117,8 @@ def _require_npy(path: Path) -> None:
         raise DataError("path", str(path), f"is no .npy file (it begins with {magic.hex() or 'nothing'})", remedy)
 
 
-def _load_array(place: _Place) -> np.ndarray[Any, Any]:
-    path, name = place
+def _load_array(location: _Location) -> np.ndarray[Any, Any]:
+    path, name = location
     try:
         if not name:
             mapped: np.ndarray[Any, Any] = np.load(path, mmap_mode="r")

@@ -108,11 +108,11 @@ class StreamReader(ABC):
         self._at += self._count_advance(len(taken))
         return taken
 
-    def _seed(self, request: StreamRequest, place: int) -> None:
+    def _seed(self, request: StreamRequest, position: int) -> None:
         """Seed the dataset's random numbers by its position. If it draws none, the process's random state is left
         alone, since nothing would restore it: see `InProcessReader`."""
         if self.is_random:
-            seed_all(self.seed, request.epoch, place)
+            seed_all(self.seed, request.epoch, position)
 
     def _get_seed_position(self) -> int:
         """The position of the next samples: readers of different samples never share one."""

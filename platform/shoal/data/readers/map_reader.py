@@ -60,7 +60,7 @@ class InProcessReader:
         self._reader = reader
         self._plan: Iterator[Request] = iter(())
 
-    def restart(self, plan: Iterator[Request], turn: int = 0) -> None:
+    def restart(self, plan: Iterator[Request], first_worker: int = 0) -> None:
         """Follow this plan from now on."""
         self._plan = plan
 

@@ -35,11 +35,11 @@ class EpochPlan(Protocol):
         """The index of the first worker."""
         ...
 
-    def on_batch_delivered(self, made: ReadBatch, position: int) -> None:
+    def on_batch_delivered(self, batch: ReadBatch, position: int) -> None:
         """Called when the batch at `position` was yielded."""
         ...
 
-    def on_epoch_end(self, ended: EpochEnd, position: int) -> None:
+    def on_epoch_end(self, end: EpochEnd, position: int) -> None:
         """Called when the epoch ended at `position`. Raises DataError when that is too early."""
         ...
 
@@ -81,10 +81,10 @@ class MapEpochPlan:
     def worker_index(self, position: int) -> int:
         return 0
 
-    def on_batch_delivered(self, made: ReadBatch, position: int) -> None:
+    def on_batch_delivered(self, batch: ReadBatch, position: int) -> None:
         """Nothing to store."""
 
-    def on_epoch_end(self, ended: EpochEnd, position: int) -> None:
+    def on_epoch_end(self, end: EpochEnd, position: int) -> None:
         """Known beforehand."""
 
     def reset(self) -> None:
@@ -106,7 +106,7 @@ class StreamEpochPlan:
         self.is_per_rank = not reader.is_replicated
         self.num_batches: int | None = None
         self._states: list[Any] = self._make_empty_states()
-        self._has_ended = False  # an epoch with batches
+        self._has_finished = False  # an epoch with batches
         self._end_states: list[Any] = []  # at the end of the previous epoch; until the next one's first batch
 
     def _make_empty_states(self) -> list[Any]:
@@ -132,22 +132,22 @@ class StreamEpochPlan:
     def _get_state_index(self, position: int) -> int:
         return self.worker_index(position) % len(self._states)
 
-    def on_batch_delivered(self, made: ReadBatch, position: int) -> None:
-        self._states[self._get_state_index(position)] = made.state
+    def on_batch_delivered(self, batch: ReadBatch, position: int) -> None:
+        self._states[self._get_state_index(position)] = batch.state
         self._end_states = []
 
-    def on_epoch_end(self, ended: EpochEnd, position: int) -> None:
+    def on_epoch_end(self, end: EpochEnd, position: int) -> None:
         if not position:
             name, size = type(self._reader.source).__name__, self._reader.batch_size
-            if not ended.num_items and self._has_ended:
+            if not end.num_items and self._has_finished:
                 remedy = "let its __iter__ begin anew each time"
                 raise DataError("data", name, "yields nothing after its first epoch: its iterator is spent", remedy)
-            if not ended.num_items:
+            if not end.num_items:
                 raise DataError("data", name, "is empty: it has yielded nothing")
-            problem = f"yields {ended.num_items} samples, too few for one batch of {size}"
+            problem = f"yields {end.num_items} samples, too few for one batch of {size}"
             raise DataError("data", name, problem, "lower batch_size")
         states = self._states
-        self._has_ended = True
+        self._has_finished = True
         self.reset()
         if self._reader.has_epoch_state and states[0] is not None:
             self._end_states = [(PREVIOUS_EPOCH, state) for _, state in states]

@@ -67,8 +67,8 @@ class WorkerPool:
         self._next_worker = 0
         self._is_in_sync = True  # whether the awaited batch is the next to come: not after an interruption
 
-    def restart(self, plan: Iterator[Request], turn: int = 0) -> None:
-        """Follow this plan from now on; its first request goes to worker `turn`, modulo the number of workers."""
+    def restart(self, plan: Iterator[Request], first_worker: int = 0) -> None:
+        """Follow this plan from now on; its first request goes to `first_worker`, modulo their number."""
         if not self._end_descriptor.alive:
             raise Closed("the loader is closed")
         if not self._is_in_sync:
@@ -82,7 +82,7 @@ class WorkerPool:
         self._is_in_sync = True
         if not self._workers:
             self._start()
-        self._plan, self._next_worker = plan, turn
+        self._plan, self._next_worker = plan, first_worker
 
     def next(self) -> ReadBatch | EpochEnd:
         """The batch of the oldest request. Raises DataError if there is none, or its worker has died."""

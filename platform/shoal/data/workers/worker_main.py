@@ -85,13 +85,13 @@ def _load_reader(connection: socket.socket) -> Callable[[Any], Any]:
     return answer
 
 
-def _send_answer(connection: socket.socket, made: Any) -> None:
+def _send_answer(connection: socket.socket, answer: Any) -> None:
     try:
-        send(connection, made)
+        send(connection, answer)
     except (EOFError, BrokenPipeError):
         raise
     except Exception as error:  # noqa: BLE001 - a batch that pickle or memory does not take: said in its place
-        named = "" if getattr(made, "indices", None) is None else f" of samples {format_samples(made.indices)}"
+        named = "" if getattr(answer, "indices", None) is None else f" of samples {format_samples(answer.indices)}"
         problem = f"a batch{named} cannot be handed over by a worker: {type(error).__name__}: {error}"
         refused = DataError("data", "dataset", problem, "make it of tensors, arrays and texts, or set loader.workers=0")
         send(connection, WorkerFailure(refused, traceback.format_exc()))

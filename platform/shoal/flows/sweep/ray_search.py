@@ -28,7 +28,7 @@ class TuneSearcher(Searcher):
     """An `OptunaSearch` as Ray Tune asks it: first for the trials that go on, then for new ones."""
 
     def __init__(
-        self, spec: SweepSpec, checked: CheckedSweep, planned: Sequence[PlannedTrial], ended: Iterable[SweepTrial]
+        self, spec: SweepSpec, checked: CheckedSweep, planned: Sequence[PlannedTrial], finished: Iterable[SweepTrial]
     ) -> None:
         from shoal.flows.sweep.optuna_search import OptunaSearch
 
@@ -37,7 +37,7 @@ class TuneSearcher(Searcher):
         self._search = OptunaSearch(
             spec.search_space, is_higher=checked.is_higher, seed=spec.seed, is_joint=spec.search == "bohb"
         )
-        for trial in ended:
+        for trial in finished:
             is_stopped = trial.state is TrialState.STOPPED
             self._search.replay(trial.parameters, trial.step, trial.get_score(checked.metric), is_stopped=is_stopped)
         self._planned = deque(planned)
@@ -127,7 +127,7 @@ def explore(
 
 
 def make_scheduler(
-    spec: SweepSpec, checked: CheckedSweep, log: TrialLog, concurrent: int, ended: Iterable[tuple[int, History]]
+    spec: SweepSpec, checked: CheckedSweep, log: TrialLog, concurrent: int, finished: Iterable[tuple[int, History]]
 ) -> TrialScheduler:
     """The scheduler of the sweep; at the rungs of successive halving are the trials that have ended before."""
     if spec.search == "pbt":
@@ -143,7 +143,7 @@ def make_scheduler(
         grace_period=spec.asha.first_rung,
         reduction_factor=spec.asha.factor,
     )
-    for number, history in ended:
+    for number, history in finished:
         stub = SimpleNamespace(trial_id=format_trial_name(number))
         scheduler.on_trial_add(None, stub)
         for progress, score in history:

@@ -152,27 +152,29 @@ class CheckedSweep:
     total_steps: int | None
 
 
-def sweep_from_overrides(words: list[str]) -> SweepSpec:
+def sweep_from_overrides(overrides: list[str]) -> SweepSpec:
     """The spec of `resume=RUN`, or of the recipe of `train.task=NAME` or `loop.recipe=NAME`; with the overrides. Raises
     ConfigError.
 
     A recipe's `stop.target` is left out: trials are compared after as many steps. A word sets it again.
     """
-    if resumed := last_override(words, "resume"):
+    if resumed := last_override(overrides, "resume"):
         record = shoal.runs.load(resumed)
         if record.kind is not RunKind.SWEEP:
             raise ConfigError("resume", resumed, f"is no sweep, but a run of the kind {record.kind.value}")
-        return SweepSpec.from_record(record.spec).model_copy(update={"retry_failed": False}).override(words)
-    if recipe := last_override(words, f"{_LOOP}recipe"):
-        others = [word for word in words if not word.startswith(_LOOP)]
-        loop = load_loop_recipe(recipe).override(word.removeprefix(_LOOP) for word in words if word.startswith(_LOOP))
+        return SweepSpec.from_record(record.spec).model_copy(update={"retry_failed": False}).override(overrides)
+    if recipe := last_override(overrides, f"{_LOOP}recipe"):
+        others = [override for override in overrides if not override.startswith(_LOOP)]
+        loop = load_loop_recipe(recipe).override(
+            override.removeprefix(_LOOP) for override in overrides if override.startswith(_LOOP)
+        )
         return SweepSpec(loop=loop).override(others)
     start = "train."
-    of_train = [word.removeprefix(start) for word in words if word.startswith(start)]
+    of_train = [override.removeprefix(start) for override in overrides if override.startswith(start)]
     train = spec_from_overrides(of_train)
-    if not any(word.startswith("stop.target=") for word in of_train):
+    if not any(override.startswith("stop.target=") for override in of_train):
         train = remove_target(train)
-    return SweepSpec(train=train).override(word for word in words if not word.startswith(start))
+    return SweepSpec(train=train).override(override for override in overrides if not override.startswith(start))
 
 
 def remove_target(train: TrainSpec) -> TrainSpec:

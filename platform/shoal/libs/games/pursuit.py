@@ -45,7 +45,7 @@ class Pursuit:
         self.agents, self._steps = list(self.possible_agents), 0
         while True:
             places = self._random.integers(0, SIZE, (3, 2)).tolist()
-            self._prey, self._places = places[2], dict(zip(self.possible_agents, places[:2], strict=True))
+            self._prey, self._positions = places[2], dict(zip(self.possible_agents, places[:2], strict=True))
             if not self._is_caught():
                 return self._observe(), {}
 
@@ -53,7 +53,7 @@ class Pursuit:
         """Move the hunters, and then the prey, unless it is caught."""
         self._steps += 1
         for agent, action in actions.items():
-            self._places[agent] = _move(self._places[agent], int(action))
+            self._positions[agent] = _move(self._positions[agent], int(action))
         is_caught = self._is_caught()
         if not is_caught and self._random.random() < FLIGHT_PROBABILITY:
             self._prey = _move(self._prey, int(self._random.integers(len(MOVES))))
@@ -72,11 +72,11 @@ class Pursuit:
         """Nothing is open."""
 
     def _is_caught(self) -> bool:
-        offsets = [_find_offset(place, self._prey) for place in self._places.values()]
+        offsets = [_find_offset(place, self._prey) for place in self._positions.values()]
         return all(abs(down) + abs(right) <= 1 for down, right in offsets)
 
     def _observe(self) -> dict[str, np.ndarray]:
-        first, second = self._places.values()
+        first, second = self._positions.values()
         seen = ((first, second), (second, first))
         return {
             agent: np.array([*_find_offset(own, self._prey), *_find_offset(own, other)], np.float32) / (SIZE // 2)
@@ -84,11 +84,11 @@ class Pursuit:
         }
 
 
-def _move(place: list[int], action: int) -> list[int]:
-    return [(position + step) % SIZE for position, step in zip(place, MOVES[action], strict=True)]
+def _move(position: list[int], action: int) -> list[int]:
+    return [(coordinate + step) % SIZE for coordinate, step in zip(position, MOVES[action], strict=True)]
 
 
-def _find_offset(place: list[int], other: list[int]) -> list[int]:
+def _find_offset(position: list[int], other: list[int]) -> list[int]:
     """The shortest way down and to the right, around the edges."""
     half = SIZE // 2
-    return [(there - here + half) % SIZE - half for here, there in zip(place, other, strict=True)]
+    return [(there - here + half) % SIZE - half for here, there in zip(position, other, strict=True)]

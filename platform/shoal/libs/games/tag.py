@@ -31,7 +31,7 @@ class Tag:
     def __init__(self) -> None:
         self._random = np.random.default_rng()
         self.agents: list[str] = []
-        self._places: dict[str, np.ndarray] = {}
+        self._positions: dict[str, np.ndarray] = {}
         self._steps = 0
 
     def observation_space(self, agent: str) -> gymnasium.spaces.Box:
@@ -47,17 +47,17 @@ class Tag:
             self._random = np.random.default_rng(seed)
         self.agents, self._steps = list(self.possible_agents), 0
         fields = self._random.choice(SIZE * SIZE, len(self.agents), replace=False)
-        self._places = {
+        self._positions = {
             agent: np.array(divmod(int(each), SIZE)) for agent, each in zip(self.agents, fields, strict=True)
         }
         return self._observe(), {agent: {} for agent in self.agents}
 
     def step(self, actions: Mapping[str, int]) -> tuple[dict[str, Any], ...]:
         """Move all at once."""
-        before = dict(self._places)
+        before = dict(self._positions)
         for agent, action in actions.items():
             if not (agent == PREY and self._rests):
-                self._places[agent] = np.clip(before[agent] + MOVES[int(action)], 0, SIZE - 1)
+                self._positions[agent] = np.clip(before[agent] + MOVES[int(action)], 0, SIZE - 1)
         self._steps += 1
         is_caught = any(self._meets(hunter, before) for hunter in HUNTERS)
         is_late = not is_caught and self._steps >= MAX_STEPS
@@ -81,15 +81,15 @@ class Tag:
 
     def _meets(self, hunter: str, before: Mapping[str, np.ndarray]) -> bool:
         """Whether a hunter and the prey are on one field, or have passed each other."""
-        here, prey = self._places[hunter], self._places[PREY]
+        here, prey = self._positions[hunter], self._positions[PREY]
         return bool((here == prey).all() or ((here == before[PREY]).all() and (prey == before[hunter]).all()))
 
     def _observe(self) -> dict[str, np.ndarray]:
         seen = {"left": (PREY, "right"), "right": (PREY, "left"), PREY: HUNTERS}
         found = {}
         for agent, others in seen.items():
-            own = self._places[agent]
-            offsets = [self._places[other] - own for other in others]
+            own = self._positions[agent]
+            offsets = [self._positions[other] - own for other in others]
             rows = np.concatenate([own, *offsets]) / (SIZE - 1)
             found[agent] = np.append(rows, self._rests if agent == PREY else []).astype(np.float32)
         return found

@@ -45,7 +45,7 @@ JOB = "ablate"
 
 @click.command()
 @click.argument("task", callback=strip_task_key)
-@click.argument("words", nargs=-1, metavar="[A.B=C]...")
+@click.argument("overrides", nargs=-1, metavar="[A.B=C]...")
 @click.option("--part", "parts", multiple=True, metavar="NAME", help="A part to leave out; all of them by default.")
 @click.option("--change", "changes", multiple=True, metavar="NAME=A.B=C", help="Something to change instead.")
 @click.option("--seeds", default=3, show_default=True, type=click.IntRange(min=1), help="Runs of each.")
@@ -54,7 +54,7 @@ JOB = "ablate"
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def ablate(
     task: str,
-    words: tuple[str, ...],
+    overrides: tuple[str, ...],
     parts: tuple[str, ...],
     changes: tuple[str, ...],
     seeds: int,
@@ -81,7 +81,7 @@ def ablate(
 
     said: list[AblationRun] = []
     with redirect_stdout(sys.stderr):  # a Task's own output is not part of the result
-        spec = spec_from_overrides([format_override("task", task), *words]).model_copy(update={"workers": 1})
+        spec = spec_from_overrides([format_override("task", task), *overrides]).model_copy(update={"workers": 1})
         variants = build_variants(spec, parts, changes)
         judged = choose_metric(validate_run(spec).metric_names, spec, metric)
         num_runs = len(variants) * seeds
@@ -104,9 +104,9 @@ def ablate(
             click.echo(f"  {path}")
 
 
-def _show(found: Sequence[VariantSummary], judged: str, seeds: int) -> None:
+def _show(found: Sequence[VariantSummary], metric: str, seeds: int) -> None:
     console = make_literal_console(soft_wrap=False)
-    console.print(_build_table(found, judged, shows_spread=seeds > 1), soft_wrap=not console.is_terminal)
+    console.print(_build_table(found, metric, shows_spread=seeds > 1), soft_wrap=not console.is_terminal)
     for worth in found:
         for failure in worth.failures:
             console.print(Text(f"{worth.name} did not end: {failure}", style="red"))

@@ -55,14 +55,14 @@ def find() -> None:
 
 @find.command()
 @click.argument("task", callback=strip_task_key)
-@click.argument("words", nargs=-1, metavar="[A.B=C]...")
+@click.argument("overrides", nargs=-1, metavar="[A.B=C]...")
 @click.option("--lowest", default=1e-7, show_default=True, type=float, help="The first rate.")
 @click.option("--highest", default=10.0, show_default=True, type=float, help="The last rate.")
 @click.option("--steps", default=100, show_default=True, type=click.IntRange(min=10), help="Steps, one per rate.")
 @click.option("--out", default=None, type=click.Path(path_type=Path), help="Folder of the files that are written.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def rate(
-    task: str, words: tuple[str, ...], lowest: float, highest: float, steps: int, out: Path | None, as_json: bool
+    task: str, overrides: tuple[str, ...], lowest: float, highest: float, steps: int, out: Path | None, as_json: bool
 ) -> None:
     """Find a learning rate for TASK: one step at each rate, from low to high (arXiv:1506.01186).
 
@@ -77,7 +77,7 @@ def rate(
         raise ConfigError("--lowest", lowest, f"is not between 0 and --highest ({highest:g})")
     folder = prepare_output_folder(out)
     with redirect_stdout(sys.stderr):  # a Task's own output is not part of the result
-        spec = _make_spec(task, words)
+        spec = _make_spec(task, overrides)
         found = find_learning_rate(spec, lowest, highest, steps)
     if as_json:
         click.echo(json.dumps(_to_json_value(asdict(found))))
@@ -92,7 +92,7 @@ def rate(
 
 @find.command()
 @click.argument("task", callback=strip_task_key)
-@click.argument("words", nargs=-1, metavar="[A.B=C]...")
+@click.argument("overrides", nargs=-1, metavar="[A.B=C]...")
 @click.option("--memory", default=None, help="The most to use, as 512M or 2G; default: all that is free.")
 @click.option("--up-to", default=65_536, show_default=True, type=click.IntRange(min=1), help="The largest to try.")
 @click.option("--longest", default=10.0, show_default=True, type=float, help="Stop when a step takes so many seconds.")
@@ -100,7 +100,7 @@ def rate(
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def batch(
     task: str,
-    words: tuple[str, ...],
+    overrides: tuple[str, ...],
     memory: str | None,
     up_to: int,
     longest: float,
@@ -117,7 +117,7 @@ def batch(
     folder = prepare_output_folder(out)
     limit_bytes = None if memory is None else parse_bytes(memory)
     with redirect_stdout(sys.stderr):
-        found = find_batch_size(_make_spec(task, words), limit_bytes, up_to, longest)
+        found = find_batch_size(_make_spec(task, overrides), limit_bytes, up_to, longest)
     if as_json:
         click.echo(json.dumps(_to_json_value(_as_dict(found))))
     else:
@@ -167,8 +167,8 @@ def _translate_write_errors(folder: Path) -> Iterator[None]:
         raise ConfigError("--out", str(folder), problem, "name a folder where you may write") from None
 
 
-def _make_spec(task: str, words: tuple[str, ...]) -> TrainSpec:
-    return spec_from_overrides([format_override("task", task), *words])
+def _make_spec(task: str, overrides: tuple[str, ...]) -> TrainSpec:
+    return spec_from_overrides([format_override("task", task), *overrides])
 
 
 def _write_results(folder: Path, what: str, task: str, picture: bytes, found: dict[str, Any]) -> list[Path]:

@@ -20,9 +20,9 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before importing torch:
 
 @click.command()
 @click.argument("task", callback=strip_task_key)
-@click.argument("words", nargs=-1, metavar="[A.B=C]...")
+@click.argument("overrides", nargs=-1, metavar="[A.B=C]...")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
-def plan(task: str, words: tuple[str, ...], as_json: bool) -> None:
+def plan(task: str, overrides: tuple[str, ...], as_json: bool) -> None:
     """Rank the ways of training TASK in parallel, by predicted step time and memory, and say why.
 
     The hardware: hosts, devices (of each host), network and latency (between hosts), device_memory, device_flops,
@@ -42,13 +42,13 @@ def plan(task: str, words: tuple[str, ...], as_json: bool) -> None:
     from shoal.train.task import make_task
 
     names = HardwareSpec.model_fields
-    hardware_words = [word for word in words if word.partition("=")[0] in names]
-    sync = [word for word in words if word.startswith("sync.")]  # for the plans that have these fields
-    own_words = [word for word in words if word not in (*hardware_words, *sync)]
-    hardware = HardwareSpec().override(hardware_words)
-    require_open_choices([*own_words, *sync])
+    hardware_overrides = [override for override in overrides if override.partition("=")[0] in names]
+    sync = [override for override in overrides if override.startswith("sync.")]  # for the plans that have these fields
+    own_overrides = [override for override in overrides if override not in (*hardware_overrides, *sync)]
+    hardware = HardwareSpec().override(hardware_overrides)
+    require_open_choices([*own_overrides, *sync])
     with redirect_stdout(sys.stderr):  # a Task's own output is not part of the result
-        spec = spec_from_overrides([format_override("task", task), *own_words])
+        spec = spec_from_overrides([format_override("task", task), *own_overrides])
         with Console(stderr=True).status("") as status:
             report = lambda name: status.update(f"{name} ...")  # noqa: E731 - one line of a display
             found = rank_plans(make_task(task, spec.args), spec, hardware, report, sync)
@@ -58,4 +58,4 @@ def plan(task: str, words: tuple[str, ...], as_json: bool) -> None:
     title = f"{task}, batch of {spec.batch_size}, {hardware.hosts} host(s)"
     click.secho(title, bold=True)
     print_plans(found, spec)
-    print_choice(found, task, own_words)
+    print_choice(found, task, own_overrides)

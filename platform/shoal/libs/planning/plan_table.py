@@ -51,20 +51,20 @@ def print_plans(found: Sequence[PlanEstimate], spec: TrainSpec) -> None:
         click.secho("  ".join([*cells, reason]), dim=is_dim)
 
 
-def print_choice(found: Sequence[PlanEstimate], task: str, words: Sequence[str]) -> None:
+def print_choice(found: Sequence[PlanEstimate], task: str, overrides: Sequence[str]) -> None:
     """The command of the best plan, and of the best one that trains as one process does."""
     possible = [each for each in found if each.is_possible]
     if not possible:
         click.secho("no plan fits: give more devices or device_memory, or a smaller batch_size", fg="yellow")
         return
     best = possible[0]
-    click.echo(f"the fastest: {_format_command(best, task, words)}")
+    click.echo(f"the fastest: {_format_command(best, task, overrides)}")
     exact = next((each for each in possible if each.candidate.is_synchronous), None)
     if exact is not None and exact is not best:
         ratio = f"{exact.step_s / best.step_s:.3g} times its time"
-        click.echo(f"with the steps of one process, in {ratio}: {_format_command(exact, task, words)}")
+        click.echo(f"with the steps of one process, in {ratio}: {_format_command(exact, task, overrides)}")
 
 
-def _format_command(estimate: PlanEstimate, task: str, words: Sequence[str]) -> str:
+def _format_command(estimate: PlanEstimate, task: str, overrides: Sequence[str]) -> str:
     job = [task] if task.isidentifier() else ["train", format_override("task", task)]
-    return shlex.join(["shoal", "run", *job, *words, *estimate.candidate.overrides])
+    return shlex.join(["shoal", "run", *job, *overrides, *estimate.candidate.overrides])

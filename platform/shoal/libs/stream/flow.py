@@ -163,7 +163,7 @@ class _Monitor:
     def __init__(self, spec: StreamSpec, recorder: RunRecorder) -> None:
         self._spec, self._recorder = spec, recorder
         self._began_s = self._reported_s = time.monotonic()
-        self._has_begun = self.is_interrupted = False
+        self._has_started = self.is_interrupted = False
         self._drifting: dict[str, None] = {}  # sensors, in the order of their drifts
 
     @contextmanager
@@ -198,7 +198,7 @@ class _Monitor:
 
     def check(self, loop: StreamLoop) -> bool:
         """Whether the run is to end. Reports when it is time."""
-        if not self._has_begun:
+        if not self._has_started:
             self._begin(loop)
         if time.monotonic() - self._reported_s >= REPORT_EVERY_S:
             self._log(loop)
@@ -208,7 +208,7 @@ class _Monitor:
         return self.is_interrupted or is_done or is_late
 
     def _begin(self, loop: StreamLoop) -> None:
-        self._has_begun = True
+        self._has_started = True
         origin = ", ".join(self._spec.files) or f"{self._spec.mqtt.topic} at {self._spec.mqtt.broker}"
         with suppress(RecordUnwritable):
             self._recorder.forget_after(loop.trainer.totals.num_messages)

@@ -272,8 +272,8 @@ class TreeBatch(SampleBatch):
         return padded.flatten(0, 1).index_copy(0, places, self.in_node_order(outputs)).view(padded.shape)
 
     @staticmethod
-    def _indices(places: Ints, like: Tensor) -> Tensor:
-        return torch.from_numpy(places).to(like.device)
+    def _indices(indices: Ints, like: Tensor) -> Tensor:
+        return torch.from_numpy(indices).to(like.device)
 
     # -- as a batch: see shoal.batch_tree
 
@@ -307,9 +307,9 @@ class TreeBatch(SampleBatch):
             edge_sizes = np.bincount(self.plan.tree_of_node[child[edges]], minlength=self.num_trees)[kept]
             new = plan_graphs(sizes, edge_sizes, within[child[edges]], within[parent[edges]], self.num_nodes)
 
-        def of(values: dict[str, Tensor], node_of_place: Ints) -> dict[str, Tensor]:
-            places = np.argsort(node_of_place)[is_kept]
-            return {name: each.index_select(0, self._indices(places, each)) for name, each in values.items()}
+        def of(values: dict[str, Tensor], node_of_position: Ints) -> dict[str, Tensor]:
+            positions = np.argsort(node_of_position)[is_kept]
+            return {name: each.index_select(0, self._indices(positions, each)) for name, each in values.items()}
 
         return type(self)(new)._with(of(self.inputs, plan.order), of(self.labels, plan.node_of_row))
 

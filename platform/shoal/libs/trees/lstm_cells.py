@@ -117,10 +117,10 @@ class NaryLSTMCell(_LSTMCell):
         return _finish(gates, kept)
 
 
-def _finish(gates: Tensor, kept: Tensor | float) -> tuple[Tensor, Tensor]:
+def _finish(gates: Tensor, memory: Tensor | float) -> tuple[Tensor, Tensor]:
     """Gates i o u [m, 3H] before their functions, and what is left of the children's memory [m, H], to h and c."""
     i, o, u = gates.chunk(3, 1)
-    c = torch.sigmoid(i) * torch.tanh(u) + kept
+    c = torch.sigmoid(i) * torch.tanh(u) + memory
     return torch.sigmoid(o) * torch.tanh(c), c
 
 

@@ -94,7 +94,7 @@ def _compute(arrays: list[Array], plan: TreePlan, is_nary: bool, product: Produc
     h, c, tanh_c = (np.empty((N, H), x.dtype) for _ in range(3))
     seen = None if is_nary else np.empty((N - L, H), x.dtype)
     for piece in plan.split_levels(MAX_NODES, by_arity=is_nary):
-        at, kids, own = piece.places, piece.edges, plan.row[piece.places]
+        at, kids, own = piece.positions, piece.edges, plan.row[piece.positions]
         a, f_e, h_e = gates[at], forget[kids], h[kids]
         a += b[H:]
         if piece.arity != 0:
@@ -131,7 +131,7 @@ def _differentiate(
     d_h, d_c, d_gates, d_forget = grad_h.copy(), np.empty_like(h), np.empty_like(gates), np.empty_like(forget)
     d_c[E:] = 0  # roots
     for piece in reversed(plan.split_levels(MAX_NODES, by_arity=seen is None)):
-        at, kids, own = piece.places, piece.edges, plan.row[piece.places]
+        at, kids, own = piece.positions, piece.edges, plan.row[piece.positions]
         d_c_m = d_c[own]
         _activate_backward(d_h[own], d_c_m, gates[at], tanh_c[at], d_gates[at])
         if piece.arity == 0:

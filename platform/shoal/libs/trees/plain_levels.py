@@ -28,8 +28,8 @@ def compute_plainly(forward: CellForward, plan: TreePlan, x: Tensor, pieces: lis
         parcels.clear()
         parent = None
         if piece.arity is None:
-            parent = _to_device(plan.edge_parent[piece.edges] - (piece.places.start - plan.num_leaves), x)
-        x_m = x[piece.places]
+            parent = _to_device(plan.edge_parent[piece.edges] - (piece.positions.start - plan.num_leaves), x)
+        x_m = x[piece.positions]
         states = compute_level(forward, x_m, below, len(x_m), piece.arity, parent)
         check_states(forward, states, len(x_m))
         dtypes = dtypes or [state.dtype for state in states]  # autocast may give a level another data type
@@ -65,7 +65,7 @@ class _Route:
 def _route_states(plan: TreePlan, pieces: list[Piece]) -> list[_Route]:
     child_row = np.arange(len(plan.edge_parent)) if plan.child_row is None else plan.child_row
     child = plan.position_of_row[child_row]  # [E] the place of each edge's child
-    starts = np.array([piece.places.start for piece in pieces])
+    starts = np.array([piece.positions.start for piece in pieces])
     source = np.searchsorted(starts, child, side="right") - 1  # [E] pieces
     reader = np.repeat(np.arange(len(pieces)), [piece.edges.stop - piece.edges.start for piece in pieces])
     sent, got = np.lexsort((reader, source)), np.lexsort((source, reader))

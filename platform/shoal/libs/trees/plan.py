@@ -174,11 +174,11 @@ class PaddedChains:
 
 @dataclass(frozen=True)
 class Piece:
-    """Nodes that are computed at once: their places, the edges to their children, and how many children each has.
+    """Nodes that are computed at once: their positions, the edges to their children, and how many children each has.
 
     arity: 0 for leaves; None where the nodes differ
     """
 
-    places: slice
+    positions: slice
     edges: slice
     arity: int | None

@@ -101,7 +101,7 @@ class _Levels:
         """The buffers of the states; with a tape, each piece's (x, states of its children, states) for gradients."""
         buffers: list[Tensor] = []
         for piece in self.pieces:
-            x_m = x[piece.places].detach()
+            x_m = x[piece.positions].detach()
             below = [] if piece.arity == 0 else [self.read_children(buffer, piece) for buffer in buffers]
             if tape is not None:
                 x_m.requires_grad_(x.requires_grad)
@@ -123,7 +123,7 @@ class _Levels:
         is_any = self.is_compiled and self.cell.max_arity is None  # one graph for all numbers of children
         if piece.arity == 0 or (piece.arity is not None and not is_any):
             return piece.arity, None
-        return None, self._edge_parent[piece.edges] - (piece.places.start - self.plan.num_leaves)
+        return None, self._edge_parent[piece.edges] - (piece.positions.start - self.plan.num_leaves)
 
     def read_children(self, buffer: Tensor, piece: Piece) -> Tensor:
         if self._child_row is None:
@@ -132,12 +132,12 @@ class _Levels:
 
     def write(self, buffer: Tensor, piece: Piece, values: Tensor) -> None:
         if self._row is None:
-            buffer[piece.places] = values
+            buffer[piece.positions] = values
         else:  # autocast may give a level another data type
-            buffer.index_copy_(0, self._row[piece.places], values.to(buffer.dtype))
+            buffer.index_copy_(0, self._row[piece.positions], values.to(buffer.dtype))
 
     def read_own(self, buffer: Tensor, piece: Piece) -> Tensor:
-        return buffer[piece.places] if self._row is None else buffer.index_select(0, self._row[piece.places])
+        return buffer[piece.positions] if self._row is None else buffer.index_select(0, self._row[piece.positions])
 
     def add_to_children(self, gradients: Tensor, piece: Piece, values: Tensor) -> None:
         if self._child_row is None:
@@ -194,7 +194,7 @@ class _LevelFunction(torch.autograd.Function):
                 if d_child is not None:
                     levels.add_to_children(d_state, piece, d_child)
             if d_x is not None and found[-1] is not None:
-                d_x[piece.places] = found[-1]
+                d_x[piece.positions] = found[-1]
         return None, None, d_x, *d_parameters.totals
 
 

@@ -34,7 +34,7 @@ _COUNT_STRUCT = struct.Struct("<I")
 
 class _BufferRows(NamedTuple):
     rows: list[Tensor]
-    word: bytes
+    message: bytes
 
 
 class ShmAllReduce:
@@ -70,14 +70,14 @@ class ShmAllReduce:
         flat = values.view(-1)
         most = CHUNK_BYTES // flat.element_size()
         for part in (flat,) if flat.numel() <= most else flat.split(most):
-            rows, word = self._next_rows(part)
+            rows, message = self._next_rows(part)
             rows[self._rank].copy_(part)
-            self._sync_peers(word)
+            self._sync_peers(message)
             if self.size == 2:
                 torch.add(rows[0], rows[1], out=part)
             else:
                 self._sum_share(rows)
-                self._sync_peers(word)
+                self._sync_peers(message)
                 part.copy_(rows[0])
             if factor != 1.0:
                 part.mul_(factor)
@@ -95,9 +95,9 @@ class ShmAllReduce:
         """Every rank's values, [n, *mine], of at most CHUNK_BYTES each. Collective; raises as `sum` does."""
         began_s = time.perf_counter()
         flat = mine.view(-1)
-        rows, word = self._next_rows(flat)
+        rows, message = self._next_rows(flat)
         rows[self._rank].copy_(flat)
-        self._sync_peers(word)
+        self._sync_peers(message)
         everyone = torch.stack(rows).view(self.size, *mine.shape)
         self.sent_bytes += mine.nbytes * (self.size - 1)
         self.waited_s += time.perf_counter() - began_s
@@ -113,17 +113,17 @@ class ShmAllReduce:
             self._rows[key] = _BufferRows(rows, _COUNT_STRUCT.pack(part.numel()))
         return self._rows[key]
 
-    def _sync_peers(self, word: bytes) -> None:
+    def _sync_peers(self, message: bytes) -> None:
         """Wait for all ranks. The system calls also order the earlier writes."""
         try:
             for peer in self._peers:
-                peer.send(word)
+                peer.send(message)
             for peer in self._peers:
-                said = peer.recv(len(word), socket.MSG_WAITALL)
-                if not said:
+                received = peer.recv(len(message), socket.MSG_WAITALL)
+                if not received:
                     raise ConnectionError
-                if said != word:
-                    numbers = [_COUNT_STRUCT.unpack(each)[0] for each in (word, said)]
+                if received != message:
+                    numbers = [_COUNT_STRUCT.unpack(each)[0] for each in (message, received)]
                     raise RuntimeError("ranks sum different things: {:,} values here, {:,} there".format(*numbers))
         except BlockingIOError as error:
             raise RuntimeError(f"Timed out: a rank of this host did not come within {TIMEOUT_S:.0f} s") from error

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 _MASK_64 = (1 << 64) - 1
 
 
-def mix_seed(*words: int) -> int:
+def mix_seed(*numbers: int) -> int:
     """A seed of 63 bits from several numbers (SplitMix64's finaliser)."""
     state = 0x9E3779B97F4A7C15
-    for word in words:
-        state = (state + word + 0x9E3779B97F4A7C15) & _MASK_64
+    for number in numbers:
+        state = (state + number + 0x9E3779B97F4A7C15) & _MASK_64
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK_64
         state ^= state >> 31

@@ -72,8 +72,8 @@ def build_pipeline(
     held = {ranks[stage] for stages in layout.parameters.values() for stage in stages}
     for rank in range(degrees.pipeline):
         if rank not in held:
-            cuts = [cut.module for cut in layout.split_points]
-            raise PlanError("pipeline_cuts", cuts, f"leave rank {rank} without a parameter", "cut elsewhere")
+            split_points = [split_point.module for split_point in layout.split_points]
+            raise PlanError("pipeline_cuts", split_points, f"leave rank {rank} without a parameter", "cut elsewhere")
     check_copied_weights(model, layout, ranks)
     mesh = make_mesh(degrees, world) if degrees.tensor > 1 or degrees.is_sharded else None
     if mesh is None or degrees.tensor == 1:
@@ -127,8 +127,8 @@ class PipelineModel(ParallelModel):
         self._data_ranks = DataGroup(self._groups.data) if self._groups.data is not None else None
         if self._data_ranks is not None:
             globalise_batch_norm(model, self._data_ranks)
-        calls, cuts = layout.calls, layout.split_points
-        self._dropout_rng = StageDropoutRng(seed, self.data_rank, degrees.data, world.device, calls, cuts)
+        splits = layout.calls, layout.split_points
+        self._dropout_rng = StageDropoutRng(seed, self.data_rank, degrees.data, world.device, *splits)
         seed_dropout(model, self._dropout_rng)
         blocks = shard_blocks(model, layout, own, mesh, spec) if mesh is not None and degrees.is_sharded else []
         self._sharded = {f"{path}.{name}" for path, block in blocks for name, _ in block.named_parameters()}
@@ -140,8 +140,8 @@ class PipelineModel(ParallelModel):
         kept = self._weights.local_parameters
         self._tied_groups = [(group, [kept[name] for name in names]) for group, names in ties if group is not None]
         begun = [name for name, stage in layout.blocks.items() if stage in own and spec.compile]
-        compiled = compile_blocks(model, begun, build_stage_slices(calls, cuts)) if begun else []
-        self._stage_forward = StageForward(model, build_stage_slices(calls, cuts, find_gated_modules(model, compiled)))
+        compiled = compile_blocks(model, begun, build_stage_slices(*splits)) if begun else []
+        self._stage_forward = StageForward(model, build_stage_slices(*splits, find_gated_modules(model, compiled)))
         self._stages = {
             each: StageModule(each, self._weights.get_stage_parameters(each), self._compute_stage) for each in own
         }

@@ -33,12 +33,12 @@ from shoal.random_state import preserve_rng
 class StagePartition:
     """The stages of a model.
 
-    calls, cuts: the calls and split points that define the stages
-    blocks:      modules that begin at a possible split point, with the first stage that calls them
-    parameters:  the stages that use a parameter, by its first name; the first stage if none does
-    buffers:     the stage that stores a buffer, by each of its names
+    calls, split_points:   those that define the stages
+    blocks:                modules that begin at a possible split point, with the first stage that calls them
+    parameters:            the stages that use a parameter, by its first name; the first stage if none does
+    buffers:               the stage that stores a buffer, by each of its names
     forward_s, backward_s: measured, of each stage and micro-batch, when the partition was made
-    has_mean_loss: whether the Task's loss is a `Mean`, which only the last stage sees
+    has_mean_loss:         whether the Task's loss is a `Mean`, which only the last stage sees
     """
 
     calls: list[ModuleCall]
@@ -81,30 +81,30 @@ def _find_partition(
     found = profile_splits(model, run, world.device)
     found.changed = find_changed_buffers(model, run, found.split_points)
     wanted = learnable.pipeline_cuts()
-    refusal: PlanError | None = None
+    rejection: PlanError | None = None
     while True:
         try:
-            cuts = select_splits(found, num_stages, wanted)
+            split_points = select_splits(found, num_stages, wanted)
         except PlanError as error:
-            if refusal is not None and wanted is None:
-                raise refusal from error
+            if rejection is not None and wanted is None:
+                raise rejection from error
             raise
-        refused = find_shared_buffer(found, _map_segments_to_stages(found, cuts), cuts)
+        refused = find_shared_buffer(found, _map_segments_to_stages(found, split_points), split_points)
         if refused is None:
-            cut = _find_invalid_split(model, learnable, batch, found, cuts, context)
-            if cut is None:
-                return _build_partition(found, cuts, Mean in kinds)
-            refused = cut, _make_plan_error(cut)
-        cut, refusal = refused
+            split_point = _find_invalid_split(model, learnable, batch, found, split_points, context)
+            if split_point is None:
+                return _build_partition(found, split_points, Mean in kinds)
+            refused = split_point, _make_plan_error(split_point)
+        split_point, rejection = refused
         if wanted is not None:
-            raise refusal
-        found = _remove_split_point(found, cut)
+            raise rejection
+        found = _remove_split_point(found, split_point)
 
 
-def _make_plan_error(cut: SplitPoint) -> PlanError:
+def _make_plan_error(split_point: SplitPoint) -> PlanError:
     problem = "what follows needs more of what came before than the tensor that is handed on"
     remedy = "let blocks hand on one tensor, and derive masks and positions from the inputs; or use ddp or fsdp"
-    return PlanError("parallel.pipeline", cut.module, problem, remedy)
+    return PlanError("parallel.pipeline", split_point.module, problem, remedy)
 
 
 def _find_invalid_split(
@@ -112,7 +112,7 @@ def _find_invalid_split(
     learnable: TaskProtocol,
     batch: Any,
     found: SplitProfile,
-    cuts: Sequence[SplitPoint],
+    split_points: Sequence[SplitPoint],
     context: Callable[[], Any],
 ) -> SplitPoint | None:
     """The first split point after which the model's results differ; None when the stages compute the same.
@@ -122,42 +122,42 @@ def _find_invalid_split(
     """
     with eval_mode(model), context(), torch.no_grad():
         expected = _stack_metrics(learnable, model(*learnable.inputs(batch)), batch)
-    gated = StageForward(model, build_stage_slices(found.calls, cuts))
+    gated = StageForward(model, build_stage_slices(found.calls, split_points))
     gated.filler = float("nan")
     try:
         with eval_mode(model), context():
-            refused, judged = _run_in_stages(gated, learnable, batch, found, cuts)
+            refused, compared = _run_in_stages(gated, learnable, batch, found, split_points)
         if refused is None:
             with preserve_module(model), preserve_rng(), context():
-                refused, _ = _run_in_stages(gated, learnable, batch, found, cuts)
+                refused, _ = _run_in_stages(gated, learnable, batch, found, split_points)
     finally:
         gated.remove()
     if refused is not None:
         return refused
-    return None if torch.allclose(judged, expected, rtol=1e-3, atol=1e-5) else cuts[-1]
+    return None if torch.allclose(compared, expected, rtol=1e-3, atol=1e-5) else split_points[-1]
 
 
 def _run_in_stages(
-    gated: StageForward, learnable: TaskProtocol, batch: Any, found: SplitProfile, cuts: Sequence[SplitPoint]
+    gated: StageForward, learnable: TaskProtocol, batch: Any, found: SplitProfile, split_points: Sequence[SplitPoint]
 ) -> tuple[SplitPoint | None, Tensor]:
     """The first split point after which a result is NaN or fails; and the numbers by which the model is compared."""
     inputs = learnable.inputs(batch)
-    stages = _map_parameters_to_stages(found, cuts)
+    stages = _map_parameters_to_stages(found, split_points)
     handed: Any = None
-    judged = torch.zeros(())
-    for stage, cut in enumerate([None, *cuts]):
-        received = None if cut is None else handed.detach().requires_grad_()
+    compared = torch.zeros(())
+    for stage, split_point in enumerate([None, *split_points]):
+        received = None if split_point is None else handed.detach().requires_grad_()
         with mask_parameters(gated.model, {name for name, users in stages.items() if stage not in users}, float("nan")):
             try:
                 handed = gated.run(stage, inputs, received)
-                judged = _stack_metrics(learnable, handed, batch) if stage == len(cuts) else handed
+                compared = _stack_metrics(learnable, handed, batch) if stage == len(split_points) else handed
             except RuntimeError:  # a result or shape depends on missing values
-                if cut is None:
+                if split_point is None:
                     raise
-                return cut, judged
-        if cut is not None and judged.isnan().any():
-            return cut, judged
-    return None, judged
+                return split_point, compared
+        if split_point is not None and compared.isnan().any():
+            return split_point, compared
+    return None, compared
 
 
 def _stack_metrics(learnable: TaskProtocol, outputs: Any, batch: Any) -> Tensor:
@@ -178,7 +178,7 @@ def _remove_split_point(found: SplitProfile, refused: SplitPoint) -> SplitProfil
 
     return SplitProfile(
         found.calls,
-        [cut for cut in found.split_points if cut != refused],
+        [split_point for split_point in found.split_points if split_point != refused],
         found.inner,
         {name: sorted({merged(part) for part in parts}) for name, parts in found.parameters.items()},
         {name: merged(part) for name, part in found.buffers.items()},
@@ -188,30 +188,30 @@ def _remove_split_point(found: SplitProfile, refused: SplitPoint) -> SplitProfil
     )
 
 
-def _map_parameters_to_stages(found: SplitProfile, cuts: Sequence[SplitPoint]) -> dict[str, list[int]]:
-    stage = _map_segments_to_stages(found, cuts)
+def _map_parameters_to_stages(found: SplitProfile, split_points: Sequence[SplitPoint]) -> dict[str, list[int]]:
+    stage = _map_segments_to_stages(found, split_points)
     return {name: sorted({stage[part] for part in parts}) or [0] for name, parts in found.parameters.items()}
 
 
-def _map_segments_to_stages(found: SplitProfile, cuts: Sequence[SplitPoint]) -> list[int]:
-    begins = [cut.call for cut in cuts]
-    return [0, *(bisect_right(begins, cut.call) for cut in found.split_points)]
+def _map_segments_to_stages(found: SplitProfile, split_points: Sequence[SplitPoint]) -> list[int]:
+    begins = [split_point.call for split_point in split_points]
+    return [0, *(bisect_right(begins, split_point.call) for split_point in found.split_points)]
 
 
-def _build_partition(found: SplitProfile, cuts: list[SplitPoint], has_mean_loss: bool) -> StagePartition:
-    stage = _map_segments_to_stages(found, cuts)
-    costs = [[0.0, 0.0] for _ in range(len(cuts) + 1)]
+def _build_partition(found: SplitProfile, split_points: list[SplitPoint], has_mean_loss: bool) -> StagePartition:
+    stage = _map_segments_to_stages(found, split_points)
+    costs = [[0.0, 0.0] for _ in range(len(split_points) + 1)]
     for part, (forward_s, backward_s) in enumerate(found.cost_s):
         costs[stage[part]][0] += forward_s
         costs[stage[part]][1] += backward_s
     blocks: dict[str, int] = {}
-    for part, cut in enumerate(found.split_points, start=1):
-        blocks.setdefault(cut.module, stage[part])
+    for part, split_point in enumerate(found.split_points, start=1):
+        blocks.setdefault(split_point.module, stage[part])
     return StagePartition(
         found.calls,
-        cuts,
+        split_points,
         blocks,
-        _map_parameters_to_stages(found, cuts),
+        _map_parameters_to_stages(found, split_points),
         {name: stage[part] for name, part in found.buffers.items()},
         [forward_s for forward_s, _ in costs],
         [backward_s for _, backward_s in costs],
@@ -220,21 +220,21 @@ def _build_partition(found: SplitProfile, cuts: list[SplitPoint], has_mean_loss:
 
 
 def find_changed_buffers(
-    model: nn.Module, run: Callable[[], Tensor], cuts: Sequence[SplitPoint]
+    model: nn.Module, run: Callable[[], Tensor], split_points: Sequence[SplitPoint]
 ) -> dict[str, list[int]]:
     """The parts that change a buffer, by its name; unchanged buffers are not listed.
 
     run: one pass, with the modules in their own modes
     """
     changing = _trace_buffer_changes(model, run, {name for name, _ in model.named_buffers()}, [])
-    return _trace_buffer_changes(model, run, set(changing), cuts) if changing else {}
+    return _trace_buffer_changes(model, run, set(changing), split_points) if changing else {}
 
 
 def _trace_buffer_changes(
-    model: nn.Module, run: Callable[[], Tensor], names: set[str], cuts: Sequence[SplitPoint]
+    model: nn.Module, run: Callable[[], Tensor], names: set[str], split_points: Sequence[SplitPoint]
 ) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
-    places = {cut.call for cut in cuts}
+    places = {split_point.call for split_point in split_points}
     part = num_calls = 0
     values = {name: buffer.clone() for name, buffer in model.named_buffers() if name in names}
 
@@ -265,7 +265,7 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def find_shared_buffer(
-    found: SplitProfile, stages: Sequence[int], cuts: Sequence[SplitPoint]
+    found: SplitProfile, stages: Sequence[int], split_points: Sequence[SplitPoint]
 ) -> tuple[SplitPoint, PlanError] | None:
     """The first split point between two stages that would change the same buffer, or one that stores it; and the
     error. None when each buffer belongs to one stage.
@@ -277,6 +277,6 @@ def find_shared_buffer(
         if len(users) > 1:
             problem = f"the buffer {name} would be changed by stage {users[1]}, too, and lie with stage {users[0]}"
             remedy = "cut where no layer with such a buffer is called on both sides, or use ddp or fsdp"
-            cut = cuts[users[1] - 1]
-            return cut, PlanError("parallel.pipeline", cut.module, problem, remedy)
+            split_point = split_points[users[1] - 1]
+            return split_point, PlanError("parallel.pipeline", split_point.module, problem, remedy)
     return None

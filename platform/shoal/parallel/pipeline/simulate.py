@@ -17,11 +17,11 @@ from shoal.parallel.spec import ScheduleName
 class TransferTime:
     """The seconds of one tensor from rank to rank: neither the sender nor the receiver computes meanwhile.
 
-    way_s: from the end of the sending until a waiting receiver can read it
+    transit_s: from the end of the sending until a waiting receiver can read it
     """
 
     send_s: float = 0.0
-    way_s: float = 0.0
+    transit_s: float = 0.0
     take_s: float = 0.0
 
 
@@ -109,7 +109,7 @@ def _find_input_ready(
     for each in needed:
         if each in done_s:
             message = _get_transfer(each.stage, work.stage, ranks, messages)
-            return _InputReady(done_s[each] + message.send_s + message.way_s, message.take_s)
+            return _InputReady(done_s[each] + message.send_s + message.transit_s, message.take_s)
     return None
 
 

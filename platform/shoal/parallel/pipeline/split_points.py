@@ -53,14 +53,14 @@ class SplitPoint:
 class SplitProfile:
     """The result of one pass: the parts between all possible split points, in order.
 
-    cuts:       between part i and part i + 1
-    inner:      other names of a split point: modules that get the same tensor
-    parameters: the parts that use a parameter, by its first name; [] if none does
-    buffers:    the first part that computes with a buffer
-    changed:    the parts that change a buffer, if any does
-    cost_s:     seconds of each part, forward and backward
-    unfit:      modules with which no stage can begin: the backward pass calls them again (activation checkpointing), or
-                evaluation does not call them (fast paths)
+    split_points: between part i and part i + 1
+    inner:        other names of a split point: modules that get the same tensor
+    parameters:   the parts that use a parameter, by its first name; [] if none does
+    buffers:      the first part that computes with a buffer
+    changed:      the parts that change a buffer, if any does
+    cost_s:       seconds of each part, forward and backward
+    unfit:        modules with which no stage can begin: the backward pass calls them again (activation checkpointing),
+                  or evaluation does not call them (fast paths)
     """
 
     calls: list[ModuleCall]
@@ -115,8 +115,8 @@ def _find_useful_splits(found: SplitProfile) -> list[int]:
     used = {part for parts in found.parameters.values() for part in parts}
     places: list[int] = []
     begin = 0
-    for place, cut in enumerate(found.split_points):
-        if cut.module in found.unfit:
+    for place, split_point in enumerate(found.split_points):
+        if split_point.module in found.unfit:
             continue
         if any(begin <= part <= place for part in used) and any(part > place for part in used):
             places.append(place)
@@ -152,21 +152,24 @@ def _resolve_wanted(found: SplitProfile, num_stages: int, wanted: Sequence[str])
     if len(wanted) != num_stages - 1:
         problem = f"names {len(wanted)} cuts for {num_stages} stages"
         raise PlanError("pipeline_cuts", list(wanted), problem, f"name {num_stages - 1} of its modules")
-    known = found.inner | {cut.module: cut for cut in reversed(found.split_points)}
-    cuts: list[SplitPoint] = []
+    known = found.inner | {split_point.module: split_point for split_point in reversed(found.split_points)}
+    split_points: list[SplitPoint] = []
     for name in wanted:
         if name not in known:
             called = any(call.module == name for call in found.calls)
             problem = "more than its first tensor is handed on there" if called else "no module of this name is called"
             raise PlanError(
-                "pipeline_cuts", name, problem, f"cut at {', '.join(cut.module for cut in found.split_points)}"
+                "pipeline_cuts",
+                name,
+                problem,
+                f"cut at {', '.join(split_point.module for split_point in found.split_points)}",
             )
         if known[name].module in found.unfit:
             raise PlanError("pipeline_cuts", name, UNFIT_REASON, "cut elsewhere, or do not checkpoint it")
-        cuts.append(known[name])
-    if sorted({cut.call for cut in cuts}) != [cut.call for cut in cuts]:
+        split_points.append(known[name])
+    if sorted({split_point.call for split_point in split_points}) != [split_point.call for split_point in split_points]:
         raise PlanError("pipeline_cuts", list(wanted), "are not in the order of the calls", "sort them, each once")
-    return cuts
+    return split_points
 
 
 def find_first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Tensor] | None:
@@ -191,7 +194,7 @@ def replace_argument(
 class _Candidate:
     """A candidate. `node` made the passed tensor; operations after the call have greater sequence numbers."""
 
-    cut: SplitPoint
+    split_point: SplitPoint
     node: Any
     sequence: int
 
@@ -204,7 +207,7 @@ class _CallRecorder:
         self.candidates: list[_Candidate] = []
         self.inner: dict[str, int] = {}
         self._call_stack: list[int] = []
-        self._places: dict[Any, int] = {}  # by the node of an entry: its index
+        self._indices: dict[Any, int] = {}  # by the node of an entry: its index
         self._names = {module: name for name, module in model.named_modules()}
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -216,10 +219,10 @@ class _CallRecorder:
         if found is None:
             return
         position, tensor = found
-        if tensor.grad_fn in self._places:  # an earlier call, such as the enclosing module's, has this tensor already
-            self.inner.setdefault(name, self._places[tensor.grad_fn])
+        if tensor.grad_fn in self._indices:  # an earlier call, such as the enclosing module's, has this tensor already
+            self.inner.setdefault(name, self._indices[tensor.grad_fn])
             return
-        self._places[tensor.grad_fn] = len(self.candidates)
+        self._indices[tensor.grad_fn] = len(self.candidates)
         now = _sequence_number(tensor.view_as(tensor).grad_fn)
         size_bytes = tensor.numel() * tensor.element_size()
         self.candidates.append(_Candidate(SplitPoint(index, name, position, size_bytes), tensor.grad_fn, now))
@@ -247,10 +250,10 @@ def _find_split_points(model: nn.Module, run: Callable[[], Tensor]) -> SplitProf
             parameter.requires_grad_(False)
     valid = [not each for each in crossed]
     part_of = [0, *accumulate(int(each) for each in valid)]  # by the number of earlier entries
-    cuts = [entry.cut for entry, each in zip(recorder.candidates, valid, strict=True) if each]
-    inner = {name: recorder.candidates[place].cut for name, place in recorder.inner.items() if valid[place]}
+    split_points = [entry.split_point for entry, each in zip(recorder.candidates, valid, strict=True) if each]
+    inner = {name: recorder.candidates[place].split_point for name, place in recorder.inner.items() if valid[place]}
     parts = {parameter: sorted({part_of[place] for place in places}) for parameter, places in used.items()}
-    called = _find_first_calls(recorder.calls, [cut.call for cut in cuts])
+    called = _find_first_calls(recorder.calls, [split_point.call for split_point in split_points])
     parameters: dict[str, list[int]] = {}
     for name, parameter in model.named_parameters():
         owner = name.rpartition(".")[0]
@@ -261,7 +264,7 @@ def _find_split_points(model: nn.Module, run: Callable[[], Tensor]) -> SplitProf
         for prefix, module in model.named_modules(remove_duplicate=False)
         for name, _ in module.named_buffers(recurse=False)
     }
-    return SplitProfile(recorder.calls, cuts, inner, parameters, buffers)
+    return SplitProfile(recorder.calls, split_points, inner, parameters, buffers)
 
 
 def _walk_graph(loss: Tensor, entries: list[_Candidate]) -> tuple[list[bool], dict[Tensor, set[int]]]:
@@ -294,11 +297,11 @@ def _walk_graph(loss: Tensor, entries: list[_Candidate]) -> tuple[list[bool], di
     return [count > 0 for count in accumulate(crossings)][: len(entries)], used
 
 
-def _find_first_calls(calls: Sequence[ModuleCall], cut_calls: list[int]) -> dict[str, int]:
+def _find_first_calls(calls: Sequence[ModuleCall], split_calls: list[int]) -> dict[str, int]:
     """The part that calls a module first."""
     first: dict[str, int] = {}
     for index, call in enumerate(calls):
-        first.setdefault(call.module, bisect_right(cut_calls, index))
+        first.setdefault(call.module, bisect_right(split_calls, index))
     return first
 
 
@@ -306,8 +309,8 @@ def _time_pass(
     model: nn.Module, run: Callable[[], Tensor], found: SplitProfile, device: torch.device
 ) -> list[tuple[float, float]]:
     """Seconds of each part, forward and backward. The first pass warms up, and finds recomputed modules."""
-    cuts = found.split_points
-    places = {cut.call: place for place, cut in enumerate(cuts)}
+    split_points = found.split_points
+    places = {split_point.call: place for place, split_point in enumerate(split_points)}
     reached_s: dict[int, float] = {}  # by the backward pass, which runs through the parts in reverse
     began_s: list[float] = []
     num_calls = 0
@@ -323,7 +326,7 @@ def _time_pass(
         if place is None:
             return
         began_s.append(read_clock_s(device))
-        argument = cuts[place].argument
+        argument = split_points[place].argument
         handed = kwargs[argument] if isinstance(argument, str) else args[argument]
         if handed.requires_grad:
             handed.register_hook(lambda gradient: reached_s.__setitem__(place, read_clock_s(device)))
@@ -335,7 +338,7 @@ def _time_pass(
         loss.backward()
     ended_s = read_clock_s(device)
     forward_s = [after - before for before, after in pairwise(began_s)]
-    moments_s = [ended_s, *(reached_s.get(place, ended_s) for place in range(len(cuts))), began_s[-1]]
+    moments_s = [ended_s, *(reached_s.get(place, ended_s) for place in range(len(split_points))), began_s[-1]]
     return list(zip(forward_s, (before - after for before, after in pairwise(moments_s)), strict=True))
 
 

@@ -48,7 +48,7 @@ class StageSlice:
 
 
 def build_stage_slices(
-    calls: Sequence[ModuleCall], cuts: Sequence[SplitPoint], watched: Collection[str] = ()
+    calls: Sequence[ModuleCall], split_points: Sequence[SplitPoint], watched: Collection[str] = ()
 ) -> list[StageSlice]:
     """The slices of the stages between these split points.
 
@@ -56,8 +56,8 @@ def build_stage_slices(
              since it has their parameters
     """
     called = {call.module for call in calls}
-    views = [_build_slice(calls, begin, end) for begin, end in pairwise([None, *cuts, None])]
-    for view, (begin, end) in zip(views, pairwise([None, *cuts, None]), strict=True):
+    views = [_build_slice(calls, begin, end) for begin, end in pairwise([None, *split_points, None])]
+    for view, (begin, end) in zip(views, pairwise([None, *split_points, None]), strict=True):
         view.foreign = set(watched) - _find_modules_between(calls, begin, end)
         if begin is None:
             view.foreign &= called
@@ -249,11 +249,11 @@ def mask_parameters(model: nn.Module, parameters: set[str], value: float = 0.0) 
             named[name].data = data
 
 
-def release_parameters(model: nn.Module, kept: set[str]) -> None:
+def release_parameters(model: nn.Module, retained: set[str]) -> None:
     """Free the memory of all parameters but these, by zeros of the same shape that share one element."""
     dropped: dict[nn.Parameter, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
-        if name not in kept:
+        if name not in retained:
             dropped[parameter] = nn.Parameter(_make_filler(parameter.data, 0.0), requires_grad=False)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):

@@ -119,10 +119,12 @@ class StageDropoutRng(DropoutRng):
         num_data_ranks: int,
         device: torch.device,
         calls: list[ModuleCall],
-        cuts: list[SplitPoint],
+        split_points: list[SplitPoint],
     ) -> None:
         super().__init__(seed, data_rank, num_data_ranks, device)
-        self._calls_before = [Counter(crc32(call.module.encode()) for call in calls[: cut.call]) for cut in cuts]
+        self._calls_before = [
+            Counter(crc32(call.module.encode()) for call in calls[: split_point.call]) for split_point in split_points
+        ]
 
     def begin_stage(self, stage: int, step: int, micro_step: int, num_samples: int) -> None:
         """Assign the following draws to this stage's part of a micro-step."""

@@ -73,13 +73,13 @@ def _view_like(parameter: nn.Parameter, flat: Tensor) -> Tensor:
     return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
 
 
-def _make_copy_hook(place: Tensor) -> Callable[[Tensor], None]:
-    """A hook that moves a new gradient into `place`; later micro-steps of the same step add to it there."""
+def _make_copy_hook(destination: Tensor) -> Callable[[Tensor], None]:
+    """A hook that moves a new gradient into `destination`; later micro-steps of the same step add to it there."""
 
     def put(parameter: Tensor) -> None:
-        if parameter.grad is not place:
+        if parameter.grad is not destination:
             assert parameter.grad is not None
-            place.copy_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
-            parameter.grad = place
+            destination.copy_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
+            parameter.grad = destination
 
     return put

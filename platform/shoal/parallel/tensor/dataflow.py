@@ -90,16 +90,16 @@ def is_activation_used_elsewhere(trace: ModelTrace, pairs: Sequence[Pair]) -> bo
     counting or comparing does not pass NaN on.
     """
     for mode in (train_trace_mode, eval_trace_mode):
-        whole = _MaskedRun(trace, pairs)
+        unsharded = _MaskedRun(trace, pairs)
         with preserve_module(trace.model), mode(trace.model):
-            expected = whole.run()
-        hidden = _MaskedRun(trace, pairs, whole)
+            expected = unsharded.run()
+        hidden = _MaskedRun(trace, pairs, unsharded)
         try:
             with preserve_module(trace.model), mode(trace.model):
                 found = hidden.run()
         except SHAPE_ERRORS:
             return True
-        if hidden.nan_inputs != whole.nan_inputs or len(found) != len(expected):
+        if hidden.nan_inputs != unsharded.nan_inputs or len(found) != len(expected):
             return True
         if not all(is_close(each, before, max_magnitude(before)) for each, before in zip(found, expected, strict=True)):
             return True
@@ -113,8 +113,8 @@ class _MaskedRun:
     entered_nan: for each call of a column layer: whether its input had NaN
     """
 
-    def __init__(self, trace: ModelTrace, pairs: Sequence[Pair], whole: _MaskedRun | None = None) -> None:
-        self._trace, self._pairs, self._reference = trace, pairs, whole
+    def __init__(self, trace: ModelTrace, pairs: Sequence[Pair], unsharded: _MaskedRun | None = None) -> None:
+        self._trace, self._pairs, self._reference = trace, pairs, unsharded
         self.row_outputs: dict[str, list[Tensor]] = {pair.row.name: [] for pair in pairs}
         self.nan_inputs: list[bool] = []
 

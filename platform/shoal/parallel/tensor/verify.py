@@ -40,21 +40,21 @@ def verify_pair(trace: ModelTrace, pair: Pair, size: int) -> PairSplit | str:
     if (problem := find_lost_gradient(trace, pair) or find_shared_randomness(trace, pair)) is not None:
         return problem
     ancestor = _find_common_module(trace, pair.names)
-    whole = _PairRun(trace.call_counts[pair.row.name])
+    unsharded = _PairRun(trace.call_counts[pair.row.name])
     try:
-        _run_pair(whole, trace, ancestor, pair, {})
+        _run_pair(unsharded, trace, ancestor, pair, {})
     except SHAPE_ERRORS as error:
         return f"what follows it cannot be tried ({summarize_error(error, max_chars=100)})"
     reason = ""
     for changes in _iter_changes(trace.model, ancestor, pair, size):
-        parts = [whole.make_part(index, size) for index in range(size)]
+        parts = [unsharded.make_part(index, size) for index in range(size)]
         try:
             for part in parts:
                 _run_pair(part, trace, ancestor, pair, changes)
         except SHAPE_ERRORS as error:
             reason = reason or f"a part of it does not fit what follows ({summarize_error(error, max_chars=100)})"
             continue
-        if (mix := _find_mixing(whole, parts)) is None:
+        if (mix := _find_mixing(unsharded, parts)) is None:
             return PairSplit(pair, changes, _find_split_dropouts(trace, parts[0].shapes, size))
         reason = reason or mix.format(f"what lies between {pair.columns[0].name} and {pair.row.name}")
     return reason
@@ -78,7 +78,7 @@ class _PairRun:
     """
 
     num_calls: int
-    whole: _PairRun | None = None
+    unsharded: _PairRun | None = None
     index: int = 0
     size: int = 1
     column_outputs: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -91,12 +91,12 @@ class _PairRun:
     def substitute_output(self, name: str, computed: Tensor) -> Tensor:
         """Replace the output of a column layer."""
         calls = self.column_outputs.setdefault(name, [])
-        if self.whole is None:
+        if self.unsharded is None:
             generator = torch.Generator().manual_seed(mix_seed(crc32(name.encode()), len(calls)))
             made = torch.randn(computed.shape, generator=generator, dtype=torch.float32)
             calls.append(made.to(computed))
         else:
-            calls.append(self.whole.column_outputs[name][len(calls)].chunk(self.size, -1)[self.index])
+            calls.append(self.unsharded.column_outputs[name][len(calls)].chunk(self.size, -1)[self.index])
         return calls[-1].clone()
 
     def record_input(self, entering: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ class _PairRun:
         self.row_inputs.append(entering.clone())
         if len(self.row_inputs) == self.num_calls:
             raise _StopForward
-        return entering if self.whole is None else self.whole.row_inputs[len(self.row_inputs) - 1].clone()
+        return entering if self.unsharded is None else self.unsharded.row_inputs[len(self.row_inputs) - 1].clone()
 
 
 def _run_pair(
@@ -140,12 +140,12 @@ def _run_pair(
         raise RuntimeError("the second layer is not called after the first ones")
 
 
-def _find_mixing(whole: _PairRun, parts: list[_PairRun]) -> str | None:
+def _find_mixing(unsharded: _PairRun, parts: list[_PairRun]) -> str | None:
     """Why the parts of the row layer's input differ from its full input; None if they agree."""
     for part in parts:
-        if len(part.row_inputs) != len(whole.row_inputs):
+        if len(part.row_inputs) != len(unsharded.row_inputs):
             return "{} is passed another number of times by a part"
-        for found, taken in zip(part.row_inputs, whole.row_inputs, strict=True):
+        for found, taken in zip(part.row_inputs, unsharded.row_inputs, strict=True):
             expected = taken.chunk(part.size, -1)[part.index]
             if found.shape != expected.shape:
                 return "{} gives a part another shape"
@@ -186,8 +186,8 @@ def _iter_changes(model: nn.Module, ancestor: str, pair: Pair, size: int) -> Ite
 def _find_split_dropouts(trace: ModelTrace, shapes: dict[str, torch.Size], size: int) -> dict[str, int]:
     split = {}
     for name, shape in shapes.items():
-        whole = trace.dropouts[name]
-        differing = [dim for dim, (part, full) in enumerate(zip(shape, whole, strict=True)) if part != full]
+        unsharded = trace.dropouts[name]
+        differing = [dim for dim, (part, full) in enumerate(zip(shape, unsharded, strict=True)) if part != full]
         if differing:
             split[name] = differing[0]
     return split

@@ -39,29 +39,29 @@ class SegmentGrid(NamedTuple):
     """Where each observation and step of a batch is in a flat [T+1, B] grid.
 
     step_rows: [N], the row of the observation before each step
-    place:     [N], of each step in the grid; place_of_row: [N+S], of each observation
+    position:  [N], of each step in the grid; position_of_row: [N+S], of each observation
     """
 
     step_rows: Tensor
-    place: Tensor
-    place_of_row: Tensor
+    position: Tensor
+    position_of_row: Tensor
     longest: int
     num_segments: int
 
     def spread(self, per_step: Tensor) -> Tensor:
         """Values of steps [K, N] as grids [K, T, B], with 0 on padding."""
         size = (self.longest + 1) * self.num_segments
-        flat = per_step.new_zeros(len(per_step), size).index_copy_(1, self.place, per_step)
+        flat = per_step.new_zeros(len(per_step), size).index_copy_(1, self.position, per_step)
         return flat.view(len(per_step), self.longest + 1, self.num_segments)[:, :-1]
 
     def spread_rows(self, per_row: Tensor) -> Tensor:
         """Values of observations [N+S] as a grid [T+1, B]."""
         flat = per_row.new_zeros((self.longest + 1) * self.num_segments)
-        return flat.index_copy_(0, self.place_of_row, per_row).view(self.longest + 1, self.num_segments)
+        return flat.index_copy_(0, self.position_of_row, per_row).view(self.longest + 1, self.num_segments)
 
     def collect(self, grid_TB: Tensor) -> Tensor:
         """The values [N] of a grid [T, B] at the steps."""
-        return grid_TB.flatten()[self.place]
+        return grid_TB.flatten()[self.position]
 
 
 def build_batch(
@@ -114,9 +114,9 @@ def evaluate_rows(model: AnyActorCritic, batch: SegmentBatch) -> tuple[Tensor, T
     grid = make_grid(batch.lengths_B)
     size = (grid.longest + 1, grid.num_segments)
     rows = batch.observations.new_zeros(size[0] * size[1], *batch.observations.shape[1:])
-    observations = rows.index_copy_(0, grid.place_of_row, batch.observations).unflatten(0, size)
+    observations = rows.index_copy_(0, grid.position_of_row, batch.observations).unflatten(0, size)
     outputs, values, _ = model(observations, batch.states)
-    outputs, values = outputs.flatten(0, 1)[grid.place_of_row], values.flatten()[grid.place_of_row]
+    outputs, values = outputs.flatten(0, 1)[grid.position_of_row], values.flatten()[grid.position_of_row]
     return mask_logits(outputs, batch.masks), values
 
 
@@ -144,8 +144,8 @@ def make_grid(lengths_B: Tensor) -> SegmentGrid:
     )
     column_of_row = torch.repeat_interleave(torch.arange(num_segments, device=device), num_rows_B)
     row_in_column = torch.arange(num_rows, device=device) - (end_B - num_rows_B)[column_of_row]
-    place_of_row = row_in_column * num_segments + column_of_row
-    return SegmentGrid(step_rows, place_of_row[step_rows], place_of_row, longest, num_segments)
+    position_of_row = row_in_column * num_segments + column_of_row
+    return SegmentGrid(step_rows, position_of_row[step_rows], position_of_row, longest, num_segments)
 
 
 def get_discounts(batch: SegmentBatch, discount: float) -> Tensor:

@@ -125,7 +125,7 @@ class ExperienceSource(Protocol):
         of any other are revoked."""
         ...
 
-    def acknowledge(self, lease_id: int, fates: Sequence[DropReason | None], evidence: Sequence[float] = ()) -> bool:
+    def acknowledge(self, lease_id: int, outcomes: Sequence[DropReason | None], evidence: Sequence[float] = ()) -> bool:
         """Close a lease: each of its S segments was dropped for a reason, or consumed (None). `evidence`, if given: of
         each, against its actor (see `quarantine`).
 
@@ -212,16 +212,16 @@ class ExperienceQueue:
         self.on_space_freed()
         return ExperienceBatch.from_segments(lease_id, segments)
 
-    def acknowledge(self, lease_id: int, fates: Sequence[DropReason | None], evidence: Sequence[float] = ()) -> bool:
+    def acknowledge(self, lease_id: int, outcomes: Sequence[DropReason | None], evidence: Sequence[float] = ()) -> bool:
         with self._arrived:
             keys = self.ledger.get_leased(lease_id)
-            is_mine = self.ledger.acknowledge(lease_id, fates)
+            is_mine = self.ledger.acknowledge(lease_id, outcomes)
             accused = self._evidence.add(keys, evidence) if is_mine and keys and len(evidence) else {}
             for actor_id, reason in accused.items():
                 self.ledger.quarantine(actor_id, reason)
             if is_mine:  # of an acknowledgement that is repeated there are no keys
-                named = zip(keys, fates, strict=False)
-                self._unlearnable.update(key for key, fate in named if fate is DropReason.NON_FINITE)
+                named = zip(keys, outcomes, strict=False)
+                self._unlearnable.update(key for key, outcome in named if outcome is DropReason.NON_FINITE)
             if accused:
                 self._drop(lambda key, _: key[0] in accused, DropReason.QUARANTINED)
             return is_mine

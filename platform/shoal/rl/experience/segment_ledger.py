@@ -183,7 +183,7 @@ class Ledger:
                 raise
             return lease_id
 
-    def acknowledge(self, lease_id: int, fates: Sequence[DropReason | None]) -> bool:
+    def acknowledge(self, lease_id: int, outcomes: Sequence[DropReason | None]) -> bool:
         """Close a lease: each of its segments was dropped for a reason, or consumed (None).
 
         Durable on return. Repeating it changes nothing and returns True again, since an answer may be lost. False for a
@@ -196,9 +196,9 @@ class Ledger:
             self._last_acknowledged = lease_id
             self._new_facts["last_settled"] = str(lease_id)
             keys = self._close_lease(lease_id)
-            for (key, fate), count in Counter(zip(keys, fates, strict=True)).items():
-                if fate is not None:
-                    self._drop(key, count, fate)
+            for (key, outcome), count in Counter(zip(keys, outcomes, strict=True)).items():
+                if outcome is not None:
+                    self._drop(key, count, outcome)
                 else:
                     for each in (self._accounts[key], self._totals):
                         each.queued -= count

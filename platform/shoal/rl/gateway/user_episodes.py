@@ -64,7 +64,7 @@ class UserEpisodes:
         self._inference, self._experience, self._incarnation = inference, experience, incarnation
         self._episodes: dict[str, _UserEpisode] = {}
         self._by_number: dict[int, _UserEpisode] = {}
-        self._num_begun = self._num_ended = self._num_expired = 0
+        self._num_started = self._num_finished = self._num_expired = 0
 
     def take(self, request: EpisodeRequest, reply: EpisodeReply) -> None:
         """Answer a request now or, if the policy must be computed, in `deliver`."""
@@ -102,7 +102,7 @@ class UserEpisodes:
             if episode.reward is None:
                 del self._by_number[episode.number]  # `RemoteInference` expires it as any other
             else:
-                self._act(episode, episode.observation, None, ended=True, truncated=True)
+                self._act(episode, episode.observation, None, is_last=True, truncated=True)
 
     def close(self, waiting: Sequence[EpisodeReply]) -> None:
         """Refuse what waits: these requests, and those whose answers are on their way."""
@@ -112,7 +112,7 @@ class UserEpisodes:
 
     def get_counts(self) -> dict[str, int]:
         """Episodes by what became of them."""
-        begun, ended, expired = self._num_begun, self._num_ended, self._num_expired
+        begun, ended, expired = self._num_started, self._num_finished, self._num_expired
         return {"begun": begun, "ended": ended, "expired": expired, "open": len(self._episodes)}
 
     def _take(self, request: EpisodeRequest, reply: EpisodeReply) -> EpisodeRejection | None:
@@ -145,26 +145,26 @@ class UserEpisodes:
             return EpisodeRejection(422, "episode: an episode begins with an observation alone")
         if len(self._episodes) >= MAX_USER_EPISODES:
             return EpisodeRejection(429, f"{MAX_USER_EPISODES} episodes are open: end them, or wait until some expire")
-        number, secret = self._num_begun, secrets.token_hex(8)
+        number, secret = self._num_started, secrets.token_hex(8)
         handle = f"{self._incarnation}-{number}-{secret}"
         episode = _UserEpisode(handle, number, observation, time.monotonic())
         message = ActMessage(number, 0)
         self._inference.take_act(self.key, message, [observation])
         episode.reply = reply
-        self._num_begun += 1
+        self._num_started += 1
         self._episodes[handle] = self._by_number[number] = episode
         return None
 
     def _act(
-        self, episode: _UserEpisode, observation: bytes, reply: EpisodeReply | None, ended: bool, truncated: bool
+        self, episode: _UserEpisode, observation: bytes, reply: EpisodeReply | None, is_last: bool, truncated: bool
     ) -> None:
         """One step. Raises InvalidSegment, which changes nothing of the episode at `RemoteInference`."""
         message = ActMessage(
-            episode.number, episode.step + 1, episode.reward or 0.0, ended and not truncated, ended and truncated
+            episode.number, episode.step + 1, episode.reward or 0.0, is_last and not truncated, is_last and truncated
         )
         answer = self._inference.take_act(self.key, message, [observation])
         episode.step, episode.observation, episode.reward = episode.step + 1, observation, None
-        episode.reply, episode.is_over = reply, ended
+        episode.reply, episode.is_over = reply, is_last
         if answer is not None:
             self.deliver(answer)
 
@@ -188,13 +188,13 @@ class UserEpisodes:
     def _describe_missing(self, handle: str) -> EpisodeRejection:
         incarnation, _, rest = handle.partition("-")
         number = rest.partition("-")[0]
-        is_older = incarnation != str(self._incarnation) or (number.isdecimal() and int(number) < self._num_begun)
+        is_older = incarnation != str(self._incarnation) or (number.isdecimal() and int(number) < self._num_started)
         if incarnation.isdecimal() and number.isdecimal() and is_older:
             return EpisodeRejection(410, "the episode has ended or expired, or the run's gateway has restarted")
         return EpisodeRejection(404, "there is no such episode")
 
     def _remove(self, episode: _UserEpisode) -> None:
-        self._num_ended += self._episodes.pop(episode.handle, None) is not None
+        self._num_finished += self._episodes.pop(episode.handle, None) is not None
         self._by_number.pop(episode.number, None)
 
 

@@ -49,11 +49,11 @@ class ReplaySample(NamedTuple):
 class SegmentRows(NamedTuple):
     """Segments laid out in R rows, one for each observation. Of a segment's last row, `rewards` is 0.
 
-    rewards float32, steps_left int32 to the end of the segment, terminated bool of the segment, is_step bool: [R]
+    rewards float32, steps_remaining int32 to the end of the segment, terminated bool of the segment, is_step bool: [R]
     """
 
     rewards: np.ndarray
-    steps_left: np.ndarray
+    steps_remaining: np.ndarray
     terminated: np.ndarray
     is_step: np.ndarray
 
@@ -61,9 +61,9 @@ class SegmentRows(NamedTuple):
     def of(cls, batch: ExperienceBatch) -> SegmentRows:
         num_rows_S = batch.lengths + 1
         ends_S = np.cumsum(num_rows_S)
-        steps_left = (np.repeat(ends_S, num_rows_S) - 1 - np.arange(len(batch.observations))).astype(np.int32)
-        is_step = steps_left > 0
-        return cls(_spread(batch.rewards, is_step), steps_left, np.repeat(batch.terminated, num_rows_S), is_step)
+        steps_remaining = (np.repeat(ends_S, num_rows_S) - 1 - np.arange(len(batch.observations))).astype(np.int32)
+        is_step = steps_remaining > 0
+        return cls(_spread(batch.rewards, is_step), steps_remaining, np.repeat(batch.terminated, num_rows_S), is_step)
 
 
 def sum_returns(
@@ -73,14 +73,14 @@ def sum_returns(
 
     `rows` may be a ring. Returns of extreme rewards may be infinite.
     """
-    steps_left = rows.steps_left[chosen]
-    num_taken = np.minimum(steps_left, num_steps)
+    steps_remaining = rows.steps_remaining[chosen]
+    num_taken = np.minimum(steps_remaining, num_steps)
     offsets = np.arange(num_steps)
     factors = np.where(offsets < num_taken[:, None], discount**offsets, 0.0)  # [B, n]
     rewards = rows.rewards[(chosen[:, None] + offsets) % len(rows.rewards)]
     with np.errstate(over="ignore"):
         returns = (factors * rewards).sum(1).astype(np.float32)
-    is_terminal = rows.terminated[chosen] & (num_taken == steps_left)
+    is_terminal = rows.terminated[chosen] & (num_taken == steps_remaining)
     discounts = np.where(is_terminal, 0.0, discount**num_taken).astype(np.float32)
     return returns, discounts, (chosen + num_taken) % len(rows.rewards)
 
@@ -107,7 +107,7 @@ class Replay(Ring):
             "observations": (experience.observation.numpy_dtype(), experience.observation.shape),
             "actions": (experience.action.numpy_dtype(), experience.action.shape),
             "rewards": (np.dtype(np.float32), ()),
-            "steps_left": (np.dtype(np.int32), ()),
+            "steps_remaining": (np.dtype(np.int32), ()),
             "terminated": (np.dtype(np.bool_), ()),
         }
         for each in experience.extras:
@@ -116,9 +116,11 @@ class Replay(Ring):
         needed = experience.segment_length + 1
         super().__init__(size_bytes, columns, needed, "a segment", priority_exponent, random, folder)
         self._observations, self._actions = self._arrays["observations"], self._arrays["actions"]
-        rewards, steps_left, terminated = (self._arrays[name] for name in ("rewards", "steps_left", "terminated"))
+        rewards, steps_remaining, terminated = (
+            self._arrays[name] for name in ("rewards", "steps_remaining", "terminated")
+        )
         self._masks = self._arrays.get(MASKS)
-        self._rows = SegmentRows(rewards, steps_left, terminated, np.empty(0))
+        self._rows = SegmentRows(rewards, steps_remaining, terminated, np.empty(0))
 
     @property
     def num_steps(self) -> int:
@@ -133,7 +135,7 @@ class Replay(Ring):
             "observations": batch.observations,
             "actions": _spread(batch.actions, laid_out.is_step),
             "rewards": laid_out.rewards,
-            "steps_left": laid_out.steps_left,
+            "steps_remaining": laid_out.steps_remaining,
             "terminated": laid_out.terminated,
         }
         if self._masks is not None:
@@ -156,6 +158,6 @@ class Replay(Ring):
         )
 
     def _find_complete(self, newest: int) -> np.ndarray:
-        steps_left = self._arrays["steps_left"]
-        is_complete: np.ndarray = (steps_left > 0) & (self._row_of_slot + steps_left <= newest)
+        steps_remaining = self._arrays["steps_remaining"]
+        is_complete: np.ndarray = (steps_remaining > 0) & (self._row_of_slot + steps_remaining <= newest)
         return is_complete

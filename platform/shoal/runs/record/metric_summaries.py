@@ -65,8 +65,8 @@ def compute_summaries_up_to(connection: sqlite3.Connection, run: int, step: int)
     return [tuple(row) for row in connection.execute(_UP_TO, {"run": run, "step": step})]
 
 
-def delete_after(connection: sqlite3.Connection, run: int, step: int, left: Sequence[Row]) -> None:
-    """Remove the later steps from the history; its summaries become `left`."""
+def delete_after(connection: sqlite3.Connection, run: int, step: int, remaining: Sequence[Row]) -> None:
+    """Remove the later steps from the history; its summaries become `remaining`."""
     connection.execute("DELETE FROM metrics WHERE run = ? AND step > ?", (run, step))
     connection.execute("DELETE FROM summaries WHERE run = ?", (run,))
-    connection.executemany(_INSERT, left)
+    connection.executemany(_INSERT, remaining)

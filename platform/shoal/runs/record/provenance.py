@@ -58,9 +58,9 @@ def make_command_variable(command: str) -> dict[str, str]:
     return {COMMAND_VARIABLE: command.replace("$", _DOLLAR)}
 
 
-def format_masked_command(words: Sequence[str]) -> str:
-    """The words of a command as one line for a shell; values of tokens (`endpoint.token=...`) are masked."""
-    return shlex.join(_mask_secrets(words))
+def format_masked_command(arguments: Sequence[str]) -> str:
+    """The arguments of a command as one line for a shell; values of tokens (`endpoint.token=...`) are masked."""
+    return shlex.join(_mask_secrets(arguments))
 
 
 def mask_command_line(line: str) -> str:
@@ -73,26 +73,27 @@ def mask_command_line(line: str) -> str:
     return line if words == _mask_secrets(words) else format_masked_command(words)
 
 
-def split_secrets(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The job's words with secrets masked, and the environment variables that hold the masked words."""
-    secrets = [word for word in words if _SECRET.match(word)]
+def split_secrets(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The job's arguments with secrets masked, and the environment variables that hold the masked ones."""
+    secrets = [argument for argument in arguments if _SECRET.match(argument)]
     told = json.dumps(secrets).replace("$", _DOLLAR)
-    return [_mask_secret(word) for word in words], {SECRETS_VARIABLE: told} if secrets else {}
+    return [_mask_secret(argument) for argument in arguments], {SECRETS_VARIABLE: told} if secrets else {}
 
 
-def restore_secrets(words: Sequence[str]) -> list[str]:
+def restore_secrets(arguments: Sequence[str]) -> list[str]:
     """In the job: undo `split_secrets`."""
     secrets: list[str] = json.loads(os.environ.get(SECRETS_VARIABLE, "[]"))
-    return [secrets.pop(0) if secrets and word == _mask_secret(secrets[0]) else word for word in words]
+    return [secrets.pop(0) if secrets and argument == _mask_secret(secrets[0]) else argument for argument in arguments]
 
 
-def _mask_secrets(words: Sequence[str]) -> list[str]:
-    before = ("", *words)
+def _mask_secrets(arguments: Sequence[str]) -> list[str]:
+    before = ("", *arguments)
     return [
-        "***" if _OPTION.fullmatch(option) else _mask_secret(word) for option, word in zip(before, words, strict=False)
+        "***" if _OPTION.fullmatch(option) else _mask_secret(argument)
+        for option, argument in zip(before, arguments, strict=False)
     ]
 
 
-def _mask_secret(word: str) -> str:
-    secret = _SECRET.match(word)
-    return f"{secret['name'] or secret['parent']}=***" if secret else word
+def _mask_secret(argument: str) -> str:
+    secret = _SECRET.match(argument)
+    return f"{secret['name'] or secret['parent']}=***" if secret else argument

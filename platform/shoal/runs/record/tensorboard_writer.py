@@ -28,14 +28,14 @@ class EventFile:
     a multiprocessing queue for each run, and importing tensorboardX imports torch.
     """
 
-    def __init__(self, folder: Path, life: int) -> None:
+    def __init__(self, folder: Path, attempt: int) -> None:
         with needs_extra("report"):
             from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
             from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 
         make_folder(folder)
         now = time.time()
-        name = f"events.out.tfevents.{int(now):010d}.{life:06d}.{socket.gethostname()}.{secrets.token_hex(4)}"
+        name = f"events.out.tfevents.{int(now):010d}.{attempt:06d}.{socket.gethostname()}.{secrets.token_hex(4)}"
         self._writer = RecordWriter(create_private(folder / name).open("wb"))
         self._writer.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
 

@@ -92,15 +92,15 @@ def use_integer_ticks(axes: Axes, axis: Literal["x", "y"] = "x") -> None:
     axes.locator_params(axis=axis, integer=True)
 
 
-def add_heading(axes: Axes, words: str, most: int = MAX_HEADING_LENGTH, **options: Any) -> None:
-    """Words above the panel, shortened to what fits."""
-    axes.set_title(truncate_middle(words, most), **options)
+def add_heading(axes: Axes, text: str, most: int = MAX_HEADING_LENGTH, **options: Any) -> None:
+    """A text above the panel, shortened to what fits."""
+    axes.set_title(truncate_middle(text, most), **options)
 
 
-def mark_moment(axes: Axes, x: float, word: str) -> None:
-    """A dashed line with a word beside it."""
+def mark_moment(axes: Axes, x: float, label: str) -> None:
+    """A dashed line with a label beside it."""
     axes.axvline(x, color=MARK, linewidth=1, linestyle=(0, (3, 3)), zorder=1)
-    axes.annotate(word, (x, 0.02), (3, 0), xycoords=("data", "axes fraction"), color=MARK,
+    axes.annotate(label, (x, 0.02), (3, 0), xycoords=("data", "axes fraction"), color=MARK,
                   textcoords="offset points", fontsize=8)  # fmt: skip
 
 
@@ -156,9 +156,9 @@ def _make_panels(title: str, num_panels: int) -> Iterator[tuple[Figure, list[Axe
         figure.text(0.985, 0.955, words, color=MUTED, ha="right")
 
 
-def truncate_middle(words: str, most: int) -> str:
-    """Shorten `words` to their beginning and end when they exceed `most` characters."""
-    return words if len(words) <= most else f"{words[: most // 2]}…{words[len(words) - (most - most // 2 - 1) :]}"
+def truncate_middle(text: str, most: int) -> str:
+    """Shorten `text` to its beginning and end when it exceeds `most` characters."""
+    return text if len(text) <= most else f"{text[: most // 2]}…{text[len(text) - (most - most // 2 - 1) :]}"
 
 
 def draw_small_plot(curve: Curve, begin: float, end: float) -> Figure:

@@ -311,14 +311,14 @@ def _draw_returns(read: _ReportData, names: Sequence[str]) -> list[Figure]:
     return _draw_panels(read.run, panels)
 
 
-def _draw_training_curves(read: _ReportData, judged: str) -> list[Figure]:
+def _draw_training_curves(read: _ReportData, metric: str) -> list[Figure]:
     """The training and validation loss, and the headline metric."""
     losses = [
         (word, _make_step_curve(read, name)) for word, name in (("training", TRAINING_LOSS), ("validation", _HELD))
     ]
     panels = [plots.Panel("loss", "step", [(word, curve) for word, curve in losses if len(curve.x)])]
-    if judged not in (TRAINING_LOSS, _HELD):
-        panels.append(plots.Panel(judged, "step", [(judged, _make_step_curve(read, judged))]))
+    if metric not in (TRAINING_LOSS, _HELD):
+        panels.append(plots.Panel(metric, "step", [(metric, _make_step_curve(read, metric))]))
     return _draw_panels(read.run, panels)
 
 

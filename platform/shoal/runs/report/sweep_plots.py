@@ -122,7 +122,7 @@ def draw_parallel_coordinates(
     return figure
 
 
-def _draw_axis(axes: Axes, place: int, name: str, column: Series[Any], is_log: bool) -> np.ndarray:
+def _draw_axis(axes: Axes, x: int, name: str, column: Series[Any], is_log: bool) -> np.ndarray:
     """A vertical axis with its values; the height in [0, 1] of each trial on it."""
     numbers, options = to_numbers(column)
     finite = numbers[np.isfinite(numbers)]
@@ -139,16 +139,16 @@ def _draw_axis(axes: Axes, place: int, name: str, column: Series[Any], is_log: b
     spaced = np.geomspace(low, high, 4) if is_log else np.linspace(low, high, 4)
     shown = np.arange(len(options), dtype=float) if options else np.unique(spaced)
     labels = [shorten(option, 14) for option in options] or [f"{value:.3g}" for value in shown]
-    axes.axvline(place, ymin=0.05 / 1.1, ymax=1.05 / 1.1, color=RULE, linewidth=1, zorder=0)
-    is_last, every = place > 0 and place == round(axes.get_xlim()[1]), -(-len(shown) // MAX_TICKS)
+    axes.axvline(x, ymin=0.05 / 1.1, ymax=1.05 / 1.1, color=RULE, linewidth=1, zorder=0)
+    is_last, every = x > 0 and x == round(axes.get_xlim()[1]), -(-len(shown) // MAX_TICKS)
     for height, label in list(zip(scale(shown), labels, strict=True))[::every]:
         offset, side = (-4, "right") if is_last else (4, "left")
-        words = axes.annotate(label, (place, height), (offset, 0), textcoords="offset points", ha=side, va="center")
+        words = axes.annotate(label, (x, height), (offset, 0), textcoords="offset points", ha=side, va="center")
         words.set(color=INK, fontsize=8, zorder=4)
         words.set_bbox({"color": "white", "alpha": 0.75, "pad": 1, "linewidth": 0})
-    side = "right" if is_last else "center" if place else "left"
+    side = "right" if is_last else "center" if x else "left"
     longest = max(10, round(100 / (axes.get_xlim()[1] + 1)))
-    heading = axes.annotate(shorten(name, longest), (place, 1.09), ha=side, annotation_clip=False)
+    heading = axes.annotate(shorten(name, longest), (x, 1.09), ha=side, annotation_clip=False)
     heading.set(color=INK, fontweight="bold")
     return scale(numbers)
 

@@ -283,14 +283,14 @@ class AdminApi:
             problem = f"version {version} of {name!r} did not answer everywhere after {change.timeout_s:g} s"
             raise InferenceError(503, f"{problem}: some replicas still answer with {late}")
 
-    def _select_pinned_version(self, name: str, word: str) -> int:
+    def _select_pinned_version(self, name: str, requested: str) -> int:
         """The named version, or the one before the version that answers. Raises InferenceError (409)."""
         live = self._controller.live
         available, answering = live.available(name), max(live.answering(name), default=0)
         there = ", ".join(map(str, available)) or "none"
-        if word and word not in map(str, available):
-            raise InferenceError(409, f"version {word} of {name!r} is not available; available: {there}")
-        version = int(word) if word else live.before(name, answering)
+        if requested and requested not in map(str, available):
+            raise InferenceError(409, f"version {requested} of {name!r} is not available; available: {there}")
+        version = int(requested) if requested else live.before(name, answering)
         if not version:
             raise InferenceError(
                 409,
@@ -392,8 +392,8 @@ class AdminApi:
             what = f"version {rollout.candidate} of {model.deployment.name!r} is in the phase {rollout.phase}"
             raise InferenceError(409, f"{what}: promote it or roll it back first")
 
-    def _resolve_version(self, deployment: Deployment, word: str) -> int:
+    def _resolve_version(self, deployment: Deployment, selector: str) -> int:
         try:
-            return self._controller.catalogue(deployment.registry).resolve(deployment.name, word)
+            return self._controller.catalogue(deployment.registry).resolve(deployment.name, selector)
         except RegistryError as error:
             raise InferenceError(404, str(error)) from None

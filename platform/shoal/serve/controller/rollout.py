@@ -38,7 +38,7 @@ class RolloutMove(StrEnum):
     STAGE = "stage"
     OPEN = "open"
     FLIP = "flip"
-    SETTLE = "settle"
+    FINISH = "finish"
     ABANDON = "abandon"
     DROP = "drop"
 
@@ -62,7 +62,7 @@ _MOVES: dict[tuple[Phase, RolloutMove], Phase] = {
     (Phase.STAGING, RolloutMove.ABANDON): Phase.STEADY,
     (Phase.CANARY, RolloutMove.FLIP): Phase.FLIPPING,
     (Phase.CANARY, RolloutMove.DROP): Phase.STEADY,
-    (Phase.FLIPPING, RolloutMove.SETTLE): Phase.STEADY,
+    (Phase.FLIPPING, RolloutMove.FINISH): Phase.STEADY,
 }
 
 
@@ -161,7 +161,7 @@ def flip_to_candidate(rollout: Rollout, generation: int, now_s: float) -> Rollou
 
 def finish_rollout(rollout: Rollout, now_s: float) -> Rollout:
     """End the rollout once every replica has flipped."""
-    moved = replace(rollout, phase=transition(rollout.phase, RolloutMove.SETTLE), since_s=now_s)
+    moved = replace(rollout, phase=transition(rollout.phase, RolloutMove.FINISH), since_s=now_s)
     previous = rollout.previous if rollout.changes_options and rollout.candidate == rollout.stable else rollout.stable
     return replace(moved, stable=rollout.candidate, candidate=0, previous=previous)
 

@@ -84,7 +84,7 @@ class GrpcApp:
             return
         except Exception as error:  # noqa: BLE001  # a call's top: `to_inference_error` logs a bug
             call.set_error(to_inference_error(error))
-        if not reply.has_begun:
+        if not reply.has_started:
             await reply.finish()
             return
         with suppress(TimeoutError):  # a client that takes no answers does not take this either
@@ -133,7 +133,7 @@ class _ResponseWriter:
     """
 
     def __init__(self, send: Send, call: GrpcCall) -> None:
-        self._send, self._call, self.has_begun = send, call, False
+        self._send, self._call, self.has_started = send, call, False
         self.last_message: bytes | None = None  # sent with the status
 
     async def send_message(self, message: bytes) -> None:
@@ -145,7 +145,7 @@ class _ResponseWriter:
     async def finish(self) -> None:
         """Send `last`, if given, and the status."""
         trailers = self._call.build_trailers()
-        if self.last_message is None and not self.has_begun:
+        if self.last_message is None and not self.has_started:
             headers = [GRPC_CONTENT_TYPE, (b"content-length", b"0"), *trailers]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
             await self._send({"type": "http.response.body", "body": b""})
@@ -156,8 +156,8 @@ class _ResponseWriter:
         await self._send({"type": "http.response.body", "body": end})
 
     async def _send_headers(self) -> None:
-        if not self.has_begun:
-            self.has_begun = True
+        if not self.has_started:
+            self.has_started = True
             await self._send({"type": "http.response.start", "status": 200, "headers": CHUNKED_HEADERS})
 
 

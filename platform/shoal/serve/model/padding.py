@@ -100,11 +100,11 @@ class RequestCollator:
                 joined[name] = np.concatenate(arrays)
         return CollatedBatch(joined, bounds)
 
-    def split(self, outputs: Arrays, joined: CollatedBatch, requests: Sequence[Arrays]) -> list[dict[str, np.ndarray]]:
+    def split(self, outputs: Arrays, batch: CollatedBatch, requests: Sequence[Arrays]) -> list[dict[str, np.ndarray]]:
         """Split the outputs by request."""
-        answers = [{name: rows[start:end] for name, rows in outputs.items()} for start, end in pairwise(joined.bounds)]
+        answers = [{name: rows[start:end] for name, rows in outputs.items()} for start, end in pairwise(batch.bounds)]
         for output, dimension, name, follows in self._followed_dimensions:
-            padded = joined.inputs[name].shape[follows]
+            padded = batch.inputs[name].shape[follows]
             if outputs[output].shape[dimension] != padded:
                 continue
             for answer, request in zip(answers, requests, strict=True):

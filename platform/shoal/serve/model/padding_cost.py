@@ -65,14 +65,14 @@ class PaddingCostModel:
         if padded_s - self._seconds(sum(own)) < max((1 - MAX_COST_RATIO) * padded_s, MIN_GAIN_S):
             return [whole]
         step = -(-len(requests) // MAX_SPLIT_POINTS)
-        order = sorted(whole, key=lambda place: own[place] / max(rows[place], 1))
+        order = sorted(whole, key=lambda index: own[index] / max(rows[index], 1))
         groups = [order[start : start + step] for start in range(0, len(order), step)]
         bounds, seconds = self._find_best_split(
             [(sum([rows[p] for p in g]), _largest([sizes[p] for p in g])) for g in groups]
         )
         if seconds > MAX_COST_RATIO * padded_s:
             return [whole]
-        return [[place for group in groups[begin:end] for place in group] for begin, end in bounds]
+        return [[index for group in groups[begin:end] for index in group] for begin, end in bounds]
 
     def observe(self, requests: Sequence[Arrays], seconds: float) -> None:
         """Record the `seconds` of a padded forward over these requests."""

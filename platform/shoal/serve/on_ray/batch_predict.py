@@ -39,12 +39,12 @@ _NAMED = re.compile(r"^[\w.]*(?:Error|Exception): .+$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class BatchJob:
-    """The parameters of every worker. `said` and `keep` as in TablePredictor."""
+    """The parameters of every worker. `columns_by_input` and `keep` as in TablePredictor."""
 
     source: RegisteredModel
     version: int
     options: ModelOptions
-    said: Mapping[str, Sequence[str]]
+    columns_by_input: Mapping[str, Sequence[str]]
     keep: Sequence[str] | None
     skip_errors: bool
     torch_threads: int
@@ -57,7 +57,7 @@ class PredictWorker:
         self._predictor = TablePredictor(
             job.source.load_package(job.version),
             job.options,
-            said=job.said,
+            columns_by_input=job.columns_by_input,
             keep=job.keep,
             skip_errors=job.skip_errors,
             torch_threads=job.torch_threads,

@@ -6,7 +6,7 @@ allocation, and read its body within a `RequestLifecycle`. HAProxy, where presen
 on the rest at any pace, so the pace is checked here.
 
 Detecting a disconnect at once takes two tasks per request (Serve's default, which costs a fifth of the throughput,
-measured). Here a request is polled once it has waited for `look_s`. One timer polls all of them, so a request answered
+measured). Here a request is polled once it has waited for `poll_s`. One timer polls all of them, so a request answered
 sooner costs a dict entry. Models enforce the deadlines of their calls; one known before the body is read (gRPC's) has
 its own timer here. Runs on one event loop; knows ASGI and nothing else of HTTP, and no model.
 """
@@ -208,23 +208,23 @@ class RequestLifecycle:
 
 
 class RequestsInProgress:
-    """The requests of one protocol that are in progress, each in its own task; polls them every `look_s`."""
+    """The requests of one protocol that are in progress, each in its own task; polls them every `poll_s`."""
 
-    def __init__(self, limits: RequestLimits, look_s: float = 0.1) -> None:
-        self.limits, self._look_s = limits, look_s
+    def __init__(self, limits: RequestLimits, poll_s: float = 0.1) -> None:
+        self.limits, self._poll_s = limits, poll_s
         self.running: dict[asyncio.Task[Any], RequestLifecycle] = {}  # in the order of their arrival
         self.timer: asyncio.TimerHandle | None = None  # None while no request needs to be polled
 
     def start_timer(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Poll after `look_s`."""
-        self.timer = loop.call_later(self._look_s, self._poll_all)
+        """Poll after `poll_s`."""
+        self.timer = loop.call_later(self._poll_s, self._poll_all)
 
     def _poll_all(self) -> None:
         """Poll the long requests; they come first, so the loop ends at the first short one."""
         loop = asyncio.get_running_loop()
         now_s, self.timer = loop.time(), None
         for progress in self.running.values():
-            if now_s - progress.since_s < self._look_s:
+            if now_s - progress.since_s < self._poll_s:
                 break
             progress.poll(now_s)
         if self.running:

@@ -69,7 +69,7 @@ class FallbackPredictor:
         self._guard, self._forwards, self._reject, self._clock = guard, forwards, reject, clock
         self._lock = threading.Lock()
         self._requests, self._num_fallbacks = 0, 0
-        self._next_look = guard.min_requests  # the number of requests at which its speed is checked next
+        self._next_check = guard.min_requests  # the number of requests at which its speed is checked next
         self.is_suspect = False  # it seems slow: both compute the next batches
         self._num_compared = 0
         self._ratios: list[float] = []
@@ -100,8 +100,8 @@ class FallbackPredictor:
             return self._fall_back(before, requests, error)
         with self._lock:
             self._requests += len(requests)
-            if self._requests >= self._next_look:
-                self._next_look *= 2
+            if self._requests >= self._next_check:
+                self._next_check *= 2
                 ratio = latency_ratio(
                     self._forwards.get_medians(before.version), self._forwards.get_medians(self.version)
                 )

@@ -326,10 +326,10 @@ class ModelManager:
         key = (name, DRAIN - self._num_replaced)
         self._start_task(key, self._drain(key, hosted))
 
-    async def _drain(self, key: tuple[str, int], hosted: ServedModel) -> None:
-        while not hosted.is_idle:
+    async def _drain(self, key: tuple[str, int], served: ServedModel) -> None:
+        while not served.is_idle:
             await asyncio.sleep(DRAIN_POLL_S)
-        hosted.close()
+        served.close()
         del self._tasks[key]
 
     def _drop_next(self, name: str) -> None:
@@ -355,12 +355,12 @@ class ModelManager:
             name, hosted.live, model.weights, self._controller, self._plans[name], lambda: self.on_changed()
         )
 
-    async def _retire(self, name: str, hosted: ServedModel) -> None:
+    async def _retire(self, name: str, served: ServedModel) -> None:
         """Drop a model without new calls once it has answered its pending ones."""
-        while not hosted.is_idle:
+        while not served.is_idle:
             await asyncio.sleep(DRAIN_POLL_S)
-        hosted.close()
-        if self._retiring.get(name) is hosted:
+        served.close()
+        if self._retiring.get(name) is served:
             del self._retiring[name]
         self._tasks.pop((name, RETIRE), None)  # another model may have its name by now
         self.on_changed()
@@ -378,8 +378,8 @@ def _is_same_model(plan: ModelPlan | None, before: ModelPlan) -> bool:
     )
 
 
-def _apply_rollout(hosted: ServedModel, plan: ModelPlan) -> None:
+def _apply_rollout(served: ServedModel, plan: ModelPlan) -> None:
     """Let the planned versions answer, as far as they are loaded, and drop all others."""
-    loaded = {version: each for version, each in hosted.router.loaded.items() if version in plan.staged}
+    loaded = {version: each for version, each in served.router.loaded.items() if version in plan.staged}
     stable, candidate = loaded.get(plan.stable), loaded.get(plan.candidate)
-    hosted.point(Answering(stable, candidate, plan.shares, tuple(loaded.values())))
+    served.point(Answering(stable, candidate, plan.shares, tuple(loaded.values())))

@@ -43,11 +43,13 @@ def _dump_explicit(given: Any) -> Any:
     return {name: _dump_explicit(each) for name, each in given.items()} if isinstance(given, dict) else given
 
 
-def _mark_explicit(spec: SpecT, said: dict[str, Any]) -> SpecT:
+def _mark_explicit(spec: SpecT, explicit: dict[str, Any]) -> SpecT:
     """Copy a spec, with only the given fields marked as explicit."""
     values = dict(spec)
-    nested = {name: _mark_explicit(values[name], each) for name, each in said.items() if isinstance(values[name], Spec)}
-    return spec.model_construct(_fields_set=set(said), **{**values, **nested})
+    nested = {
+        name: _mark_explicit(values[name], each) for name, each in explicit.items() if isinstance(values[name], Spec)
+    }
+    return spec.model_construct(_fields_set=set(explicit), **{**values, **nested})
 
 
 def with_default_values(**values: object) -> BeforeValidator:

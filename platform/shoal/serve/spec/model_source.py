@@ -76,7 +76,7 @@ def model_from_ref(ref: str, options: ModelOptions | None = None, registry: Path
 class Catalogue(Protocol):
     """The controller's view of a registry. All methods raise RegistryError."""
 
-    def resolve(self, name: str, word: str) -> int:
+    def resolve(self, name: str, selector: str) -> int:
         """The version to which `name@word` resolves now."""
         ...
 
@@ -99,8 +99,8 @@ class RegistryCatalogue:
     def __init__(self, folder: str) -> None:
         self._registry = Registry(Path(folder))
 
-    def resolve(self, name: str, word: str) -> int:
-        return self._registry.get(f"{name}@{word}" if word else name).version
+    def resolve(self, name: str, selector: str) -> int:
+        return self._registry.get(f"{name}@{selector}" if selector else name).version
 
     def promote(self, name: str, version: int, alias: str) -> None:
         self._registry.promote(f"{name}@{version}", alias)

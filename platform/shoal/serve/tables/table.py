@@ -32,28 +32,28 @@ FLOAT_DATATYPES = frozenset({"FP64", "FP32", "FP16", "BF16"})  # datatypes
 _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
 
-def parse_columns(words: Sequence[str], inputs: Sequence[TensorDescription]) -> dict[str, list[str]]:
+def parse_columns(arguments: Sequence[str], inputs: Sequence[TensorDescription]) -> dict[str, list[str]]:
     """Parse the columns for each input, from `a,b,c` (for the only input) and `x=a,b,c`. Raises DataError."""
     said: dict[str, list[str]] = {}
     names = [each.name for each in inputs]
-    for word in words:
-        name, is_named, columns = word.rpartition("=")
+    for argument in arguments:
+        name, is_named, columns = argument.rpartition("=")
         if not is_named and len(names) > 1:
-            raise DataError("columns", word, "does not say for which input", f"write {names[0]}={word}")
+            raise DataError("columns", argument, "does not say for which input", f"write {names[0]}={argument}")
         name = name if is_named else names[0]
         if name not in names:
-            raise DataError("columns", word, f"the model has no input {name!r}", f"inputs: {', '.join(names)}")
+            raise DataError("columns", argument, f"the model has no input {name!r}", f"inputs: {', '.join(names)}")
         said[name] = [column.strip() for column in columns.split(",") if column.strip()]
     return said
 
 
 def choose_columns(
-    inputs: Sequence[TensorDescription], there: Sequence[str], said: Mapping[str, Sequence[str]]
+    inputs: Sequence[TensorDescription], there: Sequence[str], columns_by_input: Mapping[str, Sequence[str]]
 ) -> dict[str, list[str]]:
     """Choose the columns for each input from those `there`. Raises DataError naming the missing one."""
     chosen: dict[str, list[str]] = {}
     for spec in inputs:
-        columns = list(said.get(spec.name, [spec.name] if spec.name in there else spec.columns))
+        columns = list(columns_by_input.get(spec.name, [spec.name] if spec.name in there else spec.columns))
         if sorted(columns) == sorted(spec.columns):
             columns = spec.columns  # names say more than an order
         if not columns and len(inputs) == 1 and math.prod(spec.shape[1:]) == len(there):

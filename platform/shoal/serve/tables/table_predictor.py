@@ -52,13 +52,13 @@ class TablePredictor:
         package: ModelPackage,
         options: ModelOptions,
         *,
-        said: Mapping[str, Sequence[str]] | None = None,
+        columns_by_input: Mapping[str, Sequence[str]] | None = None,
         keep: Sequence[str] | None = None,
         skip_errors: bool = False,
         torch_threads: int = 1,
     ) -> None:
         assert package.snapshot is not None, "a registered version has weights"
-        self._columns_by_input, self._keep, self._skip_errors = said or {}, keep, skip_errors
+        self._columns_by_input, self._keep, self._skip_errors = columns_by_input or {}, keep, skip_errors
         predictor = Predictor(package.factory, package.signature, options, torch_threads)
         self.signature, self._max_rows = predictor.layout.signature, options.max_rows
         self._max_request_rows = 1 if predictor.layout.shared_inputs else options.max_rows  # each row has its own

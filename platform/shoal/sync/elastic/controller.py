@@ -85,7 +85,7 @@ class ElasticController(Controller):
     """
 
     def __init__(self, address: str, clock: Clock, timeout_s: float, keys: CurveKeys | None = None) -> None:
-        self._num_places = clock.num_workers
+        self._num_slots = clock.num_workers
         self._shapes: list[list[int]] | None = None
         self._memory: RunMemory | None = None
         self._unhealed: dict[int, CallId] = {}  # workers that have joined, and wait for a state
@@ -121,7 +121,7 @@ class ElasticController(Controller):
         worker, shapes = request.worker, request.shapes
         if self._memory is None:
             self._shapes = shapes
-            self._memory = RunMemory.create(sum(map(math.prod, shapes)), self._num_places)
+            self._memory = RunMemory.create(sum(map(math.prod, shapes)), self._num_slots)
         if shapes != self._shapes:
             raise TrainError(
                 "has parameters of other shapes than the others': every worker needs the same Task and args"

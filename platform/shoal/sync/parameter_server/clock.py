@@ -21,23 +21,23 @@ Settings = list[dict[str, Any]]  # of each group of the optimiser: learning rate
 class Push(msgspec.Struct, frozen=True, array_like=True):
     """A gradient that all servers hold: of one step of one life of a worker.
 
-    clock:    the number of the step, from 0
-    version:  of the weights that it was computed with
-    lives:    of the servers that have the gradient
-    absent:   the parameters without a gradient, by index
-    settings: of the optimiser's groups at this step
-    num_bytes: that the gradient has, as it was sent
-    num_steps: of the worker since its push before
-    weight:   of the gradient in the mean of an update: the micro-batches of which it is the mean, or the local steps
-              that are in a change; if the loss is a `Mean`, the counts of these
-    batch_s:  that one of them took
+    clock:               the number of the step, from 0
+    version:             of the weights that it was computed with
+    server_incarnations: of the servers that have the gradient
+    absent:              the parameters without a gradient, by index
+    settings:            of the optimiser's groups at this step
+    num_bytes:           that the gradient has, as it was sent
+    num_steps:           of the worker since its push before
+    weight:              of the gradient in the mean of an update: the micro-batches of which it is the mean, or the
+                         local steps that are in a change; if the loss is a `Mean`, the counts of these
+    batch_s:             that one of them took
     """
 
     worker: int
     incarnation: int
     clock: int
     version: int
-    lives: list[int] = []
+    server_incarnations: list[int] = []
     absent: list[int] = []
     settings: Settings = []
     num_bytes: int = 0
@@ -88,7 +88,7 @@ class Clock:
     _num_steps: int = 0  # of all workers together since then
     _workers: dict[int, _Worker] = field(default_factory=dict)
     _prepared: dict[int, Push] = field(default_factory=dict)  # of the present round, by worker
-    _lives: dict[int, int] = field(default_factory=dict)
+    _incarnations: dict[int, int] = field(default_factory=dict)
     _expected: set[int] = field(default_factory=set)  # workers that have not joined yet: they are waited for
 
     def __post_init__(self) -> None:
@@ -115,7 +115,7 @@ class Clock:
 
     def join(self, worker: int) -> int:
         """A worker, or its replacement, begins with the slowest; returns its incarnation."""
-        self._lives[worker] = incarnation = self._lives.get(worker, 0) + 1
+        self._incarnations[worker] = incarnation = self._incarnations.get(worker, 0) + 1
         others = [each.clock for number, each in self._workers.items() if number != worker]
         self._prepared.pop(worker, None)
         self._expected.discard(worker)

@@ -93,7 +93,7 @@ class Controller:
         self._num_batches = spec.micro_batches
         self._balance = BatchBalance(spec.micro_batches) if spec.is_balanced else None
         self._shares: dict[int, int] = {}  # micro-batches of a worker's next step, where they are balanced
-        self._lives = [0] * len(servers)  # how often each server has started
+        self._server_incarnations = [0] * len(servers)  # how often each server has started
         self.num_lost = [0] * len(servers)  # updates that were not in the snapshot of a server that came back
         self._waiting: dict[int, CallId] = {}  # workers whose push is prepared
         self._joining: dict[int, CallId] = {}  # workers that came before there were weights
@@ -177,7 +177,7 @@ class Controller:
 
     def _prepare(self, caller: CallId, request: Prepare) -> object:
         """Answers when the worker may begin its next step."""
-        if request.push.lives != self._lives:
+        if request.push.server_incarnations != self._server_incarnations:
             return PushAgain()
         return self._take_push(caller, request.push)
 
@@ -250,7 +250,7 @@ class Controller:
         """Send it to every server, between two updates."""
         for server in self._servers.values():
             server.send(request)
-        return Marked(self.clock.sequence, self._lives)
+        return Marked(self.clock.sequence, self._server_incarnations)
 
     def _locate_server(self, caller: CallId, request: LocateServer) -> object:
         if request.server not in self._servers:
@@ -304,7 +304,7 @@ class Controller:
         server, version, address = request.server, request.version, request.address
         if self._has_weights and version < 0:
             raise TrainError(f"server {server} died and left no state")
-        self._lives[server] += 1
+        self._server_incarnations[server] += 1
         if server not in self._servers or self._servers[server].address != address:
             if server in self._servers:
                 self._servers[server].close()
@@ -314,13 +314,13 @@ class Controller:
         for asking, _ in found:
             self.service.reply(asking, address)
         if not self._has_weights:
-            return Resumed(self._lives[server], -1, [])
+            return Resumed(self._server_incarnations[server], -1, [])
         for worker in self.clock.take_back():
             self.service.reply(self._waiting.pop(worker), PushAgain())
         missing = [each for each in self._updates if each.sequence > version]
         if not self._written:
             self.num_lost[server] += self.clock.sequence - version
-        return Resumed(self._lives[server], self.clock.sequence, missing if self._written else [])
+        return Resumed(self._server_incarnations[server], self.clock.sequence, missing if self._written else [])
 
     def _note_written(self, caller: CallId, request: NoteWritten) -> None:
         if self._written:

@@ -82,18 +82,18 @@ class Partition:
         return num_bytes
 
 
-def divide(sizes: Sequence[int], num_servers: int, *, whole: bool) -> Partition:
+def divide(sizes: Sequence[int], num_servers: int, *, by_parameter: bool) -> Partition:
     """Divide parameters of `sizes` elements so that the servers' vectors are about equal.
 
-    whole: only between parameters
+    by_parameter: only between parameters
 
     Raises ConfigError when a server would own nothing.
     """
-    most = len(sizes) if whole else sum(sizes)
+    most = len(sizes) if by_parameter else sum(sizes)
     if num_servers > most:
-        what = "parameters, and this optimiser needs each whole" if whole else "elements"
+        what = "parameters, and this optimiser needs each whole" if by_parameter else "elements"
         raise ConfigError("sync.servers", num_servers, f"is more than the model has {what}", f"at most {most}")
-    return _divide_parameters(sizes, num_servers) if whole else _divide_elements(sizes, num_servers)
+    return _divide_parameters(sizes, num_servers) if by_parameter else _divide_elements(sizes, num_servers)
 
 
 def divide_fragments(sizes: Sequence[int], num_fragments: int) -> list[range]:
@@ -152,17 +152,17 @@ def take_part(optimizer: Optimizer, partition: Partition, server: int, vector: T
     """
     index = {id(each): place for place, each in enumerate(each for g in optimizer.param_groups for each in g["params"])}
     views: dict[int, list[torch.nn.Parameter]] = {}
-    whole = not is_elementwise(optimizer)
+    by_parameter = not is_elementwise(optimizer)
     shapes = [each.shape for group in optimizer.param_groups for each in group["params"]]
     for piece in partition.pieces[server]:
         part = vector[piece.offset : piece.offset + piece.size]
-        view = torch.nn.Parameter(part.view(shapes[piece.parameter]) if whole else part)
+        view = torch.nn.Parameter(part.view(shapes[piece.parameter]) if by_parameter else part)
         views.setdefault(piece.parameter, []).append(view)
     groups = []
     for number, group in enumerate(optimizer.param_groups):
         own = [view for each in group["params"] for view in views.get(index[id(each)], [])]
         groups.append({**group, "params": own, NUMBER: number})
-    if whole:  # a class whose constructor is unknown
+    if by_parameter:  # a class whose constructor is unknown
         optimizer.param_groups[:] = groups
         return optimizer
     accepted = inspect.signature(type(optimizer)).parameters
@@ -182,7 +182,7 @@ def plan_partition(optimizer: Optimizer, num_servers: int) -> Partition:
         if each.dtype != torch.float32:
             problem = f"has a parameter of the type {each.dtype}, and servers keep float32"
             raise ConfigError("sync.kind", "parameter_server", f"the model {problem}", "use sync=all_reduce")
-    return divide([each.numel() for each in parameters], num_servers, whole=not is_elementwise(optimizer))
+    return divide([each.numel() for each in parameters], num_servers, by_parameter=not is_elementwise(optimizer))
 
 
 def _require_plain_step(optimizer: Optimizer) -> None:

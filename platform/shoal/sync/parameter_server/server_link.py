@@ -24,15 +24,15 @@ from shoal.sync.parameter_server.update_log import GradientKey
 class ServerLink:
     """Worker `worker` and server `server` of `partition`.
 
-    memory: the server's, if this process can open it
-    life:   of the server, when the link was opened
+    memory:      the server's, if this process can open it
+    incarnation: of the server, when the link was opened
     """
 
     def __init__(self, client: RpcClient, partition: Partition, server: int, worker: int, spec: ServersConfig) -> None:
         self.client, self._spec = client, spec
         self._partition, self._server, self._worker = partition, server, worker
         self.memory: SharedWeights | None = None
-        self.life = -1
+        self.incarnation = -1
         self._compressors: dict[tuple[int, int], GradientCompressor] = {}  # by the range that they compress
         self._vector = torch.empty(0)  # [size], when a gradient was needed in one piece
         self._payload: bytes | None = None  # of the present gradient
@@ -49,7 +49,7 @@ class ServerLink:
         """
         self.close_memory()
         found = self.client.call(GetAddress())
-        self.life = found.life
+        self.incarnation = found.incarnation
         if self._spec.transport != "frames":
             try:
                 self.memory = SharedWeights.open(found.memory)
@@ -121,9 +121,9 @@ class ServerLink:
         self.num_pulled_bytes += self._partition.read(self._server, buffer, parameters, chosen)
         return version in self.memory.get_versions()
 
-    def fetch(self, version: int, life: int, chosen: range | None = None) -> None:
+    def fetch(self, version: int, incarnation: int, chosen: range | None = None) -> None:
         """Begin to fetch what is held of this version, of all parameters or the chosen ones."""
-        self.client.send(FetchWeights(self._worker, version, life, *self._find_range(chosen)))
+        self.client.send(FetchWeights(self._worker, version, incarnation, *self._find_range(chosen)))
 
     def copy_weights(self, weights: bytes, parameters: Sequence[Tensor], chosen: range | None = None) -> None:
         """Copy the part of the server's vector that was fetched, as bytes, into the parameters."""

@@ -66,12 +66,12 @@ class ServerService:
         self._server, self._index, self._file, self._every_s = server, index, file, every_s
         self._controller = RpcClient(controller, timeout_s, keys=keys)
         self._log = UpdateLog(file) if file is not None and server.spec.durable else None
-        self._life = 0
+        self._incarnation = 0
         self._pulls: dict[CallId, PullVersions] = {}  # those that wait
         self._dumps: dict[CallId, DumpState] = {}  # those that wait
         self._snapshot_at = -1
-        self._kept = b""  # the state of the version `_snapshot_at`, as safetensors
-        self._held: dict[int, tuple[int, bytes]] = {}  # by worker: the weights of a version
+        self._snapshot = b""  # the state of the version `_snapshot_at`, as safetensors
+        self._stored: dict[int, tuple[int, bytes]] = {}  # by worker: the weights of a version
         self._fetches: dict[CallId, FetchWeights] = {}  # those that wait
         self._incarnations: dict[int, int] = {}  # by worker, of its newest push
         self._written_s, self._written_version = time.monotonic(), -1
@@ -101,7 +101,7 @@ class ServerService:
             self._server.load(safetensors.torch.load(self._file.read_bytes()))
             version = self._server.version
         resumed = self._controller.call(ResumeServer(self._index, version, self.service.address))
-        self._life = resumed.life
+        self._incarnation = resumed.incarnation
         for each in resumed.updates:
             self._replay(each)
         self._server.set_version(resumed.version)
@@ -141,7 +141,7 @@ class ServerService:
             self._writer.join()
 
     def _get_address(self, caller: CallId, request: GetAddress) -> ServerAddress:
-        return ServerAddress(self._server.memory.address, self._life, self._server.parameters)
+        return ServerAddress(self._server.memory.address, self._incarnation, self._server.parameters)
 
     def _load(self, caller: CallId, request: LoadServer) -> None:
         self._server.load(safetensors.torch.load(request.state))
@@ -154,7 +154,7 @@ class ServerService:
             self._pulls[caller] = request
             return LATER
         self._server.remember_pull(request.worker, self._server.weights)
-        return PulledVersions(self._life, self._server.memory.get_versions())
+        return PulledVersions(self._incarnation, self._server.memory.get_versions())
 
     def _push(self, caller: CallId, request: PushGradient) -> None:
         """One of an earlier life of the worker comes too late."""
@@ -176,21 +176,21 @@ class ServerService:
 
     def _store_weights(self, caller: CallId, request: StoreWeights) -> object:
         if self._server.version == request.version:  # else updates were lost on the way, and come again
-            self._held[request.worker] = request.version, self._server.copy_weights()
+            self._stored[request.worker] = request.version, self._server.copy_weights()
             self._answer_fetches()
         return LATER
 
     def _fetch(self, caller: CallId, request: FetchWeights) -> object:
         worker, version = request.worker, request.version
-        held_version, held = self._held.get(worker, (-1, b""))
-        if request.life == self._life and held_version == version:
+        held_version, held = self._stored.get(worker, (-1, b""))
+        if request.incarnation == self._incarnation and held_version == version:
             if self._server.spec.delay_compensation:
                 self._server.remember_pull(worker, torch.frombuffer(bytearray(held), dtype=torch.float32))
             return held[4 * request.begin : 4 * request.end]
-        if request.life != self._life or self._server.version > version:
+        if request.incarnation != self._incarnation or self._server.version > version:
             return None
         if self._server.version == version:
-            self._held[worker] = version, self._server.copy_weights()
+            self._stored[worker] = version, self._server.copy_weights()
             return self._fetch(caller, request)
         self._fetches[caller] = request
         return LATER
@@ -223,13 +223,13 @@ class ServerService:
 
     def _store_state(self, caller: CallId, request: StoreState) -> object:
         if self._server.version == request.version:  # else as weights
-            self._snapshot_at, self._kept = request.version, safetensors.torch.save(self._server.dump())
+            self._snapshot_at, self._snapshot = request.version, safetensors.torch.save(self._server.dump())
         return LATER
 
     def _dump(self, caller: CallId, request: DumpState) -> object:
-        if request.life == self._life and request.version == self._snapshot_at:
-            return self._kept
-        if request.life != self._life or self._server.version > request.version:
+        if request.incarnation == self._incarnation and request.version == self._snapshot_at:
+            return self._snapshot
+        if request.incarnation != self._incarnation or self._server.version > request.version:
             return None
         if self._server.version == request.version:
             return safetensors.torch.save(self._server.dump())

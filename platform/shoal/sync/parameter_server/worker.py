@@ -122,7 +122,7 @@ class ParameterServerSync(ControlledSync):
         for link in self._links:
             link.client.send(PullVersions(self._worker, self._needed))
         answers = [link.client.receive(PullVersions) for link in self._links]
-        if [each.life for each in answers] != self._server_incarnations:
+        if [each.incarnation for each in answers] != self._server_incarnations:
             self._open_servers()
             return False
         version = max(set.intersection(*(set(each.versions) for each in answers)), default=WRITING)
@@ -138,10 +138,10 @@ class ParameterServerSync(ControlledSync):
     def _fetch(self, parameters: Sequence[Tensor], chosen: range | None) -> bool:
         """Take the weights of one version in messages; whether every server still lived that held them."""
         marked = self._controller.call(HoldWeights(self._worker))
-        for link, life in zip(self._links, marked.lives, strict=True):
-            link.fetch(marked.version, life, chosen)
+        for link, incarnation in zip(self._links, marked.server_incarnations, strict=True):
+            link.fetch(marked.version, incarnation, chosen)
         answers = [link.client.receive(FetchWeights) for link in self._links]
-        if marked.lives != self._server_incarnations:
+        if marked.server_incarnations != self._server_incarnations:
             self._open_servers()
         found = [weights for weights in answers if weights is not None]
         if len(found) < len(answers):
@@ -155,7 +155,7 @@ class ParameterServerSync(ControlledSync):
     @property
     def _server_incarnations(self) -> list[int]:
         """Of the servers, as this worker knows them."""
-        return [link.life for link in self._links]
+        return [link.incarnation for link in self._links]
 
     def apply_gradients(self) -> int:
         """Push the mean gradient of the step's micro-batches, after the last of them."""
@@ -202,7 +202,7 @@ class ParameterServerSync(ControlledSync):
             link.send(key)
         for link in self._links:
             link.finish()
-        push = msgspec.structs.replace(self._push, lives=self._server_incarnations)
+        push = msgspec.structs.replace(self._push, server_incarnations=self._server_incarnations)
         self._pushes.send(Prepare(push))
 
     def _finish_push(self) -> None:
@@ -246,8 +246,8 @@ class ParameterServerSync(ControlledSync):
         states: list[bytes | None] = [None]
         while None in states:  # once, unless a server dies meanwhile
             marked = self._controller.call(TakeSnapshot())
-            for link, life in zip(self._links, marked.lives, strict=True):
-                link.client.send(DumpState(marked.version, life))
+            for link, incarnation in zip(self._links, marked.server_incarnations, strict=True):
+                link.client.send(DumpState(marked.version, incarnation))
             states = [link.client.receive(DumpState) for link in self._links]
         for index, encoded in enumerate(states):
             assert encoded is not None

@@ -223,7 +223,7 @@ class HogwildSync(Synchronizer):
         self._rivals: dict[Mode, float] = {}  # steps a second of the kinds that were tried
         self._trial_began = (0.0, 0)  # of the present kind: seconds, steps
         self._began = self._num_own = 0  # the step at which this attempt begins; steps of lane 0
-        self._num_ended = 0  # steps of lanes that have ended
+        self._num_finished = 0  # steps of lanes that have ended
 
     def begin(self, step: int) -> int:
         self._began = step
@@ -257,7 +257,7 @@ class HogwildSync(Synchronizer):
 
     def _count_steps(self) -> int:
         """Of all lanes in this attempt."""
-        return self._num_own + self._num_ended + sum(int(group.memory.counts.sum()) for group in self._groups)
+        return self._num_own + self._num_finished + sum(int(group.memory.counts.sum()) for group in self._groups)
 
     def _write_rates(self) -> None:
         self._rates.copy_(torch.tensor([group["lr"] for group in self._parts.optimizer.param_groups]))
@@ -278,7 +278,7 @@ class HogwildSync(Synchronizer):
         self._groups = sorted(self._groups, key=lambda group: -self._rivals[group.mode])
         loser = self._groups.pop()
         loser.close()
-        self._num_ended += int(loser.memory.counts.sum())
+        self._num_finished += int(loser.memory.counts.sum())
         self._groups[0].resume()
         rates = {f"{mode}_steps_per_s": round(rate, 2) for mode, rate in self._rivals.items()}
         self._journal.record_event("hogwild", mode=self._groups[0].mode, lanes=self._config.lanes, **rates)

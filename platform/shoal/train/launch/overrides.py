@@ -12,13 +12,13 @@ from shoal.train.spec import TrainSpec
 from shoal.train.task import find_source_file, load_task_file, unload_if_changed
 
 
-def spec_from_overrides(words: list[str]) -> TrainSpec:
+def spec_from_overrides(overrides: list[str]) -> TrainSpec:
     """The spec of `resume=RUN`, or the recipe's of `task=NAME`, or the defaults; with the overrides. Raises
     ConfigError."""
-    resumed, task = last_override(words, "resume"), last_override(words, "task")
+    resumed, task = last_override(overrides, "resume"), last_override(overrides, "task")
     if resumed:
-        return TrainSpec.from_record(shoal.runs.load(resumed).spec, words)
-    return (load_recipe(task) if task else TrainSpec()).override(words)
+        return TrainSpec.from_record(shoal.runs.load(resumed).spec, overrides)
+    return (load_recipe(task) if task else TrainSpec()).override(overrides)
 
 
 def load_recipe(task: str) -> TrainSpec:

@@ -98,7 +98,7 @@ class ProcessGroup:
         self._processes: dict[str, ProcessHandle] = {}
         self._num_deaths: Counter[str] = Counter()
         self._present: set[int] = set()  # workers that take part
-        self._has_begun = self._is_shortage_reported = False
+        self._has_started = self._is_shortage_reported = False
         self._short_since_s: float | None = None
 
     def start(self) -> None:
@@ -158,12 +158,12 @@ class ProcessGroup:
             self._journal.record_event("worker_joined", index=index, workers=len(present))
         self._present = set(present)
         if not is_short:
-            self._has_begun, self._short_since_s, self._is_shortage_reported = True, None, False
+            self._has_started, self._short_since_s, self._is_shortage_reported = True, None, False
             return
         if self._short_since_s is None:
             self._short_since_s = now_s
         waited_s = now_s - self._short_since_s
-        if not self._is_shortage_reported and (self._has_begun or waited_s > REPORT_AFTER_S):
+        if not self._is_shortage_reported and (self._has_started or waited_s > REPORT_AFTER_S):
             self._is_shortage_reported = True
             self._journal.record_event("workers_missing", workers=len(present), min_workers=self._min_workers)
         if waited_s > SHORTAGE_TIMEOUT_S:

@@ -43,9 +43,9 @@ def evaluate(model: ParallelModel, loader: Loader, stateful: MetricSet | None = 
     return {name: total / count if count else math.nan for name in sums for total, count in [totals[name]]} | further
 
 
-def _is_same_on_all_ranks(words: str, model: ParallelModel, like: Tensor) -> bool:
-    """Whether all data ranks have the same words. Collective."""
-    mine = float(crc32(words.encode()))
+def _is_same_on_all_ranks(text: str, model: ParallelModel, like: Tensor) -> bool:
+    """Whether all data ranks have the same text. Collective."""
+    mine = float(crc32(text.encode()))
     [total] = model.sum_over_data_ranks(like.new_tensor([mine])).tolist()
     return bool(total == mine * model.num_data_ranks)
 

@@ -54,7 +54,7 @@ class StopPolicy:
         self._before, self._now = _Spent(), _Spent()
         self._best: tuple[int, float] | None = None
         self._num_since_best = 0
-        self._judged_step = -1
+        self._evaluated_step = -1
         self._stop: StopDecision | None = None
 
     @property
@@ -109,7 +109,7 @@ class StopPolicy:
             "money": self.money,
             "best": best,
             "since_best": self._num_since_best,
-            "judged_step": self._judged_step,
+            "judged_step": self._evaluated_step,
             "watched": self._watched_measure,
         }
 
@@ -119,14 +119,14 @@ class StopPolicy:
         A best value by another metric than the spec's is dropped.
         """
         self._before, self._now = _Spent(state["elapsed_s"], state["money"]), _Spent()
-        self._best, self._num_since_best, self._judged_step, self._stop = None, 0, -1, None
+        self._best, self._num_since_best, self._evaluated_step, self._stop = None, 0, -1, None
         if self._watched_measure is None or self._watched_measure != state.get(
             "watched", self._watched_measure
         ):  # missing in older states
             return
         if state["best"] is not None:
             self._best = int(state["best"][0]), float(state["best"][1])
-        self._num_since_best, self._judged_step = int(state["since_best"]), int(state["judged_step"])
+        self._num_since_best, self._evaluated_step = int(state["since_best"]), int(state["judged_step"])
 
     @property
     def _watched_measure(self) -> list[str] | None:
@@ -169,8 +169,8 @@ class StopPolicy:
         if spec is None:
             return None
         value = _get_metric(metrics, spec.metric, "stop.convergence.metric")
-        if step != self._judged_step:  # the same network again, as after a resume, counts once
-            self._judged_step = step
+        if step != self._evaluated_step:  # the same network again, as after a resume, counts once
+            self._evaluated_step = step
             if not math.isnan(value) and (self._best is None or _is_improvement(value, self._best[1], spec)):
                 self._best, self._num_since_best = (step, value), 0
             else:

@@ -44,13 +44,15 @@ class TargetReached:
     money: float
 
 
-def compute_cost(seconds: float, lives: Sequence[Attempt], price_per_device_hour: float) -> float:
+def compute_cost(seconds: float, attempts: Sequence[Attempt], price_per_device_hour: float) -> float:
     """The cost of `seconds` of training, in the price's currency; the attempts are in order."""
     kept: list[Attempt] = []
-    for life in lives:  # one resumed from an older checkpoint repeats steps since then
-        kept = [*(each for each in kept if each.training_s < life.training_s), life]
+    for attempt in attempts:  # one resumed from an older checkpoint repeats steps since then
+        kept = [*(each for each in kept if each.training_s < attempt.training_s), attempt]
     ends = pairwise([*kept, Attempt(math.inf, 0)])
-    device_s = sum(life.devices * max(0.0, min(seconds, end.training_s) - life.training_s) for life, end in ends)
+    device_s = sum(
+        attempt.devices * max(0.0, min(seconds, end.training_s) - attempt.training_s) for attempt, end in ends
+    )
     return device_s * price_per_device_hour / _S_PER_HOUR
 
 
@@ -65,14 +67,14 @@ def find_attempts(events: DataFrame, devices: int) -> list[Attempt]:
 def find_target_reached(
     evaluations: Iterable[tuple[int, float, float]],
     target: TargetSpec,
-    lives: Sequence[Attempt] = (Attempt(0.0, 1),),
+    attempts: Sequence[Attempt] = (Attempt(0.0, 1),),
     price_per_device_hour: float = 0.0,
 ) -> TargetReached | None:
     """The first of `evaluations`, each (step, training_s, value) in order of steps, that meets `target`."""
     more = is_higher_better(target.metric) if target.direction == "auto" else target.direction == "max"
     for step, training_s, value in evaluations:
         if value >= target.value if more else value <= target.value:
-            return TargetReached(step, value, training_s, compute_cost(training_s, lives, price_per_device_hour))
+            return TargetReached(step, value, training_s, compute_cost(training_s, attempts, price_per_device_hour))
     return None
 
 

@@ -57,7 +57,7 @@ class RunArguments:
     """The typed arguments, as far as they define the run."""
 
     job: str
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     num_actors: int
     address: str | None = None
     num_environments: int = 1  # of an actor
@@ -74,7 +74,7 @@ class RunArguments:
         actors += ["--envs", str(self.num_environments)] if self.num_environments > 1 else []
         actors += ["--inference", self.inference] if self.inference != "local" else []
         address = ["--address", self.address] if self.address else []
-        return format_masked_command(["shoal", "run", self.job, *actors, *address, *self.words])
+        return format_masked_command(["shoal", "run", self.job, *actors, *address, *self.overrides])
 
 
 def launch_run(typed: RunArguments, *, plain: bool) -> None:
@@ -109,10 +109,10 @@ class RunSession:
     """One run on a cluster of this machine: its processes and its display."""
 
     def __init__(self, typed: RunArguments, path: Path, console: Console, plain: bool) -> None:
-        self._typed, self._path, self._words, self._num_actors = typed, path, typed.words, typed.num_actors
+        self._typed, self._path, self._overrides, self._num_actors = typed, path, typed.overrides, typed.num_actors
         self._console, self._plain = console, plain
-        resumed = last_override(self._words, "resume")
-        if not resumed and any(word.startswith("resume=") for word in self._words):
+        resumed = last_override(self._overrides, "resume")
+        if not resumed and any(override.startswith("resume=") for override in self._overrides):
             raise ConfigError("resume", "", "names no run", "`shoal runs` lists them")
         before = shoal.runs.load(resumed) if resumed else None
         self.run_id = before.id if before else new_run_id()
@@ -129,19 +129,19 @@ class RunSession:
 
     def run(self, cluster: ClusterHandle | None, stack: ExitStack) -> None:
         """Start everything, show it, and report how it ended. Raises RunError when the job failed."""
-        self._console.print(f"run {self.run_id}: {self._path.stem} {format_masked_command(self._words)}".rstrip())
+        self._console.print(f"run {self.run_id}: {self._path.stem} {format_masked_command(self._overrides)}".rstrip())
         environment = {ACTORS_INFERENCE: self._typed.inference} if self._typed.has_remote_inference else {}
         if cluster is None:
             # On a running cluster, the job itself validates just as soon.
-            environment |= validate_overrides(self._path, self._words, environment)
+            environment |= validate_overrides(self._path, self._overrides, environment)
             self._console.print("starting a Ray cluster for this run ...")
             embedded = start_cluster()
             stack.callback(embedded.stop)
             cluster = embedded
         env = job_environment(self.run_id, self._typed.to_command_line())
-        words = [each for each in self._words if not each.startswith("resume=")]
-        words += [format_override("resume", self.run_id)] if self._resumed else []
-        shown, secrets = split_secret_overrides(self._path, words)
+        overrides = [each for each in self._overrides if not each.startswith("resume=")]
+        overrides += [format_override("resume", self.run_id)] if self._resumed else []
+        shown, secrets = split_secret_overrides(self._path, overrides)
         self._job = ray_jobs.JobHandle(cluster, ray_jobs.new_submission_id())
         self._job_log = JobLogReader(self._job)
         stack.callback(self._job.stop_quietly)  # before the submission: an interruption may come at any moment
@@ -170,13 +170,13 @@ class RunSession:
         if self._record is None and not self._resumed:
             return ""
         # The record has the overrides, unless this attempt failed before writing them there.
-        others = [] if self._record else [each for each in self._words if not each.startswith("resume=")]
+        others = [] if self._record else [each for each in self._overrides if not each.startswith("resume=")]
         record = shoal.runs.load(self.run_id)
         if record.status is Status.FINISHED and not others:
             return f"The run has finished: shoal runs {record.id}"
         if not (self._resumed or is_resumable(record)):
             return ""
-        return f"Go on with: {replace(self._typed, words=(f'resume={self.run_id}', *others)).to_command_line()}"
+        return f"Go on with: {replace(self._typed, overrides=(f'resume={self.run_id}', *others)).to_command_line()}"
 
     # -- while it runs --------------------------------------------------------------------------------------------
 
@@ -325,7 +325,7 @@ def _run_remote(cluster: ClusterHandle, typed: RunArguments, path: Path, console
     if not path.is_relative_to(folder):
         remedy = "run from the folder that holds it, or copy it here"
         raise ConfigError("job", str(path), f"lies outside {folder}", remedy)
-    shown, secrets = split_secret_overrides(path, typed.words)
+    shown, secrets = split_secret_overrides(path, typed.overrides)
     entrypoint = ["python", str(path.relative_to(folder)), *shown]
     env = make_command_variable(typed.to_command_line()) | secrets
     job = ray_jobs.JobHandle(cluster, ray_jobs.new_submission_id())

@@ -24,12 +24,12 @@ _DISTRIBUTION = re.compile(r"\s*[A-Za-z_]+\s*\(.*\)\s*", re.DOTALL)
 
 @dataclass(frozen=True)
 class SweepArguments(RunArguments):
-    """The words of the job, and the command line that was typed for it."""
+    """The overrides of the job, and the command line that was typed for it."""
 
     command: tuple[str, ...] = ()
 
     def to_command_line(self) -> str:
-        resumed = last_override(self.words, "resume")
+        resumed = last_override(self.overrides, "resume")
         address = ["--address", self.address] if self.address else []
         typed = ["--resume", resumed] if resumed else [*self.command]
         return format_masked_command(["shoal", "sweep", *typed, *address])
@@ -45,7 +45,7 @@ examples:
   shoal sweep --resume 20261120-064501-3f2a"""
 )
 @click.argument("task", required=False, callback=lambda c, p, task: strip_task_key(c, p, task or ""))
-@click.argument("words", nargs=-1, metavar="[A.B=C|A.B=log(1e-4,1e-1)]...")
+@click.argument("overrides", nargs=-1, metavar="[A.B=C|A.B=log(1e-4,1e-1)]...")
 @click.option("--trials", type=click.IntRange(min=1), help="How many trials.  [default: 10]")
 @click.option(
     "--search",
@@ -71,7 +71,7 @@ examples:
 @click.option("--plain", is_flag=True, help="Plain lines, even on a terminal.")
 def sweep(
     task: str,
-    words: tuple[str, ...],
+    overrides: tuple[str, ...],
     resume: str | None,
     address: str | None,
     plain: bool,
@@ -87,27 +87,29 @@ def sweep(
     """
     if options["retry_failed"] and not resume:
         raise ConfigError("retry_failed", True, "is for a sweep that goes on", "give --resume RUN")
-    job_words = [f"{name}={value}" for name, value in options.items() if value is not None]
+    job_overrides = [f"{name}={value}" for name, value in options.items() if value is not None]
     if resume:
-        if task or words or actors:
+        if task or overrides or actors:
             raise ConfigError("resume", resume, "has its task and search space in its record", "leave the words out")
-        job_words.append(format_override("resume", resume))
+        job_overrides.append(format_override("resume", resume))
     else:
-        job_words += make_overrides(task, words, actors)
+        job_overrides += make_overrides(task, overrides, actors)
     typed_options = {**options, "actors": actors}
-    typed = SweepArguments(JOB, tuple(job_words), 0, address, command=_format_command(task, words, typed_options))
+    typed = SweepArguments(
+        JOB, tuple(job_overrides), 0, address, command=_format_command(task, overrides, typed_options)
+    )
     launch_run(typed, plain=plain)
 
 
-def make_overrides(task: str, words: tuple[str, ...], actors: int | None = None) -> list[str]:
-    """The overrides of `jobs/sweep.py` for a task and its words. Raises ConfigError for a wrong distribution."""
+def make_overrides(task: str, overrides: tuple[str, ...], actors: int | None = None) -> list[str]:
+    """The overrides of `jobs/sweep.py` for a task and its overrides. Raises ConfigError for a wrong distribution."""
     if not task:
         raise ConfigError("task", task, "is missing", "name a recipe, or a file, as in my_task.py:MyTask")
     prefix, source = ("loop.", "recipe") if _is_loop(task) else ("train.", "task")
     if actors and source == "task":
         raise ConfigError("actors", actors, f"{task} is a Task, which needs none", "leave --actors out")
-    searched = [word for word in words if _DISTRIBUTION.fullmatch(word.partition("=")[2])]
-    fixed = [f"{prefix}{word}" for word in words if word not in searched]
+    searched = [override for override in overrides if _DISTRIBUTION.fullmatch(override.partition("=")[2])]
+    fixed = [f"{prefix}{override}" for override in overrides if override not in searched]
     fixed += [f"loop.actors={actors}"] if actors else []
     space = json.dumps(SearchSpace.from_overrides(searched).describe())
     return [format_override(f"{prefix}{source}", task), *fixed, f"space={space}"]
@@ -121,7 +123,7 @@ def _is_loop(task: str) -> bool:
         return False
 
 
-def _format_command(task: str, words: tuple[str, ...], options: Mapping[str, object]) -> tuple[str, ...]:
+def _format_command(task: str, overrides: tuple[str, ...], options: Mapping[str, object]) -> tuple[str, ...]:
     given = {name: value for name, value in options.items() if value is not None}
     flags = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-    return (task, *words, *flags)
+    return (task, *overrides, *flags)

@@ -245,7 +245,7 @@ def measure_step(parts: TrainComponents, batch: Any, device: torch.device) -> tu
     _run_step(parts, batch, 0)  # creates the optimiser's state, and whatever the first call creates
     parts.optimizer.zero_grad()
     there = state_of(parts.model.modules, parts.optimizer)
-    held_bytes = bytes_of([*there["parameters"], *there["optimizer"], *tensors_of(batch)])
+    resident_bytes = bytes_of([*there["parameters"], *there["optimizer"], *tensors_of(batch)])
     with track_growth(device) as grown, count_ops(grown):  # under a counter, cells of trees allocate in torch
         _run_step(parts, batch, 1)
     seconds: list[float] = []
@@ -253,7 +253,7 @@ def measure_step(parts: TrainComponents, batch: Any, device: torch.device) -> tu
         began_s = time.perf_counter()
         _run_step(parts, batch, 2 + len(seconds))
         seconds.append(time.perf_counter() - began_s)
-    return held_bytes + grown.peak_bytes, float(np.median(seconds))
+    return resident_bytes + grown.peak_bytes, float(np.median(seconds))
 
 
 @contextmanager

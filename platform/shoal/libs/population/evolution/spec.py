@@ -67,9 +67,9 @@ class EvolutionSpec(Spec):
         return {"name": value} if isinstance(value, str) else value
 
     @classmethod
-    def from_override(cls, word: str, before: Mapping[str, Any]) -> object:
+    def from_override(cls, text: str, before: Mapping[str, Any]) -> object:
         """Another evolution begins with its own defaults."""
-        return before if word == before.get("name") else {"name": word}
+        return before if text == before.get("name") else {"name": text}
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

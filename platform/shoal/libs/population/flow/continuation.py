@@ -22,23 +22,23 @@ class EvolvedSpec(Protocol):
     space: dict[str, Any]
 
     @classmethod
-    def from_record(cls, text: str, words: Iterable[str] = ()) -> Self: ...
+    def from_record(cls, text: str, overrides: Iterable[str] = ()) -> Self: ...
 
-    def override(self, words: Iterable[str]) -> Self: ...
+    def override(self, overrides: Iterable[str]) -> Self: ...
 
 
 SpecT = TypeVar("SpecT", bound=EvolvedSpec)
 
 
-def choose_spec(recipe: SpecT, words: Sequence[str]) -> SpecT:
-    """The resumed run's spec, or the recipe, with the overrides of `words`.
+def choose_spec(recipe: SpecT, overrides: Sequence[str]) -> SpecT:
+    """The resumed run's spec, or the recipe, with `overrides`.
 
     Raises ConfigError for a fixed value of what the space has too: it would have no effect.
     """
-    resumed = last_override(words, "resume")
-    spec = type(recipe).from_record(shoal.runs.load(resumed).spec, words) if resumed else recipe.override(words)
+    resumed = last_override(overrides, "resume")
+    spec = type(recipe).from_record(shoal.runs.load(resumed).spec, overrides) if resumed else recipe.override(overrides)
     for path in spec.space:
-        if fixed := last_override(words, path):
+        if fixed := last_override(overrides, path):
             raise ConfigError(path, fixed, "differs from member to member, by the space", f"add space.{path}=null")
     return spec
 

@@ -55,10 +55,10 @@ CAPACITY_WAIT_S = 10.0  # for a run that has just ended to release its resources
 def population_main(recipe: PopulationSpec) -> None:
     """The main function of jobs/population.py and of a recipe's own file."""
 
-    def choose(words: list[str]) -> PopulationSpec:
+    def choose(overrides: list[str]) -> PopulationSpec:
         """Of the recipe, or for another Task of the defaults."""
-        task = last_override(words, "task")
-        return choose_spec(recipe if task in ("", recipe.task) else PopulationSpec(task=task), words)
+        task = last_override(overrides, "task")
+        return choose_spec(recipe if task in ("", recipe.task) else PopulationSpec(task=task), overrides)
 
     job_main(choose, run_population, JOB, check_population)
 

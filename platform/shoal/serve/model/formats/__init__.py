@@ -25,7 +25,7 @@ def open_template(setting: TemplateConfig) -> Template:
     return template
 
 
-def has_cuda(word: str) -> bool:
+def has_cuda(format_name: str) -> bool:
     """Whether models of this format can run on a CUDA device here."""
-    kind = find_format(word)
+    kind = find_format(format_name)
     return torch.cuda.is_available() and (not kind.cuda or bool(load_reference(kind.cuda)()))
