@@ -17,6 +17,7 @@ Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 class Batch:
     rows: int
     computed_s: float
+    version: int
 
 
 def scrape(*reports: ReplicaReport) -> Series:
@@ -49,7 +50,7 @@ def worked(live: bool = False) -> ModelStatistics:
     statistics.count_request(2, 500, 0.001)
     for status in (429, 429, 422, 499, 504):
         statistics.count_request(0, status, 0.001)
-    statistics.count_batch(Batch(4, 0.002), 1)
+    statistics.count_batch(Batch(4, 0.002, 1))
     statistics.count_shadow(2, disagreed=True)
     statistics.count_shadow_failure(2)
     return statistics
