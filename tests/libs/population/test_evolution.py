@@ -181,7 +181,7 @@ def to_json(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("killed_after", [1, 6, 11])
+@pytest.mark.parametrize("killed_after", [6, *(pytest.param(each, marks=pytest.mark.soak) for each in (1, 11))])
 def test_a_killed_run_decides_the_same(name: str, killed_after: int) -> None:
     def start() -> World:
         fields = {"patience": 1} if name == "growing_pbt" else {}
