@@ -332,9 +332,12 @@ def _constant(version: int) -> "WeightSnapshot":
 
 
 def answer(content: object) -> None:
-    print(json.dumps({"shoal": content}), flush=True)  # noqa: T201
+    print(json.dumps({"shoal": content}), file=_answers, flush=True)
 
 
 if __name__ == "__main__":
+    # Answers alone go to the pipe: a thread of Ray's prints what it hears of the cluster, also into a line of ours.
+    _answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test decides when it ends
     _drive(json.loads(sys.argv[1]), sys.argv[2])

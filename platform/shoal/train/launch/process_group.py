@@ -107,11 +107,11 @@ class ProcessGroup:
 
     def is_running(self, *, has_outcome: bool) -> bool:
         """Whether any worker runs, or is to be replaced; once there is an outcome, any that has joined."""
-        if self._departed and not has_outcome:
-            return True
-        names = [f"worker {index}" for index in self._present] if has_outcome else list(self._processes)
-        workers = [self._processes[name] for name in names if name.startswith("worker") and name in self._processes]
-        return any(process.poll() is None for process in workers)
+        if has_outcome:
+            joined = [self._processes.get(f"worker {index}") for index in self._present]
+            return any(process is not None and process.poll() is None for process in joined)
+        workers = [process for name, process in self._processes.items() if name.startswith("worker")]
+        return bool(self._departed) or any(process.poll() != "" for process in workers)  # all may die at once
 
     def replace_dead(self) -> None:
         """Start another process for each that has died. Raises RankLost."""
