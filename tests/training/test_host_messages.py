@@ -152,4 +152,4 @@ def open_files(world: World) -> tuple[list[str], list[str]]:
 
 def test_nothing_is_left_open() -> None:
     for before, after in run_ranks(open_files, 2):
-        assert after == before
+        assert set(after) <= set(before)  # gloo may have closed one of its own meanwhile
