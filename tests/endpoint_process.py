@@ -336,7 +336,7 @@ def answer(content: object) -> None:
 
 
 if __name__ == "__main__":
-    # Answers alone go to the pipe: a thread of Ray's prints what it hears of the cluster, also into a line of ours.
+    # Only answers go to the pipe: a thread of Ray prints errors of the cluster, also in the middle of another line.
     _answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test decides when it ends

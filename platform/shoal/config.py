@@ -304,7 +304,7 @@ def _set_field(values: dict[str, Any], spec: type[BaseModel], path: str, value: 
             try:
                 owner = owner.choose_type(node)
             except ValueError as error:
-                raise ConfigError(path.rpartition(".")[0], str(node), str(error)) from None
+                raise ConfigError(path.rpartition(".")[0], str(_mask_secrets(owner, node)), str(error)) from None
         if not isinstance(node, dict):
             raise ConfigError(path, value, f"{name!r} has no fields of its own")
     (leaf,) = names

@@ -1,4 +1,4 @@
-"""Rounds of peers in one process: who gets what, and that nobody waits for a worker that is gone."""
+"""Rounds of peers in one process: what each worker receives, and that no worker waits for one that has died."""
 
 from __future__ import annotations
 

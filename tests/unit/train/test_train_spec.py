@@ -213,6 +213,9 @@ def test_the_fields_of_an_own_kind_may_come_before_it_and_its_secrets_are_masked
         with pytest.raises(ConfigError) as raised:
             TrainSpec.parse({"sync": {"kind": OWN_KIND, "token": "s3cret", **wrong}})
         assert "s3cret" not in str(raised.value)
+    with pytest.raises(ConfigError, match="'missing' is none of") as raised:
+        TrainSpec._parse_record({"sync": {"kind": "missing", "token": "s3cret"}}, ["sync.beta=1"])
+    assert "s3cret" not in str(raised.value)
 
 
 def test_a_kind_without_a_synchronizer_is_rejected() -> None:
