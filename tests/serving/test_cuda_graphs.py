@@ -89,9 +89,7 @@ def test_outputs_without_rows_are_copied_in_full(captures: list[int]) -> None:
     assert captures == [4]
 
 
-def test_every_version_has_its_graphs_before_it_serves(
-    captures: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_version_has_its_graphs_before_it_serves(captures: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(predictor, "devices", lambda *_: ["cpu"])
     specs = [TensorSignature(name=name, datatype="FP32", shape=[-1, 2]) for name in ("x", "y")]
     options = ModelOptions.parse({"cuda_graphs": True, "max_batch_size": 6})

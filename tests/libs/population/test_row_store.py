@@ -148,9 +148,14 @@ def test_a_closed_chunk_is_in_host_memory_while_others_are_under_way(store: RowS
 
 def test_a_chunk_that_fails_is_read_to_its_end(store: RowStore, device: FakeDevice) -> None:
     found: list[float] = []
-    parts = [(member, 1) for member in range(4)]
-    with pytest.raises(ValueError, match="fails"), store.loading(parts), store.open((0, 1)) as rows:
-        device.launch(lambda: found.append(float(rows.weights[0, 0])))
+
+    def fail(weights: Tensor) -> None:
+        device.launch(lambda: found.append(float(weights[0, 0])))
         raise ValueError("fails")
+
+    with store.loading([(member, 1) for member in range(4)]):
+        opened = store.open((0, 1))
+        with pytest.raises(ValueError, match="fails"), opened as rows:
+            fail(rows.weights)
     assert run_pass(store, device, lambda weights: float(weights[0, 0]), is_changed=False) == list(range(MEMBERS))
     assert found == [0.0]
