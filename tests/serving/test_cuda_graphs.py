@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from shoal.registry import ModelFactory, Signature, TensorSignature
+from shoal.serve.model import predictor
 from shoal.serve.model.formats import cuda_graphs
 from shoal.serve.model.formats.cuda_graphs import GraphedModule
+from shoal.serve.spec.model_options import ModelOptions
+from shoal.weights import WeightSnapshot
 
 
 class Times(nn.Module):
@@ -33,7 +41,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The batch sizes that were captured."""
     sizes: list[int] = []
 
-    def eager(compute: Callable[[], Tensor | dict[str, Tensor]]) -> tuple[Callable[[], None], object]:
+    def eager(compute: Callable[[], Tensor | dict[str, Tensor]], _: object) -> tuple[Callable[[], None], object]:
         outputs = compute()
         tensor = outputs if isinstance(outputs, Tensor) else outputs["y"]
 
@@ -66,3 +74,60 @@ def test_a_slot_is_written_again_only_when_nothing_refers_to_its_version(capture
     third = graphed.bind(state(3))
     assert [each(x=ones)["y"].tolist() for each in (second, third)] == [[[2.0, 2.0]], [[3.0, 3.0]]]
     assert captures == [1, 1]  # the third version replays the first one's graph
+
+
+class WithExtras(Times):
+    """What is no row comes out as it is: it is not in the signature, but a hook may read it."""
+
+    def predict(self, x: Tensor) -> dict[str, object]:  # type: ignore[override]
+        return {"y": self(x), "total": self.weight.sum(), "name": "times"}
+
+
+def test_outputs_without_rows_are_copied_in_full(captures: list[int]) -> None:
+    found = GraphedModule(WithExtras(), lambda module: module.predict).bind(state(3))(x=torch.ones(3, 2))
+    assert (found["y"].tolist(), float(found["total"]), found["name"]) == ([[3.0, 3.0]] * 3, 6.0, "times")
+    assert captures == [4]
+
+
+def test_every_version_has_its_graphs_before_it_serves(captures: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predictor, "devices", lambda *_: ["cpu"])
+    specs = [TensorSignature(name=name, datatype="FP32", shape=[-1, 2]) for name in ("x", "y")]
+    options = ModelOptions.parse({"cuda_graphs": True, "max_batch_size": 6})
+    factory = ModelFactory(factory=f"{__name__}:Times")
+    subject = predictor.Predictor(factory, Signature(inputs=specs[:1], outputs=specs[1:]), options)
+    versions = [subject.load(WeightSnapshot.of(each, {"weight": np.full(2, each, np.float32)})) for each in (1, 2)]
+    assert captures == [1, 2, 4, 8] * 2
+    for rows in range(1, 7):
+        for model in versions:
+            (answer,) = model.predict_batch([{"x": np.ones((rows, 2), np.float32)}])
+            assert answer["y"].tolist() == [[model.version] * 2] * rows
+    del model, versions[0]
+    subject.load(WeightSnapshot.of(3, {"weight": np.full(2, 3, np.float32)}))  # in the slot of the first
+    assert captures == [1, 2, 4, 8] * 2
+
+
+def test_one_capture_at_a_time_which_other_threads_do_not_break(monkeypatch: pytest.MonkeyPatch) -> None:
+    under_way, seen = list[str](), list[tuple[int, object, str]]()
+
+    @contextmanager
+    def graph(_: object, *, pool: object, capture_error_mode: str) -> Iterator[None]:
+        under_way.append("capture")
+        seen.append((len(under_way), pool, capture_error_mode))
+        yield
+        under_way.pop()
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+    barrier = threading.Barrier(2)
+
+    def capture(pool: str) -> None:
+        barrier.wait()
+        for _ in range(200):
+            cuda_graphs.capture_graph(lambda: None, pool)
+
+    threads = [threading.Thread(target=capture, args=(pool,)) for pool in "ab"]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert set(seen) == {(1, "a", "thread_local"), (1, "b", "thread_local")}

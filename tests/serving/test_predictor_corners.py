@@ -307,3 +307,27 @@ def test_a_hook_may_write_to_an_input_that_requests_share() -> None:
     taken = [predictor.layout.to_batch_first(request, 1)] * 2
     assert [answer["y"].tolist() for answer in model.predict_batch(taken)] == [[[3.0, 3.0]]] * 2
     assert request["by"].tolist() == [3.0, 3.0]
+
+
+def test_auto_takes_a_device_that_answers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A version that cannot be loaded, or does not answer, on a GPU is served from the CPU; bad weights select none."""
+    original = predictor_module.open_template
+
+    class OutOfMemory:
+        def load(self, snapshot: WeightSnapshot) -> None:
+            raise torch.OutOfMemoryError("out of memory")
+
+    def open_template(setting: TemplateConfig) -> object:
+        return OutOfMemory() if setting.device == "cuda" else original(setting)
+
+    monkeypatch.setattr(predictor_module, "has_cuda", lambda _: True)
+    monkeypatch.setattr(predictor_module, "open_template", open_template)
+    subject = predictor("Normed", [-1, 3])
+    with pytest.raises(WeightsError, match="missing"):
+        subject.load(WeightSnapshot.of(1, {}))
+    assert list(subject._templates) == ["cpu", "cuda"]
+    state = {name: value.numpy() for name, value in Normed().state_dict().items()}
+    (answer,) = subject.load(WeightSnapshot.of(2, state)).predict_batch([{"x": ROWS}])
+    np.testing.assert_allclose(answer["y"], 2 * ROWS, rtol=1e-4)
+    assert "cuda cannot be measured: it does not answer an example (out of memory)" in caplog.text
+    assert list(subject._templates) == ["cpu"]

@@ -55,7 +55,7 @@ def test_graphs_are_captured_once_for_versions_that_follow_each_other(monkeypatc
 
     sizes = []
     original = cuda_graphs.capture_graph
-    monkeypatch.setattr(cuda_graphs, "capture_graph", lambda compute: sizes.append(1) or original(compute))
+    monkeypatch.setattr(cuda_graphs, "capture_graph", lambda *of: sizes.append(1) or original(*of))
     subject = predictor(cuda_graphs=True)
     x = np.ones((4, 6), np.float32)
     for version in range(1, 7):  # each is dropped when the next has been loaded, as a live model's are

@@ -27,19 +27,20 @@ Part = tuple[int, int]  # the first row, and how many
 
 
 class _Slot:
-    """Rows on the device for a chunk, and the copies that they wait for."""
+    """Rows on the device for a chunk. On a CUDA device `loaded` comes when they may be read, and `released` when they
+    may be written again: neither a kernel nor a copy reads them any longer, and their allocation is complete."""
 
-    def __init__(self, rows: MemberRows) -> None:
+    def __init__(self, rows: MemberRows, device: torch.device) -> None:
         self.rows = rows
-        self.loaded = self.stored = torch.cuda.Event() if rows.weights.is_cuda else None
-        if self.loaded is not None:
-            self.stored = torch.cuda.Event()
+        self.loaded = self.released = None
+        if device.type == "cuda":
+            self.loaded, self.released = torch.cuda.Event(), torch.cuda.Event()
+            self.released.record(torch.cuda.current_stream(device))
 
 
 class RowStore:
     """Rows of `num_members`, of which at most `resident` are on the device at once; None: all.
 
-    rows:      of all members, where they live
     max_chunk: the most members that can be opened together
     """
 
@@ -58,18 +59,27 @@ class RowStore:
         self._loads: dict[Part, Future[_Slot]] = {}
         self._loader: ThreadPoolExecutor | None = None
         self._narrowed: dict[Part, MemberRows] = {}
+        self._streams: list[torch.cuda.Stream] | None = None  # of loads and of stores
         if self.is_resident:
-            self.rows = MemberRows(layout, num_members, slots, device)
+            self._rows = MemberRows(layout, num_members, slots, device)
             return
         assert resident is not None
         num_slots = min(2 * threads, resident)
         self.max_chunk = resident // num_slots
-        self.rows = MemberRows(layout, num_members, slots, "cpu", has_gradients=False, is_pinned=device.type == "cuda")
+        self._rows = MemberRows(layout, num_members, slots, "cpu", has_gradients=False, is_pinned=device.type == "cuda")
         self._free: queue.Queue[_Slot] = queue.Queue()
         for _ in range(num_slots):
-            self._free.put(_Slot(MemberRows(layout, self.max_chunk, slots, device)))
+            self._free.put(_Slot(MemberRows(layout, self.max_chunk, slots, device), device))
         self._loader = ThreadPoolExecutor(1, "population-loader")
-        self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else None
+        if device.type == "cuda":
+            self._streams = [torch.cuda.Stream(device) for _ in range(2)]
+
+    @property
+    def rows(self) -> MemberRows:
+        """Of all members, where they live. What closed chunks store has arrived."""
+        if self._streams is not None:
+            self._streams[1].synchronize()
+        return self._rows
 
     @contextmanager
     def loading(self, parts: Sequence[Part]) -> Iterator[None]:
@@ -85,15 +95,15 @@ class RowStore:
                 if not load.cancel():
                     self._free.put(load.result())
             self._loads = {}
-            if self._streams is not None:
-                self._streams[1].synchronize()
+            for stream in self._streams or ():  # loads that were in vain too: they write to memory that may be freed
+                stream.synchronize()
 
     @contextmanager
     def open(self, part: Part, *, is_changed: bool = True) -> Iterator[MemberRows]:
         """The rows of a part on the device. What is changed within is stored at the end."""
         if self._loader is None:
             if part not in self._narrowed:
-                self._narrowed[part] = self.rows.narrow(*part)
+                self._narrowed[part] = self._rows.narrow(*part)
             yield self._narrowed[part]
             return
         slot = self._loads.pop(part).result()
@@ -103,9 +113,9 @@ class RowStore:
             rows = slot.rows.narrow(0, part[1])
             yield rows
             if is_changed:
-                self._store(slot, rows, part)
+                self._store(rows, part)
         finally:
-            self._free.put(slot)
+            self._release(slot)
 
     def close(self) -> None:
         """End the loader. Idempotent."""
@@ -114,28 +124,34 @@ class RowStore:
 
     def _load(self, part: Part) -> _Slot:
         slot = self._free.get()
-        sources, targets = self.rows.narrow(*part).state(), slot.rows.narrow(0, part[1]).state()
+        sources, targets = self._rows.narrow(*part).state(), slot.rows.narrow(0, part[1]).state()
         if self._streams is None:
             _copy(sources, targets)
             return slot
         assert slot.loaded is not None
-        assert slot.stored is not None
+        assert slot.released is not None
         with torch.cuda.stream(self._streams[0]):
-            slot.stored.wait()
+            slot.released.wait()
             _copy(sources, targets)
             slot.loaded.record()
         return slot
 
-    def _store(self, slot: _Slot, rows: MemberRows, part: Part) -> None:
-        sources, targets = rows.state(), self.rows.narrow(*part).state()
+    def _store(self, rows: MemberRows, part: Part) -> None:
+        sources, targets = rows.state(), self._rows.narrow(*part).state()
         if self._streams is None:
             _copy(sources, targets)
             return
-        assert slot.stored is not None
         self._streams[1].wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._streams[1]):
             _copy(sources, targets)
-            slot.stored.record()
+
+    def _release(self, slot: _Slot) -> None:
+        """Let the loader write the slot once the kernels of the chunk and its copy to the host have read it."""
+        if self._streams is not None:
+            assert slot.released is not None
+            self._streams[1].wait_stream(torch.cuda.current_stream(self.device))
+            slot.released.record(self._streams[1])
+        self._free.put(slot)
 
 
 @torch.no_grad()

@@ -110,11 +110,15 @@ class Predictor:
         return model
 
     def _warm_up(self, model: LoadedModel) -> None:
-        """Run one row of every version, and every size of the first: later ones reuse its kernels and graphs."""
+        """Run one row of every version, and every size of the first: later ones reuse its kernels.
+
+        With CUDA graphs every size of all: a version has graphs of its own, unless it takes those of a released one.
+        """
         if not self._has_example:
             return
         signature = self.layout.signature
-        sizes = [1] if self._is_warm else batch_sizes(self.options.max_rows)
+        is_all = not self._is_warm or self.options.cuda_graphs
+        sizes = batch_sizes(self.options.max_rows) if is_all else [1]
         try:
             examples = {size: [make_example(signature, size)] for size in sizes}
             for size in sizes:
@@ -132,17 +136,19 @@ class Predictor:
         self._is_warm = True
 
     def _select_template(self, snapshot: WeightSnapshot) -> dict[str, Template]:
-        """Select the template of the fastest device for these weights."""
+        """Select the template of the fastest device for these weights, of those that can answer."""
         sizes = sorted({1, self.options.max_rows})
         inputs = {size: [make_example(self.layout.signature, size)] for size in sizes}
         times = {}
         for device, template in self._templates.items():
-            model = self._load_version(template, snapshot)
             try:
+                model = self._load_version(template, snapshot)
                 times[device] = time_forwards(lambda size, model=model: model.predict_batch(inputs[size]), sizes)  # type: ignore[misc]
+            except WeightsError:  # of the version, on every device
+                raise
             except Exception as error:  # noqa: BLE001 - on any error it cannot be measured here
-                logger.warning("%s cannot be measured, without an example that the model accepts: %s", device, error)
-        chosen, why = select_fastest(times) if len(times) == len(self._templates) else ("cuda", "not measured: cuda")
+                logger.warning("%s cannot be measured: it does not answer an example (%s)", device, error)
+        chosen, why = select_fastest(times) if times else ("cuda", "not measured: cuda")
         logger.info("device: %s", why)
         return {chosen: self._templates[chosen]}
 

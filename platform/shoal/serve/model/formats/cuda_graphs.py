@@ -3,6 +3,9 @@
 Called by `module`. A graph replays fixed addresses, so a version is copied into the parameters of a slot, which has its
 own module, graphs and buffers. A slot is reused only once no reference to its version is left, a running batch's
 included. So no batch sees a mixture, and live versions do not capture again.
+
+All graphs of a module share one pool of memory: every thread replays on the device's default stream, one graph after
+another, so that what one computes with is free for the next. Outputs keep their memory.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from torch import Tensor, nn
 
 NUM_CAPTURE_WARM_UPS = 3  # libraries allocate and choose their kernels in the first calls
 
+_capturing = threading.Lock()  # a capture begins with a wait for the whole device, which would break another capture
+
 
 class GraphedModule:
     """The slots of one module. `called` returns a module's callable: itself or its `predict`."""
@@ -25,6 +30,7 @@ class GraphedModule:
     def __init__(self, module: nn.Module, called: Callable[[nn.Module], Callable[..., Any]]) -> None:
         self._module, self._get_callable = module, called
         self._free: list[_Slot] = []
+        self._pool = torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
 
     def bind(self, state: Mapping[str, Tensor]) -> Callable[..., Any]:
         """Bind the module to the weights of one version."""
@@ -32,7 +38,7 @@ class GraphedModule:
             slot = self._free.pop()
         except IndexError:
             module = copy.deepcopy(self._module)
-            slot = _Slot(module, self._get_callable(module))
+            slot = _Slot(module, self._get_callable(module), self._pool)
         slot.assign(state)
         version = _SlotLease(slot)
         weakref.finalize(version, self._free.append, slot)
@@ -52,8 +58,8 @@ class _SlotLease:
 class _Slot:
     """Parameters, and the graphs that read them."""
 
-    def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
-        self._module, self._call = module, call
+    def __init__(self, module: nn.Module, call: Callable[..., Any], pool: Any) -> None:
+        self._module, self._call, self._pool = module, call, pool
         self._graphs: dict[Hashable, _Graph] = {}
         self._lock = threading.Lock()  # the buffers are for one batch at a time
 
@@ -61,8 +67,8 @@ class _Slot:
         with torch.no_grad():
             for name, tensor in self._module.state_dict().items():
                 tensor.copy_(state[name])
-        if torch.cuda.is_available():  # the copies are on this thread's stream, the replays on another's
-            torch.cuda.synchronize()
+        if torch.cuda.is_available():  # the copies are on this thread's stream, the replays maybe on another's
+            torch.cuda.current_stream().synchronize()
 
     def run(self, args: tuple[Tensor, ...], inputs: Mapping[str, Tensor]) -> Any:
         """Run a batch; returns outputs of its rows in their own memory."""
@@ -74,18 +80,18 @@ class _Slot:
             graph = self._graphs.get(key)
             if graph is None:
                 buffers = [torch.zeros(size, *each.shape[1:], dtype=each.dtype, device=each.device) for each in tensors]
-                graph = self._graphs[key] = _Graph(self._call, buffers, list(inputs))
+                graph = self._graphs[key] = _Graph(self._call, buffers, list(inputs), self._pool)
             return graph.replay(tensors, num_rows)
 
 
 class _Graph:
     """The forward of one batch size. `names` are the inputs' when it is called by name."""
 
-    def __init__(self, call: Callable[..., Any], buffers: list[Tensor], names: list[str]) -> None:
+    def __init__(self, call: Callable[..., Any], buffers: list[Tensor], names: list[str], pool: Any) -> None:
         self._buffers = buffers
         named = dict(zip(names, buffers, strict=True)) if names else {}
         args = () if names else tuple(buffers)
-        self._replay, self._outputs = capture_graph(lambda: call(*args, **named))
+        self._replay, self._outputs = capture_graph(lambda: call(*args, **named), pool)
 
     def replay(self, tensors: tuple[Tensor, ...], num_rows: int) -> Any:
         for buffer, tensor in zip(self._buffers, tensors, strict=True):
@@ -99,19 +105,23 @@ class _Graph:
         return _copy_to_host(outputs, num_rows)
 
 
-def capture_graph(compute: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-    """Capture `compute`; returns a function that replays it on the same memory, and its outputs."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(NUM_CAPTURE_WARM_UPS):
+def capture_graph(compute: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]:
+    """Capture `compute` with memory of the pool; returns a function that replays it on the same memory, and its
+    outputs. Other threads may use the device meanwhile."""
+    graph = torch.cuda.CUDAGraph()
+    with _capturing:
+        for _ in range(NUM_CAPTURE_WARM_UPS):  # on the stream of the replays, whose libraries' workspaces they share
             compute()
-    torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph):
-        outputs = compute()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            outputs = compute()
     return graph.replay, outputs
 
 
-def _copy_to_host(output: Tensor, num_rows: int) -> Tensor:
-    """Copy the batch's rows out of the memory that the next batch overwrites."""
-    return output[:num_rows].to("cpu", copy=True)
+def _copy_to_host(output: Any, num_rows: int) -> Any:
+    """Copy the batch's rows out of the memory that the next batch overwrites; a value without rows is copied in full.
+
+    The copy waits for the replay: both are on the calling thread's stream.
+    """
+    if not isinstance(output, Tensor):
+        return output
+    return (output[:num_rows] if output.ndim else output).to("cpu", copy=True)

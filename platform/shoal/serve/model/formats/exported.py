@@ -38,7 +38,8 @@ class ExportedTemplate:
         if self._setting.device != "cpu":
             from torch.export.passes import move_to_device_pass
 
-            program = move_to_device_pass(program, self._setting.device)
+            # With its index, as tensors on it have: a program may compare their device with this one.
+            program = move_to_device_pass(program, f"cuda:{torch.cuda.current_device()}")
         module = _flatten_program(program.module(check_guards=False))
         if self._setting.options.compile:
             module = torch.compile(module)

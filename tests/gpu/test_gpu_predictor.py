@@ -1,0 +1,237 @@
+"""Models that are served from a CUDA device: answers as on the CPU, of one version each, and memory that returns."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from captures import count_captures
+from served_models import (
+    MAX_ROWS,
+    TOLERANCES,
+    answer,
+    compute_expected,
+    make_module,
+    make_predictor,
+    make_rows,
+    make_signature,
+    make_times,
+    make_times_version,
+    make_version,
+    needs_compiler,
+    needs_cuda,
+)
+from torch import Tensor, nn
+
+from shoal.registry import ModelFactory, Signature, TensorSignature
+from shoal.serve.model.predictor import Predictor
+from shoal.serve.spec.model_options import ModelOptions
+from shoal.weights import WeightSnapshot
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:The given buffer is not writable"),  # torch 2.11 loads a program with it
+]
+
+WAYS: list[Any] = [
+    ("module", {}),
+    ("module", {"cuda_graphs": True}),
+    ("torchscript", {}),
+    ("torch_export", {}),
+    pytest.param(("module", {"compile": True}), marks=needs_compiler),
+    pytest.param(("torch_export", {"compile": True}), marks=needs_compiler),
+]
+MIB = 1 << 20
+
+
+def name_way(way: tuple[str, dict[str, Any]]) -> str:
+    return "-".join((way[0], *way[1]))
+
+
+@pytest.fixture(params=WAYS, ids=name_way)
+def way(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, dict[str, Any]]:
+    """A format, and the options of a predictor on the device."""
+    kind, options = request.param
+    if options.get("cuda_graphs"):
+        count_captures(monkeypatch, device)
+        return kind, options
+    return kind, {**options, "device": device}
+
+
+@pytest.mark.parametrize("name", ["perceptron", "lenet"])
+def test_every_format_answers_as_on_the_cpu(name: str, way: tuple[str, dict[str, Any]]) -> None:
+    kind, options = way
+    subject = make_predictor(name, kind, **options)
+    versions = {version: subject.load(make_version(name, version, kind)) for version in (1, 2)}
+    for version, model in versions.items():
+        module = make_module(name, version)
+        for num_rows in range(1, MAX_ROWS + 1):
+            rows = make_rows(name, num_rows)
+            expected = compute_expected(module, rows)
+            message = f"version {version}, {num_rows} rows"
+            np.testing.assert_allclose(answer(model, rows), expected, **TOLERANCES[name], err_msg=message)
+        requests = [make_rows(name, num_rows, seed=1) for num_rows in (1, 3, 2)]
+        for found, rows in zip(model.predict_batch([{"x": rows} for rows in requests]), requests, strict=True):
+            np.testing.assert_allclose(found["y"], compute_expected(module, rows), **TOLERANCES[name])
+
+
+@pytest.mark.parametrize("options", [{}, {"cuda_graphs": True}], ids=["eager", "graphs"])
+def test_bf16_is_near_fp32(options: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = options or {"device": device}
+    count_captures(monkeypatch, device)
+    for name in ("perceptron", "lenet"):
+        model = make_predictor(name, precision="bf16", **options).load(make_version(name, 1))
+        for num_rows in (1, 3, 8):
+            rows = make_rows(name, num_rows)
+            found, expected = answer(model, rows), compute_expected(make_module(name), rows)
+            assert found.dtype == np.float32
+            np.testing.assert_allclose(found, expected, rtol=0.05, atol=0.05, err_msg=f"{name}, {num_rows} rows")
+            assert not np.array_equal(found, expected.astype(np.float32)), "it was computed in float32"
+
+
+def test_bf16_tensors_go_in_and_out_as_bits(device: str) -> None:
+    factory = ModelFactory(factory=f"{__name__}:Doubled")
+    options = ModelOptions.parse({"device": device, "max_batch_size": 4})
+    model = Predictor(factory, make_signature([2], [2], "BF16"), options).load(WeightSnapshot.of(1, {}))
+    bits = torch.tensor([[1.0, -0.5], [3.0, 2.5]], dtype=torch.bfloat16).view(torch.uint16).numpy()
+    found = torch.from_numpy(answer(model, bits)).view(torch.bfloat16)
+    assert found.tolist() == [[2.0, -1.0], [6.0, 5.0]]
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+class MaskedSum(nn.Module):
+    """[B, T] to the sum of each row, whatever it is padded with."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(x == -1, 0, x).sum(1)
+
+
+def test_padded_requests_share_a_batch(device: str) -> None:
+    signature = Signature(
+        inputs=[TensorSignature(name="x", datatype="FP32", shape=[-1, -1])],
+        outputs=[TensorSignature(name="y", datatype="FP32", shape=[-1])],
+    )
+    options = ModelOptions.parse({"device": device, "ragged": "pad", "pad_value": -1.0, "max_batch_size": 8})
+    subject = Predictor(ModelFactory(factory=f"{__name__}:MaskedSum"), signature, options)
+    model = subject.load(WeightSnapshot.of(1, {}))
+    requests = [np.full((rows, width), width, np.float32) for rows, width in ((1, 3), (2, 17), (3, 1))]
+    found = [each["y"].tolist() for each in model.predict_batch([{"x": each} for each in requests])]
+    assert found == [[9.0], [289.0] * 2, [1.0] * 3]
+
+
+def test_answers_of_eight_threads_are_never_mixed(way: tuple[str, dict[str, Any]]) -> None:
+    kind, options = way
+    model = make_predictor("perceptron", kind, **options).load(make_version("perceptron", 1, kind))
+    module, barrier = make_module("perceptron"), threading.Barrier(8)
+    cases = [
+        [(rows, compute_expected(module, rows)) for rows in (make_rows("perceptron", 1 + seed % 8, seed),)]
+        for seed in range(8)
+    ]
+
+    def ask(seed: int) -> None:
+        barrier.wait(30.0)
+        for count in range(60):
+            for rows, expected in cases[seed]:
+                message = f"thread {seed}, call {count}"
+                np.testing.assert_allclose(answer(model, rows), expected, **TOLERANCES["perceptron"], err_msg=message)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(ask, range(8)))
+
+
+@pytest.mark.parametrize("options", [{}, {"cuda_graphs": True}], ids=["eager", "graphs"])
+def test_a_batch_is_of_one_version_while_versions_follow_each_other(
+    options: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loaded in one thread, used in others, released by whichever lets go of it last."""
+    size, captures = 1 << 16, count_captures(monkeypatch, device)
+    subject = make_times(size, **(options or {"device": device}))
+    present = [subject.load(make_times_version(1, size))]
+    ended = threading.Event()
+
+    def ask(seed: int) -> set[int]:
+        seen, rows = set(), np.ones((1 + seed, size), np.float32)
+        while not ended.is_set():
+            model = present[0]
+            found = answer(model, rows)
+            assert found.min() == found.max() == model.version, (found.min(), found.max(), model.version)
+            seen.add(model.version)
+        return seen
+
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(ask, seed) for seed in range(4)]
+        try:
+            for version in range(2, 52):
+                present[0] = subject.load(make_times_version(version, size))
+        finally:
+            ended.set()
+        seen = set().union(*[each.result(60.0) for each in asked])
+    assert len(seen) > 1, "no version was used while another was loaded"
+    assert len(captures) <= 4 * 8, f"{len(captures)} captures: slots are not used again"  # 4 sizes, 8 slots
+
+
+class OnCpu(nn.Module):
+    """Makes a tensor on the CPU in its forward: it has no other device."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.arange(x.shape[1], dtype=x.dtype)[None]
+
+
+class Large(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(x)
+        return y
+
+
+@needs_cuda
+@pytest.mark.parametrize(("name", "size", "expected"), [("OnCpu", 3, "cpu"), ("Large", 2048, "cuda")])
+def test_auto_takes_the_fastest_that_answers(
+    name: str, size: int, expected: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    factory = ModelFactory(factory=f"{__name__}:{name}")
+    subject = Predictor(factory, make_signature([size], [size]), ModelOptions.parse({"max_batch_size": 256}))
+    module = {"OnCpu": OnCpu, "Large": Large}[name]()
+    state = {key: value.numpy() for key, value in module.state_dict().items()}
+    model = subject.load(WeightSnapshot.of(1, state))
+    said = [each for each in caplog.messages if each.startswith("device: ")]
+    assert len(said) == 1, caplog.text
+    assert said[0].startswith(f"device: {expected} is the fastest: "), said
+    assert list(subject._templates) == [expected]
+    rows = np.random.default_rng(0).random((5, size), np.float32)
+    expectation = compute_expected(module, rows) if name == "Large" else rows + np.arange(3, dtype=np.float32)
+    np.testing.assert_allclose(answer(model, rows), expectation, rtol=1e-3, atol=1e-4)
+
+
+def measure_allocated() -> int:
+    gc.collect()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
+
+
+@needs_cuda
+@pytest.mark.parametrize("kind", ["module", "torchscript", "torch_export"])
+def test_the_memory_of_a_released_version_returns(kind: str) -> None:
+    make_predictor("lenet", kind, device="cuda").load(make_version("lenet", 1, kind))  # libraries' own memory
+    before = measure_allocated()
+    subject = make_predictor("lenet", kind, device="cuda")
+    models = [subject.load(make_version("lenet", version, kind)) for version in range(1, 9)]
+    with_all = measure_allocated()
+    assert with_all - before > 8 * 200_000, "eight versions of 61,706 float32 each are on the device"
+    del models[:]
+    del subject
+    assert measure_allocated() - before < MIB, (before, with_all)
