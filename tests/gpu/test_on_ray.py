@@ -118,7 +118,9 @@ def test_an_actor_learner_run_learns_on_a_gpu(home: Home, device: str) -> None:
 def test_trials_share_a_gpu(home: Home, device: str) -> None:
     share = 0.5 if device == "cuda" else 0
     space = "optimizer.learning_rate=log(1e-3,1e-1)"
-    said = home.shoal(f"sweep line_task.py:Line {space} device={device} stop.steps=20 --trials 3 --gpus-per-trial {share}")
+    said = home.shoal(
+        f"sweep line_task.py:Line {space} device={device} stop.steps=20 --trials 3 --gpus-per-trial {share}"
+    )
     assert "registered" in said, said
 
 
