@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import shutil
 import sysconfig
 import warnings
@@ -21,6 +22,7 @@ from shoal.serve.model.predictor import LoadedModel, Predictor
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
 
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a pool of processes takes longer to start than it saves
 MAX_ROWS = 8
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 # The compiler of kernels builds a launcher in C.

@@ -117,6 +117,7 @@ def test_one_capture_at_a_time_which_other_threads_do_not_break(monkeypatch: pyt
         under_way.pop()
 
     monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
     barrier = threading.Barrier(2)
 

@@ -140,14 +140,16 @@ class Predictor:
         sizes = sorted({1, self.options.max_rows})
         inputs = {size: [make_example(self.layout.signature, size)] for size in sizes}
         times = {}
+        rejection: WeightsError | None = None
         for device, template in self._templates.items():
             try:
                 model = self._load_version(template, snapshot)
                 times[device] = time_forwards(lambda size, model=model: model.predict_batch(inputs[size]), sizes)  # type: ignore[misc]
-            except WeightsError:  # of the version, on every device
-                raise
             except Exception as error:  # noqa: BLE001 - on any error it cannot be measured here
+                rejection = error if isinstance(error, WeightsError) else rejection
                 logger.warning("%s cannot be measured: it does not answer an example (%s)", device, error)
+        if rejection is not None and not times:
+            raise rejection
         chosen, why = select_fastest(times) if times else ("cuda", "not measured: cuda")
         logger.info("device: %s", why)
         return {chosen: self._templates[chosen]}

@@ -109,7 +109,7 @@ def capture_graph(compute: Callable[[], Any], pool: Any) -> tuple[Callable[[], N
     """Capture `compute` with memory of the pool; returns a function that replays it on the same memory, and its
     outputs. Other threads may use the device meanwhile."""
     graph = torch.cuda.CUDAGraph()
-    with _capturing:
+    with _capturing, torch.cuda.stream(torch.cuda.current_stream()):  # also after a capture that fails
         for _ in range(NUM_CAPTURE_WARM_UPS):  # on the stream of the replays, whose libraries' workspaces they share
             compute()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
