@@ -141,8 +141,7 @@ def test_a_lower_precision_learns_and_goes_on_from_its_checkpoint(device: str, t
 
 def test_a_resumed_run_draws_what_the_uninterrupted_one_draws(device: str, tmp_path: Path) -> None:
     task = Images(dropout=0.5)
-    fields: dict[str, Any] = {"checkpoint": {"every_steps": 10}, "parallel": {"deterministic": True}}
-    fields = {"checkpoint": {"every_steps": 10}}
+    fields: dict[str, Any] = {"checkpoint": {"every_steps": 10}}
     train(tmp_path / "a", device, task, stop={"steps": 10}, **fields)
     resumed = train(tmp_path / "a", device, task, stop={"steps": 20}, **fields)
     assert_close(resumed, train(tmp_path / "b", device, task, stop={"steps": 20}, **fields), 1e-4)
@@ -159,8 +158,8 @@ def test_a_batch_too_large_for_the_device_is_named(device: str, tmp_path: Path) 
         pytest.skip("a host has too much memory")
     with pytest.raises(OutOfMemory) as caught:
         train(tmp_path, device, Images(width=1 << 20, norm=False), batch_size=512, stop={"steps": 1})
-    print(caught.value)
-    assert torch.cuda.is_available() and float(torch.ones(2, device=device).sum()) == 2.0
+    assert "batch" in str(caught.value)
+    assert float(torch.ones(2, device=device).sum()) == 2.0
 
 
 def test_evaluation_is_that_of_the_cpu(device: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What reserves GPUs from Ray, as a user starts it: training, a sweep, an endpoint, an actor-learner run, and what reserves none.
+"""What reserves GPUs from Ray, as a user starts it: training, a sweep, an endpoint, an actor-learner run.
 
 Needs Ray; everything else in this folder runs without. All tests share one cluster of `shoal up`.
 """
@@ -57,7 +57,8 @@ import json, sys
 import numpy as np, shoal
 
 rows = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
-with shoal.serve("line", num_gpus=float(sys.argv[2]), model={"device": sys.argv[1]}) as endpoint, endpoint.client() as client:
+fields = {"num_gpus": float(sys.argv[2]), "model": {"device": sys.argv[1]}}
+with shoal.serve("line", **fields) as endpoint, endpoint.client() as client:
     answers = [client.infer("line", rows) for _ in range(20)]
     print(json.dumps([each["output"].ravel().tolist() for each in answers]))
 """
