@@ -10,7 +10,7 @@ PEERS  := $(addprefix .venv-,peers dynet torchft sbx torchrl recommender deepriv
 PROTOCOL := platform/shoal/open_inference
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo recommender test soak compat check format proto bench bench-check clean
+.PHONY: help setup demo recommender test soak compat gpu check format proto bench bench-check clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -46,6 +46,17 @@ compat: $(CLIENTS)/.ready  ## Run unit, contract and equivalence tests with the 
 	@echo "installing $(TORCH) and the rest into $(COMPAT) (gigabytes where pip finds torch for GPUs alone) ..."
 	@$(COMPAT)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -c $(COMPAT)/constraints.txt '$(TORCH)' -e '.[cluster,dev]'
 	@$(COMPAT)/bin/python -m pytest -q tests/unit tests/contracts tests/equivalence tests/libs
+
+# Installs nothing: torch for the GPU is there, and another would take its place. PYTHON where it was given; else .venv.
+GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),$(if $(wildcard $(READY)),$(BIN)/python,python3),$(PYTHON))
+GPU_TESTS = tests/gpu $(shell $(GPU_PYTHON) -c 'import ray' 2>/dev/null && grep -rl --include='test_*.py' 'mark\.gpu' tests --exclude-dir=gpu)
+gpu: export PYTHONPATH := platform$(if $(PYTHONPATH),:$(PYTHONPATH))
+gpu:  ## Test and measure on this machine's GPU, in ten minutes at most: PYTHON=/path/to/python with torch, quick=1
+	@$(GPU_PYTHON) -m benchmarks.gpu --check
+	@status=0; \
+	if test -d tests/gpu; then timeout -k 10 220 $(GPU_PYTHON) -m pytest -q -m gpu $(GPU_TESTS) || status=$$?; fi; \
+	timeout -k 30 $(if $(quick),170,370) $(GPU_PYTHON) -m benchmarks.gpu $(if $(quick),--quick) || status=$$?; \
+	exit $$status
 
 check: $(READY)  ## Format, lint, types, import contracts
 	@$(BIN)/ruff format --check .

@@ -38,12 +38,12 @@ BAR = 0.1
 class Training:
     """A model with Adam whose state has `size_bytes`, and its steps."""
 
-    def __init__(self, size_bytes: int) -> None:
+    def __init__(self, size_bytes: int, device: torch.device | str = "cpu") -> None:
         width = int((size_bytes / 4 / 3 / NUM_LAYERS) ** 0.5)
         torch.manual_seed(0)
-        self.model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(NUM_LAYERS)))
+        self.model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(NUM_LAYERS))).to(device)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-6)
-        self.batch = torch.randn(BATCH, width)
+        self.batch = torch.randn(BATCH, width, device=device)
 
     def step(self, before_update: Callable[[], object] = lambda: None) -> None:
         """Gradients, and then the optimizer's part."""

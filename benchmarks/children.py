@@ -176,10 +176,10 @@ class Child:
     def _name(self) -> str:
         return " ".join(str(word) for word in self.process.args)[:120]  # type: ignore[union-attr]
 
-    def last_words(self) -> str:
+    def last_words(self, num_lines: int = 15) -> str:
         """The ends of what it printed and logged."""
         log = self._log_path.read_text(errors="replace").splitlines()
-        return "\n".join([*self.output[-10:], *log[-15:]]) or "no words were left"
+        return "\n".join([*self.output[-10:], *log[-num_lines:]]) or "no words were left"
 
 
 @contextlib.contextmanager

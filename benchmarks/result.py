@@ -15,10 +15,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import distributions
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from benchmarks.children import DEEPRIVER, DYNET, PEERS, ROOT, SBX, SOM, TORCHFT, TORCHRL
@@ -98,19 +99,35 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
 
 def write(name: str, rows: Sequence[Row], folder: Path) -> Path:
     """Print the rows and write FOLDER/NAME.json."""
+    for row in rows:
+        print(describe(row), flush=True)
+    path = save(name, rows, folder)
+    print(f"written to {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}", flush=True)
+    return path
+
+
+def save(
+    name: str,
+    rows: Sequence[Row],
+    folder: Path,
+    device: Mapping[str, Any] = MappingProxyType({}),
+    about: Mapping[str, Any] = MappingProxyType({}),
+) -> Path:
+    """Write FOLDER/NAME.json.
+
+    device: of the machine, what `machine` does not say: its GPU
+    about:  further fields of the file, which tables leave out
+    """
     origin = {
         "versions": versions(),
-        "machine": machine(),
+        "machine": {**machine(), **device},
         "commit": commit(),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": " ".join(["python", "-m", _module(), *sys.argv[1:]]),
     }
-    for row in rows:
-        print(describe(row), flush=True)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    path.write_text(json.dumps({"rows": [asdict(row) | origin for row in rows]}, indent=1) + "\n")
-    print(f"written to {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}", flush=True)
+    path.write_text(json.dumps({**about, "rows": [asdict(row) | origin for row in rows]}, indent=1) + "\n")
     return path
 
 

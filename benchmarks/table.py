@@ -95,7 +95,8 @@ def _origin(rows: Sequence[Row]) -> list[str]:
     first = rows[0]
     revisions = sorted({row.commit["revision"][:9] + ("+changes" if row.commit["dirty"] else "") for row in rows})
     machine = first.machine
-    where = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
+    gpu = f"{machine['gpu']}, " if "gpu" in machine else ""
+    where = f"{gpu}{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
     return [f"`{first.command}`; {where}; commit {', '.join(revisions)}; {min(row.date for row in rows)[:10]}."]
 
 

@@ -50,7 +50,8 @@ class DataGroup:
             return self.shm_all_reduce.gather(mine)
         start_s = time.perf_counter()
         everyone = mine.new_empty(self.size * mine.numel())
-        dist.all_gather_single(everyone, mine.view(-1), self.group)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+        gather(everyone, mine.view(-1), self.group)
         self._waited_s += time.perf_counter() - start_s
         return everyone.view(self.size, *mine.shape)
 

@@ -7,6 +7,7 @@ training changes must be, see `batch_norm` and `buffer_consistency`. Called by `
 
 from __future__ import annotations
 
+import inspect
 import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -29,6 +30,10 @@ from shoal.parallel.spmd.gradient_buffer import FlatGradients, GroupSum
 from shoal.parallel.state.module_snapshot import preserve_module
 from shoal.parallel.task_step import get_train_step
 from shoal.random_state import preserve_rng
+
+# Of DistributedDataParallel, whether each forward broadcasts buffers: by its name since torch 2.13, or before.
+_NAMES = inspect.signature(DistributedDataParallel.__init__).parameters
+_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
 
 
 class DdpModel(SpmdModel):
@@ -60,12 +65,14 @@ class DdpModel(SpmdModel):
             if spec.compile:
                 compile_module(model)
             return
+        if _SYNC_BUFFERS == "broadcast_buffers":  # such a torch leaves out the first broadcast of buffers too
+            _broadcast_weights(model, group)
         self._forward = self._ddp = DistributedDataParallel(
             model,
             process_group=group,
-            forward_sync_buffers=False,
             gradient_as_bucket_view=True,
             find_unused_parameters=self._may_skip,
+            **{_SYNC_BUFFERS: False},
         )
         if spec.compile:
             compile_module(self._ddp)

@@ -95,7 +95,12 @@ def apply_fsdp(parts: Iterable[nn.Module], mesh: DeviceMesh, dynamic: bool) -> N
     names = ("replicate", "shard") if mesh["replicate"].size() > 1 else ("shard",)
     for part in parts:
         part.register_forward_hook(_prepare_outputs)
-        fully_shard(part, mesh=mesh[names]).set_reduce_scatter_unused_params(dynamic)
+        sharded = fully_shard(part, mesh=mesh[names])
+        if hasattr(sharded, "set_reduce_scatter_unused_params"):
+            sharded.set_reduce_scatter_unused_params(dynamic)
+        elif dynamic:
+            problem = f"needs an exchange of unused parameters, which torch {torch.__version__} lacks in FSDP2"
+            raise PlanError("parallel.dynamic", dynamic, problem, "use torch 2.13 or newer, or parallel=ddp")
 
 
 def _prepare_outputs(module: nn.Module, args: Any, output: Any) -> Any:
