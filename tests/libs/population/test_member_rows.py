@@ -23,9 +23,9 @@ class Tied(nn.Module):
         self.register_buffer("hidden", torch.rand(2), persistent=False)
 
 
-def make_rows(num_members: int = 3) -> tuple[MemberRows, list[Tied]]:
+def make_rows(num_members: int = 3, device: str = "cpu") -> tuple[MemberRows, list[Tied]]:
     models = [Tied() for _ in range(num_members)]
-    rows = MemberRows(RowLayout(models[0]), num_members, ["momentum"])
+    rows = MemberRows(RowLayout(models[0], torch.device(device)), num_members, ["momentum"])
     for row, model in enumerate(models):
         model.norm.num_batches_tracked.fill_(row + 5)
         rows.load_model(row, model)
@@ -52,6 +52,26 @@ def test_views_share_the_rows_memory_and_tied_weights_their_columns() -> None:
     assert (rows.weights[1] == 7).sum() == models[0].convolution.weight.numel()
     assert not (rows.weights[[0, 2]] == 7).any()
     assert torch.equal(rows.state_dict(1)["second.weight"], rows.state_dict(1)["first.weight"])
+
+
+def test_tensors_of_a_cuda_device_are_aligned_and_saved_as_those_of_a_cpu() -> None:
+    rows, _ = make_rows(device="cuda")  # its layout, in host memory
+    for views in (rows.parameters, rows.gradient_views, rows.buffers):
+        for name, view in views.items():
+            assert all(view[row].storage_offset() * view.element_size() % 16 == 0 for row in range(3)), name
+    rows.slots["momentum"].normal_()
+    plain, _ = make_rows()
+    plain.load_packed_state(rows.packed_state())
+    for row in range(3):
+        for name, value in plain.state_dict(row).items():
+            assert torch.equal(value, rows.state_dict(row)[name])
+    assert {name: each.shape for name, each in plain.state().items()} == {
+        name: each.shape for name, each in rows.packed_state().items()
+    }
+    again, _ = make_rows(device="cuda")
+    again.load_packed_state(plain.packed_state())
+    for name, each in again.packed_state().items():
+        assert torch.equal(each, plain.state()[name])
 
 
 def test_copy_takes_everything_of_a_member_and_nothing_of_others() -> None:

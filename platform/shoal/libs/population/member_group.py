@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.batch_tree import map_tensors
-from shoal.errors import ConfigError, SpecMismatch
+from shoal.errors import ConfigError
 from shoal.libs.population.engines.engine import MemberChunk, MemberEngine
 from shoal.libs.population.engines.select_engine import EngineChoice, make_engine, select_engine
 from shoal.libs.population.member_rows import MemberRows, RowLayout
@@ -67,7 +67,7 @@ class MemberGroup:
         values: Mapping[str, Tensor],
         resident: int | None = None,
     ) -> None:
-        self.setting, self.model, self.layout = setting, model, RowLayout(model)
+        self.setting, self.model, self.layout = setting, model, RowLayout(model, setting.device)
         self.order, self.num_active = list(members), len(members)
         self.generators, self.values = generators, values
         self.store = RowStore(
@@ -185,19 +185,13 @@ class MemberGroup:
         return {
             "order": list(self.order),
             "num_active": self.num_active,
-            "rows": self.rows.state(),
+            "rows": self.rows.packed_state(),
             "engine": self._restored if self.choice is None else [self.choice.engine, self.choice.chunk],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue as the saved group would have. Raises SpecMismatch for rows of other shapes."""
-        for name, rows in self.rows.state().items():
-            saved = state["rows"].get(name)
-            if saved is None or saved.shape != rows.shape:
-                found = None if saved is None else list(saved.shape)
-                raise SpecMismatch(f"population.{name}", found, f"the population has {list(rows.shape)}")
-        for name, rows in self.rows.state().items():
-            rows.copy_(state["rows"][name])
+        self.rows.load_packed_state(state["rows"])
         self.order, self.num_active = list(state["order"]), int(state["num_active"])
         self._engines, self.choice = queue.SimpleQueue(), None
         self._restored = None if state["engine"] is None else list(state["engine"])

@@ -16,16 +16,19 @@ from torch import Tensor, nn
 
 from shoal.errors import ConfigError, SpecMismatch
 
+CUDA_ALIGNMENT_BYTES = 64  # kernels of convolutions read 16 bytes at once, and fail where a tensor begins between them
+
 
 class RowLayout:
     """Where each tensor of a model lies in a row.
 
     Parameters with four dimensions lie as channels last, the order that convolutions on a CPU prefer. Tensors that do
-    not train lie among the buffers. Two names of one tensor (tied weights) share their columns. Raises ConfigError for
-    a model without parameters, of more than one floating type, or with buffers that are neither floats nor int64.
+    not train lie among the buffers. Two names of one tensor (tied weights) share their columns. On a CUDA device each
+    tensor begins at a multiple of CUDA_ALIGNMENT_BYTES; the columns between them are zeros. Raises ConfigError for a
+    model without parameters, of more than one floating type, or with buffers that are neither floats nor int64.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, device: torch.device | None = None) -> None:
         trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
         frozen = {name: each for name, each in model.named_parameters() if not each.requires_grad}
         others = {**frozen, **dict(model.named_buffers())}
@@ -41,6 +44,12 @@ class RowLayout:
         self.parameters = {name: each.shape for name, each in trained.items()}
         self.buffers = {name: each.shape for name, each in floats.items()}
         self.counters = {name: each.shape for name, each in counters.items()}
+        alignment = 1
+        if device is not None and device.type == "cuda":
+            alignment = CUDA_ALIGNMENT_BYTES // self.dtype.itemsize
+        self.weight_columns = _Columns(self.parameters, alignment)
+        self.buffer_columns = _Columns(self.buffers, alignment)
+        self.counter_columns = _Columns(self.counters, alignment)
         firsts = {id(each): name for name, each in [*model.named_parameters(), *model.named_buffers()]}
         tensors = model.state_dict(keep_vars=True)
         self.saved = {name: firsts[id(each)] for name, each in tensors.items() if isinstance(each, Tensor)}
@@ -48,26 +57,51 @@ class RowLayout:
     @property
     def num_parameters(self) -> int:
         """P."""
-        return sum(shape.numel() for shape in self.parameters.values())
+        return self.weight_columns.count
 
     def row_bytes(self, num_slots: int) -> int:
         """The memory of one member with its gradients and the optimizer's slots."""
-        floats = self.num_parameters * (2 + num_slots) + sum(shape.numel() for shape in self.buffers.values())
-        return floats * self.dtype.itemsize + sum(shape.numel() for shape in self.counters.values()) * 8 + 4
+        floats = self.num_parameters * (2 + num_slots) + self.buffer_columns.count
+        return floats * self.dtype.itemsize + self.counter_columns.count * 8 + 4
 
 
-def _view(rows: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """Views [K, *shape] of the columns of [K, *], by name."""
-    views, start = {}, 0
-    for name, shape in shapes.items():
-        columns = rows[:, start : start + shape.numel()]
-        if len(shape) == 4:
-            channels_last = (shape[0], shape[2], shape[3], shape[1])
-            views[name] = columns.unflatten(1, channels_last).permute(0, 1, 4, 2, 3)
-        else:
-            views[name] = columns.view(len(rows), *shape)
-        start += shape.numel()
-    return views
+class _Columns:
+    """Where tensors of some shapes lie in a row of `count` numbers: each begins at a multiple of `alignment`."""
+
+    def __init__(self, shapes: Mapping[str, torch.Size], alignment: int) -> None:
+        self._starts: dict[str, int] = {}
+        self._shapes, self.count = shapes, 0
+        for name, shape in shapes.items():
+            self._starts[name] = self.count
+            self.count += -(-shape.numel() // alignment) * alignment
+        self._num_packed = sum(shape.numel() for shape in shapes.values())
+
+    def view(self, rows: Tensor) -> dict[str, Tensor]:
+        """Views [K, *shape] of the columns of [K, count], by name."""
+        views = {}
+        for name, shape in self._shapes.items():
+            columns = rows[:, self._starts[name] : self._starts[name] + shape.numel()]
+            if len(shape) == 4:
+                channels_last = (shape[0], shape[2], shape[3], shape[1])
+                views[name] = columns.unflatten(1, channels_last).permute(0, 1, 4, 2, 3)
+            else:
+                views[name] = columns.view(len(rows), *shape)
+        return views
+
+    def pack(self, rows: Tensor) -> Tensor:
+        """The rows without the columns between tensors; `rows` itself where there are none."""
+        if self.count == self._num_packed:
+            return rows
+        parts = [rows[:, start : start + self._shapes[name].numel()] for name, start in self._starts.items()]
+        return torch.cat(parts, dim=1)
+
+    def unpack(self, packed: Tensor, rows: Tensor) -> None:
+        """Copy what `pack` returned into rows."""
+        at = 0
+        for name, start in self._starts.items():
+            size = self._shapes[name].numel()
+            rows[:, start : start + size].copy_(packed[:, at : at + size])
+            at += size
 
 
 class MemberRows:
@@ -95,14 +129,11 @@ class MemberRows:
         def zeros(columns: int, dtype: torch.dtype = layout.dtype) -> Tensor:
             return torch.zeros(num_members, columns, dtype=dtype, device=device, pin_memory=is_pinned)
 
-        def count(shapes: Mapping[str, torch.Size]) -> int:
-            return sum(shape.numel() for shape in shapes.values())
-
         size = layout.num_parameters
         gradients = zeros(size) if has_gradients else torch.zeros(1, 1, dtype=layout.dtype).expand(num_members, size)
         named = {name: zeros(size) for name in slots}
         steps = zeros(1, torch.float32).squeeze(1)
-        buffers, counters = zeros(count(layout.buffers)), zeros(count(layout.counters), torch.int64)
+        buffers, counters = zeros(layout.buffer_columns.count), zeros(layout.counter_columns.count, torch.int64)
         self._set(layout, zeros(size), gradients, named, steps, buffers, counters)
 
     def _set(
@@ -117,9 +148,9 @@ class MemberRows:
     ) -> None:
         self.layout, self.weights, self.gradients, self.slots, self.steps = layout, weights, gradients, slots, steps
         self.buffer_rows, self.counter_rows = buffer_rows, counter_rows
-        self.parameters = _view(weights, layout.parameters)
-        self.gradient_views = _view(gradients, layout.parameters)
-        self.buffers = _view(buffer_rows, layout.buffers) | _view(counter_rows, layout.counters)
+        self.parameters = layout.weight_columns.view(weights)
+        self.gradient_views = layout.weight_columns.view(gradients)
+        self.buffers = layout.buffer_columns.view(buffer_rows) | layout.counter_columns.view(counter_rows)
         copied = [each for each in self.state().values() if each.numel()]  # a copy of nothing costs microseconds
         self._copied: list[Any] = copied
         if weights.device.type == "cpu":
@@ -153,8 +184,29 @@ class MemberRows:
         rows._set(self.layout, copy(self.weights), copy(self.gradients), slots, copy(self.steps), *tensors)
         return rows
 
+    def packed_state(self) -> dict[str, Tensor]:
+        """`state`, the same on every device: without the columns between tensors. In the same memory where there are
+        none."""
+        return {
+            name: self._columns_of(name).pack(rows) if rows.ndim == 2 else rows for name, rows in self.state().items()
+        }
+
+    def load_packed_state(self, state: Mapping[str, Tensor]) -> None:
+        """Everything from what `packed_state` returned. Raises SpecMismatch for rows of other shapes."""
+        for name, rows in self.packed_state().items():
+            saved = state.get(name)
+            if saved is None or saved.shape != rows.shape:
+                found = None if saved is None else list(saved.shape)
+                raise SpecMismatch(f"population.{name}", found, f"the population has {list(rows.shape)}")
+        for name, rows in self.state().items():
+            self._columns_of(name).unpack(state[name], rows) if rows.ndim == 2 else rows.copy_(state[name])
+
+    def _columns_of(self, name: str) -> _Columns:
+        others = {"buffers": self.layout.buffer_columns, "counters": self.layout.counter_columns}
+        return others.get(name, self.layout.weight_columns)
+
     def state(self) -> dict[str, Tensor]:
-        """Every tensor but the gradients, in the same memory: what a member is copied, moved and saved as."""
+        """Every tensor but the gradients, in the same memory: what a member is copied and moved as."""
         others = {"steps": self.steps, "buffers": self.buffer_rows, "counters": self.counter_rows}
         return {"weights": self.weights, **{f"slot.{name}": slot for name, slot in self.slots.items()}, **others}
 

@@ -143,7 +143,7 @@ class Population:
             structure = _find_structure(model)
             models.setdefault(structure, model)
             groups.setdefault(structure, []).append(member)
-        layouts = [(RowLayout(models[structure]), len(each)) for structure, each in groups.items()]
+        layouts = [(RowLayout(models[structure], self.device), len(each)) for structure, each in groups.items()]
         resident = plan_resident(layouts, len(self.setting.optimizer.slots), self.device, memory_bytes)
         made = [
             MemberGroup(models[structure], each, self.setting, self.generators, self.hyper_parameters, most)
