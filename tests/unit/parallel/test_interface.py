@@ -9,28 +9,35 @@ import pytest
 
 from shoal.network_address import find_local_address
 from shoal.parallel.comm import world
-from shoal.parallel.comm.world import GLOO_INTERFACE_VARIABLE, set_gloo_interface, set_gloo_interface_towards
+from shoal.parallel.comm.world import (
+    GLOO_INTERFACE_VARIABLE,
+    NCCL_INTERFACE_VARIABLE,
+    set_network_interface,
+    set_network_interface_towards,
+)
 
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(GLOO_INTERFACE_VARIABLE, "")  # so that it is put back
-    monkeypatch.delenv(GLOO_INTERFACE_VARIABLE)
+    for name in (GLOO_INTERFACE_VARIABLE, NCCL_INTERFACE_VARIABLE):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
 
 
 def test_the_one_that_has_the_address() -> None:
-    set_gloo_interface("127.0.0.1")
+    set_network_interface("127.0.0.1")
     assert os.environ[GLOO_INTERFACE_VARIABLE] == "lo"
+    assert os.environ[NCCL_INTERFACE_VARIABLE] == "=lo"
 
 
 def test_what_a_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(GLOO_INTERFACE_VARIABLE, "ib0")
-    set_gloo_interface("127.0.0.1")
+    set_network_interface("127.0.0.1")
     assert os.environ[GLOO_INTERFACE_VARIABLE] == "ib0"
 
 
 def test_an_address_of_nobody_here_says_nothing() -> None:
-    set_gloo_interface("192.0.2.7")
+    set_network_interface("192.0.2.7")
     assert GLOO_INTERFACE_VARIABLE not in os.environ
 
 
@@ -50,5 +57,5 @@ def test_the_first_of_several_hosts_does_not_offer_loopback_to_the_others(
     names = {"lo": [SimpleNamespace(address="127.0.0.1")], "eth7": [SimpleNamespace(address="10.1.2.3")]}
     monkeypatch.setattr(world, "find_local_address", towards.get)
     monkeypatch.setattr(world.psutil, "net_if_addrs", lambda: names)
-    set_gloo_interface_towards("first", has_others)
+    set_network_interface_towards("first", has_others)
     assert os.environ[GLOO_INTERFACE_VARIABLE] == expected

@@ -26,7 +26,7 @@ from torch import Tensor
 from shoal.errors import TrainError
 from shoal.parallel import World
 from shoal.parallel.comm.shm_all_reduce import ShmAllReduce
-from shoal.parallel.comm.world import set_gloo_interface
+from shoal.parallel.comm.world import set_network_interface
 from shoal.sync.parameter_server.clock import Clock
 from shoal.sync.parameter_server.config import ParameterServerConfig
 from shoal.sync.parameter_server.controller import Controller
@@ -151,7 +151,7 @@ def _measure(rank: int, size: int, spec: TrainSpec, threads: int, folder: str, h
     """One process. All do the same at the same time; the first one's numbers count."""
     sys.stdout = sys.stderr  # a Task's own output is not part of a result
     torch.set_num_threads(threads)
-    set_gloo_interface("127.0.0.1")
+    set_network_interface("127.0.0.1")
     timeout = timedelta(seconds=TIMEOUT_S)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=size, timeout=timeout)
     try:

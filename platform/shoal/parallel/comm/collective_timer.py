@@ -1,4 +1,6 @@
-"""Seconds that a rank waits for others within a step, for collectives that torch's own code calls: FSDP2 and DTensor.
+"""Seconds that a rank waits for others within a step: of this process on a CPU, of its stream on a CUDA device.
+
+`CollectiveTimer` times collectives that torch's own code calls: FSDP2 and DTensor.
 
 Both end a collective in one of two ways: `Work.wait`, or `wait_tensor` of functional collectives. During a step both
 are timed on its thread; outside it, and on other threads, they are unchanged. The functions are replaced, not the
@@ -11,8 +13,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,38 +23,90 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 
-class CollectiveTimer:
-    """waited_s: seconds so far in which collectives ran and nothing was computed
+class StreamWaits:
+    """Seconds in which a CUDA stream waits, by events before and after. The host waits for none of them."""
 
-    NaN on CUDA, where a stream waits instead of a thread.
-    """
+    def __init__(self) -> None:
+        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._total_s = 0.0
+
+    def begin(self) -> Any:
+        """Mark the current stream's place before a wait."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def end(self, began: Any) -> None:
+        """Mark its place after the wait."""
+        self._pending.append((began, self.begin()))
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of the waits that are over."""
+        while self._pending and self._pending[0][1].query():
+            began, ended = self._pending.popleft()
+            self._total_s += began.elapsed_time(ended) / 1e3
+        return self._total_s
+
+
+class HostWaits:
+    """Seconds in which a thread waits."""
+
+    def __init__(self) -> None:
+        self.total_s = 0.0
+
+    def begin(self) -> Any:
+        return time.perf_counter()
+
+    def end(self, began: Any) -> None:
+        self.total_s += time.perf_counter() - began
+
+
+def make_waits(device: torch.device) -> StreamWaits | HostWaits:
+    """What waits for other ranks when tensors are on `device`."""
+    return StreamWaits() if device.type == "cuda" else HostWaits()
+
+
+class CollectiveTimer:
+    """Times the collectives of a device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._is_known = device.type == "cpu"
-        self.waited_s = 0.0 if self._is_known else float("nan")
+        self._device, self._waits = device, make_waits(device)
 
-    def time_collectives(self) -> AbstractContextManager[None]:
-        """Measure within the context. Takes 20 us."""
-        return self._time_collectives() if self._is_known else nullcontext()
+    @property
+    def waited_s(self) -> float:
+        """Seconds so far in which collectives ran and nothing was computed."""
+        return self._waits.total_s
 
     @contextmanager
-    def _time_collectives(self) -> Iterator[None]:
-        thread = threading.get_ident()
+    def time_collectives(self) -> Iterator[None]:
+        """Measure within the context. Takes 20 us.
+
+        On a CUDA device, FSDP2 lets its own streams wait for collectives, and then that of the computation for these:
+        waits of the latter count.
+        """
+        thread, is_cuda = threading.get_ident(), self._device.type == "cuda"
+        computing = torch.cuda.current_stream(self._device) if is_cuda else None
 
         def timed(function: Callable[..., Any], *args: Any) -> Any:
-            if threading.get_ident() != thread:
+            if threading.get_ident() != thread or (is_cuda and torch.cuda.current_stream(self._device) != computing):
                 return function(*args)
-            began_s = time.perf_counter()
+            began = self._waits.begin()
             try:
                 return function(*args)
             finally:
-                self.waited_s += time.perf_counter() - began_s
+                self._waits.end(began)
 
-        wait, wait_tensor = dist.Work.wait, functional.wait_tensor
+        wait, wait_tensor, wait_event = dist.Work.wait, functional.wait_tensor, torch.cuda.Stream.wait_event
         dist.Work.wait = lambda *args: timed(wait, *args)  # type: ignore[method-assign]
         functional.wait_tensor = lambda tensor: timed(wait_tensor, tensor)
+        if is_cuda:
+            torch.cuda.Stream.wait_event = lambda stream, event: (  # type: ignore[method-assign]
+                timed(wait_event, stream, event) if stream == computing else wait_event(stream, event)
+            )
         try:
             yield
         finally:
             dist.Work.wait = wait  # type: ignore[method-assign]
             functional.wait_tensor = wait_tensor
+            torch.cuda.Stream.wait_event = wait_event  # type: ignore[method-assign]

@@ -53,7 +53,7 @@ class World:
         rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
         chosen = choose_device(device, local)
         has_others = int(os.environ.get("LOCAL_WORLD_SIZE", size)) < size
-        set_gloo_interface_towards(os.environ.get("MASTER_ADDR", ""), has_others)
+        set_network_interface_towards(os.environ.get("MASTER_ADDR", ""), has_others)
         store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=TIMEOUT_S)))
         # torchrun keeps its store over restarts, with the addresses of dead ranks.
         life = f"life-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -147,21 +147,23 @@ def backend_for(device: torch.device) -> str:
 
 
 GLOO_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"  # torch's; a value set by the user stays
+NCCL_INTERFACE_VARIABLE = "NCCL_SOCKET_IFNAME"  # "=eth0": that one alone; "eth0" would be all that begin so
 
 
-def set_gloo_interface(address: str) -> None:
+def set_network_interface(address: str) -> None:
     """Let groups that this process forms from now on use the interface with `address`, if there is one."""
     for name, addresses in psutil.net_if_addrs().items():
         if address in (each.address.partition("%")[0] for each in addresses):
             os.environ.setdefault(GLOO_INTERFACE_VARIABLE, name)
+            os.environ.setdefault(NCCL_INTERFACE_VARIABLE, f"={name}")
             return
 
 
-def set_gloo_interface_towards(first_host: str, has_others: bool) -> None:
+def set_network_interface_towards(first_host: str, has_others: bool) -> None:
     """The same for the address that leads to `first_host`, if ranks are on other hosts: on the first host itself, whose
     own name leads to loopback, the outgoing address."""
     address = find_local_address(first_host)
     if address is not None and has_others and is_loopback(address):
         address = find_local_address(EXTERNAL_PROBE_HOST)
     if address is not None:
-        set_gloo_interface(address)
+        set_network_interface(address)

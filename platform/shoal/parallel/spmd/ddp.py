@@ -8,7 +8,6 @@ training changes must be, see `batch_norm` and `buffer_consistency`. Called by `
 from __future__ import annotations
 
 import inspect
-import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.errors import PlanError
+from shoal.parallel.comm.collective_timer import make_waits
 from shoal.parallel.comm.world import World
 from shoal.parallel.layers.batch_norm import globalise_batch_norm
 from shoal.parallel.layers.compile import compile_module
@@ -56,8 +56,8 @@ class DdpModel(SpmdModel):
         order = [] if has_own_step else _find_gradient_order(model, learnable, few)
         super().__init__(model, learnable, spec, world, seed, group)
         self._may_skip = spec.dynamic or not all(world.gather(len(set(order)) == len(self._trainable)))
-        self._waited_s = 0.0 if world.device.type == "cpu" else float("nan")  # on CUDA a stream waits, not this process
-        self._complete_s: float | None = None
+        self._waits = make_waits(world.device)
+        self._complete: Any = None
         self._flat_gradients: FlatGradients | None = None
         if self._shm_all_reduce or has_own_step:  # such a step may call parts of the model, past a DDP around it
             self._flat_gradients = FlatGradients(self._trainable, self._shm_all_reduce or GroupSum(group))
@@ -76,7 +76,7 @@ class DdpModel(SpmdModel):
         )
         if spec.compile:
             compile_module(self._ddp)
-        if world.device.type == "cpu" and order:
+        if order:
             order[-1].register_post_accumulate_grad_hook(self._on_last_gradient)
 
     def _exchange_gradients(self) -> None:
@@ -89,19 +89,20 @@ class DdpModel(SpmdModel):
 
     def _on_last_gradient(self, parameter: Tensor) -> None:
         """Nothing is left to compute: the rest of backward is waiting for the other ranks."""
-        self._complete_s = time.perf_counter()
+        self._complete = self._waits.begin()
 
     def _backward(self, loss: Tensor) -> None:
-        self._complete_s = None
+        self._complete = None
         super()._backward(loss)
-        self._waited_s += time.perf_counter() - (self._complete_s or time.perf_counter())
+        if self._complete is not None:
+            self._waits.end(self._complete)
 
     def _gradient_sync_context(self, last: bool) -> AbstractContextManager[object]:
         return nullcontext() if last or self._flat_gradients is not None else self._ddp.no_sync()
 
     @property
     def communication_s(self) -> float:
-        return self._waited_s + (self._ranks.waited_s if self._ranks else 0.0)
+        return self._waits.total_s + (self._ranks.waited_s if self._ranks else 0.0)
 
 
 def _broadcast_weights(model: nn.Module, group: dist.ProcessGroup) -> None:

@@ -27,7 +27,7 @@ from shoal.cpu_count import count_usable_cores
 from shoal.errors import RankLost, ShoalError, TrainError, summarize_error
 from shoal.gc_freeze import freeze_loaded_objects
 from shoal.parallel import World
-from shoal.parallel.comm.world import CUDA_BACKEND, TIMEOUT_S, set_gloo_interface
+from shoal.parallel.comm.world import CUDA_BACKEND, TIMEOUT_S, set_network_interface
 from shoal.ray_call import call_or_none
 from shoal.runs.ray_event_channel import CALL_TIMEOUT_S, Message, RayLog, start_mailbox
 from shoal.train.reporting.event_log import EventLog, NullLog
@@ -48,7 +48,7 @@ class WorkerSetup:
 
 def _use_ray_interface() -> None:
     """In a worker: use the network interface by which Ray reaches its host."""
-    set_gloo_interface(ray.util.get_node_ip_address())
+    set_network_interface(ray.util.get_node_ip_address())
 
 
 class _Backend(_TorchBackend):
