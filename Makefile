@@ -51,11 +51,11 @@ compat: $(CLIENTS)/.ready  ## Run unit, contract and equivalence tests with the 
 GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),$(if $(wildcard $(READY)),$(BIN)/python,python3),$(PYTHON))
 GPU_TESTS = tests/gpu $(shell $(GPU_PYTHON) -c 'import ray' 2>/dev/null && grep -rl --include='test_*.py' 'mark\.gpu' tests --exclude-dir=gpu)
 gpu: export PYTHONPATH := platform$(if $(PYTHONPATH),:$(PYTHONPATH))
-gpu:  ## Test and measure on this machine's GPU, in ten minutes at most: PYTHON=/path/to/python with torch, quick=1
+gpu:  ## Test and measure on this machine's GPU, in ten minutes at most: PYTHON=/path/to/python with torch, QUICK=1
 	@$(GPU_PYTHON) -m benchmarks.gpu --check
 	@status=0; \
 	if test -d tests/gpu; then timeout -k 10 220 $(GPU_PYTHON) -m pytest -q -m gpu $(GPU_TESTS) || status=$$?; fi; \
-	timeout -k 30 $(if $(quick),170,370) $(GPU_PYTHON) -m benchmarks.gpu $(if $(quick),--quick) || status=$$?; \
+	timeout -k 30 $(if $(QUICK),170,370) $(GPU_PYTHON) -m benchmarks.gpu $(if $(QUICK),--quick) || status=$$?; \
 	exit $$status
 
 check: $(READY)  ## Format, lint, types, import contracts

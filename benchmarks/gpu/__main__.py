@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 SECTIONS = {  # seconds of each: in full, and with --quick
-    "ddp": (90.0, 40.0),
+    "ddp": (88.0, 38.0),
     "fsdp": (45.0, 17.0),
     "population": (40.0, 15.0),
     "trees": (30.0, 12.0),
-    "learner": (35.0, 14.0),
+    "learner": (34.0, 12.0),
     "predictor": (60.0, 24.0),
-    "input": (35.0, 14.0),
+    "input": (38.0, 18.0),
     "checkpoint": (25.0, 14.0),
 }
 ROUNDS, QUICK_ROUNDS, TINY_ROUNDS = 15, 4, 1

@@ -73,7 +73,7 @@ def move(batches: Any, device: torch.device) -> Iterator[Any]:
 
 def measure(setting: Setting) -> Iterator[Row]:
     size, width = setting.choose(256, 4), setting.choose(64, 4)
-    data, device = Crops(setting.choose(8192, 32)), setting.device
+    data, device = Crops(setting.choose(2560, 32)), setting.device
     most = max(1, min(6, len(os.sched_getaffinity(0)) // 2 - 1))
     counts = (0, 1) if setting.is_tiny else (0, most)
     for index, workers in enumerate(counts):

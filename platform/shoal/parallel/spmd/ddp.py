@@ -31,9 +31,9 @@ from shoal.parallel.state.module_snapshot import preserve_module
 from shoal.parallel.task_step import get_train_step
 from shoal.random_state import preserve_rng
 
-# Of DistributedDataParallel, whether each forward broadcasts buffers: by its name since torch 2.13, or before.
-_NAMES = inspect.signature(DistributedDataParallel.__init__).parameters
-_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
+_HAS_FORWARD_SYNC = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+# Buffers stay as they are in each forward: an argument by its name since torch 2.13, or before.
+_KEEP_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _HAS_FORWARD_SYNC else "broadcast_buffers": False}
 
 
 class DdpModel(SpmdModel):
@@ -65,14 +65,14 @@ class DdpModel(SpmdModel):
             if spec.compile:
                 compile_module(model)
             return
-        if _SYNC_BUFFERS == "broadcast_buffers":  # such a torch leaves out the first broadcast of buffers too
+        if not _HAS_FORWARD_SYNC:  # such a torch leaves out the first broadcast of buffers too
             _broadcast_weights(model, group)
         self._forward = self._ddp = DistributedDataParallel(
             model,
             process_group=group,
             gradient_as_bucket_view=True,
             find_unused_parameters=self._may_skip,
-            **{_SYNC_BUFFERS: False},
+            **_KEEP_BUFFERS,
         )
         if spec.compile:
             compile_module(self._ddp)
