@@ -17,6 +17,7 @@ from shoal.cluster.ingress import haproxy_config
 from shoal.cluster.ports import find_free_port
 from shoal.serve.controller.admin_api import LOAD_TIMEOUT_S
 from shoal.serve.controller.change_request import MAX_TIMEOUT_S
+from shoal.time_limits import CHANGE_S
 
 ANSWER_S = 60.0
 SERVER_S, LONGER_S = 0.2, 0.4
@@ -95,4 +96,4 @@ def test_a_change_may_take_longer_than_an_answer(hurried_proxy: HaproxyProcess) 
     late = dict.fromkeys(GRPC_OTHERS, grpc.StatusCode.DEADLINE_EXCEEDED)
     answered = dict.fromkeys(GRPC_CHANGES, grpc.StatusCode.UNAVAILABLE)  # it was no answer of gRPC
     assert codes == answered | late
-    assert haproxy_config.CHANGE_TIMEOUT_S > MAX_TIMEOUT_S >= LOAD_TIMEOUT_S
+    assert CHANGE_S > MAX_TIMEOUT_S >= LOAD_TIMEOUT_S

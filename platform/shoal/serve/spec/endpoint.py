@@ -21,6 +21,7 @@ from shoal.network_address import is_loopback
 from shoal.serve.spec.api_key import ApiKey, require_distinct_keys, require_usable_secret
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.trace_destination import TraceDestination
+from shoal.time_limits import DRAIN_S, HANG_S
 
 
 def _require_countable_gpus(num_gpus: float) -> float:
@@ -109,8 +110,8 @@ class EndpointSpec(Spec):
     torch_threads: int = Field(default=1, ge=1)
     num_cpus: float = Field(default=1.0, ge=0)
     num_gpus: GpuCount | None = None
-    drain_s: float = Field(default=10.0, gt=0)
-    hang_s: float = Field(default=60.0, gt=0)
+    drain_s: float = Field(default=DRAIN_S, gt=0)
+    hang_s: float = Field(default=HANG_S, gt=0)
     max_memory_gib: float | None = Field(default=None, gt=0)
     trace: str = ""
 
