@@ -19,7 +19,12 @@ _HEALTH_CHECK = {
 
 
 def serves_config(
-    folder: Path, port: int, replica_port: int = 0, grpc_port: int = 0, grpc_replica_port: int = 0, fallback_port: int = 0
+    folder: Path,
+    port: int,
+    replica_port: int = 0,
+    grpc_port: int = 0,
+    grpc_replica_port: int = 0,
+    fallback_port: int = 0,
 ) -> str:
     """What Serve writes for an application with one replica; without one, before it is deployed. 0: none.
 

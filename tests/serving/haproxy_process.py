@@ -31,7 +31,9 @@ class HaproxyProcess:
         prepare_ingress(environment)
         self.folder, self.port, self.grpc_port = folder, find_free_port(), find_free_port()
         file = folder / "haproxy.cfg"
-        file.write_text(serves_config(folder, self.port, replica_port, self.grpc_port, grpc_replica_port, fallback_port))
+        file.write_text(
+            serves_config(folder, self.port, replica_port, self.grpc_port, grpc_replica_port, fallback_port)
+        )
         (folder / "server-state").touch()
         wrapper = Path(environment["RAY_SERVE_HAPROXY_BINARY_PATH"])
         edited = folder / "edited"

@@ -1,8 +1,8 @@
 """What answers when no replica can: sections that `haproxy_config` adds to Serve's. Imports the standard library only.
 
 Serve sends the requests of an application without a replica to a proxy of its own, which holds them until a replica has
-started. That suits an application that is *asleep*: it has no replica because it has scaled to zero, and its file lies
-in the folder `asleep` (`serve_environment.hold_while_asleep`). HAProxy holds these requests `HOLD_S` at most. Any other
+started. That suits an application that may scale to zero (its file lies in the folder `asleep`; see
+`serve_environment.hold_while_asleep`): it is *asleep*, and HAProxy holds a request `HOLD_S` at most. Any other
 application without a replica is *dead*: a listener of HAProxy's own answers 503 with Retry-After at once, and requests
 that a dying replica had in hand end there too, unless another replica takes them.
 
@@ -56,12 +56,13 @@ def is_backup(line: str) -> bool:
 
 
 def replace_backup(application: str, lines: list[str], folder: str, errors: str) -> list[str]:
-    """The lines of an application's back end: its last server is the listener, or Serve's proxy while it is asleep."""
+    """The lines of an application's back end: its last server is the listener, or Serve's proxy if it may sleep."""
     backups = [match[1] for line in lines if (match := _BACKUP.fullmatch(line))]
     rest = [line for line in lines if not is_backup(line)]
-    has_replica = any(line.split()[0] == "server" for line in rest)
-    if backups and not has_replica and (Path(errors).parent / "asleep" / application).exists():
-        return [*lines, f"    timeout server {HOLD_S:g}s", f"    errorfile 504 {errors}/503.http"]
+    if backups and (Path(errors).parent / "asleep" / application).exists():
+        has_replica = any(line.split()[0] == "server" for line in rest)
+        limit = [f"    timeout server {HOLD_S:g}s", f"    errorfile 504 {errors}/503.http"]
+        return [*lines, *(() if has_replica else limit)]
     # By Serve's name: it waits until each application has a replica or a server of this name.
     name = backups[0] if backups else "unavailable"
     return [*rest, f"    server {name} unix@{folder}/u.sock no-check backup"]

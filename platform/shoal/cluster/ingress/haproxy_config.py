@@ -278,7 +278,11 @@ def _error_files(folder: str, suffix: str) -> list[str]:
 
 def _section(head: str, lines: list[str], errors: str) -> list[str]:
     if head == "global":
-        own = [f"    tune.http.maxhdr {MAX_HEADERS}", f"    lua-load {errors}/unavailable.lua", *DESCRIPTORS.splitlines()]
+        own = [
+            f"    tune.http.maxhdr {MAX_HEADERS}",
+            f"    lua-load {errors}/unavailable.lua",
+            *DESCRIPTORS.splitlines(),
+        ]
         _require(
             any(_is(line, "stats") and " mode 666 " in line for line in lines),
             "close the admin socket",
@@ -357,4 +361,3 @@ def main(config: str, errors: str) -> None:
         path.write_text(rewrite(path.read_text(), errors))
     except TemplateMismatch as error:
         sys.exit(f"shoal: {error}")
-

@@ -33,7 +33,9 @@ BUFFER_BYTES = 32 * 1024
 BINARY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
 
 # Writes HAProxy's configuration, in an interpreter that has no other path to the package.
-REWRITE = "import sys; sys.path.append({root!r}); from shoal.cluster.ingress.haproxy_config import main; main(*sys.argv[1:])"
+REWRITE = (
+    "import sys; sys.path.append({root!r}); from shoal.cluster.ingress.haproxy_config import main; main(*sys.argv[1:])"
+)
 # Remaining limitation: an answer whose replica is killed between head and body reaches the client truncated; the client
 # detects it by Content-Length.
 WRAPPER = """#!/bin/sh
