@@ -2,9 +2,9 @@
 
     python -m benchmarks.serving.scaled ours|peer FOLDER START ANSWER_S
 
-Its model waits `ANSWER_S` before each answer, and none is made while the file START is there. The peer is Ray Serve with
-its own HAProxy, as shipped; a stream of it is `/stream?NUM`. Says its addresses; `{"do": "scale", "num_replicas": 2}` is
-answered when so many replicas run. Ends when its input closes.
+Its model waits `ANSWER_S` before each answer, and none is made while the file START is there. The peer is Ray Serve
+with its own HAProxy, as shipped; a stream of it is `/stream?NUM`. Says its addresses; answers
+`{"do": "scale", "num_replicas": 2}` when so many replicas run. Ends when its input closes.
 """
 
 from __future__ import annotations

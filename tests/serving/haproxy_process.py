@@ -14,7 +14,8 @@ from shoal_program import logs
 from waiting import wait_for
 
 END_S = 60.0
-UNCHECKED = r"/no-check/!{/timeout check/d; s/ check\b.*//; /check/d}"  # edits: without Serve nobody answers HAProxy's health checks
+# Edits: without Serve nobody answers HAProxy's health checks.
+UNCHECKED = r"/no-check/!{/timeout check/d; s/ check\b.*//; /check/d}"
 
 
 class HaproxyProcess:

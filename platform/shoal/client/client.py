@@ -27,8 +27,8 @@ from shoal.client.retry import EndpointRequest, Reply, RetryPolicy, request_with
 from shoal.client.transport import AsyncTransport, Transport
 from shoal.errors import ConfigError, InferenceError
 from shoal.open_inference.messages import IndexedModel, ModelMetadata, VersionStatistics
-from shoal.time_limits import CLIENT_S
 
+TIMEOUT_S = 75.0  # longer than the ingress waits for an answer: the client hears what became of its request
 NUM_CONNECTIONS = 100
 # A change returns once every replica has it, or with the endpoint's error when that takes longer than this.
 CHANGE_TIMEOUT_S, LOAD_TIMEOUT_S = 120.0, 300.0
@@ -115,7 +115,7 @@ class Client(_ClientBase):
         url: str,
         *,
         token: str = "",
-        timeout_s: float = CLIENT_S,
+        timeout_s: float = TIMEOUT_S,
         num_retries: int = 3,
         retry_lost: bool = False,
         binary: bool = True,
@@ -287,7 +287,7 @@ class AsyncClient(_ClientBase):
         url: str,
         *,
         token: str = "",
-        timeout_s: float = CLIENT_S,
+        timeout_s: float = TIMEOUT_S,
         num_retries: int = 3,
         retry_lost: bool = False,
         binary: bool = True,

@@ -4,9 +4,9 @@ import inspect
 from pathlib import Path
 
 from serve_template import serves_config
-from shoal import time_limits
 from shoal.client import AsyncClient, Client
-from shoal.cluster.ingress import haproxy_config
+from shoal.client.client import TIMEOUT_S
+from shoal.cluster.ingress import haproxy_config, time_limits
 from shoal.cluster.ingress.serve_environment import BINARY_VARIABLE, hold_while_asleep, serve_environment
 from shoal.serve.spec.endpoint import EndpointSpec
 
@@ -17,7 +17,7 @@ def test_each_limit_is_above_those_within_it() -> None:
     limits = time_limits
     # A request that hangs has its 504 before the replica is replaced: it is not sent again, to hang the next one.
     assert limits.HANG_S <= limits.ANSWER_S < limits.DRAIN_S  # a replica that is stopped gives its last answer
-    assert max(limits.ANSWER_S, limits.HOLD_S) < limits.CLIENT_S  # a client hears what became of its request
+    assert max(limits.ANSWER_S, limits.HOLD_S) < TIMEOUT_S  # a client hears what became of its request
     # A request that was sent again each time after the longest wait is answered before its replica's port is another's.
     assert (1 + limits.NUM_RETRIES) * limits.ANSWER_S < limits.PORT_QUARANTINE_S
     longest = (limits.STREAM_SILENCE_S, limits.CHANGE_S, limits.DRAIN_S, limits.PORT_QUARANTINE_S)
@@ -28,7 +28,7 @@ def test_the_limits_are_those_that_hold(tmp_path: Path) -> None:
     spec = EndpointSpec(name="one")
     assert (spec.hang_s, spec.drain_s) == (time_limits.HANG_S, time_limits.DRAIN_S)
     for client in (Client, AsyncClient):
-        assert inspect.signature(client).parameters["timeout_s"].default == time_limits.CLIENT_S
+        assert inspect.signature(client).parameters["timeout_s"].default == TIMEOUT_S
     variables = serve_environment(Path("s"))
     expected = {
         "HAPROXY_TIMEOUT_SERVER": time_limits.ANSWER_S,
@@ -49,17 +49,17 @@ def backend(folder: Path, replica_port: int) -> list[str]:
 
 
 def test_who_answers_without_a_replica(tmp_path: Path) -> None:
-    """By Serve's name, for which it waits when an application starts."""
+    """HAProxy uses the first backup; Serve waits for its own to be up."""
     environment = {BINARY_VARIABLE: str(tmp_path / "haproxy")}
-    dead = f"server serve unix@{tmp_path}/u.sock no-check backup"
-    asleep = "server serve 127.0.0.1:9 check backup"
+    asleep = ["server serve 127.0.0.1:9 check backup"]
+    dead = [f"server unavailable unix@{tmp_path}/u.sock no-check backup", *asleep]
     limits = [f"timeout server {time_limits.HOLD_S:g}s", f"errorfile 504 {tmp_path}/errors/503.http"]
     for is_held, last in ((True, asleep), (True, asleep), (False, dead), (False, dead)):
         hold_while_asleep(environment, "app", is_held)
         without, with_replica = backend(tmp_path, 0), backend(tmp_path, 1)
-        assert [line for line in without if line.startswith("server ")] == [last]
-        assert [line for line in with_replica if line.startswith("server ")][1:] == [last]
+        assert [line for line in without if line.startswith("server ")] == last
+        assert [line for line in with_replica if line.startswith("server ")][1:] == last
         assert (without[-2:] == limits) == is_held
         assert not set(limits) & set(with_replica)
     hold_while_asleep(environment, "another", True)
-    assert dead in backend(tmp_path, 0)
+    assert dead[0] in backend(tmp_path, 0)

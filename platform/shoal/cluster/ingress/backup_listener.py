@@ -3,8 +3,8 @@
 Serve sends the requests of an application without a replica to a proxy of its own, which holds them until a replica has
 started. That suits an application that may scale to zero (its file lies in the folder `asleep`; see
 `serve_environment.hold_while_asleep`): it is *asleep*, and HAProxy holds a request `HOLD_S` at most. Any other
-application without a replica is *dead*: a listener of HAProxy's own answers 503 with Retry-After at once, and requests
-that a dying replica had in hand end there too, unless another replica takes them.
+application without a replica is *dead*: a listener of HAProxy's own, before Serve's proxy, answers 503 with Retry-After
+at once, and requests that a dying replica had in hand end there too, unless another replica takes them.
 
 HAProxy closes a client's connection without an answer if a request fails that was not the first on it. So no request
 may fail at the last attempt. One that is complete in a buffer (`tune.bufsize`) is sent again, and the listener is
@@ -18,7 +18,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from shoal.time_limits import CHANGE_S, HOLD_S
+from shoal.cluster.ingress.time_limits import CHANGE_S, HOLD_S
 
 # Connections: more wait. A front never takes those that the second pass and the listener need to answer it. HAProxy
 # starts only where it may have 2.6 descriptors for each: 15,300 of them.
@@ -39,7 +39,7 @@ core.register_service("unavailable", "http", function(applet)
 end)
 """
 _ADMIN_SOCKET = re.compile(r" *stats socket (\S+)/\S+ .*")
-_BACKUP = re.compile(r" *server (\S+) \S+ check backup")
+_BACKUP = re.compile(r" *server \S+ \S+ check backup")
 
 Sections = list[tuple[str, list[str]]]
 
@@ -55,17 +55,17 @@ def is_backup(line: str) -> bool:
     return _BACKUP.fullmatch(line) is not None
 
 
-def replace_backup(application: str, lines: list[str], folder: str, errors: str) -> list[str]:
-    """The lines of an application's back end: its last server is the listener, or Serve's proxy if it may sleep."""
-    backups = [match[1] for line in lines if (match := _BACKUP.fullmatch(line))]
+def add_backup(application: str, lines: list[str], folder: str, errors: str) -> list[str]:
+    """The lines of an application's back end, with the listener before Serve's proxy; without it, if it may sleep."""
+    backups = [line for line in lines if is_backup(line)]
     rest = [line for line in lines if not is_backup(line)]
     if backups and (Path(errors).parent / "asleep" / application).exists():
         has_replica = any(line.split()[0] == "server" for line in rest)
         limit = [f"    timeout server {HOLD_S:g}s", f"    errorfile 504 {errors}/503.http"]
         return [*lines, *(() if has_replica else limit)]
-    # By Serve's name: it waits until each application has a replica or a server of this name.
-    name = backups[0] if backups else "unavailable"
-    return [*rest, f"    server {name} unix@{folder}/u.sock no-check backup"]
+    # HAProxy uses the first backup that is up. Serve's stays, since Serve waits until each application has a replica or
+    # this one up.
+    return [*rest, f"    server unavailable unix@{folder}/u.sock no-check backup", *backups]
 
 
 def select_second_pass(front: list[str], changes: str) -> list[str]:

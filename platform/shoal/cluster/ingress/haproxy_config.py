@@ -7,8 +7,9 @@ Serve has no settings for these changes:
 - A client has `REQUEST_TIMEOUT_S` for the head of a request and the first `tune.bufsize` of its body. HAProxy then
   passes the request on (and can retry it on another replica if it is complete). A gRPC call is passed on at once.
 - Errors of HAProxy or Serve have the protocol's body: `{"error": ...}`, or a status in gRPC's trailers. A missing
-  application is 503: it is starting or stopping. So is one without a replica (`backup_listener`). The exception is a head that HAProxy cannot read, or that is late:
-  2.8 answers it with HTML of its own, which no setting changes (its issue 3032).
+  application is 503: it is starting or stopping. So is one without a replica (`backup_listener`). The exception is a
+  head that HAProxy cannot read, or that is late: 2.8 answers it with HTML of its own, which no setting changes (its
+  issue 3032).
 - Connections to replicas are kept alive, however many clients there are.
 - A replica that answers health checks slowly under load stays.
 - A change of the endpoint is sent to one replica only, without retries (it may have applied the change before it died),
@@ -31,7 +32,7 @@ import sys
 from pathlib import Path
 
 from shoal.cluster.ingress import backup_listener
-from shoal.time_limits import CHANGE_S, STREAM_SILENCE_S
+from shoal.cluster.ingress.time_limits import CHANGE_S, STREAM_SILENCE_S
 
 REQUEST_TIMEOUT_S = 10
 # Health checks queue behind requests in a replica. A replica that takes over the load of a dead one needs a second or
@@ -192,7 +193,7 @@ def rewrite(config: str, errors: str) -> str:
     sections += _http1_backends(sections)
     for number, (head, lines) in enumerate(sections):
         if (application := head.removeprefix("backend http-")) != head:
-            sections[number] = (head, backup_listener.replace_backup(application, lines, folder, errors))
+            sections[number] = (head, backup_listener.add_backup(application, lines, folder, errors))
     sections += backup_listener.build_sections(front, folder, ONCE)
     written: list[str] = []
     for head, lines in sections:

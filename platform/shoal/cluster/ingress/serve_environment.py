@@ -17,8 +17,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from shoal import time_limits
-from shoal.cluster.ingress import backup_listener, haproxy_config
+from shoal.cluster.ingress import backup_listener, haproxy_config, time_limits
 from shoal.cluster.ports import find_free_port
 from shoal.errors import ClusterError, ConfigError
 
@@ -128,13 +127,13 @@ def prepare_ingress(environment: Mapping[str, str]) -> None:
     draft.replace(wrapper)
 
 
-def hold_while_asleep(environment: Mapping[str, str], application: str, is_held: bool) -> None:
+def hold_while_asleep(environment: Mapping[str, str], application: str, is_on: bool) -> None:
     """Let requests of an application without a replica wait for one (`backup_listener`), or be refused. On the head.
 
     Takes effect when the application's replicas change next. Idempotent.
     """
     mark = Path(environment[BINARY_VARIABLE]).parent / "asleep" / application
-    if is_held:
+    if is_on:
         mark.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         mark.touch()
     else:

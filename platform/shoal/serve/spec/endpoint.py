@@ -16,12 +16,12 @@ from pydantic import (
     model_validator,
 )
 
+from shoal.cluster.ingress.time_limits import DRAIN_S, HANG_S
 from shoal.config import Spec, merge
 from shoal.network_address import is_loopback
 from shoal.serve.spec.api_key import ApiKey, require_distinct_keys, require_usable_secret
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.trace_destination import TraceDestination
-from shoal.time_limits import DRAIN_S, HANG_S
 
 
 def _require_countable_gpus(num_gpus: float) -> float:

@@ -1,7 +1,7 @@
 """How long each part of an endpoint waits, in one place: each part outlasts the one that it waits for.
 
-`tests/unit/serve/test_time_limits.py` checks the order. Imports nothing: the clients and the program that writes
-HAProxy's configuration read it, too.
+`tests/unit/serve/test_time_limits.py` checks the order, with that of the client (`shoal.client`). Imports nothing: the
+program that writes HAProxy's configuration reads it, too.
 """
 
 # A forward that takes longer hangs: its replica is replaced. The default of `EndpointSpec.hang_s`.
@@ -19,13 +19,11 @@ STREAM_SILENCE_S = 600.0
 CHANGE_S = 3800.0
 # A replica that is stopped finishes its requests. The default of `EndpointSpec.drain_s`.
 DRAIN_S = 70.0
-# `shoal.Client`, with its retries: it hears what became of a request.
-CLIENT_S = 75.0
 # A request is sent again so often when replicas die.
 NUM_RETRIES = 3
 # The port of a replica that has ended is not given to another: a displaced HAProxy may still send a request again.
 PORT_QUARANTINE_S = 300.0
-# Every change of the replicas displaces HAProxy's process by a new one, and the displaced one ends with its last answer.
-# All answers end by the limits above, and a stream may take as long as it speaks, so this is no limit but the most that
-# HAProxy can count (23 days).
+# Every change of the replicas displaces HAProxy's process by a new one, and the displaced one ends with its last
+# answer. All answers end by the limits above, and a stream may take as long as it speaks: so this is no limit, but
+# about the most that HAProxy can count (23 days).
 HARD_STOP_S = 2_000_000.0
