@@ -6,6 +6,7 @@ of a registry that has three versions. Both are `torch.nn.Linear` with zero weig
 number of every answer must equal the version that the answer names.
 """
 
+import functools
 import http.client
 import json
 import os
@@ -261,6 +262,8 @@ class _Served:
     """The endpoint and what it follows. Public methods are the commands."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
+        from ray import serve
+
         from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
         from shoal.serve.on_ray.deployment import deploy
         from shoal.serve.spec.endpoint import EndpointSpec
@@ -281,6 +284,8 @@ class _Served:
             EndpointModel("linear", LiveModel(factory, signature, self._source)),
             model_from_ref("steps@champion"),
         ]
+        if "max_replicas" not in spec:
+            serve.run = functools.partial(serve.run, external_scaler_enabled=True)  # for `scale`
         self.endpoint = deploy(EndpointSpec.parse({"name": "linear", "num_cpus": 0.1, **spec}), models)
 
     def publish(self, version: int) -> float:
@@ -290,6 +295,21 @@ class _Served:
 
     def stats(self) -> object:
         return self.endpoint.stats()
+
+    def scale(self, num_replicas: int) -> None:
+        """Ask Serve for so many replicas; returns at once."""
+        import ray
+        from ray.serve._private.common import DeploymentID
+        from ray.serve.context import _get_global_client
+
+        controller = _get_global_client()._controller
+        deployment = DeploymentID(name="replica", app_name=self.endpoint.name)
+        ray.get(controller.update_deployment_replicas.remote(deployment, num_replicas))
+
+    def hold_while_asleep(self, is_on: bool) -> None:
+        from shoal.cluster.ingress.serve_environment import hold_while_asleep
+
+        hold_while_asleep(os.environ, self.endpoint.name, is_on)
 
     def status(self) -> object:
         return self.endpoint.status()

@@ -19,14 +19,22 @@ _HEALTH_CHECK = {
 
 
 def serves_config(
-    folder: Path, port: int, replica_port: int = 0, grpc_port: int = 0, grpc_replica_port: int = 0
+    folder: Path,
+    port: int,
+    replica_port: int = 0,
+    grpc_port: int = 0,
+    grpc_replica_port: int = 0,
+    fallback_port: int = 0,
 ) -> str:
-    """What Serve writes for an application with one replica; without one, before it is deployed. 0: none."""
+    """What Serve writes for an application with one replica; without one, before it is deployed. 0: none.
+
+    fallback_port: of Serve's own proxy; with it the application is there without a replica, too
+    """
     templates = runpy.run_path(str(distribution("ray").locate_file(_TEMPLATES)))
     environment = jinja2.Environment()
     environment.filters["haproxy_fmt"] = repr
     config = _config(folder, port, grpc_port)
-    backends = [_backend("http-app", replica_port)] if replica_port else []
+    backends = [_backend("http-app", replica_port, fallback_port)] if replica_port or fallback_port else []
     grpc_backends = [_backend("grpc-app", grpc_replica_port)] if grpc_replica_port else []
     route_info = SimpleNamespace(
         healthy=True, status=200, health_message="success", routes_message="{}", routes_content_type="application/json"
@@ -64,7 +72,7 @@ def _config(folder: Path, port: int, grpc_port: int) -> SimpleNamespace:
         stats_uri="/stats",
         metrics_port=9101,
         metrics_uri="/metrics",
-        maxconn=1000,
+        maxconn=5888,
         nbthread=1,
         bufsize=32768,
         h2_max_frame_size=16384,
@@ -93,14 +101,14 @@ def _config(folder: Path, port: int, grpc_port: int) -> SimpleNamespace:
     )
 
 
-def _backend(name: str, port: int) -> SimpleNamespace:
+def _backend(name: str, port: int, fallback_port: int = 0) -> SimpleNamespace:
     timeouts = ("connect", "server", "client", "http_request", "queue", "http_keep_alive", "tunnel")
     return SimpleNamespace(
         name=name,
         app_name="app",
         path_prefix="/",
-        servers=[SimpleNamespace(name="replica", host="127.0.0.1", port=port)],
-        fallback_server=None,
+        servers=[SimpleNamespace(name="replica", host="127.0.0.1", port=port)] if port else [],
+        fallback_server=SimpleNamespace(name="serve", host="127.0.0.1", port=fallback_port) if fallback_port else None,
         ingress_request_router_servers=[],
         **{f"timeout_{each}_s": None for each in timeouts},
     )

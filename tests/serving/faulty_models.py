@@ -33,9 +33,10 @@ SIGNATURE = Signature(
 class Faulty(nn.Module):
     """x [B, 2] to y [B, 1]."""
 
-    def __init__(self, hold: str = "") -> None:
+    def __init__(self, hold: str = "", start: str = "") -> None:
         super().__init__()
         self.hold = hold
+        _wait_while_there(start)
         self.weight = nn.Parameter(torch.zeros(1))
         self._kept: list[torch.Tensor] = []
 
@@ -44,15 +45,19 @@ class Faulty(nn.Module):
         if RAISE in faults:
             raise RuntimeError("on purpose")
         if HANG in faults:
-            ends_s = time.monotonic() + LONGEST_HANG_S
-            while os.path.exists(self.hold) and time.monotonic() < ends_s:
-                time.sleep(0.01)
+            _wait_while_there(self.hold)
         if LEAK in faults:
             self._kept.append(torch.ones(LEAK_BYTES // 4))
         y = x[:, 1:] + self.weight
         if NAN in faults:
             return y * torch.where(x[:, :1] == NAN, torch.nan, 1.0)
         return torch.cat([y, y], 1) if SHAPE in faults else y
+
+
+def _wait_while_there(file: str) -> None:
+    ends_s = time.monotonic() + LONGEST_HANG_S
+    while os.path.exists(file) and time.monotonic() < ends_s:
+        time.sleep(0.01)
 
 
 class Moody(nn.Module):
@@ -83,9 +88,9 @@ def moody(version: int, mood: float = 0.0) -> WeightSnapshot:
     return WeightSnapshot.of(version, {"weight": weight, "mood": moods})
 
 
-def factory(hold: str = "") -> ModelFactory:
-    """`hold` is the file as long as which a hanging forward hangs."""
-    return ModelFactory(factory="serving.faulty_models:Faulty", kwargs={"hold": hold})
+def factory(hold: str = "", start: str = "") -> ModelFactory:
+    """`hold` is the file as long as which a hanging forward hangs; `start`, the one as long as which none is made."""
+    return ModelFactory(factory="serving.faulty_models:Faulty", kwargs={"hold": hold, "start": start})
 
 
 def weights(version: int) -> WeightSnapshot:

@@ -14,21 +14,27 @@ from shoal_program import logs
 from waiting import wait_for
 
 END_S = 60.0
-UNCHECKED = r"/timeout check/d; s/ check\b.*//; /check/d"  # edits: without Serve nobody answers HAProxy's health checks
+# Edits: without Serve nobody answers HAProxy's health checks.
+UNCHECKED = r"/no-check/!{/timeout check/d; s/ check\b.*//; /check/d}"
 
 
 class HaproxyProcess:
     """`port`, `grpc_port`: before the replica's HTTP and gRPC (0: none). `edits`: a sed script for its configuration.
 
     folder: with a short name, since unix sockets lie in it
+    fallback_port: of Serve's own proxy
     """
 
-    def __init__(self, folder: Path, replica_port: int, grpc_replica_port: int, edits: str = "") -> None:
+    def __init__(
+        self, folder: Path, replica_port: int, grpc_replica_port: int, edits: str = "", fallback_port: int = 0
+    ) -> None:
         environment = serve_environment(folder)
         prepare_ingress(environment)
         self.folder, self.port, self.grpc_port = folder, find_free_port(), find_free_port()
         file = folder / "haproxy.cfg"
-        file.write_text(serves_config(folder, self.port, replica_port, self.grpc_port, grpc_replica_port))
+        file.write_text(
+            serves_config(folder, self.port, replica_port, self.grpc_port, grpc_replica_port, fallback_port)
+        )
         (folder / "server-state").touch()
         wrapper = Path(environment["RAY_SERVE_HAPROXY_BINARY_PATH"])
         edited = folder / "edited"

@@ -13,7 +13,8 @@ import pytest
 
 from serving.fake_replica import FakeReplica
 from serving.haproxy_process import UNCHECKED, HaproxyProcess
-from shoal.cluster.ingress import haproxy_config
+from shoal.cluster.ingress.serve_environment import hold_while_asleep, serve_environment
+from shoal.cluster.ingress.time_limits import CHANGE_S
 from shoal.cluster.ports import find_free_port
 from shoal.serve.controller.admin_api import LOAD_TIMEOUT_S
 from shoal.serve.controller.change_request import MAX_TIMEOUT_S
@@ -95,4 +96,29 @@ def test_a_change_may_take_longer_than_an_answer(hurried_proxy: HaproxyProcess) 
     late = dict.fromkeys(GRPC_OTHERS, grpc.StatusCode.DEADLINE_EXCEEDED)
     answered = dict.fromkeys(GRPC_CHANGES, grpc.StatusCode.UNAVAILABLE)  # it was no answer of gRPC
     assert codes == answered | late
-    assert haproxy_config.CHANGE_TIMEOUT_S > MAX_TIMEOUT_S >= LOAD_TIMEOUT_S
+    assert CHANGE_S > MAX_TIMEOUT_S >= LOAD_TIMEOUT_S
+
+
+@pytest.mark.parametrize("size_bytes", [1_000, 1_000_000])
+@pytest.mark.parametrize("path", ["/v2/models/m/infer", CHANGES[0]])
+def test_what_fails_on_a_kept_connection_has_a_status(proxy: HaproxyProcess, path: str, size_bytes: int) -> None:
+    """HAProxy by itself closes it, for the client to try again."""
+    with closing(HTTPConnection("127.0.0.1", proxy.port, timeout=ANSWER_S)) as connection:
+        for failing in (False, True, True):
+            connection.request("POST", f"{path}?/hang-up" if failing else "/echo", bytes(size_bytes))
+            answer = connection.getresponse()
+            answer.read()
+            expected = (503, "1") if failing else (200, None)
+            assert (answer.status, answer.headers["retry-after"]) == expected
+
+
+def test_asleep_a_request_is_held_for_a_time(replica: FakeReplica) -> None:
+    """By Serve's own proxy, whose place the fake one takes here."""
+    with tempfile.TemporaryDirectory(prefix="x.") as folder:
+        environment = serve_environment(Path(folder))
+        hold_while_asleep(environment, "app", is_on=True)
+        edits = f"{UNCHECKED}; s/server 60s/server {SERVER_S * 1000:.0f}ms/"
+        with HaproxyProcess(Path(folder), 0, 0, edits, fallback_port=replica.port) as proxy:
+            assert post(proxy, "/echo").status == 200
+            answer = post(proxy, "/silent")
+            assert (answer.status, answer.headers["retry-after"]) == (503, "1")

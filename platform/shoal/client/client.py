@@ -28,7 +28,7 @@ from shoal.client.transport import AsyncTransport, Transport
 from shoal.errors import ConfigError, InferenceError
 from shoal.open_inference.messages import IndexedModel, ModelMetadata, VersionStatistics
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 75.0  # longer than the ingress waits for an answer: the client hears what became of its request
 NUM_CONNECTIONS = 100
 # A change returns once every replica has it, or with the endpoint's error when that takes longer than this.
 CHANGE_TIMEOUT_S, LOAD_TIMEOUT_S = 120.0, 300.0

@@ -1,14 +1,15 @@
 """Rewrites Ray Serve's HAProxy configuration for use by clients, each time HAProxy starts.
 
-The wrapper of `serve_environment` runs it as a program, in an interpreter without packages: it imports the standard
-library only. Serve has no settings for these changes:
+The wrapper of `serve_environment` runs it in an interpreter without packages: it imports the standard library only.
+Serve has no settings for these changes:
 
 - HAProxy's statistics and metrics listen nowhere (Serve reads them through a unix socket, private to its user).
 - A client has `REQUEST_TIMEOUT_S` for the head of a request and the first `tune.bufsize` of its body. HAProxy then
   passes the request on (and can retry it on another replica if it is complete). A gRPC call is passed on at once.
 - Errors of HAProxy or Serve have the protocol's body: `{"error": ...}`, or a status in gRPC's trailers. A missing
-  application is 503: it is starting or stopping. The exception is a head that HAProxy cannot read, or that is late:
-  2.8 answers it with HTML of its own, which no setting changes (its issue 3032).
+  application is 503: it is starting or stopping. So is one without a replica (`backup_listener`). The exception is a
+  head that HAProxy cannot read, or that is late: 2.8 answers it with HTML of its own, which no setting changes (its
+  issue 3032).
 - Connections to replicas are kept alive, however many clients there are.
 - A replica that answers health checks slowly under load stays.
 - A change of the endpoint is sent to one replica only, without retries (it may have applied the change before it died),
@@ -30,12 +31,13 @@ import re
 import sys
 from pathlib import Path
 
+from shoal.cluster.ingress import backup_listener
+from shoal.cluster.ingress.time_limits import CHANGE_S, STREAM_SILENCE_S
+
 REQUEST_TIMEOUT_S = 10
-CHANGE_TIMEOUT_S = 3800  # more than a change may ask for, so that the endpoint reports the timeout
 # Health checks queue behind requests in a replica. A replica that takes over the load of a dead one needs a second or
 # more. If it counted as dead too, all load would go to Serve's own proxy, which is far slower and needs it as well.
 CHECK_TIMEOUT_S = 10
-STREAM_TIMEOUT_S = 600  # the longest silence of a gRPC stream; other answers keep Serve's timeout
 MAX_HEADERS = 4096  # no more fit into a buffer
 # Keep connections to replicas as long as HAProxy has any descriptors, which suffice for one per client connection. The
 # default of 25% is reached by a third of the allowed clients when all send at once: from then on each request opens a
@@ -101,7 +103,7 @@ SERVICE = "/inference.GRPCInferenceService/"
 # An endpoint that does not have the root has its name before its paths.
 CHANGES = f"^(/[^/]+)?(/shoal/v1/rollout|/v2/repository/models/|{SERVICE}RepositoryModel)"
 ONCE = f"    http-request disable-l7-retry if {{ path -m reg {CHANGES} }}"
-PATIENT = f"    http-request set-timeout server {CHANGE_TIMEOUT_S}s if {{ path -m reg {CHANGES} }}"
+PATIENT = f"    http-request set-timeout server {CHANGE_S:g}s if {{ path -m reg {CHANGES} }}"
 STEERING = """\
     http-request del-header x-request-timeout-seconds
     http-request del-header x-session-id
@@ -120,7 +122,7 @@ FRONTEND = """\
 """
 # HAProxy applies rules in order, so Serve's own, which follow, never see the requests that these have answered.
 GRPC_FRONTEND = f"""\
-    timeout client {STREAM_TIMEOUT_S}s
+    timeout client {STREAM_SILENCE_S:g}s
     option http-no-delay
     errorfiles shoal-grpc
     http-request deny deny_status 501 unless {{ path -m beg {SERVICE} }} !{{ path_sub % }}
@@ -137,7 +139,7 @@ HTTP1 = """\
 # computed is unknown.
 STREAM = f"""\
     option http-no-delay
-    http-request set-timeout server {STREAM_TIMEOUT_S}s
+    http-request set-timeout server {STREAM_SILENCE_S:g}s
     http-request disable-l7-retry
 """
 # Backend -> (condition for its calls, its lines); the first match is taken.
@@ -184,16 +186,26 @@ def rewrite(config: str, errors: str) -> str:
     _check(sections)
     errorfiles = ["http-errors shoal", *_error_files(errors, "http")]
     errorfiles += ["http-errors shoal-grpc", *_error_files(errors, "grpc")]
+    folder = backup_listener.find_socket_folder(sections)
+    _require(folder is not None, "close the admin socket", "there is no admin socket")
+    assert folder is not None
+    front = dict(sections)[FRONTS[0]]
     sections += _http1_backends(sections)
+    for number, (head, lines) in enumerate(sections):
+        if (application := head.removeprefix("backend http-")) != head:
+            sections[number] = (head, backup_listener.add_backup(application, lines, folder, errors))
+    sections += backup_listener.build_sections(front, folder, ONCE)
     written: list[str] = []
     for head, lines in sections:
-        written += [head, *_section(head, lines), *(errorfiles if head == "global" else ())]
+        written += [head, *_section(head, lines, errors), *(errorfiles if head == "global" else ())]
     return "\n".join(written) + "\n"
 
 
 def write_errors(folder: Path) -> None:
     """Write HAProxy's own answers, a file for each code and protocol."""
     folder.mkdir(mode=0o700, exist_ok=True)
+    body = json.dumps({"error": UNAVAILABLE[2]})
+    (folder / "unavailable.lua").write_text(backup_listener.SERVICE.replace("{body}", body))
     for code, (_, _, message) in ERRORS.items():
         (folder / f"{code}.http").write_bytes(_message(code))
         trailers = ["content-type: application/grpc", f"grpc-status: {GRPC_ERRORS.get(code, 2)}"]
@@ -265,9 +277,13 @@ def _error_files(folder: str, suffix: str) -> list[str]:
     return [f"    errorfile {code} {folder}/{code}.{suffix}" for code in ERRORS]
 
 
-def _section(head: str, lines: list[str]) -> list[str]:
+def _section(head: str, lines: list[str], errors: str) -> list[str]:
     if head == "global":
-        own = [f"    tune.http.maxhdr {MAX_HEADERS}", *DESCRIPTORS.splitlines()]
+        own = [
+            f"    tune.http.maxhdr {MAX_HEADERS}",
+            f"    lua-load {errors}/unavailable.lua",
+            *DESCRIPTORS.splitlines(),
+        ]
         _require(
             any(_is(line, "stats") and " mode 666 " in line for line in lines),
             "close the admin socket",
@@ -277,9 +293,11 @@ def _section(head: str, lines: list[str]) -> list[str]:
     if head == "defaults":
         return _defaults(lines)
     if head == "frontend http_frontend":
-        return [*FROM.splitlines(), ONCE, *STEERING.splitlines(), *FRONTEND.splitlines(), *_answers(), *lines]
+        own = [f"    maxconn {backup_listener.MAX_HTTP}", *FROM.splitlines(), ONCE, *STEERING.splitlines()]
+        return [*own, *FRONTEND.splitlines(), *_answers(), *backup_listener.select_second_pass(lines, CHANGES)]
     if head == "frontend grpc_frontend":
-        return [*FROM.splitlines(), ONCE, *STEERING.splitlines(), *GRPC_FRONTEND.splitlines(), *_http1_first(lines)]
+        own = [f"    maxconn {backup_listener.MAX_GRPC}", *FROM.splitlines(), ONCE, *STEERING.splitlines()]
+        return [*own, *GRPC_FRONTEND.splitlines(), *_http1_first(lines)]
     if head == "backend default_backend":
         return ["    http-request deny deny_status 503"]
     if head == "backend default_grpc_backend":
@@ -299,7 +317,7 @@ def _http1_backends(sections: Sections) -> Sections:
             for line in lines:
                 is_known = not _is(line, "server") or _SERVER.fullmatch(line) is not None
                 _require(is_known, "leave Serve's proxy out", f"{line.strip()!r} is not known")
-            replicas = [line for line in lines if not line.endswith(" backup")]
+            replicas = [line for line in lines if not backup_listener.is_backup(line)]
             for way, (_, own) in WAYS.items():
                 found.append((f"backend {way}-{application}", [*own.splitlines(), *replicas]))
     return found
@@ -344,7 +362,3 @@ def main(config: str, errors: str) -> None:
         path.write_text(rewrite(path.read_text(), errors))
     except TemplateMismatch as error:
         sys.exit(f"shoal: {error}")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

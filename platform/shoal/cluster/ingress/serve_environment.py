@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from shoal.cluster.ingress import haproxy_config
+from shoal.cluster.ingress import backup_listener, haproxy_config, time_limits
 from shoal.cluster.ports import find_free_port
 from shoal.errors import ClusterError, ConfigError
 
@@ -26,13 +26,15 @@ NODE_ID_CHARS = 56
 LONGEST_SOCKET = "/a.sock.4194304.tmp"
 MAX_SOCKET_PATH_CHARS = 107  # the kernel's
 
-MAX_CONNECTIONS = 4096
-CLIENT_TIMEOUT_S = 30
 BUFFER_BYTES = 32 * 1024
 
 
 BINARY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
 
+# Writes HAProxy's configuration, in an interpreter that has no other path to the package.
+REWRITE = (
+    "import sys; sys.path.append({root!r}); from shoal.cluster.ingress.haproxy_config import main; main(*sys.argv[1:])"
+)
 # Remaining limitation: an answer whose replica is killed between head and body reaches the client truncated; the client
 # detects it by Content-Length.
 WRAPPER = """#!/bin/sh
@@ -40,7 +42,7 @@ for argument; do
     [ "$previous" = -f ] && config=$argument
     previous=$argument
 done
-[ -z "$config" ] || {python} -I -S {rewrite} "$config" {errors} || exit 1
+[ -z "$config" ] || {python} -I -S -c {rewrite} "$config" {errors} || exit 1
 exec {program} "$@"
 """
 
@@ -75,17 +77,14 @@ def serve_environment(temp_dir: Path) -> dict[str, str]:
         # Otherwise HAProxy sends one log datagram per request, which Python parses. Replicas then count themselves.
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
         # Inference is a pure function of its request: HAProxy retries it on another replica when one dies. (Changes are
-        # not retried: see `haproxy_config`.) When the last attempt fails on a kept-alive connection, HAProxy closes the
-        # client's without an answer: so there must be enough attempts, and one refused connection removes a replica (it
-        # is checked again every 250 ms).
+        # not retried: see `haproxy_config`.) One refused connection removes a replica (it is checked again every
+        # 250 ms), so that the last attempt is another's, or the backup listener's.
         "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
-        "RAY_SERVE_HAPROXY_RETRIES": "3",
+        "RAY_SERVE_HAPROXY_RETRIES": str(time_limits.NUM_RETRIES),
         "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "1",
-        # Then the client gets 504: no request waits for ever for a replica to start. A change has longer.
-        "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": "60",
-        # A client that neither sends nor reads its outstanding bytes is disconnected.
-        "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(CLIENT_TIMEOUT_S),
-        "RAY_SERVE_HAPROXY_MAXCONN": str(MAX_CONNECTIONS),
+        "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": f"{time_limits.ANSWER_S:.0f}",
+        "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": f"{time_limits.CLIENT_SILENCE_S:.0f}",
+        "RAY_SERVE_HAPROXY_MAXCONN": str(backup_listener.MAX_CONNECTIONS),
         # The head of a request must fit into it; the endpoint rejects headers of more than half with 431.
         "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(BUFFER_BYTES),
         "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",
@@ -93,7 +92,8 @@ def serve_environment(temp_dir: Path) -> dict[str, str]:
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
         # Three failed checks replace a dead HAProxy; no request is answered until then, and Serve's 10 s are long.
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
-        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "20",
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": f"{time_limits.HARD_STOP_S:.0f}",
+        "RAY_SERVE_PORT_QUARANTINE_S": f"{time_limits.PORT_QUARANTINE_S:.0f}",
         # How long a replica stays reachable during its removal; HAProxy is updated within 0.1 s and retries.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
         "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
@@ -112,7 +112,7 @@ def prepare_ingress(environment: Mapping[str, str]) -> None:
     errors = wrapper.parent / "errors"
     words = {
         "python": sys.executable,
-        "rewrite": haproxy_config.__file__,
+        "rewrite": REWRITE.format(root=str(Path(haproxy_config.__file__).parents[3])),
         "errors": errors,
         "program": haproxy_program(),
     }
@@ -125,6 +125,19 @@ def prepare_ingress(environment: Mapping[str, str]) -> None:
     draft.write_text(script)
     draft.chmod(0o700)
     draft.replace(wrapper)
+
+
+def hold_while_asleep(environment: Mapping[str, str], application: str, is_on: bool) -> None:
+    """Let requests of an application without a replica wait for one (`backup_listener`), or be refused. On the head.
+
+    Takes effect when the application's replicas change next. Idempotent.
+    """
+    mark = Path(environment[BINARY_VARIABLE]).parent / "asleep" / application
+    if is_on:
+        mark.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mark.touch()
+    else:
+        mark.unlink(missing_ok=True)
 
 
 def haproxy_program() -> str:

@@ -16,6 +16,7 @@ from pydantic import (
     model_validator,
 )
 
+from shoal.cluster.ingress.time_limits import DRAIN_S, HANG_S
 from shoal.config import Spec, merge
 from shoal.network_address import is_loopback
 from shoal.serve.spec.api_key import ApiKey, require_distinct_keys, require_usable_secret
@@ -109,8 +110,8 @@ class EndpointSpec(Spec):
     torch_threads: int = Field(default=1, ge=1)
     num_cpus: float = Field(default=1.0, ge=0)
     num_gpus: GpuCount | None = None
-    drain_s: float = Field(default=10.0, gt=0)
-    hang_s: float = Field(default=60.0, gt=0)
+    drain_s: float = Field(default=DRAIN_S, gt=0)
+    hang_s: float = Field(default=HANG_S, gt=0)
     max_memory_gib: float | None = Field(default=None, gt=0)
     trace: str = ""
 

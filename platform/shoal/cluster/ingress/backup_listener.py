@@ -1,0 +1,99 @@
+"""What answers when no replica can: sections that `haproxy_config` adds to Serve's. Imports the standard library only.
+
+Serve sends the requests of an application without a replica to a proxy of its own, which holds them until a replica has
+started. That suits an application that may scale to zero (its file lies in the folder `asleep`; see
+`serve_environment.hold_while_asleep`): it is *asleep*, and HAProxy holds a request `HOLD_S` at most. Any other
+application without a replica is *dead*: a listener of HAProxy's own, before Serve's proxy, answers 503 with Retry-After
+at once, and requests that a dying replica had in hand end there too, unless another replica takes them.
+
+HAProxy closes a client's connection without an answer if a request fails that was not the first on it. So no request
+may fail at the last attempt. One that is complete in a buffer (`tune.bufsize`) is sent again, and the listener is
+always there to answer it. One that is not sent again (a large body, a change of the endpoint) takes a second pass
+through HAProxy, on a connection of its own: there it is the first, and its failure has a status.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from shoal.cluster.ingress.time_limits import CHANGE_S, HOLD_S
+
+# Connections: more wait. A front never takes those that the second pass and the listener need to answer it. HAProxy
+# starts only where it may have 2.6 descriptors for each: 15,300 of them.
+MAX_HTTP, MAX_GRPC, MAX_SECOND_PASS, MAX_UNAVAILABLE = 4096, 1024, 512, 256
+MAX_CONNECTIONS = MAX_HTTP + MAX_GRPC + MAX_SECOND_PASS + MAX_UNAVAILABLE
+
+# Reads the body to its end first: while a client is sending, an answer and a closed connection reach it as an error.
+SERVICE = """\
+core.register_service("unavailable", "http", function(applet)
+    while #applet:receive(65536) > 0 do end
+    local body = '{body}'
+    applet:set_status(503, "Service Unavailable")
+    applet:add_header("content-type", "application/json")
+    applet:add_header("content-length", #body)
+    applet:add_header("retry-after", "1")
+    applet:start_response()
+    applet:send(body)
+end)
+"""
+_ADMIN_SOCKET = re.compile(r" *stats socket (\S+)/\S+ .*")
+_BACKUP = re.compile(r" *server \S+ \S+ check backup")
+
+Sections = list[tuple[str, list[str]]]
+
+
+def find_socket_folder(sections: Sections) -> str | None:
+    """The folder of HAProxy's unix sockets, private to its user; None when there is no admin socket."""
+    found = [match[1] for line in dict(sections)["global"] if (match := _ADMIN_SOCKET.fullmatch(line))]
+    return found[0] if found else None
+
+
+def is_backup(line: str) -> bool:
+    """Whether a line of a back end is Serve's own proxy."""
+    return _BACKUP.fullmatch(line) is not None
+
+
+def add_backup(application: str, lines: list[str], folder: str, errors: str) -> list[str]:
+    """The lines of an application's back end, with the listener before Serve's proxy; without it, if it may sleep."""
+    backups = [line for line in lines if is_backup(line)]
+    rest = [line for line in lines if not is_backup(line)]
+    if backups and (Path(errors).parent / "asleep" / application).exists():
+        has_replica = any(line.split()[0] == "server" for line in rest)
+        limit = [f"    timeout server {HOLD_S:g}s", f"    errorfile 504 {errors}/503.http"]
+        return [*lines, *(() if has_replica else limit)]
+    # HAProxy uses the first backup that is up. Serve's stays, since Serve waits until each application has a replica or
+    # this one up.
+    return [*rest, f"    server unavailable unix@{folder}/u.sock no-check backup", *backups]
+
+
+def select_second_pass(front: list[str], changes: str) -> list[str]:
+    """The lines of `front`, with rules before those that select an application."""
+    first = next(number for number, line in enumerate(front) if line.split()[0].endswith("_backend"))
+    return [
+        *front[:first],
+        "    http-request set-var(txn.received) req.body_len",
+        "    use_backend shoal_second if { req.body_size,sub(txn.received) gt 0 }",
+        "    use_backend shoal_second if { req.hdr(transfer-encoding) -m found }",
+        f"    use_backend shoal_second if {{ path -m reg {changes} }}",
+        *front[first:],
+    ]
+
+
+def build_sections(front: Sequence[str], folder: str, once: str) -> Sections:
+    """The sections of the listener and of the second pass, which selects an application as `front` does.
+
+    once: the rule that a change is sent once
+    """
+    selections = [line for line in front if re.match(" *(acl is_|use_backend|default_backend)", line)]
+    unavailable = [f"    bind unix@{folder}/u.sock mode 600", f"    maxconn {MAX_UNAVAILABLE}"]
+    unavailable += ["    option httpclose", "    http-request use-service lua.unavailable"]
+    # The time limits are those of the second pass.
+    second = [f"    timeout server {CHANGE_S:g}s", f"    server second unix@{folder}/s.sock"]
+    second_front = [f"    bind unix@{folder}/s.sock mode 600", f"    maxconn {MAX_SECOND_PASS}", "    option httpclose"]
+    return [
+        ("frontend shoal_unavailable", unavailable),
+        ("backend shoal_second", second),
+        ("frontend shoal_second", [*second_front, once, *selections]),
+    ]

@@ -1,0 +1,65 @@
+"""Each part of an endpoint waits longer than the one that it waits for."""
+
+import inspect
+from pathlib import Path
+
+from serve_template import serves_config
+from shoal.client import AsyncClient, Client
+from shoal.client.client import TIMEOUT_S
+from shoal.cluster.ingress import haproxy_config, time_limits
+from shoal.cluster.ingress.serve_environment import BINARY_VARIABLE, hold_while_asleep, serve_environment
+from shoal.serve.spec.endpoint import EndpointSpec
+
+HAPROXYS_MOST_S = (2**31 - 1) / 1000  # it counts milliseconds
+
+
+def test_each_limit_is_above_those_within_it() -> None:
+    limits = time_limits
+    # A request that hangs has its 504 before the replica is replaced: it is not sent again, to hang the next one.
+    assert limits.HANG_S <= limits.ANSWER_S < limits.DRAIN_S  # a replica that is stopped gives its last answer
+    assert max(limits.ANSWER_S, limits.HOLD_S) < TIMEOUT_S  # a client hears what became of its request
+    # A request that was sent again each time after the longest wait is answered before its replica's port is another's.
+    assert (1 + limits.NUM_RETRIES) * limits.ANSWER_S < limits.PORT_QUARANTINE_S
+    longest = (limits.STREAM_SILENCE_S, limits.CHANGE_S, limits.DRAIN_S, limits.PORT_QUARANTINE_S)
+    assert max(longest) < limits.HARD_STOP_S < HAPROXYS_MOST_S
+
+
+def test_the_limits_are_those_that_hold(tmp_path: Path) -> None:
+    spec = EndpointSpec(name="one")
+    assert (spec.hang_s, spec.drain_s) == (time_limits.HANG_S, time_limits.DRAIN_S)
+    for client in (Client, AsyncClient):
+        assert inspect.signature(client).parameters["timeout_s"].default == TIMEOUT_S
+    variables = serve_environment(Path("s"))
+    expected = {
+        "HAPROXY_TIMEOUT_SERVER": time_limits.ANSWER_S,
+        "HAPROXY_TIMEOUT_CLIENT": time_limits.CLIENT_SILENCE_S,
+        "HAPROXY_HARD_STOP_AFTER": time_limits.HARD_STOP_S,
+        "PORT_QUARANTINE": time_limits.PORT_QUARANTINE_S,
+    }
+    assert {name: float(variables[f"RAY_SERVE_{name}_S"]) for name in expected} == expected
+    assert variables["RAY_SERVE_HAPROXY_RETRIES"] == str(time_limits.NUM_RETRIES)
+
+
+def backend(folder: Path, replica_port: int) -> list[str]:
+    """The lines of the application's back end behind a wrapper in `folder`, with Serve's own proxy on port 9."""
+    config = serves_config(folder, 8000, replica_port, fallback_port=9)
+    lines = haproxy_config.rewrite(config, str(folder / "errors")).splitlines()
+    first = lines.index("backend http-app") + 1
+    return [line.strip() for line in lines[first : lines.index("frontend shoal_unavailable")]]
+
+
+def test_who_answers_without_a_replica(tmp_path: Path) -> None:
+    """HAProxy uses the first backup; Serve waits for its own to be up."""
+    environment = {BINARY_VARIABLE: str(tmp_path / "haproxy")}
+    asleep = ["server serve 127.0.0.1:9 check backup"]
+    dead = [f"server unavailable unix@{tmp_path}/u.sock no-check backup", *asleep]
+    limits = [f"timeout server {time_limits.HOLD_S:g}s", f"errorfile 504 {tmp_path}/errors/503.http"]
+    for is_held, last in ((True, asleep), (True, asleep), (False, dead), (False, dead)):
+        hold_while_asleep(environment, "app", is_held)
+        without, with_replica = backend(tmp_path, 0), backend(tmp_path, 1)
+        assert [line for line in without if line.startswith("server ")] == last
+        assert [line for line in with_replica if line.startswith("server ")][1:] == last
+        assert (without[-2:] == limits) == is_held
+        assert not set(limits) & set(with_replica)
+    hold_while_asleep(environment, "another", True)
+    assert dead[0] in backend(tmp_path, 0)
