@@ -18,6 +18,7 @@ import click
 
 import shoal.runs
 from shoal.cli.display.serve_display import format_shares
+from shoal.cli.support.ca_option import ca_option
 from shoal.cli.support.job_output import (
     describe_failure,
     end_on_interrupt,
@@ -112,6 +113,7 @@ def deploy(
 
 @click.command()
 @click.argument("endpoint", required=False, metavar="[NAME]")
+@ca_option
 @click.option("--model", metavar="NAME", help="Only this model of the endpoint; the others stay.")
 @click.option("--address", help="The cluster.  [default: $RAY_ADDRESS, else the one that `shoal up` started]")
 @click.option("--timeout-s", default=60.0, show_default=True, help="How long to wait for pending requests.")

@@ -18,6 +18,7 @@ from shoal.home import load_access_token
 from shoal.serve.controller.config import build_controller_config
 from shoal.serve.on_ray.controller_actor import RayControllerClient
 from shoal.serve.on_ray.deployment import build_application, prepare_ingress_on_head
+from shoal.serve.on_ray.ingress_front import prepare_front
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_source import model_from_ref
 
@@ -46,5 +47,6 @@ def build(args: dict[str, Any]) -> serve.Application:
     models = [model_from_ref(ref) for ref in app.models]
     defaults = {"name": models[0].name, "num_cpus": 0.5}
     spec = EndpointSpec.parse({**defaults, **app.endpoint, "token": SecretStr(load_access_token())})
+    spec = prepare_front(spec)
     setting, live = build_controller_config(spec, models)
     return build_application(spec, live, RayControllerClient(setting))

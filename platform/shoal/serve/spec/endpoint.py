@@ -17,9 +17,9 @@ from pydantic import (
 )
 
 from shoal.config import Spec, merge
-from shoal.network_address import is_loopback
 from shoal.serve.spec.api_key import ApiKey, require_distinct_keys, require_usable_secret
 from shoal.serve.spec.model_options import ModelOptions
+from shoal.serve.spec.reach import LOOPBACK, Reach
 from shoal.serve.spec.trace_destination import TraceDestination
 
 
@@ -67,11 +67,12 @@ def _reject_token(endpoint: EndpointSpec) -> EndpointSpec:
 TOKEN_FROM_ENVIRONMENT = AfterValidator(_reject_token)
 
 
-class EndpointSpec(Spec):
+class EndpointSpec(Reach):
     """Models behind one address.
 
     name:           the endpoint's name: letters, digits, `-`, `_` and `.`
-    host, port:     where the ingress listens; loopback only; 0 is a free port
+    host, tls, ...: see `Reach`
+    port:           where the ingress listens; 0 is a free port
     route_prefix:   before the protocol's paths: "/NAME" where another endpoint has the cluster's root
     grpc_port:      where gRPC listens; None for no gRPC, 0 for a free port
     num_replicas:   processes, each with every model
@@ -94,7 +95,6 @@ class EndpointSpec(Spec):
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=120)
-    host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65535)
     route_prefix: str = Field(default="", pattern=r"^(/[A-Za-z0-9][A-Za-z0-9._-]*)?$")
     grpc_port: int | None = Field(default=None, ge=0, le=65535)
@@ -133,20 +133,6 @@ class EndpointSpec(Spec):
         these too."""
         mode = "json" if info.mode == "json" else "python"
         return {name: each.model_dump(mode=mode, exclude_unset=True) for name, each in models.items()}
-
-    @field_validator("host")
-    @classmethod
-    def _loopback(cls, host: str) -> str:
-        if not is_loopback(host):
-            raise ValueError("an endpoint speaks plain HTTP and listens on loopback; put encryption in front of it")
-        return host
-
-    @field_validator("host")
-    @classmethod
-    def _in_four_numbers(cls, host: str) -> str:
-        if ":" in host:
-            raise ValueError("an endpoint listens on an address of IPv4, such as 127.0.0.1")
-        return host
 
     @field_validator("token")
     @classmethod
@@ -192,9 +178,21 @@ class EndpointSpec(Spec):
         return self.max_replicas or self.num_replicas
 
     @property
+    def public_host(self) -> str:
+        """The host in the endpoint's addresses, for IPv6 with brackets."""
+        host = (self.tls.name if self.tls is not None else "") or LOOPBACK.get(self.host, self.host)
+        return f"[{host}]" if ":" in host else host
+
+    @property
+    def url(self) -> str:
+        """The root of the protocol."""
+        scheme = "http" if self.tls is None else "https"
+        return f"{scheme}://{self.public_host}:{self.port}{self.route_prefix}"
+
+    @property
     def grpc_address(self) -> str:
         """host:port of gRPC; "" without gRPC, or before a free port is chosen."""
-        return f"{self.host}:{self.grpc_port}" if self.grpc_port else ""
+        return f"{self.public_host}:{self.grpc_port}" if self.grpc_port else ""
 
     @property
     def is_autoscaled(self) -> bool:
