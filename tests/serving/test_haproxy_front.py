@@ -22,10 +22,11 @@ import pytest
 from certificates import Authority
 from serving.fake_replica import FakeReplica
 from serving.haproxy_process import UNCHECKED, HaproxyProcess
+from shoal.client import Client
 from shoal.cluster.ingress.front import CertificateFiles, Front
 from shoal.cluster.ingress.tls import CertificateWatch, install_certificate, read_certificate
 from shoal.cluster.ports import find_free_port
-from shoal.errors import ClusterError
+from shoal.errors import ClusterError, ConfigError
 from waiting import wait_for
 
 ANSWER_S = 60.0
@@ -116,6 +117,28 @@ def test_the_protocol_is_chosen_by_alpn_and_grpc_is_encrypted(replica: FakeRepli
             with pytest.raises(grpc.RpcError) as caught:
                 call(b"", timeout=ANSWER_S)
             assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED  # HAProxy's own answer
+
+
+def test_our_clients_trust_an_authority_and_show_a_certificate(
+    replica: FakeReplica, authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, own = authority.sign()._replace(client_ca=str(authority.ca)), authority.sign("alice")
+    both = tmp_path / "alice-both.pem"
+    both.write_text(Path(own.certificate).read_text() + Path(own.key).read_text())
+    with haproxy(replica, secure(files)) as started:
+        url = f"https://localhost:{started.port}"
+        with Client(url, ca=str(authority.ca), certificate=str(both), num_retries=0) as client:
+            assert client.live()
+        monkeypatch.setenv("SHOAL_CA", str(authority.ca))
+        with Client(url, num_retries=0) as client:
+            assert not client.live()
+        monkeypatch.setenv("SHOAL_CLIENT_CERTIFICATE", str(both))
+        with Client(url, num_retries=0) as client:
+            assert client.live()
+    for field, value in (("ca", tmp_path / "none.pem"), ("certificate", authority.ca)):
+        with pytest.raises(ConfigError, match="PEM") as caught:
+            Client(url, **{field: str(value)})
+        assert (caught.value.field, caught.value.value) == (field, str(value))
 
 
 def test_a_client_without_a_certificate_is_refused_and_the_subject_of_one_is_passed_on(
