@@ -131,7 +131,7 @@ class ControllerService:
 
     def _describe_certificate(self) -> CertificateStatus | None:
         watch = self._watch
-        return watch and CertificateStatus(watch.current.not_after, watch.days_remaining, watch.problem)
+        return CertificateStatus(watch.current.not_after, watch.days_remaining, watch.problem) if watch else None
 
     def on_idle(self) -> None:
         """End after a time without a call from a replica."""
