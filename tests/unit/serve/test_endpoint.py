@@ -8,6 +8,7 @@ import pytest
 from shoal.errors import ConfigError
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_options import GuardOptions, ModelOptions
+from shoal.serve.spec.reach import Reach
 
 
 def spec(**values: Any) -> EndpointSpec:
@@ -69,6 +70,15 @@ TLS = {"certificate": "/c.pem", "key": "/k.pem"}
 def test_its_addresses_are_those_that_clients_here_can_reach(fields: dict[str, Any], url: str, grpc: str) -> None:
     made = spec(port=80, grpc_port=81, **fields)
     assert (made.url, made.grpc_address) == (url, grpc)
+
+
+def test_one_that_joins_another_has_its_address_and_nothing_else_of_it() -> None:
+    there = Reach.parse({"host": "0.0.0.0", "tls": {**TLS, "name": "models.example"}})
+    joining = spec(port=80, num_replicas=3).adopt_reach(there)
+    assert (joining.url, joining.num_replicas) == ("https://models.example:80", 3)
+    with pytest.raises(ConfigError, match="whose address it shares") as caught:
+        spec(host="127.0.0.1").adopt_reach(there)
+    assert caught.value.field == "endpoint.host"
 
 
 def test_whether_a_gpu_is_needed_is_said_by_any_model() -> None:

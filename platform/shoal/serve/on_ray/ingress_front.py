@@ -18,7 +18,7 @@ from shoal.cluster.capacity import make_head_affinity
 from shoal.cluster.ingress.front import Front, install_front, read_front_spec
 from shoal.cluster.ingress.serve_environment import BINARY_VARIABLE, find_ingress_folder
 from shoal.cluster.ingress.tls import Certificate, choose_name, read_certificate
-from shoal.errors import ConfigError, ShoalError
+from shoal.errors import ShoalError
 from shoal.serve.on_ray.bind_address import is_head
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.reach import Reach
@@ -46,16 +46,8 @@ def prepare_front(spec: EndpointSpec) -> EndpointSpec:
 
 def adopt_front(spec: EndpointSpec) -> EndpointSpec:
     """The spec with the front of the endpoint that it joins. Raises ConfigError for fields that differ from it."""
-    there = Reach.from_yaml(_call_on_head(_read_here))
-    for field in Reach.model_fields:
-        own = getattr(spec, field)
-        if field in spec.model_fields_set and own not in (getattr(there, field), Reach.model_fields[field].default):
-            problem, remedy = (
-                "is not that of the endpoint whose address it shares",
-                "leave it out, or use another cluster",
-            )
-            raise ConfigError(f"endpoint.{field}", str(own), problem, remedy)
-    return spec.model_copy(update=dict(there))
+    has_front = BINARY_VARIABLE in os.environ
+    return spec.adopt_reach(Reach.from_yaml(_call_on_head(_read_here)) if has_front else Reach())
 
 
 def _get_reach(spec: EndpointSpec) -> Reach:

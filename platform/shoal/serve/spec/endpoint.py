@@ -17,6 +17,7 @@ from pydantic import (
 )
 
 from shoal.config import Spec, merge
+from shoal.errors import ConfigError
 from shoal.serve.spec.api_key import ApiKey, require_distinct_keys, require_usable_secret
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.reach import LOOPBACK, Reach
@@ -162,6 +163,15 @@ class EndpointSpec(Reach):
         if self.max_replicas is not None and self.max_replicas < self.num_replicas:
             raise ValueError(f"max_replicas = {self.max_replicas} is below num_replicas = {self.num_replicas}")
         return self
+
+    def adopt_reach(self, there: Reach) -> EndpointSpec:
+        """The spec with the address of an endpoint that it joins. Raises ConfigError for a field that differs."""
+        for field in Reach.model_fields:
+            own = getattr(self, field)
+            if field in self.model_fields_set and own != getattr(there, field):
+                problem = "is not that of the endpoint whose address it shares"
+                raise ConfigError(f"endpoint.{field}", str(own), problem, "leave it out, or use another cluster")
+        return self.model_copy(update=dict(there))
 
     def options(self, model: str) -> ModelOptions:
         """The options of the model of this name."""
