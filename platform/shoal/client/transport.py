@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from shoal.client.address import find_proxy, parse_host
 from shoal.client.retry import ConnectionBroken, NotSent, Reply, RetrySteps, Send, SendOutcome, Sleep, TimedOut
-from shoal.client.tls import create_tls_context
+from shoal.client.tls import CA_VARIABLE, create_tls_context
 from shoal.errors import Closed, ConfigError, needs_extra
 
 with needs_extra("client"):
@@ -195,6 +195,8 @@ def _reply(response: httpx2.Response, chunks: list[bytes]) -> Reply:
 
 def _to_outcome(error: httpx2.TransportError) -> SendOutcome:
     reason = str(error) or type(error).__name__
+    if "CERTIFICATE_VERIFY_FAILED" in reason:
+        reason += f"; trust its authority by ca=FILE, --ca FILE or ${CA_VARIABLE}"
     if isinstance(error, httpx2.TimeoutException):
         return TimedOut()
     return NotSent(reason) if isinstance(error, httpx2.ConnectError) else ConnectionBroken(reason)

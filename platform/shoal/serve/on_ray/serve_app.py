@@ -1,8 +1,9 @@
 """An application of Ray Serve: `import_path: shoal.serve.on_ray.serve_app:build` in a `serve deploy` file.
 
-Called by Serve, in a process of the cluster. The ports are those of the file (`http_options`); the cluster must have
-been started with the variables of `cluster.ingress.serve_environment` (`shoal up` does). Such an endpoint's changes are
-in its audit log and its status; it has no driver to write a run record.
+Called by Serve, in a process of the cluster. The ports are those of the file (`http_options`), and the address is the
+endpoint's `host`, once the application has started; the cluster must have been started with the variables of
+`cluster.ingress.serve_environment` (`shoal up` does). Such an endpoint's changes are in its audit log and its status;
+it has no driver to write a run record.
 """
 
 from __future__ import annotations
