@@ -235,7 +235,7 @@ def test_certificates_are_replaced_under_load_without_a_failed_request(
     assert outcomes.keys() == {"200 kept", "200 new"}
 
 
-def test_a_bad_replacement_keeps_the_former_one_also_over_a_restart(replica: FakeReplica, authority: Authority) -> None:
+def test_a_bad_replacement_keeps_the_former_one_in_use_and_on_disk(replica: FakeReplica, authority: Authority) -> None:
     trusted, files = context(authority), authority.sign()
     with haproxy(replica, secure(files)) as started:
         watch, serial = CertificateWatch(files, started.files), get_serial(started.port, trusted)
